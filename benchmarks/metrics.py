@@ -1,0 +1,155 @@
+"""What is measured, and how bytes and seconds become the numbers of the table. Definitions of nccl-tests (its doc/PERFORMANCE.md).
+
+    size     bytes of the whole buffer: what a rank holds before or after the operation, whichever is larger
+    count    elements; of one rank's chunk for operations that cut the buffer into world_size chunks
+    algbw    size / time, GB/s with GB = 1e9
+    busbw    algbw * factor: the rate at which the busiest link would have to carry the bytes, comparable between rank numbers
+
+    operation                            before -> after, in chunks of count        factor
+    all_reduce                           1 -> 1                                     2(n-1)/n
+    reduce_scatter, all_gather           n -> 1, 1 -> n                             (n-1)/n
+    all_to_all                           n -> n                                     (n-1)/n
+    gather, scatter                      1 -> n at the root, n at the root -> 1     (n-1)/n
+    broadcast, reduce                    1 -> 1                                     1
+    sendrecv (rank r sends to r+1)       1 -> 1                                     1
+    pingpong (rank r with r^1)           1 -> 1, half of a round trip               1
+    barrier                              no data                                    0
+
+A size that does not divide is rounded down to whole elements for each rank, but to one element at least: 8 bytes of f32 on 4 ranks are 16.
+"""
+
+import re
+import statistics
+from typing import NamedTuple
+
+GB = 1e9
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+ITEMSIZE = {"i8": 1, "u8": 1, "f16": 2, "bf16": 2, "i32": 4, "f32": 4, "i64": 8, "f64": 8}
+REDOPS = ("sum", "avg", "product", "min", "max")
+
+
+class Op(NamedTuple):
+    """What the harness must know of an operation; n is the world size."""
+
+    busbw_factor: object  # n -> float
+    send: str | None  # elements that a rank puts in: "one" chunk, "all" n chunks, None
+    recv: str | None  # elements that it gets
+    reduces: bool = False
+    in_place: str | None = None  # the buffer that the in-place form works in: "send" or "recv"; None: there is no such form
+    transfers: int = 1  # messages after each other in one call; the time of one is reported
+    min_ranks: int = 1
+
+
+def _link(n):
+    return (n - 1) / n
+
+
+OPS = {
+    "all_reduce": Op(lambda n: 2 * _link(n), "one", "one", reduces=True, in_place="recv"),
+    "reduce_scatter": Op(_link, "all", "one", reduces=True, in_place="send"),
+    "all_gather": Op(_link, "one", "all", in_place="recv"),
+    "all_to_all": Op(_link, "all", "all"),
+    "broadcast": Op(lambda n: 1, "one", "one", in_place="recv"),
+    "reduce": Op(lambda n: 1, "one", "one", reduces=True, in_place="recv"),
+    "sendrecv": Op(lambda n: 1, "one", "one", min_ranks=2),
+    "pingpong": Op(lambda n: 1, "one", "one", transfers=2, min_ranks=2),
+    "gather": Op(_link, "one", "all"),
+    "scatter": Op(_link, "all", "one"),
+    "barrier": Op(lambda n: 0, None, None),
+}
+MAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "sendrecv")  # what `all` means
+FORMS = ("out_of_place", "in_place")
+
+
+class Case(NamedTuple):
+    """One line of the table, the same for all backends."""
+
+    op: str
+    count: int
+    dtype: str
+    redop: str
+    root: int
+
+    def send_count(self, n):
+        return self.count * {None: 0, "one": 1, "all": n}[OPS[self.op].send]
+
+    def recv_count(self, n):
+        return self.count * {None: 0, "one": 1, "all": n}[OPS[self.op].recv]
+
+    def nbytes(self, n):
+        return max(self.send_count(n), self.recv_count(n)) * ITEMSIZE[self.dtype]
+
+
+class Timing(NamedTuple):
+    """The figures of one form of one case. Times are of one operation."""
+
+    time_us: float
+    p99_us: float
+    algbw: float
+    busbw: float
+    wrong: int  # elements, summed over ranks and checks
+    spread: float  # largest over smallest median of a round
+
+
+def make_case(op, nbytes, dtype, redop, root, n):
+    """The case whose buffer has about nbytes. Raises ValueError if the operation needs more ranks or the root is none of them."""
+    spec = OPS[op]
+    if n < spec.min_ranks:
+        raise ValueError(f"{op} needs {spec.min_ranks} ranks or more, here {n}.")
+    if not 0 <= root < n:
+        raise ValueError(f"root={root}: must be a rank, 0 to {n - 1}.")
+    parts = n if "all" in (spec.send, spec.recv) else 1
+    count = 0 if spec.send is None else max(1, nbytes // ITEMSIZE[dtype] // parts)
+    return Case(op, count, dtype, redop if spec.reduces else "none", root)
+
+
+def busbw_factor(op, n):
+    return OPS[op].busbw_factor(n)
+
+
+def summarize(case, n, rounds, wrong):
+    """Turns rounds (a list of lists of seconds per operation, one for each batch) into a Timing."""
+    samples = sorted(sample for batches in rounds for sample in batches)
+    medians = [statistics.median(batches) for batches in rounds]
+    seconds = statistics.median(samples)
+    algbw = case.nbytes(n) / seconds / GB
+    return Timing(
+        time_us=seconds * 1e6,
+        p99_us=samples[min(len(samples) - 1, int(0.99 * len(samples)))] * 1e6,
+        algbw=algbw,
+        busbw=algbw * busbw_factor(case.op, n),
+        wrong=wrong,
+        spread=max(medians) / min(medians),
+    )
+
+
+def parse_nbytes(text):
+    """ "64K" -> 65536. Raises ValueError."""
+    match = re.fullmatch(r"(\d{1,12})([KMG]?)B?", text.strip().upper(), re.ASCII)
+    if not match or int(match[1]) == 0:
+        raise ValueError(f"size {text!r}: must be a number of bytes above 0, which may end in K, M or G (powers of 1024).")
+    return int(match[1]) << UNITS[match[2]]
+
+
+def parse_sizes(text, factor=2):
+    """ "8:1K" -> [8, 16, ... 1024]; "8,4K" -> [8, 4096]; both may be mixed. factor is the step of a range. Raises ValueError."""
+    if factor < 2:
+        raise ValueError(f"factor={factor}: must be 2 or more.")
+    sizes = []
+    for part in text.split(","):
+        first, colon, last = part.partition(":")
+        nbytes, end = parse_nbytes(first), parse_nbytes(last if colon else first)
+        if nbytes > end:
+            raise ValueError(f"sizes {part!r}: the first must not be larger than the last.")
+        while nbytes <= end:
+            sizes.append(nbytes)
+            nbytes *= factor
+    return sorted(set(sizes))
+
+
+def format_nbytes(nbytes):
+    """65536 -> "64K"; a number without a whole unit stays as it is."""
+    for unit, shift in reversed(UNITS.items()):
+        if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:
+            return f"{nbytes >> shift}{unit}"
+    return str(nbytes)

@@ -1,0 +1,214 @@
+// bindings.cc -- the Python module pycomm._C: thin, no algorithm. Every call that may wait releases the GIL.
+#include <ATen/ops/from_blob.h>
+#include <pybind11/functional.h>
+#include <pybind11/stl.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include "collectives/registered.h"
+#include "reduce/reduce.h"
+#include "torch/tensors.h"
+#include "torch/torch_store.h"
+
+namespace py = pybind11;
+
+namespace pycomm {
+
+void bind_backend(py::module_& module);  // torch/backend.cc
+
+namespace {
+
+using CommPtr = std::shared_ptr<Communicator>;
+
+// A work and the group it belongs to: the group must outlive its operations.
+struct Handle {
+  CommPtr comm;
+  std::shared_ptr<Work> work;
+};
+
+PointToPoint& engine_of(Communicator& comm) { return static_cast<PointToPoint&>(*comm.background()); }
+
+// Runs or issues a task. None when it has run.
+std::optional<Handle> submit(const CommPtr& comm, TaskPtr task, bool async_op) {
+  py::gil_scoped_release no_gil;
+  if (!async_op) {
+    comm->run(*task);
+    return std::nullopt;
+  }
+  comm->issue(task);
+  return Handle{comm, std::move(task)};
+}
+
+// pycomm.errors has the Python classes; looked up once, when the first error is raised.
+void translate(std::exception_ptr pointer) {
+  try {
+    if (pointer) std::rethrow_exception(pointer);
+  } catch (const CommError& error) {
+    const char* names[] = {"CommError", "MismatchError", "PeerError", "CommTimeoutError", "AbortedError"};
+    py::object cls = py::module_::import("pycomm.errors").attr(names[static_cast<int>(error.kind)]);
+    py::object peer = error.peer >= 0 ? py::object(py::int_(error.peer)) : py::none();
+    py::object op = error.op.kind != OpKind::none ? py::object(py::str(to_string(error.op.kind))) : py::none();
+    py::object sequence = error.op.sequence ? py::object(py::int_(error.op.sequence)) : py::none();
+    py::object value = cls(py::str(error.what()), py::arg("rank") = error.rank, py::arg("world_size") = error.world_size, py::arg("op") = op,
+                           py::arg("sequence") = sequence, py::arg("peer") = peer);
+    PyErr_SetObject(cls.ptr(), value.ptr());
+  }
+}
+
+Reduction reduction_of(int op, double factor) { return {static_cast<ReduceOp>(op), factor}; }
+CallOptions options_of(int algorithm, double timeout) { return {timeout, static_cast<Algorithm>(algorithm)}; }
+
+CommPtr connect(Store& store, int rank, int world_size, const TransportOptions& options) {
+  py::gil_scoped_release no_gil;
+  return make_communicator(store, rank, world_size, options);
+}
+
+TransportOptions transport_options(const std::string& name, double timeout, size_t staging_bytes, const std::string& host_id, bool use_cma, int threads) {
+  TransportOptions options;
+  options.name = name;
+  options.timeout = timeout;
+  options.staging_bytes = staging_bytes;
+  options.host_id = host_id;
+  options.use_cma = use_cma;
+  options.threads = threads;
+  return options;
+}
+
+at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, const py::object& dtype) {
+  auto options = at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  py::gil_scoped_release no_gil;
+  RegisteredBuffer buffer = allocate_registered(*comm, count * options.dtype().itemsize());
+  auto release = [segment = buffer.segment, weak = std::weak_ptr(comm), region = buffer.region](void*) {
+    if (CommPtr alive = weak.lock()) alive->transport().drop_region(region);
+  };
+  return at::from_blob(buffer.data, shape, release, options);
+}
+
+py::dict describe(const CommPtr& comm) {
+  Transport& t = comm->transport();
+  const char* reaches[] = {"staging only", "process_vm_readv", "pointers (ranks are threads of one process)"};
+  py::dict facts;
+  facts["name"] = t.name();
+  facts["rank"] = t.rank();
+  facts["world_size"] = t.world_size();
+  facts["reach"] = reaches[static_cast<int>(t.reach())];
+  facts["oversubscribed"] = t.oversubscribed();
+  facts["threads"] = t.lanes();
+  facts["staging_bytes"] = t.budget_bytes();
+  facts["simd"] = simd_level();
+  facts["broken"] = t.broken();
+  return facts;
+}
+
+std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int world_size, bool oversubscribed, bool mapped, bool kernel_reads, int algorithm) {
+  auto op = static_cast<OpKind>(kind);
+  if (algorithm == 0 && fits_payload(op, nbytes, world_size)) return {"payload", 0, "the data travel with the operation's header: one exchange"};
+  Choice choice = select(op, nbytes, {world_size, oversubscribed, mapped, kernel_reads}, static_cast<Algorithm>(algorithm));
+  return {to_string(choice.algorithm), choice.block, choice.reason};
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, module) {
+  py::register_exception_translator(&translate);
+
+  py::class_<LocalStore, std::shared_ptr<LocalStore>>(module, "LocalStore").def(py::init<>());
+
+  py::class_<Handle>(module, "Work")
+      .def("wait", [](Handle& self, double timeout) { py::gil_scoped_release no_gil; self.work->wait(timeout); }, py::arg("timeout") = 0.0)
+      .def("done", [](Handle& self) { py::gil_scoped_release no_gil; return self.work->poll(); })
+      .def("source", [](Handle& self) {
+        auto* message = dynamic_cast<Message*>(self.work.get());
+        return message ? message->source() : -1;
+      });
+
+  py::class_<Communicator, CommPtr>(module, "Communicator")
+      .def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("world_size", &Communicator::world_size)
+      .def("all_reduce", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_all_reduce(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+      })
+      .def("reduce", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int root, int op, double factor, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_reduce(*c, in, out, root, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+      })
+      .def("broadcast", [](const CommPtr& c, const at::Tensor& tensor, int root, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_broadcast(*c, tensor, root, options_of(algorithm, timeout)), async_op);
+      })
+      .def("all_gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_all_gather(*c, in, out, options_of(algorithm, timeout)), async_op);
+      })
+      .def("all_gather_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_all_gather_flat(*c, in, out, options_of(algorithm, timeout)), async_op);
+      })
+      .def("reduce_scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_reduce_scatter(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+      })
+      .def("reduce_scatter_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_reduce_scatter_flat(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+      })
+      .def("all_to_all", [](const CommPtr& c, const Tensors& in, const Tensors& out, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_all_to_all(*c, in, out, options_of(algorithm, timeout)), async_op);
+      })
+      .def("all_to_all_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
+                                 const std::vector<int64_t>& out_splits, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_all_to_all_flat(*c, in, out, in_splits, out_splits, options_of(algorithm, timeout)), async_op);
+      })
+      .def("gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, int root, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_gather(*c, in, out, root, options_of(algorithm, timeout)), async_op);
+      })
+      .def("scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int root, bool async_op, int algorithm, double timeout) {
+        return submit(c, make_scatter(*c, in, out, root, options_of(algorithm, timeout)), async_op);
+      })
+      .def("barrier", [](const CommPtr& c, bool async_op, double timeout) { return submit(c, make_barrier(*c, options_of(0, timeout)), async_op); })
+      .def("send", [](const CommPtr& c, const at::Tensor& tensor, int dst, int tag, bool async_op, double timeout) -> std::optional<Handle> {
+        py::gil_scoped_release no_gil;
+        MessagePtr message = send_tensor(engine_of(*c), tensor, dst, tag, timeout);
+        if (async_op) {
+          message->help();
+          return Handle{c, message};
+        }
+        message->wait();
+        return std::nullopt;
+      })
+      .def("recv", [](const CommPtr& c, const at::Tensor& tensor, int src, int tag, bool async_op, double timeout) -> std::optional<Handle> {
+        py::gil_scoped_release no_gil;
+        MessagePtr message = recv_tensor(engine_of(*c), tensor, src, tag, timeout);
+        if (async_op)
+          message->help();
+        else
+          message->wait();
+        return Handle{c, message};
+      })
+      .def("empty", &empty_registered)
+      .def("describe", &describe)
+      .def("abort", [](Communicator& c, const std::string& reason) { py::gil_scoped_release no_gil; c.abort(reason); })
+      .def("close", [](Communicator& c) { py::gil_scoped_release no_gil; c.close(); });
+
+  module.def("transport_options", &transport_options);
+  py::class_<TransportOptions>(module, "TransportOptions");
+  module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options) { return connect(store, rank, n, options); });
+  module.def("connect", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int n, const TransportOptions& options) {
+    TorchStore adapter(store);
+    return connect(adapter, rank, n, options);
+  });
+  module.def("choose", &choose);
+  module.def("simd_level", &simd_level);
+  module.def("set_simd_limit", [](std::optional<std::string> limit) { set_simd_limit(limit ? limit->c_str() : nullptr); });
+
+  py::list dtypes, reduce_ops, kinds, algorithms;
+  for (int i = 0; i < num_dtypes; ++i) dtypes.append(to_string(static_cast<DType>(i)));
+  for (int i = 0; i < num_reduce_ops; ++i) reduce_ops.append(to_string(static_cast<ReduceOp>(i)));
+  for (int i = 0; i <= static_cast<int>(OpKind::alloc); ++i) kinds.append(to_string(static_cast<OpKind>(i)));
+  for (int i = 0; i <= static_cast<int>(Algorithm::direct); ++i) algorithms.append(to_string(static_cast<Algorithm>(i)));
+  module.attr("dtypes") = dtypes;
+  module.attr("reduce_ops") = reduce_ops;
+  module.attr("kinds") = kinds;
+  module.attr("algorithms") = algorithms;
+  module.attr("slot_payload_bytes") = slot_payload_bytes;
+#ifdef PYCOMM_WITH_BACKEND
+  bind_backend(module);
+#endif
+}
+
+}  // namespace pycomm

@@ -1,0 +1,82 @@
+// call.h -- one operation while it runs: what all collectives share.
+//
+// Every operation begins alike, whatever its kind and size:
+//   publish   write key, count and extra (and the payload, when all of it fits) into this rank's OpSlot      no waiting
+//   match     wait for every rank's header and compare; a difference raises on every rank, naming both sides
+// so a mismatch of any two calls is found before any result is written, all ranks come to the same verdict, and the group goes on
+// with the next operation. After that the algorithms part.
+#pragma once
+
+#include <algorithm>
+#include <chrono>
+
+#include "../communicator.h"
+#include "op.h"
+
+namespace pycomm {
+
+// How the bytes of an operation move; chosen by select.cc.
+enum class Route { payload, staged, direct };
+
+class Call {
+ public:
+  Call(Communicator& comm, const Op& op, uint64_t sequence, Algorithm choice);
+
+  Communicator& comm;
+  Transport& transport;
+  const Op& op;
+  const int rank;
+  const int world_size;
+  const size_t item;             // bytes of one element
+  Algorithm algorithm;
+  WaitScope scope;
+
+  void publish(bool with_payload);
+  bool headers_ready() const;
+  void match();
+
+  // One-shot: the bytes that `peer` published, from byte `offset` of its payload on. Valid after match().
+  const std::byte* payload(int peer, size_t offset = 0) const;
+
+  // Direct: buffers of peers. Valid after match(). `part` is an index into in_parts/out_parts, or 0.
+  PartRef peer_part(int peer, bool output, int part) const { return transport.parts(peer, scope.op.sequence, output)[part]; }
+  std::byte* mapped(int peer, bool output, int part) const;  // nullptr where only the kernel reaches it
+  void fetch(int peer, int part, size_t offset, void* to, size_t nbytes) const;                 // from a peer's input
+  void put(int peer, int part, size_t offset, const void* from, size_t nbytes) const;           // into a peer's output
+  bool registered(int peer) const;  // all buffers of `peer` in this operation lie in a registered region
+  bool all_mapped() const;          // every buffer of this operation is addressable by every rank
+  void leave_direct(int lane);   // returns when no peer needs this rank's buffers any more
+
+  // Staging of one lane of one rank, and its two halves that alternate by step.
+  std::byte* staging(int peer, int lane) const { return transport.staging(peer) + lane * lane_bytes(); }
+  std::byte* half(int peer, int lane, uint64_t step) const { return staging(peer, lane) + (step & 1) * half_bytes(); }
+  size_t lane_bytes() const { return transport.staging_bytes() / transport.lanes() / 4096 * 4096; }
+  size_t half_bytes() const { return lane_bytes() / 2; }
+
+  // Splits `nbytes` (a multiple of item) over the lanes and runs body(lane, first byte, bytes) on each.
+  void on_lanes(size_t nbytes, const std::function<void(int, size_t, size_t)>& body);
+
+  // Reduces world_size sources in rank order into out.
+  void reduce_into(void* out, const void* const* sources, size_t count) const;
+
+ private:
+  uint64_t key(uint64_t sequence) const;
+  uint64_t extra() const;
+  void publish_parts();
+  void compare(int peer) const;
+  void compare_splits() const;
+
+  bool matched_ = false;
+};
+
+// Elements [begin, end) of chunk `index` when `count` elements are cut into `chunks` chunks of whole cache lines where possible.
+struct Range {
+  size_t begin, end;
+  size_t size() const { return end - begin; }
+};
+Range chunk_of(size_t count, int index, int chunks, size_t item);
+
+// The bytes of a part of `part_bytes` that fall into [begin, begin + nbytes).
+inline Range clip(size_t begin, size_t nbytes, size_t part_bytes) { return {std::min(begin, part_bytes), std::min(begin + nbytes, part_bytes)}; }
+
+}  // namespace pycomm

@@ -1,0 +1,56 @@
+// collectives.h -- the entry to all collectives: validation, choice of the algorithm, and the task that the communicator runs.
+#pragma once
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "call.h"
+#include "select.h"
+
+namespace pycomm {
+
+inline constexpr int max_world_size = 1024;
+
+// One per file. The header has been published; each must call match() before it writes any result, and end with all
+// its reads of peers' memory done.
+void all_reduce(Call& call, const Choice& choice, Route route);
+void reduce_to_root(Call& call, const Choice& choice, Route route);
+void broadcast(Call& call, const Choice& choice, Route route);
+void all_gather(Call& call, const Choice& choice, Route route);
+void reduce_scatter(Call& call, const Choice& choice, Route route);
+void all_to_all(Call& call, const Choice& choice, Route route);
+void gather(Call& call, const Choice& choice, Route route);
+void scatter(Call& call, const Choice& choice, Route route);
+
+class CollectiveTask : public Task {
+ public:
+  // Throws std::invalid_argument when op is malformed on this rank alone.
+  CollectiveTask(Communicator& comm, Op op);
+
+  const Op& op() const { return op_; }
+
+ protected:
+  bool small() const override { return route_ == Route::payload; }
+  void publish() override;
+  bool ready() const override { return call_ && call_->headers_ready(); }
+  void finish(bool patient) override;
+
+ private:
+  void validate();
+  void separate_overlap();
+  Choice choose();
+
+  Op op_;
+  Route route_;
+  std::optional<Call> call_;
+  std::vector<std::byte> copy_;  // of the input, where it overlaps the output in a way the algorithms do not allow
+};
+
+// Runs op to completion in the caller's thread (or behind what is queued).
+void run(Communicator& comm, Op op);
+
+// Joins the group and equips it with point-to-point messages (send_recv.h).
+std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size, const TransportOptions& options);
+
+}  // namespace pycomm

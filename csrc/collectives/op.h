@@ -1,0 +1,59 @@
+// op.h -- one collective call as data: what the caller passed, after all front ends agree on raw pointers.
+#pragma once
+
+#include <vector>
+
+#include "../types.h"
+
+namespace pycomm {
+
+enum class Algorithm : uint8_t { automatic, one_shot, two_shot, ring, staged, direct };
+
+inline const char* to_string(Algorithm algorithm) {
+  constexpr const char* names[] = {"automatic", "one_shot", "two_shot", "ring", "staged", "direct"};
+  int i = static_cast<int>(algorithm);
+  return i < 6 ? names[i] : "?";
+}
+
+struct Part {
+  std::byte* data;
+  size_t count;  // elements
+};
+
+// Which fields a kind uses; counts in elements, `root` is a rank of the group:
+//
+//   kind            in                     out                    notes
+//   all_reduce      in, count              out                    out == in or apart
+//   reduce          in, count              out at root            out is null elsewhere
+//   broadcast       in at root, count      out elsewhere
+//   all_gather      in, count              out_parts              uneven: parts of several sizes, known to all; count = their sum
+//   reduce_scatter  in_parts               out, count             uneven: likewise
+//   all_to_all      in_parts               out_parts              uneven: sizes known pairwise; count = 0
+//   gather          in, count              out_parts at root
+//   scatter         in_parts at root       out, count
+//   barrier         -                      -
+struct Op {
+  OpKind kind = OpKind::none;
+  DType dtype = DType::u8;
+  ReduceOp reduce_op = ReduceOp::sum;
+  Algorithm algorithm = Algorithm::automatic;
+  bool uneven = false;
+  int root = 0;
+  double factor = 1;    // premul_sum
+  double timeout = 0;   // seconds; 0: the group's
+  const std::byte* in = nullptr;
+  std::byte* out = nullptr;
+  size_t count = 0;
+  std::vector<Part> in_parts, out_parts;  // world_size entries where used
+
+  bool reduces() const { return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter; }
+  size_t nbytes() const { return count * size_of(dtype); }
+  // Elements of this rank's own part; `count` is the total of all parts where sizes are uneven.
+  size_t own_count(int rank) const {
+    if (uneven && kind == OpKind::all_gather) return out_parts[rank].count;
+    if (uneven && kind == OpKind::reduce_scatter) return in_parts[rank].count;
+    return count;
+  }
+};
+
+}  // namespace pycomm

@@ -1,0 +1,17 @@
+// registered.h -- buffers that every rank of a group has mapped, so that collectives on them copy nothing twice.
+#pragma once
+
+#include "../communicator.h"
+
+namespace pycomm {
+
+struct RegisteredBuffer {
+  std::shared_ptr<Segment> segment;  // keeps the memory mapped
+  std::byte* data;                   // this rank's part
+  uint32_t region;                   // for Transport::drop_region, when the buffer is no longer used
+};
+
+// Collective: all ranks must call it with the same nbytes. Memory is zeroed, page-aligned, first touched by its owner.
+RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes);
+
+}  // namespace pycomm

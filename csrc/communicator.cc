@@ -1,0 +1,226 @@
+// communicator.cc -- see communicator.h.
+#include "communicator.h"
+
+#include <pthread.h>
+
+namespace pycomm {
+
+namespace {
+constexpr int spins_before_sleep = 4000;
+constexpr auto worker_tick = std::chrono::milliseconds(50);
+}  // namespace
+
+Communicator::Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
+
+Communicator::~Communicator() { close(); }
+
+void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
+  background_ = std::move(progress);
+  transport_->set_idle_hook([this] { background_->progress(); });
+}
+
+void Task::wait(double timeout) { comm_.wait(*this, timeout); }
+bool Task::poll() { return comm_.poll(*this); }
+void Task::help() { comm_.help(*this); }
+
+void Communicator::settle(Task& task, std::exception_ptr error) {
+  auto keep = std::move(task.self_);  // the last reference may go with the queue's
+  task.settle(std::move(error));
+}
+
+void Communicator::run(Task& task) {
+  {
+    std::unique_lock lock(mutex_);
+    if (busy_ || !queue_.empty()) {
+      task.sequence_ = next_sequence_++;
+      queue_.push_back(&task);
+      lock.unlock();
+      wait(task);
+      return;
+    }
+    busy_ = true;
+    task.sequence_ = next_sequence_++;
+  }
+  std::exception_ptr error;
+  try {
+    task.publish();
+    task.finish(false);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    std::lock_guard lock(mutex_);
+    busy_ = false;
+    if (!queue_.empty()) changed_.notify_all();
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void Communicator::issue(std::shared_ptr<Task> shared) {
+  Task& task = *shared;
+  std::unique_lock lock(mutex_);
+  if (!busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready()) execute_head(lock, false);
+  task.sequence_ = next_sequence_++;
+  task.self_ = std::move(shared);
+  bool alone = !busy_ && queue_.empty();
+  queue_.push_back(&task);
+  if (alone && task.small()) {
+    try {
+      task.publish();
+      task.published_ = true;
+    } catch (...) {
+      queue_.pop_back();
+      lock.unlock();
+      settle(task, std::current_exception());
+    }
+    return;
+  }
+  help_wanted_ = true;
+  start_worker();
+  lock.unlock();
+  changed_.notify_all();
+}
+
+// Called with the lock held and busy_ false; returns with the lock held.
+void Communicator::execute_head(std::unique_lock<std::mutex>& lock, bool patient) {
+  Task& task = *queue_.front();
+  busy_ = true;
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    if (!task.published_) task.publish();
+    task.published_ = true;
+    task.finish(patient);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  queue_.pop_front();
+  busy_ = false;
+  if (queue_.empty()) help_wanted_ = false;
+  lock.unlock();
+  settle(task, error);  // a task on a caller's stack may be gone after this
+  lock.lock();
+  changed_.notify_all();
+}
+
+void Communicator::wait(Task& task, double timeout) {
+  for (int i = 0; i < spins_before_sleep && !transport_->oversubscribed(); ++i) {
+    if (task.done()) break;
+    if ((i & 63) == 0) {
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (lock && !busy_ && !queue_.empty()) break;
+    }
+    cpu_relax();
+  }
+  std::unique_lock lock(mutex_);
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(timeout > 0 ? timeout : 1e8);
+  while (!task.done()) {
+    if (!busy_ && !queue_.empty()) {
+      if (queue_.front() == &task) task.wait_timeout_ = timeout;
+      execute_head(lock, false);
+    } else if (changed_.wait_until(lock, std::chrono::time_point_cast<std::chrono::steady_clock::duration>(limit)) == std::cv_status::timeout &&
+               timeout > 0 && !task.done()) {
+      lock.unlock();
+      transport_->raise(ErrorKind::timeout, {OpKind::none, task.sequence()}, -1,
+                        "operation #" + std::to_string(task.sequence()) + " did not complete within " + std::to_string(timeout) + " s");
+    }
+  }
+  lock.unlock();
+  if (task.error()) std::rethrow_exception(task.error());
+}
+
+bool Communicator::poll(Task& task) {
+  if (task.done()) return true;
+  std::unique_lock lock(mutex_);
+  while (!task.done() && !busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready()) execute_head(lock, false);
+  return task.done();
+}
+
+void Communicator::help(Task& task) {
+  if (task.done()) return;
+  {
+    std::lock_guard lock(mutex_);
+    help_wanted_ = true;
+    start_worker();
+  }
+  changed_.notify_all();
+}
+
+void Communicator::wake_worker() {
+  std::lock_guard lock(mutex_);
+  start_worker();
+  if (worker_asleep_.load()) changed_.notify_all();
+  transport_->ring_self();
+}
+
+void Communicator::start_worker() {
+  if (worker_.joinable() || stop_) return;
+  worker_ = std::thread([this] { worker_loop(); });
+  ::pthread_setname_np(worker_.native_handle(), "pycomm-worker");
+}
+
+void Communicator::worker_loop() {
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    if (help_wanted_ && !busy_ && !queue_.empty()) {
+      execute_head(lock, true);
+    } else if (background_ && background_->wants_worker()) {
+      lock.unlock();
+      if (!background_->progress()) {
+        auto quit = [this] { return background_->progress() || !background_->wants_worker(); };
+        transport_->sleep_unless(quit, 0.02);
+      }
+      lock.lock();
+    } else {
+      worker_asleep_.store(true);
+      changed_.wait_for(lock, worker_tick);
+      worker_asleep_.store(false);
+    }
+  }
+}
+
+void Communicator::abort(const std::string& reason) { transport_->abort(reason); }
+
+void Communicator::close() {
+  if (transport_->forked()) {  // the worker and whoever held the mutex live in the parent only
+    if (worker_.joinable()) worker_.detach();
+    return;
+  }
+  transport_->close();
+  transport_->ring_self();
+  {
+    std::unique_lock lock(mutex_);
+    if (stop_) return;
+    stop_ = true;
+    // Whoever runs the head sees that the transport is closed and ends within a tick; then nobody runs the rest.
+    changed_.notify_all();
+    changed_.wait(lock, [this] { return !busy_; });
+    while (!queue_.empty()) execute_head(lock, false);
+  }
+  if (!worker_.joinable()) return;
+  if (worker_.get_id() == std::this_thread::get_id())
+    worker_.detach();  // the last reference was dropped by a callback that the worker ran
+  else
+    worker_.join();
+}
+
+void Communicator::on_lanes(int count, const std::function<void(int)>& body) {
+  if (count <= 1) return body(0);
+  std::vector<std::exception_ptr> errors(count);
+  std::vector<std::thread> threads;
+  auto guarded = [&](int lane) {
+    try {
+      body(lane);
+    } catch (...) {
+      errors[lane] = std::current_exception();
+    }
+  };
+  for (int lane = 1; lane < count; ++lane) threads.emplace_back(guarded, lane);
+  guarded(0);
+  for (auto& thread : threads) thread.join();
+  for (auto& error : errors)
+    if (error) std::rethrow_exception(error);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,112 @@
+// communicator.h -- a group of ranks: its transport, the order of its operations, and who runs them.
+//
+// [Note: who runs an operation] Operations of one group run one after the other, in the order of issue. A synchronous call on an idle
+// group runs in the caller's thread, without any hand-off. An asynchronous one is queued; the worker thread runs the queue,
+// and a caller that waits runs it too while the worker is not at it. A small operation is published when it is issued (its data
+// lie in shared memory, so peers can finish theirs) and usually finished by the caller in wait(): the worker is not even woken.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "transport/transport.h"
+#include "work.h"
+
+namespace pycomm {
+
+class Communicator;
+
+// One operation in the queue of a communicator. Subclasses say what it does (collectives/collectives.h).
+class Task : public Work {
+ public:
+  explicit Task(Communicator& comm) : comm_(comm) {}
+  void wait(double timeout = 0) override;
+  bool poll() override;
+  void help() override;
+  uint64_t sequence() const { return sequence_; }
+
+ protected:
+  virtual bool small() const = 0;              // publish() never blocks
+  virtual void publish() = 0;                  // make own data visible to peers
+  virtual bool ready() const = 0;              // published, and finish() would not block
+  virtual void finish(bool patient) = 0;       // wait for the peers, write the result
+
+  Communicator& comm_;
+  double wait_timeout_ = 0;                    // seconds, set by a waiter that runs the task itself; 0: none
+
+ private:
+  friend class Communicator;
+  bool published_ = false;
+  uint64_t sequence_ = 0;
+  std::shared_ptr<Task> self_;  // keeps an asynchronous task alive while it is queued
+};
+
+// Something that makes progress beside the queue (point-to-point messages).
+class BackgroundProgress {
+ public:
+  virtual ~BackgroundProgress() = default;
+  virtual bool progress() = 0;             // true: something moved
+  virtual bool wants_worker() const = 0;   // unfinished messages that need this rank's help
+};
+
+// The pipeline position of one lane; see collectives/pipeline.h.
+struct LaneState {
+  uint64_t steps = 0;        // done so far, the same on all ranks
+  uint64_t drained = 0;      // what every peer must have drained before this rank may fill its staging again
+};
+
+class Communicator {
+ public:
+  Communicator(std::unique_ptr<Transport> transport);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+
+  Transport& transport() { return *transport_; }
+  int rank() const { return transport_->rank(); }
+  int world_size() const { return transport_->world_size(); }
+
+  void run(Task& task);                        // to completion; throws what the operation threw
+  void issue(std::shared_ptr<Task> task);      // returns at once
+  void wait(Task& task, double timeout = 0);   // seconds, 0: the operation's own; throws what the operation threw
+  bool poll(Task& task);                       // done()? finishes it on the way if that does not block
+  void help(Task& task);                       // wake the worker: nobody will wait for this one
+  uint64_t next_sequence() const { return next_sequence_; }
+
+  void abort(const std::string& reason);
+  void close();
+
+  void attach(std::unique_ptr<BackgroundProgress> progress);
+  BackgroundProgress* background() { return background_.get(); }
+  void wake_worker();
+
+  LaneState& lane(int index) { return lanes_[index]; }
+  // Runs body(0) ... body(count-1) at once on that many threads; rethrows the first error.
+  void on_lanes(int count, const std::function<void(int)>& body);
+
+ private:
+  void execute_head(std::unique_lock<std::mutex>& lock, bool patient);
+  void start_worker();
+  void worker_loop();
+  static void settle(Task& task, std::exception_ptr error);
+
+  std::unique_ptr<Transport> transport_;
+  std::unique_ptr<BackgroundProgress> background_;
+  LaneState lanes_[max_lanes];
+
+  std::mutex mutex_;
+  std::condition_variable changed_;
+  std::deque<Task*> queue_;
+  bool busy_ = false;            // somebody runs the head of the queue, or a synchronous call runs beside an empty queue
+  bool help_wanted_ = false;     // the worker should run the queue
+  bool stop_ = false;
+  uint64_t next_sequence_ = 1;
+  std::thread worker_;
+  std::atomic<bool> worker_asleep_{false};
+};
+
+}  // namespace pycomm

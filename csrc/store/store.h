@@ -1,0 +1,57 @@
+// store.h -- the rendezvous interface. It is used while a communicator is created and never on the data path.
+#pragma once
+
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace pycomm {
+
+// A key-value store that all ranks of the group can reach. Implementations: torch's Store (csrc/torch/torch_store.h)
+// and LocalStore below. May throw what the underlying store throws.
+class Store {
+ public:
+  virtual ~Store() = default;
+  virtual void set(const std::string& key, const std::string& value) = 0;
+  virtual std::string get(const std::string& key) = 0;  // only after has(key)
+  virtual bool has(const std::vector<std::string>& keys) = 0;
+  virtual int64_t add(const std::string& key, int64_t amount) = 0;  // returns the new value
+  virtual void remove(const std::string& key) = 0;
+};
+
+// Ranks as threads of one process: tests and pycomm.testing.run_ranks.
+class LocalStore final : public Store {
+ public:
+  void set(const std::string& key, const std::string& value) override {
+    std::lock_guard lock(mutex_);
+    values_[key] = value;
+  }
+  std::string get(const std::string& key) override {
+    std::lock_guard lock(mutex_);
+    return values_.at(key);
+  }
+  bool has(const std::vector<std::string>& keys) override {
+    std::lock_guard lock(mutex_);
+    for (const auto& key : keys)
+      if (!values_.count(key)) return false;
+    return true;
+  }
+  int64_t add(const std::string& key, int64_t amount) override {
+    std::lock_guard lock(mutex_);
+    return counters_[key] += amount;
+  }
+  void remove(const std::string& key) override {
+    std::lock_guard lock(mutex_);
+    values_.erase(key);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::string, std::string> values_;
+  std::map<std::string, int64_t> counters_;
+};
+
+}  // namespace pycomm

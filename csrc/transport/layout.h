@@ -1,0 +1,148 @@
+// layout.h -- what lies where in the shared segment of a group.
+//
+//   | GroupHeader | RankControl x n | per rank: 2 OpSlots, 2 part tables, staging | channels n x n |
+//
+// [Note: two operation slots] Operation number s of the group uses slot s & 1 of every rank. A rank publishes operation s only
+// after it has completed all operations before s. So whoever has seen every rank's header of operation s-1 knows that
+// all ranks have finished reading slot (s-2) & 1 == s & 1, and may overwrite its own without asking.
+//
+// [Note: one line carries data and flag] The first cache line of an OpSlot holds the header that peers compare and up to 40
+// bytes of payload. `key` is stored last with release order; a reader that acquires it sees the rest, and one line travels.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+
+namespace pycomm {
+
+inline constexpr size_t cache_line = 64;
+inline constexpr size_t inline_bytes = 40;            // payload in the header's own line
+inline constexpr size_t slot_payload_bytes = 8192;    // payload behind the header: what one-shot operations can publish at issue
+inline constexpr int max_lanes = 8;
+inline constexpr uint32_t no_buffer = 0xffffffff;
+inline constexpr uint64_t layout_version = 1;
+
+// What must be equal on all ranks, packed so that the comparison is exact (only `extra` is a hash).
+// key = sequence (32 bits) | kind (5) | dtype (5) | reduce op (4) | algorithm (4) | root (14)
+struct alignas(cache_line) OpSlot {
+  std::atomic<uint64_t> key;
+  uint64_t count;
+  uint64_t extra;
+  std::byte inline_payload[inline_bytes];
+
+  // Second line: the registered regions that hold this rank's buffers; 0: not (all) in one, no_buffer: there are none.
+  alignas(cache_line) uint32_t in_region;
+  uint32_t out_region;
+
+  alignas(cache_line) std::byte payload[slot_payload_bytes];
+};
+
+struct PartRef {
+  uint64_t address;  // in the owner's address space
+  uint64_t nbytes;
+};
+
+enum class RankState : uint32_t { absent, joined, ready, closed };
+
+struct alignas(cache_line) PaddedCounter {
+  std::atomic<uint64_t> value;
+};
+
+struct alignas(cache_line) RankControl {
+  // Sleepers wait on `doorbell`; see transport/wait.h.
+  std::atomic<uint32_t> doorbell;
+  std::atomic<uint32_t> sleepers;
+
+  alignas(cache_line) std::atomic<RankState> state;
+  std::atomic<uint32_t> cma_ok;     // this rank can read every peer's memory
+  uint64_t process_token;           // random per process: equal for ranks that are threads of one process
+  uint64_t probe_address;           // where process_token lies in the owner's address space
+  int32_t pid;
+
+  // Pipeline progress of each lane, counted in steps since the group was created; see collectives/pipeline.h.
+  PaddedCounter filled[max_lanes];
+  PaddedCounter reduced[max_lanes];
+  PaddedCounter drained[max_lanes];
+};
+
+struct alignas(cache_line) GroupHeader {
+  uint64_t version;
+  uint32_t world_size;
+  // Why the group is broken; written once, by whoever wins the exchange of `broken` from 0 to 1, then set to 2.
+  alignas(cache_line) std::atomic<uint32_t> broken;
+  uint32_t kind;
+  int32_t reporter;
+  int32_t peer;
+  uint32_t op;
+  uint64_t sequence;
+  char text[256];
+};
+
+// --- point to point: one channel per ordered pair (src, dst), see collectives/send_recv.h ---------------------------------------
+inline constexpr int channel_slots = 8;
+inline constexpr size_t message_inline_bytes = 960;
+inline constexpr int channel_segments = 4;
+
+enum class MessageMode : uint32_t { in_slot, streamed, in_place };
+
+struct alignas(cache_line) MessageSlot {
+  std::atomic<uint64_t> id;  // 1, 2, ... in order of sending; stored last
+  uint64_t count;
+  uint64_t address;          // in_place: in the sender's address space
+  int32_t tag;
+  uint32_t dtype;
+  MessageMode mode;
+  uint32_t region;
+  std::byte payload[message_inline_bytes];
+};
+
+struct Acknowledgement {
+  uint64_t id;
+  uint64_t count;   // what the receiver expected
+  uint32_t dtype;
+  uint32_t matched;
+};
+
+struct alignas(cache_line) Channel {
+  PaddedCounter taken;            // messages that dst has taken out of `slots`
+  PaddedCounter bytes_filled;     // bytes that src has put into the data ring
+  PaddedCounter bytes_drained;    // bytes that dst has taken out of it
+  PaddedCounter acks_sent;        // by dst
+  PaddedCounter acks_seen;        // by src
+  Acknowledgement acks[channel_slots];
+  MessageSlot slots[channel_slots];
+};
+
+inline constexpr size_t round_up(size_t value, size_t to) { return (value + to - 1) / to * to; }
+
+struct Layout {
+  int world_size;
+  size_t staging_bytes;   // per rank, for collectives
+  size_t ring_bytes;      // per channel, data ring
+
+  // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings.
+  static Layout make(int world_size, size_t budget) {
+    size_t peers = world_size > 1 ? world_size - 1 : 1;
+    size_t fixed = 2 * sizeof(OpSlot) + peers * sizeof(Channel);
+    size_t left = budget > fixed + (64 << 10) ? budget - fixed : (64 << 10);
+    Layout layout{};
+    layout.world_size = world_size;
+    layout.ring_bytes = left / 4 / peers / 4096 * 4096;
+    if (layout.ring_bytes > (512 << 10)) layout.ring_bytes = 512 << 10;
+    if (layout.ring_bytes < 4096) layout.ring_bytes = 4096;
+    size_t rings = layout.ring_bytes * peers;
+    layout.staging_bytes = (left > rings + (32 << 10) ? left - rings : (32 << 10)) / 4096 * 4096;
+    return layout;
+  }
+
+  size_t controls() const { return round_up(sizeof(GroupHeader), 4096); }
+  size_t ranks() const { return round_up(controls() + world_size * sizeof(RankControl), 4096); }
+  size_t tables_bytes() const { return round_up(2 * 2 * world_size * sizeof(PartRef), cache_line); }
+  size_t rank_stride() const { return round_up(2 * sizeof(OpSlot) + tables_bytes() + staging_bytes, 4096); }
+  size_t channels() const { return ranks() + world_size * rank_stride(); }
+  size_t channel_stride() const { return round_up(sizeof(Channel) + ring_bytes, 4096); }
+  size_t total() const { return channels() + static_cast<size_t>(world_size) * world_size * channel_stride(); }
+};
+
+}  // namespace pycomm

@@ -1,0 +1,309 @@
+"""Train a small byte-level GPT, data parallel, on text that every machine has: Python's own standard library.
+
+    python examples/02_train_gpt_ddp.py --ranks 2              # starts the ranks itself
+    torchrun --nproc-per-node 2 examples/02_train_gpt_ddp.py   # the same, started by torchrun
+
+What data parallel means, for rank 0 and rank 1 of a step:
+
+    rank 0   batch 0 -> loss 0 -> gradient 0 --+                    +-> the same AdamW step -> the same weights
+                                               +-> mean (all_reduce)+
+    rank 1   batch 1 -> loss 1 -> gradient 1 --+                    +-> the same AdamW step -> the same weights
+
+torch's DistributedDataParallel (DDP) does the mean, in buckets, while the backward pass is still running. The only line
+that knows of pycomm is `init_process_group(backend)`; `--backend gloo` trains the same model to the same loss.
+
+Every random number comes from --seed, so two runs on one machine print the same losses. Bytes are the tokens (256 of them),
+so a model that knows nothing has a loss of ln 256 = 5.55 nats per byte.
+"""
+
+import argparse
+import json
+import math
+import os
+import statistics
+import sys
+import sysconfig
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+VOCAB = 256  # a token is a byte
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+class Text(NamedTuple):
+    train: torch.Tensor  # uint8, the bytes of nine files in ten
+    validation: torch.Tensor  # uint8, the bytes of every tenth file: whole files that training never sees
+
+
+def load_text(max_bytes):
+    """Reads the standard library's .py files, sorted by path; at most max_bytes for training, a tenth of it to validate."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
+    train, validation = bytearray(), bytearray()
+    for i, file in enumerate(files):
+        part, limit = (validation, max_bytes // 10) if i % 10 == 9 else (train, max_bytes)
+        if len(part) < limit:
+            part += file.read_bytes()[: limit - len(part)]
+    if not train or not validation:
+        raise SystemExit(f"no Python sources to train on under {root}")
+    return Text(*(torch.frombuffer(part, dtype=torch.uint8) for part in (train, validation)))
+
+
+def windows(text, starts, block):
+    """Cuts (inputs, targets), both int64 [len(starts), block]; a target is the byte that follows its input."""
+    rows = torch.stack([text[i : i + block + 1] for i in starts]).long()
+    return rows[:, :-1], rows[:, 1:]
+
+
+# ---- model ----------------------------------------------------------------------------------------------------------
+def rotate(x):
+    """Rotary positions: turns pairs of features of x [batch, heads, block, width] by angles that grow with the position."""
+    block, half = x.shape[-2], x.shape[-1] // 2
+    angle = torch.outer(torch.arange(block), 1000.0 ** -(torch.arange(half) / half))
+    a, b = x[..., :half], x[..., half:]
+    return torch.cat((a * angle.cos() - b * angle.sin(), a * angle.sin() + b * angle.cos()), dim=-1)
+
+
+class Block(nn.Module):
+    """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.proj = nn.Linear(width, width, bias=False)
+        self.up = nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x):
+        batch, block, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(batch, block, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)  # [batch, heads, block, width/heads]
+        x = x + self.proj(attended.transpose(1, 2).reshape(batch, block, width))
+        return x + self.down(F.relu(self.up(self.norm2(x))).square())
+
+
+class GPT(nn.Module):
+    def __init__(self, layers, width, heads):
+        super().__init__()
+        self.token = nn.Embedding(VOCAB, width)
+        self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCAB, bias=False)
+        for name, p in self.named_parameters():
+            if name.endswith(("proj.weight", "down.weight", "head.weight")):
+                nn.init.zeros_(p)  # every layer starts as the identity, every byte as equally likely
+            elif p.dim() == 2:
+                nn.init.normal_(p, std=0.02)
+
+    def forward(self, inputs, targets):
+        """Returns the mean loss, in nats per byte."""
+        logits = self.head(self.norm(self.blocks(self.token(inputs))))
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+def learning_rate(step, args):
+    """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth of --lr."""
+    warmup = max(1, args.steps // 20)
+    if step < warmup:
+        return args.lr * (step + 1) / warmup
+    progress = (step - warmup) / max(1, args.steps - warmup)
+    return args.lr * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+@torch.no_grad()
+def validation_loss(model, text, args):
+    """The mean loss over fixed windows of the validation text. Each rank takes its share; one all_reduce adds them up."""
+    starts = torch.linspace(0, len(text.validation) - args.block - 1, args.val_windows).long().tolist()
+    total = torch.zeros(2, dtype=torch.float64)  # sum of losses, number of windows
+    for part in [starts[dist.get_rank() :: dist.get_world_size()][i : i + 16] for i in range(0, len(starts), 16)]:
+        if part:
+            total += torch.tensor([len(part) * model(*windows(text.validation, part, args.block)).item(), len(part)])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def time_communication(model, batch, times_ms, repeats=3):
+    """Times forward and backward passes with and without DDP's synchronisation, in turn, so that both see the same machine.
+
+    The difference is the communication that DDP cannot hide behind the backward pass; what is hidden costs nothing.
+    """
+    for _ in range(repeats):
+        for kind, context in (("synchronised", nullcontext), ("local", model.no_sync)):
+            dist.barrier()
+            start = time.perf_counter()
+            with context():
+                model(*batch).backward()
+            times_ms[kind].append(1e3 * (time.perf_counter() - start))
+            model.zero_grad()
+
+
+def random_batches(text, args):
+    """Endless batches; the generator's seed differs from rank to rank, which is all that splits the data."""
+    generator = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
+    while True:
+        starts = torch.randint(len(text.train) - args.block, (args.batch,), generator=generator).tolist()
+        yield windows(text.train, starts, args.block)
+
+
+def train(args, show):
+    """Trains and returns the figures. show(step, text) reports progress."""
+    text = load_text(args.text_bytes)
+    batches = random_batches(text, args)
+    torch.manual_seed(args.seed)
+    gpt = GPT(args.layers, args.width, args.heads)
+    model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    tokens_per_step = dist.get_world_size() * args.batch * args.block
+
+    losses, step_s, pass_ms = torch.zeros(args.steps), [], {"synchronised": [], "local": []}
+    validation = {0: validation_loss(gpt, text, args)}  # steps done: loss
+    for step in range(args.steps):
+        batch = next(batches)
+        start = time.perf_counter()
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, args)
+        loss = model(*batch)
+        loss.backward()  # DDP averages the gradients of all ranks in here
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses[step] = loss.item()
+        step_s.append(time.perf_counter() - start)
+        done = step + 1
+        if done % args.val_every == 0 or done == args.steps:
+            validation[done] = validation_loss(gpt, text, args)
+            time_communication(model, batch, pass_ms)
+        recent = slice(max(0, done - 20), done)
+        show(done, f"train {losses[recent].mean():.3f}  validation {[*validation.values()][-1]:.3f}  "
+                   f"{tokens_per_step / statistics.median(step_s[recent]):,.0f} tokens/s")  # fmt: skip
+
+    dist.all_reduce(losses)  # until here every rank knew only the losses of its own batches
+    losses /= dist.get_world_size()
+    step_ms = 1e3 * statistics.median(step_s)
+    communication_ms = max(0.0, statistics.median(pass_ms["synchronised"]) - statistics.median(pass_ms["local"]))
+    return {
+        "backend": args.backend,
+        "ranks": dist.get_world_size(),
+        "parameters": sum(p.numel() for p in gpt.parameters()),
+        "tokens": args.steps * tokens_per_step,
+        "train_s": sum(step_s),
+        "tokens_per_s": args.steps * tokens_per_step / sum(step_s),
+        "step_ms": step_ms,
+        "communication_ms": communication_ms,
+        "communication_share": communication_ms / step_ms,
+        "train_loss_first": losses[0].item(),
+        "train_loss_last": losses[-20:].mean().item(),
+        "validation_loss_first": validation[0],
+        "validation_loss_last": validation[args.steps],
+        "train_loss": losses.tolist(),
+        "validation_loss": validation,
+    }
+
+
+def plot(figures, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    losses = figures["train_loss"]
+    smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
+    steps, values = list(figures["validation_loss"]), list(figures["validation_loss"].values())
+    fig, ax = plt.subplots(figsize=(8, 4.8), layout="constrained")
+    ax.axhline(math.log(VOCAB), color="0.6", linestyle=":", label="knows nothing: ln 256 = 5.55")
+    ax.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.25, linewidth=0.8)
+    ax.plot(range(1, len(losses) + 1), smooth, color="tab:blue", label="train (mean of 10 steps; pale: each step)")
+    ax.plot(steps, values, color="tab:orange", marker="o", markersize=4, label="validation (files never trained on)")
+    ax.annotate(f"{values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 14), textcoords="offset points",
+                ha="center", color="tab:orange", fontweight="bold")  # fmt: skip
+    ax.set(xlabel="optimizer step", ylabel="loss, nats per byte", ylim=(0, 6), xlim=(0, 1.04 * len(losses)))
+    ax.set_title(f"Byte-level GPT, {figures['parameters'] / 1e6:.1f} M parameters, on the Python standard library\n"
+                 f"{figures['ranks']} ranks, data parallel over {figures['backend']}, "
+                 f"{figures['tokens_per_s']:,.0f} tokens/s", fontsize=11)  # fmt: skip
+    ax.grid(alpha=0.25)
+    ax.legend(frameon=False)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    fig.savefig(path, dpi=130)
+
+
+def report(figures, args):
+    f = figures
+    print(f"{f['parameters']:,} parameters, {f['ranks']} ranks over {f['backend']}, {f['tokens']:,} tokens in {f['train_s']:.1f} s")
+    print(f"train loss       {f['train_loss_first']:.4f} -> {f['train_loss_last']:.4f} nats per byte (mean of the last 20 steps)")
+    print(f"validation loss  {f['validation_loss_first']:.4f} -> {f['validation_loss_last']:.4f}")
+    print(f"speed            {f['tokens_per_s']:,.0f} tokens/s, step {f['step_ms']:.1f} ms (median)")
+    print(f"communication    {f['communication_ms']:.1f} ms of a step not hidden behind compute = {f['communication_share']:.1%}")
+    if args.plot:
+        plot(f, args.plot)
+        print(f"picture          {args.plot}")
+    if args.json:
+        Path(args.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(args.json).write_text(json.dumps(f, indent=1) + "\n")
+
+
+def train_with_progress(args):
+    if dist.get_rank() != 0:
+        train(args, show=lambda step, text: None)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    with Progress(BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as progress:
+        task = progress.add_task("loading", total=args.steps)
+        figures = train(args, show=lambda step, text: progress.update(task, completed=step, description=text))
+    report(figures, args)
+
+
+def add_model_flags(parser):
+    parser.add_argument("--ranks", type=int, default=2, help="ranks to start when not started by torchrun")
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--width", type=int, default=192)
+    parser.add_argument("--heads", type=int, default=6)
+    parser.add_argument("--block", type=int, default=128, help="bytes of context")
+    parser.add_argument("--batch", type=int, default=8, help="windows per rank and step")
+    parser.add_argument("--threads", type=int, default=1, help="compute threads per rank")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--text-bytes", type=int, default=8_000_000, help="bytes of training text")
+    parser.add_argument("--json", metavar="PATH", help="write the figures here")
+
+
+def become_torchrun(ranks):
+    """Replaces this process by torchrun, which starts this script again on every rank."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    os.execv(sys.executable, torchrun + sys.argv)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_model_flags(parser)
+    parser.add_argument("--backend", default="pycomm", help="pycomm or gloo")
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    parser.add_argument("--val-every", type=int, default=50, help="steps from one validation to the next")
+    parser.add_argument("--val-windows", type=int, default=128)
+    parser.add_argument("--plot", metavar="PATH", default="demo/loss.png", help="the picture of the losses; '' for none")
+    args = parser.parse_args()
+    if "RANK" not in os.environ:
+        become_torchrun(args.ranks)
+    torch.set_num_threads(args.threads)
+    dist.init_process_group(args.backend)
+    try:
+        train_with_progress(args)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

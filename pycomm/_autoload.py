@@ -1,0 +1,55 @@
+"""Makes torch.distributed know the backend name "pycomm", without `import pycomm`.
+
+torch calls autoload() at the end of `import torch` (entry point torch.backends), and torch 2.14+ calls register() when it first meets the
+name (entry point torch.distributed.backends). Every program with torch pays for this file, so it only writes a table entry; the extension
+is loaded when the first group is made (create).
+"""
+
+NAME = "pycomm"
+DEVICES = ["cpu"]  # a list: torch <= 2.13 takes a plain string apart into characters
+
+
+def autoload():
+    """Registers the backend and, if PYCOMM_REPLACE is set, lets it take the names of others. Raises ValueError if that is wrong."""
+    from pycomm import env
+
+    register()
+    names = env.replaced_backends()
+    if names:
+        from pycomm import _replace
+
+        _replace.replace_backends(names)
+
+
+def register():
+    """Registers the backend; does nothing when it is registered already, or when torch was built without torch.distributed."""
+    import torch.distributed as dist
+
+    if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
+        return
+    if not hasattr(dist.Backend, "_ensure_backend_registered"):
+        _prepare_old_torch(dist.Backend)
+    dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
+
+
+def create(options, pg_options):
+    """Makes the backend of one group (arguments: torch's DistributedBackendOptions and what the caller gave as pg_options)."""
+    from pycomm import torch_backend
+
+    return torch_backend.create(options, pg_options)
+
+
+# [Note: device-qualified names on torch <= 2.13] For a name with a device in it, such as "cpu:gloo", these versions take as the group's
+# default backend: NCCL if it is named; else CUSTOM if the first registered plug-in is named (a comparison of "PYCOMM" with "pycomm", which
+# is never true); else, if there are plug-ins at all, none; else Gloo. So a plug-in that is merely installed takes the default backend, and
+# with it sequence numbers and hooks, from groups of others. We do not show our name to that question, and give it an answer for ourselves:
+# Backend("cpu:pycomm") looks up the attribute "CPU:PYCOMM" of Backend, and so becomes plain "pycomm".
+class _Plugins(dict):
+    def keys(self):
+        return [name for name in self if name != NAME.upper()]
+
+
+def _prepare_old_torch(backend_class):
+    backend_class._plugins = _Plugins(backend_class._plugins)
+    for device in DEVICES:
+        setattr(backend_class, f"{device}:{NAME}".upper(), NAME)

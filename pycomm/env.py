@@ -1,0 +1,171 @@
+"""The one place where pycomm reads environment variables; from here the values are passed down (tests/test_layering.py holds this).
+
+    variable              value                      default     meaning
+    RANK                  0 to WORLD_SIZE-1          required    \\
+    WORLD_SIZE            1 or more                  required     | set by torchrun, read where a Communicator is made without a store;
+    MASTER_ADDR           host name                  required     | the same meaning as in torch.distributed
+    MASTER_PORT           1 to 65535                 required     |
+    LOCAL_RANK            0 or more                  RANK        /
+    PYCOMM_TIMEOUT        seconds, above 0           300         how long an operation waits for its peers
+    PYCOMM_ALGORITHM      op=algorithm,...           a table     algorithm of an operation, e.g. all_reduce=ring,broadcast=direct
+    PYCOMM_REPLACE        gloo | nccl | gloo,nccl    nothing     these names of torch.distributed backends mean pycomm
+    PYCOMM_HOST_ID        a word                     boot id     ranks with the same word share memory: simulates several hosts on one
+    PYCOMM_THREADS        1 or more                  by cores    threads that reduce and copy, per rank
+    PYCOMM_STAGING_BYTES  bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
+    PYCOMM_CMA            0 | 1                      probed      may a rank read the memory of another (process_vm_readv)
+    PYCOMM_LOG            debug info warning error   warning     what the logger "pycomm" lets through
+
+A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and what is allowed. Each
+function reads what is set when it is called; only logger() keeps its first answer.
+"""
+
+import functools
+import logging
+import os
+import re
+from typing import NamedTuple
+
+# what PYCOMM_ALGORITHM may name
+OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter send recv barrier".split()
+BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class Launch(NamedTuple):
+    """Who this process is, as its launcher says."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    master_port: int
+
+
+class Settings(NamedTuple):
+    """The PYCOMM_ variables of the runtime. None means: not set, the runtime decides."""
+
+    timeout: float | None  # seconds
+    algorithm: dict  # operation -> algorithm
+    host_id: str | None
+    threads: int | None
+    staging_bytes: int | None
+    cma: bool | None
+
+
+def launch():
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError if one is missing or wrong."""
+    world_size = _integer("WORLD_SIZE", _required("WORLD_SIZE"), 1)
+    rank = _integer("RANK", _required("RANK"), 0, world_size - 1)
+    local_rank = _get("LOCAL_RANK")
+    return Launch(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank if local_rank is None else _integer("LOCAL_RANK", local_rank, 0),
+        master_addr=_required("MASTER_ADDR"),
+        master_port=_integer("MASTER_PORT", _required("MASTER_PORT"), 1, 65535),
+    )
+
+
+def settings():
+    """Reads the PYCOMM_ variables of the runtime. Raises ValueError if one is wrong."""
+    threads, cma = _get("PYCOMM_THREADS"), _get("PYCOMM_CMA")
+    if cma not in (None, "0", "1"):
+        raise _wrong("PYCOMM_CMA", cma, "0 or 1")
+    return Settings(
+        timeout=_seconds("PYCOMM_TIMEOUT"),
+        algorithm=_algorithm("PYCOMM_ALGORITHM"),
+        host_id=_get("PYCOMM_HOST_ID"),
+        threads=None if threads is None else _integer("PYCOMM_THREADS", threads, 1, 1024),
+        staging_bytes=_nbytes("PYCOMM_STAGING_BYTES"),
+        cma=None if cma is None else cma == "1",
+    )
+
+
+def replaced_backends():
+    """Reads PYCOMM_REPLACE: the names of torch.distributed backends that mean pycomm, often none. Raises ValueError."""
+    value = _get("PYCOMM_REPLACE")
+    if value is None:
+        return ()
+    names = tuple(name.strip().lower() for name in value.split(","))
+    if not set(names) <= set(BACKENDS):
+        raise _wrong("PYCOMM_REPLACE", value, "gloo, nccl or both with a comma between them")
+    return names
+
+
+def is_first_rank():
+    """True on rank 0, and where there are no ranks: the one process that says what all would say."""
+    return _get("RANK") in (None, "0")
+
+
+@functools.cache
+def logger():
+    """The logger "pycomm", at the level of PYCOMM_LOG when that is set. Raises ValueError."""
+    log, level = logging.getLogger("pycomm"), _get("PYCOMM_LOG")
+    if level is not None:
+        if level.lower() not in LOG_LEVELS:
+            raise _wrong("PYCOMM_LOG", level, ", ".join(LOG_LEVELS))
+        log.setLevel(level.upper())
+        if not log.hasHandlers():  # the level was asked for: show it, even in a program that set up no logging
+            log.addHandler(logging.StreamHandler())
+    return log
+
+
+def for_child(**variables):
+    """The environment for a process that we start: a copy of ours, in which these variables are set, or removed where None."""
+    child = {**os.environ, **{name: str(value) for name, value in variables.items()}}
+    return {name: value for name, value in child.items() if variables.get(name, value) is not None}
+
+
+def _get(name):
+    return os.environ.get(name, "").strip() or None
+
+
+def _wrong(name, value, allowed):
+    return ValueError(f"{name}={value!r} in the environment: must be {allowed}.")
+
+
+def _required(name):
+    value = _get(name)
+    if value is None:
+        raise ValueError(f"{name} is not set in the environment. Start with torchrun, or pass store, rank and world_size.")
+    return value
+
+
+def _integer(name, value, low, high=None):
+    if not re.fullmatch(r"\d{1,18}", value, re.ASCII) or int(value) < low or (high is not None and int(value) > high):
+        raise _wrong(name, value, f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}")
+    return int(value)
+
+
+def _seconds(name):
+    value = _get(name)
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:  # also refuses nan
+        raise _wrong(name, value, "a number of seconds above 0")
+    return seconds
+
+
+def _nbytes(name):
+    value = _get(name)
+    if value is None:
+        return None
+    match = re.fullmatch(r"(\d{1,15})([KMG]?)", value.upper(), re.ASCII)
+    if not match or int(match[1]) == 0:
+        raise _wrong(name, value, "a number of bytes above 0, which may end in K, M or G (powers of 1024)")
+    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
+
+
+def _algorithm(name):
+    """ "all_reduce=ring,broadcast=direct" as a dict. Which algorithms an operation has is the extension's to say."""
+    value, chosen = _get(name), {}
+    for pair in value.split(",") if value else ():
+        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*", pair)
+        if not match or match[1] not in OPERATIONS or match[1] in chosen:
+            raise _wrong(name, value, f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}")
+        chosen[match[1]] = match[2]
+    return chosen

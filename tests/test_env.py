@@ -1,0 +1,107 @@
+"""Environment variables: a table of values and what they become; every wrong one is refused with its name and value."""
+
+import logging
+import re
+
+import pytest
+
+from pycomm import env
+
+LAUNCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch):
+    for name in [*LAUNCH, *re.findall(r"PYCOMM_[A-Z_]+(?=  )", env.__doc__)]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_nothing_is_set():
+    assert env.settings() == env.Settings(None, {}, None, None, None, None)
+    assert env.replaced_backends() == ()
+    assert env.is_first_rank()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "field", "expected"),
+    [
+        ("PYCOMM_TIMEOUT", "2.5", "timeout", 2.5),
+        ("PYCOMM_TIMEOUT", "", "timeout", None),
+        ("PYCOMM_ALGORITHM", "all_reduce=ring, broadcast = direct", "algorithm", {"all_reduce": "ring", "broadcast": "direct"}),
+        ("PYCOMM_HOST_ID", "node-a", "host_id", "node-a"),
+        ("PYCOMM_THREADS", "4", "threads", 4),
+        ("PYCOMM_STAGING_BYTES", "4096", "staging_bytes", 4096),
+        ("PYCOMM_STAGING_BYTES", "8m", "staging_bytes", 8 << 20),
+        ("PYCOMM_CMA", "0", "cma", False),
+        ("PYCOMM_CMA", "1", "cma", True),
+    ],
+)
+def test_settings(monkeypatch, name, value, field, expected):
+    monkeypatch.setenv(name, value)
+    assert getattr(env.settings(), field) == expected
+
+
+WRONG = {
+    "PYCOMM_TIMEOUT": ["0", "-1", "nan", "inf", "soon"],
+    "PYCOMM_ALGORITHM": ["ring", "all_redcue=ring", "all_reduce=", "all_reduce=ring,all_reduce=ring", ","],
+    "PYCOMM_THREADS": ["0", "-1", "two", "1.5", "100000"],
+    "PYCOMM_STAGING_BYTES": ["0", "8MB", "-1", "1.5M"],
+    "PYCOMM_CMA": ["yes", "2"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+def test_wrong_settings(monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} in the environment: must be")):
+        env.settings()
+
+
+def test_launch(monkeypatch):
+    for name, value in LAUNCH.items():
+        monkeypatch.setenv(name, value)
+    assert env.launch() == env.Launch(rank=1, world_size=2, local_rank=0, master_addr="localhost", master_port=29500)
+    assert not env.is_first_rank()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert env.launch().local_rank == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "65536"), ("LOCAL_RANK", "x")]
+)
+def test_wrong_launch(monkeypatch, name, value):
+    for variable, right in {**LAUNCH, name: value}.items():
+        monkeypatch.setenv(variable, right)
+    with pytest.raises(ValueError, match=re.escape(f"{name}={value!r}")):
+        env.launch()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_missing_launch(monkeypatch, name):
+    for variable, right in LAUNCH.items():
+        monkeypatch.setenv(variable, right)
+    monkeypatch.delenv(name)
+    with pytest.raises(ValueError, match=f"{name} is not set"):
+        env.launch()
+
+
+def test_log_level(monkeypatch):
+    level, handlers = logging.getLogger("pycomm").level, list(logging.getLogger("pycomm").handlers)
+    try:
+        env.logger.cache_clear()
+        monkeypatch.setenv("PYCOMM_LOG", "debug")
+        assert env.logger().level == logging.DEBUG
+        env.logger.cache_clear()
+        monkeypatch.setenv("PYCOMM_LOG", "loud")
+        with pytest.raises(ValueError, match="PYCOMM_LOG='loud'"):
+            env.logger()
+    finally:
+        env.logger.cache_clear()
+        logging.getLogger("pycomm").setLevel(level)
+        logging.getLogger("pycomm").handlers[:] = handlers
+
+
+def test_for_child(monkeypatch):
+    monkeypatch.setenv("PYCOMM_LOG", "debug")
+    child = env.for_child(PYCOMM_LOG=None, RANK=3)
+    assert "PYCOMM_LOG" not in child and child["RANK"] == "3" and "PATH" in child
