@@ -63,8 +63,8 @@ def is_ours(name):
     return name.startswith("pycomm")
 
 
-def _pingpong(rank, send, recv):
-    """A round trip; the even rank of a pair begins."""
+def _pingpong(rank, partner, send, recv):
+    """The call for a round trip: the even rank of a pair begins, a rank without partner does nothing."""
 
     def even():
         send()
@@ -74,6 +74,8 @@ def _pingpong(rank, send, recv):
         recv()
         send()
 
+    if partner is None:
+        return lambda: None
     return odd if rank % 2 else even
 
 
@@ -136,7 +138,7 @@ class PycommAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, lambda: comm.send(x, partner), lambda: comm.recv(out, partner)) if partner is not None else _nothing
+                return _pingpong(self.rank, partner, lambda: comm.send(x, partner), lambda: comm.recv(out, partner))
             case "barrier":
                 return comm.barrier
         raise AssertionError(case.op)
@@ -186,9 +188,11 @@ class TorchAdapter(Adapter):
             case "reduce":
                 return (lambda: dist.reduce(x, root, op)) if inside else None
             case "reduce_scatter":
-                return lambda: dist.reduce_scatter_tensor(out, x, op)
+                call = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor  # the old name, before torch 2.13
+                return lambda: call(out, x, op)
             case "all_gather":
-                return lambda: dist.all_gather_into_tensor(out, x)
+                call = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+                return lambda: call(out, x)
             case "all_to_all":
                 return lambda: dist.all_to_all_single(out, x)
             case "broadcast":
@@ -202,7 +206,7 @@ class TorchAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, lambda: dist.send(x, partner), lambda: dist.recv(out, partner)) if partner is not None else _nothing
+                return _pingpong(self.rank, partner, lambda: dist.send(x, partner), lambda: dist.recv(out, partner))
             case "barrier":
                 return dist.barrier
         raise AssertionError(case.op)
@@ -262,7 +266,7 @@ class MpiAdapter(Adapter):
             case "sendrecv":
                 return lambda: comm.Sendrecv(send, after, recvbuf=recv, source=before)
             case "pingpong":
-                return _pingpong(self.rank, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner)) if partner is not None else _nothing
+                return _pingpong(self.rank, partner, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner))
             case "barrier":
                 return comm.Barrier
         raise AssertionError(case.op)
@@ -272,7 +276,3 @@ class MpiAdapter(Adapter):
 
     def close(self):
         self.mpi.Finalize()
-
-
-def _nothing():
-    """The call of a rank that has no partner."""

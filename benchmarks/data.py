@@ -8,7 +8,8 @@ PERIOD is prime, so a chunk that lands at a wrong place does not match either (c
 afterwards is a list of segments, each a piece of one rank's input or of the reduction of all. So the oracle needs PERIOD elements of
 memory, not world_size buffers. Numbers stay small enough that a sum over 31 ranks is exact in every dtype here.
 
-Buffers are NumPy arrays for every backend: the same allocator, alignment and page state. NumPy has no bf16; its arrays hold the bits (uint16).
+Buffers are NumPy arrays for every backend: the same allocator, alignment and page state. NumPy has no bf16; such an array holds the bits
+as uint16.
 """
 
 import functools

@@ -1,8 +1,9 @@
 """One rank of one backend: waits for its turn, then prepares, measures or checks as it is told.
 
 What is timed: a batch is `iters` calls back to back between two readings of the clock, on every rank; a sample is the batch's time divided
-by iters. A barrier of the backend precedes every batch, outside of the timed region, so that all ranks begin together. Inputs are filled and
-results checked outside of it, too. In-place reductions are timed on zeros: their result is their next input, and must not run into infinity.
+by iters. A barrier of the backend precedes every batch, outside of the timed region, so that all ranks begin together. Inputs are filled
+and results checked outside of it, too. In-place reductions are timed on zeros: their result is their next input, and must not run into
+infinity.
 """
 
 import faulthandler
@@ -25,7 +26,7 @@ class Rank:
         self.adapter, self.calls = adapter, {}
 
     def prepare(self, case, salt):
-        """Makes the buffers and calls of a case and runs each form once. Returns {form: wrong elements}, or the reason it cannot as text."""
+        """Makes the buffers and calls of a case and checks each form. Returns what verify() does, or as text why it cannot."""
         self.case, self.calls, self.buffers = Case(*case), {}, {}
         op, rank, n = OPS[self.case.op], self.adapter.rank, self.adapter.world_size
         k, inside = self.case.count, slice(rank * self.case.count, (rank + 1) * self.case.count)
@@ -100,6 +101,8 @@ def main(spec):
     """Runs a rank. spec: address and token of the controller, store (host, port), backend, rank, ranks, timeout, sessions, site."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which ends us
     if spec["sessions"] and os.getsid(0) != os.getpid():
+        if os.getpgrp() == os.getpid():  # the leader of a process group must leave it first
+            os.setpgid(0, os.getpgid(os.getppid()))
         os.setsid()
     channel = connect(spec["address"], spec["timeout"])
     try:

@@ -85,6 +85,16 @@ at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, con
   return at::from_blob(buffer.data, shape, release, options);
 }
 
+// Names, so that PYCOMM_ALGORITHM passes through unchanged.
+void set_algorithm(Communicator& comm, const std::string& op, const std::string& algorithm) {
+  for (int kind = 0; kind <= static_cast<int>(OpKind::alloc); ++kind)
+    for (int choice = 0; choice <= static_cast<int>(Algorithm::direct); ++choice)
+      if (op == to_string(static_cast<OpKind>(kind)) && algorithm == to_string(static_cast<Algorithm>(choice)) &&
+          has_algorithm(static_cast<OpKind>(kind), static_cast<Algorithm>(choice)))
+        return comm.set_default_algorithm(static_cast<OpKind>(kind), static_cast<uint8_t>(choice));
+  throw std::invalid_argument("pycomm: PYCOMM_ALGORITHM: " + op + " has no algorithm " + algorithm);
+}
+
 py::dict describe(const CommPtr& comm) {
   Transport& t = comm->transport();
   const char* reaches[] = {"staging only", "process_vm_readv", "pointers (ranks are threads of one process)"};
@@ -181,6 +191,7 @@ PYBIND11_MODULE(_C, module) {
         return Handle{c, message};
       })
       .def("empty", &empty_registered)
+      .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
       .def("abort", [](Communicator& c, const std::string& reason) { py::gil_scoped_release no_gil; c.abort(reason); })
       .def("close", [](Communicator& c) { py::gil_scoped_release no_gil; c.close(); });

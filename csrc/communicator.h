@@ -84,6 +84,10 @@ class Communicator {
   BackgroundProgress* background() { return background_.get(); }
   void wake_worker();
 
+  // What collectives/select.h is to take for an operation that asks for no algorithm; 0: its table. Set before the first operation.
+  uint8_t default_algorithm(OpKind kind) const { return default_algorithms_[static_cast<int>(kind)]; }
+  void set_default_algorithm(OpKind kind, uint8_t algorithm) { default_algorithms_[static_cast<int>(kind)] = algorithm; }
+
   LaneState& lane(int index) { return lanes_[index]; }
   // Runs body(0) ... body(count-1) at once on that many threads; rethrows the first error.
   void on_lanes(int count, const std::function<void(int)>& body);
@@ -97,6 +101,7 @@ class Communicator {
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<BackgroundProgress> background_;
   LaneState lanes_[max_lanes];
+  uint8_t default_algorithms_[16] = {};
 
   std::mutex mutex_;
   std::condition_variable changed_;

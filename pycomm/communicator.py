@@ -133,7 +133,8 @@ class Communicator:
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
         self._store = store
         self._comm = _C.connect(store, rank, world_size, options)
-        self._algorithms = settings.algorithm
+        for op, algorithm in settings.algorithm.items():
+            self._comm.set_algorithm(op, algorithm)
         self._splits = 0
         self._timeout = timeout
         self.name = name
@@ -147,7 +148,7 @@ class Communicator:
         code, factor = _reduction(op)
         tensor = _tensor(x)
         target = tensor if out is None else _tensor(out)
-        handle = self._comm.all_reduce(tensor, target, code, factor, async_op, self._choose("all_reduce", algorithm), timeout or 0.0)
+        handle = self._comm.all_reduce(tensor, target, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
         result = x if out is None else out
         return Work(handle, result) if async_op else result
 
@@ -156,13 +157,13 @@ class Communicator:
         code, factor = _reduction(op)
         tensor = _tensor(x)
         target = tensor if out is None else _tensor(out)
-        handle = self._comm.reduce(tensor, target, root, code, factor, async_op, self._choose("reduce", algorithm), timeout or 0.0)
+        handle = self._comm.reduce(tensor, target, root, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
         result = (x if out is None else out) if self.rank == root else None
         return Work(handle, result) if async_op else result
 
     def broadcast(self, x, root=0, *, async_op=False, algorithm=None, timeout=None):
         """x of every rank becomes the root's x."""
-        handle = self._comm.broadcast(_tensor(x), root, async_op, self._choose("broadcast", algorithm), timeout or 0.0)
+        handle = self._comm.broadcast(_tensor(x), root, async_op, _algorithm(algorithm), timeout or 0.0)
         return Work(handle, x) if async_op else x
 
     def all_gather(self, x, out=None, *, async_op=False, algorithm=None, timeout=None):
@@ -172,7 +173,7 @@ class Communicator:
             None: a new array of shape (world_size, *x.shape).
         """
         tensor = _tensor(x)
-        code = self._choose("all_gather", algorithm)
+        code = _algorithm(algorithm)
         if isinstance(out, (list, tuple)):
             handle = self._comm.all_gather(tensor, [_tensor(part) for part in out], async_op, code, timeout or 0.0)
         else:
@@ -188,7 +189,7 @@ class Communicator:
         out: an array of the size of this rank's part; None: a new one.
         """
         reduce_op, factor = _reduction(op)
-        code = self._choose("reduce_scatter", algorithm)
+        code = _algorithm(algorithm)
         if isinstance(x, (list, tuple)):
             parts = [_tensor(part) for part in x]
             if out is None and len(parts) == self.world_size:
@@ -209,7 +210,7 @@ class Communicator:
         x, out: two arrays, cut along the first dimension by the splits (rows per rank; None: evenly), or two lists of world_size arrays,
             whose sizes may differ pairwise. out=None with even splits: a new array like x.
         """
-        code = self._choose("all_to_all", algorithm)
+        code = _algorithm(algorithm)
         if isinstance(x, (list, tuple)):
             if out is None:
                 raise ValueError("all_to_all: with a list of inputs pass a list of outputs")
@@ -231,7 +232,7 @@ class Communicator:
             if out is None:
                 out = _like(tensor.new_empty((self.world_size, *tensor.shape)), x)
             parts = [_tensor(part) for part in out] if isinstance(out, (list, tuple)) else self._rows("gather", _tensor(out), tensor.numel())
-        handle = self._comm.gather(tensor, parts, root, async_op, self._choose("gather", algorithm), timeout or 0.0)
+        handle = self._comm.gather(tensor, parts, root, async_op, _algorithm(algorithm), timeout or 0.0)
         result = out if self.rank == root else None
         return Work(handle, result) if async_op else result
 
@@ -241,7 +242,7 @@ class Communicator:
         parts = []
         if self.rank == root:
             parts = [_tensor(part) for part in x] if isinstance(x, (list, tuple)) else self._rows("scatter", _tensor(x), target.numel())
-        handle = self._comm.scatter(parts, target, root, async_op, self._choose("scatter", algorithm), timeout or 0.0)
+        handle = self._comm.scatter(parts, target, root, async_op, _algorithm(algorithm), timeout or 0.0)
         return Work(handle, out) if async_op else out
 
     def barrier(self, *, async_op=False, timeout=None):
@@ -308,9 +309,6 @@ class Communicator:
 
     def __repr__(self):
         return f"pycomm.Communicator(rank={self.rank}, world_size={self.world_size}, name={self.name!r})"
-
-    def _choose(self, op, algorithm):
-        return _algorithm(algorithm if algorithm is not None else self._algorithms.get(op) if self._algorithms else None)
 
     def _rows(self, op, flat, numel):
         if flat.numel() != numel * self.world_size:

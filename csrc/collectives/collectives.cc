@@ -29,6 +29,7 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
 }  // namespace
 
 CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std::move(op)) {
+  if (op_.algorithm == Algorithm::automatic) op_.algorithm = static_cast<Algorithm>(comm.default_algorithm(op_.kind));
   validate();
   separate_overlap();
   size_t per_part = table_bytes(op_);

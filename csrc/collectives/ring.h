@@ -31,13 +31,13 @@ void ring_pass(Call& call, int lane, int steps, int segments, const First& first
     transport.wait_for(p, [&](int q) { return counter(q, stage).load(std::memory_order_acquire) >= value; }, call.scope);
   };
   auto send = [&](uint64_t k, auto&& write) {
-    if (k >= ring_slots) await(next, &RankControl::drained, base + k - ring_slots + 1);
+    if (base + k >= ring_slots) await(next, &RankControl::drained, base + k - ring_slots + 1);
     write(slot(call.rank, k));
     counter(call.rank, &RankControl::filled).store(base + k + 1, std::memory_order_release);
     transport.notify(next);
   };
 
-  call.match();  // all ranks are done with all staging
+  call.match();  // all ranks are done with the staging of earlier operations
   for (int s = 0; s < segments; ++s)
     if (steps > 0) send(s, [&](std::byte* to) { first(s, to); });
   for (int t = 0; t < steps; ++t)

@@ -1,0 +1,196 @@
+"""Whose turn it is: all backends measure one size before the next size begins, in rounds.
+
+    size 64K    prepare + check     pycomm          gloo            mpi
+                round 1             pycomm batches  gloo batches    mpi batches
+                round 2             gloo batches    mpi batches     pycomm batches      (the order rotates)
+                ...
+                check again         pycomm          gloo            mpi
+
+A machine's speed drifts by the minute, and a slow minute hits all backends alike this way; medians are over the batches of all rounds.
+While one team measures, the others sleep (channel.py).
+"""
+
+import json
+import sys
+from typing import NamedTuple
+
+from pycomm import env
+
+from . import metrics
+from .backends import is_mpi
+from .channel import RankError
+from .launch import Controller, Ranks
+from .metrics import FORMS, OPS
+
+BATCH_SECONDS = 200e-6  # a batch lasts at least this long: reading the clock costs nothing then
+MAX_ITERS, MIN_BATCHES, MAX_BATCHES = 200, 2, 40
+STORE_PREFIX = "pycomm.benchmarks"
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    ops: list
+    sizes: list  # bytes
+    dtype: str = "f32"
+    redop: str = "sum"
+    root: int = 0
+    ranks: int = 2
+    backends: tuple = ("pycomm", "gloo")
+    rounds: int = 5
+    seconds: float = 0.05  # of measuring, for each backend, size, form and round
+    timeout: float = 120.0  # seconds for one command to the ranks
+    over_ranks: str = "mean"  # how the ranks' times become one: "mean" as nccl-tests by default, or "max"
+    sessions: bool = False  # every rank in a session of its own, as torchrun does
+    mpi_root: str = ".mpi"
+
+
+class Row(NamedTuple):
+    """One line of the table; a form that the backend does not have is None."""
+
+    backend: str
+    case: metrics.Case
+    ranks: int
+    nbytes: int
+    out_of_place: metrics.Timing | None
+    in_place: metrics.Timing | None
+
+    @property
+    def best_us(self):
+        """The faster form: what comparisons between backends use, since not every backend has both."""
+        return min(timing.time_us for timing in (self.out_of_place, self.in_place) if timing)
+
+    @property
+    def wrong(self):
+        return sum(timing.wrong for timing in (self.out_of_place, self.in_place) if timing)
+
+
+class Results(NamedTuple):
+    rows: list
+    versions: dict  # backend -> what it is
+    notes: list  # what a backend could not do
+
+
+def run(options, progress=None):
+    """Measures as options say and returns Results; under torchrun, None on all but rank 0.
+
+    progress(text) is told each finished size. Raises RankError when a rank fails, ends or hangs, ValueError for wrong options.
+    """
+    progress = progress or (lambda text: print(text, file=sys.stderr, flush=True))
+    launch = under_launcher()
+    if launch is None:
+        return _run_alone(options, progress)
+    return _run_launched(options._replace(ranks=launch.world_size), launch, progress)
+
+
+def under_launcher():
+    """torchrun's description of this process, or None when the ranks are ours to start. Raises ValueError if it is incomplete."""
+    return env.launch() if "RANK" in env.for_child() else None
+
+
+def _run_alone(options, progress):
+    import torch.distributed as dist
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Controller(options, "127.0.0.1", ("127.0.0.1", server.port), range(options.ranks)) as controller:
+        return measure_all(options, controller.teams, progress)
+
+
+def _run_launched(options, launch, progress):
+    """This process starts its own rank of each torch backend; the one with rank 0 leads, and says through the store where it listens."""
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(STORE_PREFIX, store)
+    address = (launch.master_addr, launch.master_port)
+    if launch.rank == 0:
+        with Controller(options, launch.master_addr, address, [0], tell=lambda spec: store.set("spec", json.dumps(spec))) as controller:
+            return measure_all(options, controller.teams, progress)
+    spec, ranks = json.loads(store.get("spec")), Ranks()
+    try:
+        for name in options.backends:
+            if not is_mpi(name):
+                ranks.start({**spec, "backend": name}, [launch.rank])
+        ranks.join()  # they end when the controller closes their channels, or ends
+    finally:
+        ranks.end()
+    if failed := ranks.failed():
+        raise RankError(f"{', '.join(failed)} on torchrun's rank {launch.rank}.")
+    return None
+
+
+def measure_all(options, teams, progress):
+    rows, notes = [], []
+    for op in options.ops:
+        cases = dict.fromkeys(
+            metrics.make_case(op, nbytes, options.dtype, options.redop, options.root, options.ranks) for nbytes in options.sizes
+        )
+        for case in cases:
+            new = _measure_case(options, teams, case, notes)
+            rows += new
+            size = metrics.format_nbytes(case.nbytes(options.ranks))
+            progress(f"{op} {size}: " + ", ".join(f"{row.backend} {row.best_us:.1f} us" + " WRONG" * (row.wrong > 0) for row in new))
+    return Results(rows, {team.name: team.version for team in teams}, notes)
+
+
+def _measure_case(options, teams, case, notes):
+    """The rows of all teams for one case."""
+    turns = []
+    for team in teams:
+        replies = team.ask(options.timeout, _describe(case, options.ranks), "prepare", case, 1)
+        refusal = next((reply for reply in replies if isinstance(reply, str)), None)
+        if refusal is None:
+            turns.append(Turn(options, team, case, replies))
+        elif (note := f"{team.name} is left out: {refusal}.") not in notes:
+            notes.append(note)
+    for number in range(options.rounds):
+        first = number % max(1, len(turns))
+        for turn in turns[first:] + turns[:first]:
+            turn.measure_round()
+    return [turn.finish() for turn in turns]
+
+
+class Turn:
+    """One team's part in one case."""
+
+    def __init__(self, options, team, case, replies):
+        self.options, self.team, self.case = options, team, case
+        self.wrong = {form: sum(reply[form] for reply in replies) for form in replies[0]}
+        self.rounds = {form: [] for form in self.wrong}
+        self.batches = {form: self._choose_batches(form) for form in self.wrong}
+
+    def _ask(self, *command):
+        return self.team.ask(self.options.timeout, _describe(self.case, self.options.ranks), *command)
+
+    def _sample(self, form, iters, batches):
+        """Seconds of one operation, a number for each batch."""
+        replies = self._ask("measure", form, iters, batches)
+        merge = max if self.options.over_ranks == "max" else lambda values: sum(values) / len(values)
+        return [merge(values) / OPS[self.case.op].transfers for values in zip(*replies, strict=True)]
+
+    def _choose_batches(self, form):
+        """(calls in a batch, batches in a round), from a trial that warms up as well. A quick operation is tried again with more calls."""
+        iters = 1
+        for _ in range(2):
+            one_call = min(self._sample(form, iters, 3)) * OPS[self.case.op].transfers
+            iters = min(MAX_ITERS, max(1, round(BATCH_SECONDS / one_call)))
+            if iters == 1:
+                break
+        return iters, int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))
+
+    def measure_round(self):
+        for form, (iters, batches) in self.batches.items():
+            self.rounds[form].append(self._sample(form, iters, batches))
+
+    def finish(self):
+        """Checks once more with other inputs, and returns the Row."""
+        for reply in self._ask("verify", 2):
+            for form, wrong in reply.items():
+                self.wrong[form] += wrong
+        n = self.options.ranks
+        timings = {form: metrics.summarize(self.case, n, self.rounds[form], self.wrong[form]) for form in self.wrong}
+        return Row(self.team.name, self.case, n, self.case.nbytes(n), *(timings.get(form) for form in FORMS))
+
+
+def _describe(case, n):
+    return f"{case.op} {metrics.format_nbytes(case.nbytes(n))} {case.dtype}"
