@@ -45,10 +45,8 @@ def main(arguments=None):
         return 1
     if results is None:  # a rank under torchrun that is not the first
         return 0
-    for note in results.notes:
-        print(note, file=sys.stderr)
     if not results.rows:
-        print("error: no backend could do this.", file=sys.stderr)
+        print("error: no backend could do this.", *results.notes, sep="\n", file=sys.stderr)
         return 1
     report.print_tables(results, options)
     if given.json:

@@ -39,9 +39,8 @@ class Adapter:
         raise NotImplementedError
 
     def neighbours(self):
-        """(next, previous, partner) of this rank; partner is None for the odd one out."""
-        partner = self.rank ^ 1
-        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size, partner if partner < self.world_size else None
+        """(next, previous, partner) of this rank: of the ring of sendrecv, and of the pairs of pingpong."""
+        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size, self.rank ^ 1
 
 
 def make_adapter(name):
@@ -63,8 +62,8 @@ def is_ours(name):
     return name.startswith("pycomm")
 
 
-def _pingpong(rank, partner, send, recv):
-    """The call for a round trip: the even rank of a pair begins, a rank without partner does nothing."""
+def _pingpong(rank, send, recv):
+    """The call for a round trip; the even rank of a pair begins."""
 
     def even():
         send()
@@ -74,8 +73,6 @@ def _pingpong(rank, partner, send, recv):
         recv()
         send()
 
-    if partner is None:
-        return lambda: None
     return odd if rank % 2 else even
 
 
@@ -138,7 +135,7 @@ class PycommAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, partner, lambda: comm.send(x, partner), lambda: comm.recv(out, partner))
+                return _pingpong(self.rank, lambda: comm.send(x, partner), lambda: comm.recv(out, partner))
             case "barrier":
                 return comm.barrier
         raise AssertionError(case.op)
@@ -206,7 +203,7 @@ class TorchAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, partner, lambda: dist.send(x, partner), lambda: dist.recv(out, partner))
+                return _pingpong(self.rank, lambda: dist.send(x, partner), lambda: dist.recv(out, partner))
             case "barrier":
                 return dist.barrier
         raise AssertionError(case.op)
@@ -266,7 +263,7 @@ class MpiAdapter(Adapter):
             case "sendrecv":
                 return lambda: comm.Sendrecv(send, after, recvbuf=recv, source=before)
             case "pingpong":
-                return _pingpong(self.rank, partner, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner))
+                return _pingpong(self.rank, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner))
             case "barrier":
                 return comm.Barrier
         raise AssertionError(case.op)

@@ -71,7 +71,7 @@ def gather(channels, timeout, doing):
             try:
                 reply = channel.poll()
             except (EOFError, OSError):
-                reply = {"error": "the process ended"}
+                reply = {"error": "the process ended; it may have said why on stderr"}
             if reply is None:
                 continue
             waiting.remove(channel)
@@ -81,6 +81,7 @@ def gather(channels, timeout, doing):
             else:
                 replies[channel] = reply["ok"]
     if errors:
+        errors += [f"{channel.label}: no answer" for channel in waiting]
         raise RankError(f"{doing} failed.\n" + "\n".join(errors))
     if waiting:
         raise RankError(f"{doing}: no answer within {timeout:g} s from {', '.join(channel.label for channel in waiting)}.")

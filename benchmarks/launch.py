@@ -27,6 +27,7 @@ from .backends import is_mpi
 from .channel import Channel, RankError, gather
 
 START_TIMEOUT = 90.0  # seconds for all ranks to import, connect and form their groups; many ranks on few cores are slow
+WATCHDOG_LEAD = 3.0  # seconds after a rank's own limit (worker.serve): it prints where it hangs before the controller gives up
 END_TIMEOUT = 15.0  # seconds for ranks to end by themselves
 MPI_LIBRARIES = ("libmpi.so.12", "libmpi.so.40", "libmpi.so")  # MPICH and Intel MPI, Open MPI, others
 
@@ -75,7 +76,7 @@ class Team:
                 channel.send([command, *arguments])
         except OSError:
             pass  # that rank ended; gather says which
-        return gather(self.channels, timeout, doing)
+        return gather(self.channels, timeout + WATCHDOG_LEAD, doing)
 
 
 class Ranks:

@@ -38,6 +38,7 @@ class Op(NamedTuple):
     in_place: str | None = None  # the buffer that the in-place form works in: "send" or "recv"; None: there is no such form
     transfers: int = 1  # messages after each other in one call; the time of one is reported
     min_ranks: int = 1
+    in_pairs: bool = False  # the world size must be even
 
 
 def _link(n):
@@ -52,7 +53,7 @@ OPS = {
     "broadcast": Op(lambda n: 1, "one", "one", in_place="recv"),
     "reduce": Op(lambda n: 1, "one", "one", reduces=True, in_place="recv"),
     "sendrecv": Op(lambda n: 1, "one", "one", min_ranks=2),
-    "pingpong": Op(lambda n: 1, "one", "one", transfers=2, min_ranks=2),
+    "pingpong": Op(lambda n: 1, "one", "one", transfers=2, in_pairs=True),
     "gather": Op(_link, "one", "all"),
     "scatter": Op(_link, "all", "one"),
     "barrier": Op(lambda n: 0, None, None),
@@ -96,6 +97,8 @@ def make_case(op, nbytes, dtype, redop, root, n):
     spec = OPS[op]
     if n < spec.min_ranks:
         raise ValueError(f"{op} needs {spec.min_ranks} ranks or more, here {n}.")
+    if spec.in_pairs and n % 2:
+        raise ValueError(f"{op} needs an even number of ranks, here {n}.")
     if not 0 <= root < n:
         raise ValueError(f"root={root}: must be a rank, 0 to {n - 1}.")
     parts = n if "all" in (spec.send, spec.recv) else 1

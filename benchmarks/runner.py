@@ -23,6 +23,7 @@ from .launch import Controller, Ranks
 from .metrics import FORMS, OPS
 
 BATCH_SECONDS = 200e-6  # a batch lasts at least this long: reading the clock costs nothing then
+WARMUP_SECONDS = 5e-3  # of a turn: ranks that slept are often woken on one core, and the scheduler needs a moment to part them
 MAX_ITERS, MIN_BATCHES, MAX_BATCHES = 200, 2, 40
 STORE_PREFIX = "pycomm.benchmarks"
 
@@ -128,6 +129,8 @@ def measure_all(options, teams, progress):
         for case in cases:
             new = _measure_case(options, teams, case, notes)
             rows += new
+            if not new:
+                continue
             size = metrics.format_nbytes(case.nbytes(options.ranks))
             progress(f"{op} {size}: " + ", ".join(f"{row.backend} {row.best_us:.1f} us" + " WRONG" * (row.wrong > 0) for row in new))
     return Results(rows, {team.name: team.version for team in teams}, notes)
@@ -162,25 +165,26 @@ class Turn:
     def _ask(self, *command):
         return self.team.ask(self.options.timeout, _describe(self.case, self.options.ranks), *command)
 
-    def _sample(self, form, iters, batches):
+    def _sample(self, form, iters, batches, warmup):
         """Seconds of one operation, a number for each batch."""
-        replies = self._ask("measure", form, iters, batches)
+        replies = self._ask("measure", form, iters, batches, warmup)
         merge = max if self.options.over_ranks == "max" else lambda values: sum(values) / len(values)
         return [merge(values) / OPS[self.case.op].transfers for values in zip(*replies, strict=True)]
 
     def _choose_batches(self, form):
-        """(calls in a batch, batches in a round), from a trial that warms up as well. A quick operation is tried again with more calls."""
+        """(calls in a batch, batches in a round, calls to warm up), from a trial; a quick operation is tried again with more calls."""
         iters = 1
         for _ in range(2):
-            one_call = min(self._sample(form, iters, 3)) * OPS[self.case.op].transfers
+            one_call = max(1e-9, min(self._sample(form, iters, 3, warmup=iters)) * OPS[self.case.op].transfers)
             iters = min(MAX_ITERS, max(1, round(BATCH_SECONDS / one_call)))
             if iters == 1:
                 break
-        return iters, int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))
+        batches = int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))
+        return iters, batches, max(1, int(WARMUP_SECONDS / one_call))
 
     def measure_round(self):
-        for form, (iters, batches) in self.batches.items():
-            self.rounds[form].append(self._sample(form, iters, batches))
+        for form, amounts in self.batches.items():
+            self.rounds[form].append(self._sample(form, *amounts))
 
     def finish(self):
         """Checks once more with other inputs, and returns the Row."""

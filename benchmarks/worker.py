@@ -59,13 +59,13 @@ class Rank:
             wrong[form] = data.count_wrong(recv, data.expected(case, rank, n), case, n, salt)
         return wrong
 
-    def measure(self, form, iters, batches):
-        """Seconds of one call for each batch; as many calls as in a batch, but at most 20, warm up."""
+    def measure(self, form, iters, batches, warmup):
+        """Seconds of one call for each batch, after warmup calls."""
         call, barrier, clock = self.calls[form], self.adapter.barrier, time.perf_counter_ns
         if form == "in_place" and OPS[self.case.op].reduces:
             self.buffers[form][0][:] = 0
         barrier()
-        for _ in range(min(iters, 20)):
+        for _ in range(warmup):
             call()
         samples = []
         for _ in range(batches):

@@ -7,12 +7,18 @@ namespace pycomm {
 
 namespace {
 constexpr int spins_before_sleep = 4000;
+constexpr auto longest_farewell = std::chrono::seconds(1);
 constexpr auto worker_tick = std::chrono::milliseconds(50);
 }  // namespace
 
 Communicator::Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
-Communicator::~Communicator() { close(); }
+Communicator::~Communicator() {
+  if (transport_->forked())
+    (void)threading_.release();
+  else
+    close();
+}
 
 void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
   background_ = std::move(progress);
@@ -28,7 +34,13 @@ void Communicator::settle(Task& task, std::exception_ptr error) {
   task.settle(std::move(error));
 }
 
+// Before any lock: in a forked child the copied mutex may be locked, and `busy_` may speak of a thread of the parent.
+void Communicator::refuse_forked() const {
+  if (transport_->forked()) transport_->check({});
+}
+
 void Communicator::run(Task& task) {
+  refuse_forked();
   {
     std::unique_lock lock(mutex_);
     if (busy_ || !queue_.empty()) {
@@ -57,6 +69,7 @@ void Communicator::run(Task& task) {
 }
 
 void Communicator::issue(std::shared_ptr<Task> shared) {
+  refuse_forked();
   Task& task = *shared;
   std::unique_lock lock(mutex_);
   if (!busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready()) execute_head(lock, false);
@@ -105,6 +118,7 @@ void Communicator::execute_head(std::unique_lock<std::mutex>& lock, bool patient
 }
 
 void Communicator::wait(Task& task, double timeout) {
+  refuse_forked();
   for (int i = 0; i < spins_before_sleep && !transport_->oversubscribed(); ++i) {
     if (task.done()) break;
     if ((i & 63) == 0) {
@@ -132,6 +146,7 @@ void Communicator::wait(Task& task, double timeout) {
 
 bool Communicator::poll(Task& task) {
   if (task.done()) return true;
+  refuse_forked();
   std::unique_lock lock(mutex_);
   while (!task.done() && !busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready()) execute_head(lock, false);
   return task.done();
@@ -139,6 +154,7 @@ bool Communicator::poll(Task& task) {
 
 void Communicator::help(Task& task) {
   if (task.done()) return;
+  refuse_forked();
   {
     std::lock_guard lock(mutex_);
     help_wanted_ = true;
@@ -148,6 +164,7 @@ void Communicator::help(Task& task) {
 }
 
 void Communicator::wake_worker() {
+  refuse_forked();
   std::lock_guard lock(mutex_);
   start_worker();
   if (worker_asleep_.load()) changed_.notify_all();
@@ -182,11 +199,16 @@ void Communicator::worker_loop() {
 
 void Communicator::abort(const std::string& reason) { transport_->abort(reason); }
 
+// Acknowledgements of messages that this rank has received, for which the peer has not made room yet.
+void Communicator::settle_debts() {
+  const auto limit = std::chrono::steady_clock::now() + longest_farewell;
+  while (background_ && background_->owes() && !transport_->broken() && std::chrono::steady_clock::now() < limit)
+    if (!background_->progress()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
 void Communicator::close() {
-  if (transport_->forked()) {  // the worker and whoever held the mutex live in the parent only
-    if (worker_.joinable()) worker_.detach();
-    return;
-  }
+  if (transport_->forked()) return;
+  settle_debts();
   transport_->close();
   transport_->ring_self();
   {

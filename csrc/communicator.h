@@ -52,6 +52,7 @@ class BackgroundProgress {
   virtual ~BackgroundProgress() = default;
   virtual bool progress() = 0;             // true: something moved
   virtual bool wants_worker() const = 0;   // unfinished messages that need this rank's help
+  virtual bool owes() const = 0;           // peers wait for something that only progress() here can give them
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.
@@ -95,6 +96,8 @@ class Communicator {
  private:
   void execute_head(std::unique_lock<std::mutex>& lock, bool patient);
   void start_worker();
+  void settle_debts();
+  void refuse_forked() const;
   void worker_loop();
   static void settle(Task& task, std::exception_ptr error);
 
@@ -103,14 +106,22 @@ class Communicator {
   LaneState lanes_[max_lanes];
   uint8_t default_algorithms_[16] = {};
 
-  std::mutex mutex_;
-  std::condition_variable changed_;
+  // On the heap, because a forked child must leave it alone: the copy may be locked, and counts a worker that the child has not.
+  struct Threading {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::thread worker;
+  };
+  std::unique_ptr<Threading> threading_ = std::make_unique<Threading>();
+  std::mutex& mutex_ = threading_->mutex;
+  std::condition_variable& changed_ = threading_->changed;
+  std::thread& worker_ = threading_->worker;
+
   std::deque<Task*> queue_;
   bool busy_ = false;            // somebody runs the head of the queue, or a synchronous call runs beside an empty queue
   bool help_wanted_ = false;     // the worker should run the queue
   bool stop_ = false;
   uint64_t next_sequence_ = 1;
-  std::thread worker_;
   std::atomic<bool> worker_asleep_{false};
 };
 

@@ -9,19 +9,6 @@
 
 namespace pycomm {
 
-namespace {
-
-size_t longest_part(Call& call) {
-  if (!call.op.uneven) return call.op.nbytes();
-  call.match();
-  size_t longest = 0;
-  for (int src = 0; src < call.world_size; ++src)
-    for (int dst = 0; dst < call.world_size; ++dst) longest = std::max<size_t>(longest, call.peer_part(src, false, dst).nbytes);
-  return longest;
-}
-
-}  // namespace
-
 void all_to_all(Call& call, const Choice& choice, Route route) {
   const Op& op = call.op;
   const int n = call.world_size, rank = call.rank;
@@ -32,7 +19,7 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
     return;
   }
   const Part &own_in = op.in_parts[rank], &own_out = op.out_parts[rank];
-  call.on_lanes(longest_part(call), [&](int lane, size_t begin, size_t nbytes) {
+  call.on_lanes(op.uneven ? call.longest_pair() : op.nbytes(), [&](int lane, size_t begin, size_t nbytes) {
     auto clipped = [&](size_t from, size_t length, const Part& part) { return clip(begin + from, length, part.count * call.item); };
     if (choice.algorithm == Algorithm::direct) {
       call.match();

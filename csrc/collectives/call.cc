@@ -160,6 +160,14 @@ void Call::compare_splits() const {
     }
 }
 
+size_t Call::longest_pair() {
+  match();
+  size_t longest = 0;
+  for (int src = 0; src < world_size; ++src)
+    for (int dst = 0; dst < world_size; ++dst) longest = std::max<size_t>(longest, peer_part(src, false, dst).nbytes);
+  return longest;
+}
+
 const std::byte* Call::payload(int peer, size_t offset) const {
   const OpSlot& slot = transport.slot(peer, scope.op.sequence);
   size_t total = op.nbytes();

@@ -34,6 +34,7 @@ class Call {
   void publish(bool with_payload);
   bool headers_ready() const;
   void match();
+  size_t longest_pair();  // bytes; all_to_all with splits: of all n*n parts, after match()
 
   // One-shot: the bytes that `peer` published, from byte `offset` of its payload on. Valid after match().
   const std::byte* payload(int peer, size_t offset = 0) const;

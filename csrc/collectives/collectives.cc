@@ -12,7 +12,7 @@ namespace pycomm {
 
 namespace {
 
-// The size that select() speaks of.
+// The size that select() speaks of; equal on all ranks except for all_to_all with splits.
 size_t table_bytes(const Op& op) {
   size_t count = op.count;
   if (op.uneven)
@@ -126,9 +126,10 @@ Choice CollectiveTask::choose() {
     call_->match();
     situation.mapped = call_->all_mapped();
   }
-  Choice choice = select(op_.kind, table_bytes(op_), situation, op_.algorithm);
+  const size_t nbytes = op_.kind == OpKind::all_to_all && op_.uneven ? call_->longest_pair() : table_bytes(op_);
+  Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
   if (choice.algorithm == Algorithm::direct && !situation.mapped && transport.reach() == Transport::Reach::none)
-    choice = select(op_.kind, table_bytes(op_), {situation.world_size, situation.oversubscribed, false, false});
+    choice = select(op_.kind, nbytes, {situation.world_size, situation.oversubscribed, false, false});
   const bool rounds_each_hop = op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)
     choice.algorithm = op_.kind == OpKind::all_reduce ? Algorithm::two_shot : Algorithm::staged;

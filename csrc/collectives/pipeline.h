@@ -77,7 +77,14 @@ void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce
   };
 
   if (steps > 0) run_fill(0);
-  call.match();
+  try {
+    call.match();
+  } catch (...) {
+    // The group goes on after a mismatch, and this step number will be used again. Peers look at the counter only after
+    // they have matched this rank's next header, which is stored after this.
+    progress.counters(call.rank, filled)->value.store(base, std::memory_order_release);
+    throw;
+  }
   for (size_t i = 0; i < steps; ++i) {
     if (i + 1 < steps) run_fill(i + 1);
     if constexpr (reduces) run_reduce(i);
@@ -108,7 +115,7 @@ inline size_t multicast_block(const Call& call, size_t preferred) {
 // Pairwise: a half is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage) one for the result.
 inline size_t pairwise_block(const Call& call, size_t preferred, bool with_result) {
   size_t compartments = call.world_size + with_result;
-  return std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / compartments) / cache_line * cache_line);
+  return std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / compartments) / cache_line * cache_line);  // fits: see Layout::make
 }
 
 }  // namespace pycomm

@@ -76,6 +76,7 @@ void PointToPoint::help(Message& message) {
 }
 
 void PointToPoint::wait(Message& message, double timeout) {
+  if (transport_.forked()) transport_.check({});  // before any lock, which may have been copied locked
   auto ready = [&](int) {
     if (!message.done()) progress();
     return message.done();
@@ -97,7 +98,8 @@ void PointToPoint::wait(Message& message, double timeout) {
 }
 
 bool PointToPoint::progress() {
-  if (active_.load(std::memory_order_relaxed) == 0) return false;
+  if (transport_.forked()) return false;
+  if (active_.load(std::memory_order_relaxed) == 0 && !owes()) return false;
   std::unique_lock lock(mutex_, std::try_to_lock);
   if (!lock) return false;
   bool moved = false;
@@ -143,7 +145,6 @@ void PointToPoint::fail_all(std::exception_ptr error) {
       out = {};
     }
     for (Incoming& in : in_) {
-      helped_.fetch_sub(static_cast<int>(in.acks.size()), std::memory_order_relaxed);
       for (Arrival& arrival : in.aside)
         if (arrival.recv) all.push_back(arrival.recv);
       in = {};
@@ -151,6 +152,7 @@ void PointToPoint::fail_all(std::exception_ptr error) {
     all.insert(all.end(), recvs_.begin(), recvs_.end());
     recvs_.clear();
     active_.store(0, std::memory_order_relaxed);
+    debts_.store(0, std::memory_order_relaxed);
   }
   for (auto& message : all) message->settle(error);
 }
@@ -333,8 +335,7 @@ void PointToPoint::deliver(int src, std::list<Arrival>::iterator arrival) {
 
 void PointToPoint::acknowledge(int src, const Arrival& arrival, const Message& recv, bool matched) {
   in_[src].acks.push_back({arrival.id, recv.count_, static_cast<uint32_t>(recv.dtype_), matched});
-  active_.fetch_add(1, std::memory_order_relaxed);  // an acknowledgement that finds no room needs progress after its recv is done
-  helped_.fetch_add(1, std::memory_order_relaxed);
+  debts_.fetch_add(1, std::memory_order_relaxed);
   flush_acks(src);
   if (!in_[src].acks.empty()) comm_.wake_worker();
 }
@@ -348,8 +349,7 @@ bool PointToPoint::flush_acks(int src) {
     if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) break;
     channel.acks[sent % channel_slots] = in.acks.front();
     in.acks.pop_front();
-    active_.fetch_sub(1, std::memory_order_relaxed);
-    helped_.fetch_sub(1, std::memory_order_relaxed);
+    debts_.fetch_sub(1, std::memory_order_relaxed);
     channel.acks_sent.value.store(sent + 1, std::memory_order_release);
     transport_.notify(src);
     moved = true;

@@ -62,7 +62,8 @@ class PointToPoint : public BackgroundProgress {
   MessagePtr recv(std::byte* data, size_t count, DType dtype, int src, int tag, double timeout, std::function<void()> finalizer);
 
   bool progress() override;
-  bool wants_worker() const override { return helped_.load(std::memory_order_relaxed) > 0; }
+  bool owes() const override { return debts_.load(std::memory_order_relaxed) > 0; }
+  bool wants_worker() const override { return helped_.load(std::memory_order_relaxed) + debts_.load(std::memory_order_relaxed) > 0; }
 
  private:
   friend class Message;
@@ -122,7 +123,8 @@ class PointToPoint : public BackgroundProgress {
   std::deque<MessagePtr> recvs_;       // posted, unmatched, in order
   std::vector<std::pair<MessagePtr, std::exception_ptr>> finished_;  // to be settled once the lock is released
   std::atomic<int> helped_{0};
-  std::atomic<int> active_{0};
+  std::atomic<int> active_{0};   // unfinished messages
+  std::atomic<int> debts_{0};    // acknowledgements that wait for room
 };
 
 }  // namespace pycomm

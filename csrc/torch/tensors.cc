@@ -10,6 +10,8 @@ namespace pycomm {
 
 namespace {
 
+constexpr const char* lazy_bit = "tensors with a lazy conjugate or negative bit cannot be communicated; call .resolve_conj().resolve_neg()";
+
 // Collects what one call needs while its tensors are examined.
 class Builder {
  public:
@@ -70,7 +72,7 @@ class Builder {
       dense = tensor.contiguous();
       if (output) copy_back_.emplace_back(tensor, dense);
     }
-    if (tensor.is_conj() || tensor.is_neg()) bad("tensors with a lazy conjugate or negative bit cannot be communicated; call .resolve_conj().resolve_neg()");
+    if (tensor.is_conj() || tensor.is_neg()) bad(lazy_bit);
     keep_.push_back(dense);
     return static_cast<std::byte*>(dense.data_ptr());
   }
@@ -277,6 +279,7 @@ namespace {
 at::Tensor checked_message(Transport& transport, OpKind kind, const at::Tensor& tensor) {
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
     throw std::invalid_argument(transport.where({kind, 0}) + "this group moves dense CPU tensors, got one on device " + tensor.device().str());
+  if (tensor.is_conj() || tensor.is_neg()) throw std::invalid_argument(transport.where({kind, 0}) + lazy_bit);
   return tensor.contiguous();
 }
 

@@ -10,6 +10,7 @@
 // bytes of payload. `key` is stored last with release order; a reader that acquires it sees the rest, and one line travels.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
@@ -121,18 +122,18 @@ struct Layout {
   size_t staging_bytes;   // per rank, for collectives
   size_t ring_bytes;      // per channel, data ring
 
-  // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings.
-  static Layout make(int world_size, size_t budget) {
-    size_t peers = world_size > 1 ? world_size - 1 : 1;
-    size_t fixed = 2 * sizeof(OpSlot) + peers * sizeof(Channel);
-    size_t left = budget > fixed + (64 << 10) ? budget - fixed : (64 << 10);
+  // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings. Very many ranks need more than they
+  // ask for: each half of each lane must hold a cache line per rank and one for a result.
+  static Layout make(int world_size, size_t budget, int lanes) {
+    const size_t peers = world_size > 1 ? world_size - 1 : 1;
+    const size_t least = std::max<size_t>(32 << 10, lanes * round_up(2 * (world_size + 2) * cache_line, 4096));
+    const size_t fixed = 2 * sizeof(OpSlot) + peers * sizeof(Channel);
+    const size_t left = std::max(budget, fixed + least) - fixed;
     Layout layout{};
     layout.world_size = world_size;
-    layout.ring_bytes = left / 4 / peers / 4096 * 4096;
-    if (layout.ring_bytes > (512 << 10)) layout.ring_bytes = 512 << 10;
-    if (layout.ring_bytes < 4096) layout.ring_bytes = 4096;
-    size_t rings = layout.ring_bytes * peers;
-    layout.staging_bytes = (left > rings + (32 << 10) ? left - rings : (32 << 10)) / 4096 * 4096;
+    layout.ring_bytes = std::clamp<size_t>(left / 4 / peers / 4096 * 4096, 4096, 512 << 10);
+    const size_t rings = layout.ring_bytes * peers;
+    layout.staging_bytes = std::max(least, left > rings ? (left - rings) / 4096 * 4096 : 0);
     return layout;
   }
 

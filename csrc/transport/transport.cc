@@ -151,14 +151,14 @@ void Transport::connect(Store& store) {
   budget_ = options_.staging_bytes ? options_.staging_bytes : primary_ ? primary_budget : further_budget;
   oversubscribed_ = world_size_ > (options_.cores > 0 ? options_.cores : allowed_cores());
 
+  const Layout layout = Layout::make(world_size_, budget_, lanes_);
   if (rank_ == 0) {
-    segment_ = Segment::create(Layout::make(world_size_, budget_).total());
-    map(Layout::make(world_size_, budget_));
+    segment_ = Segment::create(layout.total());
+    map(layout);
     header_->version = layout_version;
     header_->world_size = world_size_;
   } else {
     segment_ = Segment::open(receive_fd(records[0].socket, scope.deadline));
-    Layout layout = Layout::make(world_size_, budget_);
     if (segment_->nbytes() != layout.total())
       raise(ErrorKind::mismatch, scope.op, 0, "staging_bytes=" + std::to_string(budget_) + " here differs from that of rank 0. All ranks must pass equal values.");
     map(layout);
@@ -288,6 +288,7 @@ void Transport::raise_broken(const OpInfo& op) const {
 }
 
 void Transport::abort(const std::string& reason) {
+  if (forked()) return;  // a forked child must not speak for its parent
   mark_broken(ErrorKind::aborted, {}, rank_, "rank " + std::to_string(rank_) + " aborted the group" + (reason.empty() ? "" : ": " + reason));
 }
 

@@ -1,0 +1,491 @@
+"""Faults of ranks that are processes: killed, exited, stopped, late, aborted, forked. Survivors must learn it, soon, by name.
+
+A group of forked children runs a body `body(comm, link)`; the test talks to each through a pipe (`link`). Every wait has a limit, in the
+test (LIMIT) and in the children (an alarm that ends them), so a hang is a failure and not a stuck machine.
+
+[Note: how fast is fast] The contract is 0.2 s from the death to the error on every survivor. Both moments are read from CLOCK_MONOTONIC,
+which all processes of a machine share. The tests run with more ranks than cores beside other jobs, so they ask for the contract in the
+median over all survivors and tries of a test, and for HARD_LIMIT always.
+"""
+
+import contextlib
+import os
+import random
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from multiprocessing.connection import Pipe
+
+import pytest
+import torch
+
+import pycomm
+from pycomm import Communicator
+
+CONTRACT, HARD_LIMIT = 0.2, 1.0  # seconds, see the note above
+LIMIT = 20.0  # seconds that a test waits for a message of a child
+MiB = 1 << 20
+
+
+class Group:
+    """`world_size` forked ranks of a group, each running body(comm, link). What is left of them is killed at the end."""
+
+    def __init__(self, world_size, body, **options):
+        self.world_size = world_size
+        self.pids, self.links = [], []
+        self._folder = tempfile.TemporaryDirectory(prefix="pycomm-")
+        for rank in range(world_size):
+            ours, theirs = Pipe()
+            pid = os.fork()
+            if pid == 0:
+                for link in [*self.links, ours]:
+                    link.close()
+                _child(rank, world_size, body, theirs, os.path.join(self._folder.name, "store"), options)
+            theirs.close()
+            self.pids.append(pid)
+            self.links.append(ours)
+
+    def __enter__(self):
+        for rank in range(self.world_size):
+            assert self.get(rank) == "ready"
+        return self
+
+    def __exit__(self, *ignored):
+        for rank in range(self.world_size):
+            self.kill(rank)
+        for link in self.links:
+            link.close()
+        for pid in self.pids:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, 0)
+        self._folder.cleanup()
+
+    def get(self, rank):
+        assert self.links[rank].poll(LIMIT), f"rank {rank} said nothing for {LIMIT} s: it hangs"
+        return self.links[rank].recv()
+
+    def send(self, *ranks):
+        for rank in ranks:
+            self.links[rank].send("go")
+
+    def kill(self, rank, number=signal.SIGKILL):
+        """Returns the moment just before the signal."""
+        now = time.monotonic()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
+        return now
+
+    def others(self, *ranks):
+        return [rank for rank in range(self.world_size) if rank not in ranks]
+
+
+def _child(rank, world_size, body, link, path, options):
+    """Never returns. Says what the body returned or raised, then stays until it is killed, so that its own end disturbs nobody."""
+    signal.alarm(60)
+    torch.set_num_threads(1)
+    try:
+        options.setdefault("timeout", 30.0)
+        comm = Communicator(torch.distributed.FileStore(path, world_size), rank, world_size, **options)
+        link.send("ready")
+        result = body(comm, link)
+    except BaseException as error:
+        result = failure(error)
+    link.send(result)
+    signal.pause()
+    os._exit(0)
+
+
+def failure(error):
+    """What a test wants to know about an error, and when it came."""
+    facts = {name: getattr(error, name, None) for name in ("peer", "op", "rank")}
+    return {"kind": type(error).__name__, "text": str(error), "when": time.monotonic(), **facts}
+
+
+def attempt(call, *args, **options):
+    """(seconds, failure or result) of a call."""
+    start = time.monotonic()
+    try:
+        result = call(*args, **options)
+    except Exception as error:
+        result = failure(error)
+    return time.monotonic() - start, result
+
+
+def check_named(report, dead, phase=""):
+    assert isinstance(report, dict), f"{phase}: a survivor raised nothing: {report!r}"
+    assert (report["kind"], report["peer"]) == ("PeerError", dead), report
+    assert f"rank {dead} " in report["text"] and f"[rank {report['rank']}/" in report["text"], report
+
+
+def check_delays(delays):
+    assert max(delays) <= HARD_LIMIT, delays
+    assert statistics.median(delays) <= CONTRACT, delays
+
+
+# --- one operation after the other, for ever: what the ranks are doing when one of them dies -------------------------------------------
+
+
+def repeat(operation, nbytes, **options):
+    def body(comm, link):
+        x = torch.ones(nbytes // 4)
+        while True:
+            getattr(comm, operation)(x, **options)
+
+    return body
+
+
+def small(comm, link):
+    while True:
+        comm.all_reduce(torch.ones(2))
+        comm.barrier()
+
+
+def messages(count):
+    """Around the ring of ranks: every rank sends to the next one and receives from the one before."""
+
+    def body(comm, link):
+        x, y, n = torch.ones(count), torch.zeros(count), comm.world_size
+        while True:
+            works = [comm.send(x, (comm.rank + 1) % n, async_op=True), comm.recv(y, (comm.rank - 1) % n, async_op=True)]
+            for work in works:
+                work.wait()
+
+    return body
+
+
+def asynchronous(comm, link):
+    xs = [torch.ones(MiB) for _ in range(4)]
+    while True:
+        works = [comm.all_reduce(x, async_op=True) for x in xs] + [comm.all_reduce(torch.ones(1), async_op=True)]
+        time.sleep(0.001)  # the worker is at it
+        for work in works:
+            work.wait()
+
+
+def small_asynchronous(comm, link):
+    while True:
+        for work in [comm.all_reduce(torch.ones(8), async_op=True) for _ in range(5)]:
+            work.wait()
+
+
+PHASES = {
+    "small": small,
+    "one_shot": repeat("all_reduce", 4 * MiB, algorithm="one_shot"),
+    "two_shot": repeat("all_reduce", 16 * MiB, algorithm="two_shot"),
+    "ring": repeat("all_reduce", 16 * MiB, algorithm="ring"),
+    "direct": repeat("all_reduce", 16 * MiB, algorithm="direct"),
+    "all_gather staged": repeat("all_gather", 4 * MiB, algorithm="staged"),
+    "broadcast direct": repeat("broadcast", 16 * MiB, algorithm="direct"),
+    "p2p in_slot": messages(50),
+    "p2p in_place": messages(MiB // 4),  # through the kernel, where it allows that
+    "p2p streamed": messages(6 * MiB // 4),  # too large for that
+    "async": asynchronous,
+    "async small": small_asynchronous,
+}
+
+
+def killed(body, world_size):
+    """Delays of all survivors of one SIGKILL at a random moment."""
+    dead = random.randrange(world_size)
+    with Group(world_size, body) as group:
+        time.sleep(random.uniform(0.02, 0.08))
+        then = group.kill(dead)
+        reports = [group.get(rank) for rank in group.others(dead)]
+    for report in reports:
+        check_named(report, dead)
+    return [report["when"] - then for report in reports]
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_kill(phase):
+    """2, 3 and 7 survivors; the first ones twice."""
+    check_delays([delay for world_size in (3, 3, 4, 8) for delay in killed(PHASES[phase], world_size)])
+
+
+def ended_from_within(body, end):
+    """As killed(), but the victim ends itself, by a thread, in the middle of its operation."""
+    dead, world_size = random.randrange(3), 3
+
+    def ends_itself(comm, link):
+        def at_once():
+            time.sleep(random.uniform(0.02, 0.08))
+            link.send(time.monotonic())
+            end(comm)
+
+        if comm.rank == dead:
+            threading.Thread(target=at_once, daemon=True).start()
+        return body(comm, link)
+
+    with Group(world_size, ends_itself) as group:
+        then = group.get(dead)
+        reports = [group.get(rank) for rank in group.others(dead)]
+        own = group.get(dead) if end is close else None
+    for report in reports:
+        check_named(report, dead)
+    return [report["when"] - then for report in reports], own
+
+
+def close(comm):
+    comm.close()
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_exit(phase):
+    check_delays([delay for _ in range(2) for delay in ended_from_within(PHASES[phase], lambda comm: os._exit(0))[0]])
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_close_under_way(phase):
+    """close() by another thread, in the middle of an operation: the own call ends, and the peers learn who left."""
+    delays, own = ended_from_within(PHASES[phase], close)
+    assert own["kind"] == "AbortedError" and "closed" in own["text"], own
+    check_delays(delays)
+
+
+@pytest.mark.parametrize("how", ["kill", "exit", "close"])
+def test_before_the_operation(how):
+    """The victim is gone before the others begin."""
+
+    def body(comm, link):
+        link.recv()
+        if comm.rank == 1:
+            if how == "exit":
+                os._exit(0)
+            elif how == "close":
+                comm.close()
+                link.send("closed")
+            signal.pause()
+        return attempt(comm.all_reduce, torch.ones(2)), attempt(comm.all_gather, torch.ones(MiB)), attempt(comm.send, torch.ones(2), 1)
+
+    with Group(4, body) as group:
+        if how == "kill":
+            group.kill(1)
+        else:
+            group.send(1)
+        if how == "close":
+            assert group.get(1) == "closed"
+        else:
+            os.waitpid(group.pids[1], 0)
+        group.send(*group.others(1))
+        outcomes = [group.get(rank) for rank in group.others(1)]
+    check_delays([outcome[0][0] for outcome in outcomes])
+    for (_, first), *later in outcomes:
+        check_named(first, 1)
+        for seconds, report in later:  # a broken group says so at once
+            check_named(report, 1)
+            assert seconds < 0.1 and "broken" in report["text"], report
+
+
+def test_while_others_wait():
+    """The victim never calls: the others sleep in a small operation, a large one and a recv when it dies."""
+    calls = [lambda c: c.all_reduce(torch.ones(1)), lambda c: c.all_reduce(torch.ones(4 * MiB)), lambda c: c.recv(torch.ones(1), 3)]
+
+    def body(comm, link):
+        return calls[comm.rank](comm) if comm.rank < 3 else time.sleep(LIMIT)
+
+    delays = []
+    for _ in range(3):
+        with Group(4, body) as group:
+            time.sleep(0.15)
+            then = group.kill(3)
+            reports = [group.get(rank) for rank in range(3)]
+        for report in reports:
+            check_named(report, 3)
+        delays += [report["when"] - then for report in reports]
+    check_delays(delays)
+
+
+def test_recv_from_any_source():
+    def body(comm, link):
+        return comm.recv(torch.ones(1)) if comm.rank != 2 else time.sleep(LIMIT)
+
+    with Group(3, body) as group:
+        time.sleep(0.1)
+        then = group.kill(2)
+        reports = [group.get(rank) for rank in range(2)]
+    for report in reports:
+        check_named(report, 2)
+    check_delays([report["when"] - then for report in reports])
+
+
+@pytest.mark.parametrize("nbytes", [8, 4 * MiB], ids=["small", "large"])
+@pytest.mark.parametrize("operation", ["all_reduce", "recv", "send"])
+def test_polled(operation, nbytes):
+    """Somebody who only asks done() is told as well, by wait() after done() has become true."""
+
+    def body(comm, link):
+        if comm.rank == 1:
+            time.sleep(LIMIT)
+        x = torch.ones(nbytes // 4)
+        work = comm.all_reduce(x, async_op=True) if operation == "all_reduce" else getattr(comm, operation)(x, 1, async_op=True)
+        end = time.monotonic() + 3.0
+        while not work.done() and time.monotonic() < end:
+            time.sleep(0.001)
+        assert work.done(), "done() is still false 3 s after the peer's death"
+        work.wait()
+
+    with Group(2, body) as group:
+        time.sleep(0.1)
+        then = group.kill(1)
+        report = group.get(0)
+    check_named(report, 1)
+    assert report["when"] - then < HARD_LIMIT
+
+
+def test_two_groups():
+    """Two groups of the same processes in two threads; the victim has another number in each, and each group names its own."""
+
+    def body(comm, link):
+        other = comm.split(0, key=-comm.rank)
+        outcomes = {}
+
+        def loop(group, count):
+            try:
+                while True:
+                    group.all_reduce(torch.ones(count))
+            except pycomm.CommError as error:
+                outcomes[group.name] = failure(error)
+
+        threads = [threading.Thread(target=loop, args=args) for args in ((comm, 2), (other, MiB))]
+        for thread in threads:
+            thread.start()
+        link.send("started")
+        for thread in threads:
+            thread.join(LIMIT)
+        return outcomes[comm.name], outcomes[other.name]
+
+    with Group(4, body) as group:
+        assert [group.get(rank) for rank in range(4)] == ["started"] * 4
+        time.sleep(0.05)
+        then = group.kill(3)
+        pairs = [group.get(rank) for rank in range(3)]
+    for first, second in pairs:
+        check_named(first, 3)
+        check_named(second, 0)
+    check_delays([report["when"] - then for pair in pairs for report in pair])
+
+
+def test_child_of_the_dead_lives_on():
+    """A worker forked by the victim (DataLoader) inherits all its descriptors and outlives it."""
+
+    def body(comm, link):
+        if comm.rank != 1:
+            return small(comm, link)
+        worker = os.fork()
+        if worker == 0:
+            signal.alarm(60)
+            signal.pause()
+        link.send(worker)
+        return small(comm, link)
+
+    with Group(3, body) as group:
+        worker = group.get(1)
+        try:
+            time.sleep(0.05)
+            then = group.kill(1)
+            reports = [group.get(rank) for rank in (0, 2)]
+            os.kill(worker, 0)  # still there
+        finally:
+            os.kill(worker, signal.SIGKILL)
+    for report in reports:
+        check_named(report, 1)
+    check_delays([report["when"] - then for report in reports])
+
+
+# --- deadlines ------------------------------------------------------------------------------------------------------------------------
+
+TIMEOUT = 0.8  # seconds
+
+
+def check_timeout(seconds, report, missing, op, timeout=TIMEOUT):
+    assert report["kind"] == "CommTimeoutError" and report["op"] == op, report
+    assert timeout <= seconds + 0.05 and seconds <= timeout + 1.0, (seconds, report)
+    names = "rank " if len(missing) == 1 else "ranks "
+    assert f"{names}{', '.join(map(str, missing))} did not arrive" in report["text"] and op in report["text"], report
+    assert report["peer"] == missing[0], report
+
+
+@pytest.mark.parametrize("stopped", [(2,), (1, 3)], ids=str)
+@pytest.mark.parametrize("nbytes", [8, 4 * MiB], ids=["small", "large"])
+def test_stopped(stopped, nbytes):
+    """SIGSTOP: alive, so only the deadline can tell. Woken later, the ranks get an error at once, and so does every later operation."""
+
+    def body(comm, link):
+        link.recv()
+        results = [attempt(comm.all_reduce, torch.ones(nbytes // 4)), attempt(comm.barrier)]
+        link.send(results)
+
+    with Group(4, body, timeout=TIMEOUT) as group:
+        for rank in stopped:
+            group.kill(rank, signal.SIGSTOP)
+        group.send(*range(4))
+        for rank in group.others(*stopped):
+            first, second = group.get(rank)
+            check_timeout(*first, stopped, "all_reduce")
+            assert second[0] < 0.1 and second[1]["kind"] == "CommTimeoutError" and "broken" in second[1]["text"], second
+        for rank in stopped:
+            group.kill(rank, signal.SIGCONT)
+        for rank in stopped:
+            (seconds, late), second = group.get(rank)
+            assert late["kind"] == second[1]["kind"] == "CommTimeoutError" and max(seconds, second[0]) < HARD_LIMIT, (late, second)
+
+
+@pytest.mark.parametrize("phase", ["two_shot", "ring", "p2p streamed"])
+def test_stopped_under_way(phase):
+    """Everybody but the stopped rank waits for somebody; only the stopped one is to blame."""
+
+    def body(comm, link):
+        try:
+            PHASES[phase](comm, link)
+        except pycomm.CommError as error:
+            return failure(error)
+
+    with Group(4, body, timeout=TIMEOUT) as group:
+        time.sleep(0.1)
+        then = group.kill(2, signal.SIGSTOP)
+        reports = [group.get(rank) for rank in (0, 1, 3)]
+    for report in reports:
+        assert report["kind"] == "CommTimeoutError" and report["when"] - then <= TIMEOUT + 1.0, report
+        assert report["peer"] == 2 and "rank 2 did not arrive" in report["text"], report
+
+
+def test_never_arrives():
+    """Per-call timeouts, of a collective and of a work that the worker runs; every missing rank and the operation are named."""
+
+    def body(comm, link):
+        if comm.rank in (1, 2):
+            link.recv()
+            return attempt(comm.all_reduce, torch.ones(4 * MiB))
+        work = comm.all_reduce(torch.ones(4 * MiB), async_op=True)
+        time.sleep(0.1)
+        return attempt(work.wait, timeout=TIMEOUT)
+
+    with Group(4, body) as group:
+        for rank in (0, 3):
+            check_timeout(*group.get(rank), (1, 2), "all_reduce")
+        group.send(1, 2)
+        for rank in (1, 2):  # late: an error, and soon
+            seconds, late = group.get(rank)
+            assert late["kind"] == "CommTimeoutError" and seconds < HARD_LIMIT, late
+
+
+def test_message_never_comes():
+    def body(comm, link):
+        if comm.rank:
+            time.sleep(LIMIT)
+        seconds, report = attempt(comm.recv, torch.ones(4), 1, timeout=TIMEOUT)
+        return seconds, report
+
+    with Group(2, body) as group:
+        check_timeout(*group.get(0), (1,), "recv")
+
+
+def test_creation_times_out():
+    """A rank that never comes to the rendezvous is named by those who did."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = torch.distributed.FileStore(os.path.join(folder, "store"), 3)
+        seconds, report = attempt(Communicator, store, 0, 3, timeout=TIMEOUT)
+    assert report["kind"] == "CommTimeoutError" and "1, 2" in report["text"], report
+    assert TIMEOUT <= seconds + 0.05 and seconds < TIMEOUT + 1.0
