@@ -186,9 +186,8 @@ def train(args, show):
 
     dist.all_reduce(losses)  # until here every rank knew only the losses of its own batches
     losses /= dist.get_world_size()
-    step_ms = 1e3 * statistics.median(step_s)
-    # Two noisy medians: where nothing is left to hide their difference may fall below zero.
-    communication_ms = max(0.0, statistics.median(pass_ms["synchronised"]) - statistics.median(pass_ms["local"]))
+    synchronised_ms, local_ms = statistics.median(pass_ms["synchronised"]), statistics.median(pass_ms["local"])
+    communication_ms = max(0.0, synchronised_ms - local_ms)  # noise may make it negative where all is hidden
     return {
         "backend": args.backend,
         "ranks": dist.get_world_size(),
@@ -196,9 +195,9 @@ def train(args, show):
         "tokens": args.steps * tokens_per_step,
         "train_s": sum(step_s),
         "tokens_per_s": args.steps * tokens_per_step / sum(step_s),
-        "step_ms": step_ms,
+        "step_ms": 1e3 * statistics.median(step_s),
         "communication_ms": communication_ms,
-        "communication_share": communication_ms / step_ms,  # of what DDP does not hide behind the backward pass
+        "communication_share": communication_ms / synchronised_ms,  # of a forward and backward pass
         "train_loss_first": losses[0].item(),
         "train_loss_last": losses[-20:].mean().item(),
         "validation_loss_first": validation[0],
@@ -237,7 +236,9 @@ def report(f, args):
     print(f"train loss       {f['train_loss_first']:.4f} -> {f['train_loss_last']:.4f} nats per byte (mean of the last 20 steps)")
     print(f"validation loss  {f['validation_loss_first']:.4f} -> {f['validation_loss_last']:.4f}")
     print(f"speed            {f['tokens_per_s']:,.0f} tokens/s, step {f['step_ms']:.1f} ms (median)")
-    print(f"communication    {f['communication_ms']:.1f} ms of a step not hidden behind compute = {f['communication_share']:.1%}")
+    print(
+        f"communication    {f['communication_share']:.1%} of forward and backward ({f['communication_ms']:.1f} ms) not hidden behind compute"
+    )
     if args.plot:
         plot(f, args.plot)
         print(f"picture          {args.plot}")

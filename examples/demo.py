@@ -33,7 +33,7 @@ def speedups(results):
     for nbytes in (sizes[0], sizes[len(sizes) // 2], sizes[-1]):
         ours, gloo = times_us.get((False, nbytes)), times_us.get((True, nbytes))
         if ours and gloo:
-            yield f"{nbytes:,} bytes: {ours:,.1f} us, Gloo {gloo:,.1f} us ({gloo / ours:.1f} times faster than Gloo)"
+            yield f"{nbytes:,} bytes: {ours:,.1f} us, Gloo {gloo:,.1f} us = {gloo / ours:.1f}x"
 
 
 def summary(results, figures, out):
@@ -45,7 +45,8 @@ def summary(results, figures, out):
     table.add_row("training", f"{figures['tokens']:,} tokens in {figures['train_s']:.0f} s: {figures['tokens_per_s']:,.0f} tokens/s")
     for loss in ("train_loss", "validation_loss"):
         table.add_row(loss.replace("_", " "), f"{figures[loss + '_first']:.2f} -> {figures[loss + '_last']:.2f} nats per byte")
-    table.add_row("step", f"{figures['step_ms']:.0f} ms, of which {figures['communication_share']:.0%} communication not hidden")
+    share = figures["communication_share"]
+    table.add_row("step", f"{figures['step_ms']:.0f} ms; communication not hidden: {share:.0%} of forward and backward")
     table.add_row("pictures", f"{out / 'bandwidth.png'}  {out / 'loss.png'}")
     Console().print(Panel(table, title=f"pycomm on this machine, {RANKS} ranks", expand=False))
 

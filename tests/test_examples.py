@@ -85,7 +85,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(demo, "bandwidth_demo", lambda out_png, ranks: SimpleNamespace(rows=rows))
     demo.main([f"--out={tmp_path / 'out'}", *TINY_TRAINING])
     printed = capsys.readouterr().out
-    assert "20.0 times" in printed and "nats per byte" in printed
+    assert "= 20.0x" in printed and "nats per byte" in printed
     assert is_png(tmp_path / "out" / "loss.png")
 
 

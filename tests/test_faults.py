@@ -1,183 +1,86 @@
-"""Faults of ranks that are processes: killed, exited, stopped, late, aborted, forked. Survivors must learn it, soon, by name.
+"""Death and delay of ranks: killed, exited, closed, stopped, late. The others learn it soon and by name. See forked.py for the means."""
 
-A group of forked children runs a body `body(comm, link)`; the test talks to each through a pipe (`link`). Every wait has a limit, in the
-test (LIMIT) and in the children (an alarm that ends them), so a hang is a failure and not a stuck machine.
-
-[Note: how fast is fast] The contract is 0.2 s from the death to the error on every survivor. Both moments are read from CLOCK_MONOTONIC,
-which all processes of a machine share. The tests run with more ranks than cores beside other jobs, so they ask for the contract in the
-median over all survivors and tries of a test, and for HARD_LIMIT always.
-"""
-
-import contextlib
 import os
 import random
 import signal
-import statistics
 import tempfile
 import threading
 import time
-from multiprocessing.connection import Pipe
 
 import pytest
 import torch
+from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays, check_named, failure
 
 import pycomm
 from pycomm import Communicator
 
-CONTRACT, HARD_LIMIT = 0.2, 1.0  # seconds, see the note above
-LIMIT = 20.0  # seconds that a test waits for a message of a child
 MiB = 1 << 20
 
-
-class Group:
-    """`world_size` forked ranks of a group, each running body(comm, link). What is left of them is killed at the end."""
-
-    def __init__(self, world_size, body, **options):
-        self.world_size = world_size
-        self.pids, self.links = [], []
-        self._folder = tempfile.TemporaryDirectory(prefix="pycomm-")
-        for rank in range(world_size):
-            ours, theirs = Pipe()
-            pid = os.fork()
-            if pid == 0:
-                for link in [*self.links, ours]:
-                    link.close()
-                _child(rank, world_size, body, theirs, os.path.join(self._folder.name, "store"), options)
-            theirs.close()
-            self.pids.append(pid)
-            self.links.append(ours)
-
-    def __enter__(self):
-        for rank in range(self.world_size):
-            assert self.get(rank) == "ready"
-        return self
-
-    def __exit__(self, *ignored):
-        for rank in range(self.world_size):
-            self.kill(rank)
-        for link in self.links:
-            link.close()
-        for pid in self.pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
-        self._folder.cleanup()
-
-    def get(self, rank):
-        assert self.links[rank].poll(LIMIT), f"rank {rank} said nothing for {LIMIT} s: it hangs"
-        return self.links[rank].recv()
-
-    def send(self, *ranks):
-        for rank in ranks:
-            self.links[rank].send("go")
-
-    def kill(self, rank, number=signal.SIGKILL):
-        """Returns the moment just before the signal."""
-        now = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pids[rank], number)
-        return now
-
-    def others(self, *ranks):
-        return [rank for rank in range(self.world_size) if rank not in ranks]
+# --- what the ranks are doing, again and again, when one of them dies: make(comm) returns one step of it -------------------------------
 
 
-def _child(rank, world_size, body, link, path, options):
-    """Never returns. Says what the body returned or raised, then stays until it is killed, so that its own end disturbs nobody."""
-    signal.alarm(60)
-    torch.set_num_threads(1)
-    try:
-        options.setdefault("timeout", 30.0)
-        comm = Communicator(torch.distributed.FileStore(path, world_size), rank, world_size, **options)
-        link.send("ready")
-        result = body(comm, link)
-    except BaseException as error:
-        result = failure(error)
-    link.send(result)
-    signal.pause()
-    os._exit(0)
-
-
-def failure(error):
-    """What a test wants to know about an error, and when it came."""
-    facts = {name: getattr(error, name, None) for name in ("peer", "op", "rank")}
-    return {"kind": type(error).__name__, "text": str(error), "when": time.monotonic(), **facts}
-
-
-def attempt(call, *args, **options):
-    """(seconds, failure or result) of a call."""
-    start = time.monotonic()
-    try:
-        result = call(*args, **options)
-    except Exception as error:
-        result = failure(error)
-    return time.monotonic() - start, result
-
-
-def check_named(report, dead, phase=""):
-    assert isinstance(report, dict), f"{phase}: a survivor raised nothing: {report!r}"
-    assert (report["kind"], report["peer"]) == ("PeerError", dead), report
-    assert f"rank {dead} " in report["text"] and f"[rank {report['rank']}/" in report["text"], report
-
-
-def check_delays(delays):
-    assert max(delays) <= HARD_LIMIT, delays
-    assert statistics.median(delays) <= CONTRACT, delays
-
-
-# --- one operation after the other, for ever: what the ranks are doing when one of them dies -------------------------------------------
-
-
-def repeat(operation, nbytes, **options):
-    def body(comm, link):
+def collective(operation, nbytes, **options):
+    def make(comm):
         x = torch.ones(nbytes // 4)
-        while True:
-            getattr(comm, operation)(x, **options)
+        if operation == "all_gather":  # the output is there before: fresh memory would cost more than the operation
+            options["out"] = torch.zeros(comm.world_size * x.numel())
+        return lambda: getattr(comm, operation)(x, **options)
 
-    return body
+    return make
 
 
-def small(comm, link):
-    while True:
+def small(comm):
+    def step():
         comm.all_reduce(torch.ones(2))
         comm.barrier()
+
+    return step
 
 
 def messages(count):
     """Around the ring of ranks: every rank sends to the next one and receives from the one before."""
 
-    def body(comm, link):
+    def make(comm):
         x, y, n = torch.ones(count), torch.zeros(count), comm.world_size
-        while True:
+
+        def step():
             works = [comm.send(x, (comm.rank + 1) % n, async_op=True), comm.recv(y, (comm.rank - 1) % n, async_op=True)]
             for work in works:
                 work.wait()
 
-    return body
+        return step
+
+    return make
 
 
-def asynchronous(comm, link):
+def asynchronous(comm):
     xs = [torch.ones(MiB) for _ in range(4)]
-    while True:
-        works = [comm.all_reduce(x, async_op=True) for x in xs] + [comm.all_reduce(torch.ones(1), async_op=True)]
+
+    def step():
+        works = [comm.all_reduce(x, async_op=True) for x in [*xs, torch.ones(1)]]
         time.sleep(0.001)  # the worker is at it
         for work in works:
             work.wait()
 
+    return step
 
-def small_asynchronous(comm, link):
-    while True:
+
+def small_asynchronous(comm):
+    def step():
         for work in [comm.all_reduce(torch.ones(8), async_op=True) for _ in range(5)]:
             work.wait()
+
+    return step
 
 
 PHASES = {
     "small": small,
-    "one_shot": repeat("all_reduce", 4 * MiB, algorithm="one_shot"),
-    "two_shot": repeat("all_reduce", 16 * MiB, algorithm="two_shot"),
-    "ring": repeat("all_reduce", 16 * MiB, algorithm="ring"),
-    "direct": repeat("all_reduce", 16 * MiB, algorithm="direct"),
-    "all_gather staged": repeat("all_gather", 4 * MiB, algorithm="staged"),
-    "broadcast direct": repeat("broadcast", 16 * MiB, algorithm="direct"),
+    "one_shot": collective("all_reduce", 4 * MiB, algorithm="one_shot"),
+    "two_shot": collective("all_reduce", 16 * MiB, algorithm="two_shot"),
+    "ring": collective("all_reduce", 16 * MiB, algorithm="ring"),
+    "direct": collective("all_reduce", 16 * MiB, algorithm="direct"),
+    "all_gather staged": collective("all_gather", 2 * MiB, algorithm="staged"),
+    "broadcast direct": collective("broadcast", 16 * MiB, algorithm="direct"),
     "p2p in_slot": messages(50),
     "p2p in_place": messages(MiB // 4),  # through the kernel, where it allows that
     "p2p streamed": messages(6 * MiB // 4),  # too large for that
@@ -186,11 +89,20 @@ PHASES = {
 }
 
 
-def killed(body, world_size):
+def again_and_again(phase, comm, link):
+    step = PHASES[phase](comm)
+    step()
+    link.send("started")
+    while True:
+        step()
+
+
+def killed(phase, world_size):
     """Delays of all survivors of one SIGKILL at a random moment."""
     dead = random.randrange(world_size)
-    with Group(world_size, body) as group:
-        time.sleep(random.uniform(0.02, 0.08))
+    with Group(world_size, lambda comm, link: again_and_again(phase, comm, link)) as group:
+        group.expect("started")
+        time.sleep(random.uniform(0.0, 0.05))
         then = group.kill(dead)
         reports = [group.get(rank) for rank in group.others(dead)]
     for report in reports:
@@ -201,24 +113,25 @@ def killed(body, world_size):
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill(phase):
     """2, 3 and 7 survivors; the first ones twice."""
-    check_delays([delay for world_size in (3, 3, 4, 8) for delay in killed(PHASES[phase], world_size)])
+    check_delays([delay for world_size in (3, 3, 4, 8) for delay in killed(phase, world_size)])
 
 
-def ended_from_within(body, end):
+def ended_from_within(phase, end):
     """As killed(), but the victim ends itself, by a thread, in the middle of its operation."""
-    dead, world_size = random.randrange(3), 3
+    dead = random.randrange(3)
 
-    def ends_itself(comm, link):
+    def body(comm, link):
         def at_once():
-            time.sleep(random.uniform(0.02, 0.08))
+            time.sleep(random.uniform(0.05, 0.1))
             link.send(time.monotonic())
             end(comm)
 
         if comm.rank == dead:
             threading.Thread(target=at_once, daemon=True).start()
-        return body(comm, link)
+        again_and_again(phase, comm, link)
 
-    with Group(world_size, ends_itself) as group:
+    with Group(3, body) as group:
+        group.expect("started")
         then = group.get(dead)
         reports = [group.get(rank) for rank in group.others(dead)]
         own = group.get(dead) if end is close else None
@@ -233,13 +146,13 @@ def close(comm):
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_exit(phase):
-    check_delays([delay for _ in range(2) for delay in ended_from_within(PHASES[phase], lambda comm: os._exit(0))[0]])
+    check_delays([delay for _ in range(2) for delay in ended_from_within(phase, lambda comm: os._exit(0))[0]])
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_close_under_way(phase):
     """close() by another thread, in the middle of an operation: the own call ends, and the peers learn who left."""
-    delays, own = ended_from_within(PHASES[phase], close)
+    delays, own = ended_from_within(phase, close)
     assert own["kind"] == "AbortedError" and "closed" in own["text"], own
     check_delays(delays)
 
@@ -357,7 +270,7 @@ def test_two_groups():
         return outcomes[comm.name], outcomes[other.name]
 
     with Group(4, body) as group:
-        assert [group.get(rank) for rank in range(4)] == ["started"] * 4
+        group.expect("started")
         time.sleep(0.05)
         then = group.kill(3)
         pairs = [group.get(rank) for rank in range(3)]
@@ -372,18 +285,18 @@ def test_child_of_the_dead_lives_on():
 
     def body(comm, link):
         if comm.rank != 1:
-            return small(comm, link)
+            return again_and_again("small", comm, link)
         worker = os.fork()
         if worker == 0:
             signal.alarm(60)
             signal.pause()
         link.send(worker)
-        return small(comm, link)
+        return again_and_again("small", comm, link)
 
     with Group(3, body) as group:
         worker = group.get(1)
         try:
-            time.sleep(0.05)
+            group.expect("started")
             then = group.kill(1)
             reports = [group.get(rank) for rank in (0, 2)]
             os.kill(worker, 0)  # still there
@@ -438,12 +351,13 @@ def test_stopped_under_way(phase):
 
     def body(comm, link):
         try:
-            PHASES[phase](comm, link)
+            again_and_again(phase, comm, link)
         except pycomm.CommError as error:
             return failure(error)
 
     with Group(4, body, timeout=TIMEOUT) as group:
-        time.sleep(0.1)
+        group.expect("started")
+        time.sleep(random.uniform(0.0, 0.05))
         then = group.kill(2, signal.SIGSTOP)
         reports = [group.get(rank) for rank in (0, 1, 3)]
     for report in reports:

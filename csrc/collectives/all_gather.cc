@@ -82,7 +82,7 @@ void all_gather(Call& call, const Choice& choice, Route route) {
           Range range = clip(begin, nbytes, op.out_parts[p].count * call.item);
           call.fetch(p, 0, range.begin, op.out_parts[p].data + range.begin, range.size());
         }
-        call.leave_direct(lane);
+        leave_direct(call, lane);
         break;
       case Algorithm::ring:
         ring(call, lane, begin, nbytes);

@@ -109,7 +109,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
     call.reduce_into(call.op.out + offset, sources, length / call.item);
     for (int k = 1; k < n; ++k) call.put((rank + k) % n, 0, offset, call.op.out + offset, length);
   }
-  call.leave_direct(lane);
+  leave_direct(call, lane);
 }
 
 void ring(Call& call, int lane, size_t begin, size_t nbytes) {

@@ -28,7 +28,7 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
         Range range = clipped(0, nbytes, op.out_parts[p]);
         call.fetch(p, rank, range.begin, op.out_parts[p].data + range.begin, range.size());
       }
-      call.leave_direct(lane);
+      leave_direct(call, lane);
     } else {
       const size_t block = pairwise_block(call, choice.block / n, false);
       const uint64_t base = call.comm.lane(lane).steps;

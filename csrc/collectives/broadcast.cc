@@ -22,7 +22,7 @@ void broadcast(Call& call, const Choice& choice, Route route) {
     if (choice.algorithm == Algorithm::direct) {
       call.match();
       if (!root) call.fetch(op.root, 0, begin, op.out + begin, nbytes);
-      return call.leave_direct(lane);
+      return leave_direct(call, lane);
     }
     const size_t block = multicast_block(call, choice.block);
     const uint64_t base = call.comm.lane(lane).steps;

@@ -78,8 +78,11 @@ void Call::publish(bool with_payload) {
     publish_parts();
   }
   slot.key.store(key(scope.op.sequence), std::memory_order_release);  // everything above is visible to whoever sees the key
-  if (with_payload)
-    transport.notify_if_last([this](int p) { return transport.slot(p, scope.op.sequence).key.load(std::memory_order_acquire) >> 32 == (scope.op.sequence & 0xffffffff); });
+  if (with_payload) transport.notify_if_last([this](int p) { return published(p); });  // else match() does, after the first fill
+}
+
+bool Call::published(int peer) const {
+  return transport.slot(peer, scope.op.sequence).key.load(std::memory_order_acquire) >> 32 == (scope.op.sequence & 0xffffffff);
 }
 
 void Call::publish_parts() {
@@ -106,14 +109,16 @@ void Call::publish_parts() {
 
 bool Call::headers_ready() const {
   for (int p = 0; p < world_size; ++p)
-    if (transport.slot(p, scope.op.sequence).key.load(std::memory_order_acquire) >> 32 != (scope.op.sequence & 0xffffffff)) return false;
+    if (!published(p)) return false;
   return true;
 }
 
 void Call::match() {
   if (matched_) return;
   const uint64_t sequence = scope.op.sequence;
-  transport.wait_all([&](int p) { return transport.slot(p, sequence).key.load(std::memory_order_acquire) >> 32 == (sequence & 0xffffffff); }, scope);
+  auto there = [this](int p) { return published(p); };
+  transport.notify_if_last(there);
+  transport.wait_all(there, scope);
   matched_ = true;
   const OpSlot& mine = transport.slot(rank, sequence);
   for (int p = 0; p < world_size; ++p) {
@@ -216,19 +221,6 @@ bool Call::all_mapped() const {
   for (int p = 0; p < world_size; ++p)
     if (!registered(p)) return false;
   return true;
-}
-
-void Call::leave_direct(int lane) {
-  LaneState& state = comm.lane(lane);
-  const uint64_t step = ++state.steps;
-  state.drained = step;
-  RankControl& self = transport.control(rank);
-  self.filled[lane].value.store(step, std::memory_order_relaxed);
-  self.reduced[lane].value.store(step, std::memory_order_relaxed);
-  self.drained[lane].value.store(step, std::memory_order_release);
-  auto done = [&](int p) { return transport.control(p).drained[lane].value.load(std::memory_order_acquire) >= step; };
-  transport.notify_if_last(done);
-  transport.wait_all(done, scope);
 }
 
 void Call::on_lanes(size_t nbytes, const std::function<void(int, size_t, size_t)>& body) {

@@ -32,6 +32,7 @@ class Call {
   WaitScope scope;
 
   void publish(bool with_payload);
+  bool published(int peer) const;  // `peer` has published this operation
   bool headers_ready() const;
   void match();
   size_t longest_pair();  // bytes; all_to_all with splits: of all n*n parts, after match()
@@ -46,7 +47,6 @@ class Call {
   void put(int peer, int part, size_t offset, const void* from, size_t nbytes) const;           // into a peer's output
   bool registered(int peer) const;  // all buffers of `peer` in this operation lie in a registered region
   bool all_mapped() const;          // every buffer of this operation is addressable by every rank
-  void leave_direct(int lane);   // returns when no peer needs this rank's buffers any more
 
   // Staging of one lane of one rank, and its two halves that alternate by step.
   std::byte* staging(int peer, int lane) const { return transport.staging(peer) + lane * lane_bytes(); }

@@ -22,7 +22,7 @@ void gather(Call& call, const Choice& choice, Route route) {
       call.match();
       for (int p = 0; root && p < n; ++p)
         if (p != call.rank) call.fetch(p, 0, begin, op.out_parts[p].data + begin, nbytes);
-      call.leave_direct(lane);
+      leave_direct(call, lane);
     } else {
       const size_t block = multicast_block(call, choice.block);
       const uint64_t base = call.comm.lane(lane).steps;

@@ -38,6 +38,13 @@ struct Progress {
     counters(call.rank, stage)->value.store(step, std::memory_order_release);
     call.transport.notify_if_last(reached(stage, step));
   }
+  // Ends an operation: whatever stages this rank had in it, its counters stand at the last step.
+  void finish(uint64_t step) const {
+    call.comm.lane(lane).steps = step;
+    counters(call.rank, &RankControl::filled)->value.store(step, std::memory_order_relaxed);
+    counters(call.rank, &RankControl::reduced)->value.store(step, std::memory_order_relaxed);
+    announce(&RankControl::drained, step);  // a peer that is ahead may wait for it in its next operation
+  }
   void await(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const { call.transport.wait_all(reached(stage, step), call.scope); }
 };
 
@@ -99,10 +106,17 @@ void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce
     if (steps > 0) run_take(steps - 1);
   }
 
-  state.steps = base + steps;
-  state.drained = steps > 0 ? state.steps - 1 : state.drained;
-  RankControl& self = call.transport.control(call.rank);
-  for (auto stage : {filled, reduced, drained}) (self.*stage)[lane].value.store(state.steps, std::memory_order_release);
+  if (steps > 0) state.drained = base + steps - 1;
+  progress.finish(base + steps);
+}
+
+// Ends a direct operation: returns when no peer needs this rank's buffers any more.
+inline void leave_direct(Call& call, int lane) {
+  const Progress progress{call, lane};
+  LaneState& state = call.comm.lane(lane);
+  state.drained = state.steps + 1;
+  progress.finish(state.drained);
+  progress.await(&RankControl::drained, state.drained);
 }
 
 // --- the two ways of filling -------------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
     call.reduce_into(result, sources, length / call.item);
     if (rank != op.root) call.put(op.root, 0, offset, result, length);
   }
-  call.leave_direct(lane);
+  leave_direct(call, lane);
 }
 
 }  // namespace

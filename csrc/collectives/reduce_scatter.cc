@@ -64,7 +64,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
     }
     call.reduce_into(op.out + at, sources, length / call.item);
   }
-  call.leave_direct(lane);
+  leave_direct(call, lane);
 }
 
 void ring(Call& call, int lane, size_t begin, size_t nbytes) {

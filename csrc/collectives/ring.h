@@ -7,7 +7,7 @@
 // Source: Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations", JPDC 2009.
 #pragma once
 
-#include "call.h"
+#include "pipeline.h"
 
 namespace pycomm {
 
@@ -51,11 +51,8 @@ void ring_pass(Call& call, int lane, int steps, int segments, const First& first
       counter(call.rank, &RankControl::drained).store(base + k + 1, std::memory_order_release);
       transport.notify(prev);
     }
-  state.steps = base + static_cast<uint64_t>(steps) * segments;
-  state.drained = state.steps;
-  counter(call.rank, &RankControl::filled).store(state.steps, std::memory_order_release);
-  counter(call.rank, &RankControl::reduced).store(state.steps, std::memory_order_release);
-  counter(call.rank, &RankControl::drained).store(state.steps, std::memory_order_release);
+  state.drained = base + static_cast<uint64_t>(steps) * segments;
+  Progress{call, lane}.finish(state.drained);
 }
 
 }  // namespace pycomm

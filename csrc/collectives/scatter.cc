@@ -21,7 +21,7 @@ void scatter(Call& call, const Choice& choice, Route route) {
     if (choice.algorithm == Algorithm::direct) {
       call.match();
       if (!root) call.fetch(op.root, rank, begin, op.out + begin, nbytes);
-      call.leave_direct(lane);
+      leave_direct(call, lane);
     } else {
       const size_t block = pairwise_block(call, choice.block / n, false);
       const uint64_t base = call.comm.lane(lane).steps;
