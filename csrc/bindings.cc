@@ -13,7 +13,7 @@ namespace py = pybind11;
 
 namespace pycomm {
 
-void bind_backend(py::module_& module);  // torch/backend.cc
+void bind_backend(py::module_& module);  // torch/backend_bindings.cc
 
 namespace {
 
@@ -217,9 +217,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("kinds") = kinds;
   module.attr("algorithms") = algorithms;
   module.attr("slot_payload_bytes") = slot_payload_bytes;
-#ifdef PYCOMM_WITH_BACKEND
   bind_backend(module);
-#endif
 }
 
 }  // namespace pycomm

@@ -7,6 +7,7 @@ namespace pycomm {
 
 namespace {
 constexpr int spins_before_sleep = 4000;
+constexpr auto poll_look_every = std::chrono::milliseconds(10);
 constexpr auto longest_farewell = std::chrono::seconds(1);
 constexpr auto worker_tick = std::chrono::milliseconds(50);
 }  // namespace
@@ -133,12 +134,13 @@ void Communicator::wait(Task& task, double timeout) {
     if (!busy_ && !queue_.empty()) {
       if (queue_.front() == &task) task.wait_timeout_ = timeout;
       execute_head(lock, false);
-    } else if (changed_.wait_until(lock, std::chrono::time_point_cast<std::chrono::steady_clock::duration>(limit)) == std::cv_status::timeout &&
-               timeout > 0 && !task.done()) {
-      lock.unlock();
-      transport_->raise(ErrorKind::timeout, {OpKind::none, task.sequence()}, -1,
-                        "operation #" + std::to_string(task.sequence()) + " did not complete within " + std::to_string(timeout) + " s");
+      continue;
     }
+    const auto status = changed_.wait_until(lock, std::chrono::time_point_cast<std::chrono::steady_clock::duration>(limit));
+    if (status != std::cv_status::timeout || timeout <= 0 || task.done()) continue;
+    // Somebody else runs the head, and it takes too long for this waiter: say who is missing, as its own deadline would.
+    if (!queue_.empty() && queue_.front()->published_) queue_.front()->look(timeout);
+    transport_->fail(ErrorKind::timeout, {}, -1, "operation #" + std::to_string(task.sequence()) + " did not complete within " + std::to_string(timeout) + " s");
   }
   lock.unlock();
   if (task.error()) std::rethrow_exception(task.error());
@@ -149,7 +151,25 @@ bool Communicator::poll(Task& task) {
   refuse_forked();
   std::unique_lock lock(mutex_);
   while (!task.done() && !busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready()) execute_head(lock, false);
+  if (!task.done()) look_at_head(lock);
   return task.done();
+}
+
+// Who only polls learns of a dead peer, too.
+void Communicator::look_at_head(std::unique_lock<std::mutex>& lock) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_look_ || busy_ || queue_.empty() || !queue_.front()->published_) return;
+  next_look_ = now + poll_look_every;
+  Task& head = *queue_.front();
+  try {
+    head.look(0);
+  } catch (...) {
+    queue_.pop_front();
+    lock.unlock();
+    settle(head, std::current_exception());
+    lock.lock();
+    changed_.notify_all();
+  }
 }
 
 void Communicator::help(Task& task) {

@@ -35,13 +35,15 @@ class Task : public Work {
   virtual void publish() = 0;                  // make own data visible to peers
   virtual bool ready() const = 0;              // published, and finish() would not block
   virtual void finish(bool patient) = 0;       // wait for the peers, write the result
+  // Published and not ready: throws if it never will be (a dead peer), or, `late` seconds after its issue if that is not 0, names who is missing.
+  virtual void look(double late) const = 0;
 
   Communicator& comm_;
   double wait_timeout_ = 0;                    // seconds, set by a waiter that runs the task itself; 0: none
 
  private:
   friend class Communicator;
-  bool published_ = false;
+  std::atomic<bool> published_{false};
   uint64_t sequence_ = 0;
   std::shared_ptr<Task> self_;  // keeps an asynchronous task alive while it is queued
 };
@@ -97,6 +99,7 @@ class Communicator {
   void execute_head(std::unique_lock<std::mutex>& lock, bool patient);
   void start_worker();
   void settle_debts();
+  void look_at_head(std::unique_lock<std::mutex>& lock);
   void refuse_forked() const;
   void worker_loop();
   static void settle(Task& task, std::exception_ptr error);
@@ -122,6 +125,7 @@ class Communicator {
   bool help_wanted_ = false;     // the worker should run the queue
   bool stop_ = false;
   uint64_t next_sequence_ = 1;
+  std::chrono::steady_clock::time_point next_look_{};  // of poll() at the peers' lives
   std::atomic<bool> worker_asleep_{false};
 };
 

@@ -236,9 +236,7 @@ def report(f, args):
     print(f"train loss       {f['train_loss_first']:.4f} -> {f['train_loss_last']:.4f} nats per byte (mean of the last 20 steps)")
     print(f"validation loss  {f['validation_loss_first']:.4f} -> {f['validation_loss_last']:.4f}")
     print(f"speed            {f['tokens_per_s']:,.0f} tokens/s, step {f['step_ms']:.1f} ms (median)")
-    print(
-        f"communication    {f['communication_share']:.1%} of forward and backward ({f['communication_ms']:.1f} ms) not hidden behind compute"
-    )
+    print(f"communication    {f['communication_share']:.1%} of forward and backward ({f['communication_ms']:.1f} ms) not hidden by compute")
     if args.plot:
         plot(f, args.plot)
         print(f"picture          {args.plot}")

@@ -122,7 +122,8 @@ def ended_from_within(phase, end):
 
     def body(comm, link):
         def at_once():
-            time.sleep(random.uniform(0.05, 0.1))
+            link.recv()
+            time.sleep(random.uniform(0.0, 0.05))
             link.send(time.monotonic())
             end(comm)
 
@@ -132,6 +133,7 @@ def ended_from_within(phase, end):
 
     with Group(3, body) as group:
         group.expect("started")
+        group.send(dead)
         then = group.get(dead)
         reports = [group.get(rank) for rank in group.others(dead)]
         own = group.get(dead) if end is close else None

@@ -117,6 +117,12 @@ void CollectiveTask::finish(bool patient) {
   }
 }
 
+void CollectiveTask::look(double late) const {
+  const Call& call = *call_;
+  WaitScope scope{{op_.kind, sequence()}, late > 0 ? std::chrono::steady_clock::now() : call.scope.deadline, late > 0 ? late : call.scope.timeout};
+  comm_.transport().look(0, comm_.world_size(), [&call](int p) { return call.published(p); }, scope);
+}
+
 // All ranks must choose alike. The choice rests on what is equal everywhere: size, world, reach, and, where this rank's own buffers
 // would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {

@@ -35,6 +35,7 @@ class CollectiveTask : public Task {
   void publish() override;
   bool ready() const override { return call_ && call_->headers_ready(); }
   void finish(bool patient) override;
+  void look(double late) const override;
 
  private:
   void validate();

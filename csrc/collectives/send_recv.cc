@@ -9,6 +9,7 @@ namespace pycomm {
 
 namespace {
 
+constexpr auto poll_look_every = std::chrono::milliseconds(10);
 constexpr size_t worth_the_worker = 64 << 10;   // smaller recvs are left to wait(): waking a thread costs more than the copy
 constexpr size_t kernel_from = 8 << 10;         // where one copy by the kernel beats two through the ring, see select.cc
 constexpr size_t kernel_until = 4 << 20;
@@ -17,7 +18,7 @@ constexpr size_t kernel_until = 4 << 20;
 
 void Message::wait(double timeout) { engine_->wait(*this, timeout); }
 bool Message::poll() {
-  if (!done()) engine_->progress();
+  if (!done()) engine_->poll(*this);
   return done();
 }
 void Message::help() { engine_->help(*this); }
@@ -81,11 +82,8 @@ void PointToPoint::wait(Message& message, double timeout) {
     if (!message.done()) progress();
     return message.done();
   };
-  WaitScope scope;
-  scope.op = {message.sending_ ? OpKind::send : OpKind::recv, 0};
-  scope.timeout = timeout > 0 ? timeout : message.timeout_ > 0 ? message.timeout_ : transport_.timeout();
-  scope.deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                                         std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+  WaitScope scope = scope_of(message, timeout);
+  scope.deadline += std::chrono::steady_clock::now() - message.issued_;
   try {
     if (message.peer_ == any_source)
       transport_.wait_all(ready, scope);
@@ -95,6 +93,28 @@ void PointToPoint::wait(Message& message, double timeout) {
     fail_all(std::current_exception());
   }
   if (message.error()) std::rethrow_exception(message.error());
+}
+
+// Times count from the issue of the message.
+WaitScope PointToPoint::scope_of(const Message& message, double timeout) const {
+  WaitScope scope;
+  scope.op = {message.sending_ ? OpKind::send : OpKind::recv, 0};
+  scope.timeout = timeout > 0 ? timeout : message.timeout_ > 0 ? message.timeout_ : transport_.timeout();
+  scope.deadline = message.issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+  return scope;
+}
+
+void PointToPoint::poll(Message& message) {
+  progress();
+  const auto now = std::chrono::steady_clock::now();
+  if (message.done() || now < message.next_look_) return;
+  message.next_look_ = now + poll_look_every;
+  const bool any = message.peer_ == any_source;
+  try {
+    transport_.look(any ? 0 : message.peer_, any ? comm_.world_size() : message.peer_ + 1, [&](int) { return message.done(); }, scope_of(message, 0));
+  } catch (const CommError&) {
+    fail_all(std::current_exception());
+  }
 }
 
 bool PointToPoint::progress() {

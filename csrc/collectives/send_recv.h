@@ -46,6 +46,8 @@ class Message : public Work {
   size_t nbytes_ = 0;
   std::byte* data_ = nullptr;
   double timeout_ = 0;
+  std::chrono::steady_clock::time_point issued_ = std::chrono::steady_clock::now();
+  std::chrono::steady_clock::time_point next_look_ = issued_;
   uint64_t id_ = 0;       // in its channel
 };
 
@@ -99,6 +101,8 @@ class PointToPoint : public BackgroundProgress {
 
   MessagePtr make(bool sending, std::byte* data, size_t count, DType dtype, int peer, int tag, double timeout, std::function<void()> finalizer);
   void wait(Message& message, double timeout);
+  void poll(Message& message);
+  WaitScope scope_of(const Message& message, double timeout) const;
   void help(Message& message);
   bool advance();
   bool push(int dst);

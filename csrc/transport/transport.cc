@@ -247,8 +247,8 @@ std::string Transport::where(const OpInfo& op) const {
 void Transport::check(const OpInfo& op) const {
   if (forked())
     raise(ErrorKind::aborted, op, -1, "this communicator was created before a fork; only the parent process may use it. Create a new one in the child.");
-  if (broken()) raise_broken(op);
   if (closed_.load(std::memory_order_relaxed)) raise(ErrorKind::aborted, op, -1, "the communicator is closed");
+  if (broken()) raise_broken(op);
 }
 
 void Transport::raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const {

@@ -76,6 +76,11 @@ class Transport {
   void wait_all(const Ready& ready, const WaitScope& scope) {
     if (!spin(0, world_size_, ready, scope)) wait_slowly(0, world_size_, &call<Ready>, &ready, scope);
   }
+  // One look at everything that could end such a wait early, for those who poll instead of waiting. Throws, or returns.
+  template <class Ready>
+  void look(int first, int last, const Ready& ready, const WaitScope& scope) {
+    examine(first, last, &call<Ready>, &ready, scope);
+  }
   // Sleeps at most `seconds` until somebody rings this rank's doorbell, unless quit() already holds.
   template <class Quit>
   void sleep_unless(const Quit& quit, double seconds) {
@@ -141,6 +146,8 @@ class Transport {
   void examine(int first, int last, ReadyFn ready, const void* context, const WaitScope& scope);
   void sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds);
   bool anyone_sleeps() const;
+  void beat();
+  std::vector<int> without_heartbeat() const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
   void connect(Store& store);
   void map(const Layout& layout);

@@ -11,11 +11,14 @@
 // [Note: why not only sched_yield] With the kernel's autogroup scheduling, ranks started in sessions of their own (torchrun does)
 // are scheduling groups of their own, and a yield lets nobody of another group run. A yield that comes back at once is
 // taken as such a case and the rank sleeps instead.
+// [Note: who is to blame] In a chain of waits (a ring, messages) the rank that one waits for may itself only wait for another. Every
+// rank in a slow wait leaves a heartbeat; on a deadline the ranks without one are named, they are computing, stopped or lost.
 #include <linux/futex.h>
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <climits>
 #include <sstream>
 
@@ -29,6 +32,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double tick = 0.02;                     // seconds between looks at the peers' lives; the contract is 0.2 s
 constexpr auto idle_yield = std::chrono::nanoseconds(350);  // a yield that returns faster than this let nobody run
+constexpr auto heartbeat_until = std::chrono::milliseconds(100);  // several ticks: an older one is none
 constexpr int useless_yields_allowed = 3;
 constexpr auto yield_budget = std::chrono::microseconds(500);
 
@@ -93,6 +97,7 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
   int useless = 0;
   for (;;) {
     if (pending.none()) return;
+    beat();
     if (idle_hook_) idle_hook_();
     if (now >= next_look || broken() || closed_.load(std::memory_order_relaxed)) {
       examine(first, last, ready, context, scope);
@@ -110,12 +115,21 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
   }
 }
 
+void Transport::beat() { controls_[rank_].heartbeat_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+
+std::vector<int> Transport::without_heartbeat() const {
+  const int64_t since = (Clock::now() - heartbeat_until).time_since_epoch().count();
+  std::vector<int> ranks;
+  for (int p = 0; p < world_size_; ++p)
+    if (p != rank_ && controls_[p].heartbeat_ns.load(std::memory_order_relaxed) < since) ranks.push_back(p);
+  return ranks;
+}
+
 // Looks at everything that can end a wait other than its condition. Throws, or returns to wait on.
 void Transport::examine(int first, int last, ReadyFn ready, const void* context, const WaitScope& scope) {
   check(scope.op);
   bool late = Clock::now() >= scope.deadline;
-  std::ostringstream missing;
-  int first_missing = -1, num_missing = 0;
+  std::vector<int> missing;
   for (int p = first; p < last; ++p) {
     if (p == rank_ || ready(context, p)) continue;
     if (controls_[p].state.load(std::memory_order_acquire) == RankState::closed) {
@@ -126,14 +140,19 @@ void Transport::examine(int first, int last, ReadyFn ready, const void* context,
       if (ready(context, p)) continue;
       fail(ErrorKind::peer, scope.op, p, "rank " + std::to_string(p) + " died (its process ended)");
     }
-    missing << (num_missing++ ? ", " : "") << p;
-    if (first_missing < 0) first_missing = p;
+    missing.push_back(p);
   }
-  if (late && num_missing > 0) {
-    std::ostringstream text;
-    text << (num_missing > 1 ? "ranks " : "rank ") << missing.str() << " did not arrive within " << scope.timeout << " s";
-    fail(ErrorKind::timeout, scope.op, first_missing, text.str());
+  if (!late || missing.empty()) return;
+  auto waits = [this](int p) { return controls_[p].heartbeat_ns.load(std::memory_order_relaxed) >= (Clock::now() - heartbeat_until).time_since_epoch().count(); };
+  if (std::all_of(missing.begin(), missing.end(), waits)) {
+    std::vector<int> silent = without_heartbeat();  // [Note: who is to blame]
+    if (!silent.empty()) missing = silent;
   }
+  std::ostringstream text;
+  text << (missing.size() > 1 ? "ranks " : "rank ");
+  for (size_t i = 0; i < missing.size(); ++i) text << (i ? ", " : "") << missing[i];
+  text << " did not arrive within " << scope.timeout << " s";
+  fail(ErrorKind::timeout, scope.op, missing[0], text.str());
 }
 
 }  // namespace pycomm

@@ -1,0 +1,145 @@
+// backend.h -- pycomm as a backend of torch.distributed: c10d::Backend over a Communicator.
+//
+// A call becomes a task (tensors.h) and is either run at once, in the caller's thread, or issued:
+//   asyncOp false   the task has run when the call returns; there is no Work (nullptr, None in Python), as with NCCL since torch 2.7:
+//                   torch's Python functions then neither wrap nor wait. An error is thrown by the call itself.
+//   asyncOp true    the default of torch's options, so what DDP, FSDP2 and functional collectives get: a TorchWork
+// Between startCoalescing() and endCoalescing() of one thread everything is issued, and endCoalescing() returns one Work for all of it.
+//
+// Errors: std::invalid_argument for what is wrong on this rank alone (ValueError in Python); CommError for the wire, which the
+// translator in bindings.cc makes one of pycomm.errors, also when it passes through torch's own bindings: both share pybind11's registry.
+//
+// The class overrides what torch 2.11 to 2.15 have in common. 2.14 has new names (all_gather_single, ...), which call these ones.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "flight_recorder.h"
+#include "tensors.h"
+#include "torch_work.h"
+
+namespace pycomm {
+
+inline constexpr const char* backend_name = "pycomm";
+
+using Algorithms = std::array<Algorithm, static_cast<size_t>(OpKind::alloc) + 1>;  // by OpKind
+
+class PycommBackend final : public c10d::Backend {
+ public:
+  struct Options final : c10d::Backend::Options {
+    Options(std::chrono::milliseconds timeout, TransportOptions transport, Algorithms algorithms)
+        : c10d::Backend::Options(backend_name, timeout), transport(std::move(transport)), algorithms(algorithms) {}
+    // Virtual from torch 2.14 on, where the base's clone() would cut off our members.
+    c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
+
+    TransportOptions transport;
+    Algorithms algorithms;
+  };
+
+  // Blocks until all ranks of the group have come.
+  PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  // Does not wait for peers: what is still under way fails, as after shutdown().
+  ~PycommBackend() override;
+
+  const std::shared_ptr<Communicator>& communicator() const { return comm_; }
+
+  const std::string getBackendName() const override { return backend_name; }
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+
+  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+  using Lists = std::vector<Tensors>;
+
+  WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
+  WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_sparse(Tensors& tensors, const c10d::AllreduceOptions& opts) override;
+  WorkPtr allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override;
+  WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override;
+  WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
+  WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override;
+  WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
+                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
+  WorkPtr barrier(const c10d::BarrierOptions& opts) override;
+  // Every rank names all that are missing, whatever wait_all_ranks says. On timeout the group is broken, as after any timeout.
+  void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
+
+  WorkPtr send(Tensors& tensors, int dst, int tag) override;
+  WorkPtr recv(Tensors& tensors, int src, int tag) override;
+  WorkPtr recvAnysource(Tensors& tensors, int tag) override;
+
+  bool supportsCoalescing() const override { return true; }
+  void startCoalescing() override;
+  WorkPtr endCoalescing() override;
+
+  // Operations are numbered from 1 on all ranks alike by the communicator, so there is nothing to agree on.
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return comm_->next_sequence() - 1; }
+  void setTimeout(std::chrono::milliseconds timeout) override;
+  c10d::ErrorType getError() override;
+  void abort() override;
+  void shutdown() override;
+
+  void enableCollectivesTiming() override { timing_ = true; }
+  void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
+  void waitForPendingWorks() override;
+
+  bool supportsSplitting() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+                                          const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+
+ private:
+  struct Call {
+    c10d::OpType type;
+    const char* name;  // as torch's flight-recorder tools know it
+    std::chrono::milliseconds timeout;
+    bool async_op = true;
+  };
+  // The works of a startCoalescing() ... endCoalescing().
+  struct Batch {
+    std::thread::id owner;
+    Parts parts;
+    Tensors outputs;
+  };
+
+  CallOptions call_options(OpKind kind, std::chrono::milliseconds timeout) const;
+  const at::Tensor& single(OpKind kind, const Tensors& tensors) const;
+  const Tensors& single(OpKind kind, const Lists& lists) const;
+  [[noreturn]] void bad(OpKind kind, const std::string& text) const;
+  void check_pairs(OpKind kind, size_t outputs, size_t inputs) const;
+
+  WorkPtr submit(const Call& call, TaskPtr task, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr submit_all(const Call& call, const std::vector<TaskPtr>& tasks, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr submit_message(c10d::OpType type, const char* name, MessagePtr message, int peer, const at::Tensor& tensor);
+  void run_now(const Call& call, TensorTask& task, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr handle(c10d::OpType type, const char* title, uint64_t sequence, Parts parts, at::TensorList outputs);
+  uint64_t record(const char* name, uint64_t sequence, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
+  uint64_t record(FlightRecord head, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
+  bool coalescing() const { return coalescing_.load(std::memory_order_relaxed) && batch_.owner == std::this_thread::get_id(); }
+
+  c10::intrusive_ptr<Options> options_;
+  std::shared_ptr<Communicator> comm_;
+  std::once_flag named_;
+  std::shared_ptr<const RecordedGroup> recorded_group_;
+  std::shared_ptr<CompletionHook> hook_;
+  std::atomic<bool> timing_{false};
+  std::atomic<bool> coalescing_{false};
+  std::atomic<uint64_t> num_messages_{0};
+  Batch batch_;  // of the one thread that coalesces
+};
+
+}  // namespace pycomm

@@ -1,0 +1,151 @@
+// torch_work.cc -- see torch_work.h.
+#include "torch_work.h"
+
+#include <ATen/core/ivalue.h>
+#include <ATen/core/jit_type.h>
+
+namespace pycomm {
+
+namespace {
+
+// Runs callback(error of the first failed part) when all parts are done, in the thread that completes the last.
+template <class Callback>
+void when_done(const Parts& parts, Callback callback) {
+  struct State {
+    State(const Parts& parts, Callback callback) : parts(parts), callback(std::move(callback)), missing(parts.size()) {}
+    Parts parts;  // alive until all are done, whoever else lets go
+    Callback callback;
+    std::atomic<size_t> missing;
+  };
+  auto finish = [](State& state) {
+    std::exception_ptr error;
+    for (const auto& part : state.parts)
+      if (!error) error = part->error();
+    state.callback(error);
+  };
+  auto state = std::make_shared<State>(parts, std::move(callback));
+  if (parts.empty()) return finish(*state);
+  for (const auto& part : parts)
+    part->on_completion([state, finish] {
+      if (state->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(*state);
+    });
+}
+
+c10d::WorkResult result_of(const std::exception_ptr& error) {
+  if (!error) return c10d::WorkResult::SUCCESS;
+  try {
+    std::rethrow_exception(error);
+  } catch (const CommError& e) {
+    return e.kind == ErrorKind::timeout ? c10d::WorkResult::TIMEOUT : c10d::WorkResult::COMM_ERROR;
+  } catch (...) {
+    return c10d::WorkResult::UNKNOWN;
+  }
+}
+
+}  // namespace
+
+TorchWork::TorchWork(std::shared_ptr<Communicator> comm, c10d::OpType type, uint64_t sequence, Parts parts, std::vector<at::Tensor> outputs,
+                     const char* profiling_title)
+    : c10d::Work(comm->rank(), type, profiling_title),
+      comm_(std::move(comm)),
+      parts_(std::move(parts)),
+      outputs_(std::move(outputs)),
+      sequence_(sequence) {}
+
+bool TorchWork::isCompleted() {
+  bool all = true;
+  for (const auto& part : parts_) all &= part->poll();
+  return all;
+}
+
+bool TorchWork::isSuccess() const {
+  for (const auto& part : parts_)
+    if (!part->done() || part->error()) return false;
+  return true;
+}
+
+std::exception_ptr TorchWork::exception() const {
+  for (const auto& part : parts_)
+    if (part->done() && part->error()) return part->error();
+  return nullptr;
+}
+
+int TorchWork::sourceRank() const {
+  auto* message = parts_.size() == 1 ? dynamic_cast<Message*>(parts_[0].get()) : nullptr;
+  TORCH_CHECK(message, "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call.");
+  return message->source();
+}
+
+// kNoTimeout (0) and kUnsetTimeout (-1) both mean the time limit of the operation itself: nothing in pycomm waits without one.
+bool TorchWork::wait(std::chrono::milliseconds timeout) {
+  if (timeout <= kNoTimeout || parts_.size() == 1) {
+    const double limit = timeout > kNoTimeout ? std::chrono::duration<double>(timeout).count() : 0;
+    for (const auto& part : parts_) part->wait(limit);
+    return true;
+  }
+  const auto deadline = Clock::now() + timeout;
+  for (const auto& part : parts_) {
+    const std::chrono::duration<double> left = deadline - Clock::now();
+    part->wait(std::max(left.count(), 1e-3));
+  }
+  return true;
+}
+
+// Nobody may be waiting but for the future, so the worker is asked to complete the operation.
+template <class Complete>
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type, Complete complete) {
+  auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
+  when_done(parts_, [future, complete](const std::exception_ptr& error) { complete(*future, error); });
+  for (const auto& part : parts_)
+    if (!part->done()) part->help();
+  return future;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
+  std::lock_guard lock(mutex_);
+  if (!future_)
+    future_ = make_future(c10::ListType::create(c10::TensorType::get()), [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {
+      if (error)
+        future.setError(error);
+      else
+        future.markCompleted(c10::IValue(outputs));
+    });
+  return future_;
+}
+
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
+  std::lock_guard lock(mutex_);
+  if (!future_result_)
+    future_result_ = make_future(c10::IntType::get(), [](c10::ivalue::Future& future, const std::exception_ptr& error) {
+      future.markCompleted(c10::IValue(static_cast<int64_t>(result_of(error))));
+    });
+  return future_result_;
+}
+
+float TorchWork::getDuration() const {
+  const float duration = duration_ms_.load();
+  TORCH_CHECK(duration >= 0, "getDuration: the operation is not complete, or timing is off. Call _enable_collectives_timing() on the group first.");
+  return duration;
+}
+
+void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_ptr<CompletionHook> hook) {
+  self->started_ = Clock::now();
+  if (hook) {
+    std::lock_guard lock(hook->mutex);
+    ++hook->pending;
+  }
+  when_done(self->parts_, [self, hook](const std::exception_ptr&) {
+    const auto now = Clock::now();
+    const std::chrono::duration<float> active = now - self->started_;
+    self->duration_ms_.store(active.count() * 1e3f);
+    if (self->recordFunctionEndCallback_) self->recordFunctionEndCallback_();
+    if (!hook) return;
+    hook->call(std::make_shared<c10d::WorkInfo>(self->retrieveOpType(), self->sequence_, self->started_, now, active));
+    std::lock_guard lock(hook->mutex);
+    if (--hook->pending == 0) hook->idle.notify_all();
+  });
+  if (hook)
+    for (const auto& part : self->parts_) part->help();  // waitForPendingWorks() does not wait for the works themselves
+}
+
+}  // namespace pycomm

@@ -1,0 +1,72 @@
+// torch_work.h -- c10d::Work over the core's works: one for an ordinary call, several for coalesced ones.
+#pragma once
+
+#include <torch/csrc/distributed/c10d/Work.hpp>
+
+#include <chrono>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "../collectives/collectives.h"
+#include "../collectives/send_recv.h"
+
+namespace pycomm {
+
+using Parts = c10::SmallVector<std::shared_ptr<Work>, 1>;
+
+// What Backend::registerOnCompletionHook asked for. Shared with the works, which may outlive the backend.
+struct CompletionHook {
+  std::function<void(std::shared_ptr<c10d::WorkInfo>)> call;
+  std::mutex mutex;
+  std::condition_variable idle;
+  int pending = 0;  // works issued whose hook has not returned
+};
+
+class TorchWork final : public c10d::Work {
+ public:
+  // The group, which must outlive its works, and the tensors, which the parts keep, live as long as this object. A profiling title
+  // makes torch's profiler show the operation from here to its end.
+  TorchWork(std::shared_ptr<Communicator> comm, c10d::OpType type, uint64_t sequence, Parts parts, std::vector<at::Tensor> outputs,
+            const char* profiling_title);
+  // Parts hold a reference to their group until they are gone.
+  ~TorchWork() override = default;
+
+  bool isCompleted() override;
+  bool isSuccess() const override;
+  std::exception_ptr exception() const override;
+  int sourceRank() const override;
+  std::vector<at::Tensor> result() override { return outputs_; }
+  void synchronize() override { wait(kNoTimeout); }
+  bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
+  void abort() override { comm_->abort("abort() of an operation was called on rank " + std::to_string(comm_->rank())); }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override;
+  c10::intrusive_ptr<c10::ivalue::Future> getFutureResult() override;
+  float getDuration() const override;  // milliseconds
+  uint64_t getSequencenumber() const override { return sequence_; }
+
+  const Parts& parts() const { return parts_; }
+  const std::vector<at::Tensor>& outputs() const { return outputs_; }
+
+  // Notes the time of completion, ends the profiler's event, and calls the hook if there is one. Costs allocations, so only on demand;
+  // `self` must be this object, whose life it prolongs until then.
+  static void observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_ptr<CompletionHook> hook);
+  bool profiled() const { return static_cast<bool>(recordFunctionEndCallback_); }
+
+ private:
+  using Clock = std::chrono::steady_clock;
+
+  template <class Complete>
+  c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type, Complete complete);
+
+  std::shared_ptr<Communicator> comm_;  // before parts_: destroyed after them
+  Parts parts_;
+  std::vector<at::Tensor> outputs_;
+  uint64_t sequence_;
+  Clock::time_point started_{};
+  std::atomic<float> duration_ms_{-1};
+  c10::intrusive_ptr<c10::ivalue::Future> future_, future_result_;  // guarded by the base's mutex_
+};
+
+}  // namespace pycomm

@@ -1,0 +1,117 @@
+"""Makes the torch.distributed backend of a group: what init_process_group("pycomm") and new_group() call, through pycomm/_autoload.py."""
+
+import functools
+import json
+import pickle
+
+import torch.distributed
+from torch._C import _distributed_c10d as c10d
+
+from pycomm import _C, env
+from pycomm.communicator import transport_options
+
+# Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not heard of, so the trace says
+# "gloo", whose operations have the same names and meaning.
+_TRACE_PREFIX = "gloo:"
+
+
+def create(options, pg_options):
+    """Returns the backend of one group; blocks until all ranks of it have come, at most the group's timeout.
+
+    options: torch's DistributedBackendOptions: store, group_rank, group_size, timeout, group_id, global_ranks_in_group.
+    pg_options: what the caller gave as pg_options; there is nothing to set, and options meant for another backend are ignored.
+    """
+    if pg_options is not None:
+        env.logger().info("pg_options of type %s are ignored by the backend pycomm", type(pg_options).__name__)
+    settings = env.settings()
+    timeout = options.timeout.total_seconds()
+    transport = transport_options(settings, options.group_id, timeout, options.group_size)
+    show_in_flight_recorder()
+    return _C.create_backend(
+        options.store,
+        options.group_rank,
+        options.group_size,
+        timeout,
+        transport,
+        {_C.kinds.index(op): _algorithm(name) for op, name in settings.algorithm.items()},
+        list(options.global_ranks_in_group) or list(range(options.group_size)),
+    )
+
+
+def _algorithm(name):
+    if name not in _C.algorithms:
+        raise ValueError(f"PYCOMM_ALGORITHM names the algorithm {name!r}; there are {', '.join(_C.algorithms)}")
+    return _C.algorithms.index(name)
+
+
+# [Note: two flight recorders] torch's recorder is out of reach of a backend built outside torch (csrc/torch/flight_recorder.h), so ours
+# are two functions around torch's dump functions, which add our entries to what torch has. Whoever reads traces calls these functions
+# or reads files written from what they return (torchfrtrace).
+
+
+@functools.cache
+def show_in_flight_recorder():
+    """Adds the operations of pycomm to torch._C._distributed_c10d._dump_fr_trace and its JSON form."""
+    pickled, in_json = c10d._dump_fr_trace, c10d._dump_fr_trace_json
+
+    @functools.wraps(pickled)
+    def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
+        trace = pickle.loads(pickled(includeCollectives, includeStackTraces, onlyActive))
+        return pickle.dumps(_with_ours(trace, includeCollectives, onlyActive))
+
+    @functools.wraps(in_json)
+    def dump_json(includeCollectives=True, onlyActive=False):
+        trace = json.loads(in_json(includeCollectives, onlyActive))
+        return json.dumps(_with_ours(trace, includeCollectives, onlyActive)).encode()
+
+    c10d._dump_fr_trace, c10d._dump_fr_trace_json = dump, dump_json
+
+
+def _with_ours(trace, include_collectives, only_active):
+    records = _C.flight_records()
+    for record in records:
+        name = record["group_name"]
+        trace["pg_config"].setdefault(name, {"name": name, "desc": record["group_desc"], "ranks": str(record["global_ranks"])})
+    if include_collectives:
+        entries = trace.setdefault("entries", [])
+        entries += [_entry(record) for record in records if not (only_active and record["completed_ns"])]
+        entries.sort(key=lambda entry: entry["time_created_ns"])
+    return trace
+
+
+def _entry(record):
+    """A record in torch's format, version 2.10."""
+    done = record["completed_ns"]
+    entry = {
+        "frames": [],
+        "record_id": record["id"] - 1,
+        "pg_id": record["group_id"],
+        "process_group": (record["group_name"], record["group_desc"]),
+        "thread_name": "",
+        "thread_id": "",
+        "collective_seq_id": 0 if record["is_p2p"] else record["sequence"],
+        "p2p_seq_id": record["sequence"] if record["is_p2p"] else 0,
+        "op_id": record["sequence"],
+        "profiling_name": _trace_name(record),
+        "time_created_ns": record["created_ns"],
+        "input_sizes": record["input_sizes"],
+        "input_dtypes": record["input_dtypes"],
+        "output_sizes": record["output_sizes"],
+        "output_dtypes": record["output_dtypes"],
+        "state": "completed" if done else "started",
+        "time_discovered_started_ns": record["created_ns"],
+        "time_discovered_completed_ns": done,
+        "retired": bool(done) or record["failed"],
+        "timeout_ms": record["timeout_ms"],
+        "is_p2p": record["is_p2p"],
+    }
+    if done:
+        entry["duration_ms"] = (done - record["created_ns"]) / 1e6
+    return entry
+
+
+def _trace_name(record):
+    name = _TRACE_PREFIX + record["name"].partition(":")[2]
+    if not record["is_p2p"]:
+        return name
+    return f"{name} {record['rank']}{'->' if name.endswith('send') else '<-'}{record['peer']}"
