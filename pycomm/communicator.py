@@ -126,7 +126,7 @@ class Communicator:
             launch = env.launch()
             rank = launch.rank if rank is None else rank
             world_size = launch.world_size if world_size is None else world_size
-            store = torch.distributed.TCPStore(launch.master_addr, launch.master_port, world_size, is_master=rank == 0, multi_tenant=True)
+            store, _, _ = next(torch.distributed.rendezvous("env://", rank, world_size))  # torchrun's own store where it offers one
         if rank is None or world_size is None:
             raise ValueError("pass rank and world_size together with store")
         timeout = float(timeout if timeout is not None else settings.timeout or DEFAULT_TIMEOUT)
