@@ -6,7 +6,7 @@
 namespace pycomm {
 
 namespace {
-constexpr int spins_before_sleep = 4000;
+constexpr int spins_before_sleep = 50;  // the worker that runs the operation may need this very core
 constexpr auto poll_look_every = std::chrono::milliseconds(10);
 constexpr auto longest_farewell = std::chrono::seconds(1);
 constexpr auto worker_tick = std::chrono::milliseconds(50);
@@ -122,7 +122,7 @@ void Communicator::wait(Task& task, double timeout) {
   refuse_forked();
   for (int i = 0; i < spins_before_sleep && !transport_->oversubscribed(); ++i) {
     if (task.done()) break;
-    if ((i & 63) == 0) {
+    if ((i & 15) == 0) {
       std::unique_lock lock(mutex_, std::try_to_lock);
       if (lock && !busy_ && !queue_.empty()) break;
     }

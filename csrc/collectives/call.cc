@@ -54,6 +54,7 @@ uint64_t Call::extra() const {
 
 void Call::publish(bool with_payload) {
   transport.check(scope.op);
+  transport.note_core();
   OpSlot& slot = transport.slot(rank, scope.op.sequence);
   slot.count = op.count;
   slot.extra = extra();

@@ -31,6 +31,7 @@ MessagePtr PointToPoint::make(bool sending, std::byte* data, size_t count, DType
     throw std::invalid_argument(transport_.where(info) + "peer rank " + std::to_string(peer) + " must be another rank of the group, in [0, " +
                                 std::to_string(comm_.world_size()) + ")");
   transport_.check(info);
+  transport_.note_core();
   auto message = std::make_shared<Message>();
   message->engine_ = this;
   message->sending_ = sending;

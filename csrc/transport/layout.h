@@ -60,6 +60,7 @@ struct alignas(cache_line) RankControl {
   uint64_t process_token;           // random per process: equal for ranks that are threads of one process
   uint64_t probe_address;           // where process_token lies in the owner's address space
   int32_t pid;
+  alignas(cache_line) std::atomic<int32_t> core;  // where the owner ran when it last published or waited; -1 unknown
   std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC of the owner's last pass through a slow wait; see [Note: who is to blame]
 
   // Pipeline progress of each lane, counted in steps since the group was created; see collectives/pipeline.h.

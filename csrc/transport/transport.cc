@@ -168,6 +168,7 @@ void Transport::connect(Store& store) {
   self.process_token = process.token;
   self.probe_address = reinterpret_cast<uint64_t>(&process.token);
   self.pid = ::getpid();
+  note_core();
   segment_->hold_lock(rank_);
   self.state.store(RankState::joined, std::memory_order_release);
   if (server) server->serve(segment_->fd(), world_size_ - 1, scope.deadline);

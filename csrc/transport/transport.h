@@ -86,6 +86,8 @@ class Transport {
   void sleep_unless(const Quit& quit, double seconds) {
     sleep_on_doorbell([](const void* q) { return (*static_cast<const Quit*>(q))(); }, &quit, seconds);
   }
+  // Says where this rank runs, so that peers do not spin on the core that it needs.
+  void note_core();
   // After a release store that `peer` may sleep for.
   void notify(int peer);
   // After a release store that makes `ready(self)` true: wakes the sleepers if it is now true for all ranks. Sleepers that wait
@@ -147,6 +149,7 @@ class Transport {
   void sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds);
   bool anyone_sleeps() const;
   void beat();
+  bool shares_core(int peer) const { return controls_[peer].core.load(std::memory_order_relaxed) == controls_[rank_].core.load(std::memory_order_relaxed); }
   std::vector<int> without_heartbeat() const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
   void connect(Store& store);
@@ -188,15 +191,18 @@ inline void cpu_relax() {
 #endif
 }
 
-inline constexpr int spins_before_slow = 2000;  // about 30 us of pause instructions on x86: longer than any small operation
+inline constexpr int spins_before_slow = 1000;     // pause instructions: 30 to 50 us on recent x86, longer than any small operation
+inline constexpr int spins_of_the_patient = 50;
+inline constexpr int spins_before_core_check = 20;
 
 template <class Ready>
 bool Transport::spin(int first, int last, const Ready& ready, const WaitScope& scope) const {
-  int budget = oversubscribed_ ? 1 : scope.patient ? 50 : spins_before_slow;
+  int spins = 0;
+  const int limit = oversubscribed_ ? 0 : scope.patient ? spins_of_the_patient : spins_before_slow;
   for (int p = first; p < last; ++p) {
     if (p == rank_) continue;
     while (!ready(p)) {
-      if (--budget <= 0) return false;
+      if (++spins > limit || (spins == spins_before_core_check && shares_core(p))) return false;
       cpu_relax();
     }
   }

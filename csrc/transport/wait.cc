@@ -8,6 +8,10 @@
 // `doorbell` changed meanwhile. The writer stores the flag, then fences, then looks at `sleepers`. With both fences sequentially
 // consistent, one of the two sees the other: either the waiter sees the flag or the writer rings.
 //
+// [Note: two ranks on one core] The scheduler may put two ranks on one core although another is free. A rank that spins there keeps the
+// very peer from running that it waits for. So every rank notes the core it runs on when it publishes, and a spinner that finds
+// an awaited peer on its own core gives way after a microsecond.
+//
 // [Note: why not only sched_yield] With the kernel's autogroup scheduling, ranks started in sessions of their own (torchrun does)
 // are scheduling groups of their own, and a yield lets nobody of another group run. A yield that comes back at once is
 // taken as such a case and the rank sleeps instead.
@@ -87,6 +91,11 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
         if (p != self && !ready(context, p)) return false;
       return true;
     }
+    bool on_this_core(const Transport& transport) const {
+      for (int p = first; p < last; ++p)
+        if (p != self && transport.shares_core(p) && !ready(context, p)) return true;
+      return false;
+    }
   } pending{first, last, rank_, ready, context};
 
   auto now = Clock::now();
@@ -98,6 +107,7 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
   for (;;) {
     if (pending.none()) return;
     beat();
+    note_core();
     if (idle_hook_) idle_hook_();
     if (now >= next_look || broken() || closed_.load(std::memory_order_relaxed)) {
       examine(first, last, ready, context, scope);
@@ -106,7 +116,7 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
     if (yield_helps && now < yield_until) {
       ::sched_yield();
       auto after = Clock::now();
-      if (after - now < idle_yield && ++useless > useless_yields_allowed) yield_helps = false;
+      if (after - now < idle_yield && ++useless > useless_yields_allowed) yield_helps = !(oversubscribed_ || pending.on_this_core(*this));
       now = after;
       continue;
     }
@@ -114,6 +124,8 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
     now = Clock::now();
   }
 }
+
+void Transport::note_core() { controls_[rank_].core.store(::sched_getcpu(), std::memory_order_relaxed); }
 
 void Transport::beat() { controls_[rank_].heartbeat_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
