@@ -69,9 +69,9 @@ def finish(entry, wrong):
 
 
 @runs
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_bulk_in_any_order(mode, n, options, seed):
-    assert sum(run_ranks(n, bulk, seed, 80, mode=mode, timeout=40, **options), []) == []
+    assert sum(run_ranks(n, bulk, seed, 120, mode=mode, timeout=40, **options), []) == []
 
 
 def polled(comm):

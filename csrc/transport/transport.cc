@@ -64,26 +64,45 @@ std::string host_identity(const std::string& override_id) {
   return boot + "-" + std::to_string(network.st_ino) + "-" + std::to_string(::geteuid());
 }
 
-int allowed_cores() {
+// The cores this process may run on. A launcher may have pinned every rank to cores of its own, so only the union over all ranks
+// tells whether they outnumber the cores.
+cpu_set_t allowed_cores() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  return ::sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set) : 1;
+  if (::sched_getaffinity(0, sizeof(set), &set) != 0) CPU_SET(0, &set);
+  return set;
+}
+
+std::string to_hex(const cpu_set_t& set) {
+  std::string hex;
+  for (int digit = 0; digit < CPU_SETSIZE / 4; ++digit) {
+    int value = 0;
+    for (int bit = 0; bit < 4; ++bit) value |= CPU_ISSET(digit * 4 + bit, &set) ? 1 << bit : 0;
+    hex += "0123456789abcdef"[value];
+  }
+  return hex.substr(0, hex.find_last_not_of('0') + 1);
+}
+
+void add_hex(cpu_set_t& set, const std::string& hex) {
+  for (size_t digit = 0; digit < hex.size(); ++digit)
+    for (int bit = 0; bit < 4; ++bit)
+      if (std::string("0123456789abcdef").find(hex[digit]) >> bit & 1) CPU_SET(digit * 4 + bit, &set);
 }
 
 struct Record {
-  std::string host, socket;
+  std::string host, cores, socket;
   uint64_t token = 0;
   int primary = 0, threads = 1;
 
   std::string pack() const {
     std::ostringstream out;
-    out << layout_version << ' ' << host << ' ' << token << ' ' << primary << ' ' << threads << ' ' << (socket.empty() ? "-" : socket);
+    out << layout_version << ' ' << host << ' ' << token << ' ' << primary << ' ' << threads << ' ' << cores << ' ' << (socket.empty() ? "-" : socket);
     return out.str();
   }
   static Record unpack(const std::string& text) {
     Record record;
     uint64_t version = 0;
-    std::istringstream(text) >> version >> record.host >> record.token >> record.primary >> record.threads >> record.socket;
+    std::istringstream(text) >> version >> record.host >> record.token >> record.primary >> record.threads >> record.cores >> record.socket;
     if (version != layout_version) throw std::runtime_error("pycomm: the ranks of this group run different versions of pycomm");
     return record;
   }
@@ -116,7 +135,7 @@ void Transport::connect(Store& store) {
   const std::string round = prefix + std::to_string(store.add(prefix + "round/" + std::to_string(rank_), 1)) + "/";
 
   std::unique_ptr<FdServer> server;
-  Record mine{host_identity(options_.host_id), "", process.token, process.primary_groups.load() > 0, options_.threads};
+  Record mine{host_identity(options_.host_id), to_hex(allowed_cores()), "", process.token, process.primary_groups.load() > 0, options_.threads};
   if (rank_ == 0 && world_size_ > 1) mine.socket = (server = std::make_unique<FdServer>())->name();
   store.set(round + std::to_string(rank_), mine.pack());
 
@@ -138,18 +157,21 @@ void Transport::connect(Store& store) {
   }
 
   int further = 0;
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
   lanes_ = max_lanes;
   for (int p = 0; p < world_size_; ++p) {
     if (records[p].host != mine.host)
       raise(ErrorKind::mismatch, scope.op, p, "rank " + std::to_string(p) + " is on another host (or in another network namespace, or of another user); a "
             "pycomm group must lie on one node. Use one group per node and another backend between nodes.");
     further |= records[p].primary;
+    add_hex(cores, records[p].cores);
     lanes_ = std::min(lanes_, std::max(1, records[p].threads));
   }
   primary_ = !further;
   if (primary_) process.primary_groups.fetch_add(1);
   budget_ = options_.staging_bytes ? options_.staging_bytes : primary_ ? primary_budget : further_budget;
-  oversubscribed_ = world_size_ > (options_.cores > 0 ? options_.cores : allowed_cores());
+  oversubscribed_ = world_size_ > CPU_COUNT(&cores);
 
   const Layout layout = Layout::make(world_size_, budget_, lanes_);
   if (rank_ == 0) {

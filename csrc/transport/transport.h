@@ -24,7 +24,6 @@ struct TransportOptions {
   std::string host_id;          // overrides the identity of the host
   bool use_cma = true;          // read peers' memory by process_vm_readv where the kernel allows it
   int threads = 1;              // worker threads per rank (lanes)
-  int cores = 0;                // 0: as many as this process may run on
 };
 
 // How a wait ends early. Passed by reference through a whole operation.
