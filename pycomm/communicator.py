@@ -36,12 +36,16 @@ def premul_sum(factor):
     return PremulSum(float(factor))
 
 
+_PLAIN = {name: (code, 1.0) for name, code in _OPS.items() if name != "premul_sum"}
+
+
 def _reduction(op):
+    """Code and factor of a reduce op as the extension takes them."""
+    if plain := _PLAIN.get(op):
+        return plain
     if isinstance(op, PremulSum):
         return _OPS["premul_sum"], op.factor
-    if op in _OPS and op != "premul_sum":
-        return _OPS[op], 1.0
-    raise ValueError(f"unknown reduce op {op!r}; expected one of {', '.join(name for name in _OPS if name != 'premul_sum')} or pycomm.premul_sum(factor)")
+    raise ValueError(f"unknown reduce op {op!r}; expected one of {', '.join(_PLAIN)} or pycomm.premul_sum(factor)")
 
 
 def _algorithm(name):

@@ -65,14 +65,16 @@ extern "C" int __wrap_munmap(void* address, size_t nbytes) {
   return __real_munmap(address, nbytes);
 }
 
-// --- a key to Transport::reach_: access is not checked in an explicit instantiation -------------------------------------------------------
+// --- keys to members of Transport: access is not checked in an explicit instantiation -----------------------------------------------------
 
 Transport::Reach& reach_of(Transport& transport);
-template <auto member>
+bool& oversubscribed_of(Transport& transport);
+template <auto reach, auto oversubscribed>
 struct Key {
-  friend Transport::Reach& reach_of(Transport& transport) { return transport.*member; }
+  friend Transport::Reach& reach_of(Transport& transport) { return transport.*reach; }
+  friend bool& oversubscribed_of(Transport& transport) { return transport.*oversubscribed; }
 };
-template struct Key<&Transport::reach_>;
+template struct Key<&Transport::reach_, &Transport::oversubscribed_>;
 
 namespace {
 
@@ -406,13 +408,14 @@ void rank_body(const Settings& settings, Store& store, int rank) {
   options.timeout = 60;
   options.staging_bytes = size_t{64 << 10} << pick(plan, 5);
   options.threads = 1 + pick(plan, 2);
-  options.cores = pick(plan, 2) ? 64 : 1;  // with more ranks than cores, waits and block sizes differ
+const bool oversubscribed = pick(plan, 2);  // waits and block sizes differ
   std::shared_ptr<Communicator> comms[2];
   Run::Buffers buffers[2][5];
   for (int g = 0; g < 2; ++g) {
     options.name = "group" + std::to_string(g);
     comms[g] = make_communicator(store, rank, settings.ranks, options);
     reach_of(comms[g]->transport()) = settings.reach;
+    oversubscribed_of(comms[g]->transport()) = oversubscribed;
   }
   for (int round = 0; round < settings.rounds; ++round) {
     const int g = pick(plan, 2);
