@@ -15,10 +15,20 @@ constexpr auto worker_tick = std::chrono::milliseconds(50);
 Communicator::Communicator(std::unique_ptr<Transport> transport) : transport_(std::move(transport)) {}
 
 Communicator::~Communicator() {
-  if (transport_->forked())
+  if (transport_->forked()) {
     (void)threading_.release();
+    return;
+  }
+  close();
+  end_worker();  // where a callback on the worker thread had closed it; see release_communicator
+}
+
+// The last reference may go in a callback that the worker runs: the worker cannot wait for its own end.
+void release_communicator(Communicator* comm) {
+  if (comm->on_worker_thread())
+    std::thread([comm] { delete comm; }).detach();
   else
-    close();
+    delete comm;
 }
 
 void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
@@ -28,7 +38,7 @@ void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
 
 void Task::wait(double timeout) { comm_.wait(*this, timeout); }
 bool Task::poll() { return comm_.poll(*this); }
-void Task::help() { comm_.help(*this); }
+void Task::help(bool) { comm_.help(*this); }
 
 void Communicator::settle(Task& task, std::exception_ptr error) {
   auto keep = std::move(task.self_);  // the last reference may go with the queue's
@@ -240,11 +250,13 @@ void Communicator::close() {
     changed_.wait(lock, [this] { return !busy_; });
     while (!queue_.empty()) execute_head(lock, false);
   }
-  if (!worker_.joinable()) return;
-  if (worker_.get_id() == std::this_thread::get_id())
-    worker_.detach();  // the last reference was dropped by a callback that the worker ran
-  else
-    worker_.join();
+  if (!on_worker_thread()) end_worker();
+}
+
+void Communicator::end_worker() {
+  if (worker_.joinable()) worker_.join();
+  if (background_)
+    background_->fail_all(std::make_exception_ptr(CommError(ErrorKind::aborted, transport_->where({}) + "the communicator is closed", rank(), world_size(), {}, -1)));
 }
 
 void Communicator::on_lanes(int count, const std::function<void(int)>& body) {

@@ -27,7 +27,7 @@ class Task : public Work {
   explicit Task(Communicator& comm) : comm_(comm) {}
   void wait(double timeout = 0) override;
   bool poll() override;
-  void help() override;
+  void help(bool nobody_waits = false) override;
   uint64_t sequence() const { return sequence_; }
 
  protected:
@@ -55,6 +55,7 @@ class BackgroundProgress {
   virtual bool progress() = 0;             // true: something moved
   virtual bool wants_worker() const = 0;   // unfinished messages that need this rank's help
   virtual bool owes() const = 0;           // peers wait for something that only progress() here can give them
+  virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.
@@ -82,6 +83,7 @@ class Communicator {
 
   void abort(const std::string& reason);
   void close();
+  bool on_worker_thread() const { return worker_.get_id() == std::this_thread::get_id(); }
 
   void attach(std::unique_ptr<BackgroundProgress> progress);
   BackgroundProgress* background() { return background_.get(); }
@@ -98,6 +100,7 @@ class Communicator {
  private:
   void execute_head(std::unique_lock<std::mutex>& lock, bool patient);
   void start_worker();
+  void end_worker();
   void settle_debts();
   void look_at_head(std::unique_lock<std::mutex>& lock);
   void refuse_forked() const;
@@ -128,5 +131,8 @@ class Communicator {
   std::chrono::steady_clock::time_point next_look_{};  // of poll() at the peers' lives
   std::atomic<bool> worker_asleep_{false};
 };
+
+// Deleter for shared_ptr<Communicator>, for any thread.
+void release_communicator(Communicator* comm);
 
 }  // namespace pycomm

@@ -20,7 +20,8 @@ class Work {
 
   virtual void wait(double timeout = 0) = 0;  // seconds, 0: the operation's own; throws what the operation threw
   virtual bool poll() = 0;                    // done? completes it on the way if that does not block
-  virtual void help() = 0;                    // let the worker complete it: perhaps nobody will wait
+  // Lets the worker complete it. Small ones are left to a waiter, unless nobody_waits (only a future does).
+  virtual void help(bool nobody_waits = false) = 0;
 
   // Runs callback once, when done (at once if it is already). From whatever thread completes the work.
   void on_completion(std::function<void()> callback) {

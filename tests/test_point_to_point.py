@@ -28,7 +28,7 @@ EDGES = [0, 1, 959, 960, 961, 4096, 8191, 8192, 8193, (512 << 10) - 1, (512 << 1
 def route(request, monkeypatch):
     cma, options = ROUTES[request.param]
     monkeypatch.setenv("PYCOMM_CMA", cma)
-    return {"timeout": 40, **options}
+    return {"timeout": 6, **options}
 
 
 def pattern(nbytes, key):

@@ -148,7 +148,7 @@ void run(Communicator& comm, Op op) {
 }
 
 std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size, const TransportOptions& options) {
-  auto comm = std::make_shared<Communicator>(Transport::join(store, rank, world_size, options));
+  std::shared_ptr<Communicator> comm(new Communicator(Transport::join(store, rank, world_size, options)), release_communicator);
   comm->attach(std::make_unique<PointToPoint>(*comm));
   return comm;
 }

@@ -21,7 +21,7 @@ bool Message::poll() {
   if (!done()) engine_->poll(*this);
   return done();
 }
-void Message::help() { engine_->help(*this); }
+void Message::help(bool nobody_waits) { engine_->help(*this, nobody_waits); }
 
 PointToPoint::PointToPoint(Communicator& comm) : comm_(comm), transport_(comm.transport()), out_(comm.world_size()), in_(comm.world_size()) {}
 
@@ -68,9 +68,9 @@ MessagePtr PointToPoint::recv(std::byte* data, size_t count, DType dtype, int sr
   return message;
 }
 
-void PointToPoint::help(Message& message) {
+void PointToPoint::help(Message& message, bool nobody_waits) {
   if (message.done() || message.helped_) return;
-  if (message.sending_ ? message.passive_ : message.nbytes_ < worth_the_worker) return;
+  if (!nobody_waits && (message.sending_ ? message.passive_ : message.nbytes_ < worth_the_worker)) return;
   message.helped_ = true;
   helped_.fetch_add(1);
   message.on_completion([this] { helped_.fetch_sub(1); });

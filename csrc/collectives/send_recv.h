@@ -30,7 +30,7 @@ class Message : public Work {
  public:
   void wait(double timeout = 0) override;
   bool poll() override;
-  void help() override;
+  void help(bool nobody_waits = false) override;
   int source() const { return peer_; }  // of a completed recv
 
  private:
@@ -64,6 +64,7 @@ class PointToPoint : public BackgroundProgress {
   MessagePtr recv(std::byte* data, size_t count, DType dtype, int src, int tag, double timeout, std::function<void()> finalizer);
 
   bool progress() override;
+  void fail_all(std::exception_ptr error) override;
   bool owes() const override { return debts_.load(std::memory_order_relaxed) > 0; }
   bool wants_worker() const override { return helped_.load(std::memory_order_relaxed) + debts_.load(std::memory_order_relaxed) > 0; }
 
@@ -103,7 +104,7 @@ class PointToPoint : public BackgroundProgress {
   void wait(Message& message, double timeout);
   void poll(Message& message);
   WaitScope scope_of(const Message& message, double timeout) const;
-  void help(Message& message);
+  void help(Message& message, bool nobody_waits);
   bool advance();
   bool push(int dst);
   bool post(int dst, const MessagePtr& message);
@@ -116,7 +117,6 @@ class PointToPoint : public BackgroundProgress {
   void acknowledge(int src, const Arrival& arrival, const Message& recv, bool matched);
   bool flush_acks(int src);
   void finish(const MessagePtr& message, std::exception_ptr error);
-  void fail_all(std::exception_ptr error);
   std::exception_ptr mismatch(bool sending, int peer, const Message& mine, size_t count, DType dtype) const;
 
   Communicator& comm_;

@@ -97,7 +97,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type
   auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
   when_done(parts_, [future, complete](const std::exception_ptr& error) { complete(*future, error); });
   for (const auto& part : parts_)
-    if (!part->done()) part->help();
+    if (!part->done()) part->help(/*nobody_waits=*/true);
   return future;
 }
 
@@ -145,7 +145,7 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     if (--hook->pending == 0) hook->idle.notify_all();
   });
   if (hook)
-    for (const auto& part : self->parts_) part->help();  // waitForPendingWorks() does not wait for the works themselves
+    for (const auto& part : self->parts_) part->help(/*nobody_waits=*/true);  // waitForPendingWorks() does not wait for the works themselves
 }
 
 }  // namespace pycomm
