@@ -103,6 +103,7 @@ py::dict describe(const CommPtr& comm) {
   facts["rank"] = t.rank();
   facts["world_size"] = t.world_size();
   facts["reach"] = reaches[static_cast<int>(t.reach())];
+  facts["cores"] = t.cores();
   facts["oversubscribed"] = t.oversubscribed();
   facts["threads"] = t.lanes();
   facts["staging_bytes"] = t.budget_bytes();
@@ -111,10 +112,10 @@ py::dict describe(const CommPtr& comm) {
   return facts;
 }
 
-std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int world_size, bool oversubscribed, bool mapped, bool kernel_reads, int algorithm) {
+std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int world_size, int cores, bool mapped, bool kernel_reads, int algorithm) {
   auto op = static_cast<OpKind>(kind);
   if (algorithm == 0 && fits_payload(op, nbytes, world_size)) return {"payload", 0, "the data travel with the operation's header: one exchange"};
-  Choice choice = select(op, nbytes, {world_size, oversubscribed, mapped, kernel_reads}, static_cast<Algorithm>(algorithm));
+  Choice choice = select(op, nbytes, {world_size, cores, mapped, kernel_reads}, static_cast<Algorithm>(algorithm));
   return {to_string(choice.algorithm), choice.block, choice.reason};
 }
 

@@ -17,14 +17,14 @@ _STEPS = {
 }
 
 
-def explain(op, nbytes, world_size, *, oversubscribed=None, mapped=False, kernel_reads=True, algorithm=None):
+def explain(op, nbytes, world_size, *, cores=None, mapped=False, kernel_reads=True, algorithm=None):
     """Says which algorithm would run `op`, and why.
 
     Args:
         op: name of a collective, e.g. "all_reduce".
         nbytes: a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all the bytes of one part.
         world_size: ranks of the group, all on one node.
-        oversubscribed: more ranks than cores; None: as on this machine.
+        cores: that the ranks may run on; None: those of this process.
         mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from Communicator.empty).
         kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
         algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table.
@@ -33,11 +33,10 @@ def explain(op, nbytes, world_size, *, oversubscribed=None, mapped=False, kernel
     """
     if op not in _C.kinds[1:-1] or op in ("send", "recv"):
         raise ValueError(f"unknown op {op!r}; expected one of {', '.join(k for k in _C.kinds[1:-1] if k not in ('send', 'recv'))}")
-    if oversubscribed is None:
-        oversubscribed = world_size > len(os.sched_getaffinity(0))
+    cores = cores or len(os.sched_getaffinity(0))
     algorithm = algorithm or env.settings().algorithm.get(op, "automatic")
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
-    name, block, reason = _C.choose(_C.kinds.index(op), nbytes, world_size, oversubscribed, mapped, kernel_reads, _C.algorithms.index(algorithm))
+    name, block, reason = _C.choose(_C.kinds.index(op), nbytes, world_size, cores, mapped, kernel_reads, _C.algorithms.index(algorithm))
     blocks = f", blocks of {block} bytes" if block else ""
     return f"{op} of {nbytes} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."

@@ -1,6 +1,6 @@
 """send and recv: sizes around every threshold, tags in any order, any source, many under way, both ways at once, beside collectives.
 
-Thresholds, csrc/collectives/send_recv.cc and transport/layout.h: 960 bytes travel in a slot; the kernel copies from 8 KiB to 4 MiB; all else
+Thresholds, csrc/collectives/send_recv.cc and transport/layout.h: 960 bytes travel in a slot; the kernel copies 8 KiB to 4 MiB; all else
 streams through a ring of at most 512 KiB (here mostly 8 KiB and less: small staging) in 4 segments. A channel has 8 slots.
 """
 
@@ -76,7 +76,7 @@ def test_large_messages_both_ways_at_once(route):
 
 
 def test_tags_out_of_order(route):
-    """Ring of ranks; messages of alternating sizes are received in another order than they were sent in, equal tags in the order of sending."""
+    """A ring of ranks; messages of all sizes are received in another order than they were sent in, equal tags in the order of sending."""
 
     def body(comm):
         n, r, wrong = comm.world_size, comm.rank, []
@@ -109,8 +109,10 @@ def test_any_source(route):
         n, r, each = comm.world_size, comm.rank, 12
         sizes = [3, 961, 20011]
         if r:
-            for k in range(each):
-                comm.send(torch.cat([torch.tensor([r, k], dtype=torch.uint8), pattern(sizes[k % 3], r + k)]), 0, tag=k % 3)
+            messages = [torch.cat([torch.tensor([r, k], dtype=torch.uint8), pattern(sizes[k % 3], r + k)]) for k in range(each)]
+            works = [comm.send(message, 0, tag=k % 3, async_op=True) for k, message in enumerate(messages)]
+            for work in works:
+                work.wait()
             return comm.recv(torch.empty(1), None, tag=9)
         counts, wrong = {p: 0 for p in range(1, n)}, []
         for k in range(each // 3 * (n - 1)):
@@ -162,8 +164,7 @@ def test_messages_progress_while_a_collective_waits(route):
     """Rank 0 waits in an all_reduce for rank 1, which must first get its messages and needs rank 0's help to send large ones."""
 
     def body(comm):
-        n, r = comm.world_size, comm.rank
-        x = torch.empty(700001, dtype=torch.uint8)
+        r, x = comm.rank, torch.empty(700001, dtype=torch.uint8)
         if r == 0:
             works = [comm.send(pattern(700001, 3), 1, async_op=True), comm.recv(x, 1, tag=1, async_op=True)]
             total = comm.all_reduce(torch.ones(3))
@@ -230,10 +231,10 @@ def test_placements_and_dtypes(route):
         wrong, other = [], 1 - comm.rank
         for count in (5, 3001):
             for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2, torch.uint64):
-                data = pattern(count * dtype.itemsize, count) % (2 if dtype == torch.bool else 256)
-                x = data.view(dtype)
+                data = pattern(count * dtype.itemsize, count)
+                data = data % 2 if dtype == torch.bool else data
                 strided = torch.zeros(count, 2, dtype=dtype)
-                work = comm.send(torch.stack([x.view(torch.uint8)]).view(dtype)[0], other, async_op=True)
+                work = comm.send(data.view(dtype), other, async_op=True)
                 comm.recv(strided[:, 1], other)
                 work.wait()
                 odd = torch.zeros(count + 1, dtype=dtype)

@@ -127,7 +127,7 @@ void CollectiveTask::look(double late) const {
 // would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {
   Transport& transport = comm_.transport();
-  Situation situation{comm_.world_size(), transport.oversubscribed(), false, transport.reach() == Transport::Reach::kernel};
+  Situation situation{comm_.world_size(), transport.cores(), false, transport.reach() == Transport::Reach::kernel};
   if (transport.reach() == Transport::Reach::pointer || call_->registered(comm_.rank())) {
     call_->match();
     situation.mapped = call_->all_mapped();
@@ -135,7 +135,7 @@ Choice CollectiveTask::choose() {
   const size_t nbytes = op_.kind == OpKind::all_to_all && op_.uneven ? call_->longest_pair() : table_bytes(op_);
   Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
   if (choice.algorithm == Algorithm::direct && !situation.mapped && transport.reach() == Transport::Reach::none)
-    choice = select(op_.kind, nbytes, {situation.world_size, situation.oversubscribed, false, false});
+    choice = select(op_.kind, nbytes, {situation.world_size, situation.cores, false, false});
   const bool rounds_each_hop = op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)
     choice.algorithm = op_.kind == OpKind::all_reduce ? Algorithm::two_shot : Algorithm::staged;

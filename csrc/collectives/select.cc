@@ -14,12 +14,23 @@ constexpr size_t KiB = 1 << 10, MiB = 1 << 20;
 constexpr size_t block_free_cores = 256 * KiB;
 constexpr size_t block_oversubscribed = 4 * MiB;
 
-// The kernel copies from page to page: fast while the source is in cache, slow from memory, where the staged
-// pipeline reads with the hardware prefetcher running.
-constexpr size_t kernel_from = 32 * KiB;
-constexpr size_t kernel_until = 2 * MiB;
+// all_reduce above the header's payload: up to here one exchange, after which every rank reduces all, beats two.
+constexpr size_t one_shot_staged_until = 12 * KiB;
 
-constexpr size_t one_shot_staged_until = 16 * KiB;  // all_reduce: every rank reduces everything
+// Direct by the kernel (process_vm_readv/writev) against the staged pipeline, in bytes of a rank's whole buffer. It saves a copy and the
+// step-by-step exchanges but pays for system calls and page look-ups. From lat.py-like sweeps of all algorithms in one run on a Xeon
+// (Sapphire Rapids class, 2 cores, L2 2 MiB): docs/log.md, 2026-11-21.
+struct KernelWins {
+  size_t from, until;
+};
+KernelWins kernel_wins(OpKind kind, const Situation& s) {
+  constexpr KernelWins never{1, 0};
+  const bool reduces = kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter;
+  if (s.world_size <= s.cores) return {12 * KiB, kind == OpKind::broadcast ? 2 * MiB : 32 * MiB};
+  if (kind == OpKind::all_to_all) return {192 * KiB, 64 * MiB};
+  if (reduces && s.world_size <= 2 * s.cores) return {192 * KiB, 32 * MiB};
+  return never;
+}
 
 }  // namespace
 
@@ -41,13 +52,16 @@ bool fits_payload(OpKind kind, size_t nbytes, int world_size) {
 }
 
 Choice select(OpKind kind, size_t nbytes, const Situation& s, Algorithm requested) {
-  const size_t block = s.oversubscribed ? block_oversubscribed : block_free_cores;
+  const size_t block = s.world_size > s.cores ? block_oversubscribed : block_free_cores;
   const Algorithm staged = kind == OpKind::all_reduce || kind == OpKind::reduce ? Algorithm::two_shot : Algorithm::staged;
   if (requested != Algorithm::automatic) return {requested, block, "asked for by the caller or PYCOMM_ALGORITHM"};
   if (s.mapped) return {Algorithm::direct, 0, "peers' buffers are addressable: one pass, no staging"};
   if (kind == OpKind::all_reduce && nbytes <= one_shot_staged_until) return {Algorithm::one_shot, block, "small: one exchange, every rank reduces all"};
-  if (s.kernel_reads && nbytes >= kernel_from && nbytes <= kernel_until)
-    return {Algorithm::direct, 0, "the kernel copies straight from the peers while their data are in cache"};
+  const bool whole = kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::broadcast;
+  const size_t total = whole ? nbytes : nbytes * s.world_size;
+  const KernelWins wins = kernel_wins(kind, s);
+  if (s.kernel_reads && total >= wins.from && total <= wins.until)
+    return {Algorithm::direct, 0, "the kernel copies straight from the peers, which beats staging in this range"};
   return {staged, block, "streams through halves of shared memory that stay in cache"};
 }
 

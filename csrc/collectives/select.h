@@ -11,7 +11,7 @@ namespace pycomm {
 // What the choice may depend on; equal on all ranks.
 struct Situation {
   int world_size;
-  bool oversubscribed;   // more ranks than cores
+  int cores;             // that the ranks of the group may run on
   bool mapped;           // all buffers of the operation are addressable by all ranks (threads of one process, registered)
   bool kernel_reads;     // process_vm_readv works between all ranks
 };

@@ -134,7 +134,10 @@ bool PointToPoint::progress() {
   auto finished = std::move(finished_);
   finished_.clear();
   lock.unlock();
-  for (auto& [message, error] : finished) message->settle(error);
+  for (auto& [message, error] : finished) {
+    active_.fetch_sub(1, std::memory_order_relaxed);  // only now: what is finished and not settled still needs progress()
+    message->settle(error);
+  }
   return moved || !finished.empty();
 }
 
@@ -150,7 +153,6 @@ bool PointToPoint::advance() {
 }
 
 void PointToPoint::finish(const MessagePtr& message, std::exception_ptr error) {
-  active_.fetch_sub(1, std::memory_order_relaxed);
   finished_.emplace_back(message, std::move(error));
 }
 

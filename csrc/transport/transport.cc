@@ -171,7 +171,7 @@ void Transport::connect(Store& store) {
   primary_ = !further;
   if (primary_) process.primary_groups.fetch_add(1);
   budget_ = options_.staging_bytes ? options_.staging_bytes : primary_ ? primary_budget : further_budget;
-  oversubscribed_ = world_size_ > CPU_COUNT(&cores);
+  cores_ = std::max(1, CPU_COUNT(&cores));
 
   const Layout layout = Layout::make(world_size_, budget_, lanes_);
   if (rank_ == 0) {

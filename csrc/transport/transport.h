@@ -45,7 +45,8 @@ class Transport {
   int world_size() const { return world_size_; }
   const std::string& name() const { return options_.name; }
   int lanes() const { return lanes_; }
-  bool oversubscribed() const { return oversubscribed_; }
+  int cores() const { return cores_; }  // that the ranks of the group may run on, together
+  bool oversubscribed() const { return world_size_ > cores_; }
   size_t staging_bytes() const { return layout_.staging_bytes; }
   size_t ring_bytes() const { return layout_.ring_bytes; }
   size_t budget_bytes() const { return budget_; }
@@ -161,7 +162,7 @@ class Transport {
   int rank_ = 0;
   int world_size_ = 1;
   int lanes_ = 1;
-  bool oversubscribed_ = false;
+  int cores_ = 1;
   bool primary_ = false;
   size_t budget_ = 0;
   Layout layout_{};
@@ -197,7 +198,7 @@ inline constexpr int spins_before_core_check = 20;
 template <class Ready>
 bool Transport::spin(int first, int last, const Ready& ready, const WaitScope& scope) const {
   int spins = 0;
-  const int limit = oversubscribed_ ? 0 : scope.patient ? spins_of_the_patient : spins_before_slow;
+  const int limit = oversubscribed() ? 0 : scope.patient ? spins_of_the_patient : spins_before_slow;
   for (int p = first; p < last; ++p) {
     if (p == rank_) continue;
     while (!ready(p)) {

@@ -34,6 +34,7 @@ def import_suite():
     except ImportError:  # torch's test utilities want a base class from it; this suite uses nothing of it
         sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False)
     from torch.testing._internal import common_distributed
+    common_distributed.DistTestCases.backend_feature["plugin"].add("pycomm")  # what "gloo" means under PYCOMM_REPLACE
     from torch.testing._internal.distributed import distributed_test
 
     common_distributed.TIMEOUT_OVERRIDE.clear()
