@@ -18,7 +18,7 @@ constexpr size_t block_oversubscribed = 4 * MiB;
 constexpr size_t one_shot_staged_until = 12 * KiB;
 
 // Direct by the kernel (process_vm_readv/writev) against the staged pipeline, in bytes of a rank's whole buffer. It saves a copy and the
-// step-by-step exchanges but pays for system calls and page look-ups. From lat.py-like sweeps of all algorithms in one run on a Xeon
+// step-by-step exchanges but pays for system calls and page look-ups. From sweeps of all algorithms in one run on a Xeon
 // (Sapphire Rapids class, 2 cores, L2 2 MiB): docs/log.md, 2026-11-21.
 struct KernelWins {
   size_t from, until;

@@ -398,7 +398,8 @@ void end(const Settings& settings, Communicator& comm, Communicator& other) {
     if (!last) leaver.join();
   } else if (settings.ending == "timeout") {
     comm.transport().set_timeout(0.3);
-    if (!last) expect({ErrorKind::timeout}, "timeout", all_reduce);
+    if (last) std::this_thread::sleep_for(std::chrono::milliseconds(600));
+    expect({ErrorKind::timeout}, "timeout", all_reduce);
   }
   other.close();
 }
