@@ -196,14 +196,16 @@ class Communicator:
         code = _algorithm(algorithm)
         if isinstance(x, (list, tuple)):
             parts = [_tensor(part) for part in x]
-            if out is None and len(parts) == self.world_size:
+            if out is None:
+                if len(parts) != self.world_size:
+                    raise self._wrong("reduce_scatter", f"got a list of {len(parts)} arrays for {self.world_size} ranks")
                 out = _like(torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format), x[self.rank])
             handle = self._comm.reduce_scatter(parts, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
         else:
             tensor = _tensor(x)
             if out is None:
                 if tensor.dim() == 0 or tensor.shape[0] % self.world_size:
-                    raise ValueError(f"reduce_scatter: the first dimension of x, shape {tuple(tensor.shape)}, is not a multiple of world_size={self.world_size}")
+                    raise self._wrong("reduce_scatter", f"the first dimension of x, shape {tuple(tensor.shape)}, is not a multiple of world_size")
                 out = _like(tensor.new_empty((tensor.shape[0] // self.world_size, *tensor.shape[1:])), x)
             handle = self._comm.reduce_scatter_flat(tensor, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
         return Work(handle, out) if async_op else out
@@ -217,7 +219,7 @@ class Communicator:
         code = _algorithm(algorithm)
         if isinstance(x, (list, tuple)):
             if out is None:
-                raise ValueError("all_to_all: with a list of inputs pass a list of outputs")
+                raise self._wrong("all_to_all", "with a list of inputs pass a list of outputs")
             handle = self._comm.all_to_all([_tensor(part) for part in x], [_tensor(part) for part in out], async_op, code, timeout or 0.0)
         else:
             tensor = _tensor(x)
@@ -272,7 +274,7 @@ class Communicator:
         """Collective: ranks with equal color form a new group, ordered by (key, rank). color=None: this rank joins none and gets None."""
         mine = torch.tensor([-1 if color is None else int(color), int(key)], dtype=torch.int64)
         if color is not None and int(color) < 0:
-            raise ValueError(f"split: color={color} must not be negative")
+            raise self._wrong("split", f"color={color} must not be negative")
         entries = self.all_gather(mine).tolist()
         self._splits += 1
         if color is None:
@@ -315,11 +317,15 @@ class Communicator:
         return f"pycomm.Communicator(rank={self.rank}, world_size={self.world_size}, name={self.name!r})"
 
     def _rows(self, op, flat, numel):
+        """The parts of a contiguous array of world_size * numel elements."""
         if flat.numel() != numel * self.world_size:
-            raise ValueError(f"{op}: the list argument has {flat.numel()} elements, expected world_size * {numel}")
+            raise self._wrong(op, f"the array of all parts has {flat.numel()} elements, expected world_size * {numel}")
         if not flat.is_contiguous():
-            raise ValueError(f"{op}: the array of all parts must be contiguous; or pass a list of arrays")
+            raise self._wrong(op, "the array of all parts must be contiguous; or pass a list of arrays")
         return list(flat.view(-1).chunk(self.world_size)) if numel else [flat.view(-1)] * self.world_size
+
+    def _wrong(self, op, text):
+        return ValueError(f"[rank {self.rank}/{self.world_size}] {op}: {text}")
 
 
 def transport_options(settings, name, timeout, world_size, staging_bytes=None, threads=None):

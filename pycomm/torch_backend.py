@@ -4,7 +4,6 @@ import functools
 import json
 import pickle
 
-import torch.distributed
 from torch._C import _distributed_c10d as c10d
 
 from pycomm import _C, env
@@ -13,6 +12,10 @@ from pycomm.communicator import transport_options
 # Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not heard of, so the trace says
 # "gloo", whose operations have the same names and meaning.
 _TRACE_PREFIX = "gloo:"
+
+# It also takes neighbours with the same number for one coalesced call, even if one is a collective and the other a message, which are
+# counted apart; so messages are counted from here.
+_FIRST_MESSAGE = 1 << 32
 
 
 def create(options, pg_options):
@@ -52,7 +55,9 @@ def _algorithm(name):
 @functools.cache
 def show_in_flight_recorder():
     """Adds the operations of pycomm to torch._C._distributed_c10d._dump_fr_trace and its JSON form."""
-    pickled, in_json = c10d._dump_fr_trace, c10d._dump_fr_trace_json
+    pickled, in_json = getattr(c10d, "_dump_fr_trace", None), getattr(c10d, "_dump_fr_trace_json", None)
+    if pickled is None or in_json is None:  # a build of torch without the recorder
+        return
 
     @functools.wraps(pickled)
     def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
@@ -90,7 +95,7 @@ def _entry(record):
         "thread_name": "",
         "thread_id": "",
         "collective_seq_id": 0 if record["is_p2p"] else record["sequence"],
-        "p2p_seq_id": record["sequence"] if record["is_p2p"] else 0,
+        "p2p_seq_id": _FIRST_MESSAGE + record["sequence"] if record["is_p2p"] else 0,
         "op_id": record["sequence"],
         "profiling_name": _trace_name(record),
         "time_created_ns": record["created_ns"],

@@ -100,6 +100,7 @@ void PointToPoint::wait(Message& message, double timeout) {
 WaitScope PointToPoint::scope_of(const Message& message, double timeout) const {
   WaitScope scope;
   scope.op = {message.sending_ ? OpKind::send : OpKind::recv, 0};
+  scope.any_peer = message.peer_ == any_source;
   scope.timeout = timeout > 0 ? timeout : message.timeout_ > 0 ? message.timeout_ : transport_.timeout();
   scope.deadline = message.issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
   return scope;

@@ -57,7 +57,8 @@ PycommBackend::WorkPtr PycommBackend::submit(const Call& call, TaskPtr task, at:
 }
 
 // One Work for several tasks. All tasks are made, and so checked, before the first one starts.
-PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, const std::vector<TaskPtr>& tasks, at::TensorList inputs, at::TensorList outputs) {
+PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, const std::vector<TaskPtr>& tasks, at::TensorList inputs,
+                                                 at::TensorList outputs) {
   auto nth = [](at::TensorList list, size_t i) { return i < list.size() ? list.slice(i, 1) : at::TensorList(); };
   if (!call.async_op && !coalescing()) {
     for (size_t i = 0; i < tasks.size(); ++i) run_now(call, *tasks[i], nth(inputs, i), nth(outputs, i));
@@ -90,7 +91,8 @@ void PycommBackend::run_now(const Call& call, TensorTask& task, at::TensorList i
   hook_->call(std::make_shared<c10d::WorkInfo>(call.type, task.sequence(), started, now, std::chrono::duration<float>(now - started)));
 }
 
-PycommBackend::WorkPtr PycommBackend::submit_message(c10d::OpType type, const char* name, MessagePtr message, int peer, const at::Tensor& tensor) {
+PycommBackend::WorkPtr PycommBackend::submit_message(c10d::OpType type, const char* name, MessagePtr message, int peer,
+                                                     const at::Tensor& tensor) {
   const at::TensorList tensors(&tensor, 1), none;
   const bool sends = type == c10d::OpType::SEND;
   FlightRecord head;
@@ -200,7 +202,8 @@ c10::intrusive_ptr<c10d::Backend> PycommBackend::split(const c10::intrusive_ptr<
   options->global_ranks_in_group.clear();
   for (int rank : ranks)
     options->global_ranks_in_group.push_back(options_->global_ranks_in_group.empty() ? rank : options_->global_ranks_in_group.at(rank));
-  return c10::make_intrusive<PycommBackend>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()), std::move(options));
+  return c10::make_intrusive<PycommBackend>(store, static_cast<int>(mine - ranks.begin()), static_cast<int>(ranks.size()),
+                                            std::move(options));
 }
 
 }  // namespace pycomm

@@ -10,8 +10,9 @@ namespace pycomm {
 
 namespace {
 
-c10::intrusive_ptr<PycommBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout, TransportOptions transport,
-                                         const std::map<int, int>& algorithms, std::vector<uint64_t> global_ranks) {
+c10::intrusive_ptr<PycommBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, double timeout,
+                                         TransportOptions transport, const std::map<int, int>& algorithms,
+                                         std::vector<uint64_t> global_ranks) {
   Algorithms by_kind{};
   for (auto [kind, algorithm] : algorithms) by_kind.at(kind) = static_cast<Algorithm>(algorithm);
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(std::chrono::duration<double>(timeout));
@@ -67,6 +68,8 @@ void bind_backend(py::module_& module) {
   py::module_::import("torch.distributed");  // registers the base class
   py::class_<PycommBackend, c10d::Backend, c10::intrusive_ptr<PycommBackend>>(module, "Backend")
       .def_property_readonly("communicator", [](PycommBackend& self) { return self.communicator(); })
+      .def_property_readonly("options", [](PycommBackend& self) { return self.getBackendOptions(); })
+      .def("get_error", &PycommBackend::getError)
       // torch calls it on the parent's backend where a new group leaves this rank out, if there is a bound device.
       .def("perform_nocolor_split", [](PycommBackend&, const py::object&) {});
   module.def("create_backend", &create);

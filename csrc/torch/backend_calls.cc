@@ -18,7 +18,7 @@ Reduction reduction_of(const c10d::ReduceOp& op) {
     case c10d::ReduceOp::BOR: return {ReduceOp::bor, 1};
     case c10d::ReduceOp::BXOR: return {ReduceOp::bxor, 1};
     case c10d::ReduceOp::PREMUL_SUM: {
-      auto* supplement = dynamic_cast<c10d::PreMulSumSupplement*>(op.supplement_.get());
+      auto* supplement = dynamic_cast<c10d::NCCLPreMulSumSupplement*>(op.supplement_.get());
       if (!supplement) throw std::invalid_argument("pycomm: PREMUL_SUM without a factor");
       if (!supplement->tensor_factor.defined()) return {ReduceOp::premul_sum, supplement->double_factor};
       return {ReduceOp::premul_sum, supplement->tensor_factor.item().toDouble()};
@@ -29,7 +29,9 @@ Reduction reduction_of(const c10d::ReduceOp& op) {
 
 }  // namespace
 
-void PycommBackend::bad(OpKind kind, const std::string& text) const { throw std::invalid_argument(comm_->transport().where({kind, 0}) + text); }
+void PycommBackend::bad(OpKind kind, const std::string& text) const {
+  throw std::invalid_argument(comm_->transport().where({kind, 0}) + text);
+}
 
 CallOptions PycommBackend::call_options(OpKind kind, std::chrono::milliseconds timeout) const {
   CallOptions options;
@@ -40,7 +42,8 @@ CallOptions PycommBackend::call_options(OpKind kind, std::chrono::milliseconds t
 
 // torch passes one tensor (or one list) per device of the process; there is one.
 const at::Tensor& PycommBackend::single(OpKind kind, const Tensors& tensors) const {
-  if (tensors.size() != 1) bad(kind, "got " + std::to_string(tensors.size()) + " tensors, expected one; for several call the coalesced form");
+  if (tensors.size() != 1)
+    bad(kind, "got " + std::to_string(tensors.size()) + " tensors, expected one; for several call the coalesced form");
   return tensors[0];
 }
 
@@ -101,7 +104,8 @@ PycommBackend::WorkPtr PycommBackend::_allgather_base(at::Tensor& output, at::Te
 // outputs[rank][i] is input i of that rank.
 PycommBackend::WorkPtr PycommBackend::allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
   const auto kind = OpKind::all_gather;
-  if (outputs.size() != static_cast<size_t>(size_)) bad(kind, "got " + std::to_string(outputs.size()) + " lists for " + std::to_string(size_) + " ranks");
+  if (outputs.size() != static_cast<size_t>(size_))
+    bad(kind, "got " + std::to_string(outputs.size()) + " lists for " + std::to_string(size_) + " ranks");
   Tensors flat;
   std::vector<TaskPtr> tasks;
   for (size_t i = 0; i < inputs.size(); ++i) {
@@ -116,7 +120,8 @@ PycommBackend::WorkPtr PycommBackend::allgather_coalesced(Lists& outputs, Tensor
   return submit_all({OpType::ALLGATHER_COALESCED, "pycomm:all_gather", opts.timeout, opts.asyncOp}, tasks, inputs, flat);
 }
 
-PycommBackend::WorkPtr PycommBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) {
+PycommBackend::WorkPtr PycommBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                      const c10d::AllgatherOptions& opts) {
   const auto kind = OpKind::all_gather;
   check_pairs(kind, outputs.size(), inputs.size());
   std::vector<TaskPtr> tasks;
@@ -132,6 +137,20 @@ PycommBackend::WorkPtr PycommBackend::gather(Lists& outputs, Tensors& inputs, co
   const Tensors& output = rank_ == root ? single(kind, outputs) : none;
   auto task = make_gather(*comm_, single(kind, inputs), output, root, call_options(kind, opts.timeout));
   return submit({OpType::GATHER, "pycomm:gather", opts.timeout, opts.asyncOp}, std::move(task), inputs, output);
+}
+
+PycommBackend::WorkPtr PycommBackend::gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts) {
+  const auto kind = OpKind::gather;
+  const int root = static_cast<int>(opts.rootRank);
+  Tensors parts;
+  if (rank_ == root) {
+    if (output.numel() != input.numel() * size_ || !output.is_contiguous())
+      bad(kind, "the output must be contiguous and have world_size * " + std::to_string(input.numel()) + " elements");
+    parts = output.view({size_, input.numel()}).unbind();
+  }
+  auto task = make_gather(*comm_, input, parts, root, call_options(kind, opts.timeout));
+  return submit({OpType::GATHER, "pycomm:gather", opts.timeout, opts.asyncOp}, std::move(task), input,
+                rank_ == root ? at::TensorList(output) : at::TensorList());
 }
 
 PycommBackend::WorkPtr PycommBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
@@ -151,18 +170,19 @@ PycommBackend::WorkPtr PycommBackend::reduce_scatter(Tensors& outputs, Lists& in
 }
 
 PycommBackend::WorkPtr PycommBackend::_reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) {
-  auto task = make_reduce_scatter_flat(*comm_, input, output, reduction_of(opts.reduceOp), call_options(OpKind::reduce_scatter, opts.timeout));
+  auto task =
+      make_reduce_scatter_flat(*comm_, input, output, reduction_of(opts.reduceOp), call_options(OpKind::reduce_scatter, opts.timeout));
   return submit({OpType::_REDUCE_SCATTER_BASE, "pycomm:_reduce_scatter_base", opts.timeout, opts.asyncOp}, std::move(task), input, output);
 }
 
-PycommBackend::WorkPtr PycommBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) {
+PycommBackend::WorkPtr PycommBackend::reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                                                      const c10d::ReduceScatterOptions& opts) {
   const auto kind = OpKind::reduce_scatter;
   check_pairs(kind, outputs.size(), inputs.size());
   std::vector<TaskPtr> tasks;
   for (size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(make_reduce_scatter_flat(*comm_, inputs[i], outputs[i], reduction_of(opts.reduceOp), call_options(kind, opts.timeout)));
-  return submit_all({OpType::REDUCE_SCATTER_TENSOR_COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, tasks,
-                    inputs, outputs);
+  return submit_all({OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, tasks, inputs, outputs);
 }
 
 PycommBackend::WorkPtr PycommBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,

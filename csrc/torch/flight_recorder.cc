@@ -75,10 +75,8 @@ void FlightRecorder::end(uint64_t id, bool failed) {
   Entry& entry = entries_[id % num_entries_];
   Hold hold(entry);
   if (entry.record.id != id) return;  // overwritten meanwhile
-  if (failed)
-    entry.record.failed = true;
-  else
-    entry.record.completed_ns = now_ns();
+  if (failed) entry.record.failed = true;
+  else entry.record.completed_ns = now_ns();
 }
 
 std::vector<FlightRecord> FlightRecorder::entries() const {

@@ -12,6 +12,15 @@ namespace {
 
 constexpr const char* lazy_bit = "tensors with a lazy conjugate or negative bit cannot be communicated; call .resolve_conj().resolve_neg()";
 
+// dtype_of, with the rank and the operation in the error.
+DType supported_dtype(const Transport& transport, OpKind kind, const at::Tensor& tensor) {
+  try {
+    return dtype_of(tensor);
+  } catch (const std::invalid_argument& error) {
+    throw std::invalid_argument(transport.where({kind, 0}) + error.what());
+  }
+}
+
 // Collects what one call needs while its tensors are examined.
 class Builder {
  public:
@@ -33,7 +42,7 @@ class Builder {
     if (!tensor.device().is_cpu())
       bad("tensor is on device " + tensor.device().str() + "; this group moves CPU tensors. Copy it with .cpu() or use a group for that device.");
     if (tensor.layout() != at::kStrided) bad("only dense (strided) tensors can be communicated");
-    DType dtype = dtype_of(tensor);
+    DType dtype = supported_dtype(comm_.transport(), op.kind, tensor);
     if (typed_ && dtype != op.dtype) bad(std::string("tensors of one call differ in dtype: ") + to_string(op.dtype) + " and " + to_string(dtype));
     op.dtype = dtype;
     typed_ = true;
@@ -140,7 +149,7 @@ DType dtype_of(const at::Tensor& tensor) {
     case at::kFloat8_e4m3fnuz: return DType::f8_e4m3fnuz;
     case at::kFloat8_e5m2fnuz: return DType::f8_e5m2fnuz;
     case at::kFloat8_e8m0fnu: return DType::f8_e8m0fnu;
-    default: throw std::invalid_argument(std::string("pycomm: dtype ") + c10::toString(tensor.scalar_type()) + " is not supported");
+    default: throw std::invalid_argument(std::string("dtype ") + c10::toString(tensor.scalar_type()) + " is not supported");
   }
 }
 
@@ -280,6 +289,7 @@ at::Tensor checked_message(Transport& transport, OpKind kind, const at::Tensor& 
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
     throw std::invalid_argument(transport.where({kind, 0}) + "this group moves dense CPU tensors, got one on device " + tensor.device().str());
   if (tensor.is_conj() || tensor.is_neg()) throw std::invalid_argument(transport.where({kind, 0}) + lazy_bit);
+  supported_dtype(transport, kind, tensor);
   return tensor.contiguous();
 }
 

@@ -4,9 +4,17 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
 
+#include <thread>
+
 namespace pycomm {
 
 namespace {
+
+// [Note: callbacks that wait] Callbacks of a future run in the thread that completes it, often the group's worker, and may themselves issue
+// operations and wait for their futures (powerSGD's comm hook does). The worker, being inside the callback, cannot complete those. So a
+// future that is asked for inside a callback gets a thread of its own that waits for it. Gloo has two workers instead, which is enough for
+// callbacks that nest once.
+thread_local int callbacks_running = 0;
 
 // Runs callback(error of the first failed part) when all parts are done, in the thread that completes the last.
 template <class Callback>
@@ -21,7 +29,9 @@ void when_done(const Parts& parts, Callback callback) {
     std::exception_ptr error;
     for (const auto& part : state.parts)
       if (!error) error = part->error();
+    ++callbacks_running;
     state.callback(error);
+    --callbacks_running;
   };
   auto state = std::make_shared<State>(parts, std::move(callback));
   if (parts.empty()) return finish(*state);
@@ -29,6 +39,18 @@ void when_done(const Parts& parts, Callback callback) {
     part->on_completion([state, finish] {
       if (state->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(*state);
     });
+}
+
+void complete_in_a_thread(std::shared_ptr<Communicator> comm, Parts parts) {
+  std::thread([comm = std::move(comm), parts = std::move(parts)] {
+    for (const auto& part : parts) {
+      try {
+        part->wait();
+      } catch (const std::exception&) {
+        // whoever has the future learns of it
+      }
+    }
+  }).detach();
 }
 
 c10d::WorkResult result_of(const std::exception_ptr& error) {
@@ -96,20 +118,23 @@ template <class Complete>
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type, Complete complete) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
   when_done(parts_, [future, complete](const std::exception_ptr& error) { complete(*future, error); });
-  for (const auto& part : parts_)
-    if (!part->done()) part->help(/*nobody_waits=*/true);
+  if (callbacks_running && !future->completed()) {
+    complete_in_a_thread(comm_, parts_);
+  } else {
+    for (const auto& part : parts_)
+      if (!part->done()) part->help(true);
+  }
   return future;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   std::lock_guard lock(mutex_);
   if (!future_)
-    future_ = make_future(c10::ListType::create(c10::TensorType::get()), [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {
-      if (error)
-        future.setError(error);
-      else
-        future.markCompleted(c10::IValue(outputs));
-    });
+    future_ = make_future(c10::ListType::create(c10::TensorType::get()),
+                          [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {
+                            if (error) future.setError(error);
+                            else future.markCompleted(c10::IValue(outputs));
+                          });
   return future_;
 }
 
@@ -124,7 +149,8 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
 
 float TorchWork::getDuration() const {
   const float duration = duration_ms_.load();
-  TORCH_CHECK(duration >= 0, "getDuration: the operation is not complete, or timing is off. Call _enable_collectives_timing() on the group first.");
+  TORCH_CHECK(duration >= 0,
+              "getDuration: the operation is not complete, or timing is off. Call _enable_collectives_timing() on the group first.");
   return duration;
 }
 
@@ -145,7 +171,7 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     if (--hook->pending == 0) hook->idle.notify_all();
   });
   if (hook)
-    for (const auto& part : self->parts_) part->help(/*nobody_waits=*/true);  // waitForPendingWorks() does not wait for the works themselves
+    for (const auto& part : self->parts_) part->help(true);  // waitForPendingWorks() does not wait for the works themselves
 }
 
 }  // namespace pycomm

@@ -148,7 +148,7 @@ void Transport::connect(Store& store) {
         std::string missing;
         for (int q = p; q < world_size_; ++q)
           if (q != rank_ && !store.has({round + std::to_string(q)})) missing += (missing.empty() ? "" : ", ") + std::to_string(q);
-        raise(ErrorKind::timeout, scope.op, p, "creating the group: rank(s) " + missing + " did not arrive within " + std::to_string(options_.timeout) + " s");
+        raise(ErrorKind::timeout, scope.op, p, "creating the group: rank(s) " + missing + " did not arrive within the timeout of " + std::to_string(static_cast<long>(options_.timeout)) + " s");
       }
       std::this_thread::sleep_for(pause);
       if (pause < std::chrono::milliseconds(5)) pause *= 2;

@@ -31,6 +31,7 @@ struct WaitScope {
   OpInfo op;
   std::chrono::steady_clock::time_point deadline;
   double timeout;               // seconds, for the message
+  bool any_peer = false;        // one of the peers suffices: those that closed the group are not missed while one is left
   bool patient = false;         // a worker thread: sleeps early, the cores belong to the caller
 };
 

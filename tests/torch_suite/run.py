@@ -9,6 +9,7 @@
 import argparse
 import json
 import os
+import re
 import select
 import subprocess
 import sys
@@ -20,8 +21,9 @@ HERE = Path(__file__).parent
 PASSES = HERE / "gloo_passes.txt"
 ANSWER_LIMIT = 180  # seconds; the worker has a limit of its own per test
 
-# In this order: a test runs where it is first not skipped. (what the suite's conditions take the backend for, ranks)
-SETTINGS = [("gloo", 3), ("gloo", 2), ("gloo", 4), ("gloo", 8), ("mpi", 3), ("mpi", 4)]
+# In this order: a test runs where it is first not skipped. (what the suite's conditions take the backend for, or "gpus" for those that
+# want GPUs, see cuda_on_cpu.py; ranks)
+SETTINGS = [("gloo", 3), ("gloo", 2), ("gloo", 4), ("gloo", 8), ("mpi", 3), ("mpi", 4), ("gpus", 3), ("gpus", 2), ("gpus", 4)]
 
 
 class Case(NamedTuple):
@@ -37,14 +39,14 @@ class Worker:
         self.log = tempfile.NamedTemporaryFile("w+", prefix=f"torch_suite-{backend}-{world_size}-", suffix=".log", delete=False)
         environment = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "PYCOMM_", "GLOO_"))},
-            "BACKEND": conditions,
+            "BACKEND": "gloo" if conditions == "gpus" else conditions,
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
         }
         if backend == "pycomm":
             environment["PYCOMM_REPLACE"] = "gloo"
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "worker.py", backend],
+            [sys.executable, HERE / "worker.py", backend, *(["--gpus"] if conditions == "gpus" else [])],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -105,10 +107,17 @@ def report(case, result, out=sys.stdout):
     print(f"{result['outcome']:8}{result['seconds']:7.2f} s  {case.conditions} {case.world_size} {case.name}", file=out, flush=True)
 
 
+def last_error(text):
+    """The line of a traceback that says what was wrong."""
+    lines = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*: ", line)]
+    lines = [line for line in lines if "exited with error code" not in line]
+    return (lines or text.strip().splitlines()[-1:])[0]
+
+
 def regenerate(times):
     """Finds what Gloo passes, and in which setting; a test must pass each of `times` runs."""
     workers = Workers("gloo")
-    kept, dropped, undecided = [], [], None
+    kept, dropped, undecided, reasons = [], [], None, {}
     for conditions, world_size in SETTINGS:
         worker = workers.of(conditions, world_size)
         undecided = worker.names if undecided is None else undecided
@@ -118,10 +127,10 @@ def regenerate(times):
             results = [worker.run(name)]
             report(case, results[0])
             if results[0]["outcome"] == "skipped":
-                skipped[name] = results[0]["reason"].splitlines()[0]
+                skipped[name] = reasons.setdefault(name, results[0]["reason"].splitlines()[0])
                 continue
             results += [workers.run(case) for _ in range(times - 1)]
-            failures = [result["reason"].strip().splitlines()[-1] for result in results if result["outcome"] != "passed"]
+            failures = [last_error(result["reason"]) for result in results if result["outcome"] != "passed"]
             if failures:
                 dropped.append((case, len(failures), failures[0]))
             else:

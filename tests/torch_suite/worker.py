@@ -4,12 +4,13 @@ The suite (torch.testing._internal.distributed.distributed_test) starts a new in
 of `import torch`. This process imports it once and forks the ranks. Everything else is the suite's: init_process_group and
 destroy_process_group per test, the time limits of groups, the comparison of exit codes.
 
-    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm
+    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus]
 
 Reads names of tests, one per line; answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds.
-BACKEND and WORLD_SIZE are what the suite's decorators look at when they decide which tests there are (see README.md).
+BACKEND and WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see cuda_on_cpu.py.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -19,11 +20,13 @@ import time
 import types
 import unittest
 
+import cuda_on_cpu
+
 TIME_LIMIT = 100  # seconds per test; the longest on a free machine takes 20
 NAME_TESTS = {"test_get_backend", "test_Backend_enum_class"}  # these compare BACKEND with what torch says, which is "pycomm"
 
 
-def import_suite():
+def import_suite(with_gpus):
     os.environ.update(
         INIT_METHOD="file://per-test",  # replaced in setUp; decorators ask for this scheme
         DISTRIBUTED_TESTS_DEFAULT_TIMEOUT=str(TIME_LIMIT),
@@ -35,19 +38,26 @@ def import_suite():
         sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False)
     from torch.testing._internal import common_distributed
     common_distributed.DistTestCases.backend_feature["plugin"].add("pycomm")  # what "gloo" means under PYCOMM_REPLACE
+    if with_gpus:
+        cuda_on_cpu.install(common_distributed)
     from torch.testing._internal.distributed import distributed_test
 
     common_distributed.TIMEOUT_OVERRIDE.clear()
     return distributed_test
 
 
-def make_suite(suite, backend):
+def make_suite(suite, backend, with_gpus):
     class Suite(suite.TestDistBackend, suite.DistributedTest._DistTestBase):
         def setUp(self):
             super().setUp()
             suite.INIT_METHOD = os.environ["INIT_METHOD"]
             suite.BACKEND = backend if self._testMethodName in NAME_TESTS else "gloo"
             self._start_processes(multiprocessing.get_context("fork").Process)
+
+        @classmethod
+        def _run(cls, *args, **kwargs):
+            with cuda_on_cpu.CpuDevice() if with_gpus else contextlib.nullcontext():
+                super()._run(*args, **kwargs)
 
         def _check_return_codes(self, fn, elapsed_time):
             super()._check_return_codes(fn, elapsed_time)
@@ -80,13 +90,14 @@ def main():
     backend = sys.argv[1]
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what tests print goes to the log
-    suite = import_suite()
+    with_gpus = "--gpus" in sys.argv
+    suite = import_suite(with_gpus)
     if backend == "pycomm":
         import pycomm  # noqa: F401
 
         for backends in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
             backends.append(backend)
-    suite_class = make_suite(suite, backend)
+    suite_class = make_suite(suite, backend, with_gpus)
     suite_class.setUpClass()
     names = sorted(name for name in dir(suite_class) if name.startswith("test_"))
     print(json.dumps(names), file=answers)
