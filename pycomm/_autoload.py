@@ -5,6 +5,9 @@ name (entry point torch.distributed.backends). Every program with torch pays for
 is loaded when the first group is made (create).
 """
 
+import datetime
+import functools
+
 NAME = "pycomm"
 DEVICES = ["cpu"]  # a list: torch <= 2.13 takes a plain string apart into characters
 
@@ -29,6 +32,7 @@ def register():
         return
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         _prepare_old_torch(dist.Backend)
+        _allow_monitored_barrier(dist.distributed_c10d, dist)
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
 
 
@@ -53,3 +57,21 @@ def _prepare_old_torch(backend_class):
     backend_class._plugins = _Plugins(backend_class._plugins)
     for device in DEVICES:
         setattr(backend_class, f"{device}:{NAME}".upper(), NAME)
+
+
+def _allow_monitored_barrier(c10d, dist):
+    """torch <= 2.13 refuses dist.monitored_barrier for every backend name but gloo, in Python; the C++ below it reaches any backend."""
+    original = c10d.monitored_barrier
+
+    @functools.wraps(original)
+    def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
+        if not c10d.is_initialized() or c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
+            return original(group, timeout, wait_all_ranks)
+        if timeout is None:
+            timeout = c10d.default_pg_timeout
+        elif not isinstance(timeout, datetime.timedelta):
+            timeout = datetime.timedelta(seconds=timeout)
+        process_group = c10d._get_default_group() if group is None else group
+        return process_group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
+
+    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
