@@ -74,7 +74,7 @@ void Communicator::run(Task& task) {
   {
     std::lock_guard lock(mutex_);
     busy_ = false;
-    if (!queue_.empty()) changed_.notify_all();
+    if (!queue_.empty() || stop_) changed_.notify_all();
   }
   if (error) std::rethrow_exception(error);
 }
