@@ -13,7 +13,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc')
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-torch bench lint format gpu-check build clean help
+.PHONY: demo test test-slow test-torch test-frameworks bench lint format gpu-check build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -26,7 +26,11 @@ test-slow: build             ## the slow tests: stress, leaks, trainers of other
 	$(RUN)/python -m pytest -m slow --timeout 1800
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
-	$(RUN)/python -m pytest -m torch_suite --timeout 3600
+	$(RUN)/python -m pytest tests/test_torch_suite.py
+
+test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; installs requirements-frameworks.txt first
+	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --no-build-isolation -r requirements-frameworks.txt
+	$(RUN)/python -m pytest -m frameworks
 
 bench: build                 ## all_reduce beside Gloo on two ranks; more with `python -m pycomm.benchmarks --help`
 	$(RUN)/python -m pycomm.benchmarks all_reduce --ranks 2 --backends pycomm,gloo

@@ -28,7 +28,7 @@ EDGES = [0, 1, 959, 960, 961, 4096, 8191, 8192, 8193, (512 << 10) - 1, (512 << 1
 def route(request, monkeypatch):
     cma, options = ROUTES[request.param]
     monkeypatch.setenv("PYCOMM_CMA", cma)
-    return {"timeout": 6, **options}
+    return {"timeout": 30, **options}
 
 
 POOL = torch.randint(0, 256, (6 << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
@@ -234,7 +234,7 @@ def test_placements_and_dtypes(route):
         wrong, other = [], 1 - comm.rank
         for count in (5, 3001):
             for dtype in (torch.float64, torch.bfloat16, torch.bool, torch.complex64, torch.float8_e5m2, torch.uint64):
-                data = pattern(count * dtype.itemsize, count)
+                data = pattern(count * dtype.itemsize, count).clone()
                 data = data % 2 if dtype == torch.bool else data
                 strided = torch.zeros(count, 2, dtype=dtype)
                 work = comm.send(data.view(dtype), other, async_op=True)

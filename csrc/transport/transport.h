@@ -150,6 +150,7 @@ class Transport {
   void sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds);
   bool anyone_sleeps() const;
   void beat();
+  void leave_shared_core(std::chrono::steady_clock::time_point now);
   bool shares_core(int peer) const { return controls_[peer].core.load(std::memory_order_relaxed) == controls_[rank_].core.load(std::memory_order_relaxed); }
   std::vector<int> without_heartbeat() const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
@@ -164,6 +165,7 @@ class Transport {
   int world_size_ = 1;
   int lanes_ = 1;
   int cores_ = 1;
+  std::chrono::steady_clock::time_point next_hop_{};
   bool primary_ = false;
   size_t budget_ = 0;
   Layout layout_{};

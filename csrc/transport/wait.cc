@@ -10,7 +10,7 @@
 //
 // [Note: two ranks on one core] The scheduler may put two ranks on one core although another is free. A rank that spins there keeps the
 // very peer from running that it waits for. So every rank notes the core it runs on when it publishes, and a spinner that finds
-// an awaited peer on its own core gives way after a microsecond.
+// an awaited peer on its own core gives way after a microsecond; the higher rank of the two also moves to a core without a rank.
 //
 // [Note: why not only sched_yield] With the kernel's autogroup scheduling, ranks started in sessions of their own (torchrun does)
 // are scheduling groups of their own, and a yield lets nobody of another group run. A yield that comes back at once is
@@ -37,6 +37,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr double tick = 0.02;                     // seconds between looks at the peers' lives; the contract is 0.2 s
 constexpr auto idle_yield = std::chrono::nanoseconds(350);  // a yield that returns faster than this let nobody run
+constexpr auto hop_every = std::chrono::milliseconds(20);
 constexpr auto heartbeat_until = std::chrono::milliseconds(100);  // several ticks: an older one is none
 constexpr int useless_yields_allowed = 3;
 constexpr auto yield_budget = std::chrono::microseconds(500);
@@ -100,6 +101,7 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
   } pending{first, last, rank_, ready, context};
 
   auto now = Clock::now();
+  if (!oversubscribed() && !scope.patient && pending.on_this_core(*this)) leave_shared_core(now);
   const auto look_every = std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(tick / 2));
   auto next_look = now + look_every;
   auto yield_until = now + yield_budget;
@@ -124,6 +126,25 @@ void Transport::wait_slowly(int first, int last, ReadyFn ready, const void* cont
     sleep_unless([&] { return pending.none() || broken(); }, tick);
     now = Clock::now();
   }
+}
+
+// [Note: two ranks on one core] Takes the peers' cores out of this thread's affinity mask and puts the mask back: the kernel moves the
+// thread at once, and may move it wherever it likes afterwards. The lowest rank on a core stays.
+void Transport::leave_shared_core(Clock::time_point now) {
+  if (now < next_hop_) return;
+  cpu_set_t allowed, others;
+  if (::sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return;
+  others = allowed;
+  bool lower_here = false;
+  for (int p = 0; p < world_size_; ++p) {
+    const int core = controls_[p].core.load(std::memory_order_relaxed);
+    if (core >= 0 && core < CPU_SETSIZE) CPU_CLR(core, &others);
+    lower_here |= p < rank_ && shares_core(p);
+  }
+  if (!lower_here || CPU_COUNT(&others) == 0) return;
+  next_hop_ = now + hop_every;
+  if (::sched_setaffinity(0, sizeof(others), &others) == 0) ::sched_setaffinity(0, sizeof(allowed), &allowed);
+  note_core();
 }
 
 void Transport::note_core() { controls_[rank_].core.store(::sched_getcpu(), std::memory_order_relaxed); }

@@ -1,4 +1,4 @@
-"""Runs PyTorch's own distributed suite on pycomm, or on Gloo to learn what passes there. See README.md.
+"""Runs PyTorch's own distributed suite on pycomm, or on Gloo to learn what passes there. See docs/torch_suite.md.
 
     python tests/torch_suite/run.py                    # all tests that Gloo passes, on pycomm
     python tests/torch_suite/run.py test_all_reduce    # those whose names contain this
@@ -90,8 +90,8 @@ class Workers:
             self._workers[key] = Worker(self.backend, *key)
         return self._workers[key]
 
-    def run(self, case):
-        return self.of(case.conditions, case.world_size).run(case.name)
+    def run(self, case, profiler=False):
+        return self.of(case.conditions, case.world_size).run(case.name + ("+profiler" if profiler else ""))
 
     def close(self):
         for worker in self._workers.values():
@@ -151,6 +151,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", help="run the tests whose names contain one of these")
     parser.add_argument("--backend", choices=("pycomm", "gloo"), default="pycomm")
+    parser.add_argument("--profiler", action="store_true", help="let tests also check what torch's profiler shows of our operations")
     parser.add_argument("--regenerate", type=int, metavar="TIMES")
     parser.add_argument("--json", type=Path, help="write all results there")
     arguments = parser.parse_args()
@@ -160,7 +161,7 @@ def main():
     for case in read_passes():
         if arguments.words and not any(word in case.name for word in arguments.words):
             continue
-        results.append(workers.run(case))
+        results.append(workers.run(case, arguments.profiler))
         report(case, results[-1])
         if results[-1]["outcome"] != "passed":
             print(results[-1]["reason"], flush=True)

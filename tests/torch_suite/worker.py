@@ -6,7 +6,7 @@ destroy_process_group per test, the time limits of groups, the comparison of exi
 
     BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus]
 
-Reads names of tests, one per line; answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds.
+Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler shows; answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds.
 BACKEND and WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see cuda_on_cpu.py.
 """
 
@@ -69,7 +69,10 @@ def make_suite(suite, backend, with_gpus):
     return Suite
 
 
-def run(suite_class, name):
+def run(suite, suite_class, line):
+    name, _, profiler = line.partition("+")
+    for backends in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
+        backends[:] = [backend for backend in backends if backend != "pycomm"] + ["pycomm"] * bool(profiler)
     result = unittest.TestResult()
     start = time.monotonic()
     suite_class(name).run(result)
@@ -94,16 +97,13 @@ def main():
     suite = import_suite(with_gpus)
     if backend == "pycomm":
         import pycomm  # noqa: F401
-
-        for backends in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
-            backends.append(backend)
     suite_class = make_suite(suite, backend, with_gpus)
     suite_class.setUpClass()
     names = sorted(name for name in dir(suite_class) if name.startswith("test_"))
     print(json.dumps(names), file=answers)
     for line in sys.stdin:
         print(f"=== {line.strip()}", file=sys.stderr, flush=True)
-        print(json.dumps(run(suite_class, line.strip())), file=answers)
+        print(json.dumps(run(suite, suite_class, line.strip())), file=answers)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,262 @@
+"""Calls that do not match: every rank of the group raises and names both sides, no output is touched, and the group goes on.
+
+The table holds the kinds of section 4.2 of collectives.md and what our own options add. The last rank of the group is the odd one.
+"""
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import pycomm
+from pycomm.testing import run_ranks
+
+UNTOUCHED = 77
+MiB = 1 << 20
+
+
+def filled(count, dtype=torch.float32):
+    return torch.full((count,), UNTOUCHED).to(dtype)
+
+
+class Case(NamedTuple):
+    """usual(comm, **how) and odd(comm, **how) issue the call; *_value are what the texts must say of the two sides."""
+
+    usual: Any
+    odd: Any
+    usual_value: str
+    odd_value: str
+
+
+def reduces(count, op="sum", dtype=torch.float32, **options):
+    return lambda comm, x, how: comm.all_reduce(x(filled(count, dtype)), op, **options, **how)
+
+
+def broadcasts(count, root=0, dtype=torch.float32, **options):
+    return lambda comm, x, how: comm.broadcast(x(filled(count, dtype)), root, **options, **how)
+
+
+def gathers(count, **options):
+    return lambda comm, x, how: comm.all_gather(torch.ones(count), x(filled(count * comm.world_size)), **options, **how)
+
+
+def gathers_uneven(counts, **options):
+    def call(comm, x, how):
+        sizes = counts(comm.world_size)
+        return comm.all_gather(torch.ones(sizes[comm.rank]), [x(filled(size)) for size in sizes], **options, **how)
+
+    return call
+
+
+def scatters(count, **options):
+    return lambda comm, x, how: comm.reduce_scatter(torch.ones(count * comm.world_size), x(filled(count)), **options, **how)
+
+
+def scatters_uneven(counts):
+    def call(comm, x, how):
+        sizes = counts(comm.world_size)
+        return comm.reduce_scatter([torch.ones(size) for size in sizes], x(filled(sizes[comm.rank])), **how)
+
+    return call
+
+
+def to_root(operation, root, count=3):
+    def call(comm, x, how):
+        if operation == "reduce":
+            return comm.reduce(torch.ones(count), root, out=x(filled(count)), **how)
+        if operation == "gather":
+            return comm.gather(torch.ones(count), x(filled(count * comm.world_size)) if comm.rank == root else None, root, **how)
+        return comm.scatter(torch.ones(count * comm.world_size), x(filled(count)), root, **how)
+
+    return call
+
+
+def exchanges(in_splits, out_splits):
+    def call(comm, x, how):
+        ins, outs = in_splits(comm), out_splits(comm)
+        return comm.all_to_all(torch.ones(sum(ins)), x(filled(sum(outs))), in_splits=ins, out_splits=outs, **how)
+
+    return call
+
+
+def parts(count):
+    return lambda comm, x, how: comm.all_to_all(torch.ones(count * comm.world_size), x(filled(count * comm.world_size)), **how)
+
+
+def barrier(comm, x, how):
+    return comm.barrier(**how)
+
+
+def ones(comm):
+    return [1] * comm.world_size
+
+
+def many(comm):
+    return [MiB // 8] * comm.world_size
+
+
+def one_more_for_rank_0(size):
+    return lambda comm: [size + 1] + [size] * (comm.world_size - 1)
+
+
+def rising(n):
+    return [5 + i for i in range(n)]
+
+
+def falling(n):
+    return rising(n)[::-1]
+
+
+BIG = 9 * MiB // 16  # elements; staged, and beyond what the kernel copies
+SOME = MiB // 8  # two steps of a staged operation
+CASES = {
+    # section 4.2
+    "size 1 and 2": Case(reduces(1), reduces(2), "count=1", "2"),
+    "size 1000 and 2000": Case(reduces(1000), reduces(2000), "count=1000", "2000"),
+    "size 2^20 and 2^20+512": Case(reduces(MiB), reduces(MiB + 512), f"count={MiB}", f"{MiB + 512}"),
+    "size small and large": Case(reduces(10), reduces(BIG), "count=10", f"{BIG}"),
+    "size 0 and 1": Case(reduces(0), reduces(1), "count=0", "1"),
+    "all_gather 4 and 6": Case(gathers(4), gathers(6), "count=4", "6"),
+    "dtype": Case(reduces(8), reduces(8, dtype=torch.int32), "dtype=f32", "i32"),
+    "dtype large": Case(reduces(BIG), reduces(BIG, dtype=torch.int32), "dtype=f32", "i32"),
+    "dtype of other size": Case(broadcasts(8), broadcasts(4, dtype=torch.float64), "dtype=f32", "f64"),
+    "reduce op": Case(reduces(4, "sum"), reduces(4, "max"), "reduce op=sum", "max"),
+    "reduce op large": Case(reduces(BIG, "sum"), reduces(BIG, "avg"), "reduce op=sum", "avg"),
+    "operation": Case(reduces(2), broadcasts(2), "operation=all_reduce", "broadcast"),
+    "operation and route": Case(reduces(2), broadcasts(MiB // 4), "operation=all_reduce", "broadcast"),
+    "operation and route, other way": Case(broadcasts(BIG), reduces(2), "operation=broadcast", "all_reduce"),
+    "operation barrier": Case(barrier, reduces(BIG), "operation=barrier", "all_reduce"),
+    "root": Case(broadcasts(4, 0), broadcasts(4, 1), "root=0", "1"),
+    "root large": Case(broadcasts(BIG, 0), broadcasts(BIG, 1), "root=0", "1"),
+    # our own
+    "root of reduce": Case(to_root("reduce", 0), to_root("reduce", 1), "root=0", "1"),
+    "root of gather": Case(to_root("gather", 1), to_root("gather", 0), "root=1", "0"),
+    "root of scatter": Case(to_root("scatter", 0, 5000), to_root("scatter", 1, 5000), "root=0", "1"),
+    "factor": Case(reduces(4, pycomm.premul_sum(2.0)), reduces(4, pycomm.premul_sum(3.0)), "2", "3"),
+    "algorithm": Case(reduces(BIG, algorithm="ring"), reduces(BIG, algorithm="two_shot"), "algorithm=ring", "two_shot"),
+    "algorithm of small": Case(reduces(4), reduces(4, algorithm="one_shot"), "algorithm=automatic", "one_shot"),
+    "staged size": Case(gathers(BIG, algorithm="staged"), gathers(BIG + 1, algorithm="staged"), f"count={BIG}", f"{BIG + 1}"),
+    "two_shot size": Case(reduces(BIG, algorithm="two_shot"), reduces(BIG - 1, algorithm="two_shot"), f"count={BIG}", f"{BIG - 1}"),
+    "direct size": Case(reduces(BIG, algorithm="direct"), reduces(BIG // 2, algorithm="direct"), f"count={BIG}", f"{BIG // 2}"),
+    "reduce_scatter": Case(scatters(5), scatters(6), "count=5", "6"),
+    "reduce_scatter large": Case(scatters(BIG), scatters(BIG // 2), f"count={BIG}", f"{BIG // 2}"),
+    "uneven sum": Case(gathers_uneven(rising), gathers_uneven(lambda n: [6 + i for i in range(n)]), "count=", ""),
+    "uneven order": Case(gathers_uneven(rising), gathers_uneven(falling), "list of sizes", "list of sizes"),
+    "uneven reduce_scatter": Case(scatters_uneven(rising), scatters_uneven(falling), "list of sizes", "list of sizes"),
+    "all_to_all": Case(parts(4), parts(5), "count=4", "5"),
+    "splits": Case(exchanges(ones, ones), exchanges(one_more_for_rank_0(1), ones), "expects 1", "sends 2"),
+    "splits large": Case(exchanges(many, many), exchanges(one_more_for_rank_0(MiB // 8), many), f"expects {MiB // 8}", "sends 131073"),
+}  # fmt: skip
+
+
+def goes_on(comm):
+    """The group is right after an error: every route, with values that differ from step to step, and every pair of ranks."""
+    n, rank = comm.world_size, comm.rank
+    for step in range(2):
+        for algorithm, count in ((None, 3), ("two_shot", SOME), ("ring", SOME)):
+            x = torch.full((count,), float(rank + step))
+            comm.all_reduce(x, algorithm=algorithm)
+            assert x.eq(n * (n - 1) / 2 + n * step).all(), f"all_reduce {algorithm} {count} after the mismatch"
+        root = step % n
+        x = torch.full((SOME,), float(rank * 10 + step))
+        assert comm.broadcast(x, root, algorithm="staged").eq(root * 10 + step).all(), "broadcast after the mismatch"
+        y = torch.zeros(5)
+        works = [
+            comm.send(torch.full((5,), float(rank + step)), (rank + 1) % n, async_op=True),
+            comm.recv(y, (rank - 1) % n, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        assert y.eq((rank - 1) % n + step).all(), "message after the mismatch"
+
+
+def check_error(error, comm, op, value, odd_value):
+    text, odd = str(error), comm.world_size - 1
+    assert error.rank == comm.rank and error.world_size == comm.world_size and error.op == op, text
+    assert text.startswith(f"[rank {comm.rank}/{comm.world_size}] {op}"), text
+    others = [odd] if comm.rank != odd else range(odd)
+    assert error.peer in others and f"rank {error.peer}" in text, text
+    assert value in text and odd_value in text, f"expected {value!r} and {odd_value!r} in: {text}"
+
+
+def caught(call, wait):
+    """The MismatchError of a call, at issue or in wait()."""
+    with pytest.raises(pycomm.MismatchError) as info:
+        work = call()
+        if wait:
+            work.wait()
+    return info.value
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_mismatch(name, world_size, mode):
+    case = CASES[name]
+
+    def body(comm):
+        odd = comm.rank == comm.world_size - 1
+        for async_op in (False, True):
+            outputs = []
+
+            def keep(tensor, outputs=outputs):
+                outputs.append(tensor)
+                return tensor
+
+            error = caught(lambda keep=keep, how=dict(async_op=async_op): (case.odd if odd else case.usual)(comm, keep, how), async_op)
+            mine, theirs = (case.odd_value, case.usual_value) if odd else (case.usual_value, case.odd_value)
+            plain = [value.split("=")[-1] for value in (mine, theirs)]  # the field is named once, beside the own value
+            check_error(error, comm, error.op, *plain)
+            assert case.usual_value.split("=")[0] in str(error)
+            for output in outputs:
+                assert output.eq(UNTOUCHED).all(), "an output was written"
+            goes_on(comm)
+
+    run_ranks(world_size, body, mode=mode, timeout=20.0)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------------------------
+
+SIZES = {"in_slot": 20, "in_place": MiB // 4, "streamed": 6 * MiB // 4}  # elements; in_place through the kernel, where it allows that
+MESSAGES = {
+    "send more": lambda n: ((2 * n, torch.float32), (n, torch.float32), f"count={2 * n} here, {n} on", f"count={n} here, {2 * n} on"),
+    "recv more": lambda n: ((n, torch.float32), (n + 1, torch.float32), f"count={n} here, {n + 1} on", f"count={n + 1} here, {n} on"),
+    "dtype": lambda n: ((n, torch.float32), (n, torch.int32), "dtype=f32 here, i32 on", "dtype=i32 here, f32 on"),
+    "nothing sent": lambda n: ((0, torch.float32), (n, torch.float32), f"count=0 here, {n} on", f"count={n} here, 0 on"),
+    "nothing expected": lambda n: ((n, torch.float32), (0, torch.float32), f"count={n} here, 0 on", f"count=0 here, {n} on"),
+}
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+@pytest.mark.parametrize("way", SIZES)
+@pytest.mark.parametrize("kind", MESSAGES)
+def test_message_mismatch(kind, way, mode):
+    """Both ends raise, in both directions, whoever comes first and whether the recv names its source; a message behind it arrives."""
+    (sent, sent_dtype), (expected, expected_dtype), sender_says, receiver_says = MESSAGES[kind](SIZES[way])
+
+    def body(comm):
+        for async_op in (False, True):
+            for src, dst, recv_first in ((0, 1, False), (1, 0, True)):
+                if recv_first != (comm.rank == dst):
+                    comm.barrier()
+                if comm.rank == src:
+                    error = caught(lambda dst=dst, how=async_op: comm.send(filled(sent, sent_dtype), dst, 5, async_op=how), async_op)
+                    says, peer = sender_says, dst
+                else:
+                    out = torch.zeros(expected).to(expected_dtype)
+                    source = src if recv_first else None
+                    error = caught(lambda out=out, source=source, how=async_op: comm.recv(out, source, 5, async_op=how), async_op)
+                    says, peer = receiver_says, src
+                    assert out.eq(0).all(), "the buffer of the recv was written"
+                assert error.peer == peer and f"{says} rank {peer}" in str(error) and f"[rank {comm.rank}/2]" in str(error), str(error)
+                if recv_first == (comm.rank == dst):
+                    comm.barrier()
+                y = torch.ones(SIZES[way])
+                if comm.rank == src:
+                    comm.send(y * 3, dst)
+                else:
+                    comm.recv(y, src)
+                    assert y.eq(3).all()
+        goes_on(comm)
+
+    run_ranks(2, body, mode=mode, timeout=20.0)
