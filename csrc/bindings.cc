@@ -48,8 +48,8 @@ void translate(std::exception_ptr pointer) {
     py::object peer = error.peer >= 0 ? py::object(py::int_(error.peer)) : py::none();
     py::object op = error.op.kind != OpKind::none ? py::object(py::str(to_string(error.op.kind))) : py::none();
     py::object sequence = error.op.sequence ? py::object(py::int_(error.op.sequence)) : py::none();
-    py::object value = cls(py::str(error.what()), py::arg("rank") = error.rank, py::arg("world_size") = error.world_size, py::arg("op") = op,
-                           py::arg("sequence") = sequence, py::arg("peer") = peer);
+    py::object value = cls(py::str(error.what()), py::arg("rank") = error.rank, py::arg("world_size") = error.world_size,
+                           py::arg("op") = op, py::arg("sequence") = sequence, py::arg("peer") = peer);
     PyErr_SetObject(cls.ptr(), value.ptr());
   }
 }
@@ -62,7 +62,8 @@ CommPtr connect(Store& store, int rank, int world_size, const TransportOptions& 
   return make_communicator(store, rank, world_size, options);
 }
 
-TransportOptions transport_options(const std::string& name, double timeout, size_t staging_bytes, const std::string& host_id, bool use_cma, int threads) {
+TransportOptions transport_options(const std::string& name, double timeout, size_t staging_bytes, const std::string& host_id, bool use_cma,
+                                   int threads) {
   TransportOptions options;
   options.name = name;
   options.timeout = timeout;
@@ -112,9 +113,11 @@ py::dict describe(const CommPtr& comm) {
   return facts;
 }
 
-std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int world_size, int cores, bool mapped, bool kernel_reads, int algorithm) {
+std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int world_size, int cores, bool mapped, bool kernel_reads,
+                                                    int algorithm) {
   auto op = static_cast<OpKind>(kind);
-  if (algorithm == 0 && fits_payload(op, nbytes, world_size)) return {"payload", 0, "the data travel with the operation's header: one exchange"};
+  if (algorithm == 0 && fits_payload(op, nbytes, world_size))
+    return {"payload", 0, "the data travel with the operation's header: one exchange"};
   Choice choice = select(op, nbytes, {world_size, cores, mapped, kernel_reads}, static_cast<Algorithm>(algorithm));
   return {to_string(choice.algorithm), choice.block, choice.reason};
 }
@@ -127,8 +130,18 @@ PYBIND11_MODULE(_C, module) {
   py::class_<LocalStore, std::shared_ptr<LocalStore>>(module, "LocalStore").def(py::init<>());
 
   py::class_<Handle>(module, "Work")
-      .def("wait", [](Handle& self, double timeout) { py::gil_scoped_release no_gil; self.work->wait(timeout); }, py::arg("timeout") = 0.0)
-      .def("done", [](Handle& self) { py::gil_scoped_release no_gil; return self.work->poll(); })
+      .def(
+          "wait",
+          [](Handle& self, double timeout) {
+            py::gil_scoped_release no_gil;
+            self.work->wait(timeout);
+          },
+          py::arg("timeout") = 0.0)
+      .def("done",
+           [](Handle& self) {
+             py::gil_scoped_release no_gil;
+             return self.work->poll();
+           })
       .def("source", [](Handle& self) {
         auto* message = dynamic_cast<Message*>(self.work.get());
         return message ? message->source() : -1;
@@ -137,69 +150,85 @@ PYBIND11_MODULE(_C, module) {
   py::class_<Communicator, CommPtr>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
-      .def("all_reduce", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_all_reduce(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
-      })
-      .def("reduce", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int root, int op, double factor, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_reduce(*c, in, out, root, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
-      })
-      .def("broadcast", [](const CommPtr& c, const at::Tensor& tensor, int root, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_broadcast(*c, tensor, root, options_of(algorithm, timeout)), async_op);
-      })
-      .def("all_gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_all_gather(*c, in, out, options_of(algorithm, timeout)), async_op);
-      })
-      .def("all_gather_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_all_gather_flat(*c, in, out, options_of(algorithm, timeout)), async_op);
-      })
-      .def("reduce_scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_reduce_scatter(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
-      })
-      .def("reduce_scatter_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_reduce_scatter_flat(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
-      })
-      .def("all_to_all", [](const CommPtr& c, const Tensors& in, const Tensors& out, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_all_to_all(*c, in, out, options_of(algorithm, timeout)), async_op);
-      })
-      .def("all_to_all_flat", [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
-                                 const std::vector<int64_t>& out_splits, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_all_to_all_flat(*c, in, out, in_splits, out_splits, options_of(algorithm, timeout)), async_op);
-      })
-      .def("gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, int root, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_gather(*c, in, out, root, options_of(algorithm, timeout)), async_op);
-      })
-      .def("scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int root, bool async_op, int algorithm, double timeout) {
-        return submit(c, make_scatter(*c, in, out, root, options_of(algorithm, timeout)), async_op);
-      })
-      .def("barrier", [](const CommPtr& c, bool async_op, double timeout) { return submit(c, make_barrier(*c, options_of(0, timeout)), async_op); })
-      .def("send", [](const CommPtr& c, const at::Tensor& tensor, int dst, int tag, bool async_op, double timeout) -> std::optional<Handle> {
-        py::gil_scoped_release no_gil;
-        MessagePtr message = send_tensor(engine_of(*c), tensor, dst, tag, timeout);
-        if (async_op) {
-          message->help();
-          return Handle{c, message};
-        }
-        message->wait();
-        return std::nullopt;
-      })
-      .def("recv", [](const CommPtr& c, const at::Tensor& tensor, int src, int tag, bool async_op, double timeout) -> std::optional<Handle> {
-        py::gil_scoped_release no_gil;
-        MessagePtr message = recv_tensor(engine_of(*c), tensor, src, tag, timeout);
-        if (async_op)
-          message->help();
-        else
-          message->wait();
-        return Handle{c, message};
-      })
+      .def("all_reduce",
+           [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm,
+              double timeout) {
+             return submit(c, make_all_reduce(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+           })
+      .def("reduce",
+           [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int root, int op, double factor, bool async_op, int algorithm,
+              double timeout) {
+             return submit(c, make_reduce(*c, in, out, root, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+           })
+      .def("broadcast",
+           [](const CommPtr& c, const at::Tensor& tensor, int root, bool async_op, int algorithm, double timeout) {
+             return submit(c, make_broadcast(*c, tensor, root, options_of(algorithm, timeout)), async_op);
+           })
+      .def("all_gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, bool async_op, int algorithm,
+                            double timeout) { return submit(c, make_all_gather(*c, in, out, options_of(algorithm, timeout)), async_op); })
+      .def("all_gather_flat",
+           [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, bool async_op, int algorithm, double timeout) {
+             return submit(c, make_all_gather_flat(*c, in, out, options_of(algorithm, timeout)), async_op);
+           })
+      .def("reduce_scatter",
+           [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm,
+              double timeout) {
+             return submit(c, make_reduce_scatter(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+           })
+      .def("reduce_scatter_flat",
+           [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm,
+              double timeout) {
+             return submit(c, make_reduce_scatter_flat(*c, in, out, reduction_of(op, factor), options_of(algorithm, timeout)), async_op);
+           })
+      .def("all_to_all", [](const CommPtr& c, const Tensors& in, const Tensors& out, bool async_op, int algorithm,
+                            double timeout) { return submit(c, make_all_to_all(*c, in, out, options_of(algorithm, timeout)), async_op); })
+      .def("all_to_all_flat",
+           [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
+              const std::vector<int64_t>& out_splits, bool async_op, int algorithm, double timeout) {
+             return submit(c, make_all_to_all_flat(*c, in, out, in_splits, out_splits, options_of(algorithm, timeout)), async_op);
+           })
+      .def("gather", [](const CommPtr& c, const at::Tensor& in, const Tensors& out, int root, bool async_op, int algorithm,
+                        double timeout) { return submit(c, make_gather(*c, in, out, root, options_of(algorithm, timeout)), async_op); })
+      .def("scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int root, bool async_op, int algorithm,
+                         double timeout) { return submit(c, make_scatter(*c, in, out, root, options_of(algorithm, timeout)), async_op); })
+      .def("barrier",
+           [](const CommPtr& c, bool async_op, double timeout) { return submit(c, make_barrier(*c, options_of(0, timeout)), async_op); })
+      .def("send",
+           [](const CommPtr& c, const at::Tensor& tensor, int dst, int tag, bool async_op, double timeout) -> std::optional<Handle> {
+             py::gil_scoped_release no_gil;
+             MessagePtr message = send_tensor(engine_of(*c), tensor, dst, tag, timeout);
+             if (async_op) {
+               message->help();
+               return Handle{c, message};
+             }
+             message->wait();
+             return std::nullopt;
+           })
+      .def("recv",
+           [](const CommPtr& c, const at::Tensor& tensor, int src, int tag, bool async_op, double timeout) -> std::optional<Handle> {
+             py::gil_scoped_release no_gil;
+             MessagePtr message = recv_tensor(engine_of(*c), tensor, src, tag, timeout);
+             if (async_op) message->help();
+             else message->wait();
+             return Handle{c, message};
+           })
       .def("empty", &empty_registered)
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
-      .def("abort", [](Communicator& c, const std::string& reason) { py::gil_scoped_release no_gil; c.abort(reason); })
-      .def("close", [](Communicator& c) { py::gil_scoped_release no_gil; c.close(); });
+      .def("abort",
+           [](Communicator& c, const std::string& reason) {
+             py::gil_scoped_release no_gil;
+             c.abort(reason);
+           })
+      .def("close", [](Communicator& c) {
+        py::gil_scoped_release no_gil;
+        c.close();
+      });
 
   module.def("transport_options", &transport_options);
   py::class_<TransportOptions>(module, "TransportOptions");
-  module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options) { return connect(store, rank, n, options); });
+  module.def("connect",
+             [](LocalStore& store, int rank, int n, const TransportOptions& options) { return connect(store, rank, n, options); });
   module.def("connect", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int n, const TransportOptions& options) {
     TorchStore adapter(store);
     return connect(adapter, rank, n, options);

@@ -25,10 +25,8 @@ Communicator::~Communicator() {
 
 // The last reference may go in a callback that the worker runs: the worker cannot wait for its own end.
 void release_communicator(Communicator* comm) {
-  if (comm->on_worker_thread())
-    std::thread([comm] { delete comm; }).detach();
-  else
-    delete comm;
+  if (comm->on_worker_thread()) std::thread([comm] { delete comm; }).detach();
+  else delete comm;
 }
 
 void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
@@ -150,7 +148,8 @@ void Communicator::wait(Task& task, double timeout) {
     if (status != std::cv_status::timeout || timeout <= 0 || task.done()) continue;
     // Somebody else runs the head, and it takes too long for this waiter: say who is missing, as its own deadline would.
     if (!queue_.empty() && queue_.front()->published_) queue_.front()->look(timeout);
-    transport_->fail(ErrorKind::timeout, {}, -1, "operation #" + std::to_string(task.sequence()) + " did not complete within " + std::to_string(timeout) + " s");
+    transport_->fail(ErrorKind::timeout, {}, -1,
+                     "operation #" + std::to_string(task.sequence()) + " did not complete within " + std::to_string(timeout) + " s");
   }
   lock.unlock();
   if (task.error()) std::rethrow_exception(task.error());
@@ -256,7 +255,8 @@ void Communicator::close() {
 void Communicator::end_worker() {
   if (worker_.joinable()) worker_.join();
   if (background_)
-    background_->fail_all(std::make_exception_ptr(CommError(ErrorKind::aborted, transport_->where({}) + "the communicator is closed", rank(), world_size(), {}, -1)));
+    background_->fail_all(std::make_exception_ptr(
+        CommError(ErrorKind::aborted, transport_->where({}) + "the communicator is closed", rank(), world_size(), {}, -1)));
 }
 
 void Communicator::on_lanes(int count, const std::function<void(int)>& body) {

@@ -35,7 +35,8 @@ class Task : public Work {
   virtual void publish() = 0;                  // make own data visible to peers
   virtual bool ready() const = 0;              // published, and finish() would not block
   virtual void finish(bool patient) = 0;       // wait for the peers, write the result
-  // Published and not ready: throws if it never will be (a dead peer), or, `late` seconds after its issue if that is not 0, names who is missing.
+  // Published and not ready: throws if it never will be (a dead peer), or, `late` seconds after its issue if that is not 0, names who is
+  // missing.
   virtual void look(double late) const = 0;
 
   Communicator& comm_;

@@ -8,10 +8,26 @@
 namespace pycomm {
 
 enum class DType : uint8_t {
-  f64, f32, f16, bf16,
-  i8, u8, i16, u16, i32, u32, i64, u64, boolean,
-  c64, c128,          // complex of two f32, two f64
-  f8_e4m3fn, f8_e5m2, f8_e4m3fnuz, f8_e5m2fnuz, f8_e8m0fnu,  // moved, never reduced
+  f64,
+  f32,
+  f16,
+  bf16,
+  i8,
+  u8,
+  i16,
+  u16,
+  i32,
+  u32,
+  i64,
+  u64,
+  boolean,
+  c64,
+  c128,          // complex of two f32, two f64
+  f8_e4m3fn,
+  f8_e5m2,
+  f8_e4m3fnuz,
+  f8_e5m2fnuz,
+  f8_e8m0fnu,  // moved, never reduced
 };
 inline constexpr int num_dtypes = 20;
 
@@ -19,7 +35,19 @@ enum class ReduceOp : uint8_t { sum, avg, premul_sum, product, min, max, band, b
 inline constexpr int num_reduce_ops = 9;
 
 enum class OpKind : uint8_t {
-  none, all_reduce, reduce, broadcast, all_gather, reduce_scatter, all_to_all, gather, scatter, barrier, send, recv, alloc,
+  none,
+  all_reduce,
+  reduce,
+  broadcast,
+  all_gather,
+  reduce_scatter,
+  all_to_all,
+  gather,
+  scatter,
+  barrier,
+  send,
+  recv,
+  alloc,
 };
 
 // Bytes of one element.
@@ -29,7 +57,8 @@ inline constexpr size_t size_of(DType dtype) {
 }
 
 inline const char* to_string(DType dtype) {
-  constexpr const char* names[num_dtypes] = {"f64", "f32", "f16", "bf16", "i8", "u8", "i16", "u16", "i32", "u32", "i64", "u64", "bool", "c64",
+  constexpr const char* names[num_dtypes] = {"f64",  "f32",       "f16",     "bf16",        "i8",          "u8",        "i16",
+                                             "u16",  "i32",       "u32",     "i64",         "u64",         "bool",      "c64",
                                              "c128", "f8_e4m3fn", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz", "f8_e8m0fnu"};
   int i = static_cast<int>(dtype);
   return i < num_dtypes ? names[i] : "?";

@@ -205,7 +205,9 @@ class Communicator:
             tensor = _tensor(x)
             if out is None:
                 if tensor.dim() == 0 or tensor.shape[0] % self.world_size:
-                    raise self._wrong("reduce_scatter", f"the first dimension of x, shape {tuple(tensor.shape)}, is not a multiple of world_size")
+                    raise self._wrong(
+                        "reduce_scatter", f"the first dimension of x, shape {tuple(tensor.shape)}, is not a multiple of world_size"
+                    )
                 out = _like(tensor.new_empty((tensor.shape[0] // self.world_size, *tensor.shape[1:])), x)
             handle = self._comm.reduce_scatter_flat(tensor, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
         return Work(handle, out) if async_op else out
@@ -237,7 +239,9 @@ class Communicator:
         if self.rank == root:
             if out is None:
                 out = _like(tensor.new_empty((self.world_size, *tensor.shape)), x)
-            parts = [_tensor(part) for part in out] if isinstance(out, (list, tuple)) else self._rows("gather", _tensor(out), tensor.numel())
+            parts = (
+                [_tensor(part) for part in out] if isinstance(out, (list, tuple)) else self._rows("gather", _tensor(out), tensor.numel())
+            )
         handle = self._comm.gather(tensor, parts, root, async_op, _algorithm(algorithm), timeout or 0.0)
         result = out if self.rank == root else None
         return Work(handle, result) if async_op else result

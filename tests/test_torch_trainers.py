@@ -1,5 +1,7 @@
 """What torch builds on its backends, over pycomm: DDP, ZeRO, FSDP2, DTensor, pipelining, DCP train to the same bits as over Gloo."""
 
+import os
+import signal
 import tempfile
 
 import pytest
@@ -81,7 +83,7 @@ def python_hook(state, bucket):
 
 
 def power_sgd(r, n):
-    """The callbacks of this hook issue operations and wait for them. One bucket: with more, the ranks would issue them in different orders."""
+    """The callbacks of this hook issue operations and wait for them. One bucket: more would issue them in another order on every rank."""
     state = lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)  # noqa: E731
     return plain_ddp(r, n, hook(powerSGD_hook.powerSGD_hook, state), bucket_cap_mb=25)
 
@@ -175,6 +177,19 @@ TRAINERS = {
     "pipeline_1f1b": pipeline,
     "distributed_checkpoint": checkpoint,
 }
+
+
+def dies(r, n):
+    net = model()
+    ddp = DDP(net)
+    if r == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(dist.DistBackendError, match="rank 1 died"):
+        train(net, torch.optim.SGD(net.parameters(), 0.1), r, forward=ddp)
+
+
+def test_backward_names_the_dead_rank():
+    spawn(3, dies, expect_deaths=[1])
 
 
 @pytest.mark.filterwarnings("ignore")

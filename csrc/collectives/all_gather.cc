@@ -16,7 +16,9 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
   const Op& op = call.op;
   const size_t block = multicast_block(call, preferred);
   const uint64_t base = call.comm.lane(lane).steps;
-  auto piece = [&](size_t i, int p) { return clip(begin + i * block, std::min(block, nbytes - i * block), op.out_parts[p].count * call.item); };
+  auto piece = [&](size_t i, int p) {
+    return clip(begin + i * block, std::min(block, nbytes - i * block), op.out_parts[p].count * call.item);
+  };
   pipeline(
       call, lane, (nbytes + block - 1) / block,
       [&](size_t i, std::byte* half) {
@@ -84,11 +86,8 @@ void all_gather(Call& call, const Choice& choice, Route route) {
         }
         leave_direct(call, lane);
         break;
-      case Algorithm::ring:
-        ring(call, lane, begin, nbytes);
-        break;
-      default:
-        staged(call, lane, begin, nbytes, choice.block);
+      case Algorithm::ring: ring(call, lane, begin, nbytes); break;
+      default: staged(call, lane, begin, nbytes, choice.block);
     }
     if (mine.size() && own.data != op.in) std::memcpy(own.data + mine.begin, op.in + mine.begin, mine.size());
   });

@@ -138,10 +138,8 @@ void ring(Call& call, int lane, size_t begin, size_t nbytes) {
           if (range.size() == 0) return;
           if (t < n - 2) return reduce_two(from, call.op.in + range.begin, to, range.size(), false);
           std::byte* out = call.op.out + range.begin;
-          if (t == n - 2)
-            reduce_two(from, call.op.in + range.begin, out, range.size(), true);
-          else
-            std::memcpy(out, from, range.size());
+          if (t == n - 2) reduce_two(from, call.op.in + range.begin, out, range.size(), true);
+          else std::memcpy(out, from, range.size());
           if (to) std::memcpy(to, out, range.size());
         });
   }
@@ -155,7 +153,8 @@ void all_reduce(Call& call, const Choice& choice, Route route) {
     switch (choice.algorithm) {
       case Algorithm::one_shot: return one_shot(call, lane, begin, nbytes, choice.block);
       case Algorithm::direct: return direct(call, lane, begin, nbytes);
-      case Algorithm::ring: return call.world_size == 1 ? two_shot(call, lane, begin, nbytes, choice.block) : ring(call, lane, begin, nbytes);
+      case Algorithm::ring:
+        return call.world_size == 1 ? two_shot(call, lane, begin, nbytes, choice.block) : ring(call, lane, begin, nbytes);
       default: return two_shot(call, lane, begin, nbytes, choice.block);
     }
   });

@@ -3,7 +3,8 @@
 //   payload  every rank publishes all its parts with its header (even sizes).
 //   staged   compartment p of a half carries a block for rank p.
 //   direct   every rank copies its parts straight from the others' buffers.
-// Uneven sizes are in the part tables, which match() compares pair by pair; all ranks then know the longest part and so the number of steps.
+// Uneven sizes are in the part tables, which match() compares pair by pair; all ranks then know the longest part and so the number of
+// steps.
 #include "collectives.h"
 #include "pipeline.h"
 

@@ -27,16 +27,22 @@ Range chunk_of(size_t count, int index, int chunks, size_t item) {
 }
 
 Call::Call(Communicator& comm, const Op& op, uint64_t sequence, Algorithm choice)
-    : comm(comm), transport(comm.transport()), op(op), rank(comm.rank()), world_size(comm.world_size()), item(size_of(op.dtype)), algorithm(choice) {
+    : comm(comm),
+      transport(comm.transport()),
+      op(op),
+      rank(comm.rank()),
+      world_size(comm.world_size()),
+      item(size_of(op.dtype)),
+      algorithm(choice) {
   scope.op = {op.kind, sequence};
   scope.timeout = op.timeout > 0 ? op.timeout : transport.timeout();
   scope.deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                                         std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+                                                          std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
 }
 
 uint64_t Call::key(uint64_t sequence) const {
-  return sequence << 32 | static_cast<uint64_t>(op.kind) << 27 | static_cast<uint64_t>(op.dtype) << 22 | static_cast<uint64_t>(op.reduce_op) << 18 |
-         static_cast<uint64_t>(op.algorithm) << 14 | static_cast<uint64_t>(op.root);
+  return sequence << 32 | static_cast<uint64_t>(op.kind) << 27 | static_cast<uint64_t>(op.dtype) << 22 |
+         static_cast<uint64_t>(op.reduce_op) << 18 | static_cast<uint64_t>(op.algorithm) << 14 | static_cast<uint64_t>(op.root);
 }
 
 // What the key and the count leave out. all_to_all's uneven splits differ from rank to rank and are compared pairwise instead.
@@ -63,8 +69,7 @@ void Call::publish(bool with_payload) {
     size_t total = 0;
     if (parts)
       for (const Part& part : op.in_parts) total += part.count * item;
-    else if (op.in)
-      total = op.own_count(rank) * item;
+    else if (op.in) total = op.own_count(rank) * item;
     std::byte* to = total <= inline_bytes ? slot.inline_payload : slot.payload;
     if (parts) {
       if (op.uneven) publish_parts();
@@ -100,8 +105,7 @@ void Call::publish_parts() {
       const uint32_t found = transport.find_region(data, nbytes);
       region = region == no_buffer || region == found ? found : 0;
     };
-    if (parts.empty())
-      add(0, single, single ? op.own_count(rank) * item : 0);
+    if (parts.empty()) add(0, single, single ? op.own_count(rank) * item : 0);
     else
       for (int p = 0; p < world_size; ++p) add(p, parts[p].data, parts[p].count * item);
     (output ? slot.out_region : slot.in_region) = region;
@@ -124,7 +128,8 @@ void Call::match() {
   const OpSlot& mine = transport.slot(rank, sequence);
   for (int p = 0; p < world_size; ++p) {
     const OpSlot& other = transport.slot(p, sequence);
-    if (other.key.load(std::memory_order_relaxed) != mine.key.load(std::memory_order_relaxed) || other.count != mine.count || other.extra != mine.extra)
+    if (other.key.load(std::memory_order_relaxed) != mine.key.load(std::memory_order_relaxed) || other.count != mine.count ||
+        other.extra != mine.extra)
       compare(p);
   }
   if (op.kind == OpKind::all_to_all && op.uneven) compare_splits();
@@ -135,22 +140,26 @@ void Call::compare(int peer) const {
   const OpSlot& other = transport.slot(peer, scope.op.sequence);
   const uint64_t key = other.key.load(std::memory_order_relaxed);
   auto differ = [&](const std::string& field, const std::string& here, const std::string& there, const char* rule) {
-    transport.raise(ErrorKind::mismatch, scope.op, peer, field + "=" + here + " here, " + there + " on rank " + std::to_string(peer) + ". " + rule);
+    transport.raise(ErrorKind::mismatch, scope.op, peer,
+                    field + "=" + here + " here, " + there + " on rank " + std::to_string(peer) + ". " + rule);
   };
   const auto kind = static_cast<OpKind>(key >> 27 & 31);
   const auto dtype = static_cast<DType>(key >> 22 & 31);
   const auto reduce_op = static_cast<ReduceOp>(key >> 18 & 15);
   const auto algorithm = static_cast<Algorithm>(key >> 14 & 15);
   const int root = static_cast<int>(key & 16383);
-  if (kind != op.kind) differ("operation", to_string(op.kind), to_string(kind), "All ranks must call the same operations in the same order.");
+  if (kind != op.kind)
+    differ("operation", to_string(op.kind), to_string(kind), "All ranks must call the same operations in the same order.");
   if (dtype != op.dtype) differ("dtype", to_string(op.dtype), to_string(dtype), "All ranks must pass equal dtypes.");
-  if (reduce_op != op.reduce_op) differ("reduce op", to_string(op.reduce_op), to_string(reduce_op), "All ranks must pass the same reduce op.");
+  if (reduce_op != op.reduce_op)
+    differ("reduce op", to_string(op.reduce_op), to_string(reduce_op), "All ranks must pass the same reduce op.");
   if (root != op.root) differ("root", std::to_string(op.root), std::to_string(root), "All ranks must name the same root.");
   if (other.count != op.count) differ("count", std::to_string(op.count), std::to_string(other.count), "All ranks must pass equal sizes.");
-  if (algorithm != op.algorithm) differ("algorithm", to_string(op.algorithm), to_string(algorithm), "All ranks must ask for the same algorithm.");
+  if (algorithm != op.algorithm)
+    differ("algorithm", to_string(op.algorithm), to_string(algorithm), "All ranks must ask for the same algorithm.");
   transport.raise(ErrorKind::mismatch, scope.op, peer,
-                  std::string(op.reduce_op == ReduceOp::premul_sum && !op.uneven ? "premul_sum factor" : "list of sizes") + " differs from that of rank " +
-                      std::to_string(peer) + ". All ranks must pass the same.");
+                  std::string(op.reduce_op == ReduceOp::premul_sum && !op.uneven ? "premul_sum factor" : "list of sizes") +
+                      " differs from that of rank " + std::to_string(peer) + ". All ranks must pass the same.");
 }
 
 // Every rank reads all n*n sizes, so all come to the same verdict.
@@ -161,8 +170,9 @@ void Call::compare_splits() const {
       if (sent == expected) continue;
       int other = src == rank ? dst : src;
       transport.raise(ErrorKind::mismatch, scope.op, other,
-                      "rank " + std::to_string(src) + " sends " + std::to_string(sent) + " elements to rank " + std::to_string(dst) + ", which expects " +
-                          std::to_string(expected) + ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.");
+                      "rank " + std::to_string(src) + " sends " + std::to_string(sent) + " elements to rank " + std::to_string(dst) +
+                          ", which expects " + std::to_string(expected) +
+                          ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.");
     }
 }
 
@@ -198,18 +208,14 @@ std::byte* Call::mapped(int peer, bool output, int part) const {
 
 void Call::fetch(int peer, int part, size_t offset, void* to, size_t nbytes) const {
   if (nbytes == 0) return;
-  if (const std::byte* from = mapped(peer, false, part))
-    std::memcpy(to, from + offset, nbytes);
-  else
-    transport.read_peer(peer, reinterpret_cast<const std::byte*>(peer_part(peer, false, part).address) + offset, to, nbytes, scope.op);
+  if (const std::byte* from = mapped(peer, false, part)) std::memcpy(to, from + offset, nbytes);
+  else transport.read_peer(peer, reinterpret_cast<const std::byte*>(peer_part(peer, false, part).address) + offset, to, nbytes, scope.op);
 }
 
 void Call::put(int peer, int part, size_t offset, const void* from, size_t nbytes) const {
   if (nbytes == 0) return;
-  if (std::byte* to = mapped(peer, true, part))
-    std::memcpy(to + offset, from, nbytes);
-  else
-    transport.write_peer(peer, reinterpret_cast<std::byte*>(peer_part(peer, true, part).address) + offset, from, nbytes, scope.op);
+  if (std::byte* to = mapped(peer, true, part)) std::memcpy(to + offset, from, nbytes);
+  else transport.write_peer(peer, reinterpret_cast<std::byte*>(peer_part(peer, true, part).address) + offset, from, nbytes, scope.op);
 }
 
 bool Call::registered(int peer) const {

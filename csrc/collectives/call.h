@@ -78,6 +78,8 @@ struct Range {
 Range chunk_of(size_t count, int index, int chunks, size_t item);
 
 // The bytes of a part of `part_bytes` that fall into [begin, begin + nbytes).
-inline Range clip(size_t begin, size_t nbytes, size_t part_bytes) { return {std::min(begin, part_bytes), std::min(begin + nbytes, part_bytes)}; }
+inline Range clip(size_t begin, size_t nbytes, size_t part_bytes) {
+  return {std::min(begin, part_bytes), std::min(begin + nbytes, part_bytes)};
+}
 
 }  // namespace pycomm

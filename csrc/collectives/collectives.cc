@@ -33,9 +33,11 @@ CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std:
   validate();
   separate_overlap();
   size_t per_part = table_bytes(op_);
-  if (op_.kind == OpKind::all_to_all && op_.uneven) per_part = slot_payload_bytes + 1;  // sizes are known pairwise only: look at tables first
+  if (op_.kind == OpKind::all_to_all && op_.uneven)
+    per_part = slot_payload_bytes + 1;  // sizes are known pairwise only: look at tables first
   const bool asked_otherwise = op_.algorithm != Algorithm::automatic;
-  route_ = op_.kind == OpKind::barrier || (!asked_otherwise && fits_payload(op_.kind, per_part, comm.world_size())) ? Route::payload : Route::staged;
+  route_ = op_.kind == OpKind::barrier || (!asked_otherwise && fits_payload(op_.kind, per_part, comm.world_size())) ? Route::payload
+                                                                                                                    : Route::staged;
 }
 
 void CollectiveTask::validate() {
@@ -44,7 +46,8 @@ void CollectiveTask::validate() {
   if (op_.root < 0 || op_.root >= n) bad("root=" + std::to_string(op_.root) + " is not in [0, " + std::to_string(n) + ")");
   if (op_.reduces() && !reduce_supported(op_.dtype, op_.reduce_op))
     bad(std::string("reduce op ") + to_string(op_.reduce_op) + " is not defined for dtype " + to_string(op_.dtype));
-  if (!has_algorithm(op_.kind, op_.algorithm)) bad(std::string("there is no algorithm ") + to_string(op_.algorithm) + " for this operation");
+  if (!has_algorithm(op_.kind, op_.algorithm))
+    bad(std::string("there is no algorithm ") + to_string(op_.algorithm) + " for this operation");
   for (const auto* parts : {&op_.in_parts, &op_.out_parts})
     if (!parts->empty() && parts->size() != static_cast<size_t>(n))
       bad("got a list of " + std::to_string(parts->size()) + " buffers for " + std::to_string(n) + " ranks");
@@ -52,7 +55,8 @@ void CollectiveTask::validate() {
     for (const auto* parts : {&op_.in_parts, &op_.out_parts})
       for (size_t p = 0; p < parts->size(); ++p)
         if ((*parts)[p].count != op_.count)
-          bad("buffer " + std::to_string(p) + " of the list has " + std::to_string((*parts)[p].count) + " elements, expected " + std::to_string(op_.count));
+          bad("buffer " + std::to_string(p) + " of the list has " + std::to_string((*parts)[p].count) + " elements, expected " +
+              std::to_string(op_.count));
 }
 
 // Allowed as they are: out == in (all_reduce, reduce, broadcast), the own part of a list == the single buffer.
@@ -68,7 +72,8 @@ void CollectiveTask::separate_overlap() {
   }
   for (size_t p = 0; p < op_.in_parts.size(); ++p) {
     const Part& part = op_.in_parts[p];
-    if (op_.out && overlap(op_.out, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op_.out == part.data)) copy_parts = true;
+    if (op_.out && overlap(op_.out, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op_.out == part.data))
+      copy_parts = true;
     for (const Part& target : op_.out_parts)
       if (overlap(target.data, target.count * item, part.data, part.count * item)) copy_parts = true;
   }
@@ -119,7 +124,8 @@ void CollectiveTask::finish(bool patient) {
 
 void CollectiveTask::look(double late) const {
   const Call& call = *call_;
-  WaitScope scope{{op_.kind, sequence()}, late > 0 ? std::chrono::steady_clock::now() : call.scope.deadline, late > 0 ? late : call.scope.timeout};
+  WaitScope scope{
+      {op_.kind, sequence()}, late > 0 ? std::chrono::steady_clock::now() : call.scope.deadline, late > 0 ? late : call.scope.timeout};
   comm_.transport().look(0, comm_.world_size(), [&call](int p) { return call.published(p); }, scope);
 }
 

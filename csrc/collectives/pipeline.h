@@ -29,7 +29,9 @@ struct Progress {
   Call& call;
   int lane;
 
-  PaddedCounter* counters(int peer, PaddedCounter (RankControl::*stage)[max_lanes]) const { return &(call.transport.control(peer).*stage)[lane]; }
+  PaddedCounter* counters(int peer, PaddedCounter (RankControl::*stage)[max_lanes]) const {
+    return &(call.transport.control(peer).*stage)[lane];
+  }
   auto reached(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const {
     return [this, stage, step](int p) { return counters(p, stage)->value.load(std::memory_order_acquire) >= step; };
   }
@@ -45,7 +47,9 @@ struct Progress {
     counters(call.rank, &RankControl::reduced)->value.store(step, std::memory_order_relaxed);
     announce(&RankControl::drained, step);  // a peer that is ahead may wait for it in its next operation
   }
-  void await(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const { call.transport.wait_all(reached(stage, step), call.scope); }
+  void await(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const {
+    call.transport.wait_all(reached(stage, step), call.scope);
+  }
 };
 
 struct NoStage {
@@ -96,10 +100,8 @@ void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce
     if (i + 1 < steps) run_fill(i + 1);
     if constexpr (reduces) run_reduce(i);
     if constexpr (takes) {
-      if (!reduces)
-        run_take(i);
-      else if (i >= 1)
-        run_take(i - 1);
+      if (!reduces) run_take(i);
+      else if (i >= 1) run_take(i - 1);
     }
   }
   if constexpr (reduces && takes) {
@@ -129,7 +131,8 @@ inline size_t multicast_block(const Call& call, size_t preferred) {
 // Pairwise: a half is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage) one for the result.
 inline size_t pairwise_block(const Call& call, size_t preferred, bool with_result) {
   size_t compartments = call.world_size + with_result;
-  return std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / compartments) / cache_line * cache_line);  // fits: see Layout::make
+  return std::max<size_t>(cache_line,
+                          std::min(preferred, call.half_bytes() / compartments) / cache_line * cache_line);  // fits: see Layout::make
 }
 
 }  // namespace pycomm

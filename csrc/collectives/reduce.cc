@@ -86,10 +86,8 @@ void reduce_to_root(Call& call, const Choice& choice, Route route) {
     return call.reduce_into(call.op.out, sources, call.op.count);
   }
   call.on_lanes(call.op.nbytes(), [&](int lane, size_t begin, size_t nbytes) {
-    if (choice.algorithm == Algorithm::direct)
-      direct(call, lane, begin, nbytes);
-    else
-      two_shot(call, lane, begin, nbytes, choice.block);
+    if (choice.algorithm == Algorithm::direct) direct(call, lane, begin, nbytes);
+    else two_shot(call, lane, begin, nbytes, choice.block);
   });
 }
 

@@ -22,7 +22,9 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
   const int n = call.world_size, rank = call.rank;
   const size_t block = pairwise_block(call, preferred / n, false);
   const uint64_t base = call.comm.lane(lane).steps;
-  auto piece = [&](size_t i, int p) { return clip(begin + i * block, std::min(block, nbytes - i * block), op.in_parts[p].count * call.item); };
+  auto piece = [&](size_t i, int p) {
+    return clip(begin + i * block, std::min(block, nbytes - i * block), op.in_parts[p].count * call.item);
+  };
   pipeline(
       call, lane, (nbytes + block - 1) / block,
       [&](size_t i, std::byte* half) {
@@ -35,7 +37,8 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
       [&](size_t i, std::byte*) {
         Range range = piece(i, rank);
         const void* sources[max_world_size];
-        for (int p = 0; p < n; ++p) sources[p] = p == rank ? op.in_parts[rank].data + range.begin : call.half(p, lane, base + i) + rank * block;
+        for (int p = 0; p < n; ++p)
+          sources[p] = p == rank ? op.in_parts[rank].data + range.begin : call.half(p, lane, base + i) + rank * block;
         call.reduce_into(op.out + range.begin, sources, range.size() / call.item);
       },
       NoStage{});
@@ -45,7 +48,8 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
   call.match();
   const Op& op = call.op;
   const int n = call.world_size, rank = call.rank;
-  const size_t block = call.all_mapped() ? direct_block_mapped : std::min(direct_block_kernel, call.lane_bytes() / n / cache_line * cache_line);
+  const size_t block =
+      call.all_mapped() ? direct_block_mapped : std::min(direct_block_kernel, call.lane_bytes() / n / cache_line * cache_line);
   Range mine = clip(begin, nbytes, op.in_parts[rank].count * call.item);
   for (size_t at = mine.begin; at < mine.end; at += block) {
     const size_t length = std::min(block, mine.end - at);

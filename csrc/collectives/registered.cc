@@ -33,11 +33,12 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   std::vector<uint64_t> sizes = gather_words(comm, nbytes);
   for (int p = 0; p < comm.world_size(); ++p)
     if (sizes[p] != nbytes)
-      transport.raise(ErrorKind::mismatch, info, p, "nbytes=" + std::to_string(nbytes) + " here, " + std::to_string(sizes[p]) + " on rank " + std::to_string(p) +
-                                                         ". All ranks must allocate equal sizes.");
+      transport.raise(ErrorKind::mismatch, info, p,
+                      "nbytes=" + std::to_string(nbytes) + " here, " + std::to_string(sizes[p]) + " on rank " + std::to_string(p) +
+                          ". All ranks must allocate equal sizes.");
   const size_t stride = round_up(nbytes ? nbytes : 1, nbytes >= page ? page : small_page);
-  const auto deadline = std::chrono::steady_clock::now() +
-                        std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(std::min(transport.timeout(), 1e8)));
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                                               std::chrono::duration<double>(std::min(transport.timeout(), 1e8)));
   std::unique_ptr<FdServer> server;
   std::unique_ptr<Segment> segment;
   char name[64] = {};
@@ -51,10 +52,8 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   op.count = sizeof(name);
   op.in = op.out = reinterpret_cast<std::byte*>(name);
   run(comm, std::move(op));
-  if (server)
-    server->serve(segment->fd(), comm.world_size() - 1, deadline);
-  else
-    segment = Segment::open(receive_fd(name, deadline));
+  if (server) server->serve(segment->fd(), comm.world_size() - 1, deadline);
+  else segment = Segment::open(receive_fd(name, deadline));
   std::byte* data = segment->data() + comm.rank() * stride;
   const uint32_t region = transport.add_region(std::move(segment), stride);
   std::vector<uint64_t> bases = gather_words(comm, reinterpret_cast<uint64_t>(data));

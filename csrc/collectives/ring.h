@@ -25,9 +25,11 @@ void ring_pass(Call& call, int lane, int steps, int segments, const First& first
   LaneState& state = call.comm.lane(lane);
   const uint64_t base = state.steps;
   const size_t slot_bytes = ring_slot_bytes(call);
-  auto counter = [&](int p, PaddedCounter(RankControl::*stage)[max_lanes]) -> std::atomic<uint64_t>& { return (transport.control(p).*stage)[lane].value; };
+  auto counter = [&](int p, PaddedCounter(RankControl::* stage)[max_lanes]) -> std::atomic<uint64_t>& {
+    return (transport.control(p).*stage)[lane].value;
+  };
   auto slot = [&](int p, uint64_t k) { return call.staging(p, lane) + (base + k) % ring_slots * slot_bytes; };
-  auto await = [&](int p, PaddedCounter(RankControl::*stage)[max_lanes], uint64_t value) {
+  auto await = [&](int p, PaddedCounter(RankControl::* stage)[max_lanes], uint64_t value) {
     transport.wait_for(p, [&](int q) { return counter(q, stage).load(std::memory_order_acquire) >= value; }, call.scope);
   };
   auto send = [&](uint64_t k, auto&& write) {
@@ -44,10 +46,8 @@ void ring_pass(Call& call, int lane, int steps, int segments, const First& first
     for (int s = 0; s < segments; ++s) {
       const uint64_t k = static_cast<uint64_t>(t) * segments + s;
       await(prev, &RankControl::filled, base + k + 1);
-      if (t + 1 < steps)
-        send(k + segments, [&](std::byte* to) { forward(t, s, slot(prev, k), to); });
-      else
-        forward(t, s, slot(prev, k), nullptr);
+      if (t + 1 < steps) send(k + segments, [&](std::byte* to) { forward(t, s, slot(prev, k), to); });
+      else forward(t, s, slot(prev, k), nullptr);
       counter(call.rank, &RankControl::drained).store(base + k + 1, std::memory_order_release);
       transport.notify(prev);
     }

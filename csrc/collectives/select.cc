@@ -56,7 +56,8 @@ Choice select(OpKind kind, size_t nbytes, const Situation& s, Algorithm requeste
   const Algorithm staged = kind == OpKind::all_reduce || kind == OpKind::reduce ? Algorithm::two_shot : Algorithm::staged;
   if (requested != Algorithm::automatic) return {requested, block, "asked for by the caller or PYCOMM_ALGORITHM"};
   if (s.mapped) return {Algorithm::direct, 0, "peers' buffers are addressable: one pass, no staging"};
-  if (kind == OpKind::all_reduce && nbytes <= one_shot_staged_until) return {Algorithm::one_shot, block, "small: one exchange, every rank reduces all"};
+  if (kind == OpKind::all_reduce && nbytes <= one_shot_staged_until)
+    return {Algorithm::one_shot, block, "small: one exchange, every rank reduces all"};
   const bool whole = kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::broadcast;
   const size_t total = whole ? nbytes : nbytes * s.world_size;
   const KernelWins wins = kernel_wins(kind, s);

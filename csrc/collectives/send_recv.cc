@@ -23,13 +23,15 @@ bool Message::poll() {
 }
 void Message::help(bool nobody_waits) { engine_->help(*this, nobody_waits); }
 
-PointToPoint::PointToPoint(Communicator& comm) : comm_(comm), transport_(comm.transport()), out_(comm.world_size()), in_(comm.world_size()) {}
+PointToPoint::PointToPoint(Communicator& comm)
+    : comm_(comm), transport_(comm.transport()), out_(comm.world_size()), in_(comm.world_size()) {}
 
-MessagePtr PointToPoint::make(bool sending, std::byte* data, size_t count, DType dtype, int peer, int tag, double timeout, std::function<void()> finalizer) {
+MessagePtr PointToPoint::make(bool sending, std::byte* data, size_t count, DType dtype, int peer, int tag, double timeout,
+                              std::function<void()> finalizer) {
   const OpInfo info{sending ? OpKind::send : OpKind::recv, 0};
   if (peer == comm_.rank() || peer < (sending ? 0 : any_source) || peer >= comm_.world_size())
-    throw std::invalid_argument(transport_.where(info) + "peer rank " + std::to_string(peer) + " must be another rank of the group, in [0, " +
-                                std::to_string(comm_.world_size()) + ")");
+    throw std::invalid_argument(transport_.where(info) + "peer rank " + std::to_string(peer) +
+                                " must be another rank of the group, in [0, " + std::to_string(comm_.world_size()) + ")");
   transport_.check(info);
   transport_.note_core();
   auto message = std::make_shared<Message>();
@@ -46,7 +48,8 @@ MessagePtr PointToPoint::make(bool sending, std::byte* data, size_t count, DType
   return message;
 }
 
-MessagePtr PointToPoint::send(const std::byte* data, size_t count, DType dtype, int dst, int tag, double timeout, std::function<void()> finalizer) {
+MessagePtr PointToPoint::send(const std::byte* data, size_t count, DType dtype, int dst, int tag, double timeout,
+                              std::function<void()> finalizer) {
   MessagePtr message = make(true, const_cast<std::byte*>(data), count, dtype, dst, tag, timeout, std::move(finalizer));
   active_.fetch_add(1, std::memory_order_relaxed);
   {
@@ -57,7 +60,8 @@ MessagePtr PointToPoint::send(const std::byte* data, size_t count, DType dtype, 
   return message;
 }
 
-MessagePtr PointToPoint::recv(std::byte* data, size_t count, DType dtype, int src, int tag, double timeout, std::function<void()> finalizer) {
+MessagePtr PointToPoint::recv(std::byte* data, size_t count, DType dtype, int src, int tag, double timeout,
+                              std::function<void()> finalizer) {
   MessagePtr message = make(false, data, count, dtype, src, tag, timeout, std::move(finalizer));
   active_.fetch_add(1, std::memory_order_relaxed);
   {
@@ -86,10 +90,8 @@ void PointToPoint::wait(Message& message, double timeout) {
   WaitScope scope = scope_of(message, timeout);
   scope.deadline += std::chrono::steady_clock::now() - message.issued_;
   try {
-    if (message.peer_ == any_source)
-      transport_.wait_all(ready, scope);
-    else
-      transport_.wait_for(message.peer_, ready, scope);
+    if (message.peer_ == any_source) transport_.wait_all(ready, scope);
+    else transport_.wait_for(message.peer_, ready, scope);
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }
@@ -102,7 +104,8 @@ WaitScope PointToPoint::scope_of(const Message& message, double timeout) const {
   scope.op = {message.sending_ ? OpKind::send : OpKind::recv, 0};
   scope.any_peer = message.peer_ == any_source;
   scope.timeout = timeout > 0 ? timeout : message.timeout_ > 0 ? message.timeout_ : transport_.timeout();
-  scope.deadline = message.issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+  scope.deadline = message.issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                         std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
   return scope;
 }
 
@@ -113,7 +116,8 @@ void PointToPoint::poll(Message& message) {
   message.next_look_ = now + poll_look_every;
   const bool any = message.peer_ == any_source;
   try {
-    transport_.look(any ? 0 : message.peer_, any ? comm_.world_size() : message.peer_ + 1, [&](int) { return message.done(); }, scope_of(message, 0));
+    transport_.look(
+        any ? 0 : message.peer_, any ? comm_.world_size() : message.peer_ + 1, [&](int) { return message.done(); }, scope_of(message, 0));
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }
@@ -153,9 +157,7 @@ bool PointToPoint::advance() {
   return moved;
 }
 
-void PointToPoint::finish(const MessagePtr& message, std::exception_ptr error) {
-  finished_.emplace_back(message, std::move(error));
-}
+void PointToPoint::finish(const MessagePtr& message, std::exception_ptr error) { finished_.emplace_back(message, std::move(error)); }
 
 void PointToPoint::fail_all(std::exception_ptr error) {
   std::vector<MessagePtr> all;
@@ -283,7 +285,19 @@ bool PointToPoint::pull(int src) {
     MessageSlot& slot = channel.slots[in.taken % channel_slots];
     if (slot.id.load(std::memory_order_acquire) != in.taken + 1) return moved;
     const auto dtype = static_cast<DType>(slot.dtype);
-    in.aside.push_back({src, slot.tag, dtype, slot.mode, in.taken + 1, slot.count, slot.count * size_of(dtype), slot.address, slot.region, 0, false, {}, nullptr});
+    in.aside.push_back({src,
+                        slot.tag,
+                        dtype,
+                        slot.mode,
+                        in.taken + 1,
+                        slot.count,
+                        slot.count * size_of(dtype),
+                        slot.address,
+                        slot.region,
+                        0,
+                        false,
+                        {},
+                        nullptr});
     auto arrival = std::prev(in.aside.end());
     arrival->recv = find_recv(src, arrival->tag);
     if (arrival->mode == MessageMode::in_slot) {
@@ -346,8 +360,7 @@ void PointToPoint::deliver(int src, std::list<Arrival>::iterator arrival) {
     if (arrival->mode == MessageMode::in_place) {
       if (const std::byte* from = transport_.map_address(src, arrival->address, arrival->region))
         std::memcpy(recv.data_, from, arrival->nbytes);
-      else
-        transport_.read_peer(src, reinterpret_cast<const void*>(arrival->address), recv.data_, arrival->nbytes, {OpKind::recv, 0});
+      else transport_.read_peer(src, reinterpret_cast<const void*>(arrival->address), recv.data_, arrival->nbytes, {OpKind::recv, 0});
     } else if (!arrival->data.empty()) {
       std::memcpy(recv.data_, arrival->data.data(), arrival->nbytes);
     }
@@ -385,8 +398,10 @@ std::exception_ptr PointToPoint::mismatch(bool sending, int peer, const Message&
   const OpInfo info{sending ? OpKind::send : OpKind::recv, 0};
   std::string what = mine.dtype_ != dtype ? std::string("dtype=") + to_string(mine.dtype_) + " here, " + to_string(dtype)
                                           : "count=" + std::to_string(mine.count_) + " here, " + std::to_string(count);
-  what += " on rank " + std::to_string(peer) + " (tag " + std::to_string(mine.tag_) + "). A recv must have the count and dtype of its send.";
-  return std::make_exception_ptr(CommError(ErrorKind::mismatch, transport_.where(info) + what, comm_.rank(), comm_.world_size(), info, peer));
+  what +=
+      " on rank " + std::to_string(peer) + " (tag " + std::to_string(mine.tag_) + "). A recv must have the count and dtype of its send.";
+  return std::make_exception_ptr(
+      CommError(ErrorKind::mismatch, transport_.where(info) + what, comm_.rank(), comm_.world_size(), info, peer));
 }
 
 }  // namespace pycomm

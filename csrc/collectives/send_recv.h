@@ -100,7 +100,8 @@ class PointToPoint : public BackgroundProgress {
     std::deque<Acknowledgement> acks;   // waiting for room
   };
 
-  MessagePtr make(bool sending, std::byte* data, size_t count, DType dtype, int peer, int tag, double timeout, std::function<void()> finalizer);
+  MessagePtr make(bool sending, std::byte* data, size_t count, DType dtype, int peer, int tag, double timeout,
+                  std::function<void()> finalizer);
   void wait(Message& message, double timeout);
   void poll(Message& message);
   WaitScope scope_of(const Message& message, double timeout) const;

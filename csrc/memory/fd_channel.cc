@@ -115,7 +115,8 @@ int receive_fd(const std::string& server_name, Deadline deadline) {
     std::this_thread::sleep_for(std::chrono::milliseconds(1));
   }
   if (!same_user(socket.fd)) throw std::runtime_error("pycomm: the leader of the node belongs to another user");
-  if (!wait_readable(socket.fd, deadline)) throw std::runtime_error("pycomm: the leader of the node did not hand over the shared segment in time");
+  if (!wait_readable(socket.fd, deadline))
+    throw std::runtime_error("pycomm: the leader of the node did not hand over the shared segment in time");
   char byte = 0;
   iovec part{&byte, 1};
   alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
@@ -126,7 +127,8 @@ int receive_fd(const std::string& server_name, Deadline deadline) {
   message.msg_controllen = sizeof(control);
   ssize_t received = ::recvmsg(socket.fd, &message, MSG_CMSG_CLOEXEC);
   cmsghdr* header = received == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
-  if (!header || header->cmsg_type != SCM_RIGHTS) throw std::runtime_error("pycomm: the leader of the node ended before it handed over the shared segment");
+  if (!header || header->cmsg_type != SCM_RIGHTS)
+    throw std::runtime_error("pycomm: the leader of the node ended before it handed over the shared segment");
   int fd = -1;
   std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
   return fd;

@@ -19,7 +19,7 @@ namespace {
 [[noreturn]] void throw_errno(const char* what) { throw std::system_error(errno, std::generic_category(), std::string("pycomm: ") + what); }
 
 struct flock record_lock(short type, int byte) {
-  struct flock lock {};
+  struct flock lock{};
   lock.l_type = type;
   lock.l_whence = SEEK_SET;
   lock.l_start = byte;
@@ -41,7 +41,7 @@ struct Segment::SharedFd {
   static std::shared_ptr<SharedFd> adopt(int fd) {
     static std::mutex mutex;
     static std::map<ino_t, std::weak_ptr<SharedFd>> registry;
-    struct stat info {};
+    struct stat info{};
     if (::fstat(fd, &info) != 0) throw_errno("fstat of a shared segment");
     std::lock_guard guard(mutex);
     std::erase_if(registry, [](const auto& entry) { return entry.second.expired(); });
@@ -79,7 +79,7 @@ std::unique_ptr<Segment> Segment::create(size_t nbytes) {
 }
 
 std::unique_ptr<Segment> Segment::open(int fd) {
-  struct stat info {};
+  struct stat info{};
   if (::fstat(fd, &info) != 0) throw_errno("fstat of a received segment");
   return std::unique_ptr<Segment>(new Segment(SharedFd::adopt(fd), static_cast<size_t>(info.st_size)));
 }

@@ -81,9 +81,9 @@ void PycommBackend::run_now(const Call& call, TensorTask& task, at::TensorList i
   if (hook_) started = std::chrono::steady_clock::now();
   try {
     comm_->run(task);
-  } catch (...) {
+  } catch (const CommError& error) {
     FlightRecorder::instance().end(entry, true);
-    throw;
+    throw TorchCommError(error);
   }
   FlightRecorder::instance().end(entry, false);
   if (!hook_) return;
@@ -120,7 +120,9 @@ PycommBackend::WorkPtr PycommBackend::handle(c10d::OpType type, const char* titl
 }
 
 void PycommBackend::startCoalescing() {
-  if (coalescing_.load()) throw std::invalid_argument("pycomm: startCoalescing() was called twice without endCoalescing()");
+  // A second start in the same thread means that an exception kept torch from ending the first: begin anew.
+  if (coalescing_.load() && !coalescing())
+    throw std::invalid_argument("pycomm: another thread is between startCoalescing() and endCoalescing()");
   batch_ = {std::this_thread::get_id(), {}, {}};
   coalescing_.store(true);
 }

@@ -6,8 +6,8 @@
 //   asyncOp true    the default of torch's options, so what DDP, FSDP2 and functional collectives get: a TorchWork
 // Between startCoalescing() and endCoalescing() of one thread everything is issued, and endCoalescing() returns one Work for all of it.
 //
-// Errors: std::invalid_argument for what is wrong on this rank alone (ValueError in Python); CommError for the wire, which the
-// translator in bindings.cc makes one of pycomm.errors, also when it passes through torch's own bindings: both share pybind11's registry.
+// Errors: std::invalid_argument for what is wrong on this rank alone (ValueError in Python); TorchCommError (torch_work.h) for the wire,
+// which becomes one of pycomm.errors in Python, also on its way through torch's own bindings: both share pybind11's translators.
 //
 // The class overrides what torch 2.11 to 2.15 have in common. 2.14 has new names (all_gather_single, ...), which call these ones.
 #pragma once
@@ -130,7 +130,7 @@ class PycommBackend final : public c10d::Backend {
   WorkPtr handle(c10d::OpType type, const char* title, uint64_t sequence, Parts parts, at::TensorList outputs);
   uint64_t record(const char* name, uint64_t sequence, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
   uint64_t record(FlightRecord head, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
-  bool coalescing() const { return coalescing_.load(std::memory_order_relaxed) && batch_.owner == std::this_thread::get_id(); }
+  bool coalescing() const { return coalescing_.load(std::memory_order_acquire) && batch_.owner == std::this_thread::get_id(); }
 
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;

@@ -72,6 +72,13 @@ void bind_backend(py::module_& module) {
       .def("get_error", &PycommBackend::getError)
       // torch calls it on the parent's backend where a new group leaves this rank out, if there is a bound device.
       .def("perform_nocolor_split", [](PycommBackend&, const py::object&) {});
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const TorchCommError& error) {
+      throw error.error();  // the translator in bindings.cc, which is asked next, knows CommError
+    }
+  });
   module.def("create_backend", &create);
   module.def("flight_records", &flight_records);
 }

@@ -201,10 +201,8 @@ PycommBackend::WorkPtr PycommBackend::barrier(const c10d::BarrierOptions& opts) 
   return submit({OpType::BARRIER, "pycomm:barrier", opts.timeout, opts.asyncOp}, std::move(task), {}, {});
 }
 
-// The error names all missing ranks whether or not wait_all_ranks is set. A timeout of 0 means "now" here, as in Gloo.
 void PycommBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
-  const auto timeout = opts.timeout == kNoTimeout ? std::chrono::milliseconds(1) : opts.timeout;
-  auto task = make_barrier(*comm_, call_options(OpKind::barrier, timeout));
+  auto task = make_barrier(*comm_, call_options(OpKind::barrier, opts.timeout));
   run_now({OpType::BARRIER, "pycomm:barrier", opts.timeout, false}, *task, {}, {});
 }
 

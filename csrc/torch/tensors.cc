@@ -40,10 +40,12 @@ class Builder {
   // All tensors of a call must agree with the first one.
   void type(const at::Tensor& tensor) {
     if (!tensor.device().is_cpu())
-      bad("tensor is on device " + tensor.device().str() + "; this group moves CPU tensors. Copy it with .cpu() or use a group for that device.");
+      bad("tensor is on device " + tensor.device().str() +
+          "; this group moves CPU tensors. Copy it with .cpu() or use a group for that device.");
     if (tensor.layout() != at::kStrided) bad("only dense (strided) tensors can be communicated");
     DType dtype = supported_dtype(comm_.transport(), op.kind, tensor);
-    if (typed_ && dtype != op.dtype) bad(std::string("tensors of one call differ in dtype: ") + to_string(op.dtype) + " and " + to_string(dtype));
+    if (typed_ && dtype != op.dtype)
+      bad(std::string("tensors of one call differ in dtype: ") + to_string(op.dtype) + " and " + to_string(dtype));
     op.dtype = dtype;
     typed_ = true;
   }
@@ -105,11 +107,13 @@ size_t total_count(const std::vector<Part>& parts) {
 }
 
 // Elements per peer from splits in rows.
-std::vector<size_t> split_counts(const Builder& builder, const at::Tensor& tensor, const std::vector<int64_t>& splits, int world_size, const char* name) {
+std::vector<size_t> split_counts(const Builder& builder, const at::Tensor& tensor, const std::vector<int64_t>& splits, int world_size,
+                                 const char* name) {
   const int64_t rows = tensor.dim() ? tensor.size(0) : 1;
   if (splits.empty()) {
     if (rows % world_size)
-      builder.bad(std::string(name) + " has " + std::to_string(rows) + " rows, which " + std::to_string(world_size) + " ranks do not divide; pass splits");
+      builder.bad(std::string(name) + " has " + std::to_string(rows) + " rows, which " + std::to_string(world_size) +
+                  " ranks do not divide; pass splits");
     return std::vector<size_t>(world_size, tensor.numel() / world_size);
   }
   if (splits.size() != static_cast<size_t>(world_size))
@@ -121,7 +125,8 @@ std::vector<size_t> split_counts(const Builder& builder, const at::Tensor& tenso
     total += split;
     counts.push_back(rows ? static_cast<size_t>(split * (tensor.numel() / rows)) : 0);
   }
-  if (total != rows) builder.bad(std::string(name) + " splits sum to " + std::to_string(total) + ", the tensor has " + std::to_string(rows) + " rows");
+  if (total != rows)
+    builder.bad(std::string(name) + " splits sum to " + std::to_string(total) + ", the tensor has " + std::to_string(rows) + " rows");
   return counts;
 }
 
@@ -163,20 +168,23 @@ void TensorTask::finish(bool patient) {
 TaskPtr make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
   Builder builder(comm, OpKind::all_reduce, options);
   builder.reduction(reduction);
-  if (in.numel() != out.numel()) builder.bad("out has " + std::to_string(out.numel()) + " elements, expected " + std::to_string(in.numel()));
+  if (in.numel() != out.numel())
+    builder.bad("out has " + std::to_string(out.numel()) + " elements, expected " + std::to_string(in.numel()));
   builder.op.out = builder.output(out);
   builder.op.in = in.is_same(out) ? builder.op.out : builder.input(in);
   builder.op.count = in.numel();
   return builder.build();
 }
 
-TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction, const CallOptions& options) {
+TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
+                    const CallOptions& options) {
   Builder builder(comm, OpKind::reduce, options);
   builder.reduction(reduction);
   builder.op.root = root;
   builder.op.count = in.numel();
   if (comm.rank() == root) {
-    if (in.numel() != out.numel()) builder.bad("out has " + std::to_string(out.numel()) + " elements, expected " + std::to_string(in.numel()));
+    if (in.numel() != out.numel())
+      builder.bad("out has " + std::to_string(out.numel()) + " elements, expected " + std::to_string(in.numel()));
     builder.op.out = builder.output(out);
     builder.op.in = in.is_same(out) ? builder.op.out : builder.input(in);
   } else {
@@ -189,10 +197,8 @@ TaskPtr make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, c
   Builder builder(comm, OpKind::broadcast, options);
   builder.op.root = root;
   builder.op.count = tensor.numel();
-  if (comm.rank() == root)
-    builder.op.in = builder.input(tensor);
-  else
-    builder.op.out = builder.output(tensor);
+  if (comm.rank() == root) builder.op.in = builder.input(tensor);
+  else builder.op.out = builder.output(tensor);
   return builder.build();
 }
 
@@ -204,7 +210,8 @@ TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors&
   builder.op.count = builder.op.uneven ? total_count(builder.op.out_parts) : in.numel();
   const size_t own = builder.op.out_parts[comm.rank()].count;
   if (own != static_cast<size_t>(in.numel()))
-    builder.bad("out[" + std::to_string(comm.rank()) + "] has " + std::to_string(own) + " elements, the input of this rank has " + std::to_string(in.numel()));
+    builder.bad("out[" + std::to_string(comm.rank()) + "] has " + std::to_string(own) + " elements, the input of this rank has " +
+                std::to_string(in.numel()));
   return builder.build();
 }
 
@@ -231,7 +238,8 @@ TaskPtr make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Ten
   return builder.build();
 }
 
-TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
+TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
+                                 const CallOptions& options) {
   Builder builder(comm, OpKind::reduce_scatter, options);
   builder.reduction(reduction);
   if (in.numel() != out.numel() * comm.world_size())
@@ -287,7 +295,8 @@ namespace {
 
 at::Tensor checked_message(Transport& transport, OpKind kind, const at::Tensor& tensor) {
   if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
-    throw std::invalid_argument(transport.where({kind, 0}) + "this group moves dense CPU tensors, got one on device " + tensor.device().str());
+    throw std::invalid_argument(transport.where({kind, 0}) + "this group moves dense CPU tensors, got one on device " +
+                                tensor.device().str());
   if (tensor.is_conj() || tensor.is_neg()) throw std::invalid_argument(transport.where({kind, 0}) + lazy_bit);
   supported_dtype(transport, kind, tensor);
   return tensor.contiguous();

@@ -48,18 +48,24 @@ using Tensors = std::vector<at::Tensor>;
 
 // `in` and `out` may be the same tensor. Lists have world_size entries, all of one dtype.
 TaskPtr make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
-TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction, const CallOptions& options);
+TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
+                    const CallOptions& options);
 TaskPtr make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options);
-TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, const CallOptions& options);            // uneven if the sizes differ
-TaskPtr make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const CallOptions& options);    // out: world_size * in
+TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out,
+                        const CallOptions& options);            // uneven if the sizes differ
+TaskPtr make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out,
+                             const CallOptions& options);    // out: world_size * in
 TaskPtr make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
-TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
-TaskPtr make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options);               // always pairwise sizes
+TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
+                                 const CallOptions& options);
+TaskPtr make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options);  // always pairwise sizes
 // Splits count rows (entries of the first dimension); both empty: even.
 TaskPtr make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
                              const std::vector<int64_t>& out_splits, const CallOptions& options);
-TaskPtr make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root, const CallOptions& options);      // out: at the root only
-TaskPtr make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root, const CallOptions& options);     // in: at the root only
+TaskPtr make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root,
+                    const CallOptions& options);  // out: at the root only
+TaskPtr make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root,
+                     const CallOptions& options);  // in: at the root only
 TaskPtr make_barrier(Communicator& comm, const CallOptions& options);
 
 // Point to point. Keeps the tensor alive; a non-contiguous recv is copied back when the message completes.

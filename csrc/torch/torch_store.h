@@ -11,7 +11,9 @@ class TorchStore final : public Store {
  public:
   explicit TorchStore(c10::intrusive_ptr<c10d::Store> store) : store_(std::move(store)) {}
 
-  void set(const std::string& key, const std::string& value) override { store_->set(key, std::vector<uint8_t>(value.begin(), value.end())); }
+  void set(const std::string& key, const std::string& value) override {
+    store_->set(key, std::vector<uint8_t>(value.begin(), value.end()));
+  }
   std::string get(const std::string& key) override {
     auto bytes = store_->get(key);
     return {bytes.begin(), bytes.end()};

@@ -66,6 +66,17 @@ c10d::WorkResult result_of(const std::exception_ptr& error) {
 
 }  // namespace
 
+std::exception_ptr for_torch(const std::exception_ptr& error) {
+  try {
+    if (error) std::rethrow_exception(error);
+  } catch (const CommError& e) {
+    return std::make_exception_ptr(TorchCommError(e));
+  } catch (...) {
+    // anything else is good as it is
+  }
+  return error;
+}
+
 TorchWork::TorchWork(std::shared_ptr<Communicator> comm, c10d::OpType type, uint64_t sequence, Parts parts, std::vector<at::Tensor> outputs,
                      const char* profiling_title)
     : c10d::Work(comm->rank(), type, profiling_title),
@@ -88,7 +99,7 @@ bool TorchWork::isSuccess() const {
 
 std::exception_ptr TorchWork::exception() const {
   for (const auto& part : parts_)
-    if (part->done() && part->error()) return part->error();
+    if (part->done() && part->error()) return for_torch(part->error());
   return nullptr;
 }
 
@@ -100,15 +111,14 @@ int TorchWork::sourceRank() const {
 
 // kNoTimeout (0) and kUnsetTimeout (-1) both mean the time limit of the operation itself: nothing in pycomm waits without one.
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
-  if (timeout <= kNoTimeout || parts_.size() == 1) {
-    const double limit = timeout > kNoTimeout ? std::chrono::duration<double>(timeout).count() : 0;
-    for (const auto& part : parts_) part->wait(limit);
-    return true;
-  }
   const auto deadline = Clock::now() + timeout;
   for (const auto& part : parts_) {
     const std::chrono::duration<double> left = deadline - Clock::now();
-    part->wait(std::max(left.count(), 1e-3));
+    try {
+      part->wait(timeout > kNoTimeout ? std::max(left.count(), 1e-3) : 0);
+    } catch (const CommError& error) {
+      throw TorchCommError(error);
+    }
   }
   return true;
 }
@@ -122,7 +132,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type
     complete_in_a_thread(comm_, parts_);
   } else {
     for (const auto& part : parts_)
-      if (!part->done()) part->help(true);
+      if (!part->poll()) part->help(true);
   }
   return future;
 }
@@ -132,7 +142,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   if (!future_)
     future_ = make_future(c10::ListType::create(c10::TensorType::get()),
                           [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {
-                            if (error) future.setError(error);
+                            if (error) future.setError(for_torch(error));
                             else future.markCompleted(c10::IValue(outputs));
                           });
   return future_;

@@ -1,6 +1,7 @@
 // torch_work.h -- c10d::Work over the core's works: one for an ordinary call, several for coalesced ones.
 #pragma once
 
+#include <c10/util/Exception.h>
 #include <torch/csrc/distributed/c10d/Work.hpp>
 
 #include <chrono>
@@ -15,6 +16,21 @@
 namespace pycomm {
 
 using Parts = c10::SmallVector<std::shared_ptr<Work>, 1>;
+
+// A CommError as torch's own code knows errors of a backend. Where an error reaches Python through pybind11 (all of torch.distributed) it
+// becomes one of pycomm.errors again (backend_bindings.cc). Where torch's other machinery carries it (out of backward() with DDP, out of
+// torch.ops), it becomes torch.distributed.DistBackendError, their base class, instead of a mere RuntimeError.
+class TorchCommError final : public c10::DistBackendError {
+ public:
+  explicit TorchCommError(const CommError& error) : c10::DistBackendError(std::string(error.what())), error_(error) {}
+  const CommError& error() const { return error_; }
+
+ private:
+  CommError error_;
+};
+
+// The same error, as TorchCommError if it is a CommError.
+std::exception_ptr for_torch(const std::exception_ptr& error);
 
 // What Backend::registerOnCompletionHook asked for. Shared with the works, which may outlive the backend.
 struct CompletionHook {

@@ -59,7 +59,7 @@ std::string host_identity(const std::string& override_id) {
   if (!override_id.empty()) return override_id;
   std::string boot = "unknown";
   std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  struct stat network {};
+  struct stat network{};
   ::stat("/proc/self/ns/net", &network);
   return boot + "-" + std::to_string(network.st_ino) + "-" + std::to_string(::geteuid());
 }
@@ -96,7 +96,8 @@ struct Record {
 
   std::string pack() const {
     std::ostringstream out;
-    out << layout_version << ' ' << host << ' ' << token << ' ' << primary << ' ' << threads << ' ' << cores << ' ' << (socket.empty() ? "-" : socket);
+    out << layout_version << ' ' << host << ' ' << token << ' ' << primary << ' ' << threads << ' ' << cores << ' '
+        << (socket.empty() ? "-" : socket);
     return out.str();
   }
   static Record unpack(const std::string& text) {
@@ -115,7 +116,8 @@ uint64_t fork_generation() { return forks.load(std::memory_order_relaxed); }
 std::unique_ptr<Transport> Transport::join(Store& store, int rank, int world_size, const TransportOptions& options) {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw std::invalid_argument("pycomm: rank " + std::to_string(rank) + " is not in [0, world_size=" + std::to_string(world_size) + ")");
-  if (world_size > 1024) throw std::invalid_argument("pycomm: world_size=" + std::to_string(world_size) + " exceeds 1024 ranks on one node");
+  if (world_size > 1024)
+    throw std::invalid_argument("pycomm: world_size=" + std::to_string(world_size) + " exceeds 1024 ranks on one node");
   std::unique_ptr<Transport> transport(new Transport());
   transport->options_ = options;
   transport->rank_ = rank;
@@ -127,7 +129,8 @@ std::unique_ptr<Transport> Transport::join(Store& store, int rank, int world_siz
 void Transport::connect(Store& store) {
   ProcessIdentity& process = ProcessIdentity::process();
   fork_generation_ = forks.load();
-  const WaitScope scope{{OpKind::none, 0}, Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout)),
+  const WaitScope scope{{OpKind::none, 0},
+                        Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(options_.timeout)),
                         options_.timeout};
 
   // A group of the same name may be created again: the how-manieth creation this is keeps their keys apart.
@@ -135,7 +138,8 @@ void Transport::connect(Store& store) {
   const std::string round = prefix + std::to_string(store.add(prefix + "round/" + std::to_string(rank_), 1)) + "/";
 
   std::unique_ptr<FdServer> server;
-  Record mine{host_identity(options_.host_id), to_hex(allowed_cores()), "", process.token, process.primary_groups.load() > 0, options_.threads};
+  Record mine{host_identity(options_.host_id),   to_hex(allowed_cores()), "", process.token,
+              process.primary_groups.load() > 0, options_.threads};
   if (rank_ == 0 && world_size_ > 1) mine.socket = (server = std::make_unique<FdServer>())->name();
   store.set(round + std::to_string(rank_), mine.pack());
 
@@ -148,7 +152,9 @@ void Transport::connect(Store& store) {
         std::string missing;
         for (int q = p; q < world_size_; ++q)
           if (q != rank_ && !store.has({round + std::to_string(q)})) missing += (missing.empty() ? "" : ", ") + std::to_string(q);
-        raise(ErrorKind::timeout, scope.op, p, "creating the group: rank(s) " + missing + " did not arrive within the timeout of " + std::to_string(static_cast<long>(options_.timeout)) + " s");
+        raise(ErrorKind::timeout, scope.op, p,
+              "creating the group: rank(s) " + missing + " did not arrive within the timeout of " +
+                  std::to_string(static_cast<long>(options_.timeout)) + " s");
       }
       std::this_thread::sleep_for(pause);
       if (pause < std::chrono::milliseconds(5)) pause *= 2;
@@ -162,8 +168,10 @@ void Transport::connect(Store& store) {
   lanes_ = max_lanes;
   for (int p = 0; p < world_size_; ++p) {
     if (records[p].host != mine.host)
-      raise(ErrorKind::mismatch, scope.op, p, "rank " + std::to_string(p) + " is on another host (or in another network namespace, or of another user); a "
-            "pycomm group must lie on one node. Use one group per node and another backend between nodes.");
+      raise(ErrorKind::mismatch, scope.op, p,
+            "rank " + std::to_string(p) +
+                " is on another host (or in another network namespace, or of another user); a "
+                "pycomm group must lie on one node. Use one group per node and another backend between nodes.");
     further |= records[p].primary;
     add_hex(cores, records[p].cores);
     lanes_ = std::min(lanes_, std::max(1, records[p].threads));
@@ -182,7 +190,8 @@ void Transport::connect(Store& store) {
   } else {
     segment_ = Segment::open(receive_fd(records[0].socket, scope.deadline));
     if (segment_->nbytes() != layout.total())
-      raise(ErrorKind::mismatch, scope.op, 0, "staging_bytes=" + std::to_string(budget_) + " here differs from that of rank 0. All ranks must pass equal values.");
+      raise(ErrorKind::mismatch, scope.op, 0,
+            "staging_bytes=" + std::to_string(budget_) + " here differs from that of rank 0. All ranks must pass equal values.");
     map(layout);
   }
 
@@ -194,7 +203,9 @@ void Transport::connect(Store& store) {
   segment_->hold_lock(rank_);
   self.state.store(RankState::joined, std::memory_order_release);
   if (server) server->serve(segment_->fd(), world_size_ - 1, scope.deadline);
-  auto in_state = [this](RankState state) { return [this, state](int p) { return controls_[p].state.load(std::memory_order_acquire) >= state; }; };
+  auto in_state = [this](RankState state) {
+    return [this, state](int p) { return controls_[p].state.load(std::memory_order_acquire) >= state; };
+  };
   ring_all();
   wait_all(in_state(RankState::joined), scope);
 
@@ -269,7 +280,8 @@ std::string Transport::where(const OpInfo& op) const {
 
 void Transport::check(const OpInfo& op) const {
   if (forked())
-    raise(ErrorKind::aborted, op, -1, "this communicator was created before a fork; only the parent process may use it. Create a new one in the child.");
+    raise(ErrorKind::aborted, op, -1,
+          "this communicator was created before a fork; only the parent process may use it. Create a new one in the child.");
   if (closed_.load(std::memory_order_relaxed)) raise(ErrorKind::aborted, op, -1, "the communicator is closed");
   if (broken()) raise_broken(op);
 }
@@ -312,7 +324,8 @@ void Transport::raise_broken(const OpInfo& op) const {
 
 void Transport::abort(const std::string& reason) {
   if (forked()) return;  // a forked child must not speak for its parent
-  mark_broken(ErrorKind::aborted, {}, rank_, "rank " + std::to_string(rank_) + " aborted the group" + (reason.empty() ? "" : ": " + reason));
+  mark_broken(ErrorKind::aborted, {}, rank_,
+              "rank " + std::to_string(rank_) + " aborted the group" + (reason.empty() ? "" : ": " + reason));
 }
 
 // --- peers' memory --------------------------------------------------------------------------------------------------------------
@@ -332,7 +345,8 @@ void Transport::read_peer(int peer, const void* remote, void* local, size_t nbyt
     iovec to{static_cast<std::byte*>(local) + done, nbytes - done};
     iovec from{const_cast<std::byte*>(static_cast<const std::byte*>(remote)) + done, nbytes - done};
     ssize_t n = ::process_vm_readv(controls_[peer].pid, &to, 1, &from, 1, 0);
-    if (n <= 0) fail(ErrorKind::peer, op, peer, "rank " + std::to_string(peer) + " died while its memory was read (" + std::strerror(errno) + ")");
+    if (n <= 0)
+      fail(ErrorKind::peer, op, peer, "rank " + std::to_string(peer) + " died while its memory was read (" + std::strerror(errno) + ")");
     done += static_cast<size_t>(n);
   }
 }
@@ -343,7 +357,8 @@ void Transport::write_peer(int peer, void* remote, const void* local, size_t nby
     iovec from{const_cast<std::byte*>(static_cast<const std::byte*>(local)) + done, nbytes - done};
     iovec to{static_cast<std::byte*>(remote) + done, nbytes - done};
     ssize_t n = ::process_vm_writev(controls_[peer].pid, &from, 1, &to, 1, 0);
-    if (n <= 0) fail(ErrorKind::peer, op, peer, "rank " + std::to_string(peer) + " died while its memory was written (" + std::strerror(errno) + ")");
+    if (n <= 0)
+      fail(ErrorKind::peer, op, peer, "rank " + std::to_string(peer) + " died while its memory was written (" + std::strerror(errno) + ")");
     done += static_cast<size_t>(n);
   }
 }

@@ -151,7 +151,9 @@ class Transport {
   bool anyone_sleeps() const;
   void beat();
   void leave_shared_core(std::chrono::steady_clock::time_point now);
-  bool shares_core(int peer) const { return controls_[peer].core.load(std::memory_order_relaxed) == controls_[rank_].core.load(std::memory_order_relaxed); }
+  bool shares_core(int peer) const {
+    return controls_[peer].core.load(std::memory_order_relaxed) == controls_[rank_].core.load(std::memory_order_relaxed);
+  }
   std::vector<int> without_heartbeat() const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
   void connect(Store& store);

@@ -179,7 +179,9 @@ void Transport::examine(int first, int last, ReadyFn ready, const void* context,
     missing.push_back(p);
   }
   if (!late || missing.empty()) return;
-  auto waits = [this](int p) { return controls_[p].heartbeat_ns.load(std::memory_order_relaxed) >= (Clock::now() - heartbeat_until).time_since_epoch().count(); };
+  auto waits = [this](int p) {
+    return controls_[p].heartbeat_ns.load(std::memory_order_relaxed) >= (Clock::now() - heartbeat_until).time_since_epoch().count();
+  };
   if (std::all_of(missing.begin(), missing.end(), waits)) {
     std::vector<int> silent = without_heartbeat();  // [Note: who is to blame]
     if (!silent.empty()) missing = silent;

@@ -127,8 +127,9 @@ void oracle(ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t
     for (size_t s = 1; s < srcs.size(); s++) acc = combine(op, acc, source(s));
     if (op == ReduceOp::avg) {
       if constexpr (std::is_floating_point_v<A>) acc /= static_cast<A>(factor);
-      else acc = static_cast<A>(std::is_signed_v<A> ? static_cast<A>(static_cast<int64_t>(acc) / static_cast<int64_t>(factor))
-                                                    : static_cast<A>(static_cast<uint64_t>(acc) / static_cast<uint64_t>(factor)));
+      else
+        acc = static_cast<A>(std::is_signed_v<A> ? static_cast<A>(static_cast<int64_t>(acc) / static_cast<int64_t>(factor))
+                                                 : static_cast<A>(static_cast<uint64_t>(acc) / static_cast<uint64_t>(factor)));
     }
     if constexpr (is_small<T>) put(out, i, T::round(acc));
     else put(out, i, one_nan(acc));

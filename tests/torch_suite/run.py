@@ -1,9 +1,9 @@
 """Runs PyTorch's own distributed suite on pycomm, or on Gloo to learn what passes there. See docs/torch_suite.md.
 
-    python tests/torch_suite/run.py                    # all tests that Gloo passes, on pycomm
-    python tests/torch_suite/run.py test_all_reduce    # those whose names contain this
-    python tests/torch_suite/run.py --backend gloo     # the same on Gloo
-    python tests/torch_suite/run.py --regenerate 3     # runs everything on Gloo three times and writes gloo_passes.txt
+python tests/torch_suite/run.py                    # all tests that Gloo passes, on pycomm
+python tests/torch_suite/run.py test_all_reduce    # those whose names contain this
+python tests/torch_suite/run.py --backend gloo     # the same on Gloo
+python tests/torch_suite/run.py --regenerate 3     # runs everything on Gloo three times and writes gloo_passes.txt
 """
 
 import argparse
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Worker:
-    """A worker.py with its settings. What it and its ranks print is in the file `log`."""
+    """A worker.py with its settings. What it and its ranks print is in the file `log`, which stays when the worker dies."""
 
     def __init__(self, backend, conditions, world_size):
         self.log = tempfile.NamedTemporaryFile("w+", prefix=f"torch_suite-{backend}-{world_size}-", suffix=".log", delete=False)
@@ -65,11 +65,15 @@ class Worker:
         ready, _, _ = select.select([self.process.stdout], [], [], ANSWER_LIMIT)
         line = self.process.stdout.readline() if ready else ""
         if not line:
-            self.close()
+            self._stop()
             raise RuntimeError(f"the worker of the torch suite ended or hung, see {self.log.name}")
         return json.loads(line)
 
     def close(self):
+        self._stop()
+        Path(self.log.name).unlink(missing_ok=True)
+
+    def _stop(self):
         self.process.stdin.close()
         try:
             self.process.wait(5)

@@ -37,6 +37,7 @@ def import_suite(with_gpus):
     except ImportError:  # torch's test utilities want a base class from it; this suite uses nothing of it
         sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False)
     from torch.testing._internal import common_distributed
+
     common_distributed.DistTestCases.backend_feature["plugin"].add("pycomm")  # what "gloo" means under PYCOMM_REPLACE
     if with_gpus:
         cuda_on_cpu.install(common_distributed)
