@@ -5,8 +5,8 @@
         work = comm.all_gather(x, async_op=True)   # progresses while the caller computes
         y = work.wait()
 
-Arrays are torch CPU tensors, NumPy arrays, or anything with `__dlpack__` (JAX, CuPy on host memory): they are used in place, without a copy,
-as long as they are dense; a result has the kind of the input.
+Arrays are torch CPU tensors, NumPy arrays, or anything with `__dlpack__` (JAX, CuPy on host memory): they are used in place, without a
+copy, as long as they are dense; a result has the kind of the input.
 """
 
 import contextlib
@@ -120,8 +120,8 @@ class Communicator:
         async_op: return a Work at once instead of the result. Operations of one group run in the order of issue.
         algorithm: None (see pycomm.explain) or the name of one, equal on all ranks.
         timeout: seconds for this operation.
-        Raises MismatchError (on all ranks) when ranks called different things, PeerError when a rank died or left, CommTimeoutError, AbortedError;
-        ValueError or TypeError for an argument that is wrong on this rank alone, before anything is sent.
+        Raises MismatchError (on all ranks) when ranks called different things, PeerError when a rank died or left, CommTimeoutError,
+        AbortedError; ValueError or TypeError for an argument that is wrong on this rank alone, before anything is sent.
     """
 
     def __init__(self, store=None, rank=None, world_size=None, *, timeout=None, name="default", staging_bytes=None, threads=None):
@@ -233,7 +233,7 @@ class Communicator:
         return Work(handle, out) if async_op else out
 
     def gather(self, x, out=None, root=0, *, async_op=False, algorithm=None, timeout=None):
-        """The root gets every rank's x: in `out` (a list, or an array of world_size * x.size elements), or in a new array. None on the others."""
+        """The root gets every rank's x: in `out` (a list, or an array of world_size * x.size elements) or a new array. None on the others."""
         tensor = _tensor(x)
         parts = []
         if self.rank == root:
