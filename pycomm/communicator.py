@@ -233,7 +233,7 @@ class Communicator:
         return Work(handle, out) if async_op else out
 
     def gather(self, x, out=None, root=0, *, async_op=False, algorithm=None, timeout=None):
-        """The root gets every rank's x: in `out` (a list, or an array of world_size * x.size elements) or a new array. None on the others."""
+        """The root gets every rank's x: in `out` (a list or an array of world_size * x.size elements) or a new array; None elsewhere."""
         tensor = _tensor(x)
         parts = []
         if self.rank == root:

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays, check_named, failure
+from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays
 
-import pycomm
 from pycomm import Communicator
 
 ROOT = Path(__file__).parent.parent

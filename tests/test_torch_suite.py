@@ -1,4 +1,4 @@
-"""PyTorch's own suite for distributed backends on pycomm: each test that Gloo passes (tests/torch_suite/gloo_passes.txt), see docs/torch_suite.md.
+"""PyTorch's own suite for distributed backends on pycomm: each test that Gloo passes, see docs/torch_suite.md.
 
 `make test` runs those that are not marked torch_suite, `make test-torch` all.
 """
@@ -22,7 +22,7 @@ KNOWN_FAILURES = {
 }
 SLOW = {"test_barrier_timeout_group", "test_ddp_compile_static_graph"}  # 5 s, and a compilation; only in `make test-torch`
 
-# The suite checks the profiler's events of the backends it knows. We ask the same of pycomm here, apart, so that the tests above check data.
+# The suite checks the profiler's events of the backends it knows. Here pycomm is asked for the same; apart, so that the above checks data.
 PROFILED = ["test_all_reduce_sum", "test_all_reduce_sum_async", "test_all_gather_coalesced_simple", "test_all_reduce_coalesced_sum"]
 PROFILED += ["test_send_recv_torch_profiler", "test_send_recv_any_source_autograd_profiler"]
 

@@ -28,7 +28,8 @@
 
 using namespace pycomm;
 
-// --- one mapping per file -----------------------------------------------------------------------------------------------------------------
+// --- one mapping per file
+// -----------------------------------------------------------------------------------------------------------------
 
 extern "C" void* __real_mmap(void*, size_t, int, int, int, off_t);
 extern "C" int __real_munmap(void*, size_t);
@@ -45,7 +46,7 @@ std::map<void*, Mapping> mappings;
 }  // namespace
 
 extern "C" void* __wrap_mmap(void* at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-  struct stat info {};
+  struct stat info{};
   if (!(flags & MAP_SHARED) || ::fstat(fd, &info) != 0) return __real_mmap(at, nbytes, protection, flags, fd, offset);
   std::lock_guard lock(mappings_mutex);
   for (auto& [address, mapping] : mappings)
@@ -65,7 +66,8 @@ extern "C" int __wrap_munmap(void* address, size_t nbytes) {
   return __real_munmap(address, nbytes);
 }
 
-// --- keys to members of Transport: access is not checked in an explicit instantiation -----------------------------------------------------
+// --- keys to members of Transport: access is not checked in an explicit instantiation
+// -----------------------------------------------------
 
 Transport::Reach& reach_of(Transport& transport);
 bool& oversubscribed_of(Transport& transport);
@@ -105,7 +107,8 @@ size_t pick_count(Random& random) {
   }
 }
 
-// --- values: small integers, exact in every dtype -----------------------------------------------------------------------------------------
+// --- values: small integers, exact in every dtype
+// -----------------------------------------------------------------------------------------
 
 unsigned value(unsigned salt, int rank, size_t i) { return (salt * 31 + rank * 7 + static_cast<unsigned>(i) * 5) % 11; }
 
@@ -127,7 +130,8 @@ double get(const std::byte* at, DType dtype, size_t i) {
   }
 }
 
-// --- one collective -----------------------------------------------------------------------------------------------------------------------
+// --- one collective
+// -----------------------------------------------------------------------------------------------------------------------
 
 constexpr OpKind kinds[] = {OpKind::all_reduce, OpKind::reduce, OpKind::broadcast, OpKind::all_gather, OpKind::reduce_scatter,
                             OpKind::all_to_all, OpKind::gather, OpKind::scatter,   OpKind::barrier};
@@ -170,7 +174,8 @@ class Run {
     std::vector<std::byte> in, out;
   };
 
-  Run(Communicator& comm, const Plan& plan, Buffers& buffers) : comm_(comm), plan_(plan), buffers_(buffers), rank_(comm.rank()), ranks_(comm.world_size()) {
+  Run(Communicator& comm, const Plan& plan, Buffers& buffers)
+      : comm_(comm), plan_(plan), buffers_(buffers), rank_(comm.rank()), ranks_(comm.world_size()) {
     const size_t item = size_of(plan.dtype);
     size_t total = 0;
     for (size_t count : plan.counts) total += count;
@@ -203,7 +208,8 @@ class Run {
       const double expected = oracle(i, static_cast<int>(part), i - base), found = get(out(), plan_.dtype, i);
       if (expected == found) continue;
       return fail(std::string(to_string(plan_.kind)) + " " + to_string(plan_.algorithm) + " rank " + std::to_string(rank_) + " element " +
-                  std::to_string(i) + " of " + std::to_string(out_count_) + ": " + std::to_string(found) + ", expected " + std::to_string(expected));
+                  std::to_string(i) + " of " + std::to_string(out_count_) + ": " + std::to_string(found) + ", expected " +
+                  std::to_string(expected));
     }
   }
 
@@ -228,7 +234,9 @@ class Run {
     Op op;
     op.kind = plan_.kind;
     op.dtype = plan_.dtype;
-    op.reduce_op = plan_.kind == OpKind::reduce_scatter || plan_.kind == OpKind::reduce || plan_.kind == OpKind::all_reduce ? plan_.reduce_op : ReduceOp::sum;
+    op.reduce_op = plan_.kind == OpKind::reduce_scatter || plan_.kind == OpKind::reduce || plan_.kind == OpKind::all_reduce
+                       ? plan_.reduce_op
+                       : ReduceOp::sum;
     op.algorithm = plan_.algorithm;
     op.uneven = plan_.uneven;
     op.count = plan_.uneven ? total : plan_.counts[0];
@@ -255,10 +263,22 @@ class Run {
         op.out = out();
         if (is_root) op.in_parts = cut(in());
         return op;
-      case OpKind::all_gather: op.in = in(); op.out_parts = cut(out()); return op;
-      case OpKind::reduce_scatter: op.in_parts = cut(in()); op.out = out(); return op;
-      case OpKind::all_to_all: op.in_parts = cut(in()); op.out_parts = cut(out()); return op;
-      default: op.in = in(); op.out = out(); return op;
+      case OpKind::all_gather:
+        op.in = in();
+        op.out_parts = cut(out());
+        return op;
+      case OpKind::reduce_scatter:
+        op.in_parts = cut(in());
+        op.out = out();
+        return op;
+      case OpKind::all_to_all:
+        op.in_parts = cut(in());
+        op.out_parts = cut(out());
+        return op;
+      default:
+        op.in = in();
+        op.out = out();
+        return op;
     }
   }
 
@@ -294,7 +314,8 @@ class Run {
   std::shared_ptr<CollectiveTask> task_;
 };
 
-// --- messages -----------------------------------------------------------------------------------------------------------------------------
+// --- messages
+// -----------------------------------------------------------------------------------------------------------------------------
 
 // Posts this rank's share of a random set of messages in an order of its own, runs something else meanwhile, then waits and compares.
 void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, const std::function<void()>& meanwhile) {
@@ -313,7 +334,8 @@ void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, cons
     const size_t count = pick(plan, 3) ? pick_count(plan) : pick_count(plan) % 240;  // i32: a third fits a slot
     const bool any = pick(plan, 3) == 0;
     if (src == dst || (src != comm.rank() && dst != comm.rank())) continue;
-    const int tag = static_cast<int>(salt) + m;  // unique: a rank may be ahead by one exchange, and a recv from any source must not take its messages
+    const int tag =
+        static_cast<int>(salt) + m;  // unique: a rank may be ahead by one exchange, and a recv from any source must not take its messages
     posts.push_back({src == comm.rank(), src, dst, tag, count, any, std::vector<std::byte>(count * 4 + 1), nullptr});
   }
   std::shuffle(posts.begin(), posts.end(), own);
@@ -336,7 +358,8 @@ void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, cons
   }
 }
 
-// --- one rank -----------------------------------------------------------------------------------------------------------------------------
+// --- one rank
+// -----------------------------------------------------------------------------------------------------------------------------
 
 // Runs `body`, which must throw one of these kinds.
 template <class Body>
@@ -359,8 +382,7 @@ void mismatch(Communicator& comm, Random& plan, unsigned salt, Run::Buffers& buf
   call.uneven = false;
   call.counts.assign(comm.world_size(), call.counts[0]);
   if (comm.rank() == odd) {
-    if (other_kind)
-      call.kind = call.kind == OpKind::all_gather ? OpKind::gather : OpKind::all_gather;
+    if (other_kind) call.kind = call.kind == OpKind::all_gather ? OpKind::gather : OpKind::all_gather;
     else
       for (size_t& count : call.counts) count += 1 + salt % 5000;
     call.algorithm = Algorithm::automatic;
@@ -410,7 +432,7 @@ void rank_body(const Settings& settings, Store& store, int rank) {
   options.timeout = 20;
   options.staging_bytes = size_t{64 << 10} << pick(plan, 5);
   options.threads = 1 + pick(plan, 2);
-const bool oversubscribed = pick(plan, 2);  // waits and block sizes differ
+  const bool oversubscribed = pick(plan, 2);  // waits and block sizes differ
   std::shared_ptr<Communicator> comms[2];
   Run::Buffers buffers[2][5];
   for (int g = 0; g < 2; ++g) {
@@ -452,7 +474,10 @@ int main(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string reach = argv[4];
   const Settings settings{static_cast<unsigned>(std::atoi(argv[1])), std::atoi(argv[2]), std::atoi(argv[3]),
-                          reach == "pointer" ? Transport::Reach::pointer : reach == "kernel" ? Transport::Reach::kernel : Transport::Reach::none, argv[5]};
+                          reach == "pointer"  ? Transport::Reach::pointer
+                          : reach == "kernel" ? Transport::Reach::kernel
+                                              : Transport::Reach::none,
+                          argv[5]};
   LocalStore store;
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < settings.ranks; ++rank)
@@ -464,6 +489,7 @@ int main(int argc, char** argv) {
       }
     });
   for (auto& rank : ranks) rank.join();
-  std::printf("%ld collectives, %ld messages, %ld expected errors, %ld wrong\n", operations.load(), messages.load(), expected_errors.load(), wrong.load());
+  std::printf("%ld collectives, %ld messages, %ld expected errors, %ld wrong\n", operations.load(), messages.load(), expected_errors.load(),
+              wrong.load());
   return wrong.load() != 0;
 }

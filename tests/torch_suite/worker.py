@@ -6,8 +6,9 @@ destroy_process_group per test, the time limits of groups, the comparison of exi
 
     BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus]
 
-Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler shows; answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds.
-BACKEND and WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see cuda_on_cpu.py.
+Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler shows. Answers each with a
+line of JSON: test, outcome (passed, failed, skipped), reason, seconds. BACKEND and WORLD_SIZE are what the suite's decorators look at when
+they decide which tests there are; --gpus: see cuda_on_cpu.py.
 """
 
 import contextlib

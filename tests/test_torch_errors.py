@@ -1,0 +1,147 @@
+"""Errors of the torch backend: their classes and texts in Python, for sync calls, works and futures; timeouts, abort, a dead rank."""
+
+import contextlib
+import datetime
+import os
+import signal
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch_ranks import data, equal, spawn
+
+import pycomm
+
+
+def check_mismatches(r, n):
+    def as_future(x, **options):
+        dist.all_reduce(x, async_op=True, **options).get_future().wait()
+
+    def as_work(x, **options):
+        dist.all_reduce(x, async_op=True, **options).wait()
+
+    for call in (dist.all_reduce, as_work, as_future):
+        for c in (4, 100_000):
+            with pytest.raises(pycomm.MismatchError, match=f"{c} here|{c + 1} here") as caught:
+                call(torch.ones(c + (r == n - 1)))
+            assert isinstance(caught.value, dist.DistBackendError) and caught.value.rank == r and caught.value.op == "all_reduce"
+        with pytest.raises(pycomm.MismatchError, match="i32"):
+            call(torch.ones(3, dtype=torch.int32 if r else torch.float32))
+        with pytest.raises(pycomm.MismatchError, match="max"):
+            call(torch.ones(3), op=dist.ReduceOp.MAX if r else dist.ReduceOp.SUM)
+    with pytest.raises(pycomm.MismatchError, match="broadcast"):
+        dist.all_reduce(torch.ones(3)) if r else dist.broadcast(torch.ones(3), 0)
+    with pytest.raises(pycomm.MismatchError, match="root"):
+        dist.broadcast(torch.ones(3), min(r, 1))
+    if r < 2:
+        with pytest.raises(pycomm.MismatchError, match="count="):
+            dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(3), 0)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    wrong = [
+        (lambda: backend.allreduce([torch.ones(2, device="meta")]), "device"),
+        (lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG), "avg"),
+        (lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND), "band"),
+        (lambda: dist.all_reduce(torch.ones(2).to_sparse()), "dense"),
+        (lambda: dist.all_gather([torch.ones(2)] * (n + 1), torch.ones(2)), "list"),
+        (lambda: dist.all_gather_into_tensor(torch.ones(n * 3), torch.ones(2)), "elements"),
+        (lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)), "rows"),
+    ]
+    for call, text in wrong:
+        with pytest.raises((ValueError, NotImplementedError), match=text):
+            call()
+    x = data(r, 100_000)
+    dist.all_reduce(x)  # the group is as good as new
+    equal(x, sum(data(p, 100_000) for p in range(n)))
+
+
+def test_mismatches():
+    spawn(3, check_mismatches)
+
+
+def check_timeouts(r, n):
+    if r == n - 1:
+        time.sleep(2)
+        return
+    limit = datetime.timedelta(seconds=0.5)
+    with pytest.raises(pycomm.CommTimeoutError, match=f"rank {n - 1} did not arrive") as caught:
+        if r == 0:
+            dist.barrier(async_op=True).wait(timeout=limit)
+        else:
+            dist.group.WORLD.barrier(_options(dist.BarrierOptions, timeout=limit)).wait()
+    assert caught.value.peer == n - 1 and isinstance(caught.value, TimeoutError)
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    assert backend.get_error() == torch._C._distributed_c10d.ErrorType.TIMEOUT
+    with pytest.raises(pycomm.CommError):
+        dist.all_reduce(torch.ones(1))
+
+
+def _options(cls, **values):
+    options = cls()
+    for name, value in values.items():
+        setattr(options, name, value)
+    return options
+
+
+def test_timeouts():
+    spawn(3, check_timeouts)
+
+
+def check_set_timeout(r, n):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    backend.set_timeout(datetime.timedelta(seconds=0.3))
+    if r == 0:
+        with pytest.raises(pycomm.CommTimeoutError, match="0.3"):
+            dist.all_reduce(torch.ones(1))
+    else:
+        time.sleep(1)
+
+
+def test_set_timeout():
+    spawn(2, check_set_timeout)
+
+
+def check_monitored_barrier(r, n):
+    if r in (1, 2):
+        time.sleep(1.5)
+        return
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    with pytest.raises(pycomm.CommTimeoutError, match="ranks 1, 2 did not arrive"):
+        backend.monitored_barrier(timeout=datetime.timedelta(seconds=0.5), wait_all_ranks=True)
+
+
+def test_monitored_barrier():
+    spawn(4, check_monitored_barrier)
+
+
+def check_abort(r, n):
+    if r == 0:
+        threading.Timer(0.2, dist.group.WORLD.abort).start()
+    with pytest.raises(pycomm.AbortedError, match="rank 0"):
+        dist.recv(torch.ones(1), 1) if r == 0 else dist.all_reduce(torch.ones(1))
+    dist.group.WORLD.shutdown()
+    dist.group.WORLD.shutdown()
+    with pytest.raises(pycomm.CommError):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_abort():
+    spawn(3, check_abort)
+
+
+def check_death(r, n):
+    dist.barrier()
+    if r == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    start = time.monotonic()
+    with pytest.raises(pycomm.PeerError, match="rank 1 died") as caught:
+        for _ in range(100):
+            dist.all_reduce(torch.ones(100_000), async_op=True).wait()
+    assert caught.value.peer == 1 and time.monotonic() - start < 5
+    with contextlib.suppress(pycomm.CommError):
+        dist.destroy_process_group()
+
+
+def test_death():
+    spawn(3, check_death, expect_deaths=[1])
