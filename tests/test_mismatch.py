@@ -21,7 +21,10 @@ def filled(count, dtype=torch.float32):
 
 
 class Case(NamedTuple):
-    """usual(comm, **how) and odd(comm, **how) issue the call; *_value are what the texts must say of the two sides."""
+    """usual(comm, x, how) and odd(comm, x, how) issue the call, with every output passed through x(). The values are what the texts must say.
+
+    "field=value" and "value": every side says "field=mine here, theirs on rank"; without a field both texts are in the message.
+    """
 
     usual: Any
     odd: Any
@@ -133,7 +136,7 @@ CASES = {
     "root of reduce": Case(to_root("reduce", 0), to_root("reduce", 1), "root=0", "1"),
     "root of gather": Case(to_root("gather", 1), to_root("gather", 0), "root=1", "0"),
     "root of scatter": Case(to_root("scatter", 0, 5000), to_root("scatter", 1, 5000), "root=0", "1"),
-    "factor": Case(reduces(4, pycomm.premul_sum(2.0)), reduces(4, pycomm.premul_sum(3.0)), "2", "3"),
+    "factor": Case(reduces(4, pycomm.premul_sum(2.5)), reduces(4, pycomm.premul_sum(4.25)), "2.5", "4.25"),
     "algorithm": Case(reduces(BIG, algorithm="ring"), reduces(BIG, algorithm="two_shot"), "algorithm=ring", "two_shot"),
     "algorithm of small": Case(reduces(4), reduces(4, algorithm="one_shot"), "algorithm=automatic", "one_shot"),
     "staged size": Case(gathers(BIG, algorithm="staged"), gathers(BIG + 1, algorithm="staged"), f"count={BIG}", f"{BIG + 1}"),
@@ -141,7 +144,7 @@ CASES = {
     "direct size": Case(reduces(BIG, algorithm="direct"), reduces(BIG // 2, algorithm="direct"), f"count={BIG}", f"{BIG // 2}"),
     "reduce_scatter": Case(scatters(5), scatters(6), "count=5", "6"),
     "reduce_scatter large": Case(scatters(BIG), scatters(BIG // 2), f"count={BIG}", f"{BIG // 2}"),
-    "uneven sum": Case(gathers_uneven(rising), gathers_uneven(lambda n: [6 + i for i in range(n)]), "count=", ""),
+    "uneven sum": Case(gathers_uneven(lambda n: [2] + [0] * (n - 1)), gathers_uneven(lambda n: [1] * (n - 1) + [20 - n]), "count=2", "19"),
     "uneven order": Case(gathers_uneven(rising), gathers_uneven(falling), "list of sizes", "list of sizes"),
     "uneven reduce_scatter": Case(scatters_uneven(rising), scatters_uneven(falling), "list of sizes", "list of sizes"),
     "all_to_all": Case(parts(4), parts(5), "count=4", "5"),
@@ -171,13 +174,15 @@ def goes_on(comm):
         assert y.eq((rank - 1) % n + step).all(), "message after the mismatch"
 
 
-def check_error(error, comm, op, value, odd_value):
-    text, odd = str(error), comm.world_size - 1
-    assert error.rank == comm.rank and error.world_size == comm.world_size and error.op == op, text
-    assert text.startswith(f"[rank {comm.rank}/{comm.world_size}] {op}"), text
-    others = [odd] if comm.rank != odd else range(odd)
-    assert error.peer in others and f"rank {error.peer}" in text, text
-    assert value in text and odd_value in text, f"expected {value!r} and {odd_value!r} in: {text}"
+def check_error(error, comm, case):
+    text, last = str(error), comm.world_size - 1
+    assert error.rank == comm.rank and error.world_size == comm.world_size, text
+    assert text.startswith(f"[rank {comm.rank}/{comm.world_size}] {error.op} #{error.sequence}: "), text
+    assert error.peer in ([last] if comm.rank != last else range(last)) and f"rank {error.peer}" in text, text
+    field, _, usual = case.usual_value.rpartition("=")
+    mine, theirs = (case.odd_value, usual) if comm.rank == last else (usual, case.odd_value)
+    expected = [f"{field}={mine} here, {theirs} on rank {error.peer}."] if field else [mine, theirs]
+    assert all(part in text for part in expected), f"expected {expected} in: {text}"
 
 
 def caught(call, wait):
@@ -205,10 +210,7 @@ def test_mismatch(name, world_size, mode):
                 return tensor
 
             error = caught(lambda keep=keep, how=dict(async_op=async_op): (case.odd if odd else case.usual)(comm, keep, how), async_op)
-            mine, theirs = (case.odd_value, case.usual_value) if odd else (case.usual_value, case.odd_value)
-            plain = [value.split("=")[-1] for value in (mine, theirs)]  # the field is named once, beside the own value
-            check_error(error, comm, error.op, *plain)
-            assert case.usual_value.split("=")[0] in str(error)
+            check_error(error, comm, case)
             for output in outputs:
                 assert output.eq(UNTOUCHED).all(), "an output was written"
             goes_on(comm)

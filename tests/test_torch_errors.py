@@ -1,4 +1,4 @@
-"""Errors of the torch backend: their classes and texts in Python, for sync calls, works and futures; timeouts, abort, a dead rank."""
+"""Errors of the torch backend: classes and texts in Python, for synchronous calls, works and futures; timeouts, abort, a dead rank."""
 
 import contextlib
 import datetime

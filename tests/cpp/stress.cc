@@ -66,17 +66,14 @@ extern "C" int __wrap_munmap(void* address, size_t nbytes) {
   return __real_munmap(address, nbytes);
 }
 
-// --- keys to members of Transport: access is not checked in an explicit instantiation
-// -----------------------------------------------------
+// --- a key to Transport::reach_: access is not checked in an explicit instantiation -------------------------------------------------------
 
 Transport::Reach& reach_of(Transport& transport);
-bool& oversubscribed_of(Transport& transport);
-template <auto reach, auto oversubscribed>
+template <auto member>
 struct Key {
-  friend Transport::Reach& reach_of(Transport& transport) { return transport.*reach; }
-  friend bool& oversubscribed_of(Transport& transport) { return transport.*oversubscribed; }
+  friend Transport::Reach& reach_of(Transport& transport) { return transport.*member; }
 };
-template struct Key<&Transport::reach_, &Transport::oversubscribed_>;
+template struct Key<&Transport::reach_>;
 
 namespace {
 
@@ -432,14 +429,12 @@ void rank_body(const Settings& settings, Store& store, int rank) {
   options.timeout = 20;
   options.staging_bytes = size_t{64 << 10} << pick(plan, 5);
   options.threads = 1 + pick(plan, 2);
-  const bool oversubscribed = pick(plan, 2);  // waits and block sizes differ
   std::shared_ptr<Communicator> comms[2];
   Run::Buffers buffers[2][5];
   for (int g = 0; g < 2; ++g) {
     options.name = "group" + std::to_string(g);
     comms[g] = make_communicator(store, rank, settings.ranks, options);
     reach_of(comms[g]->transport()) = settings.reach;
-    oversubscribed_of(comms[g]->transport()) = oversubscribed;
   }
   for (int round = 0; round < settings.rounds; ++round) {
     const int g = pick(plan, 2);
