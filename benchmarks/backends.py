@@ -11,6 +11,7 @@ be measured as theirs. Everything that can be prepared is prepared there, not in
 that needs them: a rank under MPI does without torch.
 """
 
+import abc
 import datetime
 
 from . import metrics
@@ -20,23 +21,23 @@ class Unsupported(Exception):
     """This backend cannot do what was asked (dtype, reduction); the others go on without it."""
 
 
-class Adapter:
+class Adapter(abc.ABC):
     """What the harness wants of a backend. rank and world_size are set after start()."""
 
-    def start(self, spec):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def start(self, spec): ...
 
-    def version(self):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def version(self): ...
 
-    def make_call(self, case, form, send, recv):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def make_call(self, case, form, send, recv): ...
 
-    def barrier(self):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def barrier(self): ...
 
-    def close(self):
-        raise NotImplementedError
+    @abc.abstractmethod
+    def close(self): ...
 
     def neighbours(self):
         """(next, previous, partner) of this rank: of the ring of sendrecv, and of the pairs of pingpong."""
