@@ -106,7 +106,16 @@ class Loopback(backends.Adapter):
 
         return call
 
+    def start(self, spec):
+        pass
+
+    def version(self):
+        return "loopback"
+
     def barrier(self):
+        pass
+
+    def close(self):
         pass
 
 
