@@ -2,7 +2,9 @@
 #include "call.h"
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
+#include <sstream>
 
 #include "../reduce/reduce.h"
 
@@ -51,9 +53,8 @@ uint64_t Call::extra() const {
   if (op.uneven && op.kind != OpKind::all_to_all)
     for (const Part& part : op.kind == OpKind::all_gather ? op.out_parts : op.in_parts) hash = mix(hash, part.count);
   if (op.reduces() && op.reduce_op == ReduceOp::premul_sum) {
-    uint64_t bits;
-    std::memcpy(&bits, &op.factor, sizeof(bits));
-    hash = mix(hash, bits);
+    const uint64_t bits = std::bit_cast<uint64_t>(op.factor);
+    return op.uneven ? mix(hash, bits) : bits;  // readable for the error where nothing else is in it
   }
   return hash;
 }
@@ -157,9 +158,15 @@ void Call::compare(int peer) const {
   if (other.count != op.count) differ("count", std::to_string(op.count), std::to_string(other.count), "All ranks must pass equal sizes.");
   if (algorithm != op.algorithm)
     differ("algorithm", to_string(op.algorithm), to_string(algorithm), "All ranks must ask for the same algorithm.");
+  auto number = [](uint64_t bits) {
+    std::ostringstream text;
+    text << std::bit_cast<double>(bits);
+    return text.str();
+  };
+  if (op.reduce_op == ReduceOp::premul_sum && !op.uneven)
+    differ("premul_sum factor", number(extra()), number(other.extra), "All ranks must pass the same factor.");
   transport.raise(ErrorKind::mismatch, scope.op, peer,
-                  std::string(op.reduce_op == ReduceOp::premul_sum && !op.uneven ? "premul_sum factor" : "list of sizes") +
-                      " differs from that of rank " + std::to_string(peer) + ". All ranks must pass the same.");
+                  "the list of sizes differs from that of rank " + std::to_string(peer) + ". All ranks must pass the same list.");
 }
 
 // Every rank reads all n*n sizes, so all come to the same verdict.

@@ -37,7 +37,7 @@ MessagePtr PointToPoint::make(bool sending, std::byte* data, size_t count, DType
   auto message = std::make_shared<Message>();
   message->engine_ = this;
   message->sending_ = sending;
-  message->peer_ = peer;
+  message->asked_ = message->peer_ = peer;
   message->tag_ = tag;
   message->dtype_ = dtype;
   message->count_ = count;
@@ -91,7 +91,7 @@ void PointToPoint::wait(Message& message, double timeout) {
   scope.deadline += std::chrono::steady_clock::now() - message.issued_;
   try {
     if (message.peer_ == any_source) transport_.wait_all(ready, scope);
-    else transport_.wait_for(message.peer_, ready, scope);
+    else transport_.wait_for(message.asked_, ready, scope);
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }
@@ -102,7 +102,7 @@ void PointToPoint::wait(Message& message, double timeout) {
 WaitScope PointToPoint::scope_of(const Message& message, double timeout) const {
   WaitScope scope;
   scope.op = {message.sending_ ? OpKind::send : OpKind::recv, 0};
-  scope.any_peer = message.peer_ == any_source;
+  scope.any_peer = message.asked_ == any_source;
   scope.timeout = timeout > 0 ? timeout : message.timeout_ > 0 ? message.timeout_ : transport_.timeout();
   scope.deadline = message.issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
                                          std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
@@ -114,10 +114,10 @@ void PointToPoint::poll(Message& message) {
   const auto now = std::chrono::steady_clock::now();
   if (message.done() || now < message.next_look_) return;
   message.next_look_ = now + poll_look_every;
-  const bool any = message.peer_ == any_source;
+  const bool any = message.asked_ == any_source;
   try {
     transport_.look(
-        any ? 0 : message.peer_, any ? comm_.world_size() : message.peer_ + 1, [&](int) { return message.done(); }, scope_of(message, 0));
+        any ? 0 : message.asked_, any ? comm_.world_size() : message.asked_ + 1, [&](int) { return message.done(); }, scope_of(message, 0));
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }

@@ -38,8 +38,9 @@ class Message : public Work {
   PointToPoint* engine_ = nullptr;
   bool sending_ = false;
   bool helped_ = false;
-  bool passive_ = false;  // a send that the receiver can complete without this rank
-  int peer_ = 0;          // destination or source; any_source until matched
+  std::atomic<bool> passive_{false};  // a send that the receiver can complete without this rank
+  int asked_ = 0;             // destination or source as the caller gave it, perhaps any_source
+  std::atomic<int> peer_{0};  // the same, or the source once matched
   int tag_ = 0;
   DType dtype_ = DType::u8;
   size_t count_ = 0;

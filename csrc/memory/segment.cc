@@ -32,10 +32,13 @@ struct flock record_lock(short type, int byte) {
 // All descriptors that this process has of one memfd. They are closed together, when its last rank has left, because
 // closing one alone would drop the record locks of the others.
 struct Segment::SharedFd {
-  std::vector<int> fds;
+  explicit SharedFd(int fd) : first(fd) {}
+  const int first;          // the one that is used
+  std::vector<int> others;  // received by further ranks of this process; under the registry's mutex
 
   ~SharedFd() {
-    for (int fd : fds) ::close(fd);
+    ::close(first);
+    for (int fd : others) ::close(fd);
   }
 
   static std::shared_ptr<SharedFd> adopt(int fd) {
@@ -45,18 +48,18 @@ struct Segment::SharedFd {
     if (::fstat(fd, &info) != 0) throw_errno("fstat of a shared segment");
     std::lock_guard guard(mutex);
     std::erase_if(registry, [](const auto& entry) { return entry.second.expired(); });
-    auto shared = registry[info.st_ino].lock();
-    if (!shared) {
-      shared = std::make_shared<SharedFd>();
-      registry[info.st_ino] = shared;
+    if (auto shared = registry[info.st_ino].lock()) {
+      shared->others.push_back(fd);
+      return shared;
     }
-    shared->fds.push_back(fd);
+    auto shared = std::make_shared<SharedFd>(fd);
+    registry[info.st_ino] = shared;
     return shared;
   }
 };
 
 Segment::Segment(std::shared_ptr<SharedFd> fd, size_t nbytes) : fd_(std::move(fd)), nbytes_(nbytes) {
-  void* mapping = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_->fds.front(), 0);
+  void* mapping = ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_->first, 0);
   if (mapping == MAP_FAILED) throw_errno("mmap of a shared segment");
   data_ = static_cast<std::byte*>(mapping);
 #ifdef MADV_HUGEPAGE
@@ -84,7 +87,7 @@ std::unique_ptr<Segment> Segment::open(int fd) {
   return std::unique_ptr<Segment>(new Segment(SharedFd::adopt(fd), static_cast<size_t>(info.st_size)));
 }
 
-int Segment::fd() const { return fd_->fds.front(); }
+int Segment::fd() const { return fd_->first; }
 
 void Segment::hold_lock(int byte) {
   struct flock lock = record_lock(F_WRLCK, byte);

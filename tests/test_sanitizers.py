@@ -1,0 +1,135 @@
+"""The core under ThreadSanitizer, AddressSanitizer and UndefinedBehaviorSanitizer: tests/cpp/stress.cc with no report at all.
+
+[Note: fences] GCC's ThreadSanitizer does not model atomic_thread_fence (it warns so, -Wtsan). The core uses fences only for the decision whether a
+sleeper must be woken (csrc/transport/wait.cc); data are ordered by acquire and release alone, so nothing is suppressed here.
+"""
+
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread"]
+SANITIZERS = {
+    "thread": ["-fsanitize=thread", "-Wno-tsan"],
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+}
+JOBS = 2
+SECONDS = 100  # of a run; one takes about one second on a free machine
+pytestmark = pytest.mark.timeout(600)  # of which most is for compilers on a busy machine
+
+
+def core_sources(csrc):
+    """All of the core, without Python and torch."""
+    folders = ("memory", "transport", "reduce", "collectives")
+    return [csrc / "communicator.cc", *sorted(path for folder in folders for path in (csrc / folder).glob("*.cc"))]
+
+
+def compile_files(sources, folder, flags):
+    """Object files in `folder`, two compilers at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def compile_one(source):
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        result = subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return target
+
+    with ThreadPoolExecutor(JOBS) as pool:
+        return list(pool.map(compile_one, sources))
+
+
+def link(objects, target, flags):
+    command = ["g++", *FLAGS, *flags, "-Wl,--wrap=mmap,--wrap=munmap", *map(str, objects), "-o", str(target)]  # see stress.cc
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return target
+
+
+@pytest.fixture(scope="module")
+def stress(tmp_path_factory):
+    """stress("thread") is (program, its object files), built when first asked for."""
+    built = {}
+
+    def build(sanitizer):
+        if sanitizer not in built:
+            folder, flags = tmp_path_factory.mktemp(sanitizer), SANITIZERS[sanitizer]
+            objects = compile_files([*core_sources(ROOT / "csrc"), ROOT / "tests" / "cpp" / "stress.cc"], folder, flags)
+            built[sanitizer] = link(objects, folder / "stress", flags), objects
+        return built[sanitizer]
+
+    return build
+
+
+def run(program, seed, ranks, reach, ending, rounds=60):
+    """(exit status, output) of a run. Without address space randomisation, where that is permitted: it confuses older sanitizers."""
+    prefix = (
+        ["setarch", "-R"]
+        if shutil.which("setarch") and subprocess.run(["setarch", "-R", "true"], capture_output=True).returncode == 0
+        else []
+    )
+    command = [*prefix, str(program), str(seed), str(ranks), str(rounds), reach, ending]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    return result.returncode, result.stdout
+
+
+def check(outcomes):
+    for arguments, (status, output) in outcomes.items():
+        assert "Sanitizer" not in output and "runtime error" not in output, f"stress {arguments}:\n{output[:6000]}"
+        assert status == 0 and re.search(r"^[1-9]\d* collectives, [1-9]\d* messages, [1-9]\d* expected errors, 0 wrong$", output, re.M), (
+            f"stress {arguments} ended with {status}:\n{output[-3000:]}"
+        )
+
+
+def run_all(program, cases):
+    with ThreadPoolExecutor(JOBS) as pool:
+        return dict(zip(cases, pool.map(lambda case: run(program, *case), cases), strict=True))
+
+
+ENDINGS = ("close", "abort", "leave", "timeout")
+CASES = [(1, 2, "pointer", "close"), (2, 3, "none", "abort"), (3, 4, "pointer", "leave"), (4, 3, "pointer", "timeout"),
+         (5, 2, "none", "leave"), (6, 4, "none", "close")]  # fmt: skip
+MANY_CASES = [(seed, ranks, reach, ENDINGS[seed % 4]) for seed in range(10, 22) for ranks in (2, 3, 4) for reach in ("pointer", "none")]
+
+
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_no_report(stress, sanitizer):
+    program, _ = stress(sanitizer)
+    cases = CASES if sanitizer == "thread" else [*CASES, (7, 3, "kernel", "close")]
+    check(run_all(program, cases))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", SANITIZERS)
+def test_no_report_in_many_runs(stress, sanitizer):
+    check(run_all(stress(sanitizer)[0], MANY_CASES))
+
+
+# One ordering of the core each, made too weak: (file, what it says, what the planted fault says).
+FAULTS = {
+    "filled": ("collectives/pipeline.h", "counters(call.rank, stage)->value.store(step, std::memory_order_release)", "relaxed"),
+    "header": ("collectives/call.cc", "slot.key.store(key(scope.op.sequence), std::memory_order_release)", "relaxed"),
+    "message": ("collectives/send_recv.cc", "slot.id.store(message->id_, std::memory_order_release)", "relaxed"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_planted_fault_is_reported(stress, fault, tmp_path):
+    """The check that the checker sees: with one release weakened to relaxed, ThreadSanitizer must find a data race."""
+    _, objects = stress("thread")
+    name, correct, weak = FAULTS[fault]
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("torch"))
+    file = tmp_path / "csrc" / name
+    text = file.read_text()
+    assert text.count(correct) == 1, f"{name} has changed: say where it stores with release order now"
+    file.write_text(text.replace(correct, correct.replace("memory_order_release", f"memory_order_{weak}")))
+    users = [path for path in core_sources(tmp_path / "csrc") if path == file or f'#include "{file.name}"' in path.read_text()]
+    changed = compile_files(users, tmp_path / "objects", SANITIZERS["thread"])
+    names = {path.name for path in changed}
+    program = link([*changed, *(path for path in objects if path.name not in names)], tmp_path / "stress", SANITIZERS["thread"])
+    outputs = [run(program, seed, 3, "none", "close")[1] for seed in (1, 2)]
+    assert any("ThreadSanitizer: data race" in output for output in outputs), outputs
