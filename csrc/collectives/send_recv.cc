@@ -74,7 +74,7 @@ MessagePtr PointToPoint::recv(std::byte* data, size_t count, DType dtype, int sr
 
 void PointToPoint::help(Message& message, bool nobody_waits) {
   if (message.done() || message.helped_) return;
-  if (!nobody_waits && (message.sending_ ? message.passive_ : message.nbytes_ < worth_the_worker)) return;
+  if (!nobody_waits && (message.sending_ ? message.passive_.load() : message.nbytes_ < worth_the_worker)) return;
   message.helped_ = true;
   helped_.fetch_add(1);
   message.on_completion([this] { helped_.fetch_sub(1); });
