@@ -20,7 +20,7 @@ def add_up(comm):
 if __name__ == "__main__":
     if "RANK" in os.environ:
         with pycomm.Communicator() as comm:
-            print(f"rank {comm.rank} of {comm.world_size}: {add_up(comm)}")
+            print(f"rank {comm.rank} of {comm.world_size}: {add_up(comm)}\n", end="")  # one write: ranks share the terminal
     else:
         for rank, result in enumerate(run_ranks(4, add_up)):
             print(f"rank {rank} of 4: {result}")

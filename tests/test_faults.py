@@ -126,6 +126,7 @@ def ended_from_within(phase, end):
             time.sleep(random.uniform(0.0, 0.05))
             link.send(time.monotonic())
             end(comm)
+            link.send("ended")
 
         if comm.rank == dead:
             threading.Thread(target=at_once, daemon=True).start()
@@ -136,7 +137,7 @@ def ended_from_within(phase, end):
         group.send(dead)
         then = group.get(dead)
         reports = [group.get(rank) for rank in group.others(dead)]
-        own = group.get(dead) if end is close else None
+        own = [group.get(dead), group.get(dead)] if end is close else None  # the call's error, and that close() has returned
     for report in reports:
         check_named(report, dead)
     return [report["when"] - then for report in reports], own
@@ -155,7 +156,8 @@ def test_exit(phase):
 def test_close_under_way(phase):
     """close() by another thread, in the middle of an operation: the own call ends, and the peers learn who left."""
     delays, own = ended_from_within(phase, close)
-    assert own["kind"] == "AbortedError" and "closed" in own["text"], own
+    error = next(message for message in own if message != "ended")
+    assert "ended" in own and error["kind"] == "AbortedError" and "closed" in error["text"], own
     check_delays(delays)
 
 

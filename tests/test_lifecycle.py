@@ -106,7 +106,7 @@ SCRIPT_WHERE_A_RANK_ENDS = """
         try:
             comm.barrier()
         except pycomm.CommError as error:
-            print(type(error).__name__, error.peer, flush=True)
+            sys.stdout.write(f"{type(error).__name__} {error.peer}\\n"); sys.stdout.flush()
             os._exit(0)
     elif how == "exception":
         raise RuntimeError("uncaught")

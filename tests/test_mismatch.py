@@ -21,7 +21,7 @@ def filled(count, dtype=torch.float32):
 
 
 class Case(NamedTuple):
-    """usual(comm, x, how) and odd(comm, x, how) issue the call, with every output passed through x(). The values are what the texts must say.
+    """usual(comm, x, how) and odd(comm, x, how) issue the call; every output goes through x(). The values are what texts must say.
 
     "field=value" and "value": every side says "field=mine here, theirs on rank"; without a field both texts are in the message.
     """
