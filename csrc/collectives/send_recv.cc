@@ -11,8 +11,8 @@ namespace {
 
 constexpr auto poll_look_every = std::chrono::milliseconds(10);
 constexpr size_t worth_the_worker = 64 << 10;   // smaller recvs are left to wait(): waking a thread costs more than the copy
-constexpr size_t kernel_from = 8 << 10;         // where one copy by the kernel beats two through the ring, see select.cc
-constexpr size_t kernel_until = 4 << 20;
+constexpr size_t kernel_from = message_inline_bytes + 1;  // one copy by the kernel beats two through the ring, see select.cc
+constexpr size_t kernel_until = 64 << 20;
 
 }  // namespace
 
