@@ -36,7 +36,9 @@ def compile_files(sources, folder, flags):
 
     def compile_one(source):
         target = folder / f"{source.parent.name}-{source.stem}.o"
-        result = subprocess.run(["g++", *FLAGS, *flags, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+        only_address = ["-fno-sanitize=undefined"] if "undefined" in flags[0] and source.stem.startswith("kernels") else []  # minutes else
+        command = ["g++", *FLAGS, *flags, *only_address, "-c", str(source), "-o", str(target)]
+        result = subprocess.run(command, capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         return target
 

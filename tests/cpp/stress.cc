@@ -66,7 +66,8 @@ extern "C" int __wrap_munmap(void* address, size_t nbytes) {
   return __real_munmap(address, nbytes);
 }
 
-// --- a key to Transport::reach_: access is not checked in an explicit instantiation -------------------------------------------------------
+// --- a key to Transport::reach_: access is not checked in an explicit instantiation
+// -------------------------------------------------------
 
 Transport::Reach& reach_of(Transport& transport);
 template <auto member>
@@ -402,6 +403,9 @@ void end(const Settings& settings, Communicator& comm, Communicator& other) {
     op.count = 1;
     run(comm, std::move(op));
   };
+  Op barrier;
+  barrier.kind = OpKind::barrier;
+  run(other, std::move(barrier));  // everybody is done with the plan: what follows may interrupt nothing else
   const bool last = comm.rank() == comm.world_size() - 1;
   if (settings.ending == "abort") {
     std::thread aborter([&] {
