@@ -17,7 +17,7 @@ import torch
 
 from pycomm import _C, env
 
-__all__ = ["Communicator", "Work", "premul_sum"]
+__all__ = ["Communicator", "Work", "empty", "premul_sum"]
 
 DEFAULT_TIMEOUT = 300.0  # seconds
 
@@ -37,6 +37,11 @@ def premul_sum(factor):
 
 
 _PLAIN = {name: (code, 1.0) for name, code in _OPS.items() if name != "premul_sum"}
+
+
+def empty(shape, dtype=torch.float32, *, comm):
+    """Collective on `comm`: a torch tensor of zeros that every rank has mapped. The same as comm.empty(shape, dtype)."""
+    return comm.empty(shape, dtype)
 
 
 def _reduction(op):

@@ -48,7 +48,7 @@ def use(comm):
     comm.recv(torch.empty(30000), other)
     for work in works:
         work.wait()
-    x = comm.empty(5000).fill_(1.0)
+    x = pycomm.empty(5000, comm=comm).fill_(1.0)
     comm.all_reduce(x, algorithm="two_shot")
     return x  # outlives its group
 
