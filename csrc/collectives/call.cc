@@ -28,14 +28,8 @@ Range chunk_of(size_t count, int index, int chunks, size_t item) {
   return {std::min(begin, count), std::min(end, count)};
 }
 
-Call::Call(Communicator& comm, const Op& op, uint64_t sequence, Algorithm choice)
-    : comm(comm),
-      transport(comm.transport()),
-      op(op),
-      rank(comm.rank()),
-      world_size(comm.world_size()),
-      item(size_of(op.dtype)),
-      algorithm(choice) {
+Call::Call(Communicator& comm, const Op& op, uint64_t sequence)
+    : comm(comm), transport(comm.transport()), op(op), rank(comm.rank()), world_size(comm.world_size()), item(size_of(op.dtype)) {
   scope.op = {op.kind, sequence};
   scope.timeout = op.timeout > 0 ? op.timeout : transport.timeout();
   scope.deadline = std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(

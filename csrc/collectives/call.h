@@ -15,12 +15,12 @@
 
 namespace pycomm {
 
-// How the bytes of an operation move; chosen by select.cc.
-enum class Route { payload, staged, direct };
+// Whether the data travel with the header, or as select.cc chooses once the headers are there.
+enum class Route { payload, by_choice };
 
 class Call {
  public:
-  Call(Communicator& comm, const Op& op, uint64_t sequence, Algorithm choice);
+  Call(Communicator& comm, const Op& op, uint64_t sequence);
 
   Communicator& comm;
   Transport& transport;
@@ -28,7 +28,6 @@ class Call {
   const int rank;
   const int world_size;
   const size_t item;             // bytes of one element
-  Algorithm algorithm;
   WaitScope scope;
 
   void publish(bool with_payload);

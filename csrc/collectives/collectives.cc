@@ -37,7 +37,7 @@ CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std:
     per_part = slot_payload_bytes + 1;  // sizes are known pairwise only: look at tables first
   const bool asked_otherwise = op_.algorithm != Algorithm::automatic;
   route_ = op_.kind == OpKind::barrier || (!asked_otherwise && fits_payload(op_.kind, per_part, comm.world_size())) ? Route::payload
-                                                                                                                    : Route::staged;
+                                                                                                                    : Route::by_choice;
 }
 
 void CollectiveTask::validate() {
@@ -95,7 +95,7 @@ void CollectiveTask::separate_overlap() {
 }
 
 void CollectiveTask::publish() {
-  call_.emplace(comm_, op_, sequence(), Algorithm::automatic);
+  call_.emplace(comm_, op_, sequence());
   call_->publish(route_ == Route::payload);
 }
 

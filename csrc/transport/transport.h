@@ -154,7 +154,7 @@ class Transport {
   bool shares_core(int peer) const {
     return controls_[peer].core.load(std::memory_order_relaxed) == controls_[rank_].core.load(std::memory_order_relaxed);
   }
-  std::vector<int> without_heartbeat() const;
+  bool has_heartbeat(int peer) const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
   void connect(Store& store);
   void map(const Layout& layout);

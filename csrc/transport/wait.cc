@@ -151,12 +151,8 @@ void Transport::note_core() { controls_[rank_].core.store(::sched_getcpu(), std:
 
 void Transport::beat() { controls_[rank_].heartbeat_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
 
-std::vector<int> Transport::without_heartbeat() const {
-  const int64_t since = (Clock::now() - heartbeat_until).time_since_epoch().count();
-  std::vector<int> ranks;
-  for (int p = 0; p < world_size_; ++p)
-    if (p != rank_ && controls_[p].heartbeat_ns.load(std::memory_order_relaxed) < since) ranks.push_back(p);
-  return ranks;
+bool Transport::has_heartbeat(int peer) const {
+  return controls_[peer].heartbeat_ns.load(std::memory_order_relaxed) >= (Clock::now() - heartbeat_until).time_since_epoch().count();
 }
 
 // Looks at everything that can end a wait other than its condition. Throws, or returns to wait on.
@@ -179,11 +175,10 @@ void Transport::examine(int first, int last, ReadyFn ready, const void* context,
     missing.push_back(p);
   }
   if (!late || missing.empty()) return;
-  auto waits = [this](int p) {
-    return controls_[p].heartbeat_ns.load(std::memory_order_relaxed) >= (Clock::now() - heartbeat_until).time_since_epoch().count();
-  };
-  if (std::all_of(missing.begin(), missing.end(), waits)) {
-    std::vector<int> silent = without_heartbeat();  // [Note: who is to blame]
+  if (std::all_of(missing.begin(), missing.end(), [this](int p) { return has_heartbeat(p); })) {
+    std::vector<int> silent;  // [Note: who is to blame]
+    for (int p = 0; p < world_size_; ++p)
+      if (p != rank_ && !has_heartbeat(p)) silent.push_back(p);
     if (!silent.empty()) missing = silent;
   }
   std::ostringstream text;
