@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "../memory/fd_channel.h"
-#include "collectives.h"
+#include "agree.h"
 
 namespace pycomm {
 
@@ -13,24 +13,12 @@ namespace {
 constexpr size_t page = 2 << 20;        // large buffers start on a huge page
 constexpr size_t small_page = 4096;
 
-std::vector<uint64_t> gather_words(Communicator& comm, uint64_t word) {
-  std::vector<uint64_t> words(comm.world_size());
-  Op op;
-  op.kind = OpKind::all_gather;
-  op.dtype = DType::u64;
-  op.count = 1;
-  op.in = reinterpret_cast<const std::byte*>(&word);
-  for (auto& w : words) op.out_parts.push_back({reinterpret_cast<std::byte*>(&w), 1});
-  run(comm, std::move(op));
-  return words;
-}
-
 }  // namespace
 
 RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   Transport& transport = comm.transport();
   const OpInfo info{OpKind::alloc, 0};
-  std::vector<uint64_t> sizes = gather_words(comm, nbytes);
+  std::vector<uint64_t> sizes = all_gather_value<uint64_t>(comm, nbytes);
   for (int p = 0; p < comm.world_size(); ++p)
     if (sizes[p] != nbytes)
       transport.raise(ErrorKind::mismatch, info, p,
@@ -56,7 +44,7 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   else segment = Segment::open(receive_fd(name, deadline));
   std::byte* data = segment->data() + comm.rank() * stride;
   const uint32_t region = transport.add_region(std::move(segment), stride);
-  std::vector<uint64_t> bases = gather_words(comm, reinterpret_cast<uint64_t>(data));
+  std::vector<uint64_t> bases = all_gather_value(comm, reinterpret_cast<uint64_t>(data));
   for (int p = 0; p < comm.world_size(); ++p) transport.set_region_base(region, p, bases[p]);
   return {transport.region_segment(region), data, region};
 }
