@@ -54,11 +54,16 @@ inline std::string first_failure(const std::vector<Verdict>& verdicts, int* rank
   return "";
 }
 
-// Collective: throws the same CommError on every rank if any rank's verdict is bad. The group stays usable.
-inline void agree(Communicator& comm, const Verdict& verdict, const OpInfo& op = {OpKind::alloc, 0}) {
+// Throws CommError if any rank failed; given the gathered verdicts, that is the same on every rank. The group stays usable.
+inline void raise_if_failed(Communicator& comm, const std::vector<Verdict>& verdicts, const OpInfo& op = {OpKind::alloc, 0}) {
   int rank = -1;
-  const std::string failure = first_failure(all_gather_value(comm, verdict), &rank);
+  const std::string failure = first_failure(verdicts, &rank);
   if (!failure.empty()) comm.transport().raise(ErrorKind::none, op, rank, failure);
+}
+
+// Collective: throws on every rank if any rank's verdict is bad.
+inline void agree(Communicator& comm, const Verdict& verdict, const OpInfo& op = {OpKind::alloc, 0}) {
+  raise_if_failed(comm, all_gather_value(comm, verdict), op);
 }
 
 }  // namespace pycomm

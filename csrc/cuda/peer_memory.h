@@ -42,14 +42,15 @@ class PeerMemory {
   std::byte* address(int rank) const;  // of rank's memory, in this process
   std::byte* multicast() const;        // nullptr: not requested or not available
   Access access(int rank) const;
-  std::string describe() const;        // "rank 0: own; rank 1, 2: cuda_ipc; no multicast (not requested)"
+  std::string describe() const;        // "own: rank 0; cuda_ipc: rank 1, 2; no multicast (not requested)"
 
-  // Blocks of own memory in this process that wait for a peer to unmap them.
-  static int parked();
+  // Frees parked blocks whose peers have unmapped them by now. Returns how many are left in this process.
+  static int free_parked();
 
  private:
   PeerMemory();
   struct State;
+  class Builder;
   std::unique_ptr<State> state_;
 };
 

@@ -17,6 +17,7 @@
 
 #include "../communicator.h"
 #include "driver.h"
+#include "layout.h"
 
 namespace pycomm::cuda {
 
@@ -49,7 +50,7 @@ struct Topology {
   int ranks_on_my_device() const { return ranks_on_device(rank); }
   bool one_process() const;
   bool own_devices() const;   // no two ranks share one
-  std::string describe() const;  // "4 ranks in 4 processes on 1 device (NVIDIA ... )"
+  std::string describe() const;  // "4 ranks, 4 processes, 1 device; here sm_90, 132 multiprocessors"
 
   // Collective. `connections`: CUDA_DEVICE_MAX_CONNECTIONS, 0 if unset. A rank that cannot use its device makes an error on all ranks.
   static Topology gather(Communicator& comm, Device device, int connections);
@@ -65,7 +66,6 @@ struct ProtocolChoice {
   std::string reason;
 };
 
-inline constexpr int max_blocks = 64;
 inline constexpr int default_connections = 8;  // of the driver, where CUDA_DEVICE_MAX_CONNECTIONS is unset
 inline constexpr int max_connections = 32;
 
