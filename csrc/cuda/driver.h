@@ -68,8 +68,8 @@ struct MulticastProp {
 namespace result {  // CUresult
 inline constexpr int success = 0, invalid_value = 1, out_of_memory = 2, not_initialized = 3, no_device = 100, invalid_device = 101,
                      invalid_context = 201, map_failed = 205, peer_access_unsupported = 217, operating_system = 304, invalid_handle = 400,
-                     not_found = 500, not_ready = 600, peer_access_already_enabled = 704, not_permitted = 800, not_supported = 801,
-                     unknown = 999;
+                     not_found = 500, not_ready = 600, peer_access_already_enabled = 704, illegal_state = 401, launch_timeout = 702,
+                     already_registered = 712, not_permitted = 800, not_supported = 801, unknown = 999;
 }
 
 namespace attribute {  // CUdevice_attribute

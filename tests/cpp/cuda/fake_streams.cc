@@ -1,0 +1,248 @@
+// fake_streams.cc -- streams and events of the fake driver: a stream is a queue and a thread that runs it.
+#include <chrono>
+#include <cstdio>
+#include <cstring>
+#include <thread>
+
+#include "fake_state.h"
+
+struct CUstream_st {
+  std::shared_ptr<pycomm::cuda::FakeStream> stream;
+};
+
+struct CUevent_st {
+  std::mutex mutex;
+  std::shared_ptr<std::atomic<bool>> reached;  // of the last record; none: never recorded
+};
+
+namespace pycomm::cuda {
+
+struct FakeStream {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<std::function<void()>> work;
+  uint64_t submitted = 0, completed = 0;
+  bool ending = false;
+  std::atomic<int> error{0};
+  int capture_status = flag::capture_none;
+  uint64_t capture_id = 0;
+
+  void run() {
+    std::unique_lock lock(mutex);
+    for (;;) {
+      changed.wait(lock, [this] { return ending || !work.empty(); });
+      if (work.empty()) return;
+      std::function<void()> body = std::move(work.front());
+      work.pop_front();
+      lock.unlock();
+      body();
+      body = nullptr;
+      lock.lock();
+      ++completed;
+      changed.notify_all();
+    }
+  }
+};
+
+namespace {
+
+// The thread holds the stream as long as there is work; nobody joins it.
+std::shared_ptr<FakeStream> start_stream() {
+  auto stream = std::make_shared<FakeStream>();
+  std::thread([stream] { stream->run(); }).detach();
+  return stream;
+}
+
+std::shared_ptr<FakeStream> stream_of(Stream handle) {
+  if (handle) return handle->stream;
+  FakeState& state = fake_state();
+  std::lock_guard lock(state.mutex);
+  if (!state.default_stream) state.default_stream = start_stream();
+  return state.default_stream;
+}
+
+void submit(FakeStream& stream, std::function<void()> body) {
+  std::lock_guard lock(stream.mutex);
+  stream.work.push_back(std::move(body));
+  ++stream.submitted;
+  stream.changed.notify_all();
+}
+
+// In a stream's thread. Nobody waits for ever in a test.
+template <class Ready>
+void wait_until(FakeStream& stream, const Ready& ready, const char* what) {
+  const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(fake_settings().longest_wait);
+  for (int spins = 0; !ready(); ++spins) {
+    if (std::chrono::steady_clock::now() > limit) {
+      std::fprintf(stderr, "fake driver: a stream gave up after %g s: %s\n", fake_settings().longest_wait, what);
+      stream.error = result::launch_timeout;
+      return;
+    }
+    if (spins < 200) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
+}
+
+int cuStreamCreateWithPriority(Stream* stream, unsigned int, int) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamCreateWithPriority);
+  *stream = new CUstream_st{start_stream()};
+  ++fake_state().streams;
+  return result::success;
+}
+
+int cuStreamDestroy(Stream stream) {
+  FAKE_ENTER(cuStreamDestroy);
+  {
+    std::lock_guard lock(stream->stream->mutex);
+    stream->stream->ending = true;
+    stream->stream->changed.notify_all();
+  }
+  delete stream;
+  --fake_state().streams;
+  return result::success;
+}
+
+int cuStreamSynchronize(Stream handle) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamSynchronize);
+  const auto stream = stream_of(handle);
+  std::unique_lock lock(stream->mutex);
+  const uint64_t last = stream->submitted;
+  stream->changed.wait(lock, [&] { return stream->completed >= last; });
+  return stream->error;
+}
+
+int cuStreamQuery(Stream handle) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamQuery);
+  const auto stream = stream_of(handle);
+  std::lock_guard lock(stream->mutex);
+  if (stream->error) return stream->error;
+  return stream->completed == stream->submitted ? result::success : result::not_ready;
+}
+
+int cuStreamGetCaptureInfo(Stream handle, int* status, uint64_t* id, CUgraph_st**, CUgraphNode_st* const**, const CUgraphEdgeData_st**,
+                           size_t*) {
+  FAKE_ENTER(cuStreamGetCaptureInfo);
+  const auto stream = stream_of(handle);
+  std::lock_guard lock(stream->mutex);
+  *status = stream->capture_status;
+  if (id) *id = stream->capture_id;
+  return result::success;
+}
+
+int cuMemsetD8Async(DevicePtr address, unsigned char value, size_t nbytes, Stream stream) {
+  FAKE_ENTER_IN_CONTEXT(cuMemsetD8Async);
+  fake_enqueue(stream, [=] { std::memset(reinterpret_cast<void*>(address), value, nbytes); });
+  return result::success;
+}
+
+int cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t nbytes, Stream stream) {
+  FAKE_ENTER_IN_CONTEXT(cuMemcpyAsync);
+  fake_enqueue(stream, [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes); });
+  return result::success;
+}
+
+int cuStreamWriteValue32(Stream stream, DevicePtr address, uint32_t value, unsigned int) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamWriteValue32);
+  if (!fake_settings().stream_memory_operations) return result::not_supported;
+  if (address % 4) return result::invalid_value;
+  fake_enqueue(stream, [=] { std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).store(value, std::memory_order_release); });
+  return result::success;
+}
+
+int cuStreamWaitValue32(Stream handle, DevicePtr address, uint32_t value, unsigned int flags) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamWaitValue32);
+  if (!fake_settings().stream_memory_operations) return result::not_supported;
+  if (address % 4 || flags > flag::wait_and) return result::invalid_value;
+  FakeStream* const stream = stream_of(handle).get();  // lives as long as its work
+  fake_enqueue(handle, [=] {
+    auto ready = [=] {
+      const uint32_t now = std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).load(std::memory_order_acquire);
+      return flags == flag::wait_geq ? static_cast<int32_t>(now - value) >= 0 : flags == flag::wait_eq ? now == value : (now & value) != 0;
+    };
+    wait_until(*stream, ready, "cuStreamWaitValue32");
+  });
+  return result::success;
+}
+
+int cuLaunchHostFunc(Stream stream, HostFunction function, void* data) {
+  FAKE_ENTER_IN_CONTEXT(cuLaunchHostFunc);
+  fake_enqueue(stream, [=] { function(data); });
+  return result::success;
+}
+
+// --- events ---
+
+int cuEventCreate(Event* event, unsigned int) {
+  FAKE_ENTER_IN_CONTEXT(cuEventCreate);
+  *event = new CUevent_st;
+  ++fake_state().events;
+  return result::success;
+}
+
+int cuEventDestroy(Event event) {
+  FAKE_ENTER(cuEventDestroy);
+  delete event;
+  --fake_state().events;
+  return result::success;
+}
+
+std::shared_ptr<std::atomic<bool>> last_record(Event event) {
+  std::lock_guard lock(event->mutex);
+  return event->reached;
+}
+
+int cuEventRecord(Event event, Stream stream) {
+  FAKE_ENTER_IN_CONTEXT(cuEventRecord);
+  auto reached = std::make_shared<std::atomic<bool>>(false);
+  {
+    std::lock_guard lock(event->mutex);
+    event->reached = reached;
+  }
+  fake_enqueue(stream, [reached] { reached->store(true, std::memory_order_release); });
+  return result::success;
+}
+
+int cuEventQuery(Event event) {
+  FAKE_ENTER(cuEventQuery);
+  const auto reached = last_record(event);
+  return !reached || reached->load(std::memory_order_acquire) ? result::success : result::not_ready;
+}
+
+int cuEventSynchronize(Event event) {
+  FAKE_ENTER(cuEventSynchronize);
+  const auto reached = last_record(event);
+  while (reached && !reached->load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  return result::success;
+}
+
+int cuStreamWaitEvent(Stream handle, Event event, unsigned int) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamWaitEvent);
+  const auto reached = last_record(event);
+  FakeStream* const stream = stream_of(handle).get();
+  if (reached)
+    fake_enqueue(handle, [=] { wait_until(*stream, [&] { return reached->load(std::memory_order_acquire); }, "cuStreamWaitEvent"); });
+  return result::success;
+}
+
+}  // namespace
+
+void fake_enqueue(Stream stream, std::function<void()> body) { submit(*stream_of(stream), std::move(body)); }
+
+void fake_capture(Stream handle, int status, uint64_t id) {
+  const auto stream = stream_of(handle);
+  std::lock_guard lock(stream->mutex);
+  stream->capture_status = status;
+  stream->capture_id = id;
+}
+
+void fake_add_stream_functions(Driver& table) {
+#define FAKE_ADD(name) table.name = name;
+  FAKE_ADD(cuStreamCreateWithPriority)
+  FAKE_ADD(cuStreamDestroy)
+  FAKE_ADD(cuStreamSynchronize) FAKE_ADD(cuStreamQuery) FAKE_ADD(cuStreamGetCaptureInfo) FAKE_ADD(cuMemsetD8Async) FAKE_ADD(cuMemcpyAsync)
+      FAKE_ADD(cuStreamWriteValue32) FAKE_ADD(cuStreamWaitValue32) FAKE_ADD(cuLaunchHostFunc) FAKE_ADD(cuEventCreate)
+          FAKE_ADD(cuEventDestroy) FAKE_ADD(cuEventRecord) FAKE_ADD(cuEventQuery) FAKE_ADD(cuEventSynchronize) FAKE_ADD(cuStreamWaitEvent)
+#undef FAKE_ADD
+}
+
+}  // namespace pycomm::cuda
