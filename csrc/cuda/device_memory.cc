@@ -69,19 +69,20 @@ void DeviceMemory::swap(DeviceMemory& other) noexcept {
 bool DeviceMemory::from_this_process() const { return pid_ == ::getpid(); }
 
 void DeviceMemory::release() noexcept {
-  const Kind kind = std::exchange(kind_, Kind::none);
-  if (kind == Kind::none || !from_this_process()) return;
-  try {
-    ContextGuard guard(device_);
-    if (kind == Kind::allocated && address_) driver_->cuMemFree(address_);
-    if (kind == Kind::opened && address_) driver_->cuIpcCloseMemHandle(address_);
-    if (mapped_) driver_->cuMemUnmap(address_, nbytes_);
-    if (reserved_) driver_->cuMemAddressFree(address_, nbytes_);
-    if (bound_) driver_->cuMulticastUnbind(handle_, device_, 0, nbytes_);
-    if (has_handle_) driver_->cuMemRelease(handle_);
-  } catch (const std::exception&) {
-    // The driver is gone or broken, and the memory with it.
-  }
+  if (kind_ != Kind::none && from_this_process()) try {
+      ContextGuard guard(device_);
+      if (kind_ == Kind::allocated && address_) driver_->cuMemFree(address_);
+      if (kind_ == Kind::opened && address_) driver_->cuIpcCloseMemHandle(address_);
+      if (mapped_) driver_->cuMemUnmap(address_, nbytes_);
+      if (reserved_) driver_->cuMemAddressFree(address_, nbytes_);
+      if (bound_) driver_->cuMulticastUnbind(handle_, device_, 0, nbytes_);
+      if (has_handle_) driver_->cuMemRelease(handle_);
+    } catch (const std::exception&) {
+      // The driver is gone or broken, and the memory with it.
+    }
+  kind_ = Kind::none;
+  address_ = handle_ = nbytes_ = 0;
+  has_handle_ = reserved_ = mapped_ = bound_ = false;
 }
 
 DeviceMemory DeviceMemory::allocate(Device device, size_t nbytes) {

@@ -416,12 +416,13 @@ const Driver* fake_driver() {
 #define FAKE_ADD(name) made.name = name;
     FAKE_ADD(cuGetErrorName)
     FAKE_ADD(cuGetErrorString)
-    FAKE_ADD(cuInit) FAKE_ADD(cuDeviceGet) FAKE_ADD(cuDeviceGetCount) FAKE_ADD(cuDeviceGetName) FAKE_ADD(cuDeviceGetAttribute)
-        FAKE_ADD(cuDeviceGetUuid) FAKE_ADD(cuDevicePrimaryCtxRetain) FAKE_ADD(cuDevicePrimaryCtxRelease) FAKE_ADD(cuCtxGetCurrent)
-            FAKE_ADD(cuCtxSetCurrent) FAKE_ADD(cuDeviceCanAccessPeer) FAKE_ADD(cuCtxEnablePeerAccess) FAKE_ADD(cuMemAlloc)
-                FAKE_ADD(cuMemFree) FAKE_ADD(cuMemHostAlloc) FAKE_ADD(cuMemFreeHost) FAKE_ADD(cuMemHostRegister)
-                    FAKE_ADD(cuMemHostUnregister) FAKE_ADD(cuMemHostGetDevicePointer) FAKE_ADD(cuIpcGetMemHandle)
-                        FAKE_ADD(cuIpcOpenMemHandle) FAKE_ADD(cuIpcCloseMemHandle)
+    FAKE_ADD(cuInit)
+    FAKE_ADD(cuDeviceGet) FAKE_ADD(cuDeviceGetCount) FAKE_ADD(cuDeviceGetName) FAKE_ADD(cuDeviceGetAttribute) FAKE_ADD(cuDeviceGetUuid)
+        FAKE_ADD(cuDevicePrimaryCtxRetain) FAKE_ADD(cuDevicePrimaryCtxRelease) FAKE_ADD(cuCtxGetCurrent) FAKE_ADD(cuCtxSetCurrent)
+            FAKE_ADD(cuDeviceCanAccessPeer) FAKE_ADD(cuCtxEnablePeerAccess) FAKE_ADD(cuMemAlloc) FAKE_ADD(cuMemFree)
+                FAKE_ADD(cuMemHostAlloc) FAKE_ADD(cuMemFreeHost) FAKE_ADD(cuMemHostRegister) FAKE_ADD(cuMemHostUnregister)
+                    FAKE_ADD(cuMemHostGetDevicePointer) FAKE_ADD(cuIpcGetMemHandle) FAKE_ADD(cuIpcOpenMemHandle)
+                        FAKE_ADD(cuIpcCloseMemHandle)
 #undef FAKE_ADD
                             fake_add_virtual_memory_functions(made);
     fake_add_stream_functions(made);

@@ -1,0 +1,52 @@
+"""The host code of csrc/cuda without a GPU: over a driver that lives in tests/cpp/cuda/fake_driver.h, and against the toolkit's cuda.h."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from test_sanitizers import core_sources
+
+ROOT = Path(__file__).parent.parent
+CUDA = ROOT / "csrc" / "cuda"
+HERE = ROOT / "tests" / "cpp" / "cuda"
+FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter"]
+HOST = [CUDA / f"{name}.cc" for name in ("driver", "topology", "device_memory", "peer_memory", "stub")]
+FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
+PROGRAMS = ("host_test", "peer_memory_test")
+HEADERS = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
+pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a busy machine
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """The path of each program, by name."""
+    folder = tmp_path_factory.mktemp("cuda_host")
+
+    def compile_one(source):
+        target = folder / f"{source.parent.name}-{source.stem}.o"
+        result = subprocess.run(["g++", *FLAGS, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return target
+
+    sources = [*core_sources(ROOT / "csrc"), *HOST, *FAKE]
+    with ThreadPoolExecutor(2) as pool:
+        objects = list(pool.map(compile_one, [*sources, *(HERE / f"{name}.cc" for name in PROGRAMS)]))
+    shared, mains = objects[: len(sources)], objects[len(sources) :]
+    for name, main in zip(PROGRAMS, mains, strict=True):
+        subprocess.run(["g++", "-pthread", *map(str, shared), str(main), "-o", str(folder / name)], check=True)
+    return {name: folder / name for name in PROGRAMS}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(programs, name):
+    result = subprocess.run([str(programs[name])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
+    assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, result.stdout[-5000:]
+
+
+@pytest.mark.skipif(not HEADERS, reason="needs the headers of a CUDA toolkit")
+def test_driver_table_agrees_with_cuda_h():
+    """Struct layouts, values and signatures of driver.h. cuda.h of 12.5 or later: older ones lack some of them."""
+    command = ["g++", "-std=c++20", "-fsyntax-only", "-isystem", str(HEADERS[-1].parent), str(HERE / "driver_abi_test.cc")]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
