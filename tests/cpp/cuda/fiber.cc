@@ -8,10 +8,10 @@
 // [Note: idle] A fiber sleeps until a store to its word. It may have looked at the word before it gave way for another reason, and missed
 // the store. So when nobody can run, all sleepers look again, and only when that changes nothing (no store, no end, no barrier) several
 // times is it a deadlock; or, with options.timeouts, the clock goes on by 100 ms and they look again, until 300 s have gone by.
+#include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <cstdio>
@@ -27,8 +27,9 @@ __attribute__((weak)) void* __tsan_create_fiber(unsigned flags);
 __attribute__((weak)) void __tsan_destroy_fiber(void* fiber);
 __attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 __attribute__((weak)) void __tsan_set_fiber_name(void* fiber, const char* name);
-__attribute__((weak)) void __tsan_acquire(void* key);
-__attribute__((weak)) void __tsan_release(void* key);
+// Of libasan, which must know the bounds of the stack.
+__attribute__((weak)) void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** old_bottom, size_t* old_size);
 }
 
 namespace pycomm::cuda::fiber {
@@ -37,34 +38,10 @@ namespace {
 
 constexpr size_t page = 4096;
 constexpr size_t stack_bytes = 256 << 10;   // lazily touched; the lowest page is a guard
-constexpr size_t shared_bytes = 228 << 10;  // per block, as on sm_90
-constexpr size_t arena_bytes = 1 << 20;
-constexpr size_t table_size = 1 << 16;
 constexpr uint32_t operations_without_preemption = 4096;  // then a fiber gives way all the same: it may be polling without relax()
 constexpr uint64_t steps_of_a_busy_fiber = 64;            // what that counts against max_steps
 constexpr int idle_rounds = 4;
 constexpr uint64_t clock_step_ns = 100'000'000, clock_bound_ns = 300'000'000'000;
-
-// Not mmap(): ThreadSanitizer would see a write by the fiber that happens to run.
-std::byte* map_pages(size_t bytes) {
-  constexpr int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-  const long address = syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0L);
-  if (address == -1) {
-    std::perror("fiber.cc: mmap");
-    std::abort();
-  }
-  return reinterpret_cast<std::byte*>(address);
-}
-
-void edge_from(void* key) {
-  if (__tsan_acquire) __tsan_acquire(key);
-  __atomic_thread_fence(__ATOMIC_ACQUIRE);  // flags are relaxed accesses in programs with ThreadSanitizer
-}
-
-void edge_to(void* key) {
-  __atomic_thread_fence(__ATOMIC_RELEASE);
-  if (__tsan_release) __tsan_release(key);
-}
 
 uint64_t next_random(Scheduler& s) {
   uint64_t z = s.random += 0x9e3779b97f4a7c15;  // splitmix64
@@ -73,12 +50,22 @@ uint64_t next_random(Scheduler& s) {
   return z ^ z >> 31;
 }
 
+// How many operations a fiber may do before it gives way.
+uint32_t next_budget(Scheduler& s) {
+  if (!s.options.preempt) return operations_without_preemption;
+  return 1 + static_cast<uint32_t>(next_random(s) % (2 * uint64_t{s.options.preempt} - 1));
+}
+
 // ---- who runs --------------------------------------------------------------------------------------------------------------------
+
+}  // namespace
 
 void make_runnable(Scheduler& s, Fiber* f) {
   f->state = State::runnable;
   s.queue[(s.head + s.count++) % s.capacity] = f;
 }
+
+namespace {
 
 // For a while one rank, or none, gets no turn if another can have it: equal speeds would hide faults between calls.
 size_t random_place(Scheduler& s) {
@@ -111,8 +98,13 @@ Fiber* take_next(Scheduler& s) {
 
 void switch_to(Fiber* from, Fiber* to) {
   if (__tsan_switch_to_fiber) __tsan_switch_to_fiber(to->tsan, 1);  // 1: the switch orders nothing
+  void* fake_stack = nullptr;
+  if (__sanitizer_start_switch_fiber) __sanitizer_start_switch_fiber(&fake_stack, to->stack, to->stack_size);
   pycomm_fiber_switch(&from->stack_pointer, to->stack_pointer);
+  if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(fake_stack, nullptr, nullptr);
 }
+
+}  // namespace
 
 void switch_away(Fiber* f) {
   Scheduler& s = *f->scheduler;
@@ -121,69 +113,23 @@ void switch_away(Fiber* f) {
   if (next != f) switch_to(f, next);
 }
 
-// ---- words -----------------------------------------------------------------------------------------------------------------------
-
-void* from_arena(Scheduler& s, size_t bytes) {
-  if (static_cast<size_t>(s.arena_end - s.arena) < bytes) {
-    std::byte* chunk = map_pages(arena_bytes);
-    *reinterpret_cast<void**>(chunk) = s.arenas;
-    s.arenas = chunk;
-    s.arena = chunk + 64;
-    s.arena_end = chunk + arena_bytes;
-  }
-  std::byte* memory = s.arena;
-  s.arena += (bytes + 15) / 16 * 16;
-  return memory;
-}
-
-void free_words(Scheduler& s) {
-  while (s.arenas) {
-    void* before = *static_cast<void**>(s.arenas);
-    munmap(s.arenas, arena_bytes);
-    s.arenas = before;
-  }
-  s.arena = s.arena_end = nullptr;
-  if (s.table) munmap(s.table, table_size * sizeof(Granule*));
-  s.table = nullptr;
-}
-
-Granule* granule_of(Scheduler& s, const void* word, bool create) {
-  const uintptr_t address = reinterpret_cast<uintptr_t>(word) & ~uintptr_t{15};
-  Granule** bucket = &s.table[(address * 0x9e3779b97f4a7c15) >> 48];
-  for (Granule* g = *bucket; g; g = g->next) {
-    if (g->address == address) return g;
-  }
-  if (!create) return nullptr;
-  auto* g = static_cast<Granule*>(from_arena(s, sizeof(Granule)));
-  *g = {address, *bucket, nullptr, nullptr};
-  *bucket = g;
-  return g;
-}
-
-// Keys of happens-before edges. system: the word's own address. gpu: one per word and rank.
-void* system_key(const void* word) { return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(word) & ~uintptr_t{7}); }
-
-void* rank_key(Fiber* f, const void* word) {
+uint32_t give_way(Fiber* f) {
   Scheduler& s = *f->scheduler;
-  const int rank = f->stream->rank;
-  if (s.polling) return static_cast<std::byte*>(system_key(word)) + 1 + rank % 7;  // the same in all OS threads
-  Granule* g = granule_of(s, word, true);
-  if (!g->keys) g->keys = static_cast<uint64_t*>(from_arena(s, 2 * s.ranks * sizeof(uint64_t)));
-  return &g->keys[(reinterpret_cast<uintptr_t>(word) >> 3 & 1) * s.ranks + rank];
+  if (!s.options.preempt) s.steps += steps_of_a_busy_fiber;
+  make_runnable(s, f);
+  switch_away(f);
+  return next_budget(s);
 }
 
-// ---- barriers --------------------------------------------------------------------------------------------------------------------
-
-void complete_barrier(Scheduler& s, Block* b) {
-  b->result[b->generation & 1] = b->any;
-  b->any = false;
-  b->arrived = 0;
-  b->generation++;
-  s.progress++;
-  for (int i = 0; i < b->threads; i++) {
-    if (b->fibers[i]->state == State::in_sync) make_runnable(s, b->fibers[i]);
-  }
+void trap(Fiber* f, const char* what, const void* p, size_t bytes) {
+  Scheduler& s = *f->scheduler;
+  s.fault = {what, f, reinterpret_cast<uintptr_t>(p), bytes};
+  s.ending = Ending::fault;
+  switch_to(f, &s.main);
+  __builtin_trap();  // nobody resumes it
 }
+
+namespace {
 
 // ---- launches --------------------------------------------------------------------------------------------------------------------
 
@@ -198,31 +144,63 @@ void end_fiber(Fiber* f) {
   switch_away(f);
 }
 
-// What a stack runs for ever: one launch after the other.
+// What a stack runs for ever: one launch after the other, of whatever stream the fiber belongs to by then.
 void fiber_main(void* argument) {
   auto* f = static_cast<Fiber*>(argument);
+  if (__sanitizer_finish_switch_fiber) __sanitizer_finish_switch_fiber(nullptr, nullptr, nullptr);
   for (;;) {
     Launch* launch = f->stream->running;
     edge_from(&f->scheduler->start_key);
     if (launch->before) edge_from(&launch->before->key);
-    launch->entry(launch, f, give_way(f));
+    launch->entry(launch, f, next_budget(*f->scheduler));
     edge_to(&launch->key);
     edge_to(&f->scheduler->end_key);
     end_fiber(f);
   }
 }
 
+void destroy_fiber(Fiber* f) {
+  if (__tsan_destroy_fiber) __tsan_destroy_fiber(f->tsan);
+  munmap(f->stack, stack_bytes);
+  std::free(f);
+}
+
+// Fibers of Machines that are gone, linked by next_sleeper: ThreadSanitizer needs about 1 ms to create one. Whatever they did happens
+// before the next Machine starts, since run() acquires it all, so they carry no edge that does not exist.
+struct IdleFibers {
+  Fiber* first;
+  ~IdleFibers() {
+    while (Fiber* f = first) {
+      first = f->next_sleeper;
+      destroy_fiber(f);
+    }
+  }
+};
+thread_local IdleFibers idle_fibers;
+
 Fiber* create_fiber(Scheduler* s, StreamQueue* stream) {
-  auto* f = static_cast<Fiber*>(std::calloc(1, sizeof(Fiber)));
+  Fiber* f = s->polling ? nullptr : idle_fibers.first;
+  if (f) {
+    idle_fibers.first = f->next_sleeper;
+  } else {
+    f = static_cast<Fiber*>(std::calloc(1, sizeof(Fiber)));
+    f->state = State::ended;
+    f->stack = map_pages(stack_bytes);
+    f->stack_size = stack_bytes;
+    syscall(SYS_mprotect, f->stack, page, PROT_NONE);
+    f->stack_pointer = prepare_stack(f->stack + stack_bytes, fiber_main, f);
+    if (__tsan_create_fiber) f->tsan = __tsan_create_fiber(0);
+  }
   f->scheduler = s;
   f->stream = stream;
-  f->state = State::ended;
   f->named_block = f->named_thread = -1;
-  f->stack = map_pages(stack_bytes);
-  syscall(SYS_mprotect, f->stack, page, PROT_NONE);
-  f->stack_pointer = prepare_stack(f->stack + stack_bytes, fiber_main, f);
-  if (__tsan_create_fiber) f->tsan = __tsan_create_fiber(0);
   return f;
+}
+
+void give_back(Fiber* f) {
+  if (f->scheduler->polling || f->state != State::ended) return destroy_fiber(f);
+  f->next_sleeper = idle_fibers.first;
+  idle_fibers.first = f;
 }
 
 void name_fiber(Fiber* f) {
@@ -332,6 +310,15 @@ bool go_on(Scheduler* s) {
   return wake_all(s) > 0;
 }
 
+void find_stack(Fiber* main) {
+  pthread_attr_t attributes;
+  void* bottom;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &bottom, &main->stack_size);
+  pthread_attr_destroy(&attributes);
+  main->stack = static_cast<std::byte*>(bottom);
+}
+
 // After a run that was cut short, the caller may free what fibers have used: they release, as if they had ended.
 void release_all(Scheduler* s) {
   if (!__tsan_switch_to_fiber) return;
@@ -362,12 +349,7 @@ Scheduler* create_scheduler(int ranks, const Options& options, bool polling) {
 
 void destroy_scheduler(Scheduler* s) {
   while (StreamQueue* stream = s->streams) {
-    for (int i = 0; i < stream->num_fibers; i++) {
-      Fiber* f = stream->fibers[i];
-      if (__tsan_destroy_fiber) __tsan_destroy_fiber(f->tsan);
-      munmap(f->stack, stack_bytes);
-      std::free(f);
-    }
+    for (int i = stream->num_fibers - 1; i >= 0; i--) give_back(stream->fibers[i]);
     for (int i = 0; i < stream->num_blocks; i++) {
       munmap(stream->blocks[i]->shared, shared_bytes);
       std::free(stream->blocks[i]);
@@ -401,9 +383,10 @@ void enqueue(StreamQueue* stream, Launch* launch) {
 
 Ending run(Scheduler* s) {
   s->ending = Ending::running;
+  if (__sanitizer_start_switch_fiber) find_stack(&s->main);
   s->main.tsan = __tsan_get_current_fiber ? __tsan_get_current_fiber() : nullptr;
   if (s->polling) free_words(*s);
-  if (!s->table) s->table = reinterpret_cast<Granule**>(map_pages(table_size * sizeof(Granule*)));
+  create_words(*s);
   start_launches(s);
   while (s->ending == Ending::running) {
     if (s->start_pending) start_launches(s);
@@ -418,136 +401,5 @@ Ending run(Scheduler* s) {
 }
 
 Launch* launch_of(const Fiber* f) { return f->stream->running; }
-
-// ---- for FiberCtx ----------------------------------------------------------------------------------------------------------------
-
-uint32_t give_way(Fiber* f) {
-  Scheduler& s = *f->scheduler;
-  if (s.options.preempt) {
-    make_runnable(s, f);
-    switch_away(f);
-    return 1 + static_cast<uint32_t>(next_random(s) % (2 * uint64_t{s.options.preempt} - 1));
-  }
-  s.steps += steps_of_a_busy_fiber;
-  make_runnable(s, f);
-  switch_away(f);
-  return operations_without_preemption;
-}
-
-void sleep_on(Fiber* f, const void* word) {
-  Granule* g = granule_of(*f->scheduler, word, true);
-  f->state = State::asleep;
-  f->word = word;
-  f->granule = g;
-  f->next_sleeper = g->sleepers;
-  g->sleepers = f;
-  switch_away(f);
-}
-
-void stored(Fiber* f, const void* word) {
-  Scheduler& s = *f->scheduler;
-  s.progress++;
-  Granule* g = granule_of(s, word, false);
-  if (!g) return;
-  Fiber* sleeper = g->sleepers;
-  g->sleepers = nullptr;
-  while (sleeper) {
-    Fiber* next = sleeper->next_sleeper;
-    make_runnable(s, sleeper);
-    sleeper = next;
-  }
-}
-
-// An operation pairs with another one if each one's scope includes the other's thread. So gpu and system meet within a rank.
-void acquire(Fiber* f, const void* word, Scope scope) {
-  if (!__tsan_acquire) return;
-  if (scope == Scope::system) edge_from(system_key(word));
-  edge_from(rank_key(f, word));
-}
-
-void release(Fiber* f, const void* word, Scope scope) {
-  if (!__tsan_release) return;
-  if (scope == Scope::system) edge_to(system_key(word));
-  edge_to(rank_key(f, word));
-}
-
-bool barrier(Fiber* f, bool flag) {
-  Scheduler& s = *f->scheduler;
-  Block* b = f->block;
-  const unsigned phase = b->generation & 1;  // two keys: who is early at the next barrier must not give an edge to who leaves this one
-  edge_to(&b->keys[phase]);
-  b->any |= flag;
-  if (++b->arrived == b->live) {
-    complete_barrier(s, b);
-  } else {
-    f->state = State::in_sync;
-    switch_away(f);
-  }
-  edge_from(&b->keys[phase]);
-  return b->result[phase];
-}
-
-uint64_t shuffle(Fiber* f, uint64_t value, int lane) {
-  Scheduler& s = *f->scheduler;
-  const int first = f->thread / 32 * 32;
-  Warp& warp = f->block->warps[f->thread / 32];
-  if (lane < 0 || lane >= warp.lanes) trap(f, "shuffle: no such lane in this warp", nullptr, static_cast<size_t>(lane));
-  const unsigned phase = warp.generation & 1;
-  f->offered[phase] = value;
-  if (++warp.arrived == warp.lanes) {
-    warp.arrived = 0;
-    warp.generation++;
-    s.progress++;
-    for (int i = first; i < first + warp.lanes; i++) {
-      if (f->block->fibers[i]->state == State::in_shuffle) make_runnable(s, f->block->fibers[i]);
-    }
-  } else {
-    f->state = State::in_shuffle;
-    switch_away(f);
-  }
-  return f->block->fibers[first + lane]->offered[phase];
-}
-
-void* shared_memory(Fiber* f, const void* tag, size_t bytes) {
-  Block* b = f->block;
-  for (int i = 0; i < b->shared_entries; i++) {
-    if (b->entries[i].tag == tag) return b->entries[i].memory;
-  }
-  const size_t rounded = (bytes + 15) / 16 * 16;
-  if (b->shared_entries == Block::max_shared || b->shared_used + rounded > shared_bytes) {
-    trap(f, "shared: more shared memory than a block has", nullptr, bytes);
-  }
-  std::byte* memory = b->shared + b->shared_used;
-  b->shared_used += rounded;
-  b->entries[b->shared_entries++] = {tag, memory};
-  for (size_t i = 0; i < rounded; i++) {  // not memset: see the head of this file
-    *static_cast<volatile std::byte*>(memory + i) = std::byte{0xA5};
-  }
-  return memory;
-}
-
-const Multicast* find_multicast(Fiber* f, const void* p) {
-  const Scheduler& s = *f->scheduler;
-  const auto address = static_cast<const std::byte*>(p);
-  for (int i = 0; i < s.num_multicasts; i++) {
-    if (address >= s.multicasts[i].base && address < s.multicasts[i].base + s.multicasts[i].bytes) return &s.multicasts[i];
-  }
-  trap(f, "multimem: no multicast address", p, 16);
-}
-
-uint64_t now_ns(Fiber* f) {
-  if (!f->scheduler->polling) return f->scheduler->clock_ns;
-  timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return static_cast<uint64_t>(now.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(now.tv_nsec);
-}
-
-void trap(Fiber* f, const char* what, const void* p, size_t bytes) {
-  Scheduler& s = *f->scheduler;
-  s.fault = {what, f, reinterpret_cast<uintptr_t>(p), bytes};
-  s.ending = Ending::fault;
-  switch_to(f, &s.main);
-  __builtin_trap();  // nobody resumes it
-}
 
 }  // namespace pycomm::cuda::fiber

@@ -16,10 +16,10 @@
 // Streams: a stream starts launch k+1 as soon as its launch k has ended, whatever other ranks do. That is what exposes missing end
 // barriers and flags used again too early. All blocks of a launch are resident together; how many fit on a GPU is not modelled.
 //
-// Under -fsanitize=thread (kernels and machine.cc with it, fiber.cc never: [Note: instrumented and not]) fibers are threads to
-// ThreadSanitizer and a switch between them orders nothing. Flags are relaxed accesses, and happens-before edges are drawn by hand, per
-// word and scope: what a rank releases at gpu scope, other ranks do not acquire. So it finds orders that are too weak on a machine, x86,
-// that never shows them.
+// Under -fsanitize=thread (kernels and machine.cc with it, fiber.cc and fiber_ops.cc never: [Note: instrumented and not]) fibers are
+// threads to ThreadSanitizer and a switch between them orders nothing. Flags are relaxed accesses, and happens-before edges are drawn by
+// hand, per word and scope: what a rank releases at gpu scope, other ranks do not acquire. So it finds orders that are too weak on a
+// machine, x86, that never shows them.
 #pragma once
 
 #include <cstring>
@@ -266,6 +266,8 @@ class Machine {
 // One launch, run to its end inside the calling OS thread; for a CUDA driver made of host threads or processes. Others, in this process
 // or not, may store to the same memory at the same time: a fiber in relax() polls, with sched_yield when all fibers wait, and now_ns() is
 // the real clock. Safe to call from any number of OS threads. It ends when the kernel ends: bound the kernel's own waits.
-Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options = {});
+// Of `options`, timeouts and max_steps have no meaning here.
+Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options = {},
+                   const std::vector<Multicast>& multicasts = {});
 
 }  // namespace pycomm::cuda::fiber

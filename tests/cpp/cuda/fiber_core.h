@@ -4,13 +4,14 @@
 //                    +-- Block 0: Fiber 0 .. threads-1, barrier, warps, shared memory
 //                    +-- Block 1 ...
 //
-// [Note: instrumented and not] fiber.cc is compiled without -fsanitize=thread: what it does while it runs on the stack of a fiber must
-// not count as an access by that fiber. So it uses no STL either: an inline function of a template that kernels also use exists once in
-// the program, and the linker may choose the instrumented copy, which then reports races inside the scheduler. For the same reason
-// fiber.cc calls no memset, memcpy, malloc or mmap on behalf of a fiber: ThreadSanitizer intercepts them. Structs here are plain data.
+// [Note: instrumented and not] fiber.cc and fiber_ops.cc are compiled without -fsanitize=thread: what it does while it runs on the stack of
+// a fiber must not count as an access by that fiber. So it uses no STL either: an inline function of a template that kernels also use
+// exists once in the program, and the linker may choose the instrumented copy, which then reports races inside the scheduler. For the same
+// reason they call no memset, memcpy, malloc or mmap on behalf of a fiber: ThreadSanitizer intercepts them. Structs here are plain data.
 //
 // [Note: fibers belong to a stream] A fiber that has run a launch is used again by later launches of the same stream alone, where stream
-// order gives the happens-before edge anyway. Used elsewhere, it would carry an edge that does not exist, and hide races.
+// order gives the happens-before edge anyway, and by other Machines when its own is gone. Used elsewhere, it would carry an edge that
+// does not exist, and hide races.
 #pragma once
 
 #include <cstddef>
@@ -21,9 +22,9 @@
 namespace pycomm::cuda::fiber {
 
 struct Options {
-  uint64_t seed = 0;                       // 0: first in, first out; else random order, with one rank held back at times
-  uint32_t preempt = 0;                    // k: give way at about one memory operation in k; 0: only where a fiber waits
-  bool timeouts = false;                   // when no fiber can run, the clock goes on instead of a deadlock being reported
+  uint64_t seed = 0;  // 0: first in, first out; else random order, with one rank held back at times
+  uint32_t preempt = 0;  // k: give way at about one memory operation in k; 0: only where a fiber waits
+  bool timeouts = false;  // when no fiber can run, the clock goes on instead of a deadlock being reported
   uint64_t max_steps = uint64_t{1} << 26;  // switches between fibers before the run is given up
 };
 
@@ -45,6 +46,7 @@ struct Granule {
 struct Fiber {
   void* stack_pointer;
   std::byte* stack;
+  size_t stack_size;
   void* tsan;
   Scheduler* scheduler;
   StreamQueue* stream;
@@ -73,7 +75,7 @@ struct Block {
   int index, threads, live, arrived;
   unsigned generation;
   bool any, result[2];  // sync_or; result by generation
-  uint64_t keys[2];     // happens-before edges of sync, by generation
+  uint64_t keys[2];  // happens-before edges of sync, by generation
   Fiber** fibers;
   Warp warps[max_warps];
   std::byte* shared;
@@ -131,7 +133,7 @@ struct Scheduler {
   int idle_rounds;
   uint64_t clock_ns, idle_since_ns;
   StreamQueue* streams;
-  int live;          // fibers that have not ended
+  int live;  // fibers that have not ended
   int total_fibers;  // of all pools
   bool start_pending;
   Ending ending;
@@ -143,6 +145,17 @@ struct Scheduler {
   const Multicast* multicasts;
   int num_multicasts;
 };
+
+// ---- between fiber.cc and fiber_ops.cc -------------------------------------------------------------------------------------------
+void make_runnable(Scheduler& s, Fiber* f);
+void switch_away(Fiber* f);  // to whoever is next; returns when `f` is switched to
+void complete_barrier(Scheduler& s, Block* b);
+std::byte* map_pages(size_t bytes);
+void edge_from(void* key);
+void edge_to(void* key);
+void create_words(Scheduler& s);
+void free_words(Scheduler& s);
+inline constexpr size_t shared_bytes = 228 << 10;  // per block, as on sm_90; lazily touched
 
 // ---- for machine.cc --------------------------------------------------------------------------------------------------------------
 Scheduler* create_scheduler(int ranks, const Options& options, bool polling);

@@ -75,13 +75,13 @@ std::string thread_text(const Fiber* f, int last) {
 std::string state_text(const Fiber* f, const std::vector<NamedRange>& ranges) {
   const Block* b = f->block;
   switch (f->state) {
-    case State::asleep: return "waits for " + text_of(reinterpret_cast<uintptr_t>(f->word), ranges);
-    case State::in_sync: return "waits in sync (" + std::to_string(b->arrived) + " of " + std::to_string(b->live) + " threads are there)";
+    case State::asleep: return "waiting for " + text_of(reinterpret_cast<uintptr_t>(f->word), ranges);
+    case State::in_sync: return "waiting in sync (" + std::to_string(b->arrived) + " of " + std::to_string(b->live) + " threads are there)";
     case State::in_shuffle: {
       const Warp& warp = b->warps[f->thread / 32];
-      return "waits in shuffle (" + std::to_string(warp.arrived) + " of " + std::to_string(warp.lanes) + " lanes are there)";
+      return "waiting in shuffle (" + std::to_string(warp.arrived) + " of " + std::to_string(warp.lanes) + " lanes are there)";
     }
-    case State::runnable: return "can run";
+    case State::runnable: return "able to run";
     case State::ended: return "";
   }
   return "";
@@ -100,7 +100,7 @@ std::string waiting_text(const Scheduler* s, const std::vector<NamedRange>& rang
       if (state.empty()) continue;
       while (i + 1 < fibers && stream->fibers[i + 1]->block == f->block && state_text(stream->fibers[i + 1], ranges) == state) i++;
       if (++lines == max_lines) return text + "  ...\n";
-      text += "  " + launch_text(stream) + thread_text(f, stream->fibers[i]->thread) + " " + state + "\n";
+      text += "  " + launch_text(stream) + thread_text(f, stream->fibers[i]->thread) + ": " + state + "\n";
     }
   }
   return text;
@@ -224,7 +224,8 @@ thread_local OwnScheduler own;
 
 }  // namespace
 
-Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options) {
+Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options,
+                   const std::vector<Multicast>& multicasts) {
   if (!own.scheduler) {
     own.scheduler = create_scheduler(1, options, true);
     create_stream(own.scheduler, rank_label, 0);
@@ -234,6 +235,8 @@ Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel
   s->options.max_steps = ~uint64_t{0};  // polling is not counted: others may be slow
   s->random = options.seed;
   s->steps = s->held_until = 0;
+  s->multicasts = multicasts.data();
+  s->num_multicasts = static_cast<int>(multicasts.size());
   s->streams->rank = rank_label;
   s->streams->last = nullptr;
   KernelLaunch launch;
