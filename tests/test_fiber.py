@@ -86,6 +86,15 @@ def test_planted_fault_is_a_race(programs, fault):
     assert re.search(thread, output), output[:5000]
 
 
+def test_scheduler_shares_no_code(programs):
+    """No inline function of the scheduler may be merged with an instrumented copy: [Note: instrumented and not]."""
+    for source in SCHEDULER:
+        symbols = subprocess.run(
+            ["nm", "-C", str(programs["plain"].parent / f"{source.stem}.o")], capture_output=True, text=True, check=True
+        )
+        assert " T pycomm" in symbols.stdout and not re.findall(r"^\w+ W .*", symbols.stdout, re.M)
+
+
 def test_every_case_is_run(programs):
     cases = run(programs["plain"], "no such case")[1].split()
     assert sorted(cases) == sorted([*VALUES, "large", "values_show_fault", *(f"fault_{fault}" for fault in FAULTS)])

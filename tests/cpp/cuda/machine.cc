@@ -2,9 +2,11 @@
 //
 // Everything that a stream does is a launch: a function of the host, and a stream memory operation, is one of one thread. An event is
 // a word that counts: record() stores, wait() waits, with the flags that kernels use.
+#include <cstdio>
 #include <deque>
 #include <exception>
 #include <map>
+#include <stdexcept>
 #include <utility>
 
 #include "fiber.h"
@@ -38,6 +40,11 @@ void enter(Launch* launch, Fiber* f, uint32_t budget) {
     self->error = "an exception of unknown type";
   }
   trap(f, "threw", nullptr, 0);
+}
+
+void check_geometry(int blocks, int threads) {
+  if (blocks >= 1 && threads >= 1 && threads <= 32 * Block::max_warps) return;
+  throw std::invalid_argument("a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads");
 }
 
 struct NamedRange {
@@ -147,6 +154,7 @@ Machine::Machine(int ranks, const Options& options) : impl_(new Impl) { impl_->s
 Machine::~Machine() { destroy_scheduler(impl_->scheduler); }
 
 Stream& Machine::stream(int rank, int index) {
+  if (rank < 0 || rank >= impl_->scheduler->ranks) throw std::out_of_range("rank " + std::to_string(rank));
   const auto found = impl_->streams.find({rank, index});
   if (found != impl_->streams.end()) return found->second;
   Stream created(create_stream(impl_->scheduler, rank, index), index);
@@ -154,6 +162,7 @@ Stream& Machine::stream(int rank, int index) {
 }
 
 void Machine::push(Stream& stream, int blocks, int threads, const char* what, Kernel kernel) {
+  check_geometry(blocks, threads);
   KernelLaunch& launch = impl_->launches.emplace_back();
   launch.blocks = blocks;
   launch.threads = threads;
@@ -226,6 +235,7 @@ thread_local OwnScheduler own;
 
 Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options,
                    const std::vector<Multicast>& multicasts) {
+  check_geometry(blocks, threads);
   if (!own.scheduler) {
     own.scheduler = create_scheduler(1, options, true);
     create_stream(own.scheduler, rank_label, 0);
