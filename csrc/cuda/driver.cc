@@ -1,6 +1,7 @@
 // driver.cc -- see driver.h.
 #include "driver.h"
 
+#include <atomic>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -46,26 +47,20 @@ const Loaded& machine_driver() {
   return loaded;
 }
 
-std::mutex mutex;  // guards what follows
-const Driver* replaced = nullptr;
+std::atomic<const Driver*> replaced{nullptr};
+std::mutex mutex;  // of contexts
 std::map<Device, Context> contexts;
 
 }  // namespace
 
 const Driver* driver() {
-  {
-    std::lock_guard lock(mutex);
-    if (replaced) return replaced;
-  }
+  if (const Driver* table = replaced.load(std::memory_order_acquire)) return table;
   const Loaded& loaded = machine_driver();
   return loaded.problem.empty() ? &loaded.table : nullptr;
 }
 
 std::string driver_problem() {
-  {
-    std::lock_guard lock(mutex);
-    if (replaced) return "";
-  }
+  if (replaced.load(std::memory_order_acquire)) return "";
   return machine_driver().problem;
 }
 
@@ -77,7 +72,7 @@ const Driver& require_driver() {
 
 void use_driver(const Driver* replacement) {
   std::lock_guard lock(mutex);
-  replaced = replacement;
+  replaced.store(replacement, std::memory_order_release);
   contexts.clear();
 }
 
@@ -109,11 +104,16 @@ Context primary_context(Device device) {
 }
 
 ContextGuard::ContextGuard(Device device) : driver_(require_driver()) {
+  const Context wanted = primary_context(device);
   PYCOMM_CUDA_CHECK(driver_, cuCtxGetCurrent, &previous_);
-  PYCOMM_CUDA_CHECK(driver_, cuCtxSetCurrent, primary_context(device));
+  if (previous_ == wanted) return;
+  PYCOMM_CUDA_CHECK(driver_, cuCtxSetCurrent, wanted);
+  changed_ = true;
 }
 
-ContextGuard::~ContextGuard() { driver_.cuCtxSetCurrent(previous_); }
+ContextGuard::~ContextGuard() {
+  if (changed_) driver_.cuCtxSetCurrent(previous_);
+}
 
 Capture capture_of(Stream stream) {
   int status = flag::capture_none;

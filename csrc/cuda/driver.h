@@ -187,6 +187,7 @@ class ContextGuard {
  private:
   const Driver& driver_;
   Context previous_ = nullptr;
+  bool changed_ = false;
 };
 
 // Which graph capture a stream takes part in. An invalidated capture counts as active: calls that are forbidden in it still are.

@@ -1,7 +1,6 @@
 // peer_memory.cc -- see peer_memory.h.
 #include "peer_memory.h"
 
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -22,7 +21,8 @@ namespace {
 
 // --- when exported memory may be freed: [Note: end of exported memory] in peer_memory.h ---
 
-// One word per rank in shared memory: not 0 once the rank has unmapped its peers for good.
+// One word per rank in shared memory: not 0 once the rank has unmapped its peers for good. A rank that died has lost its record lock on
+// the segment ([Note: liveness by record locks] in memory/segment.h).
 class Departures {
  public:
   explicit Departures(Communicator& comm) : rank_(comm.rank()) {
@@ -30,12 +30,11 @@ class Departures {
     comm.transport().drop_region(buffer.region);  // it is no buffer of collectives; the segment stays mapped
     segment_ = buffer.segment;
     stride_ = segment_->nbytes() / comm.world_size();
+    agree(comm, attempt([&] { segment_->hold_lock(rank_); }));  // no rank asks before all hold theirs
   }
 
   void depart() { word(rank_).store(1, std::memory_order_release); }
-  bool departed(int rank, const Place& place) const {
-    return word(rank).load(std::memory_order_acquire) || (::kill(place.pid, 0) != 0 && errno == ESRCH);
-  }
+  bool departed(int rank) const { return word(rank).load(std::memory_order_acquire) || !segment_->lock_held(rank); }
 
  private:
   std::atomic_ref<uint32_t> word(int rank) const {
@@ -49,7 +48,7 @@ class Departures {
 
 bool all_departed(const Departures& departures, const Topology& topology) {
   for (size_t p = 0; p < topology.places.size(); ++p)
-    if (!topology.places[p].same_process(topology.here()) && !departures.departed(static_cast<int>(p), topology.places[p])) return false;
+    if (!topology.places[p].same_process(topology.here()) && !departures.departed(static_cast<int>(p))) return false;
   return true;
 }
 

@@ -12,8 +12,8 @@
 //
 // [Note: end of exported memory] Freeing memory that another process still has mapped by IPC is undefined behaviour (cuda.h, at
 // cuIpcGetMemHandle). The end of a PeerMemory is not collective, though: ranks go in any order, or die. Each rank therefore notes in
-// a little shared memory when it has unmapped its peers. Own memory is freed once every peer has done so or has no process any
-// more; until then it is parked, and looked at again by each create() and destructor of this process.
+// a little shared memory when it has unmapped its peers. Own memory is freed once every peer has done so or is dead; until then it is
+// parked, and looked at again by each create() and destructor of this process.
 #pragma once
 
 #include <memory>

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 
 #include "fake_state.h"
 
@@ -48,9 +49,22 @@ thread_local FakeState* context_of = nullptr;
 Context context() { return context_of == &fake_state() ? current_context : nullptr; }
 int machine_device(Device device) { return settings.first_device + device; }
 
-void violation(const std::string& text) {
+// Called with the state locked.
+void violation(FakeState& state, const std::string& text) {
   std::fprintf(stderr, "fake driver: %s\n", text.c_str());
-  fake_state().violations += text + "\n";
+  state.violations += text + "\n";
+}
+
+// A process that ends takes a moment from the loss of its locks, by which others know, to its death.
+bool stays_alive(int pid) {
+  for (int tries = 0; tries < 100; ++tries) {
+    std::string text;
+    if (::kill(pid, 0) != 0 ||
+        (std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), text), text.find(") Z ") != text.npos))
+      return false;
+    ::usleep(2000);
+  }
+  return true;
 }
 
 void* map_file(const FakeFile& file) {
@@ -190,8 +204,8 @@ int cuMemFree(DevicePtr address) {
   if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated) return result::invalid_value;
   FakeFile& file = *found->second.file;
   for (auto& user : file.tail->users)
-    if (const int pid = user.load(); pid && ::kill(pid, 0) == 0)
-      violation("cuMemFree of memory that process " + std::to_string(pid) + " has mapped by IPC");
+    if (const int pid = user.load(); pid && stays_alive(pid))
+      violation(state, "cuMemFree of memory that process " + std::to_string(pid) + " has mapped by IPC");
   state.used[file.tail->device] -= file.nbytes;
   ::munmap(as_host(address), file.nbytes);
   state.mappings.erase(found);
@@ -413,18 +427,33 @@ void fake_reset() {
 const Driver* fake_driver() {
   static const Driver table = [] {
     Driver made;
-#define FAKE_ADD(name) made.name = name;
-    FAKE_ADD(cuGetErrorName)
-    FAKE_ADD(cuGetErrorString)
-    FAKE_ADD(cuInit)
-    FAKE_ADD(cuDeviceGet) FAKE_ADD(cuDeviceGetCount) FAKE_ADD(cuDeviceGetName) FAKE_ADD(cuDeviceGetAttribute) FAKE_ADD(cuDeviceGetUuid)
-        FAKE_ADD(cuDevicePrimaryCtxRetain) FAKE_ADD(cuDevicePrimaryCtxRelease) FAKE_ADD(cuCtxGetCurrent) FAKE_ADD(cuCtxSetCurrent)
-            FAKE_ADD(cuDeviceCanAccessPeer) FAKE_ADD(cuCtxEnablePeerAccess) FAKE_ADD(cuMemAlloc) FAKE_ADD(cuMemFree)
-                FAKE_ADD(cuMemHostAlloc) FAKE_ADD(cuMemFreeHost) FAKE_ADD(cuMemHostRegister) FAKE_ADD(cuMemHostUnregister)
-                    FAKE_ADD(cuMemHostGetDevicePointer) FAKE_ADD(cuIpcGetMemHandle) FAKE_ADD(cuIpcOpenMemHandle)
-                        FAKE_ADD(cuIpcCloseMemHandle)
+#define FAKE_ADD(name) made.name = name
+    FAKE_ADD(cuGetErrorName);
+    FAKE_ADD(cuGetErrorString);
+    FAKE_ADD(cuInit);
+    FAKE_ADD(cuDeviceGet);
+    FAKE_ADD(cuDeviceGetCount);
+    FAKE_ADD(cuDeviceGetName);
+    FAKE_ADD(cuDeviceGetAttribute);
+    FAKE_ADD(cuDeviceGetUuid);
+    FAKE_ADD(cuDevicePrimaryCtxRetain);
+    FAKE_ADD(cuDevicePrimaryCtxRelease);
+    FAKE_ADD(cuCtxGetCurrent);
+    FAKE_ADD(cuCtxSetCurrent);
+    FAKE_ADD(cuDeviceCanAccessPeer);
+    FAKE_ADD(cuCtxEnablePeerAccess);
+    FAKE_ADD(cuMemAlloc);
+    FAKE_ADD(cuMemFree);
+    FAKE_ADD(cuMemHostAlloc);
+    FAKE_ADD(cuMemFreeHost);
+    FAKE_ADD(cuMemHostRegister);
+    FAKE_ADD(cuMemHostUnregister);
+    FAKE_ADD(cuMemHostGetDevicePointer);
+    FAKE_ADD(cuIpcGetMemHandle);
+    FAKE_ADD(cuIpcOpenMemHandle);
+    FAKE_ADD(cuIpcCloseMemHandle);
 #undef FAKE_ADD
-                            fake_add_virtual_memory_functions(made);
+    fake_add_virtual_memory_functions(made);
     fake_add_stream_functions(made);
     return made;
   }();

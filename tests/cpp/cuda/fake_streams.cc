@@ -103,12 +103,13 @@ int cuStreamDestroy(Stream stream) {
 }
 
 int cuStreamSynchronize(Stream handle) {
-  FAKE_ENTER_IN_CONTEXT(cuStreamSynchronize);
+  const int failure = fake_enter("cuStreamSynchronize");  // returned late: the work must not outlive the memory that it uses
+  if (!fake_has_context()) return result::invalid_context;
   const auto stream = stream_of(handle);
   std::unique_lock lock(stream->mutex);
   const uint64_t last = stream->submitted;
   stream->changed.wait(lock, [&] { return stream->completed >= last; });
-  return stream->error;
+  return failure ? failure : stream->error.load();
 }
 
 int cuStreamQuery(Stream handle) {
@@ -236,12 +237,23 @@ void fake_capture(Stream handle, int status, uint64_t id) {
 }
 
 void fake_add_stream_functions(Driver& table) {
-#define FAKE_ADD(name) table.name = name;
-  FAKE_ADD(cuStreamCreateWithPriority)
-  FAKE_ADD(cuStreamDestroy)
-  FAKE_ADD(cuStreamSynchronize) FAKE_ADD(cuStreamQuery) FAKE_ADD(cuStreamGetCaptureInfo) FAKE_ADD(cuMemsetD8Async) FAKE_ADD(cuMemcpyAsync)
-      FAKE_ADD(cuStreamWriteValue32) FAKE_ADD(cuStreamWaitValue32) FAKE_ADD(cuLaunchHostFunc) FAKE_ADD(cuEventCreate)
-          FAKE_ADD(cuEventDestroy) FAKE_ADD(cuEventRecord) FAKE_ADD(cuEventQuery) FAKE_ADD(cuEventSynchronize) FAKE_ADD(cuStreamWaitEvent)
+#define FAKE_ADD(name) table.name = name
+  FAKE_ADD(cuStreamCreateWithPriority);
+  FAKE_ADD(cuStreamDestroy);
+  FAKE_ADD(cuStreamSynchronize);
+  FAKE_ADD(cuStreamQuery);
+  FAKE_ADD(cuStreamGetCaptureInfo);
+  FAKE_ADD(cuMemsetD8Async);
+  FAKE_ADD(cuMemcpyAsync);
+  FAKE_ADD(cuStreamWriteValue32);
+  FAKE_ADD(cuStreamWaitValue32);
+  FAKE_ADD(cuLaunchHostFunc);
+  FAKE_ADD(cuEventCreate);
+  FAKE_ADD(cuEventDestroy);
+  FAKE_ADD(cuEventRecord);
+  FAKE_ADD(cuEventQuery);
+  FAKE_ADD(cuEventSynchronize);
+  FAKE_ADD(cuStreamWaitEvent);
 #undef FAKE_ADD
 }
 

@@ -196,13 +196,22 @@ int cuMulticastUnbind(MemHandle handle, Device device, size_t, size_t) {
 }  // namespace
 
 void fake_add_virtual_memory_functions(Driver& table) {
-#define FAKE_ADD(name) table.name = name;
-  FAKE_ADD(cuMemGetAllocationGranularity)
-  FAKE_ADD(cuMemCreate)
-  FAKE_ADD(cuMemRelease) FAKE_ADD(cuMemAddressReserve) FAKE_ADD(cuMemAddressFree) FAKE_ADD(cuMemMap) FAKE_ADD(cuMemUnmap)
-      FAKE_ADD(cuMemSetAccess) FAKE_ADD(cuMemExportToShareableHandle) FAKE_ADD(cuMemImportFromShareableHandle)
-          FAKE_ADD(cuMulticastGetGranularity) FAKE_ADD(cuMulticastCreate) FAKE_ADD(cuMulticastAddDevice) FAKE_ADD(cuMulticastBindMem)
-              FAKE_ADD(cuMulticastUnbind)
+#define FAKE_ADD(name) table.name = name
+  FAKE_ADD(cuMemGetAllocationGranularity);
+  FAKE_ADD(cuMemCreate);
+  FAKE_ADD(cuMemRelease);
+  FAKE_ADD(cuMemAddressReserve);
+  FAKE_ADD(cuMemAddressFree);
+  FAKE_ADD(cuMemMap);
+  FAKE_ADD(cuMemUnmap);
+  FAKE_ADD(cuMemSetAccess);
+  FAKE_ADD(cuMemExportToShareableHandle);
+  FAKE_ADD(cuMemImportFromShareableHandle);
+  FAKE_ADD(cuMulticastGetGranularity);
+  FAKE_ADD(cuMulticastCreate);
+  FAKE_ADD(cuMulticastAddDevice);
+  FAKE_ADD(cuMulticastBindMem);
+  FAKE_ADD(cuMulticastUnbind);
 #undef FAKE_ADD
 }
 
