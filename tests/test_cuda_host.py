@@ -14,6 +14,12 @@ FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-Wno-unused-param
 HOST = [CUDA / f"{name}.cc" for name in ("driver", "topology", "device_memory", "peer_memory", "stub")]
 FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
 PROGRAMS = ("host_test", "peer_memory_test")
+MACHINES = {
+    "none": "No CUDA driver was found on this machine (libcuda.so.1).; cuInit called 0 times",
+    "old": "The CUDA driver of this machine is too old: it has no cuMulticastCreate of CUDA 12.1. Update it.; cuInit called 0 times",
+    "broken": "cuInit failed: error 999; cuInit called 1 times",
+    "whole": "usable; cuInit called 1 times",
+}
 HEADERS = sorted(Path("/usr/local").glob("cuda*/include/cuda.h"))
 pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a busy machine
 
@@ -42,6 +48,15 @@ def programs(tmp_path_factory):
 def test_program(programs, name):
     result = subprocess.run([str(programs[name])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
     assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, result.stdout[-5000:]
+
+
+def test_loading_of_the_driver(tmp_path):
+    program = str(tmp_path / "driver_load_test")
+    sources = [HERE / "driver_load_test.cc", CUDA / "driver.cc", *FAKE]
+    result = subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", program], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for machine, report in MACHINES.items():
+        assert subprocess.run([program, machine], capture_output=True, text=True, timeout=20).stdout == report + "\n"
 
 
 @pytest.mark.skipif(not HEADERS, reason="needs the headers of a CUDA toolkit")
