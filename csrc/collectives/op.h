@@ -7,12 +7,14 @@
 
 namespace pycomm {
 
-enum class Algorithm : uint8_t { automatic, one_shot, two_shot, ring, staged, direct };
+// copy_engine and multimem: CUDA tensors only (cuda/plan.h).
+enum class Algorithm : uint8_t { automatic, one_shot, two_shot, ring, staged, direct, copy_engine, multimem };
+inline constexpr int num_algorithms = 8;
 
 inline const char* to_string(Algorithm algorithm) {
-  constexpr const char* names[] = {"automatic", "one_shot", "two_shot", "ring", "staged", "direct"};
+  constexpr const char* names[] = {"automatic", "one_shot", "two_shot", "ring", "staged", "direct", "copy_engine", "multimem"};
   int i = static_cast<int>(algorithm);
-  return i < 6 ? names[i] : "?";
+  return i < num_algorithms ? names[i] : "?";
 }
 
 struct Part {

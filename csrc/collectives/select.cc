@@ -42,6 +42,8 @@ bool has_algorithm(OpKind kind, Algorithm algorithm) {
     case Algorithm::ring: return kind == OpKind::all_reduce || kind == OpKind::reduce_scatter || kind == OpKind::all_gather;
     case Algorithm::staged: return kind != OpKind::all_reduce && kind != OpKind::reduce && kind != OpKind::barrier;
     case Algorithm::direct: return kind != OpKind::barrier;
+    case Algorithm::copy_engine:
+    case Algorithm::multimem: return false;
   }
   return false;
 }
