@@ -90,6 +90,10 @@ struct MessageCall {
 };
 Plan plan_message(const MessageCall& message, const Shape& shape, const Registry& registry, uint64_t timeout_ns);
 
+// What plan.cc and plan_message.cc share.
+inline constexpr uint64_t whole_slice = uint64_t{1} << 40;  // segment_bytes where nothing passes through the staging
+inline constexpr uint64_t bytes_worth_a_block = 32 << 10;
+
 // Bytes and places in an arena, from the staging that is wanted per rank.
 struct ArenaShape {
   uint64_t words_bytes, staging_offset, half_bytes, message_offset, message_bytes, nbytes;
