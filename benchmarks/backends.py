@@ -1,9 +1,11 @@
 """One adapter per backend: how it is started, and the call that does one operation.
 
-    pycomm        pycomm.Communicator on torch CPU tensors
+    pycomm        pycomm.Communicator on torch tensors
     pycomm-torch  torch.distributed with backend "pycomm"
-    gloo          torch.distributed with backend "gloo"
-    mpi, mpi:NAME mpi4py on NumPy arrays
+    gloo          torch.distributed with backend "gloo"         host memory only
+    mpi, mpi:NAME mpi4py on NumPy arrays                        host memory only
+    nccl          torch.distributed with backend "nccl"         CUDA only, one rank per GPU
+    nccl4py       NCCL by NVIDIA's bindings (nccl_bindings.py)  CUDA only, one rank per GPU
 
 make_call() returns a function without arguments that does the whole operation and returns when this rank is done, or None where the
 backend has no such form: torch.distributed has no out-of-place all_reduce, reduce or broadcast, and a copy of ours before the call would
@@ -13,8 +15,12 @@ that needs them: a rank under MPI does without torch.
 
 import abc
 import datetime
+import importlib.util
 
-from . import metrics
+from . import device, memory, metrics
+
+HOST_ONLY = "its ranks have host memory only here"
+CUDA_ONLY = "it takes CUDA tensors only (--device cuda)"
 
 
 class Unsupported(Exception):
@@ -23,6 +29,8 @@ class Unsupported(Exception):
 
 class Adapter(abc.ABC):
     """What the harness wants of a backend. rank and world_size are set after start()."""
+
+    device = "cpu"
 
     @abc.abstractmethod
     def start(self, spec): ...
@@ -39,6 +47,24 @@ class Adapter(abc.ABC):
     @abc.abstractmethod
     def close(self): ...
 
+    def make_memory(self):
+        return memory.DeviceMemory("cuda") if self.device == "cuda" else memory.HostMemory()
+
+    def settle(self):
+        """Waits for what was enqueued on this rank's stream, then for all ranks. See [Note: ranks that share a GPU]."""
+        if self.device == "cuda":
+            import torch
+
+            torch.cuda.current_stream().synchronize()
+            self.barrier()
+
+    def enter_device(self, spec):
+        """rank, world_size, and with CUDA the rank's GPU and stream."""
+        self.rank, self.world_size, self.device = spec["rank"], spec["ranks"], spec["device"]
+        self.gpu = self.rank // spec["ranks_per_gpu"]
+        if self.device == "cuda":
+            device.enter(self.gpu)
+
     def neighbours(self):
         """(next, previous, partner) of this rank: of the ring of sendrecv, and of the pairs of pingpong."""
         return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size, self.rank ^ 1
@@ -50,9 +76,37 @@ def make_adapter(name):
         return PycommAdapter()
     if name in ("pycomm-torch", "gloo"):
         return TorchAdapter(name.removesuffix("-torch"))
+    if name == "nccl":
+        return TorchAdapter(name)
+    if name == "nccl4py":
+        from .nccl_bindings import Nccl4pyAdapter
+
+        return Nccl4pyAdapter()
     if is_mpi(name):
         return MpiAdapter()
-    raise ValueError(f"backend {name!r}: must be pycomm, pycomm-torch, gloo, mpi or mpi:NAME.")
+    raise ValueError(f"backend {name!r}: must be pycomm, pycomm-torch, gloo, mpi, mpi:NAME, nccl or nccl4py.")
+
+
+def why_not(name, on, sharing):
+    """Why a backend cannot take part in a run on "cpu" or "cuda", with `sharing` ranks per GPU; None if it can."""
+    if on == "cpu":
+        return CUDA_ONLY if name.startswith("nccl") else None
+    if name == "gloo" or is_mpi(name):
+        return HOST_ONLY
+    if not name.startswith("nccl"):
+        return None
+    if sharing > 1:
+        return f'{sharing} ranks share a GPU, and NCCL refuses two ranks on one ("Duplicate GPU detected")'
+    if name == "nccl":
+        import torch.distributed as dist
+
+        return None if dist.is_available() and dist.is_nccl_available() else "this torch is built without NCCL"
+    return None if importlib.util.find_spec("nccl") else "nccl4py is not installed (pip install 'pycomm-runtime[nccl]')"
+
+
+def can_be_threads(name):
+    """torch.distributed and MPI have one rank per process."""
+    return name == "pycomm"
 
 
 def is_mpi(name):
@@ -63,7 +117,7 @@ def is_ours(name):
     return name.startswith("pycomm")
 
 
-def _pingpong(rank, send, recv):
+def pingpong(rank, send, recv):
     """The call for a round trip; the even rank of a pair begins."""
 
     def even():
@@ -77,7 +131,7 @@ def _pingpong(rank, send, recv):
     return odd if rank % 2 else even
 
 
-def _open_store(spec):
+def open_store(spec):
     import torch.distributed as dist
 
     host, port = spec["store"]
@@ -86,8 +140,11 @@ def _open_store(spec):
 
 
 def _tensor(array, dtype):
+    """A buffer of memory.py as a tensor."""
     import torch
 
+    if isinstance(array, torch.Tensor):
+        return array
     tensor = torch.from_numpy(array)
     return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
 
@@ -99,13 +156,19 @@ class PycommAdapter(Adapter):
         import pycomm
 
         torch.set_num_threads(1)
-        self.rank, self.world_size = spec["rank"], spec["ranks"]
-        self.comm = pycomm.Communicator(_open_store(spec), self.rank, self.world_size, timeout=spec["timeout"], name="benchmark")
+        self.enter_device(spec)
+        self.registered = spec["registered"]
+        self.comm = pycomm.Communicator(open_store(spec), self.rank, self.world_size, timeout=spec["timeout"], name="benchmark")
 
     def version(self):
         import pycomm
 
         return f"pycomm {pycomm.__version__}"
+
+    def make_memory(self):
+        if not self.registered:
+            return super().make_memory()
+        return memory.DeviceMemory("cuda", lambda count, dtype: self.comm.empty(max(1, count), dtype, device="cuda")[:count])
 
     def make_call(self, case, form, send, recv):
         comm, root, op, (after, before, partner) = self.comm, case.root, case.redop, self.neighbours()
@@ -136,7 +199,7 @@ class PycommAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, lambda: comm.send(x, partner), lambda: comm.recv(out, partner))
+                return pingpong(self.rank, lambda: comm.send(x, partner), lambda: comm.recv(out, partner))
             case "barrier":
                 return comm.barrier
         raise AssertionError(case.op)
@@ -157,9 +220,10 @@ class TorchAdapter(Adapter):
         import torch.distributed as dist
 
         torch.set_num_threads(1)
-        self.rank, self.world_size = spec["rank"], spec["ranks"]
+        self.enter_device(spec)
         limit = datetime.timedelta(seconds=spec["timeout"])
-        dist.init_process_group(self.backend, store=_open_store(spec), rank=self.rank, world_size=self.world_size, timeout=limit)
+        options = {"device_id": torch.device("cuda", self.gpu)} if self.backend == "nccl" else {}
+        dist.init_process_group(self.backend, store=open_store(spec), rank=self.rank, world_size=self.world_size, timeout=limit, **options)
 
     def version(self):
         import torch
@@ -204,7 +268,7 @@ class TorchAdapter(Adapter):
             case "sendrecv":
                 return sendrecv
             case "pingpong":
-                return _pingpong(self.rank, lambda: dist.send(x, partner), lambda: dist.recv(out, partner))
+                return pingpong(self.rank, lambda: dist.send(x, partner), lambda: dist.recv(out, partner))
             case "barrier":
                 return dist.barrier
         raise AssertionError(case.op)
@@ -264,7 +328,7 @@ class MpiAdapter(Adapter):
             case "sendrecv":
                 return lambda: comm.Sendrecv(send, after, recvbuf=recv, source=before)
             case "pingpong":
-                return _pingpong(self.rank, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner))
+                return pingpong(self.rank, lambda: comm.Send(send, partner), lambda: comm.Recv(recv, partner))
             case "barrier":
                 return comm.Barrier
         raise AssertionError(case.op)

@@ -3,7 +3,9 @@
     controller --+-- team "pycomm"   rank 0, rank 1, ...    forked from one process that has imported torch (forkserver)
                  +-- team "gloo"     rank 0, rank 1, ...    the same
                  +-- team "mpi"      mpiexec -- rank 0, rank 1, ...
+                 +-- with CUDA       a new interpreter for each rank; with --ranks-as threads one for all ranks of pycomm
 
+CUDA's settings are read when it is first used, and a process that has used it must not fork: hence new interpreters.
 All teams live for the whole run and take turns (runner.py). Under torchrun each of its processes starts its own rank of every torch
 backend, and the one with RANK 0 is the controller as well; MPI's ranks are then started by mpiexec on that node. Ranks are told where the
 controller listens, and torch's store, through `spec` (worker.main); only processes that were started here are ended here.
@@ -23,7 +25,8 @@ from typing import NamedTuple
 
 from pycomm import env
 
-from .backends import is_mpi
+from . import device
+from .backends import can_be_threads, is_mpi
 from .channel import Channel, RankError, gather
 
 START_TIMEOUT = 90.0  # seconds for all ranks to import, connect and form their groups; many ranks on few cores are slow
@@ -83,7 +86,7 @@ class Ranks:
     """The processes started by this one: all ranks when it works alone, one of each torch backend under torchrun."""
 
     def __init__(self):
-        self.processes, self.mpiexecs = [], []
+        self.processes, self.commands = [], []
         self.context = multiprocessing.get_context("forkserver")  # torch is imported once, in a process that has no threads yet
         self.context.set_forkserver_preload(["torch", "numpy"])
 
@@ -98,13 +101,33 @@ class Ranks:
     def start_mpi(self, spec, mpi):
         text = json.dumps({**spec, "site": mpi.site})
         command = [mpi.mpiexec, *mpi.flags, "-n", str(spec["ranks"]), sys.executable, "-m", f"{__package__}.worker", text]
-        child_env = env.for_child(MPI4PY_LIBMPI=mpi.library, OMP_NUM_THREADS=1)
-        self.mpiexecs.append(subprocess.Popen(command, env=child_env, stdin=subprocess.DEVNULL, stdout=sys.stderr))
+        self._start_command(command, env.for_child(MPI4PY_LIBMPI=mpi.library, OMP_NUM_THREADS=1))
+
+    def start_apart(self, spec, ranks):
+        """New interpreters: one for each rank, or one whose threads are all ranks."""
+        if spec["threads"]:
+            variables = {"CUDA_DEVICE_MAX_CONNECTIONS": device.CONNECTIONS} if spec["device"] == "cuda" else {}
+            ranks = [0]
+        else:
+            variables = {}
+        for rank in ranks:
+            command = [sys.executable, "-m", f"{__package__}.worker", json.dumps({**spec, "rank": rank})]
+            self._start_command(command, env.for_child(OMP_NUM_THREADS=1, **variables))
+
+    def start_team(self, spec, ranks):
+        """One backend of torch's or ours."""
+        if spec["threads"] or spec["device"] == "cuda":
+            self.start_apart(spec, ranks)
+        else:
+            self.start(spec, ranks)
+
+    def _start_command(self, command, child_env):
+        self.commands.append(subprocess.Popen(command, env=child_env, stdin=subprocess.DEVNULL, stdout=sys.stderr))
 
     def failed(self):
         """What ended with an error so far."""
         found = [f"rank process {p.pid} (exit status {p.exitcode})" for p in self.processes if p.exitcode]
-        return found + [f"mpiexec {p.pid} (exit status {p.returncode})" for p in self.mpiexecs if p.poll()]
+        return found + [f"{Path(p.args[0]).name} {p.pid} (exit status {p.returncode})" for p in self.commands if p.poll()]
 
     def join(self, timeout=None):
         """Waits until all have ended, for timeout seconds at most."""
@@ -112,7 +135,7 @@ class Ranks:
         left = lambda: None if deadline is None else max(0, deadline - time.monotonic())  # noqa: E731
         for process in self.processes:
             process.join(left())
-        for process in self.mpiexecs:
+        for process in self.commands:
             try:
                 process.wait(left())
             except subprocess.TimeoutExpired:
@@ -124,7 +147,7 @@ class Ranks:
             for process in self.processes:
                 if process.is_alive():
                     getattr(process, stop)()
-            for process in self.mpiexecs:
+            for process in self.commands:
                 if process.poll() is None:
                     getattr(process, stop)()
             self.join(5)
@@ -148,6 +171,11 @@ class Controller:
             "ranks": options.ranks,
             "timeout": options.timeout,
             "sessions": options.sessions,
+            "device": options.device,
+            "ranks_per_gpu": options.ranks_per_gpu,
+            "registered": options.registered,
+            "graph": options.graph,
+            "threads": False,
             "site": None,
         }
         tell(self.spec)
@@ -163,11 +191,11 @@ class Controller:
     def _start(self):
         installations = {name: find_mpi(name, self.options.mpi_root) for name in self.options.backends if is_mpi(name)}
         for name in self.options.backends:
-            spec = {**self.spec, "backend": name}
+            spec = {**self.spec, "backend": name, "threads": self.options.ranks_as == "threads" and can_be_threads(name)}
             if name in installations:
                 self.ranks.start_mpi(spec, installations[name])
             else:
-                self.ranks.start(spec, self.ranks_here)
+                self.ranks.start_team(spec, self.ranks_here)
         deadline = time.monotonic() + START_TIMEOUT
         while any(len(channels) < self.options.ranks for channels in self.found.values()):
             self._accept(deadline)

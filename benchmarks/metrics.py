@@ -15,6 +15,29 @@
     pingpong (rank r with r^1)           1 -> 1, half of a round trip               1
     barrier                              no data                                    0
 
+[Note: bytes of one GPU] Where all ranks share one GPU, nothing crosses a link: what limits a large collective is how many bytes it reads from
+and writes to that GPU's memory, all ranks together, and how fast the GPU copies. With n ranks and k bytes per chunk, reads + writes:
+
+    operation        floor               algorithm of pycomm, peers address each other's buffers (its steps: csrc/cuda/*.cuh)
+    all_reduce       nk + nk             two_shot  nk + k, then (n-1)k + (n-1)k        ring  (6n-4)k      one_shot  n(4n-2)k
+    reduce           nk + k              two_shot  nk + k, then 2(n-1)k/n at the root
+    broadcast        k + (n-1)k          two_shot  2(n-1)k/n, then 2(n-1)(n-1)k/n
+    reduce_scatter   n*nk + nk           two_shot, first shot alone: the same as the floor
+    all_gather       nk + n*nk           move  n*nk + n*nk: every rank reads every chunk; in place all but its own
+    all_to_all       n*nk + n*nk         move  the same as the floor
+    gather, scatter  nk + nk             move  the same as the floor
+    sendrecv         nk + nk             the same        pingpong: half of the ranks send at a time
+
+    floor   no algorithm can move less: every input is read once, every output written once. For all_reduce and all_gather it takes a kernel
+            that stores each value to all ranks while it has it in registers.
+    bound   the least among the algorithms above, over the copy bandwidth: the time that the fraction `of bound` refers to
+
+    two_shot:  n ranks reduce one n-th each: n inputs of k read, k written in all. Then every rank copies the n-1 results of the others, k/n each.
+    ring:      per rank and part k/n: 3n-2 reads (own, slot + own, slot) and 3n-2 writes (slots, results).
+    one_shot:  words are half flag: 2k bytes written to and read from each of n-1 areas, and k read and k written, on each rank.
+    Staging adds to these, but it is small enough to stay in the L2 cache. The copy counts what it reads and what it writes, too. Caches serve some
+    of these reads, of small sizes all of them, so a fraction can exceed 1.
+
 A size that does not divide is rounded down to whole elements for each rank, but to one element at least: 8 bytes of f32 on 4 ranks are 16.
 """
 
@@ -108,6 +131,52 @@ def make_case(op, nbytes, dtype, redop, root, n):
 
 def busbw_factor(op, n):
     return OPS[op].busbw_factor(n)
+
+
+def device_floor(op, n, k, in_place=False):
+    """Bytes that any algorithm must read and write for n ranks on one GPU with chunks of k bytes. See [Note: bytes of one GPU]."""
+    match op:
+        case "all_reduce" | "gather" | "scatter" | "sendrecv":
+            return 2 * n * k
+        case "reduce":
+            return (n + 1) * k
+        case "broadcast" | "pingpong":
+            return n * k
+        case "reduce_scatter":
+            return n * (n + 1) * k
+        case "all_gather":
+            return n * n * k if in_place else n * (n + 1) * k
+        case "all_to_all":
+            return 2 * n * n * k
+        case "barrier":
+            return 0
+    raise AssertionError(op)
+
+
+def device_traffic(op, n, k, in_place=False):
+    """Bytes that each algorithm of pycomm reads and writes, {name: bytes}. See [Note: bytes of one GPU]."""
+    match op:
+        case "all_reduce":
+            return {"two_shot": (3 * n - 1) * k, "ring": (6 * n - 4) * k, "one_shot": n * (4 * n - 2) * k}
+        case "reduce":
+            return {"two_shot": (n + 1) * k + 2 * (n - 1) * k / n}
+        case "broadcast":
+            return {"two_shot": 2 * (n - 1) * k}
+        case "all_gather":
+            return {"move": 2 * n * (n - 1) * k if in_place else 2 * n * n * k}
+        case "reduce_scatter":
+            return {"two_shot": device_floor(op, n, k)}
+    return {"move": device_floor(op, n, k, in_place)}
+
+
+def fractions(case, n, timing, copy_gbps, in_place):
+    """(of bound, of floor): the least time that the bytes need at copy_gbps over the measured one. None for one rank, and for barrier."""
+    k = case.count * ITEMSIZE[case.dtype]
+    if n < 2 or not k:
+        return None
+    seconds = timing.time_us / 1e6
+    bound = min(device_traffic(case.op, n, k, in_place).values())
+    return tuple(nbytes / (copy_gbps * GB) / seconds for nbytes in (bound, device_floor(case.op, n, k, in_place)))
 
 
 def summarize(case, n, rounds, wrong):

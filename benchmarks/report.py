@@ -11,11 +11,17 @@ import statistics
 import sys
 from pathlib import Path
 
+from . import device
 from .backends import is_ours
 from .metrics import FORMS, Timing, format_nbytes
 
 NOISY = 2.0  # rounds that differ by more than this are marked ~
 TABLE_WIDTH = 150  # columns of the terminal; a narrower one wraps lines
+BOUND_LEGEND = (
+    "copy GB/s: of a copy inside the GPU as large as what all ranks hold together, bytes read and bytes written both counted. of bound, of floor: "
+    "the time that such a copy takes for the bytes that pycomm's cheapest algorithm, or any algorithm, must read and write for all ranks "
+    "(benchmarks/metrics.py), over the measured time."
+)
 KEYS = ("backend", "op", "ranks", "size", "count", "type", "redop", "root")
 
 
@@ -36,7 +42,7 @@ def context(results, options):
     """Everything but the rows."""
     packages = {name: importlib.metadata.version(name) for name in ("torch", "numpy")}
     return {
-        "machine": machine(),
+        "machine": machine() | (device.describe() if options.device == "cuda" else {}),
         "versions": {"python": platform.python_version(), **packages, **results.versions},
         "command": shlex.join(["python", "-m", "pycomm.benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -45,6 +51,11 @@ def context(results, options):
             "seconds": options.seconds,
             "over_ranks": options.over_ranks,
             "sessions": options.sessions,
+            "device": options.device,
+            "ranks_per_gpu": options.ranks_per_gpu,
+            "ranks_as": options.ranks_as,
+            "registered": options.registered,
+            "graph": options.graph,
         },
         "notes": results.notes,
     }
@@ -57,6 +68,10 @@ def as_record(row):
     for form in FORMS:
         timing = getattr(row, form)
         record |= {f"{form}_{field}": getattr(timing, field) if timing else None for field in Timing._fields}
+    if row.copy_gbps is not None:
+        record["copy_gbps"] = row.copy_gbps
+        for form in FORMS:
+            record |= dict(zip((f"{form}_of_bound", f"{form}_of_floor"), row.fractions(form) or (None, None), strict=True))
     return record
 
 
@@ -91,12 +106,17 @@ def table_cells(rows):
     """Titles (a line break in one means: a second line where there is one), and the lines of text under them."""
     head = ["time us", "p99 us", "algbw", "busbw", "#wrong"]
     titles = ["size", "count", "type", "redop", "backend", *head, *(f"{title}\nin place" for title in head)]
+    bounded = any(row.copy_gbps is not None for row in rows)
+    if bounded:
+        titles += ["copy GB/s", "of bound", "of floor", "of bound\nin place", "of floor\nin place"]
     lines = []
     for row in rows:
         cells = [format_nbytes(row.nbytes), str(row.case.count), row.case.dtype, row.case.redop, row.backend]
         for form in FORMS:
             timing = getattr(row, form)
             cells += _timing_cells(timing) if timing else ["n/a"] * len(head)
+        if bounded:
+            cells += _bound_cells(row)
         lines.append(cells)
     return titles, lines
 
@@ -143,6 +163,8 @@ def print_tables(results, options, file=None):
             console.print(f"{name}: geometric mean of time / best peer {statistics.geometric_mean(ratios):.2f}, worst {max(ratios):.2f}")
     for note in results.notes:
         console.print(escape(note), soft_wrap=True)
+    if any(row.copy_gbps for row in results.rows):
+        console.print(BOUND_LEGEND)
     noisy = any(timing and timing.spread > NOISY for row in results.rows for timing in (row.out_of_place, row.in_place))
     if noisy:
         console.print(f"~ the medians of the rounds differ by more than {NOISY:g} times")
@@ -155,9 +177,10 @@ def write_json(path, results, options):
 
 def write_csv(path, results):
     with open(path, "w", newline="") as file:
-        writer = csv.DictWriter(file, [*KEYS, *(f"{form}_{field}" for form in FORMS for field in Timing._fields)])
+        records = [as_record(row) for row in results.rows]
+        writer = csv.DictWriter(file, list(records[0]))
         writer.writeheader()
-        writer.writerows(as_record(row) for row in results.rows)
+        writer.writerows(records)
 
 
 def write_markdown(path, results, options):
@@ -174,6 +197,8 @@ def write_markdown(path, results, options):
         parts += ["", f"## {op}, {rows[0].ranks} ranks", "", *_markdown_table(*table_cells(rows))]
     if lines := compare(results.rows):
         parts += ["", "## Compared: the faster form of each backend", "", *_markdown_table(*comparison_cells(lines))]
+    if any(row.copy_gbps for row in results.rows):
+        parts += ["", BOUND_LEGEND]
     parts += ["", f"`~`: the medians of the rounds differ by more than {NOISY:g} times. GB = 1e9.", *results.notes]
     Path(path).write_text("\n".join(parts) + "\n")
 
@@ -212,12 +237,22 @@ def write_plot(path, results):
 def _machine_line(about):
     cpu = about["machine"]
     size = f"{cpu['cores']} cores, {cpu['memory_gib']} GiB"
+    if "gpu" in cpu:
+        size += f", {cpu['gpus']} x {cpu['gpu']} ({cpu['gpu_memory_gib']} GiB, CUDA {cpu['cuda']})"
     return f"{cpu['cpu']}, {size}, Linux {cpu['kernel']}, load {cpu['load_average']:.1f}, {about['date']}"
 
 
 def _timing_cells(timing):
     mark = "~" if timing.spread > NOISY else ""
     return [f"{timing.time_us:.2f}{mark}", f"{timing.p99_us:.2f}", f"{timing.algbw:.3g}", f"{timing.busbw:.3g}", str(timing.wrong)]
+
+
+def _bound_cells(row):
+    cells = [f"{row.copy_gbps:.0f}" if row.copy_gbps else "n/a"]
+    for form in FORMS:
+        fractions = row.fractions(form)
+        cells += [f"{fraction:.2f}" for fraction in fractions] if fractions else ["n/a"] * 2
+    return cells
 
 
 def _rich_table(title, titles, lines):

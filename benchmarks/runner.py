@@ -5,18 +5,20 @@
                 round 2             gloo batches    mpi batches     pycomm batches      (the order rotates)
                 ...
                 check again         pycomm          gloo            mpi
+                (with CUDA, in each round also the copy that the bounds of metrics.py are made of)
 
 A machine's speed drifts by the minute, and a slow minute hits all backends alike this way; medians are over the batches of all rounds.
 While one team measures, the others sleep (channel.py).
 """
 
 import json
+import statistics
 import sys
 from typing import NamedTuple
 
 from pycomm import env
 
-from . import metrics
+from . import backends, metrics
 from .backends import is_mpi
 from .channel import RankError
 from .launch import Controller, Ranks
@@ -25,6 +27,7 @@ from .metrics import FORMS, OPS
 BATCH_SECONDS = 200e-6  # a batch lasts at least this long: reading the clock costs nothing then
 WARMUP_SECONDS = 5e-3  # of a turn: ranks that slept are often woken on one core, and the scheduler needs a moment to part them
 MAX_ITERS, MIN_BATCHES, MAX_BATCHES = 200, 2, 40
+COPY_BATCHES = 3  # copies timed in a round
 STORE_PREFIX = "pycomm.benchmarks"
 
 
@@ -44,6 +47,16 @@ class Options(NamedTuple):
     over_ranks: str = "mean"  # how the ranks' times become one: "mean" as nccl-tests by default, or "max"
     sessions: bool = False  # every rank in a session of its own, as torchrun does
     mpi_root: str = ".mpi"
+    device: str = "cpu"  # or "cuda"
+    ranks_per_gpu: int = 1  # with CUDA: GPU of rank r is r // ranks_per_gpu
+    ranks_as: str = "processes"  # or "threads", of the backends that can
+    registered: bool = False  # buffers by comm.empty, of pycomm
+    graph: bool = False  # a batch is one replay of a CUDA graph
+
+    @property
+    def one_gpu(self):
+        """All ranks share one GPU, so [Note: bytes of one GPU] in metrics.py holds."""
+        return self.device == "cuda" and self.ranks_per_gpu >= self.ranks
 
 
 class Row(NamedTuple):
@@ -55,6 +68,14 @@ class Row(NamedTuple):
     nbytes: int
     out_of_place: metrics.Timing | None
     in_place: metrics.Timing | None
+    copy_gbps: float | None = None  # of the GPU's own copy, where all ranks share one GPU
+
+    def fractions(self, form):
+        """(of bound, of floor) of a form, or None where they have no meaning."""
+        timing = getattr(self, form)
+        if timing is None or self.copy_gbps is None:
+            return None
+        return metrics.fractions(self.case, self.ranks, timing, self.copy_gbps, form == "in_place")
 
     @property
     def best_us(self):
@@ -78,6 +99,25 @@ def run(options, progress=None):
     progress(text) is told each finished size. Raises RankError when a rank fails, ends or hangs, ValueError for wrong options.
     """
     progress = progress or (lambda text: print(text, file=sys.stderr, flush=True))
+    options, left_out = leave_out(options)
+    if not options.backends:
+        return Results([], {}, left_out)
+    results = _run(options, progress)
+    return results and results._replace(notes=left_out + results.notes)
+
+
+def leave_out(options):
+    """(options with the backends that can take part, a note for each other one)."""
+    reasons = {name: backends.why_not(name, options.device, options.ranks_per_gpu) for name in options.backends}
+    notes = [f"{name} is left out: {reason}." for name, reason in reasons.items() if reason]
+    able = tuple(name for name, reason in reasons.items() if not reason)
+    if options.ranks_as == "threads":
+        apart = [name for name in able if not backends.can_be_threads(name)]
+        notes += [f"{name}: its ranks are processes, which is all it can do; those of pycomm are threads." for name in apart]
+    return options._replace(backends=able), notes
+
+
+def _run(options, progress):
     launch = under_launcher()
     if launch is None:
         return _run_alone(options, progress)
@@ -146,11 +186,14 @@ def _measure_case(options, teams, case, notes):
             turns.append(Turn(options, team, case, replies))
         elif (note := f"{team.name} is left out: {refusal}.") not in notes:
             notes.append(note)
+    copies = []
     for number in range(options.rounds):
         first = number % max(1, len(turns))
         for turn in turns[first:] + turns[:first]:
             turn.measure_round()
-    return [turn.finish() for turn in turns]
+        if turns and options.one_gpu and case.count:
+            copies += turns[0].measure_copy()
+    return [turn.finish(statistics.median(copies) if copies else None) for turn in turns]
 
 
 class Turn:
@@ -186,14 +229,18 @@ class Turn:
         for form, amounts in self.batches.items():
             self.rounds[form].append(self._sample(form, *amounts))
 
-    def finish(self):
+    def measure_copy(self):
+        """GB/s of a copy as large as what all ranks hold together."""
+        return self._ask("measure_copy", self.case.nbytes(self.options.ranks) * self.options.ranks, COPY_BATCHES)[0]
+
+    def finish(self, copy_gbps):
         """Checks once more with other inputs, and returns the Row."""
         for reply in self._ask("verify", 2):
             for form, wrong in reply.items():
                 self.wrong[form] += wrong
         n = self.options.ranks
         timings = {form: metrics.summarize(self.case, n, self.rounds[form], self.wrong[form]) for form in self.wrong}
-        return Row(self.team.name, self.case, n, self.case.nbytes(n), *(timings.get(form) for form in FORMS))
+        return Row(self.team.name, self.case, n, self.case.nbytes(n), *(timings.get(form) for form in FORMS), copy_gbps)
 
 
 def _describe(case, n):

@@ -4,6 +4,10 @@ What is timed: a batch is `iters` calls back to back between two readings of the
 by iters. A barrier of the backend precedes every batch, outside of the timed region, so that all ranks begin together. Inputs are filled
 and results checked outside of it, too. In-place reductions are timed on zeros: their result is their next input, and must not run into
 infinity.
+
+On a GPU the clock is a pair of events on the rank's stream, so what is timed is what the GPU did; with --graph a batch is one replay of a
+graph with `iters` calls. Ranks are processes, or with --ranks-as threads the threads of one process (main), each with its own
+channel: to the controller both are the same.
 """
 
 import faulthandler
@@ -11,27 +15,30 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 import traceback
 
-from . import backends, data
-from .channel import connect
+from . import backends, data, device
+from .channel import GRACE, connect
 from .metrics import FORMS, OPS, Case
 
 
 class Rank:
     """The rank's buffers and calls. Public methods are the commands; what they return must be JSON."""
 
-    def __init__(self, adapter):
-        self.adapter, self.calls = adapter, {}
+    def __init__(self, adapter, graph=False):
+        self.adapter, self.calls, self.graph = adapter, {}, graph
+        self.memory = adapter.make_memory()
+        self.graphs = {}  # (form, calls in it) -> replay
 
     def prepare(self, case, salt):
         """Makes the buffers and calls of a case and checks each form. Returns what verify() does, or as text why it cannot."""
-        self.case, self.calls, self.buffers = Case(*case), {}, {}
+        self.case, self.calls, self.buffers, self.graphs = Case(*case), {}, {}, {}
         op, rank, n = OPS[self.case.op], self.adapter.rank, self.adapter.world_size
         k, inside = self.case.count, slice(rank * self.case.count, (rank + 1) * self.case.count)
-        send = data.empty(self.case.send_count(n), self.case.dtype)
-        recv = data.empty(self.case.recv_count(n), self.case.dtype)
+        send = self.memory.empty(self.case.send_count(n), self.case.dtype)
+        recv = self.memory.empty(self.case.recv_count(n), self.case.dtype)
         whole = send if op.in_place == "send" else recv
         part = whole[inside] if len(whole) != k else whole  # the rank's own chunk of a buffer with n of them
         self.buffers["out_of_place"] = send, recv
@@ -51,23 +58,34 @@ class Rank:
         wrong, case, rank, n = {}, self.case, self.adapter.rank, self.adapter.world_size
         for form, call in self.calls.items():
             send, recv = self.buffers[form]
-            data.poison(recv)
+            self.memory.poison(recv)
             if case.op not in ("broadcast", "scatter") or rank == case.root:
-                data.fill(send, data.pattern(case, n, rank, salt))
+                self.memory.fill(send, data.pattern(case, n, rank, salt))
+            self.adapter.settle()
             self.adapter.barrier()  # a rank may read the buffer of another in the call: all must have been filled
             call()
-            wrong[form] = data.count_wrong(recv, data.expected(case, rank, n), case, n, salt)
+            self.adapter.settle()
+            wrong[form] = self.memory.count_wrong(recv, data.expected(case, rank, n), case, n, salt)
         return wrong
 
     def measure(self, form, iters, batches, warmup):
         """Seconds of one call for each batch, after warmup calls."""
-        call, barrier, clock = self.calls[form], self.adapter.barrier, time.perf_counter_ns
+        call, barrier = self.calls[form], self.adapter.barrier
         if form == "in_place" and OPS[self.case.op].reduces:
-            self.buffers[form][0][:] = 0
+            self.memory.zero(self.buffers[form][0])
+        self.adapter.settle()
+        if self.graph:
+            call, warmup, per_call, iters = self._replay(form, iters), 1, iters, 1
         barrier()
         for _ in range(warmup):
             call()
-        samples = []
+        if self.adapter.device == "cuda":
+            samples = device.time_batches(call, iters, batches, barrier)
+            return [sample / per_call for sample in samples] if self.graph else samples
+        return self._time_on_host(call, iters, batches)
+
+    def _time_on_host(self, call, iters, batches):
+        clock, barrier, samples = time.perf_counter_ns, self.adapter.barrier, []
         for _ in range(batches):
             barrier()
             start = clock()
@@ -76,37 +94,60 @@ class Rank:
             samples.append((clock() - start) / iters / 1e9)
         return samples
 
+    def _replay(self, form, iters):
+        if (form, iters) not in self.graphs:
+            self.graphs[form, iters] = device.capture(self.calls[form], iters)
+        return self.graphs[form, iters].replay
 
-def serve(channel, spec):
-    """Answers commands until the controller closes the channel. A command that takes longer than the timeout ends this process."""
-    faulthandler.dump_traceback_later(spec["timeout"], exit=True)
+    def measure_copy(self, nbytes, batches):
+        """GB/s of the GPU's own copy, on rank 0 alone. See device.copy_gbps."""
+        return device.copy_gbps(nbytes, batches) if self.adapter.rank == 0 else []
+
+
+class Watchdog:
+    """Ends the process, with the stacks of its threads on stderr, when a command takes longer than the timeout. One for all its ranks."""
+
+    def __init__(self, seconds):
+        self.seconds, self.busy, self.lock = seconds, 0, threading.Lock()
+
+    def start(self):
+        with self.lock:
+            self.busy += 1
+            if self.busy == 1:
+                faulthandler.dump_traceback_later(self.seconds, exit=True)
+
+    def stop(self):
+        with self.lock:
+            self.busy -= 1
+            if self.busy == 0:
+                faulthandler.cancel_dump_traceback_later()
+
+
+def serve(channel, spec, watchdog):
+    """Answers commands until the controller closes the channel."""
+    watchdog.start()
     adapter = backends.make_adapter(spec["backend"])
     adapter.start(spec)
-    rank = Rank(adapter)
+    rank = Rank(adapter, spec["graph"])
     channel.send({"hello": spec["token"], "backend": spec["backend"], "rank": adapter.rank, "version": adapter.version()})
     while True:
-        faulthandler.cancel_dump_traceback_later()  # the turns of others may take any time
+        watchdog.stop()  # the turns of others may take any time
         try:
             command, *arguments = channel.recv()
         except (EOFError, ConnectionError):
             break
-        faulthandler.dump_traceback_later(spec["timeout"], exit=True)
+        watchdog.start()
         channel.send({"ok": getattr(rank, command)(*arguments)})
-    faulthandler.dump_traceback_later(10, exit=True)  # closing waits for peers, which may be gone
+    watchdog.start()  # closing waits for peers, which may be gone
     adapter.close()
-    faulthandler.cancel_dump_traceback_later()
+    watchdog.stop()
 
 
-def main(spec):
-    """Runs a rank. spec: address and token of the controller, store (host, port), backend, rank, ranks, timeout, sessions, site."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which ends us
-    if spec["sessions"] and os.getsid(0) != os.getpid():
-        if os.getpgrp() == os.getpid():  # the leader of a process group must leave it first
-            os.setpgid(0, os.getpgid(os.getppid()))
-        os.setsid()
+def serve_or_die(spec, watchdog):
+    """Connects and serves. An error is told to the controller and ends the process: an orderly exit would wait for peers."""
     channel = connect(spec["address"], spec["timeout"])
     try:
-        serve(channel, spec)
+        serve(channel, spec, watchdog)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -114,10 +155,31 @@ def main(spec):
             channel.send({"error": f"{type(error).__name__}: {error}", "hello": spec["token"], "backend": spec["backend"]})
         except OSError:
             pass  # the controller has gone; the text is on stderr
-        os._exit(1)  # an orderly exit would wait for peers
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(GRACE / 2)  # the other ranks of this process may have more to say
+        os._exit(1)
 
 
-if __name__ == "__main__":  # started by mpiexec
+def main(spec):
+    """Runs a rank, or all ranks of a backend as threads. spec: address and token of the controller, store (host, port), backend, rank (of a
+    process), ranks, threads, device, ranks_per_gpu, registered, graph, timeout, sessions, site."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which ends us
+    if spec["sessions"] and os.getsid(0) != os.getpid():
+        if os.getpgrp() == os.getpid():  # the leader of a process group must leave it first
+            os.setpgid(0, os.getpgid(os.getppid()))
+        os.setsid()
+    watchdog = Watchdog(spec["timeout"])
+    if not spec["threads"]:
+        serve_or_die(spec, watchdog)
+        return
+    ranks = [threading.Thread(target=serve_or_die, args=({**spec, "rank": rank}, watchdog)) for rank in range(spec["ranks"])]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join()
+
+
+if __name__ == "__main__":  # started by mpiexec, or for CUDA
     spec = json.loads(sys.argv[1])
     if spec["site"]:
         sys.path.append(spec["site"])

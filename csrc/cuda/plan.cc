@@ -12,8 +12,6 @@ namespace pycomm::cuda {
 
 namespace {
 
-constexpr uint64_t whole_slice = uint64_t{1} << 40;      // segment_bytes where nothing passes through the staging
-constexpr uint64_t bytes_worth_a_block = 32 << 10;
 constexpr uint64_t units_worth_a_block = max_threads;    // one_shot: one unit of 8 bytes per thread
 
 // Builds the plan of one collective.
