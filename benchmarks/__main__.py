@@ -31,9 +31,9 @@ what is timed
   a barrier before it is not timed, nor are inputs and checks. A sample is the time of a batch divided by its calls, mean over ranks
   (--over-ranks max: the slowest rank). Shown are median and 99th percentile of the samples of all rounds. #wrong counts elements that
   differ from the exact result, over all ranks, before and after the timing. n/a: the backend has no such form.
-  With --device cuda the clock is a pair of CUDA events on each rank's stream, and the slowest rank counts; with --graph a batch is one replay
-  of a CUDA graph that holds its calls. Where all ranks share one GPU, each round also times a copy inside its memory, and the table says which
-  part of the time that the bytes need at that rate was reached (see benchmarks/metrics.py).
+  With --device cuda the clock is a pair of CUDA events on each rank's stream, and the slowest rank counts; with --graph a batch is one
+  replay of a CUDA graph that holds its calls. Where all ranks share one GPU, each round also times a copy inside its memory, and the table
+  says which part of the time that the bytes need at that rate was reached (see benchmarks/metrics.py).
 """
 
 
@@ -122,7 +122,6 @@ def make_options(given):
         raise ValueError("--graph, --registered and --ranks-per-gpu need --device cuda.")
     if given.ranks_per_gpu is not None and given.ranks_per_gpu < 1:
         raise ValueError("--ranks-per-gpu must be 1 or more.")
-    sharing = device.ranks_per_gpu(given.ranks, device.count_devices(), given.ranks_per_gpu) if cuda else 1
     return runner.Options(
         ops=ops,
         sizes=metrics.parse_sizes(given.sizes, given.factor),
@@ -138,8 +137,8 @@ def make_options(given):
         sessions=given.sessions,
         mpi_root=given.mpi_root,
         device=given.device,
-        ranks_per_gpu=sharing,
-        ranks_as=given.ranks_as or ("threads" if sharing > 1 else "processes"),
+        ranks_per_gpu=given.ranks_per_gpu,
+        ranks_as=given.ranks_as,
         registered=given.registered,
         graph=given.graph,
     )

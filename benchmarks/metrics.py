@@ -15,8 +15,8 @@
     pingpong (rank r with r^1)           1 -> 1, half of a round trip               1
     barrier                              no data                                    0
 
-[Note: bytes of one GPU] Where all ranks share one GPU, nothing crosses a link: what limits a large collective is how many bytes it reads from
-and writes to that GPU's memory, all ranks together, and how fast the GPU copies. With n ranks and k bytes per chunk, reads + writes:
+[Note: bytes of one GPU] Where all ranks share one GPU, nothing crosses a link: what limits a large collective is how many bytes it reads
+from and writes to that GPU's memory, all ranks together, and how fast the GPU copies. With n ranks and k bytes per chunk, reads + writes:
 
     operation        floor               algorithm of pycomm, peers address each other's buffers (its steps: csrc/cuda/*.cuh)
     all_reduce       nk + nk             two_shot  nk + k, then (n-1)k + (n-1)k        ring  (6n-4)k      one_shot  n(4n-2)k
@@ -32,11 +32,11 @@ and writes to that GPU's memory, all ranks together, and how fast the GPU copies
             that stores each value to all ranks while it has it in registers.
     bound   the least among the algorithms above, over the copy bandwidth: the time that the fraction `of bound` refers to
 
-    two_shot:  n ranks reduce one n-th each: n inputs of k read, k written in all. Then every rank copies the n-1 results of the others, k/n each.
+    two_shot:  n ranks reduce one n-th each: n inputs of k read, k written in all. Then every rank copies the n-1 results of the others.
     ring:      per rank and part k/n: 3n-2 reads (own, slot + own, slot) and 3n-2 writes (slots, results).
     one_shot:  words are half flag: 2k bytes written to and read from each of n-1 areas, and k read and k written, on each rank.
-    Staging adds to these, but it is small enough to stay in the L2 cache. The copy counts what it reads and what it writes, too. Caches serve some
-    of these reads, of small sizes all of them, so a fraction can exceed 1.
+    Staging adds to these, but it is small enough to stay in the L2 cache. The copy counts what it reads and what it writes, too. Caches
+    serve some of these reads, of small sizes all of them, so a fraction can exceed 1.
 
 A size that does not divide is rounded down to whole elements for each rank, but to one element at least: 8 bytes of f32 on 4 ranks are 16.
 """

@@ -18,9 +18,9 @@ from .metrics import FORMS, Timing, format_nbytes
 NOISY = 2.0  # rounds that differ by more than this are marked ~
 TABLE_WIDTH = 150  # columns of the terminal; a narrower one wraps lines
 BOUND_LEGEND = (
-    "copy GB/s: of a copy inside the GPU as large as what all ranks hold together, bytes read and bytes written both counted. of bound, of floor: "
-    "the time that such a copy takes for the bytes that pycomm's cheapest algorithm, or any algorithm, must read and write for all ranks "
-    "(benchmarks/metrics.py), over the measured time."
+    "copy GB/s: of a copy inside the GPU as large as what all ranks hold together, bytes read and bytes written both counted. "
+    "of bound, of floor: the time that such a copy takes for the bytes that pycomm's cheapest algorithm, or any algorithm at all, must "
+    "read and write for all ranks (benchmarks/metrics.py), over the measured time."
 )
 KEYS = ("backend", "op", "ranks", "size", "count", "type", "redop", "root")
 

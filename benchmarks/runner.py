@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from pycomm import env
 
-from . import backends, metrics
+from . import backends, device, metrics
 from .backends import is_mpi
 from .channel import RankError
 from .launch import Controller, Ranks
@@ -48,8 +48,8 @@ class Options(NamedTuple):
     sessions: bool = False  # every rank in a session of its own, as torchrun does
     mpi_root: str = ".mpi"
     device: str = "cpu"  # or "cuda"
-    ranks_per_gpu: int = 1  # with CUDA: GPU of rank r is r // ranks_per_gpu
-    ranks_as: str = "processes"  # or "threads", of the backends that can
+    ranks_per_gpu: int | None = None  # with CUDA: GPU of rank r is r // ranks_per_gpu; None: as few as possible
+    ranks_as: str | None = None  # "processes", or "threads" of the backends that can; None: threads where ranks share a GPU
     registered: bool = False  # buffers by comm.empty, of pycomm
     graph: bool = False  # a batch is one replay of a CUDA graph
 
@@ -99,11 +99,24 @@ def run(options, progress=None):
     progress(text) is told each finished size. Raises RankError when a rank fails, ends or hangs, ValueError for wrong options.
     """
     progress = progress or (lambda text: print(text, file=sys.stderr, flush=True))
-    options, left_out = leave_out(options)
+    launch = under_launcher()
+    devices = device.count_devices() if options.device == "cuda" else None
+    options, left_out = leave_out(resolve(options, launch, devices))
     if not options.backends:
         return Results([], {}, left_out)
-    results = _run(options, progress)
+    results = _run_launched(options, launch, progress) if launch else _run_alone(options, progress)
     return results and results._replace(notes=left_out + results.notes)
+
+
+def resolve(options, launch, devices):
+    """Fills in what depends on the machine: launch is torchrun's description or None, devices the number of GPUs (None: not used).
+
+    Raises ValueError.
+    """
+    if launch is not None:
+        options = options._replace(ranks=launch.world_size, ranks_as="processes")
+    sharing = 1 if devices is None else device.ranks_per_gpu(options.ranks, devices, options.ranks_per_gpu)
+    return options._replace(ranks_per_gpu=sharing, ranks_as=options.ranks_as or ("threads" if sharing > 1 else "processes"))
 
 
 def leave_out(options):
@@ -115,13 +128,6 @@ def leave_out(options):
         apart = [name for name in able if not backends.can_be_threads(name)]
         notes += [f"{name}: its ranks are processes, which is all it can do; those of pycomm are threads." for name in apart]
     return options._replace(backends=able), notes
-
-
-def _run(options, progress):
-    launch = under_launcher()
-    if launch is None:
-        return _run_alone(options, progress)
-    return _run_launched(options._replace(ranks=launch.world_size), launch, progress)
 
 
 def under_launcher():
@@ -151,7 +157,7 @@ def _run_launched(options, launch, progress):
     try:
         for name in options.backends:
             if not is_mpi(name):
-                ranks.start({**spec, "backend": name}, [launch.rank])
+                ranks.start_team({**spec, "backend": name}, [launch.rank])
         ranks.join()  # they end when the controller closes their channels, or ends
     finally:
         ranks.end()

@@ -10,7 +10,7 @@ import pytest
 
 from pycomm import env
 from pycomm.benchmarks import __main__ as cli
-from pycomm.benchmarks import backends, data, launch, metrics, report, runner, worker
+from pycomm.benchmarks import backends, data, device, launch, memory, metrics, report, runner, worker
 
 # What nccl-tests computes as `factor` in its getBw functions, from the world size n.
 FACTORS = {
@@ -89,6 +89,112 @@ def test_summary():
     timing = metrics.summarize(case, 4, [[1e-3, 1e-3, 1e-3], [2e-3, 3e-3]], wrong=0)
     assert timing.time_us == pytest.approx(1000) and timing.p99_us == pytest.approx(3000) and timing.spread == pytest.approx(2.5)
     assert timing.algbw == pytest.approx(2**20 / 1e-3 / 1e9) and timing.busbw == pytest.approx(1.5 * timing.algbw)
+
+
+# Reads and writes of all ranks by simulation of the steps, for n ranks, in chunks of k=n bytes (so that a part is 1 byte).
+def _two_shot_bytes(n):
+    reduce_shot = sum(n + 1 for _ in range(n))  # every rank: one part of n inputs read, one result written
+    fetch_shot = sum(2 * (n - 1) for _ in range(n))  # every rank: each other result read and written
+    return reduce_shot + fetch_shot
+
+
+def _ring_bytes(n):
+    total = 0
+    for _ in range(n):
+        total += 2  # own part into the next rank's slot
+        total += (n - 2) * 3  # slot and own part read, sum into the next slot
+        total += 4  # the last partial sum: slot and own read, result into out and into the next slot
+        total += (n - 2) * 3 + 2  # results: slot read, out written, passed on except by the last
+    return total
+
+
+@pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
+def test_bytes_of_one_gpu(n):
+    traffic = metrics.device_traffic("all_reduce", n, n)
+    assert traffic == {"two_shot": _two_shot_bytes(n), "ring": _ring_bytes(n), "one_shot": n * n * (2 + 4 * (n - 1))}
+    for op in metrics.OPS:
+        for in_place in (False, True):
+            floor = metrics.device_floor(op, n, 64, in_place)
+            assert floor <= min(metrics.device_traffic(op, n, 64, in_place).values())
+
+
+def test_fractions():
+    case = metrics.make_case("all_reduce", 64 << 20, "f32", "sum", 0, 8)
+    least_us = 23 * (64 << 20) / 4e12 * 1e6  # (3n-1)k at 4000 GB/s
+    timing = metrics.Timing(2 * least_us, 0, 0, 0, 0, 1)
+    assert metrics.fractions(case, 8, timing, 4000.0, False) == pytest.approx((0.5, 0.5 * 16 / 23))
+    assert metrics.fractions(case, 1, timing, 4000.0, False) is None
+    row = runner.Row("pycomm", case, 8, case.nbytes(8), timing, None, 4000.0)
+    assert row.fractions("in_place") is None and report.as_record(row)["out_of_place_of_bound"] == pytest.approx(0.5)
+    assert report.table_cells([row])[1][0][-5:] == ["4000", "0.50", "0.35", "n/a", "n/a"]
+
+
+@pytest.mark.parametrize("dtype", metrics.ITEMSIZE)
+@pytest.mark.parametrize("count", [1, data.PERIOD, 3 * data.PERIOD + 17])
+def test_device_memory_as_host_memory(dtype, count):
+    """The buffers of a GPU, here on torch's CPU device, hold the same bytes and count the same errors as the host's."""
+    case = metrics.Case("all_gather", count, dtype, "none", 0)
+    segments, host, gpu = data.expected(case, 0, 2), memory.HostMemory(), memory.DeviceMemory("cpu")
+    buffers = [some.empty(2 * count, dtype) for some in (host, gpu)]
+    for some, buffer in zip((host, gpu), buffers, strict=True):
+        some.poison(buffer)
+        assert some.count_wrong(buffer, segments, case, 2, 1) == 2 * count
+        for source in range(2):
+            some.fill(buffer[source * count : (source + 1) * count], data.pattern(case, 2, source, 1))
+        assert some.count_wrong(buffer, segments, case, 2, 1) == 0
+        some.zero(buffer[:1])
+    assert host.count_wrong(buffers[0], segments, case, 2, 1) == gpu.count_wrong(buffers[1], segments, case, 2, 1)
+    assert buffers[0].tobytes() == bytes(buffers[1].view(memory.DeviceMemory("cpu").torch.uint8).tolist())
+
+
+@pytest.mark.parametrize(
+    "ranks, devices, given, result", [(8, 1, None, 8), (8, 4, None, 2), (3, 2, None, 2), (8, 8, None, 1), (4, 2, 3, 3)]
+)
+def test_ranks_per_gpu(ranks, devices, given, result):
+    assert device.ranks_per_gpu(ranks, devices, given) == result
+
+
+def test_too_few_gpus():
+    with pytest.raises(ValueError, match="needs 4 GPUs, here are 2"):
+        device.ranks_per_gpu(8, 2, 2)
+
+
+@pytest.mark.parametrize(
+    "name, on, sharing, reason",
+    [
+        ("pycomm", "cuda", 8, None),
+        ("pycomm-torch", "cuda", 8, None),
+        ("gloo", "cuda", 1, "host memory"),
+        ("mpi:impi", "cuda", 1, "host memory"),
+        ("nccl", "cuda", 2, "Duplicate GPU"),
+        ("nccl4py", "cuda", 4, "Duplicate GPU"),
+        ("nccl", "cpu", 1, "CUDA tensors only"),
+        ("gloo", "cpu", 1, None),
+    ],
+)
+def test_who_takes_part(name, on, sharing, reason):
+    told = backends.why_not(name, on, sharing)
+    assert told is None if reason is None else reason in told
+
+
+def test_options_by_machine():
+    options = runner.Options(ops=["all_reduce"], sizes=[8], device="cuda", ranks=8, backends=("pycomm", "pycomm-torch", "nccl"))
+    shared = runner.resolve(options, None, 1)
+    assert (shared.ranks_per_gpu, shared.ranks_as, shared.one_gpu) == (8, "threads", True)
+    able, notes = runner.leave_out(shared)
+    assert able.backends == ("pycomm", "pycomm-torch")
+    assert "nccl is left out" in notes[0] and "pycomm-torch: its ranks are processes" in notes[1]
+    alone = runner.resolve(options, None, 8)
+    assert (alone.ranks_per_gpu, alone.ranks_as, alone.one_gpu) == (1, "processes", False)
+    launched = runner.resolve(options, env.Launch(0, 4, 0, "host", 1), 1)
+    assert (launched.ranks, launched.ranks_as, launched.ranks_per_gpu) == (4, "processes", 4)
+    assert runner.resolve(options._replace(device="cpu"), None, None).ranks_as == "processes"
+
+
+def test_cuda_without_gpu(monkeypatch, capsys):
+    monkeypatch.setattr(device, "why_no_cuda", lambda: "there is no GPU")
+    assert cli.main(["all_reduce", "--device", "cuda"]) == 2
+    assert capsys.readouterr().err == "error: --device cuda: there is no GPU.\n"
 
 
 class Loopback(backends.Adapter):
@@ -194,6 +300,17 @@ def test_command_with_gloo(tmp_path):
     assert "| gloo |" in files["markdown"].read_text()
 
 
+def test_ranks_as_threads(tmp_path):
+    file = tmp_path / "out.json"
+    command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce", "--backends", "pycomm,gloo", "--ranks", "3", "--rounds", "1"]
+    command += ["--ranks-as", "threads", "--sizes", "4K", "--seconds", "0.002", "--timeout", "60", "--json", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env.for_child(RANK=None, WORLD_SIZE=None))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(file.read_text())
+    assert [(row["backend"], row["in_place_wrong"]) for row in written["rows"]] == [("pycomm", 0), ("gloo", 0)]
+    assert written["settings"]["ranks_as"] == "threads" and "gloo: its ranks are processes" in written["notes"][0]
+
+
 def test_plot(tmp_path):
     rows = [_row("pycomm", 2.0), _row("gloo", 100.0)]
     report.write_plot(tmp_path / "out.png", runner.Results(rows, {"pycomm": "1", "gloo": "2"}, []))
@@ -204,7 +321,9 @@ def test_plot(tmp_path):
     "arguments, text",
     [
         (["all_reduces"], "all_reduces"),
-        (["all_reduce", "--backends", "gloo,nccl"], "nccl"),
+        (["all_reduce", "--backends", "gloo,nkkl"], "nkkl"),
+        (["all_reduce", "--graph"], "need --device cuda"),
+        (["all_reduce", "--ranks-per-gpu", "2"], "need --device cuda"),
         (["all_reduce", "--sizes", "8:x"], "'x'"),
         (["all_reduce", "--ranks", "0"], "--ranks"),
     ],
