@@ -34,6 +34,8 @@ void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
   transport_->set_idle_hook([this] { background_->progress(); });
 }
 
+void Communicator::attach(std::unique_ptr<DeviceEngine> engine) { device_engine_ = std::move(engine); }
+
 void Task::wait(double timeout) { comm_.wait(*this, timeout); }
 bool Task::poll() { return comm_.poll(*this); }
 void Task::help(bool) { comm_.help(*this); }
@@ -238,6 +240,7 @@ void Communicator::settle_debts() {
 void Communicator::close() {
   if (transport_->forked()) return;
   settle_debts();
+  if (device_engine_) device_engine_->close();
   transport_->close();
   transport_->ring_self();
   {

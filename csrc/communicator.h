@@ -59,6 +59,13 @@ class BackgroundProgress {
   virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
 };
 
+// The same on a device (cuda/group.h): made by the first operation on device memory.
+class DeviceEngine {
+ public:
+  virtual ~DeviceEngine() = default;
+  virtual void close() = 0;  // nothing of this rank runs on the device afterwards
+};
+
 // The pipeline position of one lane; see collectives/pipeline.h.
 struct LaneState {
   uint64_t steps = 0;        // done so far, the same on all ranks
@@ -88,6 +95,9 @@ class Communicator {
 
   void attach(std::unique_ptr<BackgroundProgress> progress);
   BackgroundProgress* background() { return background_.get(); }
+  void attach(std::unique_ptr<DeviceEngine> engine);
+  DeviceEngine* device_engine() { return device_engine_.get(); }
+  std::mutex& making_device_engine() { return making_device_engine_; }
   void wake_worker();
 
   // What collectives/select.h is to take for an operation that asks for no algorithm; 0: its table. Set before the first operation.
@@ -110,6 +120,8 @@ class Communicator {
 
   std::unique_ptr<Transport> transport_;
   std::unique_ptr<BackgroundProgress> background_;
+  std::unique_ptr<DeviceEngine> device_engine_;
+  std::mutex making_device_engine_;
   LaneState lanes_[max_lanes];
   uint8_t default_algorithms_[16] = {};
 

@@ -136,6 +136,10 @@ struct Args {
   std::byte *multicast_in, *multicast_out;  // multimem
 };
 
+// A handle is an address, or with the top bit set the region (15 bits) and the offset in it (48 bits) of a registered buffer, which every
+// rank has mapped elsewhere.
+constexpr uint64_t handle_of_region(uint64_t region, uint64_t offset) { return 1ull << 63 | region << 48 | offset; }
+
 // --- shapes, the same on host and device ---
 
 PC_FN constexpr uint64_t round_up_to(uint64_t n, uint64_t unit) { return (n + unit - 1) / unit * unit; }

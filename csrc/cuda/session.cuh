@@ -25,10 +25,7 @@ namespace pycomm::cuda {
 // Ordering a header is to give. Words that carry their own flags need none (all_reduce.cuh, one-shot), and a fence costs a round trip.
 enum class Ordering { relaxed, acquire_release };
 
-// A handle is an address, or with the top bit set the region (15 bits) and the offset in it (48 bits) of a registered buffer, which every
-// rank has mapped elsewhere.
-constexpr uint64_t handle_of_region(uint64_t region, uint64_t offset) { return 1ull << 63 | region << 48 | offset; }
-
+// The address of what rank `owner` calls by this handle (layout.h).
 PC_FN const std::byte* resolve(const Group& group, uint64_t handle, int owner) {
   if (!(handle >> 63)) return reinterpret_cast<const std::byte*>(handle);
   const uint64_t region = handle >> 48 & 0x7fff, offset = handle & ((1ull << 48) - 1);

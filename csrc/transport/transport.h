@@ -17,6 +17,13 @@
 
 namespace pycomm {
 
+// For groups that come to move device memory, too; the transport only keeps them (cuda/group.h).
+struct DeviceOptions {
+  size_t staging_bytes = 0;     // per rank, in device memory; 0: 16 MiB
+  std::string protocol;         // "", "resident" or "stream_ordered"
+  int connections = 0;          // CUDA_DEVICE_MAX_CONNECTIONS; 0: unset
+};
+
 struct TransportOptions {
   std::string name;             // of the group: separates keys in the store, shown in errors
   double timeout = 300.0;       // seconds, for the rendezvous and as default for operations
@@ -24,6 +31,7 @@ struct TransportOptions {
   std::string host_id;          // overrides the identity of the host
   bool use_cma = true;          // read peers' memory by process_vm_readv where the kernel allows it
   int threads = 1;              // worker threads per rank (lanes)
+  DeviceOptions device;
 };
 
 // How a wait ends early. Passed by reference through a whole operation.
@@ -114,6 +122,8 @@ class Transport {
   bool forked() const;  // this process is a forked child of the one that joined
   bool broken() const { return header_->broken.load(std::memory_order_acquire) == 2; }
   bool peer_alive(int peer) const;
+  bool peer_closed(int peer) const { return controls_[peer].state.load(std::memory_order_acquire) == RankState::closed; }
+  const DeviceOptions& device_options() const { return options_.device; }
   std::string where(const OpInfo& op) const;  // "[rank 2/4] all_reduce #17: "
 
   // --- peers' memory ---
