@@ -1,8 +1,9 @@
 // kernel_cases.h -- collectives as data: inputs of every rank, what each must hold afterwards, by one-line oracles.
 #pragma once
 
-#include <random>
+#include <algorithm>
 
+#include "../../../csrc/cuda/number.cuh"
 #include "../../../csrc/reduce/reduce.h"
 #include "ranks_on_fibers.h"
 
@@ -19,12 +20,13 @@ struct Case {
   int root = 0;
   bool uneven = false;
   bool in_place = false;
-  size_t misalign = 0;   // elements
+  size_t misalign = 0;   // elements; three times as many for the output
+  bool rough = false;    // f32, f64 and complex: the sum depends on the order of addition
 
   std::string text() const {
     return std::string(to_string(kind)) + " " + to_string(algorithm) + " " + to_string(dtype) + " " + to_string(op) +
            " count=" + std::to_string(count) + " root=" + std::to_string(root) + (uneven ? " uneven" : "") + (in_place ? " in place" : "") +
-           (misalign ? " misaligned" : "");
+           (misalign ? " misaligned " + std::to_string(misalign) : "") + (rough ? " rough" : "");
   }
 };
 
@@ -35,19 +37,20 @@ inline size_t pair_count(const Case& c, int src, int dst) {
   return c.uneven ? c.count * ((src + 2 * dst) % 4) / 3 + (src == dst) : c.count;
 }
 
-// Small whole numbers, so that sums are exact in any order; other bits would do where the order is that of the CPU.
-inline void fill_element(std::byte* to, DType dtype, uint64_t seed) {
+// Small whole numbers, whose sums are exact in any order; or rough ones.
+inline void fill_element(std::byte* to, DType dtype, uint64_t seed, bool rough) {
   const uint64_t h = (seed + 1) * 0x9e3779b97f4a7c15ULL >> 33;
   auto put = [to](auto value) { std::memcpy(to, &value, sizeof value); };
-  const float x = static_cast<float>(static_cast<int>(h % 7) - 3);
+  const float whole = static_cast<float>(static_cast<int>(h % 7) - 3);
+  const float x = rough ? whole / 7 * static_cast<float>(1u << (h / 7 % 23)) : whole;
   auto bf16 = [](float v) { return static_cast<uint16_t>(float_to_bits(v) >> 16); };
   switch (dtype) {
     case DType::f64: return put(static_cast<double>(x));
     case DType::f32: return put(x);
-    case DType::f16: return put(to_f16(x).bits);
-    case DType::bf16: return put(bf16(x));
-    case DType::c64: put(x); return fill_element(to + 4, DType::f32, seed + 77);
-    case DType::c128: put(static_cast<double>(x)); return fill_element(to + 8, DType::f64, seed + 77);
+    case DType::f16: return put(to_f16(whole).bits);
+    case DType::bf16: return put(bf16(whole));
+    case DType::c64: put(x); return fill_element(to + 4, DType::f32, seed + 77, rough);
+    case DType::c128: put(static_cast<double>(x)); return fill_element(to + 8, DType::f64, seed + 77, rough);
     default: {
       const uint64_t word = dtype == DType::boolean ? h % 2 : h;
       std::memcpy(to, &word, size_of(dtype));
@@ -58,7 +61,8 @@ inline void fill_element(std::byte* to, DType dtype, uint64_t seed) {
 // Buffers of one operation on all ranks.
 class Instance {
  public:
-  Instance(Ranks& ranks, const Case& c, Memory memory, uint64_t salt) : case_(c), n_(ranks.world_size()), item_(size_of(c.dtype)) {
+  Instance(Ranks& ranks, const Case& c, Memory memory, uint64_t salt)
+      : ranks_(ranks), case_(c), n_(ranks.world_size()), item_(size_of(c.dtype)), arrived_(n_, 0) {
     for (int r = 0; r < n_; ++r) {
       in_count_.push_back(in_count(r));
       out_count_.push_back(out_count(r));
@@ -72,7 +76,7 @@ class Instance {
     for (int r = 0; r < n_; ++r) {
       if (!region) {
         ins_.push_back(std::make_unique<Buffer>(in_count_[r] * item_, c.misalign * item_));
-        outs_.push_back(std::make_unique<Buffer>(out_count_[r] * item_, c.misalign * item_));
+        outs_.push_back(std::make_unique<Buffer>(out_count_[r] * item_, 3 * c.misalign * item_));
       }
       in_.push_back(region ? region->parts[r]->data() : ins_[r]->data());
       out_.push_back(region ? region->parts[r]->data() + stride : outs_[r]->data());
@@ -80,13 +84,31 @@ class Instance {
     }
     for (int r = 0; r < n_; ++r) {
       sources_.emplace_back(in_count_[r] * item_);
-      for (size_t i = 0; i < in_count_[r]; ++i) fill_element(sources_[r].data() + i * item_, c.dtype, salt * 1000003 + r * 7919 + i);
+      for (size_t i = 0; i < in_count_[r]; ++i)
+        fill_element(sources_[r].data() + i * item_, c.dtype, salt * 1000003 + r * 7919 + i, c.rough);
     }
   }
 
-  const Case& what() const { return case_; }
+  // One call of rank r, then all that a caller may do at once: look at the result and use the buffers for something else. With `times` the
+  // call is captured and replayed.
+  void enqueue(int r, int times = 1) {
+    Machine& machine = ranks_.machine();
+    Plan planned;
+    for (int i = 0; i < times; ++i) {
+      machine.host(machine.stream(r), [this, r] { fill(r); });
+      if (i == 0) planned = ranks_.enqueue(r, op(r));
+      else ranks_.replay(r, planned);
+      ring_ = planned.choice.algorithm == Algorithm::ring;
+      machine.host(machine.stream(r), [this, r] {
+        check(r);
+        std::memset(in_[r], 0xDD, in_count_[r] * item_);
+        std::memset(out_[r], 0xDD, out_count_[r] * item_);
+      });
+    }
+  }
 
-  void fill(int r) const {
+  void fill(int r) {
+    if (!arrived_[r]) arrived_[r] = 1;
     if (out_count_[r]) std::memset(out_[r], 0xBB, out_count_[r] * item_);
     if (in_count_[r]) std::memcpy(in_[r], sources_[r].data(), in_count_[r] * item_);
   }
@@ -98,7 +120,7 @@ class Instance {
     op.dtype = case_.dtype;
     op.reduce_op = case_.op;
     op.root = case_.root;
-    op.factor = 0.5;
+    op.factor = factor;
     op.count = case_.count;
     auto parts = [&](std::byte* data, auto count_of) {
       std::vector<Part> parts;
@@ -137,6 +159,8 @@ class Instance {
 
   // Throws where rank r does not hold what it must.
   void check(int r) const {
+    if (case_.kind == OpKind::barrier && std::count(arrived_.begin(), arrived_.end(), 1) != n_)
+      throw std::runtime_error("rank " + std::to_string(r) + " passed a barrier that not all had reached");
     const std::vector<std::byte> want = expected(r);
     for (size_t i = 0; i < want.size(); ++i)
       if (want[i] != out_[r][i])
@@ -190,11 +214,24 @@ class Instance {
     return out_[r] + before * item_;
   }
 
-  std::vector<std::byte> reduced(size_t first, size_t count) const {
+  // Elements [first, first + count), added in the order of ranks that begins with `start`.
+  std::vector<std::byte> reduced(size_t first, size_t count, int start = 0) const {
     std::vector<std::byte> result(count * item_);
     std::vector<const void*> sources;
-    for (int r = 0; r < n_; ++r) sources.push_back(sources_[r].data() + first * item_);
-    if (count) pycomm::reduce(case_.dtype, case_.op, sources.data(), n_, result.data(), count, case_.op == ReduceOp::avg ? n_ : 0.5);
+    for (int k = 0; k < n_; ++k) sources.push_back(sources_[(start + k) % n_].data() + first * item_);
+    if (count) pycomm::reduce(case_.dtype, case_.op, sources.data(), n_, result.data(), count, case_.op == ReduceOp::avg ? n_ : factor);
+    return result;
+  }
+
+  // A ring adds part q in the order q + 1, ..., q.
+  std::vector<std::byte> reduced_by_ring() const {
+    const size_t part = round_up_to((case_.count * item_ + n_ - 1) / n_, align_bytes) / item_;
+    std::vector<std::byte> result;
+    for (int q = 0; q < n_; ++q) {
+      const size_t begin = std::min(part * q, case_.count), end = std::min(part * (q + 1), case_.count);
+      const auto piece = reduced(begin, end - begin, q + 1);
+      result.insert(result.end(), piece.begin(), piece.end());
+    }
     return result;
   }
 
@@ -211,7 +248,7 @@ class Instance {
     auto single = [&](int q) { return part_count(case_, q); };
     const bool is_root = r == case_.root;
     switch (case_.kind) {
-      case OpKind::all_reduce: return reduced(0, case_.count);
+      case OpKind::all_reduce: return ring_ ? reduced_by_ring() : reduced(0, case_.count);
       case OpKind::reduce: return is_root ? reduced(0, case_.count) : want;
       case OpKind::reduce_scatter: return reduced(before(single, r), single(r));
       case OpKind::broadcast:
@@ -230,9 +267,14 @@ class Instance {
     return want;
   }
 
+  static constexpr double factor = 0.3;  // of premul_sum
+
+  Ranks& ranks_;
   const Case case_;
   const int n_;
   const size_t item_;
+  bool ring_ = false;
+  std::vector<int> arrived_;  // at the call, by rank; written by the ranks, without any order but the operation's
   std::vector<size_t> in_count_, out_count_;
   std::vector<std::unique_ptr<Buffer>> ins_, outs_;
   std::vector<std::byte*> in_, out_;

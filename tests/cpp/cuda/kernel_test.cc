@@ -2,87 +2,36 @@
 //
 //   kernel_test table WORLD_SIZE          every algorithm x memory x protocol x ugly sizes, then every dtype x op
 //   kernel_test random SEED RUNS          random calls back to back on every rank's stream, random schedule with preemption
-//   kernel_test mutants SEED RUNS         the same, small: what a planted fault must not survive (tests/test_cuda_mutants.py)
-//   kernel_test faults                    mismatches, missing ranks, stop
+//   kernel_test forms WORLD_SIZE SEED     every algorithm x memory x protocol, random schedule: a pass for programs with sanitizers
+//   kernel_test mutants SEED RUNS         random calls, small: what a planted fault must not survive (tests/test_cuda_mutants.py)
+//   kernel_test faults                    mismatches, missing ranks, stop, deadlock
 //   kernel_test streams SEED              messages beside collectives, several streams per rank
 //
-// Prints the number of runs. Ends with status 1 and a text at the first failure.
-#include <algorithm>
+// Every run checks each rank's result right after the call and then writes over its buffers, as a caller may; prints the number of runs.
+// Ends with status 1 and a text at the first failure.
 #include <cstdio>
+#include <random>
 
-#include "kernel_cases.h"
+#include "kernel_suites.h"
 
-namespace pycomm::cuda {
-
-bool has_kernel(const KernelKey& key) {
-  return visit_kernel(key, []<Kernel kernel, class T, ReduceOp op>() {});
-}
-
-namespace fiber {
-
-template <>
-struct MultimemType<F16> {
-  using Sum = float;
-  static float widen(F16 x) { return pycomm::cuda::widen(x); }
-  static F16 narrow(float x) { return to_f16(x); }
-};
-template <>
-struct MultimemType<BF16> {
-  using Sum = float;
-  static float widen(BF16 x) { return pycomm::cuda::widen(x); }
-  static BF16 narrow(float x) { return to_bf16(x); }
-};
-
-}  // namespace fiber
-
-namespace testing {
+namespace pycomm::cuda::testing {
 namespace {
 
-int runs = 0;
-
-struct Setting {
-  int world_size = 2;
-  Memory memory = Memory::pointers;
-  Protocol protocol = Protocol::resident;
-  int blocks = 2, threads = 64;
-  fiber::Options options{};
-
-  std::string text() const {
-    const char* memories[] = {"pointers", "staged", "registered"};
-    return std::to_string(world_size) + " ranks, " + memories[static_cast<int>(memory)] + ", " +
-           (protocol == Protocol::resident ? "resident" : "stream_ordered") + ", " + std::to_string(blocks) + "x" +
-           std::to_string(threads) + ", seed " + std::to_string(options.seed) + ", preempt " + std::to_string(options.preempt);
-  }
-};
-
-RanksOptions options_of(const Setting& setting) {
-  RanksOptions options;
-  options.protocol = setting.protocol;
-  options.pointers = setting.memory == Memory::pointers;
-  options.blocks = setting.blocks;
-  options.threads = setting.threads;
-  return options;
-}
-
-// Runs the cases one after the other on every rank's stream, as fast as each rank can.
-void run_cases(const std::vector<Case>& cases, const Setting& setting) {
+// Runs the cases one after the other on every rank's stream, as fast as each rank can; each `times` times.
+void run_cases(const std::vector<Case>& cases, const Setting& setting, int times = 1) {
   Machine machine(setting.world_size, setting.options);
   Ranks ranks(machine, setting.world_size, options_of(setting));
   std::vector<std::unique_ptr<Instance>> instances;
-  std::string done;
+  std::string done = times > 1 ? " (replayed)" : "";
   for (size_t i = 0; i < cases.size(); ++i) {
     instances.push_back(std::make_unique<Instance>(ranks, cases[i], setting.memory, i + 1));
     done += "\n  " + cases[i].text();
   }
-  for (int r = 0; r < setting.world_size; ++r)
-    for (const auto& instance : instances) {
-      machine.host(machine.stream(r), [&instance, r] { instance->fill(r); });
-      ranks.enqueue(r, instance->op(r));
-      machine.host(machine.stream(r), [&instance, r] { instance->check(r); });
-    }
-  const Outcome outcome = machine.run();
   ++runs;
   try {
+    for (int r = 0; r < setting.world_size; ++r)
+      for (const auto& instance : instances) instance->enqueue(r, times);
+    const Outcome outcome = machine.run();
     if (!outcome.ok) throw std::runtime_error(outcome.text);
     ranks.check_quiet();
   } catch (const std::exception& error) {
@@ -90,282 +39,136 @@ void run_cases(const std::vector<Case>& cases, const Setting& setting) {
   }
 }
 
-struct Form {
-  OpKind kind;
-  Algorithm algorithm;
-};
-constexpr Form forms[] = {
-    {OpKind::all_reduce, Algorithm::one_shot}, {OpKind::all_reduce, Algorithm::two_shot},
-    {OpKind::all_reduce, Algorithm::ring},     {OpKind::all_reduce, Algorithm::multimem},
-    {OpKind::reduce, Algorithm::automatic},    {OpKind::reduce_scatter, Algorithm::automatic},
-    {OpKind::broadcast, Algorithm::direct},    {OpKind::broadcast, Algorithm::two_shot},
-    {OpKind::all_gather, Algorithm::direct},   {OpKind::all_gather, Algorithm::copy_engine},
-    {OpKind::gather, Algorithm::automatic},    {OpKind::scatter, Algorithm::automatic},
-    {OpKind::all_to_all, Algorithm::direct},   {OpKind::all_to_all, Algorithm::copy_engine},
-    {OpKind::barrier, Algorithm::automatic},
-};
-
-// Can this be asked for in that setting? (What it means otherwise is for the tests of choose().)
-bool possible(const Form& form, const Setting& setting) {
-  if (form.algorithm == Algorithm::multimem) return setting.memory == Memory::registered && setting.protocol == Protocol::resident;
-  if (form.algorithm == Algorithm::copy_engine) return setting.memory == Memory::registered;
-  return true;
-}
-bool takes_uneven(const Form& form) {
-  return form.algorithm != Algorithm::copy_engine &&
-         (form.kind == OpKind::all_gather || form.kind == OpKind::reduce_scatter || form.kind == OpKind::all_to_all);
+// all_to_all in stream order has one round through the staging for sizes that differ (Planner::pairwise).
+bool takes_uneven(const Form& form, const Setting& setting, size_t count) {
+  const bool one_round = setting.memory == Memory::staged && setting.protocol == Protocol::stream_ordered && setting.unit;
+  if (form.algorithm == Algorithm::copy_engine) return false;
+  if (form.kind == OpKind::all_to_all) return !one_round || (count + 1) * sizeof(float) <= 2 * setting.unit * align_bytes * setting.blocks;
+  return form.kind == OpKind::all_gather || form.kind == OpKind::reduce_scatter;
 }
 bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter; }
 
+bool can_reduce(DType dtype, ReduceOp op) {
+  const ReductionKey key = reduction_key(dtype, op);
+  return reduce_supported(dtype, op) && is_built({Kernel::two_shot, key.dtype, key.op});
+}
+
+// A call and its ugly variants: uneven, in place, misaligned.
+std::vector<Case> variants(const Form& form, const Setting& setting, size_t count) {
+  Case c{.kind = form.kind, .algorithm = form.algorithm, .count = count, .root = static_cast<int>(count % setting.world_size)};
+  if (form.algorithm == Algorithm::multimem) c.count = count / 4 * 4;
+  c.rough = reduces(form.kind);
+  std::vector<Case> cases{c};
+  if (takes_uneven(form, setting, count)) cases.push_back(c), cases.back().uneven = true;
+  if (form.algorithm != Algorithm::copy_engine) cases.push_back(c), cases.back().in_place = true;
+  if (setting.memory != Memory::registered) cases.push_back(c), cases.back().misalign = 1;
+  return cases;
+}
+
+template <class Visit>
+void each_form(Setting setting, const Visit& visit) {
+  for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered})
+    for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered}) {
+      setting.memory = memory;
+      setting.protocol = protocol;
+      for (const Form& form : forms)
+        if (possible(form, setting)) visit(form, setting);
+    }
+}
+
 void table(int world_size) {
   const size_t n = world_size;
-  for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered})
-    for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
-      for (const Form& form : forms) {
-        Setting setting{.world_size = world_size, .memory = memory, .protocol = protocol};
-        if (!possible(form, setting)) continue;
-        for (size_t count : {size_t{0}, size_t{1}, n - 1, n, n + 1, size_t{63}, size_t{1000}, size_t{4099}}) {
-          Case c{.kind = form.kind, .algorithm = form.algorithm, .count = count, .root = static_cast<int>(count % n)};
-          if (form.algorithm == Algorithm::multimem && count % 4) c.count = count / 4 * 4;
-          std::vector<Case> cases{c};
-          if (takes_uneven(form)) cases.push_back(c), cases.back().uneven = true;
-          if (form.algorithm != Algorithm::copy_engine) cases.push_back(c), cases.back().in_place = true;
-          if (memory != Memory::registered) cases.push_back(c), cases.back().misalign = 1;
-          run_cases(cases, setting);
-        }
+  each_form({.world_size = world_size}, [&](const Form& form, Setting setting) {
+    for (size_t count : {size_t{0}, size_t{1}, n - 1, n, n + 1, size_t{63}, size_t{1000}, size_t{4099}})
+      run_cases(variants(form, setting, count), setting);
+    // Many segments; several blocks, the last of them with little or nothing to do; threads that fill no warp.
+    setting.unit = 2;
+    run_cases(variants(form, setting, 3001), setting);
+    setting.unit = 5;
+    setting.blocks = 4;
+    setting.threads = 40;
+    run_cases(variants(form, setting, 70001 / n), setting);
+  });
+  for (Memory memory : {Memory::pointers, Memory::staged})
+    for (int dtype = 0; dtype < num_dtypes; ++dtype)
+      for (int op = 0; op < num_reduce_ops; ++op) {
+        const auto d = static_cast<DType>(dtype);
+        const auto o = static_cast<ReduceOp>(op);
+        std::vector<Case> cases;
+        for (const Form& form : {forms[0], forms[1], forms[2], forms[4], forms[5]})
+          if (can_reduce(d, o)) cases.push_back({.kind = form.kind, .algorithm = form.algorithm, .dtype = d, .op = o, .count = 331});
+        if (op == 0)
+          for (OpKind kind : {OpKind::broadcast, OpKind::all_gather, OpKind::all_to_all})
+            cases.push_back({.kind = kind, .dtype = d, .count = 333});
+        if (!cases.empty()) run_cases(cases, {.world_size = world_size, .memory = memory});
       }
-  for (int dtype = 0; dtype < num_dtypes; ++dtype)
-    for (int op = 0; op < num_reduce_ops; ++op) {
-      const auto d = static_cast<DType>(dtype);
-      const auto o = static_cast<ReduceOp>(op);
-      std::vector<Case> cases;
-      for (const Form& form : {forms[0], forms[1], forms[2], forms[4], forms[5]})
-        if (reduce_supported(d, o)) cases.push_back({.kind = form.kind, .algorithm = form.algorithm, .dtype = d, .op = o, .count = 331});
-      if (op == 0)
-        for (OpKind kind : {OpKind::broadcast, OpKind::all_gather, OpKind::all_to_all})
-          cases.push_back({.kind = kind, .dtype = d, .count = 333});
-      if (!cases.empty()) run_cases(cases, {.world_size = world_size, .memory = Memory::pointers});
-    }
   for (DType dtype : {DType::f32, DType::f16, DType::bf16})
-    run_cases({{.algorithm = Algorithm::multimem, .dtype = dtype, .count = 664}}, {.world_size = world_size, .memory = Memory::registered});
+    if (can_reduce(dtype, ReduceOp::sum))
+      run_cases({{.algorithm = Algorithm::multimem, .dtype = dtype, .count = 664}},
+                {.world_size = world_size, .memory = Memory::registered});
 }
 
-void random_runs(uint64_t seed, int count, bool small) {
-  std::mt19937_64 random(seed);
-  auto below = [&random](size_t n) { return static_cast<size_t>(random() % n); };
-  for (int i = 0; i < count; ++i) {
+void each_form_once(int world_size, uint64_t seed) {
+  Setting setting{.world_size = world_size, .threads = 32, .unit = 1, .options = {.seed = seed, .preempt = 24}};
+  each_form(setting, [&](const Form& form, const Setting& s) { run_cases(variants(form, s, 301), s, 2); });
+}
+
+class Random {
+ public:
+  Random(uint64_t seed, bool small) : random_(seed), small_(small) {}
+
+  Setting setting() {
     Setting setting;
-    setting.world_size = small ? 2 + static_cast<int>(below(3)) : 1 + static_cast<int>(below(8));
+    setting.world_size = small_ ? 2 + static_cast<int>(below(3)) : 1 + static_cast<int>(below(8));
     setting.memory = static_cast<Memory>(below(3));
     setting.protocol = below(3) == 0 ? Protocol::stream_ordered : Protocol::resident;
-    setting.blocks = 1 + static_cast<int>(below(3));
-    setting.threads = small ? 32 : 32 << below(3);
-    setting.options.seed = below(4) == 0 ? 0 : random();
+    setting.blocks = 1 + static_cast<int>(below(small_ ? 3 : 4));
+    setting.threads = small_ ? 32 : std::max(setting.world_size, static_cast<int>(1 + below(100)));
+    setting.unit = below(3) ? 1 + below(small_ ? 3 : 8) : 0;
+    setting.options.seed = below(4) == 0 ? 0 : random_();
     setting.options.preempt = below(2) ? 0 : 4 + static_cast<uint32_t>(below(60));
+    return setting;
+  }
+
+  Case next(const Form& form, const Setting& setting) {
+    Case c{.kind = form.kind, .algorithm = form.algorithm};
+    c.count = below(4) == 0 ? below(10) : below(small_ ? 900 : 4000);
+    if (below(small_ ? 6 : 10) == 0) c.count = (small_ ? 17000 : 40000) / setting.world_size;  // more than one block
+    c.root = static_cast<int>(below(setting.world_size));
+    c.uneven = takes_uneven(form, setting, c.count) && below(3) == 0;
+    c.in_place = form.algorithm != Algorithm::copy_engine && below(3) == 0;
+    c.misalign = setting.memory != Memory::registered && below(3) == 0 ? 1 + below(5) : 0;
+    if (form.algorithm == Algorithm::multimem) c.count = c.count / 4 * 4;
+    else if (reduces(c.kind)) choose_type(c);
+    return c;
+  }
+
+  size_t below(size_t n) { return static_cast<size_t>(random_() % n); }
+
+ private:
+  void choose_type(Case& c) {
+    if (!small_) do {
+        c.dtype = static_cast<DType>(below(num_dtypes));
+        c.op = static_cast<ReduceOp>(below(num_reduce_ops));
+      } while (!can_reduce(c.dtype, c.op));
+    c.rough = c.op != ReduceOp::product && below(2);
+  }
+
+  std::mt19937_64 random_;
+  const bool small_;
+};
+
+void random_runs(uint64_t seed, int count, bool small) {
+  Random random(seed, small);
+  for (int i = 0; i < count; ++i) {
+    const Setting setting = random.setting();
     std::vector<Case> cases;
-    for (size_t k = 3 + below(4); k > 0; --k) {
-      const Form form = forms[below(std::size(forms))];
-      if (!possible(form, setting)) continue;
-      Case c{.kind = form.kind, .algorithm = form.algorithm};
-      c.count = below(small ? 600 : 3000);
-      c.root = static_cast<int>(below(setting.world_size));
-      c.uneven = takes_uneven(form) && below(3) == 0;
-      c.in_place = form.algorithm != Algorithm::copy_engine && below(3) == 0;
-      c.misalign = setting.memory != Memory::registered && below(4) == 0;
-      if (reduces(c.kind) && !small) do {
-          c.dtype = static_cast<DType>(below(num_dtypes));
-          c.op = static_cast<ReduceOp>(below(num_reduce_ops));
-        } while (!reduce_supported(c.dtype, c.op));
-      if (c.algorithm == Algorithm::multimem) c.dtype = DType::f32, c.op = ReduceOp::sum, c.count = c.count / 4 * 4;
-      cases.push_back(c);
+    for (size_t k = 3 + random.below(4); k > 0; --k) {
+      const Form form = forms[random.below(std::size(forms))];
+      if (possible(form, setting)) cases.push_back(random.next(form, setting));
     }
-    if (!cases.empty()) run_cases(cases, setting);
+    if (!cases.empty()) run_cases(cases, setting, random.below(4) == 0 ? 3 : 1);
   }
-}
-
-// --- faults ---
-
-void expect(bool holds, const std::string& what) {
-  if (!holds) throw std::runtime_error("expected: " + what);
-}
-
-// Every rank calls `cases[r]`, then all call a good one. Every rank must report `text` for the first, and hold the second's result (in
-// stream order the group is broken: ranks that disagree exchange unequally often, and the host ends the waits).
-void mismatch(const std::vector<Case>& cases, const Setting& setting, const std::string& text) {
-  const int n = setting.world_size;
-  Machine machine(n, setting.options);
-  Ranks ranks(machine, n, options_of(setting));
-  std::vector<std::unique_ptr<Instance>> bad;
-  for (int r = 0; r < n; ++r) bad.push_back(std::make_unique<Instance>(ranks, cases[r], setting.memory, r));
-  Instance good(ranks, {.count = 77}, setting.memory, 99);
-  for (int r = 0; r < n; ++r) {
-    machine.host(machine.stream(r), [&, r] { bad[r]->fill(r); });
-    ranks.enqueue(r, bad[r]->op(r));
-    if (setting.protocol == Protocol::stream_ordered) continue;
-    machine.host(machine.stream(r), [&, r] { good.fill(r); });
-    ranks.enqueue(r, good.op(r));
-    machine.host(machine.stream(r), [&, r] { good.check(r); });
-  }
-  const Outcome outcome = machine.run();
-  ++runs;
-  if (setting.protocol == Protocol::resident) expect(outcome.ok, setting.text() + ": " + text + " goes on; got " + outcome.text);
-  for (int r = 0; r < n; ++r) {
-    const ErrorRecord& record = ranks.error(r).records[0];
-    expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
-           setting.text() + ": " + text + " is reported on rank " + std::to_string(r));
-    expect(record.epoch == 1, "the mismatch is that of the first operation");
-    const std::string said = describe_difference(record.here, record.there, static_cast<int>(record.peer));
-    expect(said.find(text) != std::string::npos, "'" + text + "' in '" + said + "'");
-  }
-}
-
-void mismatches() {
-  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
-    for (Memory memory : {Memory::pointers, Memory::staged})
-      for (int n : {2, 4}) {
-        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = 5, .preempt = 16}};
-        const Case base{.count = 500};
-        auto with = [&](Case other, const std::string& text) {
-          std::vector<Case> cases(n, base);
-          cases[n - 1] = other;
-          mismatch(cases, setting, text);
-        };
-        with({.count = 501}, "count=");
-        with({.count = 50000}, "count=");
-        with({.dtype = DType::i32, .count = 500}, "dtype=");
-        with({.op = ReduceOp::max, .count = 500}, "reduce op=");
-        with({.kind = OpKind::all_gather, .count = 500}, "operation=");
-        with({.kind = OpKind::barrier, .count = 0}, "operation=");
-        with({.algorithm = Algorithm::two_shot, .count = 500}, "algorithm=");
-        std::vector<Case> roots(n, {.kind = OpKind::broadcast, .count = 9});
-        roots[1].root = 1;
-        mismatch(roots, setting, "root=");
-      }
-}
-
-// Splits that only two of four ranks see.
-void pairwise_mismatch() {
-  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered}) {
-    const int n = 4;
-    const Setting setting{.world_size = n, .protocol = protocol};
-    Machine machine(n, {.seed = 3});
-    Ranks ranks(machine, n, options_of(setting));
-    Instance instance(ranks, {.kind = OpKind::all_to_all, .count = 40, .uneven = true}, setting.memory, 1);
-    for (int r = 0; r < n; ++r) {
-      Op op = instance.op(r);
-      if (r == 1) op.in_parts[2].count -= 1;
-      ranks.enqueue(r, op);
-    }
-    const Outcome outcome = machine.run();
-    ++runs;
-    expect(outcome.ok, "a pairwise mismatch ends; got " + outcome.text);
-    for (int r = 0; r < n; ++r) {
-      const ErrorRecord& record = ranks.error(r).records[0];
-      expect(record.fault == static_cast<uint64_t>(Fault::mismatch), "the pairwise mismatch is reported on rank " + std::to_string(r));
-      if (r == 2) expect(record.peer == 1 && record.here.extra == record.there.extra + 4, "rank 2 names rank 1 and both sizes");
-    }
-  }
-}
-
-// The last rank never comes: the others time out and name it. Or the host stops them.
-void absent() {
-  for (const Form& form : forms) {
-    const int n = 3;
-    for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered}) {
-      const Setting setting{.world_size = n, .memory = memory, .options = {.timeouts = true}};
-      if (!possible(form, setting)) continue;
-      Machine machine(n, setting.options);
-      Ranks ranks(machine, n, options_of(setting));
-      Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
-      for (int r = 0; r < n - 1; ++r) ranks.enqueue(r, instance.op(r));
-      const Outcome outcome = machine.run();
-      ++runs;
-      expect(outcome.ok, std::string(to_string(form.kind)) + " without a peer ends; got " + outcome.text);
-      for (int r = 0; r < n - 1; ++r) {
-        const ErrorRecord& record = ranks.error(r).records[0];
-        expect(record.fault == static_cast<uint64_t>(Fault::timeout), std::string(to_string(form.kind)) + " without a peer times out");
-        expect(record.missing == 1u << (n - 1), "the missing rank is named");
-      }
-    }
-  }
-  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
-  Machine machine(2, setting.options);
-  Ranks ranks(machine, 2, options_of(setting));
-  Instance instance(ranks, {.count = 400}, setting.memory, 1);
-  ranks.error(0).stop = 1;
-  ranks.enqueue(0, instance.op(0));
-  expect(machine.run().ok && ranks.error(0).records[0].fault == 0, "a stopped rank ends without a report: the host knows");
-}
-
-// --- messages and several streams ---
-
-void streams(uint64_t seed) {
-  for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered})
-    for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
-      for (size_t count : {size_t{0}, size_t{1}, size_t{1000}, size_t{30000}}) {
-        const int n = 3;
-        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = seed, .preempt = 40}};
-        Machine machine(n, setting.options);
-        Ranks ranks(machine, n, options_of(setting));
-        Instance sums(ranks, {.count = 900}, memory, 1), sums_again(ranks, {.kind = OpKind::all_gather, .count = 300}, memory, 2);
-        // Each rank sends to all, itself too, on one stream per destination, and receives on one per source; twice.
-        std::vector<std::unique_ptr<Buffer>> from, to;
-        for (int r = 0; r < n; ++r)
-          for (int p = 0; p < n; ++p) {
-            from.push_back(std::make_unique<Buffer>(std::max<size_t>(count, 1)));
-            to.push_back(std::make_unique<Buffer>(std::max<size_t>(count, 1)));
-          }
-        for (int r = 0; r < n; ++r) {
-          for (Instance* instance : {&sums, &sums_again}) {
-            machine.host(machine.stream(r), [instance, r] { instance->fill(r); });
-            ranks.enqueue(r, instance->op(r));
-            machine.host(machine.stream(r), [instance, r] { instance->check(r); });
-          }
-          for (int round = 0; round < 2; ++round)
-            for (int p = 0; p < n; ++p) {
-              std::byte *data = from[r * n + p]->data(), *out = to[r * n + p]->data();
-              const int sending = 1 + p, receiving = 1 + n + p;
-              machine.host(machine.stream(r, sending), [=] { std::memset(data, r * 16 + p + round, count); });
-              ranks.enqueue(r, {true, p, 7, DType::u8, data, count}, sending);
-              ranks.enqueue(r, {false, p, 7, DType::u8, out, count}, receiving);
-              machine.host(machine.stream(r, receiving), [=] {
-                for (size_t i = 0; i < count; ++i)
-                  if (out[i] != static_cast<std::byte>(p * 16 + r + round)) throw std::runtime_error("a message is wrong");
-              });
-            }
-        }
-        const Outcome outcome = machine.run();
-        ++runs;
-        expect(outcome.ok, setting.text() + ", messages of " + std::to_string(count) + " bytes arrive; got " + outcome.text);
-        ranks.check_quiet();
-      }
-}
-
-void message_faults() {
-  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
-    for (int what = 0; what < 3; ++what) {
-      const Setting setting{.world_size = 2, .memory = Memory::staged, .protocol = protocol};
-      Machine machine(2, setting.options);
-      Ranks ranks(machine, 2, options_of(setting));
-      Buffer from(4096), to(4096);
-      ranks.enqueue(0, {true, 1, 3, DType::f32, from.data(), 900}, 1);
-      ranks.enqueue(1, {false, 0, what == 0 ? 4 : 3, what == 1 ? DType::i32 : DType::f32, to.data(), what == 2 ? 901u : 900u}, 1);
-      const Outcome outcome = machine.run();
-      ++runs;
-      expect(outcome.ok, "a message that differs ends; got " + outcome.text);
-      const ErrorRecord &here = ranks.error(0).records[record_of_sending(1)], &there = ranks.error(1).records[record_of_receiving(0)];
-      for (const ErrorRecord* record : {&here, &there})
-        expect(record->fault == static_cast<uint64_t>(Fault::mismatch), "both ends report it");
-      const char* texts[] = {"tag=", "dtype=", "count="};
-      expect(describe_difference(here.here, here.there, 1).find(texts[what]) == 0, texts[what]);
-    }
-  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
-  Machine machine(2, setting.options);
-  Ranks ranks(machine, 2, options_of(setting));
-  Buffer data(64);
-  ranks.enqueue(0, {true, 1, 0, DType::u8, data.data(), 64}, 1);
-  expect(machine.run().ok && ranks.error(0).records[record_of_sending(1)].fault == static_cast<uint64_t>(Fault::timeout),
-         "a send without a recv times out");
 }
 
 int run_suite(int argc, char** argv) {
@@ -373,17 +176,17 @@ int run_suite(int argc, char** argv) {
   auto number = [&](int i) { return argc > i ? std::strtoull(argv[i], nullptr, 10) : 0; };
   if (suite == "table") table(static_cast<int>(number(2)));
   else if (suite == "random") random_runs(number(2), static_cast<int>(number(3)), false);
-  else if (suite == "mutants") random_runs(number(2), static_cast<int>(number(3)), true), streams(number(2));
-  else if (suite == "faults") mismatches(), pairwise_mismatch(), absent(), message_faults();
+  else if (suite == "forms") each_form_once(static_cast<int>(number(2)), number(3));
+  else if (suite == "mutants") random_runs(number(2), static_cast<int>(number(3)), true);
+  else if (suite == "faults") faults();
   else if (suite == "streams") streams(number(2));
-  else return std::puts("suites: table, random, mutants, faults, streams"), 2;
+  else return std::puts("suites: table, random, forms, mutants, faults, streams"), 2;
   std::printf("%d runs\n", runs);
   return 0;
 }
 
 }  // namespace
-}  // namespace testing
-}  // namespace pycomm::cuda
+}  // namespace pycomm::cuda::testing
 
 int main(int argc, char** argv) {
   try {

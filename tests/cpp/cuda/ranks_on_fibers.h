@@ -12,14 +12,13 @@
 #include <string>
 #include <vector>
 
-#include "../../../csrc/cuda/kernels.cuh"
 #include "../../../csrc/cuda/plan.h"
+#include "../../../csrc/cuda/session.cuh"
 #include "../../../csrc/cuda/sync_words.h"
-#include "fiber.h"
+#include "kernel_launch.h"
 
 namespace pycomm::cuda::testing {
 
-using fiber::FiberCtx;
 using fiber::Machine;
 using fiber::Outcome;
 using fiber::Stream;
@@ -57,6 +56,7 @@ struct RanksOptions {
   bool pointers = true;             // buffers of peers are addressable
   int blocks = 2, threads = 64;     // of every launch at most; fewer threads than on a GPU
   size_t staging_bytes = 64 << 10;
+  size_t unit = 0;                  // else: a segment in the fullest staging has so many times 128 bytes, less than arena_shape() allows
   uint64_t timeout_ns = 1'000'000'000;
 };
 
@@ -86,7 +86,7 @@ class Ranks {
       shape.group.error = errors_[r].get();
       shape.group.words_bytes = arena.words_bytes;
       shape.group.staging_offset = arena.staging_offset;
-      shape.group.half_bytes = arena.half_bytes;
+      shape.group.half_bytes = options.unit ? (n_ + 1) * options.blocks * options.unit * align_bytes : arena.half_bytes;
       shape.group.message_offset = arena.message_offset;
       shape.group.message_bytes = arena.message_bytes;
       shape.protocol = options.protocol;
@@ -142,33 +142,21 @@ class Ranks {
     return registry;
   }
 
-  // Enqueues a collective of one rank; returns what was chosen.
-  CudaChoice enqueue(int rank, const Op& op, int stream = 0) {
-    const Plan planned = plan(op, shapes_[rank], registry(rank), options_.timeout_ns);
-    enqueue(rank, planned, stream);
-    return planned.choice;
+  // Enqueues a collective of one rank; returns its plan.
+  Plan enqueue(int rank, const Op& op, int stream = 0) {
+    Plan planned = plan(op, shapes_[rank], registry(rank), options_.timeout_ns);
+    syncs_[rank] += enqueue(rank, planned, stream, syncs_[rank]);
+    return planned;
   }
-  CudaChoice enqueue(int rank, const MessageCall& message, int stream) {
-    const Plan planned = plan_message(message, shapes_[rank], registry(rank), options_.timeout_ns);
-    enqueue(rank, planned, stream, message.sends);
-    return planned.choice;
+  void enqueue(int rank, const MessageCall& message, int stream) {
+    enqueue(rank, plan_message(message, shapes_[rank], registry(rank), options_.timeout_ns), stream, 0, message.sends);
   }
 
-  void enqueue(int rank, const Plan& planned, int stream_index, bool sends = false) {
-    Stream& stream = machine_.stream(rank, stream_index);
-    for (const Step& step : planned.steps) switch (step.what) {
-        case Step::What::launch:
-          if (!has_kernel(step.key)) throw std::logic_error("no such kernel");
-          visit_kernel(step.key, [&]<Kernel kernel, class T, ReduceOp op>() {
-            machine_.launch(stream, step.blocks, std::min(step.threads, options_.threads),
-                            [args = step.args](FiberCtx& c) { run_kernel<kernel, T, op>(c, args); });
-          });
-          break;
-        case Step::What::copy: machine_.host(stream, [step] { std::memcpy(step.to, step.from, step.nbytes); }); break;
-        case Step::What::sync: apply(stream, exchange_of(rank, n_, syncs_[rank]++)); break;
-        case Step::What::post: apply(stream, {half_turn(rank, step.peer, n_, sends)}); break;
-        case Step::What::await: apply(stream, half_turn_awaited(rank, step.peer, n_, sends)); break;
-      }
+  // The plan of the last collective of this rank once more, as a graph replays it: with the sets of words that its exchanges had.
+  void replay(int rank, const Plan& planned, int stream = 0) {
+    size_t exchanges = 0;
+    for (const Step& step : planned.steps) exchanges += step.what == Step::What::sync;
+    enqueue(rank, planned, stream, syncs_[rank] - exchanges);
   }
 
   // Nothing was reported and no guard was touched on any rank.
@@ -182,6 +170,20 @@ class Ranks {
 
  private:
   static constexpr size_t max_regions = 8;
+
+  // Returns the number of exchanges; the first has the number `exchange`.
+  size_t enqueue(int rank, const Plan& planned, int stream_index, uint64_t exchange, bool sends = false) {
+    Stream& stream = machine_.stream(rank, stream_index);
+    const uint64_t first = exchange;
+    for (const Step& step : planned.steps) switch (step.what) {
+        case Step::What::launch: launch_step(machine_, stream, step, options_.threads); break;
+        case Step::What::copy: machine_.host(stream, [step] { std::memcpy(step.to, step.from, step.nbytes); }); break;
+        case Step::What::sync: apply(stream, exchange_of(rank, n_, exchange++)); break;
+        case Step::What::post: apply(stream, {half_turn(rank, step.peer, n_, sends)}); break;
+        case Step::What::await: apply(stream, half_turn_awaited(rank, step.peer, n_, sends)); break;
+      }
+    return exchange - first;
+  }
 
   void apply(Stream& stream, const std::vector<WordOperation>& operations) {
     for (const WordOperation& operation : operations) {

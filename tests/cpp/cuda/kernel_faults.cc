@@ -1,0 +1,209 @@
+// kernel_faults.cc -- the suites of kernel_test.cc in which calls differ, ranks are missing, or several streams run beside each other.
+#include "kernel_suites.h"
+
+namespace pycomm::cuda::testing {
+
+namespace {
+
+// Every rank calls `cases[r]`, then all call a good one. Every rank must report `text` for the first, and hold the second's result (in
+// stream order the group is broken: ranks that disagree exchange unequally often, and the host ends the waits).
+void mismatch(const std::vector<Case>& cases, const Setting& setting, const std::string& text) {
+  const int n = setting.world_size;
+  Machine machine(n, setting.options);
+  Ranks ranks(machine, n, options_of(setting));
+  std::vector<std::unique_ptr<Instance>> bad;
+  for (int r = 0; r < n; ++r) bad.push_back(std::make_unique<Instance>(ranks, cases[r], setting.memory, r));
+  Instance good(ranks, {.count = 77}, setting.memory, 99);
+  for (int r = 0; r < n; ++r) {
+    machine.host(machine.stream(r), [&, r] { bad[r]->fill(r); });
+    ranks.enqueue(r, bad[r]->op(r));
+    if (setting.protocol == Protocol::stream_ordered) continue;
+    machine.host(machine.stream(r), [&, r] { good.fill(r); });
+    ranks.enqueue(r, good.op(r));
+    machine.host(machine.stream(r), [&, r] { good.check(r); });
+  }
+  const Outcome outcome = machine.run();
+  ++runs;
+  if (setting.protocol == Protocol::resident) expect(outcome.ok, setting.text() + ": " + text + " goes on; got " + outcome.text);
+  for (int r = 0; r < n; ++r) {
+    const ErrorRecord& record = ranks.error(r).records[0];
+    expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
+           setting.text() + ": " + text + " is reported on rank " + std::to_string(r));
+    expect(record.epoch == 1, "the mismatch is that of the first operation");
+    const std::string said = describe_difference(record.here, record.there, static_cast<int>(record.peer));
+    expect(said.find(text) != std::string::npos, "'" + text + "' in '" + said + "'");
+  }
+}
+
+void mismatches() {
+  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
+    for (Memory memory : {Memory::pointers, Memory::staged})
+      for (int n : {2, 4}) {
+        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = 5, .preempt = 16}};
+        const Case base{.count = 500};
+        auto with = [&](Case other, const std::string& text) {
+          std::vector<Case> cases(n, base);
+          cases[n - 1] = other;
+          mismatch(cases, setting, text);
+        };
+        with({.count = 501}, "count=");
+        with({.count = 50000}, "count=");
+        with({.dtype = DType::bf16, .count = 500}, "dtype=");
+        with({.op = ReduceOp::max, .count = 500}, "reduce op=");
+        with({.kind = OpKind::all_gather, .count = 500}, "operation=");
+        with({.kind = OpKind::barrier, .count = 0}, "operation=");
+        with({.algorithm = Algorithm::two_shot, .count = 500}, "algorithm=");
+        std::vector<Case> roots(n, {.kind = OpKind::broadcast, .count = 9});
+        roots[1].root = 1;
+        mismatch(roots, setting, "root=");
+      }
+}
+
+// Splits that only two of four ranks see.
+void pairwise_mismatch() {
+  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered}) {
+    const int n = 4;
+    const Setting setting{.world_size = n, .protocol = protocol};
+    Machine machine(n, {.seed = 3});
+    Ranks ranks(machine, n, options_of(setting));
+    Instance instance(ranks, {.kind = OpKind::all_to_all, .count = 40, .uneven = true}, setting.memory, 1);
+    for (int r = 0; r < n; ++r) {
+      Op op = instance.op(r);
+      if (r == 1) op.in_parts[2].count -= 1;
+      ranks.enqueue(r, op);
+    }
+    const Outcome outcome = machine.run();
+    ++runs;
+    expect(outcome.ok, "a pairwise mismatch ends; got " + outcome.text);
+    for (int r = 0; r < n; ++r) {
+      const ErrorRecord& record = ranks.error(r).records[0];
+      expect(record.fault == static_cast<uint64_t>(Fault::mismatch), "the pairwise mismatch is reported on rank " + std::to_string(r));
+      if (r == 2) expect(record.peer == 1 && record.here.extra == record.there.extra + 4, "rank 2 names rank 1 and both sizes");
+    }
+  }
+}
+
+// The last rank never comes: the others time out and name it. Or the host stops them.
+void absent() {
+  for (const Form& form : forms) {
+    const int n = 3;
+    for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered}) {
+      const Setting setting{.world_size = n, .memory = memory, .options = {.timeouts = true}};
+      if (!possible(form, setting)) continue;
+      Machine machine(n, setting.options);
+      Ranks ranks(machine, n, options_of(setting));
+      Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
+      for (int r = 0; r < n - 1; ++r) ranks.enqueue(r, instance.op(r));
+      const Outcome outcome = machine.run();
+      ++runs;
+      expect(outcome.ok, std::string(to_string(form.kind)) + " without a peer ends; got " + outcome.text);
+      for (int r = 0; r < n - 1; ++r) {
+        const ErrorRecord& record = ranks.error(r).records[0];
+        expect(record.fault == static_cast<uint64_t>(Fault::timeout), std::string(to_string(form.kind)) + " without a peer times out");
+        expect(record.missing == 1u << (n - 1), "the missing rank is named");
+      }
+    }
+  }
+  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
+  Machine machine(2, setting.options);
+  Ranks ranks(machine, 2, options_of(setting));
+  Instance instance(ranks, {.count = 400}, setting.memory, 1);
+  ranks.error(0).stop = 1;
+  ranks.enqueue(0, instance.op(0));
+  expect(machine.run().ok && ranks.error(0).records[0].fault == 0, "a stopped rank ends without a report: the host knows");
+}
+
+// A rank never comes and nobody looks at the clock: the report names who waits, and in whose memory.
+void deadlock() {
+  for (Memory memory : {Memory::pointers, Memory::staged}) {
+    const Setting setting{.world_size = 2, .memory = memory};
+    Machine machine(2, setting.options);
+    Ranks ranks(machine, 2, options_of(setting));
+    Instance instance(ranks, {.algorithm = Algorithm::two_shot, .count = 20000}, memory, 1);
+    ranks.enqueue(1, instance.op(1));
+    const Outcome outcome = machine.run();
+    ++runs;
+    expect(outcome.deadlock, "an operation without its peer is a deadlock");
+    for (const char* text :
+         {"rank 1 ", " block 0 thread 0: waiting for arena 1 + ", " block 1 thread 0: ", "threads 1-63: waiting in sync"})
+      expect(outcome.text.find(text) != std::string::npos, std::string("'") + text + "' in " + outcome.text);
+  }
+}
+
+void message_faults() {
+  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
+    for (int what = 0; what < 3; ++what) {
+      const Setting setting{.world_size = 2, .memory = Memory::staged, .protocol = protocol};
+      Machine machine(2, setting.options);
+      Ranks ranks(machine, 2, options_of(setting));
+      Buffer from(4096), to(4096);
+      ranks.enqueue(0, {true, 1, 3, DType::f32, from.data(), 900}, 1);
+      ranks.enqueue(1, {false, 0, what == 0 ? 4 : 3, what == 1 ? DType::i32 : DType::f32, to.data(), what == 2 ? 901u : 900u}, 1);
+      const Outcome outcome = machine.run();
+      ++runs;
+      expect(outcome.ok, "a message that differs ends; got " + outcome.text);
+      const ErrorRecord &here = ranks.error(0).records[record_of_sending(1)], &there = ranks.error(1).records[record_of_receiving(0)];
+      for (const ErrorRecord* record : {&here, &there})
+        expect(record->fault == static_cast<uint64_t>(Fault::mismatch), "both ends report it");
+      const char* texts[] = {"tag=", "dtype=", "count="};
+      expect(describe_difference(here.here, here.there, 1).find(texts[what]) == 0, texts[what]);
+    }
+  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
+  Machine machine(2, setting.options);
+  Ranks ranks(machine, 2, options_of(setting));
+  Buffer data(64);
+  ranks.enqueue(0, {true, 1, 0, DType::u8, data.data(), 64}, 1);
+  expect(machine.run().ok && ranks.error(0).records[record_of_sending(1)].fault == static_cast<uint64_t>(Fault::timeout),
+         "a send without a recv times out");
+}
+
+}  // namespace
+
+void faults() {
+  mismatches();
+  pairwise_mismatch();
+  absent();
+  deadlock();
+  message_faults();
+}
+
+void streams(uint64_t seed) {
+  for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered})
+    for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
+      for (size_t count : {size_t{0}, size_t{1}, size_t{1000}, size_t{30000}}) {
+        const int n = 3;
+        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = seed, .preempt = 40}};
+        Machine machine(n, setting.options);
+        Ranks ranks(machine, n, options_of(setting));
+        Instance sums(ranks, {.count = 900}, memory, 1), gathered(ranks, {.kind = OpKind::all_gather, .count = 300}, memory, 2);
+        // Each rank sends to all, itself too, on one stream per destination, and receives on one per source; twice.
+        std::vector<std::unique_ptr<Buffer>> from, to;
+        for (int r = 0; r < n; ++r)
+          for (int p = 0; p < n; ++p) {
+            from.push_back(std::make_unique<Buffer>(std::max<size_t>(count, 1)));
+            to.push_back(std::make_unique<Buffer>(std::max<size_t>(count, 1)));
+          }
+        for (int r = 0; r < n; ++r) {
+          sums.enqueue(r);
+          gathered.enqueue(r);
+          for (int round = 0; round < 2; ++round)
+            for (int p = 0; p < n; ++p) {
+              std::byte *data = from[r * n + p]->data(), *out = to[r * n + p]->data();
+              const int sending = 1 + p, receiving = 1 + n + p;
+              machine.host(machine.stream(r, sending), [=] { std::memset(data, r * 16 + p + round, count); });
+              ranks.enqueue(r, {true, p, 7, DType::u8, data, count}, sending);
+              ranks.enqueue(r, {false, p, 7, DType::u8, out, count}, receiving);
+              machine.host(machine.stream(r, receiving), [=] {
+                for (size_t i = 0; i < count; ++i)
+                  if (out[i] != static_cast<std::byte>(p * 16 + r + round)) throw std::runtime_error("a message is wrong");
+              });
+            }
+        }
+        const Outcome outcome = machine.run();
+        ++runs;
+        expect(outcome.ok, setting.text() + ", messages of " + std::to_string(count) + " bytes arrive; got " + outcome.text);
+        ranks.check_quiet();
+      }
+}
+
+}  // namespace pycomm::cuda::testing
