@@ -11,12 +11,21 @@ CONNECTIONS = 32  # CUDA_DEVICE_MAX_CONNECTIONS for ranks that are threads: a ha
 _capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time
 
 
-def why_no_cuda():
-    """One line that says what is missing, or None when torch can use a GPU."""
+def why_no_torch():
+    """One line that says what is missing, or None."""
     try:
         import torch
     except ImportError as error:
         return f"torch cannot be imported ({error})"
+    return None if torch.distributed.is_available() else f"torch {torch.__version__} is built without torch.distributed"
+
+
+def why_no_cuda():
+    """One line that says what is missing, or None when torch can use a GPU."""
+    if missing := why_no_torch():
+        return missing
+    import torch
+
     if torch.version.cuda is None:
         return f"torch {torch.__version__} is built without CUDA"
     if not torch.cuda.is_available():

@@ -1,0 +1,50 @@
+"""The checks by name. Each runs in a process of its own (one.py), from gpu-check and from pytest alike."""
+
+from typing import NamedTuple
+
+from . import behaviour, faults, order, torch_checks, values
+
+
+class Entry(NamedTuple):
+    run: object  # Check -> None
+    seconds: float  # its limit
+    about: str
+
+
+def _smoke(check):
+    check.each("all_reduce", 2, faults.usable)
+    check.each("all_reduce", 8, faults.usable)
+    check.each("all_reduce", 2, faults.usable, mode="processes")
+    check.run(2, _describe)
+
+
+def _describe(comm, check):
+    faults.usable(comm, check)
+    if comm.rank == 0:
+        check.record("comm.describe()['cuda'], 2 threads", True, comm.describe().get("cuda"))
+
+
+def _values_threads(check):
+    values.matrix(check, (8, 2, 4, 1), "threads", {8} if check.on == "cuda" else {2}, algorithms=check.on == "cuda")
+
+
+def _values_processes(check):
+    values.matrix(check, (4, 2, 8), "processes", (), algorithms=check.on == "cuda")
+
+
+CHECKS = {
+    "smoke": Entry(_smoke, 45, "one all_reduce with threads and with processes; what the runtime says of the GPU"),
+    "values_threads": Entry(_values_threads, 80, "every algorithm, dtype, reduction, size, layout; 8, 2, 4, 1 threads"),
+    "values_processes": Entry(_values_processes, 60, "a part of that with 4, 2, 8 processes"),
+    "streams": Entry(order.streams, 40, "asynchronous operations, side streams, two streams on one group"),
+    "graphs": Entry(order.graphs, 40, "CUDA graphs: capture, 100 replays with new inputs, two streams"),
+    "registered": Entry(behaviour.registered, 40, "comm.empty buffers with every algorithm"),
+    "messages": Entry(behaviour.messages, 40, "send and recv, batches, uneven all_to_all"),
+    "barrier": Entry(behaviour.barrier, 25, "barrier blocks the host"),
+    "groups": Entry(behaviour.groups, 40, "many groups, split, memory given back"),
+    "arrays": Entry(behaviour.arrays, 25, "CuPy and DLPack arrays"),
+    "torch": Entry(torch_checks.collectives, 45, 'torch.distributed with backend "pycomm"; DDP'),
+    "mismatches": Entry(faults.mismatches, 50, "ranks that call different things"),
+    "missing": Entry(faults.missing, 45, "a rank that does not come"),
+    "deaths": Entry(faults.deaths, 45, "a rank that is killed"),
+}
