@@ -6,6 +6,7 @@
 
 #include "collectives/registered.h"
 #include "reduce/reduce.h"
+#include "torch/device.h"
 #include "torch/tensors.h"
 #include "torch/torch_store.h"
 
@@ -23,13 +24,19 @@ using CommPtr = std::shared_ptr<Communicator>;
 struct Handle {
   CommPtr comm;
   std::shared_ptr<Work> work;
+  int source = -1;  // of a recv on a device, where it is known beforehand
 };
 
 PointToPoint& engine_of(Communicator& comm) { return static_cast<PointToPoint&>(*comm.background()); }
 
-// Runs or issues a task. None when it has run.
-std::optional<Handle> submit(const CommPtr& comm, TaskPtr task, bool async_op) {
+// Runs or issues a request. None when it has run, or is in the current stream.
+std::optional<Handle> submit(const CommPtr& comm, Request request, bool async_op) {
   py::gil_scoped_release no_gil;
+  if (request.device.is_cuda()) {
+    auto work = issue_on_device(*comm, std::move(request), async_op);
+    return async_op ? std::optional(Handle{comm, std::move(work)}) : std::nullopt;
+  }
+  auto task = std::make_shared<TensorTask>(*comm, std::move(request));
   if (!async_op) {
     comm->run(*task);
     return std::nullopt;
@@ -63,7 +70,7 @@ CommPtr connect(Store& store, int rank, int world_size, const TransportOptions& 
 }
 
 TransportOptions transport_options(const std::string& name, double timeout, size_t staging_bytes, const std::string& host_id, bool use_cma,
-                                   int threads) {
+                                   int threads, const std::string& cuda_protocol, int cuda_connections, size_t cuda_staging_bytes) {
   TransportOptions options;
   options.name = name;
   options.timeout = timeout;
@@ -71,11 +78,16 @@ TransportOptions transport_options(const std::string& name, double timeout, size
   options.host_id = host_id;
   options.use_cma = use_cma;
   options.threads = threads;
+  options.device = {cuda_staging_bytes, cuda_protocol, cuda_connections};
   return options;
 }
 
-at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, const py::object& dtype) {
+at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, const py::object& dtype, const c10::Device& device) {
   auto options = at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
+  if (device.is_cuda()) {
+    py::gil_scoped_release no_gil;
+    return empty_on_device(comm, shape, options.dtype().toScalarType(), device);
+  }
   int64_t count = 1;
   for (int64_t size : shape) count *= size;
   py::gil_scoped_release no_gil;
@@ -89,9 +101,10 @@ at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, con
 // Names, so that PYCOMM_ALGORITHM passes through unchanged.
 void set_algorithm(Communicator& comm, const std::string& op, const std::string& algorithm) {
   for (int kind = 0; kind <= static_cast<int>(OpKind::alloc); ++kind)
-    for (int choice = 0; choice <= static_cast<int>(Algorithm::direct); ++choice)
+    for (int choice = 0; choice < num_algorithms; ++choice)
       if (op == to_string(static_cast<OpKind>(kind)) && algorithm == to_string(static_cast<Algorithm>(choice)) &&
-          has_algorithm(static_cast<OpKind>(kind), static_cast<Algorithm>(choice)))
+          (has_algorithm(static_cast<OpKind>(kind), static_cast<Algorithm>(choice)) ||
+           cuda::has_cuda_algorithm(static_cast<OpKind>(kind), static_cast<Algorithm>(choice))))
         return comm.set_default_algorithm(static_cast<OpKind>(kind), static_cast<uint8_t>(choice));
   throw std::invalid_argument("pycomm: PYCOMM_ALGORITHM: " + op + " has no algorithm " + algorithm);
 }
@@ -110,6 +123,12 @@ py::dict describe(const CommPtr& comm) {
   facts["staging_bytes"] = t.budget_bytes();
   facts["simd"] = simd_level();
   facts["broken"] = t.broken();
+  facts["cuda"] = py::none();
+  if (device_of(*comm)) {
+    py::dict cuda;
+    for (const auto& [name, value] : static_cast<cuda::CudaGroup*>(comm->device_engine())->describe()) cuda[py::str(name)] = value;
+    facts["cuda"] = cuda;
+  }
   return facts;
 }
 
@@ -144,7 +163,7 @@ PYBIND11_MODULE(_C, module) {
            })
       .def("source", [](Handle& self) {
         auto* message = dynamic_cast<Message*>(self.work.get());
-        return message ? message->source() : -1;
+        return message ? message->source() : self.source;
       });
 
   py::class_<Communicator, CommPtr>(module, "Communicator")
@@ -192,10 +211,20 @@ PYBIND11_MODULE(_C, module) {
       .def("scatter", [](const CommPtr& c, const Tensors& in, const at::Tensor& out, int root, bool async_op, int algorithm,
                          double timeout) { return submit(c, make_scatter(*c, in, out, root, options_of(algorithm, timeout)), async_op); })
       .def("barrier",
-           [](const CommPtr& c, bool async_op, double timeout) { return submit(c, make_barrier(*c, options_of(0, timeout)), async_op); })
+           [](const CommPtr& c, bool async_op, double timeout) -> std::optional<Handle> {
+             const auto device = device_of(*c);
+             if (!device || async_op) return submit(c, make_barrier(*c, options_of(0, timeout)), async_op);
+             py::gil_scoped_release no_gil;
+             barrier_on_device(*c, *device, timeout);
+             return std::nullopt;
+           })
       .def("send",
            [](const CommPtr& c, const at::Tensor& tensor, int dst, int tag, bool async_op, double timeout) -> std::optional<Handle> {
              py::gil_scoped_release no_gil;
+             if (tensor.is_cuda()) {
+               auto work = send_on_device(*c, tensor, dst, tag, timeout, async_op);
+               return async_op ? std::optional(Handle{c, std::move(work)}) : std::nullopt;
+             }
              MessagePtr message = send_tensor(engine_of(*c), tensor, dst, tag, timeout);
              if (async_op) {
                message->help();
@@ -207,6 +236,7 @@ PYBIND11_MODULE(_C, module) {
       .def("recv",
            [](const CommPtr& c, const at::Tensor& tensor, int src, int tag, bool async_op, double timeout) -> std::optional<Handle> {
              py::gil_scoped_release no_gil;
+             if (tensor.is_cuda()) return Handle{c, recv_on_device(*c, tensor, src, tag, timeout, async_op), src};
              MessagePtr message = recv_tensor(engine_of(*c), tensor, src, tag, timeout);
              if (async_op) message->help();
              else message->wait();
@@ -237,11 +267,14 @@ PYBIND11_MODULE(_C, module) {
   module.def("simd_level", &simd_level);
   module.def("set_simd_limit", [](std::optional<std::string> limit) { set_simd_limit(limit ? limit->c_str() : nullptr); });
 
+  module.def("built_with_cuda", &cuda::built_with_cuda);
+  module.def("cuda_problem", &cuda::driver_problem);
+
   py::list dtypes, reduce_ops, kinds, algorithms;
   for (int i = 0; i < num_dtypes; ++i) dtypes.append(to_string(static_cast<DType>(i)));
   for (int i = 0; i < num_reduce_ops; ++i) reduce_ops.append(to_string(static_cast<ReduceOp>(i)));
   for (int i = 0; i <= static_cast<int>(OpKind::alloc); ++i) kinds.append(to_string(static_cast<OpKind>(i)));
-  for (int i = 0; i <= static_cast<int>(Algorithm::direct); ++i) algorithms.append(to_string(static_cast<Algorithm>(i)));
+  for (int i = 0; i < num_algorithms; ++i) algorithms.append(to_string(static_cast<Algorithm>(i)));
   module.attr("dtypes") = dtypes;
   module.attr("reduce_ops") = reduce_ops;
   module.attr("kinds") = kinds;

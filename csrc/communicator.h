@@ -79,6 +79,7 @@ class Communicator {
   Communicator(const Communicator&) = delete;
 
   Transport& transport() { return *transport_; }
+  const Transport& transport() const { return *transport_; }
   int rank() const { return transport_->rank(); }
   int world_size() const { return transport_->world_size(); }
 

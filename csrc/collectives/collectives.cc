@@ -29,8 +29,9 @@ bool overlap(const void* a, size_t a_bytes, const void* b, size_t b_bytes) {
 }  // namespace
 
 CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std::move(op)) {
-  if (op_.algorithm == Algorithm::automatic) op_.algorithm = static_cast<Algorithm>(comm.default_algorithm(op_.kind));
-  validate();
+  const auto wished = static_cast<Algorithm>(comm.default_algorithm(op_.kind));  // may be for CUDA tensors only
+  if (op_.algorithm == Algorithm::automatic && has_algorithm(op_.kind, wished)) op_.algorithm = wished;
+  validate(comm, op_, false);
   separate_overlap();
   size_t per_part = table_bytes(op_);
   if (op_.kind == OpKind::all_to_all && op_.uneven)
@@ -40,43 +41,49 @@ CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std:
                                                                                                                     : Route::by_choice;
 }
 
-void CollectiveTask::validate() {
-  const int n = comm_.world_size();
-  auto bad = [&](const std::string& text) { throw std::invalid_argument(comm_.transport().where({op_.kind, 0}) + text); };
-  if (op_.root < 0 || op_.root >= n) bad("root=" + std::to_string(op_.root) + " is not in [0, " + std::to_string(n) + ")");
-  if (op_.reduces() && !reduce_supported(op_.dtype, op_.reduce_op))
-    bad(std::string("reduce op ") + to_string(op_.reduce_op) + " is not defined for dtype " + to_string(op_.dtype));
-  if (!has_algorithm(op_.kind, op_.algorithm))
-    bad(std::string("there is no algorithm ") + to_string(op_.algorithm) + " for this operation");
-  for (const auto* parts : {&op_.in_parts, &op_.out_parts})
+void validate(const Communicator& comm, const Op& op, bool on_device) {
+  const int n = comm.world_size();
+  auto bad = [&](const std::string& text) { throw std::invalid_argument(comm.transport().where({op.kind, 0}) + text); };
+  if (op.root < 0 || op.root >= n) bad("root=" + std::to_string(op.root) + " is not in [0, " + std::to_string(n) + ")");
+  if (op.reduces() && !reduce_supported(op.dtype, op.reduce_op))
+    bad(std::string("reduce op ") + to_string(op.reduce_op) + " is not defined for dtype " + to_string(op.dtype));
+  if (!on_device && !has_algorithm(op.kind, op.algorithm))
+    bad(std::string("there is no algorithm ") + to_string(op.algorithm) + " for this operation");
+  for (const auto* parts : {&op.in_parts, &op.out_parts})
     if (!parts->empty() && parts->size() != static_cast<size_t>(n))
       bad("got a list of " + std::to_string(parts->size()) + " buffers for " + std::to_string(n) + " ranks");
-  if (!op_.uneven)
-    for (const auto* parts : {&op_.in_parts, &op_.out_parts})
+  if (!op.uneven)
+    for (const auto* parts : {&op.in_parts, &op.out_parts})
       for (size_t p = 0; p < parts->size(); ++p)
-        if ((*parts)[p].count != op_.count)
+        if ((*parts)[p].count != op.count)
           bad("buffer " + std::to_string(p) + " of the list has " + std::to_string((*parts)[p].count) + " elements, expected " +
-              std::to_string(op_.count));
+              std::to_string(op.count));
 }
 
 // Allowed as they are: out == in (all_reduce, reduce, broadcast), the own part of a list == the single buffer.
+Overlap find_overlap(const Op& op, int rank) {
+  const size_t item = size_of(op.dtype);
+  const size_t own = op.own_count(rank) * item;
+  Overlap found;
+  if (op.in && op.out) found.single = op.in != op.out && overlap(op.in, own, op.out, own);
+  for (size_t p = 0; op.in && p < op.out_parts.size(); ++p) {
+    const Part& part = op.out_parts[p];
+    if (overlap(op.in, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op.in == part.data)) found.single = true;
+  }
+  for (size_t p = 0; p < op.in_parts.size(); ++p) {
+    const Part& part = op.in_parts[p];
+    if (op.out && overlap(op.out, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op.out == part.data))
+      found.parts = true;
+    for (const Part& target : op.out_parts)
+      if (overlap(target.data, target.count * item, part.data, part.count * item)) found.parts = true;
+  }
+  return found;
+}
+
 void CollectiveTask::separate_overlap() {
   const size_t item = size_of(op_.dtype);
-  const int rank = comm_.rank();
-  const size_t own = op_.own_count(rank) * item;
-  bool copy_single = false, copy_parts = false;
-  if (op_.in && op_.out) copy_single = op_.in != op_.out && overlap(op_.in, own, op_.out, own);
-  for (size_t p = 0; op_.in && p < op_.out_parts.size(); ++p) {
-    const Part& part = op_.out_parts[p];
-    if (overlap(op_.in, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op_.in == part.data)) copy_single = true;
-  }
-  for (size_t p = 0; p < op_.in_parts.size(); ++p) {
-    const Part& part = op_.in_parts[p];
-    if (op_.out && overlap(op_.out, own, part.data, part.count * item) && !(static_cast<int>(p) == rank && op_.out == part.data))
-      copy_parts = true;
-    for (const Part& target : op_.out_parts)
-      if (overlap(target.data, target.count * item, part.data, part.count * item)) copy_parts = true;
-  }
+  const size_t own = op_.own_count(comm_.rank()) * item;
+  const auto [copy_single, copy_parts] = find_overlap(op_, comm_.rank());
   if (copy_single) {
     copy_.assign(op_.in, op_.in + own);
     op_.in = copy_.data();

@@ -23,6 +23,16 @@ void all_to_all(Call& call, const Choice& choice, Route route);
 void gather(Call& call, const Choice& choice, Route route);
 void scatter(Call& call, const Choice& choice, Route route);
 
+// Throws std::invalid_argument when op is malformed on this rank alone. `on_device`: its buffers are in device memory (cuda/plan.h).
+void validate(const Communicator& comm, const Op& op, bool on_device);
+
+// Which inputs overlap outputs in a way that the algorithms do not allow, so that they need copies.
+struct Overlap {
+  bool single = false;  // op.in
+  bool parts = false;   // op.in_parts
+};
+Overlap find_overlap(const Op& op, int rank);
+
 class CollectiveTask : public Task {
  public:
   // Throws std::invalid_argument when op is malformed on this rank alone.
@@ -38,7 +48,6 @@ class CollectiveTask : public Task {
   void look(double late) const override;
 
  private:
-  void validate();
   void separate_overlap();
   Choice choose();
 

@@ -246,6 +246,7 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const Plan& steps, OpInfo info, const
   if (line.last.event && line.last.stream != stream) order_behind(stream, line.last, capture);
   try {
     run_steps(steps, stream, message);
+    if (issue.after) issue.after(stream);
   } catch (const std::exception& error) {  // some steps are in the stream, others are not: this rank is out of step with its peers
     comm_.abort(std::string(to_string(info.kind)) + " could not be enqueued: " + error.what());
     throw;

@@ -70,6 +70,8 @@ class CudaWork final : public Work {
   void wait(double timeout = 0) override;
   bool poll() override;
   void help(bool) override {}  // the watching thread completes it
+  // Orders any stream behind the operation.
+  void order(Stream stream);
   const OpInfo& info() const { return info_; }
   Stream stream() const { return end_.stream; }
 
@@ -94,6 +96,7 @@ struct Issue {
   double timeout = 0;  // seconds, 0: the group's
   std::function<Stream()> current;  // asked by wait()
   std::function<void()> keep;  // owns the buffers; let go when the operation has ended
+  std::function<void(Stream)> after;  // enqueues what belongs to the operation behind it, in its stream
 };
 
 class CudaGroup final : public DeviceEngine {

@@ -58,19 +58,23 @@ void CudaWork::wait(double timeout) {
     group_.wait_for(*this, timeout);
     return;
   }
-  ContextGuard guard(group_.device());
   {
     std::lock_guard lock(group_.mutex_);
     if (!end_.capture.active) group_.look_for_failure(info_);
-    const Stream current = current_ ? current_() : nullptr;
-    const Capture capture = capture_of(current);
-    if (capture.active != end_.capture.active || capture.id != end_.capture.id)
-      throw std::invalid_argument(
-          group_.comm_.transport().where(info_) +
-          "an operation must be waited for in the graph capture in which it was issued, or outside of any if it was issued outside.");
-    group_.order_behind(current, end_, capture);
   }
+  order(current_ ? current_() : nullptr);
   if (end_.capture.active) end(nullptr);
+}
+
+void CudaWork::order(Stream stream) {
+  ContextGuard guard(group_.device());
+  const Capture capture = capture_of(stream);
+  if (capture.active != end_.capture.active || capture.id != end_.capture.id)
+    throw std::invalid_argument(
+        group_.comm_.transport().where(info_) +
+        "an operation must be waited for in the graph capture in which it was issued, or outside of any if it was issued outside.");
+  std::lock_guard lock(group_.mutex_);
+  group_.order_behind(stream, end_, capture);
 }
 
 bool CudaWork::poll() {

@@ -42,7 +42,9 @@ void PycommBackend::shutdown() {
 
 // --- running ------------------------------------------------------------------------------------------------------------------------
 
-PycommBackend::WorkPtr PycommBackend::submit(const Call& call, TaskPtr task, at::TensorList inputs, at::TensorList outputs) {
+PycommBackend::WorkPtr PycommBackend::submit(const Call& call, Request request, at::TensorList inputs, at::TensorList outputs) {
+  if (request.device.is_cuda()) return submit_on_device(call, {std::move(request)}, inputs, outputs);
+  const auto task = std::make_shared<TensorTask>(*comm_, std::move(request));
   if (!call.async_op && !coalescing()) {
     run_now(call, *task, inputs, outputs);
     return nullptr;
@@ -52,13 +54,16 @@ PycommBackend::WorkPtr PycommBackend::submit(const Call& call, TaskPtr task, at:
   comm_->issue(task);
   const uint64_t sequence = task->sequence();
   Parts parts;
-  parts.push_back(std::move(task));
+  parts.push_back(task);
   return handle(call.type, call.name, sequence, std::move(parts), outputs);
 }
 
 // One Work for several tasks. All tasks are made, and so checked, before the first one starts.
-PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, const std::vector<TaskPtr>& tasks, at::TensorList inputs,
+PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, std::vector<Request> requests, at::TensorList inputs,
                                                  at::TensorList outputs) {
+  if (!requests.empty() && requests[0].device.is_cuda()) return submit_on_device(call, std::move(requests), inputs, outputs);
+  std::vector<TaskPtr> tasks;
+  for (Request& request : requests) tasks.push_back(std::make_shared<TensorTask>(*comm_, std::move(request)));
   auto nth = [](at::TensorList list, size_t i) { return i < list.size() ? list.slice(i, 1) : at::TensorList(); };
   if (!call.async_op && !coalescing()) {
     for (size_t i = 0; i < tasks.size(); ++i) run_now(call, *tasks[i], nth(inputs, i), nth(outputs, i));
@@ -72,6 +77,40 @@ PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, const std::ve
     parts.push_back(tasks[i]);
   }
   return handle(call.type, call.name, tasks.empty() ? 0 : tasks.back()->sequence(), std::move(parts), outputs);
+}
+
+// Operations on a device return at once in either form; without async_op they are in the current stream.
+PycommBackend::WorkPtr PycommBackend::submit_on_device(const Call& call, std::vector<Request> requests, at::TensorList inputs,
+                                                       at::TensorList outputs) {
+  RECORD_FUNCTION(call.name, std::vector<c10::IValue>());
+  const bool async_op = call.async_op || coalescing();
+  Parts parts;
+  uint64_t sequence = 0;
+  for (Request& request : requests) {
+    const uint64_t entry = record(call.name, sequence, call.timeout, inputs, outputs);
+    try {
+      auto work = issue_on_device(*comm_, std::move(request), async_op || entry || hook_);
+      if (entry) work->on_completion([work = work.get(), entry] { FlightRecorder::instance().end(entry, work->error() != nullptr); });
+      sequence = work->info().sequence;
+      if (!async_op && (entry || hook_)) work->wait();
+      parts.push_back(std::move(work));
+    } catch (const CommError& error) {
+      FlightRecorder::instance().end(entry, true);
+      throw TorchCommError(error);
+    }
+  }
+  if (!async_op && !hook_) return nullptr;
+  auto work = handle(call.type, call.name, sequence, std::move(parts), outputs);
+  return async_op ? work : nullptr;
+}
+
+PycommBackend::WorkPtr PycommBackend::submit_device_message(c10d::OpType type, const char* name, const at::Tensor& tensor, int peer, int tag) {
+  try {
+    auto work = type == c10d::OpType::SEND ? send_on_device(*comm_, tensor, peer, tag, 0, true) : recv_on_device(*comm_, tensor, peer, tag, 0, true);
+    return submit_message(type, name, std::move(work), peer, tensor);
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
 }
 
 void PycommBackend::run_now(const Call& call, TensorTask& task, at::TensorList inputs, at::TensorList outputs) {
@@ -91,7 +130,7 @@ void PycommBackend::run_now(const Call& call, TensorTask& task, at::TensorList i
   hook_->call(std::make_shared<c10d::WorkInfo>(call.type, task.sequence(), started, now, std::chrono::duration<float>(now - started)));
 }
 
-PycommBackend::WorkPtr PycommBackend::submit_message(c10d::OpType type, const char* name, MessagePtr message, int peer,
+PycommBackend::WorkPtr PycommBackend::submit_message(c10d::OpType type, const char* name, std::shared_ptr<Work> message, int peer,
                                                      const at::Tensor& tensor) {
   const at::TensorList tensors(&tensor, 1), none;
   const bool sends = type == c10d::OpType::SEND;

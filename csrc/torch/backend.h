@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "flight_recorder.h"
+#include "device.h"
 #include "tensors.h"
 #include "torch_work.h"
 
@@ -123,9 +124,11 @@ class PycommBackend final : public c10d::Backend {
   [[noreturn]] void bad(OpKind kind, const std::string& text) const;
   void check_pairs(OpKind kind, size_t outputs, size_t inputs) const;
 
-  WorkPtr submit(const Call& call, TaskPtr task, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr submit_all(const Call& call, const std::vector<TaskPtr>& tasks, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr submit_message(c10d::OpType type, const char* name, MessagePtr message, int peer, const at::Tensor& tensor);
+  WorkPtr submit(const Call& call, Request request, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr submit_all(const Call& call, std::vector<Request> requests, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr submit_on_device(const Call& call, std::vector<Request> requests, at::TensorList inputs, at::TensorList outputs);
+  WorkPtr submit_device_message(c10d::OpType type, const char* name, const at::Tensor& tensor, int peer, int tag);
+  WorkPtr submit_message(c10d::OpType type, const char* name, std::shared_ptr<Work> message, int peer, const at::Tensor& tensor);
   void run_now(const Call& call, TensorTask& task, at::TensorList inputs, at::TensorList outputs);
   WorkPtr handle(c10d::OpType type, const char* title, uint64_t sequence, Parts parts, at::TensorList outputs);
   uint64_t record(const char* name, uint64_t sequence, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);

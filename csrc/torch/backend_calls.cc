@@ -75,10 +75,10 @@ PycommBackend::WorkPtr PycommBackend::allreduce_sparse(Tensors&, const c10d::All
 
 PycommBackend::WorkPtr PycommBackend::allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) {
   const auto kind = OpKind::all_reduce;
-  std::vector<TaskPtr> tasks;
+  std::vector<Request> tasks;
   for (const at::Tensor& tensor : tensors)
     tasks.push_back(make_all_reduce(*comm_, tensor, tensor, reduction_of(opts.reduceOp), call_options(kind, opts.timeout)));
-  return submit_all({OpType::ALLREDUCE_COALESCED, "pycomm:allreduce_coalesced", opts.timeout, opts.asyncOp}, tasks, tensors, tensors);
+  return submit_all({OpType::ALLREDUCE_COALESCED, "pycomm:allreduce_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), tensors, tensors);
 }
 
 PycommBackend::WorkPtr PycommBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -107,7 +107,7 @@ PycommBackend::WorkPtr PycommBackend::allgather_coalesced(Lists& outputs, Tensor
   if (outputs.size() != static_cast<size_t>(size_))
     bad(kind, "got " + std::to_string(outputs.size()) + " lists for " + std::to_string(size_) + " ranks");
   Tensors flat;
-  std::vector<TaskPtr> tasks;
+  std::vector<Request> tasks;
   for (size_t i = 0; i < inputs.size(); ++i) {
     Tensors of_ranks;
     for (const Tensors& list : outputs) {
@@ -117,17 +117,17 @@ PycommBackend::WorkPtr PycommBackend::allgather_coalesced(Lists& outputs, Tensor
     tasks.push_back(make_all_gather(*comm_, inputs[i], of_ranks, call_options(kind, opts.timeout)));
     flat.insert(flat.end(), of_ranks.begin(), of_ranks.end());
   }
-  return submit_all({OpType::ALLGATHER_COALESCED, "pycomm:all_gather", opts.timeout, opts.asyncOp}, tasks, inputs, flat);
+  return submit_all({OpType::ALLGATHER_COALESCED, "pycomm:all_gather", opts.timeout, opts.asyncOp}, std::move(tasks), inputs, flat);
 }
 
 PycommBackend::WorkPtr PycommBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
                                                                       const c10d::AllgatherOptions& opts) {
   const auto kind = OpKind::all_gather;
   check_pairs(kind, outputs.size(), inputs.size());
-  std::vector<TaskPtr> tasks;
+  std::vector<Request> tasks;
   for (size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(make_all_gather_flat(*comm_, inputs[i], outputs[i], call_options(kind, opts.timeout)));
-  return submit_all({OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", opts.timeout, opts.asyncOp}, tasks, inputs, outputs);
+  return submit_all({OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs, outputs);
 }
 
 PycommBackend::WorkPtr PycommBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -179,10 +179,10 @@ PycommBackend::WorkPtr PycommBackend::reduce_scatter_tensor_coalesced(Tensors& o
                                                                       const c10d::ReduceScatterOptions& opts) {
   const auto kind = OpKind::reduce_scatter;
   check_pairs(kind, outputs.size(), inputs.size());
-  std::vector<TaskPtr> tasks;
+  std::vector<Request> tasks;
   for (size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(make_reduce_scatter_flat(*comm_, inputs[i], outputs[i], reduction_of(opts.reduceOp), call_options(kind, opts.timeout)));
-  return submit_all({OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, tasks, inputs, outputs);
+  return submit_all({OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs, outputs);
 }
 
 PycommBackend::WorkPtr PycommBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
@@ -197,29 +197,40 @@ PycommBackend::WorkPtr PycommBackend::alltoall(Tensors& outputs, Tensors& inputs
 }
 
 PycommBackend::WorkPtr PycommBackend::barrier(const c10d::BarrierOptions& opts) {
+  // A group that has worked on a device waits for its stream as well, and as on any backend holds up the host.
+  if (const auto device = device_of(*comm_)) {
+    try {
+      barrier_on_device(*comm_, *device, call_options(OpKind::barrier, opts.timeout).timeout);
+    } catch (const CommError& error) {
+      throw TorchCommError(error);
+    }
+  }
   auto task = make_barrier(*comm_, call_options(OpKind::barrier, opts.timeout));
   return submit({OpType::BARRIER, "pycomm:barrier", opts.timeout, opts.asyncOp}, std::move(task), {}, {});
 }
 
 void PycommBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool) {
-  auto task = make_barrier(*comm_, call_options(OpKind::barrier, opts.timeout));
-  run_now({OpType::BARRIER, "pycomm:barrier", opts.timeout, false}, *task, {}, {});
+  TensorTask task(*comm_, make_barrier(*comm_, call_options(OpKind::barrier, opts.timeout)));
+  run_now({OpType::BARRIER, "pycomm:barrier", opts.timeout, false}, task, {}, {});
 }
 
 PycommBackend::WorkPtr PycommBackend::send(Tensors& tensors, int dst, int tag) {
   const at::Tensor& tensor = single(OpKind::send, tensors);
+  if (tensor.is_cuda()) return submit_device_message(OpType::SEND, "pycomm:send", tensor, dst, tag);
   MessagePtr message = send_tensor(static_cast<PointToPoint&>(*comm_->background()), tensor, dst, tag, 0);
   return submit_message(OpType::SEND, "pycomm:send", std::move(message), dst, tensor);
 }
 
 PycommBackend::WorkPtr PycommBackend::recv(Tensors& tensors, int src, int tag) {
   const at::Tensor& tensor = single(OpKind::recv, tensors);
+  if (tensor.is_cuda()) return submit_device_message(OpType::RECV, "pycomm:recv", tensor, src, tag);
   MessagePtr message = recv_tensor(static_cast<PointToPoint&>(*comm_->background()), tensor, src, tag, 0);
   return submit_message(OpType::RECV, "pycomm:recv", std::move(message), src, tensor);
 }
 
 PycommBackend::WorkPtr PycommBackend::recvAnysource(Tensors& tensors, int tag) {
   const at::Tensor& tensor = single(OpKind::recv, tensors);
+  if (tensor.is_cuda()) bad(OpKind::recv, "a CUDA tensor is received from a definite source; pass src");
   MessagePtr message = recv_tensor(static_cast<PointToPoint&>(*comm_->background()), tensor, any_source, tag, 0);
   return submit_message(OpType::RECVANYSOURCE, "pycomm:recv", std::move(message), any_source, tensor);
 }

@@ -39,9 +39,11 @@ class Builder {
 
   // All tensors of a call must agree with the first one.
   void type(const at::Tensor& tensor) {
-    if (!tensor.device().is_cpu())
-      bad("tensor is on device " + tensor.device().str() +
-          "; this group moves CPU tensors. Copy it with .cpu() or use a group for that device.");
+    if (!tensor.device().is_cpu() && !tensor.device().is_cuda())
+      bad("tensor is on device " + tensor.device().str() + "; pycomm moves CPU and CUDA tensors. Copy it with .cpu() or .cuda().");
+    if (typed_ && tensor.device() != device_)
+      bad("tensors of one call lie on different devices: " + device_.str() + " and " + tensor.device().str());
+    device_ = tensor.device();
     if (tensor.layout() != at::kStrided) bad("only dense (strided) tensors can be communicated");
     DType dtype = supported_dtype(comm_.transport(), op.kind, tensor);
     if (typed_ && dtype != op.dtype)
@@ -73,7 +75,7 @@ class Builder {
     op.factor = reduction.factor;
   }
 
-  TaskPtr build() { return std::make_shared<TensorTask>(comm_, std::move(op), std::move(keep_), std::move(copy_back_)); }
+  Request build() { return {std::move(op), device_, std::move(keep_), std::move(copy_back_)}; }
 
  private:
   std::byte* hold(const at::Tensor& tensor, bool output) {
@@ -90,8 +92,9 @@ class Builder {
 
   Communicator& comm_;
   bool typed_ = false;
-  std::vector<at::Tensor> keep_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;
+  c10::Device device_ = c10::kCPU;
+  Tensors keep_;
+  CopyBack copy_back_;
 };
 
 bool equal_counts(const std::vector<Part>& parts) {
@@ -165,7 +168,7 @@ void TensorTask::finish(bool patient) {
   for (auto& [target, dense] : copy_back_) target.copy_(dense);
 }
 
-TaskPtr make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
+Request make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
   Builder builder(comm, OpKind::all_reduce, options);
   builder.reduction(reduction);
   if (in.numel() != out.numel())
@@ -176,7 +179,7 @@ TaskPtr make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tens
   return builder.build();
 }
 
-TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
+Request make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
                     const CallOptions& options) {
   Builder builder(comm, OpKind::reduce, options);
   builder.reduction(reduction);
@@ -193,7 +196,7 @@ TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& 
   return builder.build();
 }
 
-TaskPtr make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options) {
+Request make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options) {
   Builder builder(comm, OpKind::broadcast, options);
   builder.op.root = root;
   builder.op.count = tensor.numel();
@@ -202,7 +205,7 @@ TaskPtr make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, c
   return builder.build();
 }
 
-TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, const CallOptions& options) {
+Request make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, const CallOptions& options) {
   Builder builder(comm, OpKind::all_gather, options);
   builder.op.in = builder.input(in);
   builder.op.out_parts = builder.list(out, true);
@@ -215,7 +218,7 @@ TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors&
   return builder.build();
 }
 
-TaskPtr make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const CallOptions& options) {
+Request make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const CallOptions& options) {
   Builder builder(comm, OpKind::all_gather, options);
   if (out.numel() != in.numel() * comm.world_size())
     builder.bad("out has " + std::to_string(out.numel()) + " elements, expected world_size * " + std::to_string(in.numel()));
@@ -225,7 +228,7 @@ TaskPtr make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at:
   return builder.build();
 }
 
-TaskPtr make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
+Request make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options) {
   Builder builder(comm, OpKind::reduce_scatter, options);
   builder.reduction(reduction);
   builder.op.in_parts = builder.list(in, false);
@@ -238,7 +241,7 @@ TaskPtr make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Ten
   return builder.build();
 }
 
-TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
+Request make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
                                  const CallOptions& options) {
   Builder builder(comm, OpKind::reduce_scatter, options);
   builder.reduction(reduction);
@@ -250,7 +253,7 @@ TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const
   return builder.build();
 }
 
-TaskPtr make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options) {
+Request make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options) {
   Builder builder(comm, OpKind::all_to_all, options);
   builder.op.in_parts = builder.list(in, false);
   builder.op.out_parts = builder.list(out, true);
@@ -258,7 +261,7 @@ TaskPtr make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& ou
   return builder.build();
 }
 
-TaskPtr make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
+Request make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
                              const std::vector<int64_t>& out_splits, const CallOptions& options) {
   Builder builder(comm, OpKind::all_to_all, options);
   const int n = comm.world_size();
@@ -271,7 +274,7 @@ TaskPtr make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at:
   return builder.build();
 }
 
-TaskPtr make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root, const CallOptions& options) {
+Request make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root, const CallOptions& options) {
   Builder builder(comm, OpKind::gather, options);
   builder.op.root = root;
   builder.op.count = in.numel();
@@ -280,7 +283,7 @@ TaskPtr make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out
   return builder.build();
 }
 
-TaskPtr make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root, const CallOptions& options) {
+Request make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root, const CallOptions& options) {
   Builder builder(comm, OpKind::scatter, options);
   builder.op.root = root;
   builder.op.count = out.numel();
@@ -289,28 +292,24 @@ TaskPtr make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& ou
   return builder.build();
 }
 
-TaskPtr make_barrier(Communicator& comm, const CallOptions& options) { return Builder(comm, OpKind::barrier, options).build(); }
+Request make_barrier(Communicator& comm, const CallOptions& options) { return Builder(comm, OpKind::barrier, options).build(); }
 
-namespace {
-
-at::Tensor checked_message(Transport& transport, OpKind kind, const at::Tensor& tensor) {
-  if (!tensor.device().is_cpu() || tensor.layout() != at::kStrided)
-    throw std::invalid_argument(transport.where({kind, 0}) + "this group moves dense CPU tensors, got one on device " +
+at::Tensor checked_message(const Transport& transport, OpKind kind, const at::Tensor& tensor, c10::DeviceType device) {
+  if (tensor.device().type() != device || tensor.layout() != at::kStrided)
+    throw std::invalid_argument(transport.where({kind, 0}) + "pycomm sends and receives dense CPU and CUDA tensors, got one on device " +
                                 tensor.device().str());
   if (tensor.is_conj() || tensor.is_neg()) throw std::invalid_argument(transport.where({kind, 0}) + lazy_bit);
   supported_dtype(transport, kind, tensor);
   return tensor.contiguous();
 }
 
-}  // namespace
-
 MessagePtr send_tensor(PointToPoint& engine, const at::Tensor& tensor, int dst, int tag, double timeout) {
-  at::Tensor dense = checked_message(engine.transport(), OpKind::send, tensor);
+  at::Tensor dense = checked_message(engine.transport(), OpKind::send, tensor, c10::kCPU);
   return engine.send(static_cast<const std::byte*>(dense.data_ptr()), dense.numel(), dtype_of(dense), dst, tag, timeout, [dense] {});
 }
 
 MessagePtr recv_tensor(PointToPoint& engine, const at::Tensor& tensor, int src, int tag, double timeout) {
-  at::Tensor dense = checked_message(engine.transport(), OpKind::recv, tensor);
+  at::Tensor dense = checked_message(engine.transport(), OpKind::recv, tensor, c10::kCPU);
   return engine.recv(static_cast<std::byte*>(dense.data_ptr()), dense.numel(), dtype_of(dense), src, tag, timeout, [dense, tensor] {
     if (dense.is_same(tensor)) return;
     c10::NoGradGuard no_grad;

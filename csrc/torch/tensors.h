@@ -1,8 +1,8 @@
 // tensors.h -- from tensors to operations: the one place that turns at::Tensor arguments into an Op.
 //
-// Every make_* function checks device and dtype, makes non-contiguous tensors contiguous, and returns a task that keeps the
-// tensors alive and copies results back into non-contiguous outputs at its end. Errors are std::invalid_argument, before
-// anything is sent. Used by the native API (bindings.cc) and by the c10d backend (backend.cc).
+// Every make_* function checks device and dtype, makes non-contiguous tensors contiguous, and returns a request that keeps the
+// tensors alive and says which results are to be copied back into non-contiguous outputs at its end. A request on the CPU becomes a task
+// of the communicator, one on a device an operation in a stream (device.h). Errors are std::invalid_argument, before anything is sent. Used by the native API (bindings.cc) and by the c10d backend (backend.cc).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,43 +30,56 @@ struct CallOptions {
   Algorithm algorithm = Algorithm::automatic;
 };
 
+using Tensors = std::vector<at::Tensor>;
+using CopyBack = std::vector<std::pair<at::Tensor, at::Tensor>>;  // (the caller's tensor, its contiguous stand-in)
+
+// A checked call. All its tensors are on `device`; a barrier is on the CPU.
+struct Request {
+  Op op;
+  c10::Device device = c10::kCPU;
+  Tensors keep;
+  CopyBack copy_back;
+};
+
 class TensorTask : public CollectiveTask {
  public:
-  TensorTask(Communicator& comm, Op op, std::vector<at::Tensor> keep, std::vector<std::pair<at::Tensor, at::Tensor>> copy_back)
-      : CollectiveTask(comm, std::move(op)), keep_(std::move(keep)), copy_back_(std::move(copy_back)) {}
+  TensorTask(Communicator& comm, Request request)
+      : CollectiveTask(comm, std::move(request.op)), keep_(std::move(request.keep)), copy_back_(std::move(request.copy_back)) {}
 
  protected:
   void finish(bool patient) override;
 
  private:
-  std::vector<at::Tensor> keep_;
-  std::vector<std::pair<at::Tensor, at::Tensor>> copy_back_;  // (the caller's tensor, its contiguous stand-in)
+  Tensors keep_;
+  CopyBack copy_back_;
 };
 
 using TaskPtr = std::shared_ptr<TensorTask>;
-using Tensors = std::vector<at::Tensor>;
 
 // `in` and `out` may be the same tensor. Lists have world_size entries, all of one dtype.
-TaskPtr make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
-TaskPtr make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
+Request make_all_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
+Request make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& out, int root, Reduction reduction,
                     const CallOptions& options);
-TaskPtr make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options);
-TaskPtr make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out,
+Request make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options);
+Request make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out,
                         const CallOptions& options);            // uneven if the sizes differ
-TaskPtr make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out,
+Request make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out,
                              const CallOptions& options);    // out: world_size * in
-TaskPtr make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
-TaskPtr make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
+Request make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
+Request make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
                                  const CallOptions& options);
-TaskPtr make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options);  // always pairwise sizes
+Request make_all_to_all(Communicator& comm, const Tensors& in, const Tensors& out, const CallOptions& options);  // always pairwise sizes
 // Splits count rows (entries of the first dimension); both empty: even.
-TaskPtr make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
+Request make_all_to_all_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, const std::vector<int64_t>& in_splits,
                              const std::vector<int64_t>& out_splits, const CallOptions& options);
-TaskPtr make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root,
+Request make_gather(Communicator& comm, const at::Tensor& in, const Tensors& out, int root,
                     const CallOptions& options);  // out: at the root only
-TaskPtr make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root,
+Request make_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, int root,
                      const CallOptions& options);  // in: at the root only
-TaskPtr make_barrier(Communicator& comm, const CallOptions& options);
+Request make_barrier(Communicator& comm, const CallOptions& options);
+
+// Throws std::invalid_argument for a tensor that cannot be sent or received; its contiguous form.
+at::Tensor checked_message(const Transport& transport, OpKind kind, const at::Tensor& tensor, c10::DeviceType device);
 
 // Point to point. Keeps the tensor alive; a non-contiguous recv is copied back when the message completes.
 MessagePtr send_tensor(PointToPoint& engine, const at::Tensor& tensor, int dst, int tag, double timeout);

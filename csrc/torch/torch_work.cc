@@ -3,8 +3,12 @@
 
 #include <ATen/core/ivalue.h>
 #include <ATen/core/jit_type.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <thread>
+
+#include "device.h"
 
 namespace pycomm {
 
@@ -137,8 +141,22 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type
   return future;
 }
 
+// As torch's own backends do for devices: complete at once, with the operation's place in stream order instead of its end; whoever takes the
+// value has his stream ordered behind it, and callbacks run now, in streams of their own.
+c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
+  const c10::Device device = *device_of(*comm_);
+  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+  const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
+  for (const auto& part : parts_)
+    if (auto* work = dynamic_cast<cuda::CudaWork*>(part.get())) work->order(static_cast<cuda::Stream>(stream.native_handle()));
+  c10::StreamGuard guard(stream);
+  future->markCompleted(c10::IValue(outputs_));
+  return future;
+}
+
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   std::lock_guard lock(mutex_);
+  if (!future_ && !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get())) future_ = make_device_future();
   if (!future_)
     future_ = make_future(c10::ListType::create(c10::TensorType::get()),
                           [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {

@@ -73,6 +73,7 @@ class TorchWork final : public c10d::Work {
  private:
   using Clock = std::chrono::steady_clock;
 
+  c10::intrusive_ptr<c10::ivalue::Future> make_device_future();
   template <class Complete>
   c10::intrusive_ptr<c10::ivalue::Future> make_future(c10::TypePtr type, Complete complete);
 

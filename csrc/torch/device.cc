@@ -1,0 +1,116 @@
+// device.cc -- see device.h.
+#include "device.h"
+
+#include <ATen/ATen.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <stdexcept>
+
+namespace pycomm {
+
+namespace {
+
+cuda::Stream native(const c10::Stream& stream) { return static_cast<cuda::Stream>(stream.native_handle()); }
+
+// A stream that torch did not make: its id is the handle itself, as in c10::cuda::getStreamFromExternal.
+c10::Stream as_torch_stream(cuda::Stream stream, c10::Device device) {
+  return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<int64_t>(stream));
+}
+
+c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+
+cuda::Issue issue_of(c10::Device device, bool async_op, double timeout) {
+  cuda::Issue issue;
+  issue.stream = native(current_stream(device));
+  issue.async_op = async_op;
+  issue.timeout = timeout;
+  issue.current = [device] { return native(current_stream(device)); };
+  return issue;
+}
+
+// Inputs that overlap outputs move to memory of their own, in stream order.
+void separate_overlap(Request& request, int rank) {
+  Op& op = request.op;
+  const Overlap overlap = find_overlap(op, rank);
+  const auto bytes = at::TensorOptions().dtype(at::kByte).device(request.device);
+  auto copy_of = [&](const std::byte* data, size_t nbytes) {
+    at::Tensor copy = at::empty({static_cast<int64_t>(nbytes)}, bytes);
+    copy.copy_(at::from_blob(const_cast<std::byte*>(data), {static_cast<int64_t>(nbytes)}, {1}, [](void*) {}, bytes, request.device));
+    request.keep.push_back(copy);
+    return static_cast<std::byte*>(copy.data_ptr());
+  };
+  if (overlap.single) op.in = copy_of(op.in, op.own_count(rank) * size_of(op.dtype));
+  if (overlap.parts)
+    for (Part& part : op.in_parts)
+      if (part.count) part.data = copy_of(part.data, part.count * size_of(op.dtype));
+}
+
+}  // namespace
+
+cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op) {
+  c10::NoGradGuard no_grad;
+  const auto wished = static_cast<Algorithm>(comm.default_algorithm(request.op.kind));
+  if (request.op.algorithm == Algorithm::automatic && cuda::has_cuda_algorithm(request.op.kind, wished)) request.op.algorithm = wished;
+  validate(comm, request.op, true);
+  separate_overlap(request, comm.rank());
+  const c10::Device device = request.device;
+  cuda::CudaGroup& group = cuda::CudaGroup::of(comm, device.index());
+  cuda::Issue issue = issue_of(device, async_op, request.op.timeout);
+  if (!request.copy_back.empty())
+    issue.after = [copy_back = request.copy_back, device](cuda::Stream stream) {
+      c10::StreamGuard guard(as_torch_stream(stream, device));
+      for (auto& [target, dense] : copy_back) target.copy_(dense);
+    };
+  // What runs beside the current stream must not be given back to it before it has ended.
+  if (async_op) issue.keep = [keep = std::move(request.keep), copy_back = std::move(request.copy_back)] {};
+  return group.issue(request.op, issue);
+}
+
+void barrier_on_device(Communicator& comm, c10::Device device, double timeout) {
+  cuda::CudaGroup::of(comm, device.index()).barrier(issue_of(device, false, timeout));
+}
+
+cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, int dst, int tag, double timeout, bool async_op) {
+  const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
+  cuda::Issue issue = issue_of(dense.device(), async_op, timeout);
+  if (async_op) issue.keep = [dense] {};
+  const cuda::MessageCall message{true, dst, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
+  return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
+}
+
+cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, int src, int tag, double timeout, bool async_op) {
+  c10::NoGradGuard no_grad;
+  const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
+  cuda::Issue issue = issue_of(dense.device(), async_op, timeout);
+  if (async_op) issue.keep = [dense, tensor] {};
+  if (!dense.is_same(tensor))
+    issue.after = [dense, tensor](cuda::Stream stream) {
+      c10::StreamGuard guard(as_torch_stream(stream, dense.device()));
+    tensor.copy_(dense);
+  };
+  const cuda::MessageCall message{false, src, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
+  return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
+}
+
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype, c10::Device device) {
+  const auto options = at::TensorOptions().dtype(dtype).device(device);
+  int64_t count = 1;
+  for (int64_t size : shape) count *= size;
+  const auto registered = cuda::CudaGroup::of(*comm, device.index()).allocate(count * options.dtype().itemsize());
+  auto release = [registered, weak = std::weak_ptr(comm)](void*) {
+    if (auto alive = weak.lock())
+      if (auto* group = static_cast<cuda::CudaGroup*>(alive->device_engine())) group->release(registered);
+  };
+  return at::from_blob(registered.data, shape, std::move(release), options, device);
+}
+
+std::optional<c10::Device> device_of(Communicator& comm) {
+  auto* group = static_cast<cuda::CudaGroup*>(comm.device_engine());
+  if (!group) return std::nullopt;
+  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(group->device()));
+}
+
+}  // namespace pycomm
