@@ -9,7 +9,7 @@ import datetime
 import functools
 
 NAME = "pycomm"
-DEVICES = ["cpu"]  # a list: torch <= 2.13 takes a plain string apart into characters
+DEVICES = ["cpu", "cuda"]  # a list: torch <= 2.13 takes a plain string apart into characters
 
 
 def autoload():

@@ -5,8 +5,13 @@
         work = comm.all_gather(x, async_op=True)   # progresses while the caller computes
         y = work.wait()
 
-Arrays are torch CPU tensors, NumPy arrays, or anything with `__dlpack__` (JAX, CuPy on host memory): they are used in place, without a
-copy, as long as they are dense; a result has the kind of the input.
+Arrays are torch tensors on the CPU or a CUDA device, NumPy arrays, CuPy arrays, or anything else with `__dlpack__` (JAX): they are used in
+place, without a copy, as long as they are dense; a result has the kind of the input.
+
+On CUDA arrays an operation is enqueued in the current stream (CuPy's for CuPy arrays, else torch's) and the call returns at once; with
+async_op it runs beside that stream, and Work.wait() orders the stream behind it without blocking the host. Only barrier() blocks. What
+went wrong on the device is raised by the next call on the group, by Work.wait() once it is known, and by barrier(). A rank of a group uses
+one device; the first operation on it sets the device side up, so all ranks must come to it together.
 """
 
 import contextlib
@@ -39,9 +44,9 @@ def premul_sum(factor):
 _PLAIN = {name: (code, 1.0) for name, code in _OPS.items() if name != "premul_sum"}
 
 
-def empty(shape, dtype=torch.float32, *, comm):
-    """Collective on `comm`: a torch tensor of zeros that every rank has mapped. The same as comm.empty(shape, dtype)."""
-    return comm.empty(shape, dtype)
+def empty(shape, dtype=torch.float32, *, comm, device="cpu"):
+    """Collective on `comm`: a torch tensor of zeros that every rank has mapped. The same as comm.empty(shape, dtype, device=device)."""
+    return comm.empty(shape, dtype, device=device)
 
 
 def _reduction(op):
@@ -74,18 +79,38 @@ def _tensor(array):
     raise TypeError(f"expected a torch tensor, a NumPy array or an array with __dlpack__, got {type(array).__name__}")
 
 
+def _is_cupy(array):
+    return type(array).__module__.partition(".")[0] == "cupy"
+
+
+def _call(array, function, *args):
+    """function(*args) in the stream that the array's library calls current: torch's, where the extension looks, or CuPy's."""
+    if isinstance(array, (list, tuple)) and array:
+        array = array[0]
+    if not _is_cupy(array):
+        return function(*args)
+    import cupy
+
+    with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr, device=array.device.id)):
+        return function(*args)
+
+
 def _like(tensor, array):
     """A new tensor as the kind of array that the caller uses."""
     if isinstance(array, torch.Tensor):
         return tensor
     if type(array).__module__ == "numpy":
         return tensor.numpy()
+    if _is_cupy(array):
+        import cupy
+
+        return cupy.from_dlpack(tensor)
     namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
     return namespace.from_dlpack(tensor) if namespace is not None else tensor
 
 
 class Work:
-    """An operation under way. Keep the arrays alive and unread until it is done."""
+    """An operation under way. Keep the arrays alive and unread until it is done (CUDA: until wait() has ordered the stream that reads)."""
 
     def __init__(self, handle, result):
         self._handle = handle
@@ -94,9 +119,10 @@ class Work:
     def wait(self, timeout=None):
         """Blocks until the operation is done and returns its result. `timeout` in seconds; None: the operation's own.
 
+        CUDA: orders the current stream behind the operation and returns at once; blocks only if a timeout is given.
         Raises what the operation raised (CommError and its kinds).
         """
-        self._handle.wait(timeout or 0.0)
+        _call(self._result, self._handle.wait, timeout or 0.0)
         return self._result
 
     def done(self):
@@ -157,7 +183,7 @@ class Communicator:
         code, factor = _reduction(op)
         tensor = _tensor(x)
         target = tensor if out is None else _tensor(out)
-        handle = self._comm.all_reduce(tensor, target, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
+        handle = _call(x, self._comm.all_reduce, tensor, target, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
         result = x if out is None else out
         return Work(handle, result) if async_op else result
 
@@ -166,13 +192,13 @@ class Communicator:
         code, factor = _reduction(op)
         tensor = _tensor(x)
         target = tensor if out is None else _tensor(out)
-        handle = self._comm.reduce(tensor, target, root, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
+        handle = _call(x, self._comm.reduce, tensor, target, root, code, factor, async_op, _algorithm(algorithm), timeout or 0.0)
         result = (x if out is None else out) if self.rank == root else None
         return Work(handle, result) if async_op else result
 
     def broadcast(self, x, root=0, *, async_op=False, algorithm=None, timeout=None):
         """x of every rank becomes the root's x."""
-        handle = self._comm.broadcast(_tensor(x), root, async_op, _algorithm(algorithm), timeout or 0.0)
+        handle = _call(x, self._comm.broadcast, _tensor(x), root, async_op, _algorithm(algorithm), timeout or 0.0)
         return Work(handle, x) if async_op else x
 
     def all_gather(self, x, out=None, *, async_op=False, algorithm=None, timeout=None):
@@ -184,11 +210,11 @@ class Communicator:
         tensor = _tensor(x)
         code = _algorithm(algorithm)
         if isinstance(out, (list, tuple)):
-            handle = self._comm.all_gather(tensor, [_tensor(part) for part in out], async_op, code, timeout or 0.0)
+            handle = _call(x, self._comm.all_gather, tensor, [_tensor(part) for part in out], async_op, code, timeout or 0.0)
         else:
             if out is None:
                 out = _like(tensor.new_empty((self.world_size, *tensor.shape)), x)
-            handle = self._comm.all_gather_flat(tensor, _tensor(out), async_op, code, timeout or 0.0)
+            handle = _call(x, self._comm.all_gather_flat, tensor, _tensor(out), async_op, code, timeout or 0.0)
         return Work(handle, out) if async_op else out
 
     def reduce_scatter(self, x, out=None, op="sum", *, async_op=False, algorithm=None, timeout=None):
@@ -205,7 +231,7 @@ class Communicator:
                 if len(parts) != self.world_size:
                     raise self._wrong("reduce_scatter", f"got a list of {len(parts)} arrays for {self.world_size} ranks")
                 out = _like(torch.empty_like(parts[self.rank], memory_format=torch.contiguous_format), x[self.rank])
-            handle = self._comm.reduce_scatter(parts, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
+            handle = _call(x, self._comm.reduce_scatter, parts, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
         else:
             tensor = _tensor(x)
             if out is None:
@@ -214,7 +240,7 @@ class Communicator:
                         "reduce_scatter", f"the first dimension of x, shape {tuple(tensor.shape)}, is not a multiple of world_size"
                     )
                 out = _like(tensor.new_empty((tensor.shape[0] // self.world_size, *tensor.shape[1:])), x)
-            handle = self._comm.reduce_scatter_flat(tensor, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
+            handle = _call(x, self._comm.reduce_scatter_flat, tensor, _tensor(out), reduce_op, factor, async_op, code, timeout or 0.0)
         return Work(handle, out) if async_op else out
 
     def all_to_all(self, x, out=None, *, in_splits=None, out_splits=None, async_op=False, algorithm=None, timeout=None):
@@ -227,14 +253,18 @@ class Communicator:
         if isinstance(x, (list, tuple)):
             if out is None:
                 raise self._wrong("all_to_all", "with a list of inputs pass a list of outputs")
-            handle = self._comm.all_to_all([_tensor(part) for part in x], [_tensor(part) for part in out], async_op, code, timeout or 0.0)
+            handle = _call(
+                x, self._comm.all_to_all, [_tensor(part) for part in x], [_tensor(part) for part in out], async_op, code, timeout or 0.0
+            )
         else:
             tensor = _tensor(x)
             if out is None:
                 rows = sum(out_splits) if out_splits is not None else None
                 shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
                 out = _like(tensor.new_empty(shape), x)
-            handle = self._comm.all_to_all_flat(tensor, _tensor(out), in_splits or [], out_splits or [], async_op, code, timeout or 0.0)
+            handle = _call(
+                x, self._comm.all_to_all_flat, tensor, _tensor(out), in_splits or [], out_splits or [], async_op, code, timeout or 0.0
+            )
         return Work(handle, out) if async_op else out
 
     def gather(self, x, out=None, root=0, *, async_op=False, algorithm=None, timeout=None):
@@ -247,7 +277,7 @@ class Communicator:
             parts = (
                 [_tensor(part) for part in out] if isinstance(out, (list, tuple)) else self._rows("gather", _tensor(out), tensor.numel())
             )
-        handle = self._comm.gather(tensor, parts, root, async_op, _algorithm(algorithm), timeout or 0.0)
+        handle = _call(x, self._comm.gather, tensor, parts, root, async_op, _algorithm(algorithm), timeout or 0.0)
         result = out if self.rank == root else None
         return Work(handle, result) if async_op else result
 
@@ -257,7 +287,7 @@ class Communicator:
         parts = []
         if self.rank == root:
             parts = [_tensor(part) for part in x] if isinstance(x, (list, tuple)) else self._rows("scatter", _tensor(x), target.numel())
-        handle = self._comm.scatter(parts, target, root, async_op, _algorithm(algorithm), timeout or 0.0)
+        handle = _call(out, self._comm.scatter, parts, target, root, async_op, _algorithm(algorithm), timeout or 0.0)
         return Work(handle, out) if async_op else out
 
     def barrier(self, *, async_op=False, timeout=None):
@@ -269,12 +299,12 @@ class Communicator:
 
     def send(self, x, dst, tag=0, *, async_op=False, timeout=None):
         """Sends x to rank dst; complete when a recv with the same tag has taken it."""
-        handle = self._comm.send(_tensor(x), dst, tag, async_op, timeout or 0.0)
+        handle = _call(x, self._comm.send, _tensor(x), dst, tag, async_op, timeout or 0.0)
         return Work(handle, None) if async_op else None
 
     def recv(self, x, src=None, tag=0, *, async_op=False, timeout=None):
         """Receives into x from rank src (None: from any rank). Returns the sender's rank; asynchronously: a Work, see Work.source()."""
-        handle = self._comm.recv(_tensor(x), -1 if src is None else src, tag, async_op, timeout or 0.0)
+        handle = _call(x, self._comm.recv, _tensor(x), -1 if src is None else src, tag, async_op, timeout or 0.0)
         return Work(handle, x) if async_op else handle.source()
 
     # --- groups, memory, life -------------------------------------------------------------------------------------------------------
@@ -293,16 +323,21 @@ class Communicator:
         name = f"{self.name}/{self._splits}.{int(color)}"
         return Communicator(self._store, ranks.index(self.rank), len(ranks), name=name, timeout=self._timeout)
 
-    def empty(self, shape, dtype=torch.float32):
+    def empty(self, shape, dtype=torch.float32, *, device="cpu"):
         """Collective: a torch tensor of zeros in memory that every rank has mapped, so that collectives on it skip the staging copies.
 
-        All ranks pass the same shape and dtype. The tensor is an ordinary one and may outlive the communicator.
+        All ranks pass the same shape and dtype. The tensor is an ordinary one and may outlive the communicator. `device`: "cpu", or this
+        rank's CUDA device ("cuda": the current one); in a CUDA operation, buffers of all ranks must be registered, or of none.
         """
         shape = [shape] if isinstance(shape, int) else list(shape)
-        return self._comm.empty(shape, dtype)
+        device = torch.device(device)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        return self._comm.empty(shape, dtype, device)
 
     def describe(self):
-        """Facts about the group as a dict: how peers' memory is reached, staging, threads, SIMD level."""
+        """Facts about the group as a dict: how peers' memory is reached, staging, threads, SIMD level. "cuda": None before the first
+        operation on a device, then a dict: protocol and why, blocks per operation, access to peers' memory, bytes of staging."""
         return self._comm.describe()
 
     def abort(self, reason=""):
@@ -341,7 +376,8 @@ def transport_options(settings, name, timeout, world_size, staging_bytes=None, t
     """Settings of the environment and arguments of the caller as the extension takes them; arguments win."""
     staging_bytes = staging_bytes or settings.staging_bytes or 0
     threads = threads or settings.threads or default_threads(world_size)
-    return _C.transport_options(name, timeout, staging_bytes, settings.host_id or "", settings.cma is not False, threads)
+    cuda = (settings.cuda_protocol or "", settings.cuda_connections or 0, settings.cuda_staging_bytes or 0)
+    return _C.transport_options(name, timeout, staging_bytes, settings.host_id or "", settings.cma is not False, threads, *cuda)
 
 
 def default_threads(world_size):

@@ -13,6 +13,10 @@
     PYCOMM_THREADS        1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES  bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA            0 | 1                      probed      may a rank read the memory of another (process_vm_readv)
+    PYCOMM_CUDA_PROTOCOL  resident |                 by devices  how ranks wait for each other on a GPU (csrc/cuda/topology.h)
+                          stream_ordered
+    PYCOMM_CUDA_STAGING_BYTES  bytes, or 8M, 1G      16M         staging memory of a group on a device, per rank
+    CUDA_DEVICE_MAX_CONNECTIONS  1 to 32             8           the driver's: hardware queues, which ranks as threads on one GPU need
     PYCOMM_LOG            debug info warning error   warning     what the logger "pycomm" lets through
 
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and what is allowed. Each
@@ -28,6 +32,7 @@ from typing import NamedTuple
 # what PYCOMM_ALGORITHM may name
 OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter send recv barrier".split()
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
+CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -50,6 +55,9 @@ class Settings(NamedTuple):
     threads: int | None
     staging_bytes: int | None
     cma: bool | None
+    cuda_protocol: str | None
+    cuda_staging_bytes: int | None
+    cuda_connections: int | None
 
 
 def launch():
@@ -71,6 +79,9 @@ def settings():
     threads, cma = _get("PYCOMM_THREADS"), _get("PYCOMM_CMA")
     if cma not in (None, "0", "1"):
         raise _wrong("PYCOMM_CMA", cma, "0 or 1")
+    protocol, connections = _get("PYCOMM_CUDA_PROTOCOL"), _get("CUDA_DEVICE_MAX_CONNECTIONS")
+    if protocol not in (None, *CUDA_PROTOCOLS):
+        raise _wrong("PYCOMM_CUDA_PROTOCOL", protocol, " or ".join(CUDA_PROTOCOLS))
     return Settings(
         timeout=_seconds("PYCOMM_TIMEOUT"),
         algorithm=_algorithm("PYCOMM_ALGORITHM"),
@@ -78,6 +89,9 @@ def settings():
         threads=None if threads is None else _integer("PYCOMM_THREADS", threads, 1, 1024),
         staging_bytes=_nbytes("PYCOMM_STAGING_BYTES"),
         cma=None if cma is None else cma == "1",
+        cuda_protocol=protocol,
+        cuda_staging_bytes=_nbytes("PYCOMM_CUDA_STAGING_BYTES"),
+        cuda_connections=None if connections is None else _integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
     )
 
 
@@ -90,6 +104,14 @@ def replaced_backends():
     if not set(names) <= set(BACKENDS):
         raise _wrong("PYCOMM_REPLACE", value, "gloo, nccl or both with a comma between them")
     return names
+
+
+def allow_thread_ranks():
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 32 where it is not set: ranks that are threads of one process need a hardware queue per stream.
+
+    In time only before CUDA is first used in the process.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def is_first_rank():

@@ -2,7 +2,8 @@
 
     results = pycomm.testing.run_ranks(4, lambda comm: comm.all_reduce(torch.ones(3)))
 
-Threads (the default) start in a millisecond and share the process; processes are forked, so torch is not imported again, and are what
+Threads (the default) start in a millisecond and share the process; where there is CUDA each has a stream of its own, as ranks that share a
+device must. Processes are forked, so torch is not imported again, and are what
 faults need: a rank may be killed, and is ended by its own id when the time is up.
 """
 
@@ -18,7 +19,7 @@ import traceback
 
 import torch
 
-from pycomm import _C
+from pycomm import _C, env
 from pycomm.communicator import Communicator
 
 __all__ = ["RankFailure", "run_ranks"]
@@ -65,10 +66,11 @@ def _is_echo(error):
 def _run_threads(world_size, fn, args, timeout, options):
     store = _C.LocalStore()
     results, failures = {}, {}
+    env.allow_thread_ranks()
 
     def body(rank):
         try:
-            with Communicator(store, rank, world_size, **options) as comm:
+            with _own_stream(), Communicator(store, rank, world_size, **options) as comm:
                 results[rank] = fn(comm, *args)
         except BaseException as error:  # every rank's outcome is reported, whatever it was
             failures[rank] = error
@@ -82,6 +84,11 @@ def _run_threads(world_size, fn, args, timeout, options):
         if thread.is_alive():
             failures[rank] = TimeoutError(f"rank {rank} did not finish within {timeout} s")
     return results, failures
+
+
+def _own_stream():
+    """Only where CUDA is in use already, or can be: making the first stream initialises it."""
+    return torch.cuda.stream(torch.cuda.Stream()) if torch.cuda.is_available() else contextlib.nullcontext()
 
 
 def _run_processes(world_size, fn, args, timeout, options):
