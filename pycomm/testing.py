@@ -66,7 +66,8 @@ def _is_echo(error):
 def _run_threads(world_size, fn, args, timeout, options):
     store = _C.LocalStore()
     results, failures = {}, {}
-    env.allow_thread_ranks()
+    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+        env.allow_thread_ranks()
 
     def body(rank):
         try:
