@@ -4,6 +4,7 @@ import csv
 import json
 import subprocess
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -195,6 +196,65 @@ def test_cuda_without_gpu(monkeypatch, capsys):
     monkeypatch.setattr(device, "why_no_cuda", lambda: "there is no GPU")
     assert cli.main(["all_reduce", "--device", "cuda"]) == 2
     assert capsys.readouterr().err == "error: --device cuda: there is no GPU.\n"
+
+
+class FakeEvent:
+    """A CUDA event on a clock that each call advances by 1 ms."""
+
+    now = 0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.at = FakeEvent.now
+
+    def synchronize(self):
+        pass
+
+    def elapsed_time(self, end):
+        return end.at - self.at
+
+
+class FakeGraph:
+    """Keeps the calls that tick() makes while it captures, and makes them again."""
+
+    capturing = None
+
+    def capture_begin(self, capture_error_mode):
+        assert capture_error_mode == "thread_local"
+        self.ticks, FakeGraph.capturing = 0, self
+
+    def capture_end(self):
+        FakeGraph.capturing = None
+
+    def replay(self):
+        FakeEvent.now += self.ticks
+
+
+def tick():
+    if FakeGraph.capturing:
+        FakeGraph.capturing.ticks += 1
+    else:
+        FakeEvent.now += 1
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_time_by_events(graph, monkeypatch):
+    """Milliseconds of a batch become seconds of a call, with and without a graph; a graph is captured once for each number of calls."""
+    torch = memory.DeviceMemory("cpu").torch
+    stream = types.SimpleNamespace(synchronize=lambda: None)
+    monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
+    adapter = Loopback(0)
+    adapter.device, adapter.make_memory = "cuda", lambda: memory.DeviceMemory("cpu")
+    adapter.make_call = lambda case, form, send, recv: lambda: (tick(), recv.copy_(send))
+    rank = worker.Rank(adapter, graph)
+    assert rank.prepare(metrics.make_case("all_reduce", 8192, "bf16", "sum", 0, 1), 1) == {"out_of_place": 0, "in_place": 0}
+    for _ in range(2):
+        assert rank.measure("out_of_place", iters=7, batches=3, warmup=2) == pytest.approx([1e-3] * 3)
+    assert list(rank.graphs) == ([("out_of_place", 7)] if graph else [])
 
 
 class Loopback(backends.Adapter):

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 TOTAL_SECONDS = 525.0  # of all steps; the report and the start come on top
 LEAST_SECONDS = 8.0  # a step is not begun with less
 SLACK = 3.0  # seconds between a check's own limit and ours: it stops early, and says what it did not reach
+ONE_GPU = "--ranks-per-gpu"
 OPS = "all_reduce,all_gather,all_to_all,reduce_scatter"
 SIZES, FEW_SIZES = "8K,64K,512K,4M,16M,64M,256M", "8K,1M,64M"
 
@@ -46,6 +47,11 @@ def _bench(name, seconds, about, *words):
     return Step(name, seconds, command, about)
 
 
+def _share(n):
+    """Options for n ranks on one GPU."""
+    return "--ranks", str(n), f"{ONE_GPU}={n}"
+
+
 def all_steps():
     """Every step, in order."""
     from .checks import CHECKS
@@ -63,15 +69,15 @@ def all_steps():
         Step("versions", 30, ("{python}", "-m", "benchmarks.gpu_check.versions"), "driver, GPU, packages, compiler, commit"),
         Step("build", 240, ("{python}", "setup.py", "egg_info", "build_ext", "--inplace"), "the extension, into the source tree"),
         *(checks.pop(name) for name in first),
-        _bench("bench_8", 90, "8 threads on one GPU", OPS, "--ranks", "8", "--sizes", SIZES, *threads, *quick),
-        _bench("bench_8_graph", 30, "8 threads, replayed graphs", *graph, "--ranks", "8"),
+        _bench("bench_8", 90, "8 threads on one GPU", OPS, *_share(8), "--sizes", SIZES, *threads, *quick),
+        _bench("bench_8_graph", 30, "8 threads, replayed graphs", *graph, *_share(8)),
         *checks.values(),
-        _bench("bench_4", 40, "4 threads", OPS, "--ranks", "4", "--sizes", FEW_SIZES, *threads, *quick),
-        _bench("bench_2", 40, "2 threads", OPS, "--ranks", "2", "--sizes", FEW_SIZES, *threads, *quick),
-        _bench("bench_4_graph", 30, "4 threads, replayed graphs", *graph, "--ranks", "4"),
-        _bench("bench_2_graph", 30, "2 threads, replayed graphs", *graph, "--ranks", "2"),
-        _bench("bench_2_processes", 45, "2 processes", OPS, "--ranks", "2", "--sizes", FEW_SIZES, *processes, *quick),
-        _bench("bench_4_processes", 45, "4 processes", OPS, "--ranks", "4", "--sizes", FEW_SIZES, *processes, *quick),
+        _bench("bench_4", 40, "4 threads", OPS, *_share(4), "--sizes", FEW_SIZES, *threads, *quick),
+        _bench("bench_2", 40, "2 threads", OPS, *_share(2), "--sizes", FEW_SIZES, *threads, *quick),
+        _bench("bench_4_graph", 30, "4 threads, replayed graphs", *graph, *_share(4)),
+        _bench("bench_2_graph", 30, "2 threads, replayed graphs", *graph, *_share(2)),
+        _bench("bench_2_processes", 45, "2 processes", OPS, *_share(2), "--sizes", FEW_SIZES, *processes, *quick),
+        _bench("bench_4_processes", 45, "4 processes", OPS, *_share(4), "--sizes", FEW_SIZES, *processes, *quick),
     ]
 
 
@@ -91,7 +97,7 @@ def run_step(step, folder, limit, on="cuda"):
     for file in (records, bench):
         file.unlink(missing_ok=True)
     words = {"python": sys.executable, "records": records, "json": bench, "device": on, "seconds": f"{max(1.0, limit - SLACK):.1f}"}
-    command = [word.format(**words) for word in step.command]
+    command = [word.format(**words) for word in step.command if on == "cuda" or not word.startswith(ONE_GPU)]
     child_env = env.for_child(CUDA_DEVICE_MAX_CONNECTIONS=CONNECTIONS, PYTHONUNBUFFERED=1, OMP_NUM_THREADS=1, RANK=None, WORLD_SIZE=None)
     began = time.monotonic()
     with open(log, "w") as file:
@@ -143,7 +149,7 @@ def run_all(steps, folder, total=TOTAL_SECONDS, on="cuda", tell=print):
         outcomes.append(outcome)
         tell(f"         {step.name}: {outcome.status} after {outcome.seconds:.1f} s" + (f" ({outcome.note})" if outcome.note else ""))
         for line in problems(outcome)[:6]:
-            tell(f"           {line}")
+            tell(f"           {line[:300]}")
     return outcomes
 
 
@@ -151,7 +157,7 @@ def problems(outcome):
     """What to show of a step that failed: its failed records, else the end of its log."""
     if outcome.status == "pass":
         return []
-    wrong = [f"{record['case']}: {record['detail']}" for record in outcome.records if record["ok"] is False]
+    wrong = [f"{record['case']}: {' '.join(record['detail'].split())}" for record in outcome.records if record["ok"] is False]
     return wrong or [line for line in outcome.log.splitlines() if line.strip()][-6:]
 
 

@@ -11,6 +11,7 @@ from ..metrics import format_nbytes
 from .steps import problems
 
 LARGE = 64 << 20  # bytes per rank from which the targets on bandwidth hold
+SHOWN = {"python": "python3", "records": "records.jsonl", "json": "rows.json", "device": "cuda"}  # for what steps.py fills in
 
 
 class Target(NamedTuple):
@@ -61,7 +62,7 @@ def contents(outcomes, about, command, now=None):
             "status": outcome.status,
             "seconds": outcome.seconds,
             "note": outcome.note,
-            "command": shlex.join(outcome.step.command),
+            "command": shlex.join(word.format(**SHOWN | {"seconds": outcome.step.seconds}) for word in outcome.step.command),
             "problems": problems(outcome),
             "records": list(outcome.records),
             "bench": outcome.bench,
