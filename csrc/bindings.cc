@@ -141,6 +141,18 @@ std::tuple<std::string, size_t, std::string> choose(int kind, size_t nbytes, int
   return {to_string(choice.algorithm), choice.block, choice.reason};
 }
 
+// The same for f32 sums on CUDA tensors.
+std::tuple<std::string, std::string> choose_on_device(int kind, size_t nbytes, int world_size, bool one_device, bool registered,
+                                                      int algorithm) {
+  cuda::Shape shape;
+  shape.group.world_size = world_size;
+  shape.group.words_bytes = cuda::arena_shape(world_size, 0).words_bytes;
+  shape.pointers = one_device;
+  const auto choice = cuda::choose(static_cast<OpKind>(kind), nbytes, shape, {cuda::Kernel::two_shot, DType::f32, ReduceOp::sum},
+                                   registered, static_cast<Algorithm>(algorithm));
+  return {to_string(choice.algorithm), choice.reason};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, module) {
@@ -264,6 +276,7 @@ PYBIND11_MODULE(_C, module) {
     return connect(adapter, rank, n, options);
   });
   module.def("choose", &choose);
+  module.def("choose_on_device", &choose_on_device);
   module.def("simd_level", &simd_level);
   module.def("set_simd_limit", [](std::optional<std::string> limit) { set_simd_limit(limit ? limit->c_str() : nullptr); });
 

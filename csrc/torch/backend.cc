@@ -104,9 +104,11 @@ PycommBackend::WorkPtr PycommBackend::submit_on_device(const Call& call, std::ve
   return async_op ? work : nullptr;
 }
 
-PycommBackend::WorkPtr PycommBackend::submit_device_message(c10d::OpType type, const char* name, const at::Tensor& tensor, int peer, int tag) {
+PycommBackend::WorkPtr PycommBackend::submit_device_message(c10d::OpType type, const char* name, const at::Tensor& tensor, int peer,
+                                                            int tag) {
   try {
-    auto work = type == c10d::OpType::SEND ? send_on_device(*comm_, tensor, peer, tag, 0, true) : recv_on_device(*comm_, tensor, peer, tag, 0, true);
+    auto work = type == c10d::OpType::SEND ? send_on_device(*comm_, tensor, peer, tag, 0, true)
+                                           : recv_on_device(*comm_, tensor, peer, tag, 0, true);
     return submit_message(type, name, std::move(work), peer, tensor);
   } catch (const CommError& error) {
     throw TorchCommError(error);

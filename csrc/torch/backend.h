@@ -22,8 +22,8 @@
 #include <thread>
 #include <vector>
 
-#include "flight_recorder.h"
 #include "device.h"
+#include "flight_recorder.h"
 #include "tensors.h"
 #include "torch_work.h"
 

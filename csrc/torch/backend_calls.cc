@@ -78,7 +78,8 @@ PycommBackend::WorkPtr PycommBackend::allreduce_coalesced(Tensors& tensors, cons
   std::vector<Request> tasks;
   for (const at::Tensor& tensor : tensors)
     tasks.push_back(make_all_reduce(*comm_, tensor, tensor, reduction_of(opts.reduceOp), call_options(kind, opts.timeout)));
-  return submit_all({OpType::ALLREDUCE_COALESCED, "pycomm:allreduce_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), tensors, tensors);
+  return submit_all({OpType::ALLREDUCE_COALESCED, "pycomm:allreduce_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), tensors,
+                    tensors);
 }
 
 PycommBackend::WorkPtr PycommBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts) {
@@ -127,7 +128,8 @@ PycommBackend::WorkPtr PycommBackend::allgather_into_tensor_coalesced(Tensors& o
   std::vector<Request> tasks;
   for (size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(make_all_gather_flat(*comm_, inputs[i], outputs[i], call_options(kind, opts.timeout)));
-  return submit_all({OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs, outputs);
+  return submit_all({OpType::COALESCED, "pycomm:all_gather_into_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs,
+                    outputs);
 }
 
 PycommBackend::WorkPtr PycommBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
@@ -182,7 +184,8 @@ PycommBackend::WorkPtr PycommBackend::reduce_scatter_tensor_coalesced(Tensors& o
   std::vector<Request> tasks;
   for (size_t i = 0; i < inputs.size(); ++i)
     tasks.push_back(make_reduce_scatter_flat(*comm_, inputs[i], outputs[i], reduction_of(opts.reduceOp), call_options(kind, opts.timeout)));
-  return submit_all({OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs, outputs);
+  return submit_all({OpType::COALESCED, "pycomm:reduce_scatter_tensor_coalesced", opts.timeout, opts.asyncOp}, std::move(tasks), inputs,
+                    outputs);
 }
 
 PycommBackend::WorkPtr PycommBackend::alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,

@@ -77,7 +77,8 @@ cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, i
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
   cuda::Issue issue = issue_of(dense.device(), async_op, timeout);
   if (async_op) issue.keep = [dense] {};
-  const cuda::MessageCall message{true, dst, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
+  const cuda::MessageCall message{
+      true, dst, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
   return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
 }
 
@@ -89,13 +90,15 @@ cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, i
   if (!dense.is_same(tensor))
     issue.after = [dense, tensor](cuda::Stream stream) {
       c10::StreamGuard guard(as_torch_stream(stream, dense.device()));
-    tensor.copy_(dense);
-  };
-  const cuda::MessageCall message{false, src, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
+      tensor.copy_(dense);
+    };
+  const cuda::MessageCall message{
+      false, src, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
   return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
 }
 
-at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype, c10::Device device) {
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
+                           c10::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   int64_t count = 1;
   for (int64_t size : shape) count *= size;

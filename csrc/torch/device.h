@@ -1,5 +1,5 @@
-// device.h -- requests on CUDA tensors: into the streams that torch says are current, by way of c10's device-generic guard, so that the same source
-// builds against a torch without CUDA.
+// device.h -- requests on CUDA tensors: into the streams that torch says are current, by way of c10's device-generic guard, so that the
+// same source builds against a torch without CUDA.
 #pragma once
 
 #include <c10/core/Stream.h>
@@ -20,7 +20,8 @@ cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, i
 cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, int src, int tag, double timeout, bool async_op);
 
 // A tensor of zeros in registered memory of all ranks; collective.
-at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype, c10::Device device);
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
+                           c10::Device device);
 
 // The device of a group that has worked on one.
 std::optional<c10::Device> device_of(Communicator& comm);

@@ -2,7 +2,8 @@
 //
 // Every make_* function checks device and dtype, makes non-contiguous tensors contiguous, and returns a request that keeps the
 // tensors alive and says which results are to be copied back into non-contiguous outputs at its end. A request on the CPU becomes a task
-// of the communicator, one on a device an operation in a stream (device.h). Errors are std::invalid_argument, before anything is sent. Used by the native API (bindings.cc) and by the c10d backend (backend.cc).
+// of the communicator, one on a device an operation in a stream (device.h). Errors are std::invalid_argument, before anything is sent. Used
+// by the native API (bindings.cc) and by the c10d backend (backend.cc).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -62,9 +63,9 @@ Request make_reduce(Communicator& comm, const at::Tensor& in, const at::Tensor& 
                     const CallOptions& options);
 Request make_broadcast(Communicator& comm, const at::Tensor& tensor, int root, const CallOptions& options);
 Request make_all_gather(Communicator& comm, const at::Tensor& in, const Tensors& out,
-                        const CallOptions& options);            // uneven if the sizes differ
+                        const CallOptions& options);  // uneven if the sizes differ
 Request make_all_gather_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out,
-                             const CallOptions& options);    // out: world_size * in
+                             const CallOptions& options);  // out: world_size * in
 Request make_reduce_scatter(Communicator& comm, const Tensors& in, const at::Tensor& out, Reduction reduction, const CallOptions& options);
 Request make_reduce_scatter_flat(Communicator& comm, const at::Tensor& in, const at::Tensor& out, Reduction reduction,
                                  const CallOptions& options);

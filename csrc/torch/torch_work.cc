@@ -141,8 +141,8 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type
   return future;
 }
 
-// As torch's own backends do for devices: complete at once, with the operation's place in stream order instead of its end; whoever takes the
-// value has his stream ordered behind it, and callbacks run now, in streams of their own.
+// As torch's own backends do for devices: complete at once, with the operation's place in stream order instead of its end; whoever takes
+// the value has his stream ordered behind it, and callbacks run now, in streams of their own.
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
   const c10::Device device = *device_of(*comm_);
   auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
