@@ -57,7 +57,6 @@ def main(arguments=None):
     if not results.rows:
         print("error: no backend could do this.", *results.notes, sep="\n", file=sys.stderr)
         return 1
-    report.print_tables(results, options)
     if given.json:
         report.write_json(given.json, results, options)
     if given.csv:
@@ -66,6 +65,7 @@ def main(arguments=None):
         report.write_markdown(given.markdown, results, options)
     if given.plot:
         report.write_plot(given.plot, results)
+    report.print_tables(results, options)
     wrong = sum(row.wrong for row in results.rows)
     if wrong:
         print(f"error: {wrong} elements are wrong.", file=sys.stderr)

@@ -149,6 +149,8 @@ def _late_rank(comm, check):
 
 def _barrier_waits_for_stream(comm, check):
     x = check.tensor(torch.ones(1000))
+    delay(check, 1e-4)  # loads the kernel while no rank waits
+    settle(check, comm)
     comm.all_reduce(x)  # the first one sets things up
     settle(check, comm)
     delay(check, 0.3)

@@ -36,7 +36,8 @@ def versions():
     found["nvcc"] = nvcc[1].rstrip(",") if nvcc else "not found"
     found["driver"] = output("nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader")
     found["commit"] = output("git", "rev-parse", "HEAD")
-    found["uncommitted"] = len(output("git", "status", "--porcelain", "--untracked-files=no").splitlines())
+    if not found["commit"].startswith("unknown"):
+        found["uncommitted"] = len(output("git", "status", "--porcelain", "--untracked-files=no").splitlines())
     gpu = device.describe() if device.why_no_cuda() is None else {"gpu": "none"}
     return {"versions": found, "machine": machine() | gpu}
 
