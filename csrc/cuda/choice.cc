@@ -19,9 +19,9 @@ ReductionKey reduction_key(DType dtype, ReduceOp op) {
   if (bitwise) return {DType::u8, op};
   if (sums && dtype == DType::c64) return {DType::f32, ReduceOp::sum};
   if (sums && dtype == DType::c128) return {DType::f64, ReduceOp::sum};
-  if (op == ReduceOp::sum || op == ReduceOp::product) {
+  if (sums || op == ReduceOp::product) {
     constexpr DType by_size[] = {DType::u8, DType::u8, DType::u16, DType::u8, DType::u32, DType::u8, DType::u8, DType::u8, DType::u64};
-    if (dtype >= DType::i8 && dtype <= DType::u64) return {by_size[size_of(dtype)], op};
+    if (dtype >= DType::i8 && dtype <= DType::u64) return {by_size[size_of(dtype)], sums ? ReduceOp::sum : op};
   }
   return {dtype, sums ? ReduceOp::sum : op};
 }

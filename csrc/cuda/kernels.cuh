@@ -1,7 +1,8 @@
 // kernels.cuh -- the one place that says which kernels exist: (kernel, element type, reduce op) -> function template.
 //
-// As on the CPU (csrc/reduce/reduce.cc), calls are mapped to the few kernels there are before they come here (kernel_key in plan.cc):
-// complex sums to sums of their parts, unsigned for products, bytes for bitwise operations, avg and premul_sum to sums with a factor.
+// As on the CPU (csrc/reduce/reduce.cc), calls are mapped to the few kernels there are before they come here (reduction_key in choice.cc):
+// complex sums to sums of their parts, unsigned for sums and products of integers, bytes for bitwise operations, avg and premul_sum to sums
+// with a factor.
 #pragma once
 
 #include "bracket.cuh"
@@ -32,10 +33,10 @@ constexpr bool visit_types(DType dtype, ReduceOp op, const Visit& visit) {
     case DType::f32: return visit_ops<float, sum, product, min, max>(op, visit);
     case DType::f16: return visit_ops<F16, sum, product, min, max>(op, visit);
     case DType::bf16: return visit_ops<BF16, sum, product, min, max>(op, visit);
-    case DType::i8: return visit_ops<int8_t, sum, min, max>(op, visit);
-    case DType::i16: return visit_ops<int16_t, sum, min, max>(op, visit);
-    case DType::i32: return visit_ops<int32_t, sum, min, max>(op, visit);
-    case DType::i64: return visit_ops<int64_t, sum, min, max>(op, visit);
+    case DType::i8: return visit_ops<int8_t, min, max>(op, visit);
+    case DType::i16: return visit_ops<int16_t, min, max>(op, visit);
+    case DType::i32: return visit_ops<int32_t, min, max>(op, visit);
+    case DType::i64: return visit_ops<int64_t, min, max>(op, visit);
     case DType::u8: return visit_ops<uint8_t, sum, product, min, max, band, bor, bxor>(op, visit);
     case DType::u16: return visit_ops<uint16_t, sum, product, min, max>(op, visit);
     case DType::u32: return visit_ops<uint32_t, sum, product, min, max>(op, visit);

@@ -109,6 +109,9 @@ struct Group {
 inline constexpr uint32_t stage_announce = 1, stage_fill = 2, stage_verdict = 4, stage_reduce = 8, stage_gather = 16, stage_end = 32;
 inline constexpr uint32_t all_stages = 63;
 
+// What avg does. Sums of signed integers run in the kernels of unsigned ones.
+inline constexpr uint32_t divide_nothing = 0, divide_plain = 1, divide_signed = 2;
+
 struct Args {
   Group group;
   Announcement call;  // in, out unused: see in_handle
@@ -126,7 +129,7 @@ struct Args {
   uint32_t results, fetch;  // two_shot: peers read results (not in reduce_scatter); this rank does (in reduce only the root)
   uint32_t pairwise;  // sizes are known pairwise only: compare Header::extra per pair and share the verdict
   int peer;  // send, recv
-  uint32_t premultiply, divide;
+  uint32_t premultiply, divide;  // divide: one of divide_...
   double factor;  // of premul_sum; divisor of avg
   uint64_t in_handle[max_ranks], out_handle;
   const std::byte* in_part[max_ranks];

@@ -1,7 +1,8 @@
 // movement.cuh -- the work between two flags: copying a span of bytes, reducing several into one. All threads of a block take part.
 //
-// Thread t takes vectors t, t + threads, ... of 16 bytes, `unroll` of them at once, so that enough loads are under way to cover the latency
-// of another GPU's memory. Spans whose ends or addresses are not multiples of 16 bytes are finished, or moved, in elements.
+// Data move as vectors of 16 bytes. A warp takes a tile of 32 * unroll of them in a row, a thread every 32nd of the tile: so a thread has
+// `unroll` loads under way, which covers the latency of another GPU's memory, and its addresses are one and constant distances from it.
+// Spans whose ends or addresses are not multiples of 16 bytes are finished, or moved, in elements.
 #pragma once
 
 #include "number.cuh"
@@ -17,6 +18,22 @@ inline constexpr int reduce_unroll = sizeof(T) == 1   ? 1
                                      : sizeof(T) == 2 ? 2
                                                       : 4;
 
+inline constexpr int warp = 32;
+inline constexpr int tile_step = warp * 16;  // bytes from one vector of a thread to its next
+
+// Threads that take tiles: those of whole warps, which on a GPU are all.
+template <class Ctx>
+PC_FN int tiled_threads(Ctx& c) {
+  return c.threads() / warp * warp;
+}
+
+// Where this thread's first vector lies, in vectors.
+template <int unroll, class Ctx>
+PC_FN uint64_t first_of_tile(Ctx& c) {
+  const uint32_t t = c.thread();
+  return t / warp * (warp * unroll) + t % warp;
+}
+
 PC_FN bool aligned16(const void* p) { return (reinterpret_cast<uintptr_t>(p) & 15) == 0; }
 
 // Units of U (uint8_t ... U4) of a span; returns the bytes it moved.
@@ -30,21 +47,24 @@ PC_FN uint64_t copy_units(Ctx& c, std::byte* to, const std::byte* from, uint64_t
 }
 
 template <class Ctx>
-PC_CALL void copy(Ctx& c, std::byte* to, const std::byte* from, uint64_t nbytes) {
+PC_FN void copy(Ctx& c, std::byte* to, const std::byte* from, uint64_t nbytes) {
   if (to == from || to == nullptr) return;
   uint64_t done = 0;
   if (aligned16(to) && aligned16(from)) {
-    const uint64_t vectors = nbytes / 16, stride = c.threads();
-    uint64_t i = c.thread();
-    for (; i + (copy_unroll - 1) * stride < vectors; i += copy_unroll * stride) {
+    const uint64_t vectors = nbytes / 16, round = static_cast<uint64_t>(tiled_threads(c)) * copy_unroll;
+    uint64_t base = 0;
+#pragma unroll 1
+    for (; round && base + round <= vectors; base += round) {
+      if (c.thread() >= tiled_threads(c)) continue;
+      const uint64_t at = (base + first_of_tile<copy_unroll>(c)) * 16;
       U4 v[copy_unroll];
 #pragma unroll
-      for (int k = 0; k < copy_unroll; ++k) v[k] = c.ld16(from + (i + k * stride) * 16);
+      for (int k = 0; k < copy_unroll; ++k) v[k] = c.ld16(from + at + k * tile_step);
 #pragma unroll
-      for (int k = 0; k < copy_unroll; ++k) c.st16(to + (i + k * stride) * 16, v[k]);
+      for (int k = 0; k < copy_unroll; ++k) c.st16(to + at + k * tile_step, v[k]);
     }
 #pragma unroll 1
-    for (; i < vectors; i += stride) c.st16(to + i * 16, c.ld16(from + i * 16));
+    for (uint64_t i = base + c.thread(); i < vectors; i += c.threads()) c.st16(to + i * 16, c.ld16(from + i * 16));
     done = vectors * 16;
   } else if (((reinterpret_cast<uintptr_t>(to) | reinterpret_cast<uintptr_t>(from)) & 3) == 0) {
     done = copy_units<uint32_t>(c, to, from, nbytes);
@@ -55,18 +75,19 @@ PC_CALL void copy(Ctx& c, std::byte* to, const std::byte* from, uint64_t nbytes)
 // The sources of a reduction, one per rank: rank order is the order of addition.
 using Sources = const std::byte* const*;
 
-// Vectors i, i + stride, ... of all sources into `to`, as many as there are, up to reduce_unroll. Guards instead of a second, shorter loop:
-// half the code.
+// The vectors of this thread in the tile at byte `at` of every source into `to`: those of its reduce_unroll that begin before `end`. Guards
+// instead of a second loop for the last tile: half the code.
 template <class T, ReduceOp op, class Ctx>
-PC_FN void reduce_vectors(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, uint64_t offset, uint64_t i, uint64_t vectors) {
+PC_FN void reduce_vectors(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, uint64_t offset, uint64_t at, uint64_t end) {
   constexpr int width = Pack<T>::size, count = reduce_unroll<T>;
-  const uint64_t stride = c.threads();
   Acc<T> acc[count][width];
   U4 next[count];
+  const int here = least((end - at + tile_step - 1) / tile_step, static_cast<uint64_t>(count));
   auto load = [&](int s) {
+    const std::byte* from = sources[s] + offset + at;
 #pragma unroll
     for (int k = 0; k < count; ++k)
-      if (i + k * stride < vectors) next[k] = c.ld16(sources[s] + offset + (i + k * stride) * 16);
+      if (k < here) next[k] = c.ld16(from + k * tile_step);
   };
   load(0);
 #pragma unroll 1
@@ -87,11 +108,11 @@ PC_FN void reduce_vectors(Ctx& c, const Args& a, std::byte* to, Sources sources,
   }
 #pragma unroll
   for (int k = 0; k < count; ++k) {
-    if (i + k * stride >= vectors) break;
+    if (k >= here) break;
     Pack<T> pack;
 #pragma unroll
-    for (int e = 0; e < width; ++e) pack.element[e] = from_acc<T>(conclude<op>(a, acc[k][e]));
-    c.st16(to + (i + k * stride) * 16, repack<U4>(pack));
+    for (int e = 0; e < width; ++e) pack.element[e] = from_acc<T>(divides_one_by_one<T> ? acc[k][e] : conclude<op>(a, acc[k][e]));
+    c.st16(to + at + k * tile_step, repack<U4>(pack));
   }
 }
 
@@ -100,13 +121,15 @@ template <class T, ReduceOp op, class Ctx>
 PC_FN void reduce(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, uint64_t offset, uint64_t nbytes) {
   bool whole = aligned16(to);
   for (int s = 0; s < n; ++s) whole = whole && aligned16(sources[s] + offset);
-  if (one_by_one<T>(a)) whole = false;
+  if (divides_one_by_one<T> && a.divide) whole = false;
   uint64_t done = 0;
-  if (whole) {
-    const uint64_t vectors = nbytes / 16, stride = static_cast<uint64_t>(c.threads()) * reduce_unroll<T>;
+  if (whole && tiled_threads(c)) {
+    const uint64_t end = nbytes / 16 * 16, round = static_cast<uint64_t>(tiled_threads(c)) * reduce_unroll<T> * 16;
+    if (c.thread() < tiled_threads(c))
 #pragma unroll 1
-    for (uint64_t i = c.thread(); i < vectors; i += stride) reduce_vectors<T, op>(c, a, to, sources, n, offset, i, vectors);
-    done = vectors * 16;
+      for (uint64_t at = first_of_tile<reduce_unroll<T>>(c) * 16; at < end; at += round)
+        reduce_vectors<T, op>(c, a, to, sources, n, offset, at, end);
+    done = end;
   }
   const uint64_t count = nbytes / sizeof(T);
 #pragma unroll 1

@@ -141,18 +141,23 @@ PC_FN A prepare(const Args& a, A x) {
 }
 template <ReduceOp op, class A>
 PC_FN A conclude(const Args& a, A x) {
-  if constexpr (op == ReduceOp::sum) {
-    using Wide = std::conditional_t<std::is_integral_v<A> && sizeof(A) < 4, int32_t, A>;  // a world size need not fit into an i8
-    if (a.divide) return static_cast<A>(static_cast<Wide>(x) / static_cast<Wide>(a.factor));
+  if constexpr (op == ReduceOp::sum && std::is_integral_v<A>) {
+    // Signed sums come as unsigned ones, which have the same bits. Their average is that of the magnitude, with the sign.
+    using Wide = std::conditional_t<sizeof(A) < 4, uint32_t, A>;  // a world size need not fit into an i8
+    if (!a.divide) return x;
+    const bool negative = a.divide == divide_signed && x >> (8 * sizeof(A) - 1);
+    const A magnitude = negative ? static_cast<A>(0 - x) : x;
+    const A quotient = static_cast<A>(magnitude / static_cast<Wide>(a.factor));
+    return negative ? static_cast<A>(0 - quotient) : quotient;
+  } else if constexpr (op == ReduceOp::sum) {
+    if (a.divide) return x / static_cast<A>(a.factor);
   }
   return x;
 }
 
 // Integer division is long code, which vectors would repeat for each element: the average of integers is computed one by one.
 template <class T>
-PC_FN bool one_by_one(const Args& a) {
-  return std::is_integral_v<T> && a.divide;
-}
+inline constexpr bool divides_one_by_one = std::is_integral_v<T>;
 
 // N elements of T in 16 bytes (or 8: the payload of one message word pair).
 template <class T, int nbytes = 16>

@@ -119,7 +119,9 @@ class Planner {
 
   void set_reduction() {
     args_.premultiply = op_.reduce_op == ReduceOp::premul_sum;
-    args_.divide = op_.reduce_op == ReduceOp::avg;
+    const DType t = op_.dtype;
+    const bool has_sign = t == DType::i8 || t == DType::i16 || t == DType::i32 || t == DType::i64;
+    args_.divide = op_.reduce_op != ReduceOp::avg ? divide_nothing : has_sign ? divide_signed : divide_plain;
     args_.factor = args_.divide ? n_ : op_.factor;
   }
 

@@ -113,7 +113,7 @@ class Ring {
     bool whole = aligned16(to);
     for (int i = 0; i < n; ++i) whole = whole && aligned16(shared_.source[i]);
     constexpr int width = Pack<T>::size;
-    const uint64_t vectors = whole && !one_by_one<T>(a_) ? nbytes / 16 : 0;
+    const uint64_t vectors = whole && !(divides_one_by_one<T> && a_.divide) ? nbytes / 16 : 0;
 #pragma unroll 1
     for (uint64_t i = c_.thread(); i < vectors; i += c_.threads()) {
       const auto own = unpack<T, 16>(c_.ld16(shared_.source[n - 1] + i * 16));
