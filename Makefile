@@ -8,7 +8,7 @@ VENV := .venv
 RUN := $(VENV)/bin
 SOURCES := setup.py pyproject.toml pycomm/__init__.py $(shell find csrc -type f 2>/dev/null)
 PYTHON_CODE := setup.py $(wildcard pycomm parallel benchmarks examples tests)
-CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc')
+CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

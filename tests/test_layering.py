@@ -17,7 +17,8 @@ CPP_SUFFIXES = {".h", ".cc", ".inc", ".cuh", ".cu"}
 LAYERS = [
     {"bindings"},
     {"torch"},
-    {"collectives", "cuda"},
+    {"cuda"},
+    {"collectives"},
     {"communicator"},
     {"transport", "reduce"},
     {"memory", "store"},
