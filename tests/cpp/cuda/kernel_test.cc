@@ -4,6 +4,7 @@
 //   kernel_test random SEED RUNS          random calls back to back on every rank's stream, random schedule with preemption
 //   kernel_test forms WORLD_SIZE SEED     every algorithm x memory x protocol, random schedule: a pass for programs with sanitizers
 //   kernel_test mutants SEED RUNS         random calls, small: what a planted fault must not survive (tests/test_cuda_mutants.py)
+//   kernel_test rings SEED RUNS           long rings
 //   kernel_test faults                    mismatches, missing ranks, stop, deadlock
 //   kernel_test streams SEED              messages beside collectives, several streams per rank
 //
@@ -171,6 +172,18 @@ void random_runs(uint64_t seed, int count, bool small) {
   }
 }
 
+// Rings of so many ranks that a sender can be more than ring_slots ahead: at most by the world size, so in others credits never matter.
+void long_rings(uint64_t seed, int count) {
+  Random random(seed, true);
+  for (int i = 0; i < count; ++i) {
+    Setting setting = random.setting();
+    setting.world_size = 6 + static_cast<int>(random.below(3));
+    setting.protocol = Protocol::resident;
+    const Form ring{OpKind::all_reduce, Algorithm::ring};
+    run_cases({random.next(ring, setting), random.next(ring, setting), random.next(ring, setting)}, setting);
+  }
+}
+
 int run_suite(int argc, char** argv) {
   const std::string suite = argc > 1 ? argv[1] : "";
   auto number = [&](int i) { return argc > i ? std::strtoull(argv[i], nullptr, 10) : 0; };
@@ -178,9 +191,10 @@ int run_suite(int argc, char** argv) {
   else if (suite == "random") random_runs(number(2), static_cast<int>(number(3)), false);
   else if (suite == "forms") each_form_once(static_cast<int>(number(2)), number(3));
   else if (suite == "mutants") random_runs(number(2), static_cast<int>(number(3)), true);
+  else if (suite == "rings") long_rings(number(2), static_cast<int>(number(3)));
   else if (suite == "faults") faults();
   else if (suite == "streams") streams(number(2));
-  else return std::puts("suites: table, random, forms, mutants, faults, streams"), 2;
+  else return std::puts("suites: table, random, forms, mutants, rings, faults, streams"), 2;
   std::printf("%d runs\n", runs);
   return 0;
 }
