@@ -22,7 +22,7 @@
 //   slice   | seg 0 | seg 1 | s 2 |                                    half 0, half 1, half 0
 //   staging half = blocks x slots x segment_bytes: a slot per part that is exposed to peers, one more for a result they fetch
 //
-// Buffers that peers do address (direct_in, direct_out) skip the staging; then a slice is one segment.
+// Buffers that peers do address (direct_in, stores) skip the staging; then a slice is one segment.
 #pragma once
 
 #include <cstddef>
@@ -57,7 +57,7 @@ struct Announcement {
   uint64_t count;  // equal on all ranks
   uint64_t extra;  // factor, tag or other facts: equal on all ranks; with `pairwise` the bytes that pass between the two
   uint64_t in;  // handle of what the receiver of this header reads, see resolve() in session.cuh
-  uint64_t out;  // handle of the result that it fetches
+  uint64_t out;  // handle of where it stores the result of its part
 };
 
 struct alignas(16) Channel {  // one end of the messages between two ranks in one direction
@@ -125,13 +125,14 @@ struct Args {
   uint32_t exposes;  // bit t: rank t reads what this rank exposes
   uint32_t reads;  // bit p: this rank reads what rank p exposes
   uint32_t distinct;  // move: every reader has a part of its own (in_part[t]); 0: all read in_part[0]
-  uint32_t direct_in, direct_out;
-  uint32_t results, fetch;  // two_shot: peers read results (not in reduce_scatter); this rank does (in reduce only the root)
+  uint32_t direct_in;  // peers read in_part itself, not the staging
+  uint32_t stores;  // two_shot: bit t: the result of part[rank] is stored straight into rank t's out
+  uint32_t results, fetch;  // two_shot: results lie in slots for peers to read; this rank does (in reduce only the root)
   uint32_t pairwise;  // sizes are known pairwise only: compare Header::extra per pair and share the verdict
   int peer;  // send, recv
   uint32_t premultiply, divide;  // divide: one of divide_...
   double factor;  // of premul_sum; divisor of avg
-  uint64_t in_handle[max_ranks], out_handle;
+  uint64_t in_handle[max_ranks], out_handle[max_ranks];
   const std::byte* in_part[max_ranks];
   std::byte* out_part[max_ranks];
   uint64_t in_bytes[max_ranks],

@@ -72,19 +72,23 @@ PC_FN void copy(Ctx& c, std::byte* to, const std::byte* from, uint64_t nbytes) {
   copy_units<uint8_t>(c, to + done, from + done, nbytes - done);
 }
 
-// The sources of a reduction, one per rank: rank order is the order of addition.
+// The sources of a reduction, one per rank: rank order is the order of addition. Its result goes to one place or several.
 using Sources = const std::byte* const*;
+struct Targets {
+  std::byte* const* data;
+  int count;
+};
 
-// The vectors of this thread in the tile at byte `at` of every source into `to`: those of its reduce_unroll that begin before `end`. Guards
-// instead of a second loop for the last tile: half the code.
+// The vectors of this thread in the tile at byte `at` of every source into the targets: those of its reduce_unroll that begin before `end`.
+// Guards instead of a second loop for the last tile: half the code.
 template <class T, ReduceOp op, class Ctx>
-PC_FN void reduce_vectors(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, uint64_t offset, uint64_t at, uint64_t end) {
+PC_FN void reduce_vectors(Ctx& c, const Args& a, Targets targets, Sources sources, int n, uint64_t at, uint64_t end) {
   constexpr int width = Pack<T>::size, count = reduce_unroll<T>;
   Acc<T> acc[count][width];
   U4 next[count];
   const int here = least((end - at + tile_step - 1) / tile_step, static_cast<uint64_t>(count));
   auto load = [&](int s) {
-    const std::byte* from = sources[s] + offset + at;
+    const std::byte* from = sources[s] + at;
 #pragma unroll
     for (int k = 0; k < count; ++k)
       if (k < here) next[k] = c.ld16(from + k * tile_step);
@@ -112,15 +116,17 @@ PC_FN void reduce_vectors(Ctx& c, const Args& a, std::byte* to, Sources sources,
     Pack<T> pack;
 #pragma unroll
     for (int e = 0; e < width; ++e) pack.element[e] = from_acc<T>(divides_one_by_one<T> ? acc[k][e] : conclude<op>(a, acc[k][e]));
-    c.st16(to + at + k * tile_step, repack<U4>(pack));
+#pragma unroll 1
+    for (int i = 0; i < targets.count; ++i) c.st16(targets.data[i] + at + k * tile_step, repack<U4>(pack));
   }
 }
 
-// Bytes [offset, offset + nbytes) of n sources into `to`. nbytes is a multiple of the element's size.
+// nbytes of n sources into every target. nbytes is a multiple of the element's size.
 template <class T, ReduceOp op, class Ctx>
-PC_FN void reduce(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, uint64_t offset, uint64_t nbytes) {
-  bool whole = aligned16(to);
-  for (int s = 0; s < n; ++s) whole = whole && aligned16(sources[s] + offset);
+PC_FN void reduce(Ctx& c, const Args& a, Targets targets, Sources sources, int n, uint64_t nbytes) {
+  bool whole = true;
+  for (int i = 0; i < targets.count; ++i) whole = whole && aligned16(targets.data[i]);
+  for (int s = 0; s < n; ++s) whole = whole && aligned16(sources[s]);
   if (divides_one_by_one<T> && a.divide) whole = false;
   uint64_t done = 0;
   if (whole && tiled_threads(c)) {
@@ -128,17 +134,19 @@ PC_FN void reduce(Ctx& c, const Args& a, std::byte* to, Sources sources, int n, 
     if (c.thread() < tiled_threads(c))
 #pragma unroll 1
       for (uint64_t at = first_of_tile<reduce_unroll<T>>(c) * 16; at < end; at += round)
-        reduce_vectors<T, op>(c, a, to, sources, n, offset, at, end);
+        reduce_vectors<T, op>(c, a, targets, sources, n, at, end);
     done = end;
   }
   const uint64_t count = nbytes / sizeof(T);
 #pragma unroll 1
   for (uint64_t i = done / sizeof(T) + c.thread(); i < count; i += c.threads()) {
-    auto element = [&](int s) { return prepare<op>(a, to_acc(c.template ld<T>(reinterpret_cast<const T*>(sources[s] + offset) + i))); };
+    auto element = [&](int s) { return prepare<op>(a, to_acc(c.template ld<T>(reinterpret_cast<const T*>(sources[s]) + i))); };
     Acc<T> acc = element(0);
 #pragma unroll 1
     for (int s = 1; s < n; ++s) acc = combine<op>(acc, element(s));
-    c.template st<T>(reinterpret_cast<T*>(to) + i, from_acc<T>(conclude<op>(a, acc)));
+    const T result = from_acc<T>(conclude<op>(a, acc));
+#pragma unroll 1
+    for (int k = 0; k < targets.count; ++k) c.template st<T>(reinterpret_cast<T*>(targets.data[k]) + i, result);
   }
 }
 

@@ -164,35 +164,43 @@ class Planner {
     if (algorithm == Algorithm::ring) return ring(key);
     if (algorithm == Algorithm::multimem) return multimem(key);
     args_.direct_in = direct();
-    args_.results = op_.kind != OpKind::reduce_scatter;
-    args_.direct_out = direct() && op_.kind == OpKind::all_reduce;
+    if (op_.kind == OpKind::reduce_scatter) args_.stores = bit(me_);
+    else if (direct()) args_.stores = op_.kind == OpKind::all_reduce ? all() : bit(op_.root);
+    args_.results = args_.stores == 0;
     args_.fetch = op_.kind == OpKind::all_reduce || op_.root == me_;
     args_.exposes = args_.reads = all();
-    for (int q = 0; q < n_; ++q) args_.in_handle[q] = handle(args_.in_part[q]);
-    args_.out_handle = handle(args_.out_part[me_]);
+    note_handles();
     in_two_shots({Kernel::two_shot, key.dtype, key.op});
   }
 
   void broadcast_in_two() {
     const bool is_root = op_.root == me_;
     cut(is_root ? op_.in : nullptr, is_root ? nullptr : op_.out, op_.nbytes());
-    args_.direct_in = args_.direct_out = direct();
-    args_.results = 1;
+    args_.direct_in = direct();
+    args_.stores = direct() ? all() : 0;
+    args_.results = !direct();
     args_.fetch = !is_root;
     args_.exposes = is_root ? all() : 0;
     args_.reads = bit(op_.root);
-    for (int q = 0; q < n_; ++q) args_.in_handle[q] = handle(args_.in_part[q]);
-    if (is_root) args_.out_part[me_] = const_cast<std::byte*>(args_.in_part[me_]);  // its own part is the result already
-    args_.out_handle = handle(args_.out_part[me_]);
+    // The root has the result already: what others would store there is what lies there.
+    for (int q = 0; q < n_ && is_root; ++q) args_.out_part[q] = direct() ? const_cast<std::byte*>(args_.in_part[q]) : nullptr;
+    note_handles();
     in_two_shots({Kernel::copy_two_shot});
+  }
+
+  // Rank t reads my input of part t and stores its result into my out of part t.
+  void note_handles() {
+    for (int t = 0; t < n_; ++t) {
+      args_.in_handle[t] = handle(args_.in_part[t]);
+      args_.out_handle[t] = handle(args_.out_part[t]);
+    }
   }
 
   void in_two_shots(KernelKey key) {
     uint64_t longest = 0;
     for (int q = 0; q < n_; ++q) longest = std::max(longest, args_.in_bytes[q]);
-    const int blocks = blocks_for(longest * (args_.results ? n_ : 1));
-    const bool staged_result = args_.results && !args_.direct_out;
-    args_.slots = (args_.direct_in ? 0 : n_) + staged_result;
+    const int blocks = blocks_for(longest * (op_.kind == OpKind::reduce_scatter ? 1 : n_));
+    args_.slots = (args_.direct_in ? 0 : n_) + args_.results;
     args_.segment_bytes = args_.slots ? staged_segment(args_.slots, blocks) : whole_slice;
     begin(key.kernel, blocks);
     if (resident()) return launch(key, blocks, all_stages);

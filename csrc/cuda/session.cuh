@@ -110,6 +110,7 @@ PC_FN void report(Ctx& c, ErrorRecord& record, Fault fault, uint64_t epoch, int 
 struct Shared {
   const std::byte *in[max_ranks], *out[max_ranks];  // that the headers brought
   const std::byte* source[max_ranks];  // of the reduction at hand
+  std::byte* target[max_ranks];  // of its result
 };
 
 template <class Ctx>
@@ -129,7 +130,7 @@ class Session {
     Announcement call = a_.call;
     if (a_.pairwise) call.extra = a_.in_bytes[t];
     call.in = a_.in_handle[t];
-    call.out = a_.out_handle;
+    call.out = a_.out_handle[t];
     write_header(c_, control_of(a_.group, t).headers[epoch_ & 1][a_.group.rank], call, epoch_, ordering);
   }
 

@@ -1,27 +1,28 @@
-// two_shot.cuh -- reduce-scatter, then (for all_reduce and reduce) fetch the results; broadcast as scatter and all-gather.
-//
-// part[q] of every buffer belongs to rank q. First shot: each rank reduces its own part out of all inputs. Second: everybody (all_reduce),
-// or the root (reduce), fetches the results; reduce_scatter leaves it out.
+// two_shot.cuh -- every rank reduces its own part out of all inputs, then the results are handed round; broadcast as scatter and
+// all-gather.
 //
 //             rank 0            rank 1            rank 2
 //   start     a0   b0   c0      a1   b1   c1      a2   b2   c2
 //   reduce    A = a0+a1+a2      B = b0+b1+b2      C = c0+c1+c2        read 2 parts of peers each, in rank order
-//   gather    A    B    C       A    B    C       A    B    C         read 2 results of peers
+//   hand on   A    B    C       A    B    C       A    B    C         to all (all_reduce), to the root (reduce), to nobody (reduce_scatter)
 //
-// Cost per rank: 2(n-1)/n * nbytes read from peers, 2 exchanges. Every link carries the same; a root that reduced or sent all alone
-// would be n-1 times slower. copy_two_shot is the same with "copy from the root" as the first shot. Source: Rabenseifner 2004.
+// Where peers address each other's buffers, a rank stores its result straight into those of all who want it (`stores`): one pass, each byte
+// of the inputs is read once and each byte of the outputs written once, and no flag is needed in between, as part q of all buffers is
+// touched by rank q alone. Elsewhere results lie in a slot of the staging and those who want them fetch them (`results`, `fetch`).
+//
+// Cost per rank: (n-1)/n * nbytes read from peers and as much written to (or read from) them; every link carries the same, where a root
+// that reduced or sent all alone would be n-1 times slower. copy_two_shot is the same with "copy from the root" as the first shot. Source:
+// Rabenseifner 2004.
 //
 // A slice goes through the staging in segments (layout.h). What orders them, for each block by itself; step s uses half s & 1:
 //
-//   acquire(s)  wait drained(s-2) of all: nobody reads this half any more
-//   fill(s)     copy own inputs of the other parts into the half                          post filled(s)
-//   reduce(s)   wait filled(s) of all; reduce own part; into the result slot, or out      post reduced(s)
-//   gather(s)   wait reduced(s) of all; copy their results to out                         post drained(s)
+//   fill(s)     wait drained(s-2) of all: nobody reads this half any more; copy own inputs of the other parts into it    post filled(s)
+//   reduce(s)   wait filled(s) of all; reduce own part; into the result slot, or where it is wanted                      post reduced(s)
+//   gather(s)   wait reduced(s) of all; copy their results to out                                                        post drained(s)
 //
-// fill(s+1) runs before reduce(s), so that the peers' inputs of the next segment are there when this one is done. Inputs that peers address
-// (direct_in) are not filled, results that they address (direct_out) lie in out at once; then a slice is one segment, and since peers read
-// the caller's own buffers the operation ends with wait drained of all. In place, direct: part q of my buffer is overwritten in
-// gather, after rank q's `reduced`, which it posts when it has read that part.
+// Without results to fetch there is no gather, and reduce(s) posts drained(s). fill(s+1) runs before reduce(s), so that the peers' inputs
+// of the next segment are there when this one is done. Inputs that peers address (direct_in) are not filled; then, and with no result slot,
+// a slice is one segment. Since peers read and write the caller's own buffers, the operation ends with wait drained of all.
 #pragma once
 
 #include "movement.cuh"
@@ -29,18 +30,21 @@
 
 namespace pycomm::cuda {
 
-// The first shot of a reduction, and of a broadcast.
+// The first shot of a reduction, and of a broadcast: into all targets, the own one first if it is among them.
 template <class T, ReduceOp op>
 struct Reduce {
   template <class Ctx>
-  PC_FN static void run(Ctx& c, const Args& a, std::byte* to, Sources sources, uint64_t nbytes) {
-    reduce<T, op>(c, a, to, sources, a.group.world_size, 0, nbytes);
+  PC_FN static void run(Ctx& c, const Args& a, Targets targets, Sources sources, uint64_t nbytes) {
+    reduce<T, op>(c, a, targets, sources, a.group.world_size, nbytes);
   }
 };
 struct CopyFromRoot {
   template <class Ctx>
-  PC_FN static void run(Ctx& c, const Args& a, std::byte* to, Sources sources, uint64_t nbytes) {
-    copy(c, to, sources[a.root], nbytes);
+  PC_FN static void run(Ctx& c, const Args& a, Targets targets, Sources sources, uint64_t nbytes) {
+    for (int i = 0; i < targets.count; ++i) {  // once over the link from the root, then on from here
+      copy(c, targets.data[i], i == 0 ? sources[a.root] : targets.data[0], nbytes);
+      c.sync();
+    }
   }
 };
 
@@ -70,7 +74,8 @@ class TwoShot {
       if ((a_.stages & stage_reduce) && !reduce_own(s - 1)) return false;
       if ((a_.stages & stage_gather) && !gather(s - 1)) return false;
     }
-    if (last == 0 || !(a_.stages & stage_end) || !(a_.direct_in || a_.direct_out)) return true;
+    const bool peers_touch_buffers = a_.direct_in || (a_.stores & ~(1u << me_));
+    if (last == 0 || !(a_.stages & stage_end) || !peers_touch_buffers) return true;
     return session_.wait(Flag::drained, all_, last - 1);
   }
 
@@ -78,6 +83,13 @@ class TwoShot {
   PC_FN Span segment(int q, uint32_t s) const { return segment_of(a_.in_bytes[q], c_.block(), c_.blocks(), a_.segment_bytes, s); }
   PC_FN std::byte* slot(int owner, int index, uint32_t s) const { return slot_of(a_, owner, c_.block(), index, s); }
   PC_FN int result_slot() const { return a_.slots - 1; }
+  // Of rank t among the targets: the own one first, the others by rank. place_of(world_size) is their number.
+  PC_FN int place_of(int t) const {
+    if (t == me_) return 0;
+    int place = a_.stores >> me_ & 1;
+    for (int p = 0; p < t; ++p) place += p != me_ && (a_.stores >> p & 1);
+    return place;
+  }
 
   PC_FN bool fill(uint32_t s) {
     if (!(a_.stages & stage_fill)) return true;
@@ -97,9 +109,11 @@ class TwoShot {
     const Span span = segment(me_, s);
     const int t = c_.thread();
     if (t < n_) shared_.source[t] = t == me_ ? a_.in_part[me_] + span.begin : a_.direct_in ? shared_.in[t] + span.begin : slot(t, me_, s);
+    if (t < n_ && (a_.stores >> t & 1))
+      shared_.target[place_of(t)] = t == me_ ? a_.out_part[me_] + span.begin : const_cast<std::byte*>(shared_.out[t]) + span.begin;
+    if (t == 0 && a_.results) shared_.target[0] = slot(me_, result_slot(), s);
     c_.sync();
-    Shot::run(c_, a_, !a_.results || a_.direct_out ? a_.out_part[me_] + span.begin : slot(me_, result_slot(), s), shared_.source,
-              span.size);
+    Shot::run(c_, a_, {shared_.target, a_.results ? 1 : place_of(n_)}, shared_.source, span.size);
     session_.post(a_.results ? Flag::reduced : Flag::drained, all_, s);
     return true;
   }
@@ -110,9 +124,8 @@ class TwoShot {
       if (!session_.wait(Flag::reduced, all_, s)) return false;
       for (int k = 0; k < n_; ++k) {
         const int q = (me_ + k) % n_;
-        if (!a_.out_part[q] || (a_.direct_out && q == me_)) continue;
         const Span span = segment(q, s);
-        copy(c_, a_.out_part[q] + span.begin, a_.direct_out ? shared_.out[q] + span.begin : slot(q, result_slot(), s), span.size);
+        if (a_.out_part[q]) copy(c_, a_.out_part[q] + span.begin, slot(q, result_slot(), s), span.size);
       }
     }
     session_.post(Flag::drained, all_, s);
