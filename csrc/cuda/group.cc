@@ -23,9 +23,18 @@ Requested requested_protocol(const std::string& name) {
   throw std::invalid_argument("PYCOMM_CUDA_PROTOCOL=" + name + ": must be resident or stream_ordered");
 }
 
+EventPtr record_if_possible(EventPool& events, Stream stream) {
+  try {
+    return events.record(stream);
+  } catch (const std::exception&) {
+    return nullptr;
+  }
+}
+
 }  // namespace
 
 CudaGroup& CudaGroup::of(Communicator& comm, Device device) {
+  if (comm.transport().forked()) comm.transport().check({});
   std::lock_guard lock(comm.making_device_engine());
   if (!comm.device_engine()) {
     std::unique_ptr<CudaGroup> group(new CudaGroup(comm, device));
@@ -42,7 +51,10 @@ CudaGroup& CudaGroup::of(Communicator& comm, Device device) {
 CudaGroup::CudaGroup(Communicator& comm, Device device)
     : comm_(comm), device_(device), driver_(require_driver()), events_(std::make_shared<EventPool>(device)) {}
 
-CudaGroup::~CudaGroup() { close(); }
+CudaGroup::~CudaGroup() {
+  close();
+  if (comm_.transport().forked()) (void)threading_.release();
+}
 
 size_t CudaGroup::staging_bytes() const {
   const size_t wanted = comm_.transport().device_options().staging_bytes;
@@ -59,6 +71,7 @@ void CudaGroup::set_up() {
                                 " ranks, this one has " + std::to_string(comm_.world_size()));
   topology_ = Topology::gather(comm_, device_, options.connections);
   agree(comm_, attempt([&] { protocol_ = choose_protocol(topology_.places, comm_.rank(), requested_protocol(options.protocol)); }));
+  compare_settings();
   const ArenaShape arena = arena_shape(comm_.world_size(), staging_bytes());
   arena_ = PeerMemory::create(comm_, topology_, arena.nbytes);
   if (protocol_.protocol == Protocol::stream_ordered || topology_.one_process()) {
@@ -70,9 +83,27 @@ void CudaGroup::set_up() {
           load_kernels();
           PYCOMM_CUDA_CHECK(driver_, cuMemAlloc, &region_table_, region_table_bytes);
           zero_now(device_, reinterpret_cast<void*>(region_table_), region_table_bytes);
+          shape_ = make_shape();
         }));
-  shape_ = make_shape();
   setup_seconds_ = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+// What each rank was told or found by itself must be alike.
+void CudaGroup::compare_settings() {
+  struct Settings {
+    uint64_t staging_bytes, protocol, blocks;
+  };
+  const auto all = all_gather_value(
+      comm_, Settings{staging_bytes(), static_cast<uint64_t>(protocol_.protocol), static_cast<uint64_t>(protocol_.blocks)});
+  auto text = [](const Settings& s) {
+    return "staging_bytes=" + std::to_string(s.staging_bytes) + " protocol=" + to_string(static_cast<Protocol>(s.protocol)) +
+           " blocks=" + std::to_string(s.blocks);
+  };
+  for (int p = 1; p < comm_.world_size(); ++p)
+    if (text(all[p]) != text(all[0]))
+      comm_.transport().raise(ErrorKind::mismatch, {OpKind::alloc, 0}, p,
+                              text(all[0]) + " on rank 0, " + text(all[p]) + " on rank " + std::to_string(p) +
+                                  ". All ranks must have the same settings for CUDA tensors.");
 }
 
 void CudaGroup::make_host_words() {
@@ -83,20 +114,27 @@ void CudaGroup::make_host_words() {
   if (protocol_.protocol != Protocol::stream_ordered) return;
   std::byte* words = host_words_.segment->data();  // rank 0's part serves all
   PYCOMM_CUDA_CHECK(driver_, cuMemHostRegister, words, host_bytes(), flag::host_portable | flag::host_device_map);
-  PYCOMM_CUDA_CHECK(driver_, cuMemHostGetDevicePointer, &host_words_on_device_, words, 0);
+  DevicePtr on_device = 0;
+  const int result = driver_.cuMemHostGetDevicePointer(&on_device, words, 0);
+  if (result != result::success) driver_.cuMemHostUnregister(words);
+  check(result, "cuMemHostGetDevicePointer");
+  host_words_on_device_ = on_device;
 }
 
-// Rank 0's part of a segment that all ranks have mapped: words of sync_words.h, then a busy word per rank, then a stream per rank.
+// Rank 0's part of a segment that all ranks have mapped: words of sync_words.h, then a busy word per rank and line, then a stream per rank.
 size_t CudaGroup::host_bytes() const {
   const size_t n = comm_.world_size();
-  return round_up_to((sync_words(comm_.world_size()) + n) * sizeof(uint32_t) + n * sizeof(uint64_t) + sizeof(uint64_t), 4096);
+  return round_up_to((sync_words(comm_.world_size()) + n * (1 + 2 * n)) * sizeof(uint32_t) + (n + 1) * sizeof(uint64_t), 4096);
 }
 std::atomic<uint32_t>* CudaGroup::host_word(size_t index) const {
   return reinterpret_cast<std::atomic<uint32_t>*>(host_words_.segment->data()) + index;
 }
+size_t CudaGroup::busy_word(const Line& line) const {
+  return sync_words(comm_.world_size()) + comm_.rank() * (1 + 2 * comm_.world_size()) + line.number;
+}
 std::atomic<uint64_t>* CudaGroup::stream_in_use(int rank) const {
-  const size_t before = round_up_to((sync_words(comm_.world_size()) + comm_.world_size()) * sizeof(uint32_t), sizeof(uint64_t));
-  return reinterpret_cast<std::atomic<uint64_t>*>(host_words_.segment->data() + before) + rank;
+  const size_t n = comm_.world_size(), before = (sync_words(comm_.world_size()) + n * (1 + 2 * n)) * sizeof(uint32_t);
+  return reinterpret_cast<std::atomic<uint64_t>*>(host_words_.segment->data() + round_up_to(before, sizeof(uint64_t))) + rank;
 }
 
 Shape CudaGroup::make_shape() const {
@@ -128,7 +166,7 @@ CudaGroup::Registered CudaGroup::allocate(size_t nbytes) {
   const bool multicast = topology_.own_devices() && topology_.here().multicast;
   std::shared_ptr<PeerMemory> memory = PeerMemory::create(comm_, topology_, std::max<size_t>(nbytes, 1), multicast);
   std::byte* data = memory->address(comm_.rank());
-  std::lock_guard lock(mutex_);
+  const auto lock = enter_group({OpKind::alloc, 0});
   size_t id = 0;
   while (id < regions_.size() && regions_[id].base) ++id;
   // Ids are handed out alike on all ranks only while all free alike, so the ranks agree on one that is free everywhere.
@@ -143,21 +181,19 @@ CudaGroup::Registered CudaGroup::allocate(size_t nbytes) {
   if (memory->multicast()) shape_.multicast = true;
   uint64_t bases[max_ranks] = {};
   for (int p = 0; p < comm_.world_size(); ++p) bases[p] = reinterpret_cast<uint64_t>(memory->address(p));
-  copy_now(device_, reinterpret_cast<std::byte*>(region_table_) + id * sizeof(bases), bases, sizeof(bases));
-  // Until then a peer's kernel could look a handle up before this rank's table has it.
-  agree(comm_, Verdict{});
+  // Until all have agreed, a peer's kernel could look a handle up before this rank's table has it.
+  const Verdict copied =
+      attempt([&] { copy_now(device_, reinterpret_cast<std::byte*>(region_table_) + id * sizeof(bases), bases, sizeof(bases)); });
+  if (!copied.ok()) regions_[id] = {};
+  agree(comm_, copied);
   return {std::move(memory), data};
 }
 
 void CudaGroup::release(const Registered& registered) {
+  if (comm_.transport().forked()) return;
   std::unique_lock lock(mutex_);
   if (closed_) return;
-  for (const Mark& mark : last_marks())
-    while (!reached(mark.event)) {  // what was issued may still use it; bounded, as every wait of a kernel is
-      lock.unlock();
-      std::this_thread::sleep_for(tick);
-      lock.lock();
-    }
+  drain(lock, std::chrono::hours(24));  // what was issued may still use it; it ends before that, as every wait of a kernel does
   for (Region& region : regions_)
     if (region.base == registered.data) region = {};
 }
@@ -199,28 +235,31 @@ Registry CudaGroup::registry() {
 // --- issuing -----------------------------------------------------------------------------------------------------------------------------
 
 CudaWorkPtr CudaGroup::issue(const Op& op, const Issue& issue) {
-  std::lock_guard lock(mutex_);
+  const auto lock = enter_group({op.kind, 0});
   const OpInfo info{op.kind, collectives_.issued + 1};
   look_for_failure(info);
   const double timeout = note_timeout(issue.timeout);
   const Plan steps = plan_or_explain(info, [&] { return plan(op, shape_, registry(), static_cast<uint64_t>(timeout * 1e9)); });
-  ++collectives_.issued;
   return enqueue(collectives_, steps, info, issue, nullptr);
 }
 
 CudaWorkPtr CudaGroup::issue(const MessageCall& message, const Issue& issue) {
-  std::lock_guard lock(mutex_);
   OpInfo info{message.sends ? OpKind::send : OpKind::recv, 0};
+  const auto lock = enter_group(info);
   if (message.peer < 0 || message.peer >= comm_.world_size())
     throw std::invalid_argument(comm_.transport().where(info) + "rank " + std::to_string(message.peer) + " is not in this group of " +
                                 std::to_string(comm_.world_size()) + (message.peer < 0 ? "; CUDA messages have a definite source" : ""));
-  Line& line = (message.sends ? sending_ : receiving_)[message.peer];
+  Line& line = line_of(message);
   info.sequence = line.issued + 1;
   look_for_failure(info);
   const double timeout = note_timeout(issue.timeout);
   const Plan steps = plan_or_explain(info, [&] { return plan_message(message, shape_, registry(), static_cast<uint64_t>(timeout * 1e9)); });
-  ++line.issued;
   return enqueue(line, steps, info, issue, &message);
+}
+
+CudaGroup::Line& CudaGroup::line_of(const MessageCall& message) {
+  const int number = 1 + (message.sends ? 0 : comm_.world_size()) + message.peer;
+  return (message.sends ? sending_ : receiving_).try_emplace(message.peer, Line{number}).first->second;
 }
 
 template <class Make>
@@ -234,8 +273,31 @@ Plan CudaGroup::plan_or_explain(const OpInfo& info, const Make& make) const {
 
 CudaWorkPtr CudaGroup::enqueue(Line& line, const Plan& steps, OpInfo info, const Issue& issue, const MessageCall* message) {
   ContextGuard guard(device_);
-  const Capture capture = capture_of(issue.stream);
   refuse_shared_stream(info, issue.stream);
+  ++line.issued;
+  start_watching();
+  Mark end{nullptr, issue.stream, {}};
+  try {
+    end.capture = capture_of(issue.stream);
+    end.stream = enter(line, issue, end.capture);
+    const auto busy_value = static_cast<uint32_t>(info.sequence << busy_kind_bits | static_cast<uint32_t>(info.kind));
+    run_steps(steps, end.stream, busy_word(line), busy_value, message);
+    if (issue.after) issue.after(end.stream);
+    end.event = events_->record(end.stream);
+  } catch (const std::exception& error) {  // some steps are in the stream, others are not: this rank is out of step with its peers
+    comm_.abort(std::string(to_string(info.kind)) + " could not be enqueued: " + error.what());
+    end.event = record_if_possible(*events_, end.stream);
+    if (end.event) (end.capture.active ? line.captured : line.eager) = end;
+    throw;
+  }
+  (end.capture.active ? line.captured : line.eager) = end;
+  auto work = std::make_shared<CudaWork>(*this, info, issue.current, end, issue.keep);
+  if (issue.async_op && !end.capture.active) pending_.push_back(work);
+  return work;
+}
+
+// The stream that the operation goes to, in order behind what must come before it.
+Stream CudaGroup::enter(Line& line, const Issue& issue, const Capture& capture) {
   Stream stream = issue.stream;
   if (issue.async_op) {
     if (!line.own) PYCOMM_CUDA_CHECK(driver_, cuStreamCreateWithPriority, &line.own, flag::stream_non_blocking, high_priority);
@@ -243,20 +305,9 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const Plan& steps, OpInfo info, const
     const EventPtr here = events_->record(issue.stream);
     PYCOMM_CUDA_CHECK(driver_, cuStreamWaitEvent, stream, here.get(), 0);
   }
-  if (line.last.event && line.last.stream != stream) order_behind(stream, line.last, capture);
-  try {
-    run_steps(steps, stream, message);
-    if (issue.after) issue.after(stream);
-  } catch (const std::exception& error) {  // some steps are in the stream, others are not: this rank is out of step with its peers
-    comm_.abort(std::string(to_string(info.kind)) + " could not be enqueued: " + error.what());
-    throw;
-  }
-  line.last = {events_->record(stream), stream, capture};
-  auto work = std::make_shared<CudaWork>(*this, info, issue.current, line.last, issue.keep);
-  if (capture.active) captured_ = true;
-  else if (issue.async_op) pending_.push_back(work);
-  start_watching();
-  return work;
+  const Mark& last = capture.active ? line.captured : line.eager;
+  if (last.event && last.stream != stream) order_behind(stream, last, capture);
+  return stream;
 }
 
 // An event recorded in one capture, or in none, means nothing in another.
@@ -278,10 +329,9 @@ void CudaGroup::refuse_shared_stream(const OpInfo& info, Stream stream) {
           "each thread a stream of its own: with torch.cuda.stream(torch.cuda.Stream()).");
 }
 
-void CudaGroup::run_steps(const Plan& steps, Stream stream, const MessageCall* message) {
-  const size_t busy = sync_words(comm_.world_size()) + comm_.rank();
+void CudaGroup::run_steps(const Plan& steps, Stream stream, size_t busy, uint32_t busy_value, const MessageCall* message) {
   const bool in_order = protocol_.protocol == Protocol::stream_ordered;
-  if (in_order) apply({{false, busy, 1}}, stream);
+  if (in_order) apply({{false, busy, busy_value}}, stream);
   for (const Step& step : steps.steps) switch (step.what) {
       case Step::What::launch: launch(step.key, step.args, step.blocks, step.threads, stream); break;
       case Step::What::copy:

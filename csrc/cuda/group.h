@@ -8,7 +8,7 @@
 // collectives and one for each end of each message channel. An operation that enters another stream than the one before it in its line
 // waits for it there by an event; so a group may be used from several streams, and the order of issue is the order of execution.
 // Asynchronous operations go to a stream of the line. While a stream is being captured, events of other captures and of eager work cannot
-// be waited for; then the order is the caller's business, as with any captured work.
+// be waited for; then the order is the caller's business, as with any captured work. So a line remembers the last of either.
 //
 // [Note: how errors come back] Kernels write what went wrong into the error word in host memory and end. A watching thread reads it,
 // together with the life of the peers; it stops the device's waits when the group is broken. The next call on the group, or on a work of
@@ -34,6 +34,9 @@ namespace pycomm::cuda {
 inline constexpr std::chrono::milliseconds tick{5};  // of the watching thread while something runs
 inline constexpr std::chrono::milliseconds idle_tick{50};
 
+// In stream order a word says which operation of a line is under way: its sequence number and kind, 0 for none.
+inline constexpr int busy_kind_bits = 4;
+
 class CudaGroup;
 
 // Events to be used again. An event may be recorded anew while a stream still waits for what it meant before (a wait takes what the event
@@ -41,12 +44,16 @@ class CudaGroup;
 using EventPtr = std::shared_ptr<CUevent_st>;
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
-  explicit EventPool(Device device) : device_(device) {}
+  explicit EventPool(Device device) : device_(device), fork_generation_(fork_generation()) {}
   ~EventPool();
   EventPtr record(Stream stream);
 
  private:
+  void take_back(Event event);
+  bool forked() const { return fork_generation_ != fork_generation(); }  // events are the parent's
+
   const Device device_;
+  const uint64_t fork_generation_;
   std::mutex mutex_;
   std::vector<Event> free_;
 };
@@ -125,9 +132,17 @@ class CudaGroup final : public DeviceEngine {
  private:
   friend class CudaWork;
   struct Line {
-    Mark last;
+    int number = 0;  // of its busy word
+    Mark eager{}, captured{};  // the last outside of captures, and in the newest one
     Stream own = nullptr;  // of asynchronous operations
     uint64_t issued = 0;
+    // What was last seen in stream order: the busy word, which peers have come, and since when both are so.
+    uint32_t busy = 0, arrived = 0;
+    std::chrono::steady_clock::time_point since{};
+  };
+  struct Ended {
+    CudaWorkPtr work;
+    std::exception_ptr error;
   };
   struct Region {
     std::weak_ptr<PeerMemory> memory;
@@ -137,26 +152,34 @@ class CudaGroup final : public DeviceEngine {
 
   CudaGroup(Communicator& comm, Device device);
   void set_up();
+  void compare_settings();
   void make_host_words();
   Shape make_shape() const;
   size_t staging_bytes() const;
   size_t host_bytes() const;
   std::atomic<uint32_t>* host_word(size_t index) const;
+  size_t busy_word(const Line& line) const;
   std::atomic<uint64_t>* stream_in_use(int rank) const;
   Registry registry();
   const Region* find_region(const void* data, size_t nbytes, size_t* id) const;
 
   template <class Make>
   Plan plan_or_explain(const OpInfo& info, const Make& make) const;
+  Line& line_of(const MessageCall& message);
   CudaWorkPtr enqueue(Line& line, const Plan& steps, OpInfo info, const Issue& issue, const MessageCall* message);
+  Stream enter(Line& line, const Issue& issue, const Capture& capture);
   void refuse_shared_stream(const OpInfo& info, Stream stream);
-  void run_steps(const Plan& steps, Stream stream, const MessageCall* message);
+  void run_steps(const Plan& steps, Stream stream, size_t busy, uint32_t busy_value, const MessageCall* message);
   void apply(const std::vector<WordOperation>& operations, Stream stream);
   void order_behind(Stream stream, const Mark& mark, const Capture& capture);
-  std::vector<Mark> last_marks() const;
   bool reached(const EventPtr& event);
 
   // --- group_watch.cc; with mutex_ held unless said ---
+  std::unique_lock<std::mutex> enter_group(
+      const OpInfo& info) const;  // takes it; throws in a forked child, where it may be locked for ever
+  std::vector<const Line*> lines() const;
+  std::vector<Mark> last_marks() const;
+  bool drain(std::unique_lock<std::mutex>& lock, std::chrono::steady_clock::duration limit, bool stop = false);
   void start_watching();
   void watch_loop();  // without
   void look();
@@ -164,9 +187,13 @@ class CudaGroup final : public DeviceEngine {
   void read_records();
   void read_record(ErrorRecord& record, OpKind message);
   void look_at_peers();
-  void look_at_deadline();
+  void look_at_deadlines();
+  void look_at_deadline(Line& line, std::chrono::steady_clock::time_point now);
   void stop_device();
-  std::vector<CudaWorkPtr> take_ended();
+  std::vector<Ended> take_ended();
+  std::exception_ptr error_of(const OpInfo& info) const;  // what an operation that has ended did wrong
+  std::vector<Ended> take_all();
+  void give_back();
   void note_failure(ErrorKind kind, const OpInfo& info, int peer, const std::string& text);
   void look_for_failure(const OpInfo& info);  // throws what went wrong since the last look
   void rethrow_failure();
@@ -188,7 +215,16 @@ class CudaGroup final : public DeviceEngine {
   double setup_seconds_ = 0;
   std::shared_ptr<EventPool> events_;
 
-  mutable std::mutex mutex_;  // of the order of issue, and of all below
+  // On the heap, because a forked child must leave it alone.
+  struct Threading {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::thread watcher;
+  };
+  std::unique_ptr<Threading> threading_ = std::make_unique<Threading>();
+  std::mutex& mutex_ = threading_->mutex;  // of the order of issue, and of all below
+  std::condition_variable& changed_ = threading_->changed;
+  std::thread& watcher_ = threading_->watcher;
   Line collectives_;
   std::map<int, Line> sending_, receiving_;
   std::vector<Region> regions_;
@@ -196,10 +232,8 @@ class CudaGroup final : public DeviceEngine {
   std::exception_ptr failure_;
   OpInfo failed_{};  // which operation failure_ belongs to
   double longest_timeout_ = 0;
-  std::chrono::steady_clock::time_point gone_since_{}, busy_since_{};
-  bool captured_ = false, closed_ = false, stop_watching_ = false;
-  std::condition_variable changed_;
-  std::thread watcher_;
+  std::chrono::steady_clock::time_point gone_since_{};
+  bool closed_ = false, stop_watching_ = false, watcher_idle_ = false;
 };
 
 }  // namespace pycomm::cuda

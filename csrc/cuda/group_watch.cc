@@ -6,6 +6,7 @@
 // A dead peer breaks the group after `grace`, in which operations that it had finished its part of still end. A peer that has closed the
 // group in good order breaks it only if something does not end for `patience`: its part of what is under way may well be done.
 #include <algorithm>
+#include <bit>
 #include <cstring>
 
 #include "device_memory.h"
@@ -18,9 +19,17 @@ constexpr std::chrono::milliseconds grace{50}, patience{500};
 constexpr double host_margin = 10;  // seconds that the host waits longer than the device before it gives up itself
 constexpr std::chrono::seconds longest_farewell{10};
 using Clock = std::chrono::steady_clock;
+
+// "rank 2", "ranks 1, 3"
+std::string names_of(uint32_t ranks) {
+  std::string text = std::popcount(ranks) > 1 ? "ranks " : "rank ";
+  for (uint32_t rest = ranks; rest; rest &= rest - 1) text += (rest == ranks ? "" : ", ") + std::to_string(std::countr_zero(rest));
+  return text;
+}
 }  // namespace
 
 EventPool::~EventPool() {
+  if (forked()) return;
   ContextGuard guard(device_);
   for (Event event : free_) require_driver().cuEventDestroy(event);
 }
@@ -36,12 +45,15 @@ EventPtr EventPool::record(Stream stream) {
   }
   const Driver& driver = require_driver();
   if (!event) PYCOMM_CUDA_CHECK(driver, cuEventCreate, &event, flag::event_disable_timing);
-  EventPtr owned(event, [pool = shared_from_this()](Event e) {
-    std::lock_guard lock(pool->mutex_);
-    pool->free_.push_back(e);
-  });
+  EventPtr owned(event, [pool = shared_from_this()](Event e) { pool->take_back(e); });
   PYCOMM_CUDA_CHECK(driver, cuEventRecord, event, stream);
   return owned;
+}
+
+void EventPool::take_back(Event event) {
+  if (forked()) return;
+  std::lock_guard lock(mutex_);
+  free_.push_back(event);
 }
 
 // --- works -------------------------------------------------------------------------------------------------------------------------------
@@ -53,13 +65,17 @@ void CudaWork::end(std::exception_ptr error) {
 }
 
 void CudaWork::wait(double timeout) {
-  if (done() && error()) std::rethrow_exception(error());
+  if (done() && error()) {
+    const auto lock = group_.enter_group(info_);
+    if (group_.failure_ == error() && !group_.comm_.transport().broken()) group_.failure_ = nullptr;  // thrown here, and nowhere else
+    std::rethrow_exception(error());
+  }
   if (timeout > 0 && !end_.capture.active) {
     group_.wait_for(*this, timeout);
     return;
   }
   {
-    std::lock_guard lock(group_.mutex_);
+    const auto lock = group_.enter_group(info_);
     if (!end_.capture.active) group_.look_for_failure(info_);
   }
   order(current_ ? current_() : nullptr);
@@ -73,7 +89,7 @@ void CudaWork::order(Stream stream) {
     throw std::invalid_argument(
         group_.comm_.transport().where(info_) +
         "an operation must be waited for in the graph capture in which it was issued, or outside of any if it was issued outside.");
-  std::lock_guard lock(group_.mutex_);
+  const auto lock = group_.enter_group(info_);
   group_.order_behind(stream, end_, capture);
 }
 
@@ -82,47 +98,70 @@ bool CudaWork::poll() {
   if (end_.capture.active) return false;  // it will run when the graph is replayed
   std::exception_ptr error;
   {
-    std::lock_guard lock(group_.mutex_);
-    group_.read_records();
+    const auto lock = group_.enter_group(info_);
     if (!group_.reached(end_.event)) return false;
-    if (group_.failure_ && group_.failed_.sequence == info_.sequence && group_.failed_.kind == info_.kind)
-      error = std::exchange(group_.failure_, nullptr);
+    group_.read_records();
+    error = group_.error_of(info_);
+    if (error && !group_.comm_.transport().broken()) group_.failure_ = nullptr;
     group_.pending_.remove_if([this](const CudaWorkPtr& work) { return work.get() == this; });
   }
   end(error);
-  return true;
+  return done();  // the watching thread may be at it
 }
 
 // --- the thread --------------------------------------------------------------------------------------------------------------------------
 
+std::unique_lock<std::mutex> CudaGroup::enter_group(const OpInfo& info) const {
+  if (comm_.transport().forked()) comm_.transport().check(info);
+  return std::unique_lock(mutex_);
+}
+
 void CudaGroup::start_watching() {
   if (!watcher_.joinable()) watcher_ = std::thread([this] { watch_loop(); });
-  changed_.notify_one();
+  if (watcher_idle_) changed_.notify_one();
 }
 
 void CudaGroup::watch_loop() {
   std::unique_lock lock(mutex_);
   while (!stop_watching_) {
     look();
-    const auto ended = take_ended();
-    std::exception_ptr broken;
-    if (comm_.transport().broken()) broken = failure_;
+    auto ended = take_ended();
     lock.unlock();
-    for (const CudaWorkPtr& work : ended) work->end(work->error() ? work->error() : broken);
+    for (auto& [work, error] : ended) work->end(error);
+    ended.clear();
     lock.lock();
-    changed_.wait_for(lock, running() ? tick : idle_tick);
+    watcher_idle_ = !running();
+    changed_.wait_for(lock, watcher_idle_ ? idle_tick : tick);
+    watcher_idle_ = false;
   }
+}
+
+std::vector<const CudaGroup::Line*> CudaGroup::lines() const {
+  std::vector<const Line*> all{&collectives_};
+  for (const auto& [peer, line] : sending_) all.push_back(&line);
+  for (const auto& [peer, line] : receiving_) all.push_back(&line);
+  return all;
 }
 
 std::vector<Mark> CudaGroup::last_marks() const {
   std::vector<Mark> marks;
-  auto add = [&marks](const Line& line) {
-    if (line.last.event && !line.last.capture.active) marks.push_back(line.last);
-  };
-  add(collectives_);
-  for (const auto& [peer, line] : sending_) add(line);
-  for (const auto& [peer, line] : receiving_) add(line);
+  for (const Line* line : lines())
+    if (line->eager.event) marks.push_back(line->eager);
   return marks;
+}
+
+// Until all that was issued outside of captures so far has ended. False: it has not, within `limit`.
+bool CudaGroup::drain(std::unique_lock<std::mutex>& lock, Clock::duration limit, bool stop) {
+  const auto late = Clock::now() + limit;
+  for (const Mark& mark : last_marks())
+    while (!reached(mark.event)) {
+      if (Clock::now() > late) return false;
+      if (stop) stop_device();
+      lock.unlock();
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+      lock.lock();
+    }
+  return true;
 }
 
 // Or will never be: the driver says that a kernel or the device has failed, which ends the group.
@@ -145,7 +184,7 @@ bool CudaGroup::running() {
 void CudaGroup::look() {
   read_records();
   look_at_peers();
-  look_at_deadline();
+  look_at_deadlines();
   if (comm_.transport().broken()) stop_device();
 }
 
@@ -192,15 +231,11 @@ void CudaGroup::read_record(ErrorRecord& record, OpKind message) {
     }
     return;
   }
-  std::string missing;
-  int count = 0;
-  for (int p = 0; p < comm_.world_size(); ++p)
-    if (seen.missing >> p & 1) missing += (count++ ? ", " : "") + std::to_string(p);
-  std::ostringstream text;
-  text << (count > 1 ? "ranks " : "rank ") << missing;
-  if (fault == Fault::timeout) text << " did not arrive within the timeout";
-  else text << ": what it had to send is not there, though stream memory operations say so (an error of pycomm or of the driver)";
-  note_failure(fault == Fault::timeout ? ErrorKind::timeout : ErrorKind::aborted, info, peer, text.str());
+  const std::string missing = names_of(static_cast<uint32_t>(seen.missing));
+  if (fault == Fault::timeout) return note_failure(ErrorKind::timeout, info, peer, missing + " did not arrive within the timeout");
+  note_failure(
+      ErrorKind::aborted, info, peer,
+      missing + ": what it had to send is not there, though stream memory operations say so (an error of pycomm or of the driver)");
 }
 
 void CudaGroup::look_at_peers() {
@@ -224,28 +259,39 @@ void CudaGroup::look_at_peers() {
     note_failure(ErrorKind::peer, {}, closed, "rank " + std::to_string(closed) + " closed the group before it came to this operation");
 }
 
-// In stream order the device does not look at the clock. The busy word says that an operation of this rank has begun and not ended.
-void CudaGroup::look_at_deadline() {
+void CudaGroup::look_at_deadlines() {
   if (protocol_.protocol != Protocol::stream_ordered || comm_.transport().broken()) return;
-  const int n = comm_.world_size(), me = comm_.rank();
-  const uint32_t busy = host_word(sync_words(n) + me)->load();
-  if (!busy) {
-    busy_since_ = {};
+  const auto now = Clock::now();
+  look_at_deadline(collectives_, now);
+  for (auto& [peer, line] : sending_) look_at_deadline(line, now);
+  for (auto& [peer, line] : receiving_) look_at_deadline(line, now);
+}
+
+// In stream order the device does not look at the clock. The host looks at the words at times; a line that is at work may have gone round
+// in between, and a replayed graph writes the same busy word each time, so a line is late only if nothing of it was ever seen to change.
+void CudaGroup::look_at_deadline(Line& line, Clock::time_point now) {
+  const int n = comm_.world_size(), me = comm_.rank(), message = line.number - 1;
+  const uint32_t busy = host_word(busy_word(line))->load();
+  uint32_t arrived = 0, wanted = 0;
+  auto look_at = [&](int set, int p) { arrived |= static_cast<uint32_t>(host_word(sync_word(n, set, p, me))->load() != 0) << p; };
+  for (int p = 0; p < n; ++p) {
+    if (line.number == 0 ? p == me : p != message % n) continue;
+    wanted |= 1u << p;
+    if (line.number == 0) look_at(0, p), look_at(1, p);
+    else look_at(message < n ? set_of_receivers : set_of_senders, p);
+  }
+  if (!busy || busy != line.busy || arrived != line.arrived) {
+    line.busy = busy;
+    line.arrived = arrived;
+    line.since = now;
     return;
   }
-  const auto now = Clock::now();
-  if (busy_since_ == Clock::time_point{}) busy_since_ = now;
-  if (std::chrono::duration<double>(now - busy_since_).count() < longest_timeout_) return;
-  std::string missing;
-  int first = -1, count = 0;
-  for (int p = 0; p < n; ++p) {
-    if (p == me || host_word(sync_word(n, 0, p, me))->load() || host_word(sync_word(n, 1, p, me))->load()) continue;
-    if (first < 0) first = p;
-    missing += (count++ ? ", " : "") + std::to_string(p);
-  }
+  if (std::chrono::duration<double>(now - line.since).count() < longest_timeout_) return;
   std::ostringstream text;
-  text << (count > 1 ? "ranks " : "rank ") << missing << " did not arrive within the timeout of " << longest_timeout_ << " s";
-  note_failure(ErrorKind::timeout, {collectives_.issued ? OpKind::none : OpKind::send, 0}, first, text.str());
+  if (wanted & ~arrived) text << names_of(wanted & ~arrived) << " did not arrive within the timeout of " << longest_timeout_ << " s";
+  else text << "the device of rank " << me << " did not finish within the timeout of " << longest_timeout_ << " s";
+  const OpInfo info{static_cast<OpKind>(busy & ((1u << busy_kind_bits) - 1)), busy >> busy_kind_bits};
+  note_failure(ErrorKind::timeout, info, wanted & ~arrived ? std::countr_zero(wanted & ~arrived) : me, text.str());
 }
 
 // Every wait of a kernel ends at `stop`, every wait of a stream at a 1 in its word.
@@ -257,14 +303,26 @@ void CudaGroup::stop_device() {
     for (int p = 0; p < n; ++p) host_word(sync_word(n, set, p, comm_.rank()))->store(1);
 }
 
-std::vector<CudaWorkPtr> CudaGroup::take_ended() {
-  std::vector<CudaWorkPtr> ended;
+std::vector<CudaGroup::Ended> CudaGroup::take_ended() {
+  std::vector<Ended> ended;
   for (auto it = pending_.begin(); it != pending_.end();) {
-    const bool over = comm_.transport().broken() || reached((*it)->end_.event);
-    if (over) ended.push_back(*it);
+    const bool over = reached((*it)->end_.event);  // also when the group is broken: until then the device may use the buffers
+    if (over) ended.push_back({*it, nullptr});
     it = over ? pending_.erase(it) : std::next(it);
   }
+  read_records();
+  for (auto& [work, error] : ended) error = error_of(work->info());
   return ended;
+}
+
+std::exception_ptr CudaGroup::error_of(const OpInfo& info) const {
+  if (failure_ && (comm_.transport().broken() || (failed_.sequence == info.sequence && failed_.kind == info.kind))) return failure_;
+  try {
+    if (comm_.transport().broken()) comm_.transport().check(info);
+  } catch (const CommError&) {
+    return std::current_exception();
+  }
+  return nullptr;
 }
 
 // --- errors, as the caller sees them -----------------------------------------------------------------------------------------------------
@@ -280,6 +338,7 @@ void CudaGroup::rethrow_failure() {
 }
 
 void CudaGroup::look_for_failure(const OpInfo& info) {
+  if (closed_) comm_.transport().raise(ErrorKind::aborted, info, -1, "the communicator is closed");
   read_records();
   rethrow_failure();
   comm_.transport().check(info);
@@ -289,7 +348,7 @@ void CudaGroup::wait_for(CudaWork& work, double timeout) {
   const auto deadline = Clock::now() + std::chrono::duration<double>(std::min(timeout + host_margin, 1e8));
   for (int round = 0;; ++round) {
     {
-      std::lock_guard lock(mutex_);
+      const auto lock = enter_group(work.info());
       if (reached(work.end_.event)) {
         look_for_failure(work.info());
         break;
@@ -312,33 +371,46 @@ void CudaGroup::wait_for(CudaWork& work, double timeout) {
 // --- the end -----------------------------------------------------------------------------------------------------------------------------
 
 void CudaGroup::close() {
+  if (comm_.transport().forked()) return;
+  bool drained = false;
   {
     std::unique_lock lock(mutex_);
     if (closed_) return;
     closed_ = true;
     if (!error_) return;  // set_up() failed
-    // What is under way ends by itself, or because its peers are gone; not for ever.
-    const auto limit = Clock::now() + longest_farewell;
-    for (const Mark& mark : last_marks())
-      while (!reached(mark.event) && Clock::now() < limit) {
-        lock.unlock();
-        std::this_thread::sleep_for(std::chrono::microseconds(100));
-        lock.lock();
-      }
+    // What is under way ends by itself, or because its peers are gone.
+    drained = drain(lock, longest_farewell);
     stop_watching_ = true;
     changed_.notify_all();
   }
   if (watcher_.joinable()) watcher_.join();
+  std::vector<Ended> ended;
+  {
+    std::unique_lock lock(mutex_);
+    if (!drained) drained = drain(lock, longest_farewell, true);
+    ended = take_all();
+  }
+  for (auto& [work, error] : ended) work->end(error);
+  if (drained) give_back();
+  else (void)arena_.release();  // the device does not even stop, so it keeps what it may use
+}
+
+std::vector<CudaGroup::Ended> CudaGroup::take_all() {
+  std::vector<Ended> all = take_ended();
+  for (const CudaWorkPtr& work : std::exchange(pending_, {}))
+    all.push_back(
+        {work, std::make_exception_ptr(CommError(ErrorKind::aborted, comm_.transport().where(work->info()) + "the communicator is closed",
+                                                 comm_.rank(), comm_.world_size(), work->info(), -1))});
+  return all;
+}
+
+void CudaGroup::give_back() {
   ContextGuard guard(device_);
-  stop_device();
-  for (const CudaWorkPtr& work : std::exchange(pending_, {})) work->end(failure_);
-  auto end_line = [this](Line& line) {
-    if (line.own) driver_.cuStreamDestroy(line.own);
-    line = {};
-  };
-  end_line(collectives_);
-  for (auto& [peer, line] : sending_) end_line(line);
-  for (auto& [peer, line] : receiving_) end_line(line);
+  for (const Line* line : lines())
+    if (line->own) driver_.cuStreamDestroy(line->own);
+  collectives_ = {};
+  sending_.clear();
+  receiving_.clear();
   events_.reset();
   arena_.reset();
   if (region_table_) driver_.cuMemFree(region_table_);

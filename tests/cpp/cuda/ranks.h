@@ -71,6 +71,8 @@ struct RunOptions {
   std::function<void(int)> before_threads = {};  // in each process, with its first rank: settings of the fake driver
   int may_die = -1;                         // a rank whose process ends on purpose
   bool leaks_allowed = false;
+  double timeout = 10;                      // seconds, of the group
+  DeviceOptions device = {};
 };
 
 inline int failures = 0, passes = 0;
@@ -92,7 +94,8 @@ inline int run_process(const RunOptions& options, int first, int count, const st
       try {
         FolderStore store(folder);
         TransportOptions transport;
-        transport.timeout = 10;
+        transport.timeout = options.timeout;
+        transport.device = options.device;
         const auto comm = make_communicator(store, r, options.ranks, transport);
         Rank rank{*comm, r, options.ranks};
         body(rank);
