@@ -5,14 +5,21 @@
 
 Build isolation must be off: the extension is compiled against the torch that is installed, and works with that minor version only
 (c10d::Backend is a C++ class whose vtable changes with each).
+
+Where nvcc is found, the kernels for CUDA tensors are built too: PYCOMM_CUDA=0 leaves them out, PYCOMM_CUDA=1 insists. They use nothing of
+torch and link the CUDA runtime statically, so neither torch's own CUDA version nor a driver matters to the build. The rules of torch's
+CUDAExtension, which say otherwise, are therefore not used.
 """
 
 import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import torch
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, verify_ninja_availability
 
 ROOT = Path(__file__).parent
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
@@ -24,8 +31,39 @@ if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
     raise SystemExit(f"pycomm supports torch 2.11 to 2.15; torch {torch.__version__} is installed.")
 
 
-def extension():
-    sources = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*.cc") if "cuda" not in path.relative_to(ROOT).parts)
+# sm_80 and sm_90 are compiled here, later ones by the driver. tests/test_nvcc.py compiles with the same flags.
+NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v", "-Xfatbin", "-compress-all"]
+NVCC_FLAGS += ["-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
+
+
+def find_nvcc():
+    wanted = os.environ.get("PYCOMM_CUDA", "auto")
+    if wanted not in ("0", "1", "auto"):
+        raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
+    if wanted == "0":
+        return None
+    places = [Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    nvcc = next((str(place) for place in places if place and os.access(place, os.X_OK)), None)
+    if wanted == "1" and not nvcc:
+        raise SystemExit("PYCOMM_CUDA=1, but no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda.")
+    return nvcc
+
+
+def cudart_folder(nvcc):
+    """Of libcudart_static.a. nvcc in PATH may be a script that calls the real one, which knows its place."""
+    report = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", report, re.M)
+    names = ["lib64", "lib", f"targets/{os.uname().machine}-linux/lib"]
+    folders = [Path(top.group(1), name) for name in names] if top else []
+    folder = next((folder.resolve() for folder in folders if (folder / "libcudart_static.a").exists()), None)
+    if not folder:
+        raise SystemExit(f"{nvcc} has no libcudart_static.a beside it; PYCOMM_CUDA=0 builds without CUDA.")
+    return folder
+
+
+def extension(nvcc):
+    files = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    sources = [path for path in files if path.suffix == ".cc" and not (nvcc and path.name == "stub.cc")]
     ext = CppExtension(
         "pycomm._C",
         [str(path) for path in sources],
@@ -35,7 +73,28 @@ def extension():
     for folder in ext.include_dirs:
         ext.extra_compile_args += ["-isystem", folder]
     ext.include_dirs = []
+    ext.depends = [str(path) for path in files]  # which also brings them into a source distribution
+    if nvcc:
+        # exclude-libs: torch may have loaded a CUDA runtime of its own, which must not be called from here.
+        ext.extra_link_args += [f"-L{cudart_folder(nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+        ext.extra_link_args += ["-Wl,--exclude-libs,libcudart_static.a"]
     return ext
+
+
+def compile_kernels(nvcc, folder):
+    """Compiles csrc/cuda/*.cu whose sources changed, and returns the objects. What ptxas says lies beside each of them in a .log."""
+    verify_ninja_availability()
+    folder.mkdir(parents=True, exist_ok=True)
+    command = " ".join([nvcc, *NVCC_FLAGS, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
+    lines = ["ninja_required_version = 1.3", "rule kernels"]
+    lines += [f"  command = {command} > $out.log 2>&1 || (cat $out.log; exit 1)", "  depfile = $out.d", "  deps = gcc"]
+    objects = []
+    for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -len(path.name)):
+        objects.append(str(folder / f"{source.stem}.o"))
+        lines.append(f"build {objects[-1]}: kernels {source}")
+    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
+    subprocess.run(["ninja", "-C", str(folder), "-j", os.environ["MAX_JOBS"]], check=True)
+    return objects
 
 
 class BuildExt(BuildExtension):
@@ -44,6 +103,13 @@ class BuildExt(BuildExtension):
     def finalize_options(self):
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / f"temp-{'.'.join(map(str, torch_minor))}")
+
+    def build_extensions(self):
+        self.force = self.force or self.use_ninja  # ninja knows better than setuptools, which looks at no header
+        if NVCC:
+            for ext in self.extensions:
+                ext.extra_objects = compile_kernels(NVCC, Path(self.build_temp) / "cuda")
+        super().build_extensions()
 
     def run(self):
         super().run()
@@ -54,5 +120,6 @@ class BuildExt(BuildExtension):
 
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 os.chdir(ROOT)
+NVCC = find_nvcc()
 present = {name: folder for name, folder in PACKAGES.items() if (ROOT / folder / "__init__.py").exists()}
-setup(packages=list(present), package_dir=present, ext_modules=[extension()], cmdclass={"build_ext": BuildExt})
+setup(packages=list(present), package_dir=present, ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})

@@ -1,0 +1,105 @@
+"""What nvcc makes of the kernels: nothing spills, few registers, and the memory accesses that docs/memory_model.md counts on.
+
+The build leaves what ptxas says in build/temp-*/cuda/*.log. Where that is older than the sources, or the build was made without CUDA, the
+kernels are compiled here.
+"""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+CUDA = ROOT / "csrc" / "cuda"
+SOURCES = sorted(CUDA.glob("*.cu"))
+ARCHITECTURES = {"sm_80", "sm_90"}
+MAX_REGISTERS = 128  # of 65536 for max_threads = 512
+MAX_SECONDS = 300  # of compiling, on a busy machine; about 45 on two free cores
+NVCC = next((str(p) for p in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if p and os.access(p, os.X_OK)), None)
+pytestmark = [pytest.mark.skipif(not NVCC, reason="needs nvcc"), pytest.mark.timeout(2 * MAX_SECONDS)]
+
+
+def flags():
+    """NVCC_FLAGS of setup.py."""
+    nodes = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, (ast.Assign, ast.AugAssign))]
+    found = [node.value for node in nodes if "NVCC_FLAGS" in ast.unparse(node).split("=")[0]]
+    return [flag for value in found for flag in ast.literal_eval(value)]
+
+
+def with_includes(path, seen=None):
+    """`path` and every file that it includes."""
+    seen = {} if seen is None else seen
+    if path not in seen:
+        seen[path] = True
+        for name in re.findall(r'#include "([^"]+)"', path.read_text()):
+            with_includes((path.parent / name).resolve(), seen)
+    return list(seen)
+
+
+def log_of_build(source):
+    """What ptxas said in the newest build, if nothing has changed since."""
+    logs = sorted(ROOT.glob(f"build/temp-*/cuda/{source.stem}.o.log"), key=lambda log: log.stat().st_mtime)
+    changed = max(path.stat().st_mtime for path in [ROOT / "setup.py", *with_includes(source)])
+    ended = logs and logs[-1].with_name(f"{source.stem}.o").exists() and logs[-1].stat().st_mtime > changed
+    return logs[-1].read_text() if ended else None
+
+
+def compile_all(sources, folder):
+    def compile_one(source):
+        command = [NVCC, *flags(), "-c", str(source), "-o", str(folder / f"{source.stem}.o")]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert result.returncode == 0, result.stdout[-5000:]
+        return result.stdout
+
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        logs = dict(zip(sources, pool.map(compile_one, sources), strict=True))
+    print(f"compiled {len(sources)} files in {time.monotonic() - began:.0f} s")
+    assert time.monotonic() - began < MAX_SECONDS
+    return logs
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory):
+    """ptxas -v of each source."""
+    logs = {source: log_of_build(source) for source in SOURCES}
+    missing = [source for source, log in logs.items() if log is None]
+    return {**logs, **compile_all(missing, tmp_path_factory.mktemp("nvcc"))} if missing else logs
+
+
+def test_no_kernel_spills(reports):
+    text = "\n".join(reports.values())
+    assert ARCHITECTURES == set(re.findall(r"Compiling entry function '\w+' for '(\w+)'", text))
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", text)
+    assert spills and set(spills) == {("0", "0")}
+
+
+def test_registers(reports):
+    text = "\n".join(reports.values())
+    for architecture in ARCHITECTURES:
+        pattern = rf"Compiling entry function '(\w+)' for '{architecture}'\n(?:.*\n){{2}}ptxas info\s+: Used (\d+) registers"
+        registers = {name: int(used) for name, used in re.findall(pattern, text)}
+        print(f"{architecture}: {len(registers)} kernels, {min(registers.values())} to {max(registers.values())} registers")
+        assert len(registers) > 100 and max(registers.values()) <= MAX_REGISTERS
+
+
+def test_accesses_in_ptx(tmp_path):
+    """One file of data movement is enough: all kernels share the accesses of ctx.cuh."""
+    target = tmp_path / "launch.ptx"
+    command = [NVCC, *flags()[:3], "-arch=compute_90", "--ptx", str(CUDA / "launch.cu"), "-o", str(target)]
+    subprocess.run(command, check=True, capture_output=True)
+    ptx = target.read_text()
+    # .nc reads through a cache that is not coherent: stale data of a peer.
+    assert "ld.global.nc" not in ptx
+    # Flags: ordered among GPUs, by the access itself. A fence beside it would be paid twice.
+    for access in ("ld.acquire.sys.global.u64", "st.release.sys.global.u64"):
+        assert access in ptx
+    assert not re.search(r"\b(membar|fence)\.", ptx)
+    # Data: 16 bytes at a time.
+    assert "ld.global.L1::no_allocate.v4.u32" in ptx and "st.global.v4.u32" in ptx
