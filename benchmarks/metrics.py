@@ -19,20 +19,19 @@
 from and writes to that GPU's memory, all ranks together, and how fast the GPU copies. With n ranks and k bytes per chunk, reads + writes:
 
     operation        floor               algorithm of pycomm, peers address each other's buffers (its steps: csrc/cuda/*.cuh)
-    all_reduce       nk + nk             two_shot  nk + k, then (n-1)k + (n-1)k        ring  (6n-4)k      one_shot  n(4n-2)k
-    reduce           nk + k              two_shot  nk + k, then 2(n-1)k/n at the root
-    broadcast        k + (n-1)k          two_shot  2(n-1)k/n, then 2(n-1)(n-1)k/n
-    reduce_scatter   n*nk + nk           two_shot, first shot alone: the same as the floor
+    all_reduce       nk + nk             two_shot  the same as the floor       ring  (6n-4)k      one_shot  n(4n-2)k
+    reduce           nk + k              two_shot  the same as the floor
+    broadcast        k + (n-1)k          move  (n-1)k + (n-1)k: every rank reads the root's buffer
+    reduce_scatter   n*nk + nk           two_shot  the same as the floor
     all_gather       nk + n*nk           move  n*nk + n*nk: every rank reads every chunk; in place all but its own
     all_to_all       n*nk + n*nk         move  the same as the floor
     gather, scatter  nk + nk             move  the same as the floor
     sendrecv         nk + nk             the same        pingpong: half of the ranks send at a time
 
-    floor   no algorithm can move less: every input is read once, every output written once. For all_reduce and all_gather it takes a kernel
-            that stores each value to all ranks while it has it in registers.
+    floor   no algorithm can move less: every input is read once, every output written once.
     bound   the least among the algorithms above, over the copy bandwidth: the time that the fraction `of bound` refers to
 
-    two_shot:  n ranks reduce one n-th each: n inputs of k read, k written in all. Then every rank copies the n-1 results of the others.
+    two_shot:  n ranks reduce one n-th each: n inputs of k read in all. Each stores its result to all who want it while it has it in registers.
     ring:      per rank and part k/n: 3n-2 reads (own, slot + own, slot) and 3n-2 writes (slots, results).
     one_shot:  words are half flag: 2k bytes written to and read from each of n-1 areas, and k read and k written, on each rank.
     Staging adds to these, but it is small enough to stay in the L2 cache. The copy counts what it reads and what it writes, too. Caches
@@ -157,11 +156,11 @@ def device_traffic(op, n, k, in_place=False):
     """Bytes that each algorithm of pycomm reads and writes, {name: bytes}. See [Note: bytes of one GPU]."""
     match op:
         case "all_reduce":
-            return {"two_shot": (3 * n - 1) * k, "ring": (6 * n - 4) * k, "one_shot": n * (4 * n - 2) * k}
+            return {"two_shot": 2 * n * k, "ring": (6 * n - 4) * k, "one_shot": n * (4 * n - 2) * k}
         case "reduce":
-            return {"two_shot": (n + 1) * k + 2 * (n - 1) * k / n}
+            return {"two_shot": (n + 1) * k}
         case "broadcast":
-            return {"two_shot": 2 * (n - 1) * k}
+            return {"move": 2 * (n - 1) * k}
         case "all_gather":
             return {"move": 2 * n * (n - 1) * k if in_place else 2 * n * n * k}
         case "reduce_scatter":

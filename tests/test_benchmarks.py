@@ -94,9 +94,7 @@ def test_summary():
 
 # Reads and writes of all ranks by simulation of the steps, for n ranks, in chunks of k=n bytes (so that a part is 1 byte).
 def _two_shot_bytes(n):
-    reduce_shot = sum(n + 1 for _ in range(n))  # every rank: one part of n inputs read, one result written
-    fetch_shot = sum(2 * (n - 1) for _ in range(n))  # every rank: each other result read and written
-    return reduce_shot + fetch_shot
+    return sum(n + n for _ in range(n))  # every rank: one part of n inputs read, its result written to n outputs
 
 
 def _ring_bytes(n):
@@ -121,13 +119,13 @@ def test_bytes_of_one_gpu(n):
 
 def test_fractions():
     case = metrics.make_case("all_reduce", 64 << 20, "f32", "sum", 0, 8)
-    least_us = 23 * (64 << 20) / 4e12 * 1e6  # (3n-1)k at 4000 GB/s
+    least_us = 16 * (64 << 20) / 4e12 * 1e6  # 2nk at 4000 GB/s
     timing = metrics.Timing(2 * least_us, 0, 0, 0, 0, 1)
-    assert metrics.fractions(case, 8, timing, 4000.0, False) == pytest.approx((0.5, 0.5 * 16 / 23))
+    assert metrics.fractions(case, 8, timing, 4000.0, False) == pytest.approx((0.5, 0.5))
     assert metrics.fractions(case, 1, timing, 4000.0, False) is None
     row = runner.Row("pycomm", case, 8, case.nbytes(8), timing, None, 4000.0)
     assert row.fractions("in_place") is None and report.as_record(row)["out_of_place_of_bound"] == pytest.approx(0.5)
-    assert report.table_cells([row])[1][0][-5:] == ["4000", "0.50", "0.35", "n/a", "n/a"]
+    assert report.table_cells([row])[1][0][-5:] == ["4000", "0.50", "0.50", "n/a", "n/a"]
 
 
 @pytest.mark.parametrize("dtype", metrics.ITEMSIZE)

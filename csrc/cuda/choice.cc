@@ -79,7 +79,7 @@ CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKe
     case OpKind::reduce:
     case OpKind::reduce_scatter: return {Algorithm::two_shot, "every rank reduces its part"};
     case OpKind::broadcast:
-      if (nbytes > 256 * KiB && shape.world_size() > 2)
+      if (nbytes > 256 * KiB && shape.world_size() > 2 && !shape.pointers)
         return {Algorithm::two_shot, "large: scattered, then gathered, so that no link carries all"};
       return {plain, "every rank reads from the root"};
     default: break;
