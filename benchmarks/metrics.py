@@ -31,7 +31,7 @@ from and writes to that GPU's memory, all ranks together, and how fast the GPU c
     floor   no algorithm can move less: every input is read once, every output written once.
     bound   the least among the algorithms above, over the copy bandwidth: the time that the fraction `of bound` refers to
 
-    two_shot:  n ranks reduce one n-th each: n inputs of k read in all. Each stores its result to all who want it while it has it in registers.
+    two_shot:  n ranks reduce one n-th each: n inputs of k read in all. Each stores its result from registers to all who want it.
     ring:      per rank and part k/n: 3n-2 reads (own, slot + own, slot) and 3n-2 writes (slots, results).
     one_shot:  words are half flag: 2k bytes written to and read from each of n-1 areas, and k read and k written, on each rank.
     Staging adds to these, but it is small enough to stay in the L2 cache. The copy counts what it reads and what it writes, too. Caches
