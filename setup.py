@@ -67,7 +67,16 @@ def extension(nvcc):
     ext = CppExtension(
         "pycomm._C",
         [str(path) for path in sources],
-        extra_compile_args=["-O3", "-g0", "-std=c++20", "-fvisibility=hidden", "-Wall", "-Wextra", "-Wno-unused-parameter"],
+        extra_compile_args=[
+            "-O3",
+            "-g0",
+            "-std=c++20",
+            "-fvisibility=hidden",
+            "-Wall",
+            "-Wextra",
+            "-Wno-unused-parameter",
+            "-Wno-unknown-pragmas",
+        ],
     )
     # As system headers torch's warnings stay out of the log, so that ours are seen.
     for folder in ext.include_dirs:
