@@ -92,12 +92,12 @@ def check_all(program, cases):
 
 
 CASES = {
-    "plain": [*(f"table {n}" for n in range(8, 0, -1)), *(f"random {seed} 150" for seed in range(1, 7)), "faults",
-              *(f"streams {seed}" for seed in range(5))],
-    "address": [*(f"forms {n} {n}" for n in (4, 3, 2, 1)), *(f"random {seed} 60" for seed in (11, 12, 13)), "faults", "streams 1",
-                "streams 2"],
+    "plain": [*(f"table {n}" for n in range(8, 0, -1)), *(f"random {seed} 150" for seed in range(1, 7)), "mutants 1 100", "forms 5 1",
+              "rings 1 100", "faults", *(f"streams {seed}" for seed in range(5))],
+    "address": [*(f"forms {n} {n}" for n in (4, 3, 2, 1)), *(f"random {seed} 60" for seed in (11, 12, 13)), "rings 2 30", "faults",
+                "streams 1", "streams 2"],
     "thread": ["forms 8 5", "forms 4 3", "forms 3 2", "forms 2 1", *(f"mutants {seed} 60" for seed in (1, 2, 3)), "random 21 25",
-               "random 22 25", "faults", "streams 1"],
+               "random 22 25", "rings 3 15", "faults", "streams 1"],
 }  # fmt: skip
 # Many more seeds, for changes of the kernels.
 MANY_CASES = {
