@@ -240,7 +240,7 @@ CudaWorkPtr CudaGroup::issue(const Op& op, const Issue& issue) {
   look_for_failure(info);
   const double timeout = note_timeout(issue.timeout);
   const Plan steps = plan_or_explain(info, [&] { return plan(op, shape_, registry(), static_cast<uint64_t>(timeout * 1e9)); });
-  return enqueue(collectives_, steps, info, issue, nullptr);
+  return enqueue(collectives_, steps, info, issue);
 }
 
 CudaWorkPtr CudaGroup::issue(const MessageCall& message, const Issue& issue) {
@@ -281,6 +281,8 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const Plan& steps, OpInfo info, const
     end.capture = capture_of(issue.stream);
     end.stream = enter(line, issue, end.capture);
     const auto busy_value = static_cast<uint32_t>(info.sequence << busy_kind_bits | static_cast<uint32_t>(info.kind));
+    if (protocol_.protocol == Protocol::stream_ordered && !end.capture.active)
+      line.timeouts.emplace_back(busy_value, note_timeout(issue.timeout));
     run_steps(steps, end.stream, busy_word(line), busy_value, message);
     if (issue.after) issue.after(end.stream);
     end.event = events_->record(end.stream);

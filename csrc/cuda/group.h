@@ -18,6 +18,7 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <deque>
 #include <list>
 #include <map>
 #include <optional>
@@ -139,6 +140,7 @@ class CudaGroup final : public DeviceEngine {
     // What was last seen in stream order: the busy word, which peers have come, and since when both are so.
     uint32_t busy = 0, arrived = 0;
     std::chrono::steady_clock::time_point since{};
+    std::deque<std::pair<uint32_t, double>> timeouts{};  // seconds, by busy word, of what has not ended outside of captures
   };
   struct Ended {
     CudaWorkPtr work;
@@ -166,7 +168,7 @@ class CudaGroup final : public DeviceEngine {
   template <class Make>
   Plan plan_or_explain(const OpInfo& info, const Make& make) const;
   Line& line_of(const MessageCall& message);
-  CudaWorkPtr enqueue(Line& line, const Plan& steps, OpInfo info, const Issue& issue, const MessageCall* message);
+  CudaWorkPtr enqueue(Line& line, const Plan& steps, OpInfo info, const Issue& issue, const MessageCall* message = nullptr);
   Stream enter(Line& line, const Issue& issue, const Capture& capture);
   void refuse_shared_stream(const OpInfo& info, Stream stream);
   void run_steps(const Plan& steps, Stream stream, size_t busy, uint32_t busy_value, const MessageCall* message);
@@ -189,6 +191,7 @@ class CudaGroup final : public DeviceEngine {
   void look_at_peers();
   void look_at_deadlines();
   void look_at_deadline(Line& line, std::chrono::steady_clock::time_point now);
+  double timeout_of(Line& line, uint32_t busy) const;
   void stop_device();
   std::vector<Ended> take_ended();
   std::exception_ptr error_of(const OpInfo& info) const;  // what an operation that has ended did wrong

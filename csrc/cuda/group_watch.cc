@@ -280,18 +280,29 @@ void CudaGroup::look_at_deadline(Line& line, Clock::time_point now) {
     if (line.number == 0) look_at(0, p), look_at(1, p);
     else look_at(message < n ? set_of_receivers : set_of_senders, p);
   }
+  if (!busy && line.eager.event && reached(line.eager.event)) line.timeouts.clear();
   if (!busy || busy != line.busy || arrived != line.arrived) {
     line.busy = busy;
     line.arrived = arrived;
     line.since = now;
     return;
   }
-  if (std::chrono::duration<double>(now - line.since).count() < longest_timeout_) return;
+  const double timeout = timeout_of(line, busy);
+  if (std::chrono::duration<double>(now - line.since).count() < timeout) return;
   std::ostringstream text;
-  if (wanted & ~arrived) text << names_of(wanted & ~arrived) << " did not arrive within the timeout of " << longest_timeout_ << " s";
-  else text << "the device of rank " << me << " did not finish within the timeout of " << longest_timeout_ << " s";
+  if (wanted & ~arrived) text << names_of(wanted & ~arrived) << " did not arrive within the timeout of " << timeout << " s";
+  else text << "the device of rank " << me << " did not finish within the timeout of " << timeout << " s";
   const OpInfo info{static_cast<OpKind>(busy & ((1u << busy_kind_bits) - 1)), busy >> busy_kind_bits};
   note_failure(ErrorKind::timeout, info, wanted & ~arrived ? std::countr_zero(wanted & ~arrived) : me, text.str());
+}
+
+// Of the operation that the busy word names; of a replayed one it is not known.
+double CudaGroup::timeout_of(Line& line, uint32_t busy) const {
+  const auto is_it = [busy](const auto& entry) { return entry.first == busy; };
+  const auto found = std::find_if(line.timeouts.begin(), line.timeouts.end(), is_it);
+  if (found == line.timeouts.end()) return longest_timeout_;
+  line.timeouts.erase(line.timeouts.begin(), found);
+  return line.timeouts.front().second;
 }
 
 // Every wait of a kernel ends at `stop`, every wait of a stream at a 1 in its word.

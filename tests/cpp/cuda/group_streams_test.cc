@@ -1,0 +1,385 @@
+// group_streams_test.cc -- csrc/cuda/group.h over the fake driver: order of streams, captures, lifetimes.
+#include "group_ranks.h"
+
+using namespace pycomm;
+using namespace pycomm::cuda;
+
+namespace {
+
+const Setting together{2, 2}, apart{2, 1, 1, true}, in_order{2, 1};
+
+// Holds a stream until it is opened.
+class Gate {
+ public:
+  explicit Gate(Stream stream) {
+    fake_enqueue(stream, [open = open_] {
+      while (!open->load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  }
+  ~Gate() { open(); }
+  void open() { open_->store(true); }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+void wait_until(const std::function<bool()>& so, const std::string& what) {
+  for (int i = 0; i < 5000 && !so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  require(so(), what);
+}
+
+// The host runs ahead of a stream that is held up; nothing is let go before it has ended.
+void test_host_is_free(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    std::atomic<int> kept{2};
+    Trial sync(me.group, rank, {.count = 10}), async(me.group, rank, {OpKind::all_gather, 10}), third(me.group, rank, {.count = 7});
+    rank.barrier();
+    {
+      Gate gate(me.stream);
+      Issue with_keep = me.issue(true);
+      with_keep.keep = [guard = std::shared_ptr<void>(nullptr, [&kept](void*) { --kept; })] {};
+      CudaWorkPtr work;
+      const double seconds = seconds_of([&] {
+        me.run(sync);
+        async.fill(me.stream);
+        work = me.group.issue(async.op(), with_keep);
+        work->wait();
+        async.look(me.stream);
+        me.run(third);
+      });
+      require(seconds < 0.5, "nothing blocks the host: " + std::to_string(seconds));
+      with_keep.keep = nullptr;
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      require(kept == 2 && !work->done() && !work->poll(), "the buffers are kept while the operation runs");
+      gate.open();
+      wait_until([&] { return work->done(); }, "the watching thread completes the work");
+      require(kept == 1 && !work->error(), "the buffers are let go, the work is not");
+    }
+    me.own.synchronize();
+    for (const Trial* trial : {&sync, &async, &third}) trial->check();
+    me.finish();
+  };
+  expect("the host is free: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// One group from two streams in turn, with the ranks' streams held up at different times.
+void test_two_streams(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream other(me.device);
+    std::vector<std::unique_ptr<Trial>> trials;
+    for (int i = 0; i < 30; ++i) trials.push_back(std::make_unique<Trial>(me.group, rank, Spec{.count = 50}, false, i));
+    std::vector<std::unique_ptr<Gate>> gates;
+    for (int i = 0; i < 30; ++i) {
+      const Stream on = i % 2 ? other.stream : me.stream;
+      if (i % 7 == rank.rank) gates.push_back(std::make_unique<Gate>(on));
+      trials[i]->fill(on);
+      const bool async_op = i % 3 == 0;
+      const auto work = me.group.issue(trials[i]->op(), me.issue(async_op, on));
+      if (async_op) work->wait();
+      trials[i]->look(on);
+    }
+    for (auto& gate : gates) {
+      gate->open();
+      std::this_thread::sleep_for(std::chrono::milliseconds(3));
+    }
+    me.own.synchronize();
+    other.synchronize();
+    for (const auto& trial : trials) trial->check();
+    me.finish();
+  };
+  expect("two streams: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// wait() in one stream, the result used in another that the work is ordered into.
+void test_order() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream other(me.device);
+    Trial trial(me.group, rank, {.count = 2000});
+    Gate gate(me.stream);
+    trial.fill(me.stream);
+    const auto work = me.group.issue(trial.op(), me.issue(true));
+    work->order(other.stream);
+    trial.look(other.stream);
+    gate.open();
+    other.synchronize();
+    trial.check();
+    work->wait(5);  // blocks the host
+    require(work->done() && work->poll(), "it has ended");
+    me.finish();
+  };
+  expect("order()", run_ranks(run_options(together), body));
+}
+
+void test_recycling(const Setting& setting, int operations) {
+  const auto body = [operations](Rank& rank) {
+    Member me(rank);
+    OwnStream other(me.device);
+    std::vector<float> data(64, 1.0f);
+    Op op;
+    op.kind = OpKind::all_reduce;
+    op.dtype = DType::f32;
+    op.reduce_op = ReduceOp::max;
+    op.count = data.size();
+    op.in = op.out = reinterpret_cast<std::byte*>(data.data());
+    rank.barrier();
+    const FakeCounts before = fake_counts();
+    int most = 0;
+    for (int i = 0; i < operations; ++i) {
+      const auto work = me.group.issue(op, me.issue(i % 2, i % 3 ? me.stream : other.stream));
+      if (i % 2) work->wait();
+      if (i % 20 == 0) me.own.synchronize(), other.synchronize();
+      most = std::max(most, fake_counts().events);
+    }
+    me.own.synchronize();
+    other.synchronize();
+    require(most < 2 * 150, "events are used again, there were " + std::to_string(most));
+    require(fake_counts().streams - before.streams <= 2, "a group has one stream for asynchronous collectives");
+    require(data[0] == 1.0f, "the result");
+    me.finish();
+  };
+  expect("recycling: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// --- capture -----------------------------------------------------------------------------------------------------------------------------
+
+// The fake driver with the rules of capture: which events were recorded in which, and that these must not be asked for or waited for
+// elsewhere. A stream that waits for an event of a capture joins it.
+struct Capturing {
+  std::mutex mutex;
+  std::map<Event, uint64_t> events;  // last record: id of the capture, 0 for none
+  std::vector<std::string> broken;
+} capturing;
+
+uint64_t capture_id(Stream stream) {
+  const Capture capture = capture_of(stream);
+  return capture.active ? capture.id : 0;
+}
+
+int record_event(Event event, Stream stream) {
+  const uint64_t id = capture_id(stream);
+  std::lock_guard lock(capturing.mutex);
+  capturing.events[event] = id;
+  return fake_driver()->cuEventRecord(event, stream);
+}
+int query_event(Event event) {
+  std::lock_guard lock(capturing.mutex);
+  if (capturing.events[event]) capturing.broken.push_back("a query of a captured event");
+  return fake_driver()->cuEventQuery(event);
+}
+int wait_event(Stream stream, Event event, unsigned int flags) {
+  const uint64_t id = capture_id(stream);
+  std::lock_guard lock(capturing.mutex);
+  const uint64_t origin = capturing.events[event];
+  if (id && id != origin) capturing.broken.push_back("a captured stream waits for an event from elsewhere");
+  if (!id && origin) fake_capture(stream, flag::capture_active, origin);
+  return fake_driver()->cuStreamWaitEvent(stream, event, flags);
+}
+const Driver* capturing_driver() {
+  static const Driver table = [] {
+    Driver copy = *fake_driver();
+    copy.cuEventRecord = record_event;
+    copy.cuEventQuery = query_event;
+    copy.cuStreamWaitEvent = wait_event;
+    return copy;
+  }();
+  return &table;
+}
+
+void test_capture(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream graph(me.device);
+    me.exercise(true);
+    std::list<Trial> trials;
+    auto run_on = [&](Stream stream, bool async_op) {
+      Trial& trial = trials.emplace_back(me.group, rank, Spec{.count = 20});
+      trial.fill(stream);
+      const auto work = me.group.issue(trial.op(), me.issue(async_op, stream));
+      if (async_op) work->wait();
+      trial.look(stream);
+      return work;
+    };
+    Stream joined = nullptr;
+    for (uint64_t id : {7, 8}) {
+      run_on(me.stream, true);  // eager work that has not ended, before and after
+      Trial outside(me.group, rank, {.count = 4});
+      outside.fill(me.stream);
+      const auto eager = me.group.issue(outside.op(), me.issue(true));
+      me.own.synchronize();
+      wait_until([&] { return eager->poll(); }, "the eager operation ends");
+      fake_capture(graph.stream, flag::capture_active, 2 * id + rank.rank);
+      const auto captured = run_on(graph.stream, true);
+      joined = captured->stream();
+      run_on(graph.stream, false);
+      Trial inside(me.group, rank, {.count = 4});
+      inside.fill(graph.stream);
+      const auto late = me.group.issue(inside.op(), me.issue(true, graph.stream));
+      require(!late->poll(), "a captured operation has not run");
+      require_contains(error_of([&] { late->order(me.stream); }), "in the graph capture in which it was issued");
+      require_contains(error_of([&] { eager->order(graph.stream); }), "in the graph capture in which it was issued");
+      late->wait();
+      inside.look(graph.stream);
+      graph.synchronize();
+      fake_capture(graph.stream, flag::capture_none, 0);
+      fake_capture(joined, flag::capture_none, 0);
+      run_on(me.stream, false);
+      run_on(graph.stream, true);
+      me.own.synchronize();
+      graph.synchronize();
+      inside.check();
+    }
+    for (const Trial& trial : trials) trial.check();
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the watching thread looks at what it looks at
+    me.finish();
+    std::lock_guard lock(capturing.mutex);
+    require(capturing.broken.empty(), capturing.broken.empty() ? "" : capturing.broken[0]);
+  };
+  expect("capture: " + setting.text(), run_ranks(run_options(setting), [&](Rank& rank) {
+           if (rank.rank % setting.threads == 0) use_driver(capturing_driver());
+           rank.barrier();
+           body(rank);
+         }));
+}
+
+// What was issued before a capture still counts when the group ends.
+void test_capture_does_not_hide_work() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream graph(me.device);
+    Trial trial(me.group, rank, {.count = 20}), captured(me.group, rank, {.count = 20});
+    std::atomic<bool> released{false};
+    Gate gate(me.stream);
+    me.run(trial);
+    fake_capture(graph.stream, flag::capture_active, 1 + rank.rank);
+    captured.fill(graph.stream);
+    me.group.issue(captured.op(), me.issue(false, graph.stream));
+    captured.look(graph.stream);
+    graph.synchronize();
+    fake_capture(graph.stream, flag::capture_none, 0);
+    rank.barrier();
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(50));
+      released = true;
+      gate.open();
+    });
+    me.group.release({});
+    require(released, "release() waits for eager work");
+    opener.join();
+    me.own.synchronize();
+    trial.check();
+    captured.check();
+    me.finish();
+  };
+  expect("release() waits", run_ranks(run_options(together), body));
+}
+
+// --- the end -----------------------------------------------------------------------------------------------------------------------------
+
+void test_barrier(const Setting& setting) {
+  const auto body = [&](Rank& rank) {
+    Member me(rank);
+    rank.barrier();
+    const double seconds = seconds_of([&] {
+      if (rank.rank == 1) std::this_thread::sleep_for(std::chrono::milliseconds(60));
+      me.group.barrier(me.issue());
+    });
+    require(seconds > 0.05, "the barrier waits for all: " + std::to_string(seconds));
+    me.finish();
+  };
+  expect("barrier: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// Closed with operations under way: their results are there afterwards.
+void test_close_under_way(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    std::list<Trial> trials;
+    std::vector<CudaWorkPtr> works;
+    for (int i = 0; i < 10; ++i) {
+      Trial& trial = trials.emplace_back(me.group, rank, Spec{.count = 3000});
+      trial.fill(me.stream);
+      works.push_back(me.group.issue(trial.op(), me.issue(i % 2)));
+      works.back()->wait();
+      trial.look(me.stream);
+    }
+    me.group.close();
+    me.own.synchronize();
+    for (const Trial& trial : trials) trial.check();
+    for (size_t i = 1; i < works.size(); i += 2) require(works[i]->done() && !works[i]->error(), "every work is done");
+    require_contains(error_of([&] { me.group.issue(trials.front().op(), me.issue()); }), "the communicator is closed");
+    trials.clear();
+    rank.barrier();
+    PeerMemory::free_parked();
+  };
+  expect("close under way: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// Works, memory and streams outlive the group in any order.
+void test_destruction() {
+  RunOptions options = run_options(together);
+  const auto body = [](Rank& rank) {
+    CudaWorkPtr work;
+    CudaGroup::Registered registered;
+    {
+      Member me(rank);
+      registered = me.group.allocate(1000);
+      Trial trial(me.group, rank, {.count = 9});
+      work = me.run(trial, true);
+      me.own.synchronize();
+      trial.check();
+    }
+    rank.comm.close();
+    require_contains(error_of([&] { work->wait(); }), "the communicator is closed");
+    registered.memory.reset();
+  };
+  expect("destruction", run_ranks(options, body));
+}
+
+// The child of a fork uses nothing of the parent's group, and does not hang.
+void test_fork() {
+  const auto body = [](Rank& rank) {
+    auto me = std::make_unique<Member>(rank);
+    me->exercise(true);
+    Trial trial(me->group, rank, {.count = 9});
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::alarm(5);
+      const std::string refusal = "created before a fork";
+      bool well = contains(error_of([&] { me->group.issue(trial.op(), me->issue()); }), refusal);
+      well = well && contains(error_of([&] { CudaGroup::of(rank.comm, 0); }), refusal);
+      me->group.close();
+      rank.comm.close();
+      ::_exit(well && fake_counts().total() == 0 && fake_calls("cuEventDestroy") == 0 ? 0 : 1);
+    }
+    int status = -1;
+    ::waitpid(child, &status, 0);
+    require(status == 0, "the child ends well");
+    me->exercise();
+    me->finish();
+  };
+  expect("fork", run_ranks(run_options(apart), body));
+}
+
+}  // namespace
+
+int main() {
+  for (const Setting& setting : {together, apart, in_order}) {
+    test_host_is_free(setting);
+    test_two_streams(setting);
+    test_capture(setting);
+    test_barrier(setting);
+    test_close_under_way(setting);
+  }
+  test_order();
+  test_recycling(together, 1000);
+  test_recycling(in_order, 200);
+  test_capture_does_not_hide_work();
+  test_destruction();
+  test_fork();
+  std::printf("%d passed, %d failed\n", passes, failures);
+  return failures != 0;
+}
