@@ -75,7 +75,7 @@ CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKe
     case OpKind::all_reduce:
       if (nbytes <= std::min(one_shot_limit, 32 * KiB) && kernel(Kernel::one_shot))
         return {Algorithm::one_shot, "small: data and flag in one word, one trip"};
-      return {Algorithm::two_shot, "every rank reduces its part, then fetches the others'"};
+      return {Algorithm::two_shot, "every rank reduces its part of the buffer"};
     case OpKind::reduce:
     case OpKind::reduce_scatter: return {Algorithm::two_shot, "every rank reduces its part"};
     case OpKind::broadcast:
