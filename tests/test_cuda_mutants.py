@@ -219,7 +219,7 @@ FAULTS = {
     "flags of block 0": Fault("run", SESSION,
         "const uint64_t* word = &me_.flags[static_cast<int>(flag)][c_.block()][t];\n",
         "const uint64_t* word = &me_.flags[static_cast<int>(flag)][0][t];\n"),
-    "segments overlap": Fault("race", "layout.h",
+    "segments overlap": Fault("run", "layout.h",
         "from = least(begin + s * segment_bytes, end);",
         "from = least(begin + (s ? s * segment_bytes - 16 : 0), end);"),
     # Epochs.
