@@ -54,6 +54,7 @@ CudaGroup::CudaGroup(Communicator& comm, Device device)
 CudaGroup::~CudaGroup() {
   close();
   if (comm_.transport().forked()) (void)threading_.release();
+  else if (watcher_.joinable()) watcher_.join();
 }
 
 size_t CudaGroup::staging_bytes() const {

@@ -130,6 +130,7 @@ void CudaGroup::watch_loop() {
     for (auto& [work, error] : ended) work->end(error);
     ended.clear();
     lock.lock();
+    if (stop_watching_) return;
     watcher_idle_ = !running();
     changed_.wait_for(lock, watcher_idle_ ? idle_tick : tick);
     watcher_idle_ = false;
@@ -394,7 +395,8 @@ void CudaGroup::close() {
     stop_watching_ = true;
     changed_.notify_all();
   }
-  if (watcher_.joinable()) watcher_.join();
+  const bool in_callback = watcher_.get_id() == std::this_thread::get_id();  // of a work; then the destructor joins
+  if (watcher_.joinable() && !in_callback) watcher_.join();
   std::vector<Ended> ended;
   {
     std::unique_lock lock(mutex_);

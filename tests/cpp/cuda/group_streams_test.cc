@@ -339,6 +339,63 @@ void test_destruction() {
   expect("destruction", run_ranks(options, body));
 }
 
+// A callback, which runs on the watching thread, closes the group.
+void test_close_in_callback() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    Trial trial(me.group, rank, {.count = 9});
+    std::atomic<bool> closed{false};
+    const auto work = me.run(trial, true);
+    work->on_completion([&] {
+      me.group.close();
+      closed = true;
+    });
+    wait_until([&] { return closed.load(); }, "the callback returns");
+    me.own.synchronize();
+    trial.check();
+    rank.barrier();
+    PeerMemory::free_parked();
+  };
+  expect("closed in a callback", run_ranks(run_options(apart), body));
+}
+
+// Registered memory that is given back while an operation uses it lives until that has ended.
+void test_release_under_way(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    CudaGroup::Registered registered = me.group.allocate(4000);
+    auto* data = reinterpret_cast<float*>(registered.data);
+    std::fill_n(data, 1000, 1.0f + rank.rank);
+    Op op;
+    op.kind = OpKind::all_reduce;
+    op.dtype = DType::f32;
+    op.count = 1000;
+    op.in = op.out = registered.data;
+    rank.barrier();
+    auto gate = std::make_unique<Gate>(me.stream);
+    me.group.issue(op, me.issue(rank.rank == 0));
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30 * (1 + rank.rank)));
+      gate->open();
+    });
+    me.group.release(registered);
+    require(data[999] == 3.0f, "the operation has ended");
+    opener.join();
+    require_contains(error_of([&] {
+                       op.algorithm = Algorithm::copy_engine;
+                       op.kind = OpKind::all_gather;
+                       op.out = nullptr;
+                       op.out_parts = {{registered.data, 10}, {registered.data + 40, 10}};
+                       op.count = 10;
+                       me.group.issue(op, me.issue());
+                     }),
+                     "needs buffers from pycomm.empty");
+    registered.memory.reset();
+    me.finish();
+  };
+  expect("release() under way: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // The child of a fork uses nothing of the parent's group, and does not hang.
 void test_fork() {
   const auto body = [](Rank& rank) {
@@ -373,12 +430,14 @@ int main() {
     test_capture(setting);
     test_barrier(setting);
     test_close_under_way(setting);
+    test_release_under_way(setting);
   }
   test_order();
   test_recycling(together, 1000);
   test_recycling(in_order, 200);
   test_capture_does_not_hide_work();
   test_destruction();
+  test_close_in_callback();
   test_fork();
   std::printf("%d passed, %d failed\n", passes, failures);
   return failures != 0;
