@@ -192,7 +192,7 @@ const Driver* capturing_driver() {
 void test_capture(const Setting& setting) {
   const auto body = [](Rank& rank) {
     Member me(rank);
-    OwnStream graph(me.device);
+    OwnStream graphs[2] = {OwnStream(me.device), OwnStream(me.device)};
     me.exercise(true);
     std::list<Trial> trials;
     auto run_on = [&](Stream stream, bool async_op) {
@@ -204,14 +204,16 @@ void test_capture(const Setting& setting) {
       return work;
     };
     Stream joined = nullptr;
-    for (uint64_t id : {7, 8}) {
+    for (uint64_t id : {0, 1}) {
+      OwnStream& graph = graphs[id];
       run_on(me.stream, true);  // eager work that has not ended, before and after
       Trial outside(me.group, rank, {.count = 4});
       outside.fill(me.stream);
       const auto eager = me.group.issue(outside.op(), me.issue(true));
       me.own.synchronize();
       wait_until([&] { return eager->poll(); }, "the eager operation ends");
-      fake_capture(graph.stream, flag::capture_active, 2 * id + rank.rank);
+      fake_capture(graph.stream, flag::capture_active, 7 + 2 * id + rank.rank);
+      run_on(graph.stream, false);  // where the last captured operation was in another capture and stream
       const auto captured = run_on(graph.stream, true);
       joined = captured->stream();
       run_on(graph.stream, false);
