@@ -1,0 +1,69 @@
+"""CUDA tensors through all of Python and C++, without a GPU: the native API and torch.distributed on the device of tests/fake_cuda.py.
+
+The cases are in cuda_native_cases.py and cuda_torch_cases.py. Each leaves nothing: no memory, stream, event or mapping of the driver.
+"""
+
+import cuda_native_cases as native
+import cuda_torch_cases as backend
+import pytest
+import torch
+from fake_cuda import Server
+
+pytestmark = [
+    pytest.mark.timeout(300),  # of which most is for compilers on a busy machine
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a CUDA device of its own"),
+]
+MPS, DEVICES = {"mps": True}, {"devices": 3}
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("world_size, devices", [(1, 1), (2, 1), (3, 1), (3, 3)])
+def test_operations_in_threads(server, world_size, devices):
+    server.run("cuda_native_cases.operations_in_threads", world_size, devices, "resident", devices=devices)
+
+
+@pytest.mark.parametrize(
+    "world_size, devices, protocol, settings",
+    [(2, 1, "stream_ordered", {}), (3, 1, "stream_ordered", {}), (3, 1, "resident", MPS), (3, 3, "resident", DEVICES)],
+)
+def test_operations_in_processes(server, world_size, devices, protocol, settings):
+    server.run("cuda_native_cases.operations_in_processes", world_size, devices, protocol, **settings)
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in native.STREAMS])
+@pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
+def test_streams(server, name, kind, settings):
+    server.run(f"cuda_native_cases.in_{kind}", name, **settings)
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in native.ERRORS])
+@pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
+def test_errors(server, name, kind, settings):
+    server.run(f"cuda_native_cases.in_{kind}", name, devices=2, **settings)
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in native.ENDS])
+@pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
+def test_ends(server, name, settings):
+    server.run("cuda_native_cases.in_processes", name, **settings)
+
+
+@pytest.mark.parametrize("protocol, settings", [("stream_ordered", {}), ("resident", MPS)])
+def test_killed_rank(server, protocol, settings):
+    server.run("cuda_native_cases.killed", protocol, **settings)
+
+
+@pytest.mark.parametrize("name", [case.__name__ for case in backend.CASES])
+@pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
+def test_torch_distributed(server, name, settings):
+    server.run("cuda_torch_cases.in_processes", name, 2 if name == "mismatch" else 3, **settings)
+
+
+@pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
+def test_killed_rank_of_torch_distributed(server, settings):
+    server.run("cuda_torch_cases.killed", **settings)
