@@ -64,7 +64,6 @@ class Link {
   }
 
   PC_FN void end() {
-    c_.sync();
     if (!(a_.stages & stage_end) || c_.thread() != 0) return;
     if (c_.add(&mine_.ticket, 1, Scope::gpu) + 1 != static_cast<uint64_t>(c_.blocks())) return;
     c_.store_relaxed(&mine_.ticket, 0, Scope::gpu);

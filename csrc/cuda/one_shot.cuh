@@ -24,6 +24,9 @@
 
 namespace pycomm::cuda {
 
+// Words of how many ranks a thread asks for at once, so that their round trips overlap.
+inline constexpr int words_ahead = 4;
+
 // 8 bytes of data; T has at most 8.
 struct alignas(8) Unit {
   uint32_t low, high;
@@ -49,16 +52,7 @@ PC_FN void store_unit(Ctx& c, std::byte* to, uint64_t i, uint64_t nbytes, const 
     if (i * 8 + e * sizeof(T) < nbytes) c.template st<T>(reinterpret_cast<T*>(to + i * 8) + e, pack.element[e]);
 }
 
-template <class Ctx>
-PC_FN bool receive_unit(Ctx& c, const Args& a, const std::byte* from, uint32_t mark, Unit& unit, bool& late) {
-  U4 words;
-  const bool came = spin(c, a, from, late, [&] {
-    words = c.ld_words(from);
-    return words.y == mark && words.w == mark;
-  });
-  unit = {words.x, words.z};
-  return came;
-}
+PC_FN bool marked(U4 words, uint32_t mark) { return words.y == mark && words.w == mark; }
 
 template <class T, ReduceOp op, class Ctx>
 PC_FN void one_shot(Ctx& c, const Args& a) {
@@ -82,16 +76,30 @@ PC_FN void one_shot(Ctx& c, const Args& a) {
     bool came = true, late = false;
     for (uint64_t i = first; i < units && came; i += stride) {
       Acc<T> acc[width];
-      for (int p = 0; p < g.world_size && came; ++p) {
-        Unit unit;
-        if (p == g.rank) unit = load_unit<T>(c, a.in_part[0], i, nbytes);
-        else came = receive_unit(c, a, words_of(g, g.rank, p, epoch) + i * 16, mark, unit, late);
-        if (!came) session.give_up(p, late);
-        const auto pack = unpack<T, 8>(unit);
+      for (int base = 0; base < g.world_size; base += words_ahead) {
+        U4 words[words_ahead];
+        auto place = [&](int p) { return words_of(g, g.rank, p, epoch) + i * 16; };
 #pragma unroll
-        for (int e = 0; e < width; ++e) {
-          const Acc<T> x = prepare<op>(a, to_acc(pack.element[e]));
-          acc[e] = p == 0 ? x : combine<op>(acc[e], x);
+        for (int k = 0; k < words_ahead; ++k)
+          if (base + k < g.world_size && base + k != g.rank) words[k] = c.ld_words(place(base + k));
+#pragma unroll
+        for (int k = 0; k < words_ahead; ++k) {
+          const int p = base + k;
+          if (p >= g.world_size || !came) break;
+          Unit unit;
+          if (p == g.rank) {
+            unit = load_unit<T>(c, a.in_part[0], i, nbytes);
+          } else {
+            came = marked(words[k], mark) || spin(c, a, place(p), late, [&] { return marked(words[k] = c.ld_words(place(p)), mark); });
+            if (!came) session.give_up(p, late);
+            unit = {words[k].x, words[k].z};
+          }
+          const auto pack = unpack<T, 8>(unit);
+#pragma unroll
+          for (int e = 0; e < width; ++e) {
+            const Acc<T> x = prepare<op>(a, to_acc(pack.element[e]));
+            acc[e] = p == 0 ? x : combine<op>(acc[e], x);
+          }
         }
       }
       Pack<T, 8> result;

@@ -70,8 +70,7 @@ class Ring {
     const int q = part_before(1);
     const Span at = span(q, s);
     const std::byte* own = a_.in_part[q] + at.begin;
-    c_.sync();
-    if (c_.thread() == 0) shared_.source[0] = own;
+    if (c_.thread() == 0) shared_.source[0] = own;  // post() of the step before has seen all threads off it
     c_.sync();
     relay(queue(next_, sent_), 1, at.size, false);
     session_.post(Flag::filled, 1u << next_, sent_++);

@@ -52,37 +52,38 @@ PC_FN bool spin(Ctx& c, const Args& a, const void* word, bool& late, const Ready
   }
 }
 
+// The first word goes last: whoever waits looks at it.
 template <class Ctx>
 PC_FN void write_header(Ctx& c, Header& to, const Announcement& call, uint64_t epoch, Ordering ordering) {
-  const uint64_t values[5] = {call.meta, call.count, call.extra, call.in, call.out};
-  const uint64_t mark = epoch << 32;
-  for (int i = 1; i < 5; ++i) {
-    c.store_relaxed(&to.words[2 * i], (values[i] & 0xffffffff) | mark, Scope::system);
-    c.store_relaxed(&to.words[2 * i + 1], values[i] >> 32 | mark, Scope::system);
-  }
-  c.store_relaxed(&to.words[1], values[0] >> 32 | mark, Scope::system);
-  const uint64_t first = (values[0] & 0xffffffff) | mark;
-  if (ordering == Ordering::relaxed) c.store_relaxed(&to.words[0], first, Scope::system);
-  else c.store_release(&to.words[0], first, Scope::system);
+  const uint64_t values[Header::num_values / 2] = {call.meta, call.count, call.extra, call.in, call.out};
+  const uint32_t mark = static_cast<uint32_t>(epoch);
+  auto words_of = [&](int i) { return U4{static_cast<uint32_t>(values[i]), mark, static_cast<uint32_t>(values[i] >> 32), mark}; };
+  for (int i = Header::num_values / 2 - 1; i > 0; --i) c.st_words(&to.words[2 * i], words_of(i));
+  if (ordering == Ordering::relaxed) return c.st_words(&to.words[0], words_of(0));
+  c.store_relaxed(&to.words[1], values[0] >> 32 | epoch << 32, Scope::system);
+  const uint64_t first = (values[0] & 0xffffffff) | epoch << 32;
+  c.store_release(&to.words[0], first, Scope::system);
 }
 
-// Waits for the header of `epoch`. Each word says itself whether it has come, so relaxed headers need no order among their words.
+// Waits for the header of `epoch`. Each word says itself whether it has come, so all are read at once, in one round trip. For the ordering
+// that the sender gave with the first word, that one is read again: it has the mark, so this reads what was released.
 template <class Ctx>
 PC_FN bool read_header(Ctx& c, const Args& a, const Header& from, uint64_t epoch, Ordering ordering, Announcement& call, bool& late) {
-  uint64_t values[5];
-  for (int i = 0; i < Header::num_values; ++i) {
-    const uint64_t* word = &from.words[i];
-    uint64_t value = 0;
-    const bool acquire = i == 0 && ordering == Ordering::acquire_release;
-    const bool came = spin(c, a, word, late, [&] {
-      value = acquire ? c.load_acquire(word, Scope::system) : c.load_relaxed(word, Scope::system);
-      return value >> 32 == (epoch & 0xffffffff);
-    });
-    if (!came) return false;
-    if (i % 2 == 0) values[i / 2] = value & 0xffffffff;
-    else values[i / 2] |= value << 32;
-  }
-  call = {values[0], values[1], values[2], values[3], values[4]};
+  constexpr int pairs = Header::num_values / 2;
+  const uint32_t mark = static_cast<uint32_t>(epoch);
+  U4 words[pairs];
+  const bool came = spin(c, a, from.words, late, [&] {
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) words[i] = c.ld_words(&from.words[2 * i]);
+    bool all = true;
+#pragma unroll
+    for (int i = 0; i < pairs; ++i) all = all && words[i].y == mark && words[i].w == mark;
+    return all;
+  });
+  if (!came) return false;
+  if (ordering == Ordering::acquire_release) c.load_acquire(&from.words[0], Scope::system);
+  auto value = [&](int i) { return words[i].x | static_cast<uint64_t>(words[i].z) << 32; };
+  call = {value(0), value(1), value(2), value(3), value(4)};
   return true;
 }
 
@@ -197,7 +198,6 @@ class Session {
 
   // Every block must come here last, whatever went wrong.
   PC_CALL void end() {
-    c_.sync();
     if (!(a_.stages & stage_end) || c_.thread() != 0) return;
     if (c_.add(&me_.ticket, 1, Scope::gpu) + 1 != static_cast<uint64_t>(c_.blocks())) return;
     c_.store_relaxed(&me_.ticket, 0, Scope::gpu);
