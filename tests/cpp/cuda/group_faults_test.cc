@@ -355,8 +355,8 @@ void test_failing_device() {
     rank.barrier();
     Trial trial(me.group, rank, {.count = 8});
     if (rank.rank == 1) fake_fail("cuEventQuery", 1, result::launch_timeout);
-    me.group.issue(trial.op(), me.issue(true));
     const CommError error = comm_error_of([&] {
+      me.group.issue(trial.op(), me.issue(true));
       for (int i = 0; i < 2000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1))) rank.comm.transport().check({});
     });
     require_kind(error, ErrorKind::aborted);

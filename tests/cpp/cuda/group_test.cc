@@ -55,7 +55,8 @@ void test_collectives() {
     const auto body = [&](Rank& rank) {
       Member me(rank, setting.devices);
       for (bool registered : {false, true})
-        for (size_t count : {0, 1, 37, 20000}) run_forms(me, count, registered);
+        for (size_t count : {0, 1, 37, 20000})
+          if (rank.world_size < 8 || count == 37) run_forms(me, count, registered);
       me.group.barrier(me.issue());
       me.finish();
     };
