@@ -23,9 +23,9 @@ Communicator::~Communicator() {
   end_worker();  // where a callback on the worker thread had closed it; see release_communicator
 }
 
-// The last reference may go in a callback that the worker runs: the worker cannot wait for its own end.
+// The last reference may go in a callback that the worker, or a thread of the device engine, runs: it cannot wait for its own end.
 void release_communicator(Communicator* comm) {
-  if (comm->on_worker_thread()) std::thread([comm] { delete comm; }).detach();
+  if (comm->on_own_thread()) std::thread([comm] { delete comm; }).detach();
   else delete comm;
 }
 

@@ -64,6 +64,7 @@ class DeviceEngine {
  public:
   virtual ~DeviceEngine() = default;
   virtual void close() = 0;  // nothing of this rank runs on the device afterwards
+  virtual bool on_own_thread() const = 0;  // is this a thread of the engine's, in a callback?
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.
@@ -93,6 +94,7 @@ class Communicator {
   void abort(const std::string& reason);
   void close();
   bool on_worker_thread() const { return worker_.get_id() == std::this_thread::get_id(); }
+  bool on_own_thread() const { return on_worker_thread() || (device_engine_ && device_engine_->on_own_thread()); }
 
   void attach(std::unique_ptr<BackgroundProgress> progress);
   BackgroundProgress* background() { return background_.get(); }

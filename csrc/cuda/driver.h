@@ -25,7 +25,6 @@ using MemHandle = unsigned long long;  // of physical memory or of a multicast o
 using Context = CUctx_st*;
 using Stream = CUstream_st*;
 using Event = CUevent_st*;
-using HostFunction = void (*)(void*);
 
 struct Uuid {
   char bytes[16];
@@ -86,6 +85,7 @@ inline constexpr unsigned int write_default = 0;                        // order
 inline constexpr unsigned int host_portable = 1, host_device_map = 2;   // cuMemHostAlloc, and cuMemHostRegister
 inline constexpr int allocation_pinned = 1, location_device = 1, handle_posix_fd = 1, access_read_write = 3;
 inline constexpr int granularity_minimum = 0, granularity_recommended = 1;
+inline constexpr int capture_mode_relaxed = 2;
 inline constexpr int capture_none = 0, capture_active = 1, capture_invalidated = 2;
 }  // namespace flag
 
@@ -149,7 +149,7 @@ inline constexpr int capture_none = 0, capture_active = 1, capture_invalidated =
   X(cuEventRecord, 2000, (Event event, Stream stream))                                                                             \
   X(cuEventQuery, 2000, (Event event))                                                                                             \
   X(cuEventSynchronize, 2000, (Event event))                                                                                       \
-  X(cuLaunchHostFunc, 10000, (Stream stream, HostFunction function, void* data))
+  X(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))
 // clang-format on
 
 struct Driver {

@@ -127,6 +127,7 @@ class CudaGroup final : public DeviceEngine {
   void release(const Registered& registered);  // waits for what was issued before
 
   void close() override;
+  bool on_own_thread() const override { return watcher_.get_id() == std::this_thread::get_id(); }
   Device device() const { return device_; }
   std::vector<std::pair<std::string, std::string>> describe() const;
 

@@ -121,7 +121,11 @@ void CudaGroup::start_watching() {
   if (watcher_idle_) changed_.notify_one();
 }
 
+// In the capture mode that torch.cuda.graph uses, a query of an event by any thread would end every capture of the process, unless that
+// thread has said otherwise for itself.
 void CudaGroup::watch_loop() {
+  int mode = flag::capture_mode_relaxed;
+  driver_.cuThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock lock(mutex_);
   while (!stop_watching_) {
     look();

@@ -34,7 +34,10 @@ class Departures {
   }
 
   void depart() { word(rank_).store(1, std::memory_order_release); }
-  bool departed(int rank) const { return word(rank).load(std::memory_order_acquire) || !segment_->lock_held(rank); }
+  // `by_death`: the end of its process counts, too. Ranks of this process have locks that it cannot ask about.
+  bool departed(int rank, bool by_death) const {
+    return word(rank).load(std::memory_order_acquire) || (by_death && !segment_->lock_held(rank));
+  }
 
  private:
   std::atomic_ref<uint32_t> word(int rank) const {
@@ -48,7 +51,9 @@ class Departures {
 
 bool all_departed(const Departures& departures, const Topology& topology) {
   for (size_t p = 0; p < topology.places.size(); ++p)
-    if (!topology.places[p].same_process(topology.here()) && !departures.departed(static_cast<int>(p))) return false;
+    if (static_cast<int>(p) != topology.rank &&
+        !departures.departed(static_cast<int>(p), !topology.places[p].same_process(topology.here())))
+      return false;
   return true;
 }
 
@@ -142,6 +147,11 @@ struct PeerMemory::State {
 
   ~State() { release(); }
   void release();
+  bool shared_with_threads() const {
+    for (size_t p = 0; p < topology.places.size(); ++p)
+      if (static_cast<int>(p) != topology.rank && topology.places[p].same_process(topology.here())) return true;
+    return false;
+  }
 };
 
 void PeerMemory::State::release() {
@@ -149,7 +159,8 @@ void PeerMemory::State::release() {
   mapped.clear();
   if (departures && pid == ::getpid()) {
     departures->depart();
-    if (exported_ipc && !all_departed(*departures, topology)) park(std::move(own), departures, topology);
+    // Kernels of other ranks may still write flags here after this rank's have ended. (What VMM exports lives as long as it is mapped.)
+    if ((exported_ipc || shared_with_threads()) && !all_departed(*departures, topology)) park(std::move(own), departures, topology);
   }
   own.release();
 }

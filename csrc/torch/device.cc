@@ -31,6 +31,15 @@ cuda::Issue issue_of(c10::Device device, bool async_op, double timeout) {
   return issue;
 }
 
+// The engine of the request's device. Making it allocates, which a graph capture forbids.
+cuda::CudaGroup& engine_of(Communicator& comm, OpKind kind, c10::Device device, cuda::Stream stream) {
+  if (!comm.device_engine() && cuda::driver() && cuda::capture_of(stream).active)
+    throw std::invalid_argument(
+        comm.transport().where({kind, 0}) +
+        "the first CUDA operation of a group cannot be captured, since it sets the device side up. Run one before.");
+  return cuda::CudaGroup::of(comm, device.index());
+}
+
 // Inputs that overlap outputs move to memory of their own, in stream order.
 void separate_overlap(Request& request, int rank) {
   Op& op = request.op;
@@ -57,8 +66,8 @@ cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool asyn
   validate(comm, request.op, true);
   separate_overlap(request, comm.rank());
   const c10::Device device = request.device;
-  cuda::CudaGroup& group = cuda::CudaGroup::of(comm, device.index());
   cuda::Issue issue = issue_of(device, async_op, request.op.timeout);
+  cuda::CudaGroup& group = engine_of(comm, request.op.kind, device, issue.stream);
   if (!request.copy_back.empty())
     issue.after = [copy_back = request.copy_back, device](cuda::Stream stream) {
       c10::StreamGuard guard(as_torch_stream(stream, device));
@@ -79,7 +88,7 @@ cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, i
   if (async_op) issue.keep = [dense] {};
   const cuda::MessageCall message{
       true, dst, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
-  return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
+  return engine_of(comm, OpKind::send, dense.device(), issue.stream).issue(message, issue);
 }
 
 cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, int src, int tag, double timeout, bool async_op) {
@@ -94,7 +103,7 @@ cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, i
     };
   const cuda::MessageCall message{
       false, src, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
-  return cuda::CudaGroup::of(comm, dense.device().index()).issue(message, issue);
+  return engine_of(comm, OpKind::recv, dense.device(), issue.stream).issue(message, issue);
 }
 
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,

@@ -165,9 +165,10 @@ int cuStreamWaitValue32(Stream handle, DevicePtr address, uint32_t value, unsign
   return result::success;
 }
 
-int cuLaunchHostFunc(Stream stream, HostFunction function, void* data) {
-  FAKE_ENTER_IN_CONTEXT(cuLaunchHostFunc);
-  fake_enqueue(stream, [=] { function(data); });
+int cuThreadExchangeStreamCaptureMode(int* mode) {
+  FAKE_ENTER(cuThreadExchangeStreamCaptureMode);
+  thread_local int current = 0;  // global
+  std::swap(*mode, current);
   return result::success;
 }
 
@@ -247,7 +248,7 @@ void fake_add_stream_functions(Driver& table) {
   FAKE_ADD(cuMemcpyAsync);
   FAKE_ADD(cuStreamWriteValue32);
   FAKE_ADD(cuStreamWaitValue32);
-  FAKE_ADD(cuLaunchHostFunc);
+  FAKE_ADD(cuThreadExchangeStreamCaptureMode);
   FAKE_ADD(cuEventCreate);
   FAKE_ADD(cuEventDestroy);
   FAKE_ADD(cuEventRecord);
