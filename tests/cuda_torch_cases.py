@@ -11,6 +11,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 from torch_ranks import DIED, data, equal, spawn
 
 import pycomm
+from pycomm import _C
 
 SIZE = 1000
 
@@ -271,6 +272,28 @@ def data_parallel(r, n):
             torch.testing.assert_close(mine.grad.cpu(), theirs.grad)
 
 
+def traced(r, n):
+    """The flight recorder sees what runs in a stream, with numbers and ends; what is synchronous stays in the caller's stream."""
+    x = cuda(r, SIZE)
+    dist.all_reduce(x.clone())
+    fake_cuda.synchronize()
+    streams = fake_cuda.driver.calls("cuStreamCreateWithPriority")
+    gate = fake_cuda.gate()
+    dist.all_reduce(x)
+    assert fake_cuda.driver.calls("cuStreamCreateWithPriority") == streams
+    seen = [record for record in _C.flight_records() if record["name"] == "pycomm:all_reduce"]
+    assert [record["sequence"] for record in seen] == [1, 2], seen
+    assert not seen[1]["completed_ns"], seen
+    gate.open()
+    fake_cuda.synchronize()
+    fake_cuda.wait_until(lambda: all(record["completed_ns"] for record in _C.flight_records()))
+    hooked = []
+    dist.group.WORLD._register_on_completion_hook(hooked.append)
+    dist.all_reduce(x)
+    dist.all_reduce(x, async_op=True).wait()
+    fake_cuda.wait_until(lambda: len(hooked) == 2)
+
+
 def under_way(r, n):
     """destroy_process_group with operations that a stream has not come to."""
     x = cuda(r, SIZE)
@@ -304,8 +327,8 @@ def wrong_arguments(r, n):
     dist.barrier()
 
 
-CASES = [every_operation, messages, coalescing, futures, host_runs_ahead, both_devices, new_groups, data_parallel, under_way, mismatch]
-CASES += [wrong_arguments]
+CASES = [every_operation, messages, coalescing, futures, host_runs_ahead, both_devices, new_groups, data_parallel, traced, under_way]
+CASES += [mismatch, wrong_arguments]
 
 
 def in_processes(name, world_size):

@@ -295,7 +295,7 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const Plan& steps, OpInfo info, const
   }
   (end.capture.active ? line.captured : line.eager) = end;
   auto work = std::make_shared<CudaWork>(*this, info, issue.current, end, issue.keep);
-  if (issue.async_op && !end.capture.active) pending_.push_back(work);
+  if ((issue.async_op || issue.watched) && !end.capture.active) pending_.push_back(work);
   return work;
 }
 

@@ -101,6 +101,7 @@ using CudaWorkPtr = std::shared_ptr<CudaWork>;
 struct Issue {
   Stream stream = nullptr;  // the caller's current stream
   bool async_op = false;  // on a stream of the group; the caller's is not held up until wait()
+  bool watched = false;  // the work completes by itself, as an asynchronous one does, also in the caller's stream
   double timeout = 0;  // seconds, 0: the group's
   std::function<Stream()> current;  // asked by wait()
   std::function<void()> keep;  // owns the buffers; let go when the operation has ended

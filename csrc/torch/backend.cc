@@ -18,6 +18,8 @@ std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<c10d::Store>& sto
   return make_communicator(adapter, rank, size, options);
 }
 
+at::TensorList nth(at::TensorList list, size_t i) { return i < list.size() ? list.slice(i, 1) : at::TensorList(); }
+
 std::atomic<int64_t> num_groups{0};
 
 }  // namespace
@@ -64,7 +66,6 @@ PycommBackend::WorkPtr PycommBackend::submit_all(const Call& call, std::vector<R
   if (!requests.empty() && requests[0].device.is_cuda()) return submit_on_device(call, std::move(requests), inputs, outputs);
   std::vector<TaskPtr> tasks;
   for (Request& request : requests) tasks.push_back(std::make_shared<TensorTask>(*comm_, std::move(request)));
-  auto nth = [](at::TensorList list, size_t i) { return i < list.size() ? list.slice(i, 1) : at::TensorList(); };
   if (!call.async_op && !coalescing()) {
     for (size_t i = 0; i < tasks.size(); ++i) run_now(call, *tasks[i], nth(inputs, i), nth(outputs, i));
     return nullptr;
@@ -86,18 +87,18 @@ PycommBackend::WorkPtr PycommBackend::submit_on_device(const Call& call, std::ve
   const bool async_op = call.async_op || coalescing();
   Parts parts;
   uint64_t sequence = 0;
-  for (Request& request : requests) {
-    const uint64_t entry = record(call.name, sequence, call.timeout, inputs, outputs);
+  for (size_t i = 0; i < requests.size(); ++i) {
+    std::shared_ptr<cuda::CudaWork> work;
     try {
-      auto work = issue_on_device(*comm_, std::move(request), async_op || entry || hook_);
-      if (entry) work->on_completion([work = work.get(), entry] { FlightRecorder::instance().end(entry, work->error() != nullptr); });
-      sequence = work->info().sequence;
-      if (!async_op && (entry || hook_)) work->wait();
-      parts.push_back(std::move(work));
+      work = issue_on_device(*comm_, std::move(requests[i]), async_op, hook_ || FlightRecorder::instance().enabled());
     } catch (const CommError& error) {
-      FlightRecorder::instance().end(entry, true);
       throw TorchCommError(error);
     }
+    sequence = work->info().sequence;
+    const bool one = requests.size() == 1;  // a list call has one request for all of its tensors
+    const uint64_t entry = record(call.name, sequence, call.timeout, one ? inputs : nth(inputs, i), one ? outputs : nth(outputs, i));
+    if (entry) work->on_completion([work = work.get(), entry] { FlightRecorder::instance().end(entry, work->error() != nullptr); });
+    parts.push_back(std::move(work));
   }
   if (!async_op && !hook_) return nullptr;
   auto work = handle(call.type, call.name, sequence, std::move(parts), outputs);

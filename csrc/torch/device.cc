@@ -59,7 +59,7 @@ void separate_overlap(Request& request, int rank) {
 
 }  // namespace
 
-cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op) {
+cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched) {
   c10::NoGradGuard no_grad;
   const auto wished = static_cast<Algorithm>(comm.default_algorithm(request.op.kind));
   if (request.op.algorithm == Algorithm::automatic && cuda::has_cuda_algorithm(request.op.kind, wished)) request.op.algorithm = wished;
@@ -67,6 +67,7 @@ cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool asyn
   separate_overlap(request, comm.rank());
   const c10::Device device = request.device;
   cuda::Issue issue = issue_of(device, async_op, request.op.timeout);
+  issue.watched = watched;
   cuda::CudaGroup& group = engine_of(comm, request.op.kind, device, issue.stream);
   if (!request.copy_back.empty())
     issue.after = [copy_back = request.copy_back, device](cuda::Stream stream) {

@@ -9,9 +9,9 @@
 
 namespace pycomm {
 
-// Enqueues after the current stream of the request's device: on it, or (async_op) beside it. Returns at once. Throws as any call, also
-// what earlier operations of the group ended with.
-cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op);
+// Enqueues after the current stream of the request's device: on it, or (async_op) beside it. Returns at once; the work completes by itself
+// if it is asynchronous or `watched`. Throws as any call, also what earlier operations of the group ended with.
+cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched = false);
 
 // Blocks the host until all ranks have come and the current stream is done.
 void barrier_on_device(Communicator& comm, c10::Device device, double timeout);
