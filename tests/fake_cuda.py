@@ -48,8 +48,9 @@ def normal_objects():
     built = ROOT / "build" / f"temp-{minor}"
     sources = [path for path in sorted((ROOT / "csrc").rglob("*.cc")) if path.name not in REPLACED]
     objects = [(built / path.relative_to(ROOT)).with_suffix(".o") for path in sources]
-    missing = [str(path) for path in objects if not path.exists()]
-    assert not missing, f"build the extension first: {missing}"
+    pairs = zip(objects, sources, strict=True)
+    old = [str(path) for path, source in pairs if not path.exists() or path.stat().st_mtime < source.stat().st_mtime]
+    assert not old, f"build the extension first: {old}"
     return objects
 
 

@@ -47,12 +47,6 @@ def test_errors(server, name, kind, settings):
     server.run(f"cuda_native_cases.in_{kind}", name, devices=2, **settings)
 
 
-@pytest.mark.parametrize("name", [case.__name__ for case in native.ENDS])
-@pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
-def test_ends(server, name, settings):
-    server.run("cuda_native_cases.in_processes", name, **settings)
-
-
 @pytest.mark.parametrize("protocol, settings", [("stream_ordered", {}), ("resident", MPS)])
 def test_killed_rank(server, protocol, settings):
     server.run("cuda_native_cases.killed", protocol, **settings)
