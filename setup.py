@@ -24,7 +24,12 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, v
 ROOT = Path(__file__).parent
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 # Folder of each package. parallel and benchmarks lie beside pycomm because they use only its public names.
-PACKAGES = {"pycomm": "pycomm", "pycomm.parallel": "parallel", "pycomm.benchmarks": "benchmarks"}
+PACKAGES = {
+    "pycomm": "pycomm",
+    "pycomm.parallel": "parallel",
+    "pycomm.benchmarks": "benchmarks",
+    "pycomm.benchmarks.gpu_check": "benchmarks/gpu_check",
+}
 
 torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
@@ -36,29 +41,42 @@ NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibil
 NVCC_FLAGS += ["-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
 
 
+OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion
+
+
 def find_nvcc():
+    """Path of an nvcc that can build the kernels and the folder of its libcudart_static.a; (None, None) without."""
     wanted = os.environ.get("PYCOMM_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
     if wanted == "0":
-        return None
+        return None, None
     places = [Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     nvcc = next((str(place) for place in places if place and os.access(place, os.X_OK)), None)
-    if wanted == "1" and not nvcc:
-        raise SystemExit("PYCOMM_CUDA=1, but no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda.")
-    return nvcc
+    if not nvcc:
+        problem = "no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda"
+    else:
+        release = re.search(r"release (\d+)\.(\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+        folder = cudart_folder(nvcc)
+        if not release or (int(release[1]), int(release[2])) < OLDEST_NVCC:
+            problem = f"{nvcc} is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}"
+        elif not folder:
+            problem = f"{nvcc} has no libcudart_static.a beside it"
+        else:
+            return nvcc, folder
+    if wanted == "1":
+        raise SystemExit(f"PYCOMM_CUDA=1, but {problem}.")
+    print(f"pycomm: without CUDA, because {problem}.")
+    return None, None
 
 
 def cudart_folder(nvcc):
-    """Of libcudart_static.a. nvcc in PATH may be a script that calls the real one, which knows its place."""
+    """nvcc in PATH may be a script that calls the real one, which knows its place."""
     report = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True).stderr
     top = re.search(r"^#\$ TOP=(.+)$", report, re.M)
     names = ["lib64", "lib", f"targets/{os.uname().machine}-linux/lib"]
     folders = [Path(top.group(1), name) for name in names] if top else []
-    folder = next((folder.resolve() for folder in folders if (folder / "libcudart_static.a").exists()), None)
-    if not folder:
-        raise SystemExit(f"{nvcc} has no libcudart_static.a beside it; PYCOMM_CUDA=0 builds without CUDA.")
-    return folder
+    return next((folder.resolve() for folder in folders if (folder / "libcudart_static.a").exists()), None)
 
 
 def extension(nvcc):
@@ -85,7 +103,7 @@ def extension(nvcc):
     ext.depends = [str(path) for path in files]  # which also brings them into a source distribution
     if nvcc:
         # exclude-libs: torch may have loaded a CUDA runtime of its own, which must not be called from here.
-        ext.extra_link_args += [f"-L{cudart_folder(nvcc)}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
+        ext.extra_link_args += [f"-L{CUDART}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
         ext.extra_link_args += ["-Wl,--exclude-libs,libcudart_static.a"]
     return ext
 
@@ -129,6 +147,6 @@ class BuildExt(BuildExtension):
 
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 os.chdir(ROOT)
-NVCC = find_nvcc()
+NVCC, CUDART = find_nvcc()
 present = {name: folder for name, folder in PACKAGES.items() if (ROOT / folder / "__init__.py").exists()}
 setup(packages=list(present), package_dir=present, ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})

@@ -109,7 +109,7 @@ def test_replace_nccl():
         (None, {"gloo": "gloo", "cpu:gloo": "cpu:gloo", "CPU:PyComm": "pycomm"}),
         ("gloo", {"cpu:gloo,cuda:nccl": "cpu:pycomm,cuda:nccl", "fake": "fake", "mpi": "mpi", "nccl": "nccl"}),
         ("nccl", {"gloo": "gloo", "cpu:gloo": "cpu:gloo", "NCCL": "pycomm"}),
-        (" gloo , NCCL", {"CPU:Gloo": "pycomm", "nccl": "pycomm", "cpu:gloo,cuda:nccl": "cpu:pycomm,cuda:pycomm"}),
+        (" gloo , NCCL", {"CPU:Gloo": "pycomm", "nccl": "pycomm", "cpu:gloo,cuda:nccl": "pycomm"}),
     ],
 )
 def test_what_names_mean(replace, meanings):

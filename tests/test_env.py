@@ -17,7 +17,7 @@ def clean(monkeypatch):
 
 
 def test_nothing_is_set():
-    assert env.settings() == env.Settings(None, {}, None, None, None, None)
+    assert env.settings() == env.Settings(None, {}, None, None, None, None, None, None, None)
     assert env.replaced_backends() == ()
     assert env.is_first_rank()
 
@@ -34,6 +34,9 @@ def test_nothing_is_set():
         ("PYCOMM_STAGING_BYTES", "8m", "staging_bytes", 8 << 20),
         ("PYCOMM_CMA", "0", "cma", False),
         ("PYCOMM_CMA", "1", "cma", True),
+        ("PYCOMM_CUDA_PROTOCOL", "stream_ordered", "cuda_protocol", "stream_ordered"),
+        ("PYCOMM_CUDA_STAGING_BYTES", "32M", "cuda_staging_bytes", 32 << 20),
+        ("CUDA_DEVICE_MAX_CONNECTIONS", "32", "cuda_connections", 32),
     ],
 )
 def test_settings(monkeypatch, name, value, field, expected):
@@ -42,6 +45,9 @@ def test_settings(monkeypatch, name, value, field, expected):
 
 
 WRONG = {
+    "PYCOMM_CUDA_PROTOCOL": ["spin", "Resident"],
+    "PYCOMM_CUDA_STAGING_BYTES": ["0", "-1", "much"],
+    "CUDA_DEVICE_MAX_CONNECTIONS": ["0", "many"],
     "PYCOMM_TIMEOUT": ["0", "-1", "nan", "inf", "soon"],
     "PYCOMM_ALGORITHM": ["ring", "all_redcue=ring", "all_reduce=", "all_reduce=ring,all_reduce=ring", ","],
     "PYCOMM_THREADS": ["0", "-1", "two", "1.5", "100000"],

@@ -36,7 +36,8 @@ bool has_cuda_algorithm(OpKind kind, Algorithm algorithm) {
       return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter || kind == OpKind::broadcast;
     case Algorithm::copy_engine: return kind == OpKind::all_gather || kind == OpKind::all_to_all;
     case Algorithm::staged:
-    case Algorithm::direct: return kind != OpKind::barrier;
+    case Algorithm::direct:
+      return kind != OpKind::barrier && kind != OpKind::all_reduce && kind != OpKind::reduce && kind != OpKind::reduce_scatter;
   }
   return false;
 }

@@ -31,6 +31,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t primary_budget = 8 << 20;
 constexpr size_t further_budget = 1 << 20;
+constexpr int reason_rounds = 10000;  // yields; a reason is written in less than a microsecond
 
 std::atomic<uint64_t> forks{0};
 
@@ -307,8 +308,10 @@ void Transport::mark_broken(ErrorKind kind, const OpInfo& op, int peer, const st
 
 void Transport::fail(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) {
   if (!broken()) mark_broken(kind, op, peer, text);
-  if (header_->broken.load(std::memory_order_acquire) == 2) raise_broken(op);
-  raise(kind, op, peer, text);  // another rank is writing its reason at this moment
+  // Another rank may be writing its reason at this moment, and may die at it.
+  for (int round = 0; round < reason_rounds && !broken(); ++round) ::sched_yield();
+  if (broken()) raise_broken(op);
+  raise(kind, op, peer, text);
 }
 
 void Transport::raise_broken(const OpInfo& op) const {
