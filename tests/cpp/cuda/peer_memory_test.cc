@@ -239,7 +239,8 @@ void test_order_of_ends() {
           if (rank.rank == first) memory.reset();
           rank.barrier();
           if (rank.rank == first)
-            require((PeerMemory::free_parked() > 0) == (ipc || shape.threads > 1), "memory is parked if peers have it: by IPC, or in the same process");
+            require((PeerMemory::free_parked() > 0) == (ipc || shape.threads > 1),
+                    "memory is parked if peers have it: by IPC, or in the same process");
           else if (!near) require(memory->address(first)[1] == std::byte{value(0, first, 1)}, "memory of a rank that has ended");
           rank.barrier();
           drop(rank, memory);
