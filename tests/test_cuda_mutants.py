@@ -56,7 +56,7 @@ FAULTS = {
     "no sync before reading sources": Fault("race", TWO_SHOT,
         "c_.sync();\n    Shot::run(",
         "Shot::run("),
-    "no sync before a ring adds": Fault("race", RING,
+    "no sync before a ring adds": Fault("run", RING,
         "shared_.source[1] = a_.in_part[q] + at.begin;\n      }\n      c_.sync();",
         "shared_.source[1] = a_.in_part[q] + at.begin;\n      }"),
     "no sync before a ring's result goes on": Fault("race", RING,
@@ -323,8 +323,8 @@ def outcome_of(detector, status, output):
     """What went wrong, or None."""
     if status == 0:
         return None
-    if "ThreadSanitizer: data race" in output:
-        return "race"
+    if detector == "race":
+        return "race" if "ThreadSanitizer: data race" in output else None
     found = re.search(r"is wrong|DEADLOCK|FAULT|reported fault|passed a barrier|a write beyond|expected:", output)
     return found[0] if found else f"signal {-status}" if status < 0 else None
 
