@@ -24,12 +24,11 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, v
 ROOT = Path(__file__).parent
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 # Folder of each package. parallel and benchmarks lie beside pycomm because they use only its public names.
-PACKAGES = {
-    "pycomm": "pycomm",
-    "pycomm.parallel": "parallel",
-    "pycomm.benchmarks": "benchmarks",
-    "pycomm.benchmarks.gpu_check": "benchmarks/gpu_check",
-}
+PACKAGES = {"pycomm": "pycomm"}
+for top in ("parallel", "benchmarks"):
+    for init in sorted((ROOT / top).rglob("__init__.py")):
+        folder = init.parent.relative_to(ROOT)
+        PACKAGES[".".join(("pycomm", *folder.parts))] = str(folder)
 
 torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
@@ -148,5 +147,4 @@ class BuildExt(BuildExtension):
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 os.chdir(ROOT)
 NVCC, CUDART = find_nvcc()
-present = {name: folder for name, folder in PACKAGES.items() if (ROOT / folder / "__init__.py").exists()}
-setup(packages=list(present), package_dir=present, ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})
+setup(packages=list(PACKAGES), package_dir=PACKAGES, ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})

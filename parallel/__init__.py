@@ -1,0 +1,1 @@
+"""Parallel training strategies, composed by one plan. Import as `pycomm.parallel`."""

@@ -1,0 +1,1 @@
+"""Data parallelism: buckets of gradients, DistributedDataParallel, compression, and the naive baseline."""
