@@ -1,0 +1,121 @@
+"""Tokens to the ranks that hold their experts, and back: Lepikhin et al. 2020 (GShard), without its limit of capacity.
+
+Each token (a row of x) is copied once for each of its top_k experts; a copy is called an assignment. Rank r of the group holds a run of
+consecutive experts. Two ranks, experts 0 1 | 2, top_k = 1, the experts chosen by the tokens a..d of rank 0 and e..g of rank 1:
+
+                    rank 0                        rank 1
+    tokens          a>2  b>0  c>1  d>0            e>0  f>2  g>0
+    order           b0 d0 c1 | a2                 e0 g0 | f2            stable sort by expert, so consecutive rows go to one rank
+    all_to_all      b0 d0 c1 e0 g0                a2 f2                 by source rank, each part sorted by expert
+    regroup         b0 d0 e0 g0 c1                a2 f2                 by expert, then source rank, then position: when the ranks hold
+                                                                        consecutive slices of a batch, the order of the single process
+    experts, then all three steps back, and for each token the sum over its assignments, weighted, in the order of its choices.
+
+Cost per forward, and the same per backward without the counts: 8 bytes per expert that others hold (counts), and twice (dispatch, combine)
+dim * itemsize bytes per assignment to an expert of another rank. The sizes of the parts must be known to the host: one synchronisation with
+the device per layer. Autograd's own gradient of x[index] adds rows atomically on CUDA; here the rows are only permuted, in both directions,
+and summed in a fixed order, so reruns give the same bits.
+
+What can go wrong: a rank that leaves out the backward pass (its tokens were none, say) leaves the others waiting in theirs.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from pycomm.parallel import comm, differentiable
+
+__all__ = ["Routes", "combine", "dispatch", "make_routes"]
+
+
+class Routes(NamedTuple):
+    """Where the assignments of a batch go. n assignments here (tokens * top_k, token-major), m received."""
+
+    top_k: int
+    order: torch.Tensor  # (n,) int64: sorted row -> assignment
+    inverse: torch.Tensor  # (n,) int64: assignment -> sorted row
+    sent: list[int]  # rows to each rank
+    received: list[int]  # rows from each rank
+    regroup: torch.Tensor  # (m,) int64: row by (expert, source, position) -> row as it arrived
+    ungroup: torch.Tensor  # (m,) int64: its inverse
+    per_expert: list[int]  # rows of each expert of this rank
+
+
+def inverse_of(permutation):
+    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(permutation.numel(), device=permutation.device))
+
+
+def make_routes(chosen, held, group):
+    """Routes for chosen (tokens, top_k) int64, the experts of each token, where held[r] is how many experts rank r of the group has.
+
+    Returns (routes, counts): counts (experts,) int64 are the assignments of this rank's tokens. Collective on the group.
+    """
+    flat = chosen.flatten()
+    counts = flat.new_zeros(sum(held)).scatter_add_(0, flat, torch.ones_like(flat))
+    own = held[group.rank]
+    arrived = comm.all_to_all(counts, held, [own] * group.size, group)  # by source, then by own expert
+    both = torch.cat([counts, arrived]).tolist()  # one synchronisation for both
+    sent, received, at = [], [], 0
+    for experts in held:
+        sent.append(sum(both[at : at + experts]))
+        at += experts
+    for _ in range(group.size):
+        received.append(sum(both[at : at + own]))
+        at += own
+    arrivals = both[sum(held) :]
+    per_expert = [sum(arrivals[expert::own]) for expert in range(own)]
+    order = torch.argsort(flat, stable=True)
+    experts_of_parts = torch.arange(own, device=flat.device).repeat(group.size)
+    regroup = torch.argsort(experts_of_parts.repeat_interleave(arrived, output_size=sum(received)), stable=True)
+    return Routes(chosen.shape[1], order, inverse_of(order), sent, received, regroup, inverse_of(regroup), per_expert), counts
+
+
+class _Spread(torch.autograd.Function):
+    """x (tokens, dim) -> its assignments, sorted: (tokens * top_k, dim)."""
+
+    @staticmethod
+    def forward(ctx, x, order, inverse, top_k):
+        ctx.save_for_backward(inverse)
+        ctx.top_k = top_k
+        return x.index_select(0, order // top_k)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        tokens = inverse.numel() // ctx.top_k
+        parts = grad.index_select(0, inverse).view(tokens, ctx.top_k, grad.shape[1])
+        total = parts[:, 0].clone()
+        for choice in range(1, ctx.top_k):
+            total += parts[:, choice]
+        return total, None, None, None
+
+
+class _Permute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, permutation, inverse):
+        ctx.save_for_backward(inverse)
+        return x.index_select(0, permutation)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+def dispatch(x, routes, group):
+    """x (tokens, dim) -> the rows for this rank's experts (sum(routes.per_expert), dim), by expert, source rank, position. Collective."""
+    rows = _Spread.apply(x, routes.order, routes.inverse, routes.top_k)
+    rows = differentiable.all_to_all(rows, routes.sent, routes.received, group)
+    return _Permute.apply(rows, routes.regroup, routes.ungroup)
+
+
+def combine(rows, weights, routes, group):
+    """The converse of dispatch: rows (as dispatch gave them, after the experts), weights (tokens, top_k) -> (tokens, dim). Collective."""
+    rows = _Permute.apply(rows, routes.ungroup, routes.regroup)
+    rows = differentiable.all_to_all(rows, routes.received, routes.sent, group)
+    rows = _Permute.apply(rows, routes.inverse, routes.order).view(*weights.shape, rows.shape[1])
+    weights = weights.to(rows.dtype).unsqueeze(-1)
+    out = rows[:, 0] * weights[:, 0]
+    for choice in range(1, routes.top_k):
+        out = out + rows[:, choice] * weights[:, choice]
+    return out
