@@ -1,12 +1,11 @@
 // bindings.cc -- the Python module pycomm._C: thin, no algorithm. Every call that may wait releases the GIL.
-#include <ATen/ops/from_blob.h>
 #include <pybind11/functional.h>
 #include <pybind11/stl.h>
 #include <torch/csrc/utils/pybind.h>
 
-#include "collectives/registered.h"
 #include "reduce/reduce.h"
 #include "torch/device.h"
+#include "torch/registered_tensor.h"
 #include "torch/tensors.h"
 #include "torch/torch_store.h"
 
@@ -80,22 +79,6 @@ TransportOptions transport_options(const std::string& name, double timeout, size
   options.threads = threads;
   options.device = {cuda_staging_bytes, cuda_protocol, cuda_connections};
   return options;
-}
-
-at::Tensor empty_registered(const CommPtr& comm, std::vector<int64_t> shape, const py::object& dtype, const c10::Device& device) {
-  auto options = at::TensorOptions().dtype(reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type);
-  if (device.is_cuda()) {
-    py::gil_scoped_release no_gil;
-    return empty_on_device(comm, shape, options.dtype().toScalarType(), device);
-  }
-  int64_t count = 1;
-  for (int64_t size : shape) count *= size;
-  py::gil_scoped_release no_gil;
-  RegisteredBuffer buffer = allocate_registered(*comm, count * options.dtype().itemsize());
-  auto release = [segment = buffer.segment, weak = std::weak_ptr(comm), region = buffer.region](void*) {
-    if (CommPtr alive = weak.lock()) alive->transport().drop_region(region);
-  };
-  return at::from_blob(buffer.data, shape, release, options);
 }
 
 // Names, so that PYCOMM_ALGORITHM passes through unchanged.
@@ -254,7 +237,12 @@ PYBIND11_MODULE(_C, module) {
              else message->wait();
              return Handle{c, message};
            })
-      .def("empty", &empty_registered)
+      .def("empty",
+           [](const CommPtr& c, const std::vector<int64_t>& shape, const py::object& dtype, const c10::Device& device) {
+             const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
+             py::gil_scoped_release no_gil;
+             return empty_registered(c, shape, type, device);
+           })
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
       .def("abort",

@@ -31,7 +31,7 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   std::unique_ptr<Segment> segment;
   char name[64] = {};
   if (comm.rank() == 0) {
-    segment = Segment::create(stride * comm.world_size());
+    segment = Segment::create(Transport::region_bytes(stride, comm.world_size()));
     server = std::make_unique<FdServer>();
     std::strncpy(name, server->name().c_str(), sizeof(name) - 1);
   }
@@ -46,7 +46,7 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   const uint32_t region = transport.add_region(std::move(segment), stride);
   std::vector<uint64_t> bases = all_gather_value(comm, reinterpret_cast<uint64_t>(data));
   for (int p = 0; p < comm.world_size(); ++p) transport.set_region_base(region, p, bases[p]);
-  return {transport.region_segment(region), data, region};
+  return {transport.region_segment(region), data, stride, region};
 }
 
 }  // namespace pycomm

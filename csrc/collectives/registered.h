@@ -8,10 +8,12 @@ namespace pycomm {
 struct RegisteredBuffer {
   std::shared_ptr<Segment> segment;  // keeps the memory mapped
   std::byte* data;                   // this rank's part
+  size_t stride;                     // bytes from one rank's part to the next
   uint32_t region;                   // for Transport::drop_region, when the buffer is no longer used
 };
 
-// Collective: all ranks must call it with the same nbytes. Memory is zeroed, page-aligned, first touched by its owner.
+// Collective: all ranks must call it with the same nbytes. Memory is zeroed, page-aligned, first touched by its owner. Its end is
+// described in [Note: end of a registered region] (transport/transport.h).
 RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes);
 
 }  // namespace pycomm

@@ -1,6 +1,7 @@
 // group.cc -- see group.h: making the group, and getting operations into streams. Watching and errors are in group_watch.cc.
 #include "group.h"
 
+#include <bitset>
 #include <cstring>
 #include <stdexcept>
 
@@ -164,19 +165,11 @@ Shape CudaGroup::make_shape() const {
 // --- registered memory -------------------------------------------------------------------------------------------------------------------
 
 CudaGroup::Registered CudaGroup::allocate(size_t nbytes) {
+  const size_t id = free_region();
   const bool multicast = topology_.own_devices() && topology_.here().multicast;
   std::shared_ptr<PeerMemory> memory = PeerMemory::create(comm_, topology_, std::max<size_t>(nbytes, 1), multicast);
   std::byte* data = memory->address(comm_.rank());
   const auto lock = enter_group({OpKind::alloc, 0});
-  size_t id = 0;
-  while (id < regions_.size() && regions_[id].base) ++id;
-  // Ids are handed out alike on all ranks only while all free alike, so the ranks agree on one that is free everywhere.
-  for (size_t highest : all_gather_value(comm_, id)) id = std::max(id, highest);
-  agree(comm_, attempt([&] {
-          if (id >= max_regions) throw std::runtime_error("more than " + std::to_string(max_regions) + " registered buffers in one group");
-          if (id < regions_.size() && regions_[id].base)
-            throw std::runtime_error("registered buffers were freed in different orders on different ranks");
-        }));
   if (regions_.size() <= id) regions_.resize(id + 1);
   regions_[id] = {memory, data, memory->nbytes()};
   if (memory->multicast()) shape_.multicast = true;
@@ -185,25 +178,52 @@ CudaGroup::Registered CudaGroup::allocate(size_t nbytes) {
   // Until all have agreed, a peer's kernel could look a handle up before this rank's table has it.
   const Verdict copied =
       attempt([&] { copy_now(device_, reinterpret_cast<std::byte*>(region_table_) + id * sizeof(bases), bases, sizeof(bases)); });
-  if (!copied.ok()) regions_[id] = {};
-  agree(comm_, copied);
+  try {
+    agree(comm_, copied);
+  } catch (...) {
+    regions_[id] = {};
+    throw;
+  }
   return {std::move(memory), data};
 }
 
+// The lowest id that no rank uses; collective. What all ranks have dropped is unmapped here.
+size_t CudaGroup::free_region() {
+  using Ids = std::bitset<max_regions>;
+  Ids used;
+  {
+    const auto lock = enter_group({OpKind::alloc, 0});
+    for (size_t id = 0; id < regions_.size(); ++id) used[id] = regions_[id].base && !regions_[id].dropped;
+  }
+  Ids used_anywhere;
+  for (const Ids& of_rank : all_gather_value(comm_, used)) used_anywhere |= of_rank;
+  const auto lock = enter_group({OpKind::alloc, 0});
+  size_t id = max_regions;
+  for (size_t i = max_regions; i-- > 0;) {
+    if (used_anywhere[i]) continue;
+    if (i < regions_.size()) regions_[i] = {};
+    id = i;
+  }
+  if (id == max_regions) throw std::runtime_error("more than " + std::to_string(max_regions) + " registered buffers in one group");
+  return id;
+}
+
+// As on the CPU ([Note: end of a registered region] in transport/transport.h): until all ranks have dropped theirs, kernels of this rank
+// may reach those of peers, so the memory stays until the next allocate() or the end of the group.
 void CudaGroup::release(const Registered& registered) {
   if (comm_.transport().forked()) return;
   std::unique_lock lock(mutex_);
   if (closed_) return;
   drain(lock, std::chrono::hours(24));  // what was issued may still use it; it ends before that, as every wait of a kernel does
   for (Region& region : regions_)
-    if (region.base == registered.data) region = {};
+    if (region.base == registered.data) region.dropped = true;
 }
 
 const CudaGroup::Region* CudaGroup::find_region(const void* data, size_t nbytes, size_t* id) const {
   const auto* p = static_cast<const std::byte*>(data);
   for (size_t i = 0; i < regions_.size(); ++i) {
     const Region& region = regions_[i];
-    if (!region.base || p < region.base || p + nbytes > region.base + region.nbytes) continue;
+    if (!region.base || region.dropped || p < region.base || p + nbytes > region.base + region.nbytes) continue;
     *id = i;
     return &region;
   }
@@ -221,13 +241,13 @@ Registry CudaGroup::registry() {
   registry.multicast = [this](const void* data) -> std::byte* {
     size_t id = 0;
     const Region* region = find_region(data, 1, &id);
-    auto memory = region ? region->memory.lock() : nullptr;
+    const auto memory = region ? region->memory : nullptr;
     return memory && memory->multicast() ? memory->multicast() + (static_cast<const std::byte*>(data) - region->base) : nullptr;
   };
   registry.at_peer = [this](const void* data, int peer) -> std::byte* {
     size_t id = 0;
     const Region* region = find_region(data, 1, &id);
-    auto memory = region ? region->memory.lock() : nullptr;
+    const auto memory = region ? region->memory : nullptr;
     return memory ? memory->address(peer) + (static_cast<const std::byte*>(data) - region->base) : nullptr;
   };
   return registry;

@@ -149,14 +149,16 @@ class CudaGroup final : public DeviceEngine {
     std::exception_ptr error;
   };
   struct Region {
-    std::weak_ptr<PeerMemory> memory;
+    std::shared_ptr<PeerMemory> memory;
     std::byte* base = nullptr;
     size_t nbytes = 0;
+    bool dropped = false;  // by this rank
   };
 
   CudaGroup(Communicator& comm, Device device);
   void set_up();
   void compare_settings();
+  size_t free_region();
   void make_host_words();
   Shape make_shape() const;
   size_t staging_bytes() const;

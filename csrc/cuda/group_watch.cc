@@ -408,8 +408,12 @@ void CudaGroup::close() {
     ended = take_all();
   }
   for (auto& [work, error] : ended) work->end(error);
-  if (drained) give_back();
-  else (void)arena_.release();  // the device does not even stop, so it keeps what it may use
+  if (drained) {
+    give_back();
+  } else {  // the device does not even stop, so it keeps what it may use
+    (void)arena_.release();
+    (void)new std::vector<Region>(std::move(regions_));
+  }
 }
 
 std::vector<CudaGroup::Ended> CudaGroup::take_all() {
@@ -429,6 +433,7 @@ void CudaGroup::give_back() {
   sending_.clear();
   receiving_.clear();
   events_.reset();
+  regions_.clear();
   arena_.reset();
   if (region_table_) driver_.cuMemFree(region_table_);
   if (host_words_on_device_) driver_.cuMemHostUnregister(host_words_.segment->data());

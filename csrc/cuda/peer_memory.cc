@@ -29,7 +29,7 @@ class Departures {
     const RegisteredBuffer buffer = allocate_registered(comm, sizeof(uint32_t));
     comm.transport().drop_region(buffer.region);  // it is no buffer of collectives; the segment stays mapped
     segment_ = buffer.segment;
-    stride_ = segment_->nbytes() / comm.world_size();
+    stride_ = buffer.stride;
     agree(comm, attempt([&] { segment_->hold_lock(rank_); }));  // no rank asks before all hold theirs
   }
 

@@ -89,6 +89,9 @@ std::unique_ptr<Segment> Segment::open(int fd) {
 
 int Segment::fd() const { return fd_->first; }
 
+// Where the kernel cannot, the memory goes with the last mapping.
+void Segment::give_back(size_t offset, size_t nbytes) { ::madvise(data_ + offset, nbytes, MADV_REMOVE); }
+
 void Segment::hold_lock(int byte) {
   struct flock lock = record_lock(F_WRLCK, byte);
   if (::fcntl(fd(), F_SETLK, &lock) != 0) throw_errno("record lock on a shared segment");

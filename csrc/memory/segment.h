@@ -29,6 +29,7 @@ class Segment {
   std::byte* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
   int fd() const;
+  void give_back(size_t offset, size_t nbytes);  // whole pages: their memory; they stay mapped, in all processes, and read as zeros
 
   void hold_lock(int byte);         // this process is alive as `byte`
   bool lock_held(int byte) const;   // some other process is alive as `byte`

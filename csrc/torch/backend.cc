@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <optional>
 
+#include "registered_tensor.h"
 #include "torch_store.h"
 
 namespace pycomm {
@@ -41,6 +42,20 @@ void PycommBackend::shutdown() {
   if (Py_IsInitialized() && PyGILState_Check()) no_gil.emplace();
   comm_->close();
 }
+
+// --- memory -------------------------------------------------------------------------------------------------------------------------
+
+at::Tensor PycommBackend::allocateTensor(long size, at::TensorOptions options) {
+  std::optional<pybind11::gil_scoped_release> no_gil;  // it waits for peers, and for operations issued before, whose callbacks take the GIL
+  if (PyGILState_Check()) no_gil.emplace();
+  try {
+    return empty_registered(comm_, {size}, c10::typeMetaToScalarType(options.dtype()), options.device());
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
+}
+
+bool PycommBackend::supportsTensorAlloc(c10::DeviceIndex index) { return index < 1 || cuda::built_with_cuda(); }
 
 // --- running ------------------------------------------------------------------------------------------------------------------------
 

@@ -96,6 +96,12 @@ class PycommBackend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
+  // A flat tensor of zeros in registered memory (registered_tensor.h), which collectives of this group use without staging memory.
+  // Collective on the group.
+  at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
+  // torch passes the index of the device alone: -1 for "cpu" and "cuda", 0 for "cpu:0" as for "cuda:0".
+  bool supportsTensorAlloc(c10::DeviceIndex index) override;
+
   void enableCollectivesTiming() override { timing_ = true; }
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
   void waitForPendingWorks() override;

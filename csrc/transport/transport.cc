@@ -337,8 +337,9 @@ std::byte* Transport::map_address(int peer, uint64_t address, uint32_t region) c
   if (reach_ == Reach::pointer || peer == rank_) return reinterpret_cast<std::byte*>(address);
   if (region == 0) return nullptr;
   std::lock_guard lock(regions_mutex_);
-  const Region& entry = regions_[region - 1];
-  if (!entry.segment) return nullptr;  // this rank has already freed its part of it
+  const auto found = regions_.find(region);
+  if (found == regions_.end()) return nullptr;
+  const Region& entry = found->second;
   return entry.segment->data() + peer * entry.stride + (address - entry.bases[peer]);
 }
 
@@ -368,39 +369,55 @@ void Transport::write_peer(int peer, void* remote, const void* local, size_t nby
 
 uint32_t Transport::add_region(std::unique_ptr<Segment> segment, size_t stride) {
   std::lock_guard lock(regions_mutex_);
-  Region region{std::move(segment), stride, std::vector<uint64_t>(world_size_)};
-  regions_.push_back(std::move(region));
+  unmap_dropped_regions();
+  regions_[++last_region_] = {std::move(segment), stride, std::vector<uint64_t>(world_size_)};
   live_regions_.fetch_add(1);
-  return static_cast<uint32_t>(regions_.size());
+  return last_region_;
 }
 
 void Transport::set_region_base(uint32_t region, int peer, uint64_t base) {
   std::lock_guard lock(regions_mutex_);
-  regions_[region - 1].bases[peer] = base;
+  regions_.at(region).bases[peer] = base;
 }
 
 std::shared_ptr<Segment> Transport::region_segment(uint32_t region) const {
   std::lock_guard lock(regions_mutex_);
-  return regions_[region - 1].segment;
+  return regions_.at(region).segment;
 }
 
 uint32_t Transport::find_region(const void* address, size_t nbytes) const {
   if (live_regions_.load(std::memory_order_relaxed) == 0) return 0;
   std::lock_guard lock(regions_mutex_);
   const auto begin = reinterpret_cast<uint64_t>(address);
-  for (size_t i = 0; i < regions_.size(); ++i) {
-    if (!regions_[i].segment) continue;
-    uint64_t base = regions_[i].bases[rank_];
-    if (begin >= base && begin + nbytes <= base + regions_[i].stride) return static_cast<uint32_t>(i + 1);
+  for (const auto& [id, region] : regions_) {
+    if (region.dropped) continue;
+    const uint64_t base = region.bases[rank_];
+    if (begin >= base && begin + nbytes <= base + region.stride) return id;
   }
   return 0;
 }
 
 void Transport::drop_region(uint32_t region) {
+  if (forked()) return;  // the memory is the parent's
   std::lock_guard lock(regions_mutex_);
-  if (!regions_[region - 1].segment) return;
-  regions_[region - 1].segment.reset();
+  Region& entry = regions_.at(region);
+  entry.dropped = true;
   live_regions_.fetch_sub(1);
+  entry.segment->give_back(rank_ * entry.stride, entry.stride);
+  num_dropped(entry).fetch_add(1, std::memory_order_acq_rel);
+  unmap_dropped_regions();
+}
+
+std::atomic_ref<uint32_t> Transport::num_dropped(const Region& region) const {
+  return std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(region.segment->data() + world_size_ * region.stride));
+}
+
+void Transport::unmap_dropped_regions() {
+  if (broken()) return;
+  std::erase_if(regions_, [this](const auto& entry) {
+    const Region& region = entry.second;
+    return region.dropped && num_dropped(region).load(std::memory_order_acquire) == static_cast<uint32_t>(world_size_);
+  });
 }
 
 }  // namespace pycomm

@@ -6,7 +6,9 @@
 #include <atomic>
 #include <chrono>
 #include <functional>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -134,18 +136,26 @@ class Transport {
   void read_peer(int peer, const void* remote, void* local, size_t nbytes, const OpInfo& op);
   void write_peer(int peer, void* remote, const void* local, size_t nbytes, const OpInfo& op);
 
-  // A registered region: one segment, `stride` bytes per rank, mapped by every rank. Ids start at 1.
+  // A registered region: one segment, mapped by every rank, of `stride` bytes per rank and a count. Ids start at 1.
+  //
+  // [Note: end of a registered region] Each rank frees its part when it likes, with its tensor: no later operation finds the part, and its
+  // pages are given back. Peers may use theirs meanwhile, and a worker thread of this rank may just be at one through this rank's mapping.
+  // So a region is unmapped only when all ranks have freed their parts; they count that behind the parts. Each rank looks with every
+  // region that it adds or drops. In a broken group an operation may have ended here and not yet there: it unmaps at its end.
   uint32_t add_region(std::unique_ptr<Segment> segment, size_t stride);
   void set_region_base(uint32_t region, int peer, uint64_t base);
   std::shared_ptr<Segment> region_segment(uint32_t region) const;
   uint32_t find_region(const void* address, size_t nbytes) const;  // 0: none
-  void drop_region(uint32_t region);
+  void drop_region(uint32_t region);  // not collective
+  static size_t region_bytes(size_t stride, int world_size) { return stride * world_size + region_count_bytes; }
 
  private:
+  static constexpr size_t region_count_bytes = 4096;
   struct Region {
     std::shared_ptr<Segment> segment;
     size_t stride = 0;
     std::vector<uint64_t> bases;  // of each rank, in its own address space
+    bool dropped = false;         // by this rank
   };
 
   Transport() = default;
@@ -166,6 +176,8 @@ class Transport {
   }
   bool has_heartbeat(int peer) const;
   std::byte* rank_base(int rank) const { return base_ + ranks_ + rank * rank_stride_; }
+  std::atomic_ref<uint32_t> num_dropped(const Region& region) const;
+  void unmap_dropped_regions();  // with the lock
   void connect(Store& store);
   void map(const Layout& layout);
   void probe_peers();
@@ -189,7 +201,8 @@ class Transport {
   Reach reach_ = Reach::none;
   std::atomic<bool> closed_{false};
   uint64_t fork_generation_ = 0;
-  std::vector<Region> regions_;
+  std::map<uint32_t, Region> regions_;
+  uint32_t last_region_ = 0;
   mutable std::mutex regions_mutex_;
   std::atomic<int> live_regions_{0};
   std::function<void()> idle_hook_;

@@ -1,0 +1,37 @@
+// registered_tensor.cc -- see registered_tensor.h.
+#include "registered_tensor.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <stdexcept>
+
+#include "../collectives/registered.h"
+#include "device.h"
+#include "tensors.h"
+
+namespace pycomm {
+
+at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
+                            c10::Device device) {
+  for (int64_t size : shape)
+    if (size < 0)
+      throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "size " + std::to_string(size) + " is negative");
+  const auto options = at::TensorOptions().dtype(dtype);
+  dtype_of(at::empty({0}, options));
+  if (device.is_cuda()) {
+    if (!device.has_index()) device = c10::impl::VirtualGuardImpl(device.type()).getDevice();
+    return empty_on_device(comm, shape, dtype, device);
+  }
+  if (!device.is_cpu())
+    throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "device " + device.str() + "; expected cpu or cuda");
+  const RegisteredBuffer buffer =
+      allocate_registered(*comm, static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize());
+  auto release = [segment = buffer.segment, weak = std::weak_ptr(comm), region = buffer.region](void*) {
+    if (const auto alive = weak.lock()) alive->transport().drop_region(region);
+  };
+  return at::from_blob(buffer.data, shape, std::move(release), options);
+}
+
+}  // namespace pycomm
