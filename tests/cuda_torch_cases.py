@@ -327,8 +327,41 @@ def wrong_arguments(r, n):
     dist.barrier()
 
 
+def allocate_tensor(r, n):
+    """Registered memory by torch's hook: whole and in slices; freed in another order on each rank, while peers go on with theirs."""
+    backend, device = dist.group.WORLD._get_backend(torch.device("cuda")), torch.device("cuda")
+
+    def registered(count):
+        assert backend.supports_tensor_alloc(device)
+        x = backend.allocate_tensor(count, dtype=torch.float32, device=device)
+        assert x.shape == (count,) and x.device == torch.device("cuda", 0) and not x.cpu().any()
+        return x
+
+    x = registered(n * SIZE)
+    mine = x.chunk(n)[r]
+    x.copy_(data(r, n * SIZE))
+    dist.reduce_scatter_tensor(mine, x)
+    equal(mine.cpu(), total(n, n * SIZE).chunk(n)[r])
+    dist.all_gather_into_tensor(x, mine)
+    equal(x.cpu(), total(n, n * SIZE))
+    for rounds in range(5):
+        xs = [registered(SIZE + i).copy_(data(r, SIZE + i)) for i in range(n)]
+        for y in xs:
+            dist.all_reduce(y)
+        equal(on_host(xs), [total(n, SIZE + i) for i in range(n)])
+        kept = xs.pop((r + rounds) % n)[:SIZE]  # in another region on each rank
+        del xs, y
+        dist.all_reduce(kept.fill_(1.0))
+        equal(kept.cpu(), torch.full((SIZE,), float(n)))
+        del kept
+    with raises(pycomm.MismatchError, "All ranks must"):
+        registered(SIZE + r)
+    dist.all_reduce(x.fill_(1.0))
+    equal(x.cpu(), torch.full((n * SIZE,), float(n)))
+
+
 CASES = [every_operation, messages, coalescing, futures, host_runs_ahead, both_devices, new_groups, data_parallel, traced, under_way]
-CASES += [mismatch, wrong_arguments]
+CASES += [mismatch, wrong_arguments, allocate_tensor]
 
 
 def in_processes(name, world_size):
