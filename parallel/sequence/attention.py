@@ -1,0 +1,134 @@
+"""SequenceAttention: a model's own calls of F.scaled_dot_product_attention, computed over the whole sequence while each rank runs its
+piece.
+
+    model(x piece)  ->  F.scaled_dot_product_attention(q, k, v)  ->  SequenceAttention.__torch_function__
+                        q, k, v of this rank's positions              ring_ulysses_attention(q, k, v, ring, ulysses)
+
+A TorchFunctionMode sees every call of torch's Python API in the block `with mode:`; it changes attention and passes on the rest, so that
+the model's code stays as it is. Cost: that of ring.py and ulysses.py, and about a microsecond of host time per torch call.
+
+nn.MultiheadAttention is one call of F.multi_head_attention_forward, inside which torch has switched the mode off. A copy of that function
+runs in its place, whose global name scaled_dot_product_attention is ours (need_weights=True does not go that way and is refused).
+
+[Note: recomputation] torch.utils.checkpoint runs the forward again in backward, where the mode must be active with the same `length`, or
+else the rank would attend to its own piece alone, silently. Two ways, which may be used together:
+    - checkpoint(block, x, use_reentrant=False, context_fn=mode.context_fn), which also keeps the length of its own forward: what a pipeline
+      with several microbatches under way needs;
+    - loss.backward() inside `with mode:` (torch hands modes on to the threads of autograd).
+
+What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax, flex_attention) is not seen and
+stays local. `calls` counts what was seen, so that an engine can tell. Masks cannot be cut here, since only the model knows what they mean
+along the sequence: is_causal or none. Source: the mode is torch.overrides; the attention Fang and Zhao, USP, 2024.
+"""
+
+import contextlib
+import threading
+import types
+
+import torch
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+from pycomm.parallel.sequence.ring import ring_ulysses_attention
+
+__all__ = ["SequenceAttention"]
+
+ATTENTION = F.scaled_dot_product_attention
+MULTI_HEAD = F.multi_head_attention_forward
+
+
+class _PerThread(threading.local):
+    """inside: one of our attentions is being computed."""
+
+    inside = False
+
+
+def _rebound(function, names):
+    """A copy of a Python function that sees other objects under the global names given."""
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+class _Again:
+    """The mode active once more, with the length of another time. Can be entered repeatedly: backward with retain_graph recomputes twice."""
+
+    def __init__(self, mode, length):
+        self.mode, self.length = mode, length
+
+    def __enter__(self):
+        self.before, self.mode.length = self.mode.length, self.length
+        self.mode.__enter__()
+
+    def __exit__(self, *error):
+        self.mode.__exit__(*error)
+        self.mode.length = self.before
+
+
+class SequenceAttention(TorchFunctionMode):
+    """While active, F.scaled_dot_product_attention attends over the whole sequence that the ranks of ring x ulysses hold pieces of.
+
+    ring, ulysses: comm.Group, of one rank where unused. zigzag: the ring's cut (split.py); without effect in a ring of one.
+    length: the whole length of the sequence of the coming forward; the engine sets it. calls: how many attentions were computed so far.
+
+    Raises ValueError at an attention with a mask, dropout, keys of another length than the queries or pieces of another length than
+    split.lengths() says. q, k, v may be (B, H, T, D) or (H, T, D).
+    """
+
+    def __init__(self, ring, ulysses, zigzag):
+        super().__init__()
+        self.ring, self.ulysses, self.zigzag = ring, ulysses, zigzag
+        self.length = None
+        self.calls = 0
+        self._thread = _PerThread()
+        # has_torch_function: with another mode active it would hand the call to that mode, and from there to torch's own function
+        names = {"scaled_dot_product_attention": self._attention, "has_torch_function": lambda tensors: False}
+        self._multi_head_copy = _rebound(MULTI_HEAD, names)
+
+    def __torch_function__(self, func, classes, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if self._thread.inside:
+            return func(*args, **kwargs)  # active twice (see [Note: recomputation]): the outer one has done the work
+        if func is ATTENTION:
+            return self._attention(*args, **kwargs)
+        if func is MULTI_HEAD:
+            return self._multi_head(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def context_fn(self):
+        """For torch.utils.checkpoint's argument of this name: (context of the forward, context of the recomputation)."""
+        return contextlib.nullcontext(), _Again(self, self.length)
+
+    def _refuse(self, what):
+        ring, ulysses = (f"rank {group.rank}/{group.size} of {group.name}" for group in (self.ring, self.ulysses))
+        raise ValueError(f"[{ring}, {ulysses}] scaled_dot_product_attention on a split sequence: {what}")
+
+    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+        if attn_mask is not None:
+            self._refuse(f"attn_mask of shape {tuple(attn_mask.shape)} cannot be split; use is_causal=True or no mask")
+        if dropout_p:
+            self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
+        if self.length is None:
+            self._refuse("the length of the whole sequence is not known; set SequenceAttention.length before the forward")
+        if query.dim() != key.dim() or query.dim() not in (3, 4):
+            self._refuse(f"query {tuple(query.shape)}, key {tuple(key.shape)}; both must be (batch, heads, T, D) or (heads, T, D)")
+        if query.shape[-3] != key.shape[-3] and not enable_gqa:
+            self._refuse(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads; pass enable_gqa=True")
+        if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
+            dtype = torch.get_autocast_dtype(query.device.type)
+            query, key, value = (x.to(dtype) for x in (query, key, value))
+        options = {"is_causal": is_causal, "scale": scale, "zigzag": self.zigzag, "length": self.length}
+        batch = query.dim() == 4
+        query, key, value = (x if batch else x.unsqueeze(0) for x in (query, key, value))
+        self.calls += 1
+        self._thread.inside = True
+        try:
+            out = ring_ulysses_attention(query, key, value, self.ring, self.ulysses, **options)
+        finally:
+            self._thread.inside = False
+        return out if batch else out.squeeze(0)
+
+    def _multi_head(self, *args, **kwargs):
+        if kwargs.get("need_weights", True):
+            self._refuse("MultiheadAttention computes weights; call it with need_weights=False")
+        return self._multi_head_copy(*args, **kwargs)
