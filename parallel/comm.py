@@ -229,9 +229,9 @@ def all_gather_dim(tensor, dim, sizes, group):
         return out.movedim(0, dim)
     padded = front.new_zeros((longest, *front.shape[1:]))  # collectives of equal sizes are the portable and the fast ones
     padded[: front.shape[0]] = front
-    out = front.new_empty((group.size, *padded.shape))
+    out = front.new_empty((group.size * longest, *front.shape[1:]))  # not (size, longest, ...): Gloo wants the shape of the parts joined
     all_gather(out, padded, group)
-    return torch.cat([out[rank, :size] for rank, size in enumerate(sizes)]).movedim(0, dim)
+    return torch.cat([part[:size] for part, size in zip(out.split(longest), sizes, strict=True)]).movedim(0, dim)
 
 
 def reduce_scatter_dim(tensor, dim, sizes, group):
@@ -243,9 +243,9 @@ def reduce_scatter_dim(tensor, dim, sizes, group):
     if longest == min(sizes):
         source = front.contiguous()
     else:
-        source = front.new_zeros((group.size, longest, *front.shape[1:]))
+        source = front.new_zeros((group.size * longest, *front.shape[1:]))
         for rank, piece in enumerate(front.split(sizes)):
-            source[rank, : piece.shape[0]] = piece
+            source[rank * longest : rank * longest + piece.shape[0]] = piece
     out = front.new_empty((longest, *front.shape[1:]))
     reduce_scatter(out, source, group)
     return out[: sizes[group.rank]].movedim(0, dim)
