@@ -7,14 +7,16 @@ piece.
 A TorchFunctionMode sees every call of torch's Python API in the block `with mode:`; it changes attention and passes on the rest, so that
 the model's code stays as it is. Cost: that of ring.py and ulysses.py, and about a microsecond of host time per torch call.
 
-nn.MultiheadAttention is one call of F.multi_head_attention_forward, inside which torch has switched the mode off. A copy of that function
-runs in its place, whose global name scaled_dot_product_attention is ours (need_weights=True does not go that way and is refused).
+[Note: calls inside calls] While a mode handles a call, torch has switched that mode off, so attention inside F.multi_head_attention_forward
+(all of nn.MultiheadAttention) or inside backward() (recomputed checkpoints) would not be seen. These functions are run as copies that do
+not ask whether a mode is active, with the mode switched on again.
 
 [Note: recomputation] torch.utils.checkpoint runs the forward again in backward, where the mode must be active with the same `length`, or
 else the rank would attend to its own piece alone, silently. Two ways, which may be used together:
     - checkpoint(block, x, use_reentrant=False, context_fn=mode.context_fn), which also keeps the length of its own forward: what a pipeline
       with several microbatches under way needs;
-    - loss.backward() inside `with mode:` (torch hands modes on to the threads of autograd).
+    - loss.backward() inside `with mode:` (torch hands modes on to the threads of autograd); the only way with use_reentrant=True.
+Forgetting both fails with use_reentrant=False, as what is saved is different then; with use_reentrant=True nothing can tell.
 
 What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax, flex_attention) is not seen and
 stays local. `calls` counts what was seen, so that an engine can tell. Masks cannot be cut here, since only the model knows what they mean
@@ -33,8 +35,17 @@ from pycomm.parallel.sequence.ring import ring_ulysses_attention
 
 __all__ = ["SequenceAttention"]
 
-ATTENTION = F.scaled_dot_product_attention
-MULTI_HEAD = F.multi_head_attention_forward
+
+def _unasking(function):
+    """A copy of a Python function of torch to which no mode and no tensor subclass is ever active."""
+    names = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
+    copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+ATTENTION, MULTI_HEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
+UNASKING = {f: _unasking(f) for f in (MULTI_HEAD, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
 
 
 class _PerThread(threading.local):
@@ -43,15 +54,8 @@ class _PerThread(threading.local):
     inside = False
 
 
-def _rebound(function, names):
-    """A copy of a Python function that sees other objects under the global names given."""
-    copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
-
-
 class _Again:
-    """The mode active once more, with the length of another time. Can be entered repeatedly: backward with retain_graph recomputes twice."""
+    """The mode active once more, with the length of another time. It can be entered again: retain_graph can make torch recompute twice."""
 
     def __init__(self, mode, length):
         self.mode, self.length = mode, length
@@ -81,9 +85,6 @@ class SequenceAttention(TorchFunctionMode):
         self.length = None
         self.calls = 0
         self._thread = _PerThread()
-        # has_torch_function: with another mode active it would hand the call to that mode, and from there to torch's own function
-        names = {"scaled_dot_product_attention": self._attention, "has_torch_function": lambda tensors: False}
-        self._multi_head_copy = _rebound(MULTI_HEAD, names)
 
     def __torch_function__(self, func, classes, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -91,8 +92,11 @@ class SequenceAttention(TorchFunctionMode):
             return func(*args, **kwargs)  # active twice (see [Note: recomputation]): the outer one has done the work
         if func is ATTENTION:
             return self._attention(*args, **kwargs)
-        if func is MULTI_HEAD:
-            return self._multi_head(*args, **kwargs)
+        if func is MULTI_HEAD and kwargs.get("need_weights", True):
+            self._refuse("MultiheadAttention computes weights; call it with need_weights=False")
+        if func in UNASKING:
+            with self:
+                return UNASKING[func](*args, **kwargs)
         return func(*args, **kwargs)
 
     def context_fn(self):
@@ -127,8 +131,3 @@ class SequenceAttention(TorchFunctionMode):
         finally:
             self._thread.inside = False
         return out if batch else out.squeeze(0)
-
-    def _multi_head(self, *args, **kwargs):
-        if kwargs.get("need_weights", True):
-            self._refuse("MultiheadAttention computes weights; call it with need_weights=False")
-        return self._multi_head_copy(*args, **kwargs)

@@ -41,7 +41,7 @@ from torch.autograd.function import once_differentiable
 
 from pycomm.parallel import comm
 from pycomm.parallel.sequence import block, split
-from pycomm.parallel.sequence.ulysses import ulysses_attention
+from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
 
 __all__ = ["ring_attention", "ring_ulysses_attention"]
 
@@ -194,14 +194,15 @@ class _Ring(torch.autograd.Function):
     def forward(ctx, q, k, v, plan):
         with torch.autocast(q.device.type, enabled=False):  # the products here are in the accumulation type
             out, lse = _forward(q, k, v, plan)
-        ctx.save_for_backward(q, k, v, out, lse)
+        # the last one makes this differ from what torch's own attention saves, so that a checkpoint recomputed with that one is an error
+        ctx.save_for_backward(q, k, v, out, lse, q.new_empty(0))
         ctx.plan = plan
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, _ = ctx.saved_tensors
         with torch.autocast(q.device.type, enabled=False):
             grads = _backward(dout, q, k, v, out, lse, ctx.plan)
         return *(grad.to(q.dtype) for grad in grads), None
@@ -248,9 +249,11 @@ def ring_ulysses_attention(q, k, v, ring=None, ulysses=None, *, is_causal=False,
         inside = sum(split.exchange_lengths(q.shape[-2], ulysses, q.device))
         length = sum(split.exchange_lengths(inside, ring, q.device))
     sizes = split.ulysses_sizes(length, ring, ulysses, zigzag)
+    if ring.size == 1:
+        return ulysses_attention(q, k, v, ulysses, is_causal=is_causal, scale=scale, sizes=sizes)
+    split.check_pieces(q, k, v, ulysses, sizes[ulysses.rank])
 
-    def around(q, k, v, is_causal, scale, enable_gqa):
+    def around(q, k, v, enable_gqa):
         return ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, zigzag=zigzag, length=length)
 
-    kernel = None if ring.size == 1 else around
-    return ulysses_attention(q, k, v, ulysses, is_causal=is_causal, scale=scale, attention=kernel, sizes=sizes)
+    return through_heads(q, k, v, ulysses, around, sizes)

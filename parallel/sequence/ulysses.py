@@ -134,17 +134,21 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToSequence(torch.autograd.Function):
+    """[Note: checkpoints in step] torch.utils.checkpoint recomputes when the first saved tensor is asked for and stops when the last is
+    back. Ranks without heads save nothing in attention, so that they would do either at another place than the others, and one rank's
+    forward exchange would meet another's backward. An empty tensor saved here and asked for before the exchange keeps all ranks in step.
+    """
+
     @staticmethod
     def forward(ctx, cut, tensor):
         ctx.cut = cut
-        # torch.utils.checkpoint ends a recomputation when all saved tensors are back: one saved here, on ranks without heads too, makes sure
-        # that no rank ends it before an exchange that others do
         ctx.save_for_backward(tensor.new_empty(0))
         return _to_sequence([tensor], cut)[0]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
+        ctx.saved_tensors  # noqa: B018
         return None, _to_heads([grad], ctx.cut)[0]
 
 
@@ -153,14 +157,27 @@ def _repeat(tensor, repeats):
     return torch.cat([tensor[:, i : i + 1].expand(-1, count, -1, -1) for i, count in enumerate(repeats)], dim=1)
 
 
-def _attend(q, k, v, uses, attention, options):
-    """The local kernel on whole heads; uses: how many of the query heads use each of the key heads here."""
-    if not q.numel():
-        return q.new_zeros((*q.shape[:3], v.shape[3])) + q.sum()  # joined to the graph: backward's exchanges need this rank too
-    even = min(uses) == max(uses)
-    if not even:
-        k, v = _repeat(k, uses), _repeat(v, uses)
-    return attention(q, k, v, **options, enable_gqa=even and uses[0] > 1)
+def nothing(q, k, v):
+    """The result for no heads or no positions, joined to the graph: this rank must take part in backward's exchanges too."""
+    return q.new_zeros((*q.shape[:3], v.shape[3])) + (q.sum() + k.sum() + v.sum())
+
+
+def through_heads(q, k, v, group, kernel, sizes):
+    """kernel(q, k, v, enable_gqa=) on this rank's heads and the positions of all ranks of the group, in order of rank; sizes: of each."""
+    q_ranges, k_ranges = _head_ranges(q.shape[1], k.shape[1], group.size)
+    shared = q.shape[1] // k.shape[1]
+    used = [head // shared for head in range(*q_ranges[group.rank])]
+    uses = [used.count(head) for head in range(*k_ranges[group.rank])]
+    even = len(set(uses)) <= 1
+    if group.size > 1:
+        q, k, v = _ToHeads.apply(_Cut(group, sizes, (q_ranges, k_ranges, k_ranges)), q, k, v)
+    if not uses:
+        out = nothing(q, k, v)
+    elif even:
+        out = kernel(q, k, v, enable_gqa=uses[0] > 1)
+    else:
+        out = kernel(q, _repeat(k, uses), _repeat(v, uses), enable_gqa=False)
+    return out if group.size == 1 else _ToSequence.apply(_Cut(group, sizes, (q_ranges,)), out)
 
 
 def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, attention=None, sizes=None):
@@ -176,14 +193,9 @@ def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, atten
     group = comm.as_group(group, "ulysses")
     attention = F.scaled_dot_product_attention if attention is None else attention
     split.check_pieces(q, k, v, group, None if sizes is None else sizes[group.rank])
-    q_ranges, k_ranges = _head_ranges(q.shape[1], k.shape[1], group.size)
-    shared, (first, last) = q.shape[1] // k.shape[1], q_ranges[group.rank]
-    used = [head // shared for head in range(first, last)]
-    uses = [used.count(head) for head in range(*k_ranges[group.rank])]
-    options = {"is_causal": is_causal, "scale": scale}
-    if group.size == 1:
-        return _attend(q, k, v, uses, attention, options)
     sizes = split.exchange_lengths(q.shape[2], group, q.device) if sizes is None else sizes
-    whole = _ToHeads.apply(_Cut(group, sizes, (q_ranges, k_ranges, k_ranges)), q, k, v)
-    out = _attend(*whole, uses, attention, options)
-    return _ToSequence.apply(_Cut(group, sizes, (q_ranges,)), out)
+
+    def whole(q, k, v, enable_gqa):
+        return attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa) if q.shape[2] else nothing(q, k, v)
+
+    return through_heads(q, k, v, group, whole, sizes)

@@ -48,7 +48,7 @@ def close(actual, expected, name, limit=None):
     assert error <= limit * largest, f"{name}: error {error / largest:.2e} of the largest value, limit {limit}"
 
 
-def check(data, held, function, name):
+def check(data, held, function, name, limit=None):
     """Runs function(q, k, v) on this rank's piece, forward and backward."""
     inputs, expected = data
     q, k, v, grad = (split.cut(x, 2, held) for x in inputs)
@@ -56,7 +56,7 @@ def check(data, held, function, name):
     out = function(q, k, v)
     results = (out, *torch.autograd.grad(out, (q, k, v), grad))
     for actual, whole, what in zip(results, expected, ("out", "dq", "dk", "dv"), strict=True):
-        close(actual.detach(), (split.cut(whole, 2, held), max(whole.abs().max().item(), 1e-3)), f"{name} {what}")
+        close(actual.detach(), (split.cut(whole, 2, held), max(whole.abs().max().item(), 1e-3)), f"{name} {what}", limit)
     return results
 
 
@@ -210,14 +210,14 @@ def test_hybrid(world_size, ring_size, backend):
 def large_scores_body(rank, world_size, data):
     group = comm.as_group(name="ring")
     held = split.ring_spans(12, group.size, rank, True)
-    check(data, held, lambda q, k, v: ring.ring_attention(q, k, v, group, is_causal=True, length=12), "large scores")
+    check(data, held, lambda q, k, v: ring.ring_attention(q, k, v, group, is_causal=True, length=12), "large scores", 1e-8)
 
 
 def test_ring_does_not_overflow():
     inputs, _ = make((1, 2, 2, 12, 4, 4), torch.float64, True)
     q, k, v = (x.clone().requires_grad_() for x in (inputs[0] * 1e3, inputs[1] * 1e3, inputs[2]))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    assert (q @ k.mT).max() > 1e4  # exp overflows at 709
+    assert (q @ k.mT).max() > 1e4  # exp overflows at 709; scores of 1e6 have an error of 1e-10
     expected = (out.detach(), *torch.autograd.grad(out, (q, k, v), inputs[3]))
     spawn(3, large_scores_body, ([q.detach(), k.detach(), v.detach(), inputs[3]], expected))
 
@@ -245,15 +245,13 @@ def traffic_body(rank, world_size):
     local = length // world_size
     q, k, v = (torch.ones(batch, heads, local, size, requires_grad=True) for _ in range(3))
     one = batch * length * heads * size * 4 // world_size  # N h / P elements of 4 bytes
-    counted = {}
     with comm.count_traffic() as traffic:
         out = ulysses.ulysses_attention(q, k, v, group, sizes=[local] * world_size)
-    counted["ulysses forward"] = traffic.log
-    assert traffic.calls() == traffic.calls("all_to_all") == 2
+    assert traffic.calls() == traffic.calls("all_to_all") == (2 if world_size > 1 else 0)
     assert traffic.nbytes() == 4 * one * (world_size - 1) // world_size
     with comm.count_traffic() as traffic:
         out.sum().backward()
-    assert traffic.calls() == traffic.calls("all_to_all") == 2
+    assert traffic.calls() == traffic.calls("all_to_all") == (2 if world_size > 1 else 0)
     assert traffic.nbytes() == 4 * one * (world_size - 1) // world_size
 
     # two key heads for eight query heads: each is sent to the ranks that use it, half of them or more
@@ -301,7 +299,7 @@ def errors_body(rank, world_size):
                 function(*tensors, group, **options)
             assert f"[rank {rank}/2 of sp]" in str(error.value)
     uneven = x[:, :, : 2 + 3 * rank]  # every rank learns of it, and none waits for the others
-    with pytest.raises(ValueError, match=r"the ranks hold \[2, 5\] positions, a sequence of 7 is cut into \[4, 3\]"):
+    with pytest.raises(ValueError, match=r"the ranks hold \[2, 5\] positions, a sequence of 7 is cut into \[3, 4\]"):
         ring.ring_attention(uneven, uneven, uneven, group, is_causal=True)
 
 
