@@ -1,0 +1,181 @@
+"""How an attention module's own forward runs unchanged on fewer heads: the module is made to see itself as a narrower attention.
+
+    what the forward reads                    one process      rank with 2 of 5 heads of 4
+    self.n_head, config.num_attention_heads   5                2                             narrow_attributes, NarrowConfig
+    self.n_embd, split_size, embed_dim        20               8
+    B, T, C = x.size()                        C = 20           C = 8                         NarrowView
+    self.c_attn(x), any operation on x        the data         the data, all 20 columns
+
+so that `q, k, v = self.c_attn(x).split(self.n_embd, 2)`, `k.view(B, T, self.n_head, C // self.n_head)` and `y.view(B, T, C)` fit, also with
+uneven heads. With sequence parallelism x holds a piece of the sequence, and T reads as the whole, which the column layers return.
+
+Nothing is computed here, and nothing is communicated. What can go wrong: a forward that uses a width for something else than a shape (a
+scale C ** -0.5), or that reads a shape from something derived from x. The first is found by probe.py where the module can be run alone; the
+second ends in a shape error, which RegionForward turns into one that names the module and the way out. Alternative that lost: rewriting the
+forward (torch.fx), which fails on the data-dependent Python that attention modules are full of.
+"""
+
+import re
+
+import torch
+
+__all__ = ["NarrowConfig", "NarrowView", "RegionForward", "head_counts", "narrow_attributes", "plain"]
+
+Q_HEADS = re.compile(r"^_?(n_?heads?|num_heads|num_attention_heads|nhead|heads|n_q_heads|num_q_heads|num_query_heads|n_local_heads)$")
+KV_HEADS = re.compile(r"^_?(n_kv_heads?|num_key_value_heads|num_kv_heads|kv_heads|n_local_kv_heads)$")
+GROUPS = re.compile(r"^_?(num_key_value_groups|n_rep|n_groups|num_groups|num_queries_per_kv|kv_groups|q_per_kv)$")
+KV_WIDTH = re.compile(r"^_?(kv|k|v|key|value|key_value)_(dim|size|width|channels|embed_dim)$")
+WIDTH = re.compile(
+    r"^_?(n_embd|n_embed|embd|embed_dim|embedding_dim|emb_dim|split_size|all_head_size|hidden_size|hidden_dim|d_model|dim|inner_dim|width|"
+    r"model_dim|attn_dim|op_size|(q|query)_(dim|size|width|channels))$"
+)
+
+SHAPE = torch.Tensor.shape.__get__  # a new object at each access, so compared and not identified
+
+
+class HeadCounts:
+    """Heads and widths of a whole attention and of this rank's part: what an attribute that counts them is set to."""
+
+    def __init__(self, q_heads, kv_heads, head_dim, mine=None):
+        self.q_heads, self.kv_heads, self.head_dim, self.mine = q_heads, kv_heads, head_dim, mine
+
+    def local(self, name, value):
+        """The local value of an attribute, or None when it does not count heads or widths of this attention."""
+        q, kv = self.mine.q_count, self.mine.kv_count
+        rules = (
+            (Q_HEADS, self.q_heads, q),
+            (KV_HEADS, self.kv_heads, kv),
+            (GROUPS, self.q_heads // self.kv_heads, q // kv),
+            (KV_WIDTH, self.kv_heads * self.head_dim, kv * self.head_dim),
+            (WIDTH, self.q_heads * self.head_dim, q * self.head_dim),
+        )
+        return next((local for pattern, full, local in rules if pattern.match(name) and value == full), None)
+
+
+def is_int(value):
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def configs(module):
+    """(attribute name, object) of the configurations that a module keeps."""
+    kept = ((name, module.__dict__.get(name)) for name in ("config", "cfg", "args"))
+    return [(name, value) for name, value in kept if value is not None and not isinstance(value, (dict, torch.nn.Module))]
+
+
+def head_counts(module):
+    """(query heads or None, kv heads or None) as the attributes of a module, then of its configuration, say."""
+    found = []
+    for pattern in (Q_HEADS, KV_HEADS):
+        places = [module.__dict__] + [attributes(config) for _, config in configs(module)]
+        values = [value for place in places for name, value in place.items() if pattern.match(name) and is_int(value)]
+        found.append(values[0] if values else None)
+    return tuple(found)
+
+
+def attributes(config):
+    """Plain attributes of a configuration, with the common names that its class only maps (transformers' attribute_map)."""
+    values = {name: value for name, value in getattr(config, "__dict__", {}).items() if is_int(value)}
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if name not in values and is_int(getattr(config, name, None)):
+            values[name] = getattr(config, name)
+    return values
+
+
+class NarrowConfig:
+    """A configuration with some values replaced, for one module; everything else is read from, and written to, the configuration itself."""
+
+    def __init__(self, config, values):
+        object.__setattr__(self, "_whole", config)
+        object.__setattr__(self, "_values", values)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name in ("_whole", "_values"):
+            raise AttributeError(name)
+        return self._values[name] if name in self._values else getattr(self._whole, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._whole, name, value)
+
+
+def narrow_attributes(module, counts):
+    """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values."""
+    for name, value in list(module.__dict__.items()):
+        local = counts.local(name, value) if is_int(value) else None
+        if local is not None:
+            setattr(module, name, local)
+    for name, config in configs(module):
+        names = set(attributes(config)) | {n for n in ("n_head", "n_embd", "hidden_size") if is_int(getattr(config, n, None))}
+        values = {n: counts.local(n, getattr(config, n)) for n in names}
+        values = {n: value for n, value in values.items() if value is not None}
+        if values:
+            module.__dict__[name] = NarrowConfig(config, values)
+
+
+class NarrowView(torch.Tensor):
+    """A tensor that says another shape than it has; every operation uses the tensor itself."""
+
+    @classmethod
+    def of(cls, x, shape):
+        view = x.as_subclass(cls)
+        view.plain, view.told = x, torch.Size(shape)
+        return view
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == SHAPE:
+            return args[0].told
+        if func is torch.Tensor.size:
+            dim = args[1] if len(args) > 1 else (kwargs or {}).get("dim")
+            return args[0].told if dim is None else args[0].told[dim]
+        return func(*plain(args), **plain(kwargs or {}))
+
+
+def plain(value):
+    """`value` with the tensors themselves in place of narrow views, in tuples, lists and dicts too."""
+    if isinstance(value, NarrowView):
+        return value.__dict__["plain"]
+    if type(value) in (tuple, list):
+        return type(value)(plain(item) for item in value)
+    if type(value) is dict:
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+class RegionForward:
+    """Takes the place of a region module's forward: shows it narrow inputs, and names the module when it does not fit.
+
+    width: (full, local) of the last dimension of inputs that are to look narrow, None for none.
+    """
+
+    def __init__(self, inner, fqn, entry, width=None):
+        self.inner, self.fqn, self.entry, self.width = inner, fqn, entry, width
+
+    def view(self, x, views):
+        if (
+            self.width is None
+            or not isinstance(x, torch.Tensor)
+            or x.dim() != 3
+            or not x.is_floating_point()
+            or x.shape[2] != self.width[0]
+        ):
+            return x
+        if id(x) not in views:  # the same tensor must stay the same: attention(x, x, x)
+            length = x.shape[1] if self.entry.sequence is None else sum(self.entry.sequence.sizes)
+            views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.width[1]))
+        return views[id(x)]
+
+    def __call__(self, *args, **kwargs):
+        self.entry.clear()
+        views = {}
+        args = [self.view(x, views) for x in args]
+        kwargs = {name: self.view(x, views) for name, x in kwargs.items()}
+        try:
+            return self.inner(*args, **kwargs)
+        except (RuntimeError, ValueError, AssertionError) as error:
+            if type(error) not in (RuntimeError, ValueError, AssertionError) or str(error).startswith("[rank"):
+                raise  # of the communication, or one that says already what is wrong
+            group = self.entry.group
+            raise ValueError(
+                f"[rank {group.rank}/{group.size}] {self.fqn} does not run on its part of the heads or features: {error}. If it runs without tp, "
+                f"pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
+            ) from error

@@ -1,0 +1,117 @@
+"""Runs a region whole and in parts on this rank alone, to see that what was found by names computes the same.
+
+Names say nothing of what a forward does between the Linears: a softmax over the hidden features, a scale taken from a width, a fused
+projection that is interleaved per head. So the owner of a region is copied, given random weights, and run on a random input (1, 5, h)
+
+    whole       y
+    in parts    rank 0 .. n-1 up to the exit: p_r;    once more with the exit giving sum_r p_r: y'          accept when y' = y
+
+without communication, alike on all ranks because weights and input come from one seed. One owner of each kind is run, not every block. An
+owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of one owner in float32, n + 2 small
+forwards.
+"""
+
+import copy
+import itertools
+
+import torch
+from torch import nn
+
+from pycomm.parallel import comm
+from pycomm.parallel.tensor.cut_region import cut_region
+from pycomm.parallel.tensor.layers import cut
+
+__all__ = ["probe"]
+
+KNOWN = (nn.MultiheadAttention, nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # forwards that need no proof
+LENGTH = 5
+TOLERANCE = 1e-3  # of the largest output; float32 sums in another order are off by 1e-6
+LARGEST = 1 << 28  # parameters of an owner that is still copied
+
+
+class _Left(BaseException):
+    """The exit was reached. Not an Exception, so that nothing on the way takes it for an error."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+
+def stop_here(part):
+    raise _Left(part)
+
+
+def run(module, x):
+    out = module(x)
+    return out[0] if isinstance(out, (tuple, list)) else out
+
+
+def prepared(owner):
+    """A copy in evaluation mode with random weights, and a generator for the input; None for an owner that cannot be copied."""
+    parameters = list(owner.parameters())
+    if any(parameter.is_meta for parameter in parameters) or sum(parameter.numel() for parameter in parameters) > LARGEST:
+        return None
+    try:
+        twin = copy.deepcopy(owner).float().eval()
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
+        return None
+    generator = torch.Generator().manual_seed(1)
+    for parameter in twin.parameters():
+        parameter.requires_grad_(False).copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    return twin, generator
+
+
+def relative(region):
+    skip = len(region.owner) + 1 if region.owner else 0
+    return region._replace(owner="", columns=tuple(name[skip:] for name in region.columns), row=region.row[skip:])
+
+
+def probe(model, region, parts):
+    """None when the region computes the same in parts, or cannot be run alone; else the reason why it must not be cut."""
+    owner = model.get_submodule(region.owner)
+    if type(owner) in KNOWN or region.owner and not region.row.startswith(region.owner + "."):
+        return None
+    with torch.no_grad():
+        ready = prepared(owner)
+        if ready is None:
+            return None
+        twin, generator = ready
+        first = twin.get_submodule(relative(region).columns[0])
+        hidden = first.in_features if hasattr(first, "in_features") else first.nx
+        x = torch.randn((1, LENGTH, hidden), generator=generator).to(first.weight.device)
+        try:
+            expected = run(twin, x)
+        except Exception:  # it wants other arguments, and says so in any way
+            return None
+        if not isinstance(expected, torch.Tensor):
+            return None
+        return compare(twin, relative(region), parts, x, expected)
+
+
+def compare(twin, region, parts, x, expected):
+    total = 0
+    for rank in itertools.chain(range(parts), [None]):
+        piece = copy.deepcopy(twin)
+        leave = cut_region(piece, region, comm.Group("probe", parts, rank or 0, None), None, cut)
+        whole = total
+        leave_region(piece, leave, stop_here if rank is not None else lambda part, whole=whole: whole)
+        try:
+            out = run(piece, x)
+        except _Left as left:
+            total = total + left.part
+        except Exception as error:  # any: shapes that do not fit end in many kinds
+            return f"does not run in parts: {error.__cause__ or error}"
+    if not (out.shape == expected.shape and (out - expected).abs().max() <= TOLERANCE * expected.abs().max()):
+        return (
+            "computes something else in parts (what happens between its Linear layers mixes heads or features, or uses a width as a number)"
+        )
+    return None
+
+
+def leave_region(piece, leave, instead):
+    """Replaces the exit `leave`, and entries by nothing: there is no group here."""
+    for module in piece.modules():
+        if getattr(module, "exit", None) is leave:
+            module.exit = instead
+        if hasattr(module, "entry"):
+            module.entry.enter = lambda x: x
