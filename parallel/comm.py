@@ -40,6 +40,11 @@ __all__ = [
 ]
 
 
+# torch 2.13 renames these two.
+_reduce_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
 class Group(NamedTuple):
     """Ranks that do collectives together. name: the mesh axis, or several joined by "+"; pg: None in a group of one."""
 
@@ -136,7 +141,7 @@ def reduce_scatter(output, tensor, group, async_op=False):
             output.copy_(tensor)
         return Done() if async_op else None
     record("reduce_scatter", group, nbytes_of(tensor) - nbytes_of(output))
-    return dist.reduce_scatter_tensor(output, tensor, group=group.pg, async_op=async_op)
+    return _reduce_scatter_flat(output, tensor, group=group.pg, async_op=async_op)
 
 
 def all_gather(output, tensor, group, async_op=False):
@@ -146,7 +151,7 @@ def all_gather(output, tensor, group, async_op=False):
             output.copy_(tensor)
         return Done() if async_op else None
     record("all_gather", group, nbytes_of(output) - nbytes_of(tensor))
-    return dist.all_gather_into_tensor(output, tensor, group=group.pg, async_op=async_op)
+    return _all_gather_flat(output, tensor, group=group.pg, async_op=async_op)
 
 
 def all_to_all(tensor, input_sizes, output_sizes, group, async_op=False):

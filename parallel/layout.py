@@ -5,8 +5,8 @@
     k_proj, 2 kv heads, tp = 4                 rank    0 and 1   2 and 3                  held twice: the gradient is partial,
                                                                                           rank 0 counts kv head 0, rank 2 kv head 1
 
-ZeRO cuts further, by flat pieces of what a layout leaves; expert and pipeline parallelism leave out whole parameters. The gradient norm, the
-checkpoint and the comparison with a single process are written against layouts and know no strategy.
+ZeRO cuts further, by flat pieces of what a layout leaves; expert and pipeline parallelism leave out whole parameters. The gradient norm,
+the checkpoint and the comparison with a single process are written against layouts and know no strategy.
 """
 
 from typing import NamedTuple

@@ -1,0 +1,290 @@
+"""Gradients of several parameters as one flat buffer, summed over the ranks that hold the same parameters, while backward goes on.
+
+    backward      ... block 3 ......... block 2 ......... block 1 ......... block 0
+    bucket 0      ready | sum over ranks |
+    bucket 1                       ready | sum over ranks |
+    bucket 2                                                         ready | sum ... | waited for before the optimizer
+
+A Reducer has the buckets of one pipeline stage, in the order in which backward is expected to complete them: the reverse of registration.
+A bucket starts when all its gradients are there and all buckets before it have started, so that ranks start them in one order whatever
+they computed; what never got a gradient is zero and starts at the end (Li et al. 2020).
+
+    zero       gradients lie in                       when                   what                 bytes sent per rank (P = bytes of
+    gradients) 0          one buffer, param.grad are its views   last microbatch        all_reduce           2(n-1)/n P
+    1          the same                               last microbatch        reduce_scatter       (n-1)/n P (and the same to gather
+    parameters) 2, 3       a buffer for the time of one backward  every microbatch       reduce_scatter       (n-1)/n P per microbatch
+
+With zero 2 and 3 a gradient is moved into the buffer as soon as it is there, and the buffer dies with its reduce_scatter: at no time do all
+gradients exist, and at most IN_FLIGHT buckets are on the way.
+
+What can go wrong: a hook fires for a gradient that is not complete (a parameter used twice gets one call of the hook, after autograd has
+summed); a rank skips a bucket (never: finish_microbatch starts all that are left); two stages of one rank start theirs in an order that
+other ranks do not have (the schedule is the same on all of them).
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from pycomm.parallel import comm
+from pycomm.parallel.data.flat import FlatSpec
+from pycomm.parallel.data.naive import gather_and_broadcast
+from pycomm.parallel.layout import Layout
+
+__all__ = ["Bucket", "ParamInfo", "ReduceOptions", "Reducer", "cut_into_buckets"]
+
+IN_FLIGHT = 2
+
+
+@dataclasses.dataclass(eq=False)
+class ParamInfo:
+    """One parameter of this rank.
+
+    name: as in the original model. layout: what of it is here. group: ranks over which its gradient is summed. overlap: the tp group when
+    the layout says overlap. option: index of its parameter group in the optimizer, None when the optimizer does not have it. counted:
+    False for a second copy of a tied parameter on another pipeline stage, which the gradient norm and the checkpoint leave out.
+    """
+
+    name: str
+    param: torch.nn.Parameter
+    layout: Layout
+    group: comm.Group
+    overlap: comm.Group | None = None
+    option: int | None = None
+    tied: bool = False
+    counted: bool = True
+
+    def __post_init__(self):
+        self.shape = tuple(self.param.shape)  # of the local parameter; param itself is empty while ZeRO-3 has freed it
+        self.numel = self.param.numel()
+
+    def key(self):
+        """What the parameters of one bucket have in common."""
+        return self.param.dtype, self.param.device, self.group.name, self.option, self.name if self.tied else None, self.param.requires_grad
+
+
+@dataclasses.dataclass(frozen=True)
+class ReduceOptions:
+    """zero: stage. whole: no parameter is cut between ranks. naive, compress: other ways to sum (zero 0)."""
+
+    zero: int = 0
+    whole: bool = False
+    naive: bool = False
+    compress: Callable | None = None
+
+
+def cut_into_buckets(infos, limit):
+    """Lists of infos that share a key, of at most `limit` bytes each (one parameter may be larger), in the order of `infos`."""
+    done, open_ones = [], {}
+    for info in infos:
+        key, nbytes = info.key(), info.numel * info.param.element_size()
+        current = open_ones.get(key)
+        if current is None or current[1] + nbytes > limit:
+            current = open_ones[key] = [[], 0]
+            done.append(current[0])
+        current[0].append(info)
+        current[1] += nbytes
+    return done
+
+
+class Bucket:
+    """`infos`: parameters with one key. See the head of the file."""
+
+    def __init__(self, infos, options):
+        self.infos, self.options = infos, options
+        self.group = infos[0].group
+        self.dtype, self.device = infos[0].param.dtype, infos[0].param.device
+        self.spec = FlatSpec([info.shape for info in infos], self.group.size, options.whole)
+        self.compressor = options.compress() if options.compress else None
+        self.index = {info.param: i for i, info in enumerate(infos)}
+        self.flat = self.views = self.shard = self.work = None
+        self.in_flight = []
+        if options.zero < 2:
+            self.flat = comm.empty(self.spec.numel, self.dtype, self.group, self.device)
+            self.views = self.spec.views(self.flat)
+
+    @property
+    def owned(self):
+        """Pieces of which this rank's optimizer keeps the state."""
+        return self.spec.pieces(self.group.rank if self.options.zero else None)
+
+    def mine(self, flat):
+        """This rank's chunk of a flat buffer of this bucket."""
+        return flat[self.group.rank * self.spec.chunk : (self.group.rank + 1) * self.spec.chunk]
+
+    def zero_grad(self):
+        if self.options.zero < 2:
+            self.flat.zero_()
+            for info, view in zip(self.infos, self.views, strict=True):
+                info.param.grad = view
+        else:
+            self.shard = None
+            for info in self.infos:
+                info.param.grad = None
+
+    def receive(self, param, grad):
+        """zero 2 and 3: takes a gradient over (adds it, when the parameter has one from this backward already)."""
+        if self.flat is None:
+            self.flat = torch.zeros(self.spec.numel, dtype=self.dtype, device=self.device)
+            self.views = self.spec.views(self.flat)
+        self.views[self.index[param]].add_(grad)
+
+    def adopt(self, param):
+        """zero 0 and 1: a gradient that someone has set anew goes back into the buffer."""
+        view = self.views[self.index[param]]
+        if param.grad.data_ptr() != view.data_ptr():
+            view.copy_(param.grad)
+            param.grad = view
+
+    def launch(self):
+        """Starts the sum over the group."""
+        if self.flat is None:
+            self.flat = torch.zeros(self.spec.numel, dtype=self.dtype, device=self.device)
+            self.views = self.spec.views(self.flat)
+        self._sum_overlaps()
+        if self.options.zero == 0:
+            if self.compressor:
+                self.compressor.reduce(self.flat, self.group, self.views)
+            elif self.options.naive:
+                gather_and_broadcast(self.flat, self.group)
+            else:
+                self.work = comm.all_reduce(self.flat, self.group, async_op=True)
+        elif self.options.zero == 1:
+            self.work = comm.reduce_scatter(self.mine(self.flat), self.flat, self.group, async_op=True)
+        else:
+            out = self.flat.new_empty(self.spec.chunk)
+            self.in_flight.append((comm.reduce_scatter(out, self.flat, self.group, async_op=True), out, self.flat))
+            self.flat = self.views = None
+
+    def _sum_overlaps(self):
+        for info, view in zip(self.infos, self.views, strict=True):
+            if info.overlap is not None:
+                full = view.new_zeros(info.layout.full_shape)
+                info.layout.put(full, view)
+                comm.all_reduce(full, info.overlap)
+                view.copy_(info.layout.take(full))
+
+    def wait(self):
+        """Afterwards gradient() is the sum."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        for work, out, _ in self.in_flight:
+            work.wait()
+            self.shard = out if self.shard is None else self.shard.add_(out)
+        self.in_flight.clear()
+
+    def gradient(self):
+        """The summed gradients this rank is to work on: the whole buffer (zero 0) or its chunk, flat."""
+        if self.options.zero == 0:
+            return self.flat
+        if self.options.zero == 1:
+            return self.mine(self.flat)
+        if self.shard is None:
+            self.shard = torch.zeros(self.spec.chunk, dtype=self.dtype, device=self.device)
+        return self.shard
+
+    def norm_squared(self):
+        """Sum of squares, as a 0-dim float64 tensor, of the elements that this rank counts: each element of the model is counted by one rank."""
+        chunk = self.mine(self.flat) if self.options.zero == 0 else self.gradient()
+        masks = [self._mask(info) for info in self.infos]
+        if all(mask is None for mask in masks):
+            return _squares(chunk)
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        base = self.group.rank * self.spec.chunk
+        for piece in self.spec.pieces(self.group.rank):
+            values, mask = chunk[piece.offset - base : piece.offset - base + piece.stop - piece.start], masks[piece.index]
+            if mask is not False:
+                total += _squares(values if mask is None else values * mask.view(-1)[piece.start : piece.stop])
+        return total
+
+    def _mask(self, info):
+        """None: all elements count; False: none; else a tensor of ones and zeros."""
+        if not info.counted:
+            return False
+        if info.layout.partial and info.layout.dim is None:
+            return None  # the group has the ranks of tp in it, so that the chunks count each element once
+        if info.layout.dim is None:
+            return None if info.layout.counted else False
+        return info.layout.counted_mask(torch.ones(info.shape, dtype=self.dtype, device=self.device))
+
+
+def _squares(values):
+    if not values.numel():
+        return torch.zeros((), dtype=torch.float64, device=values.device)
+    kind = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
+    return torch.linalg.vector_norm(values, dtype=kind).double().square()
+
+
+class Reducer:
+    """The buckets of one stage and their hooks.
+
+    begin_microbatch(sync) before each backward, finish_microbatch(sync) after it; sync: this is the last one of the step. With `eager`
+    False (a backward in two parts, of which those of two microbatches may alternate) nothing starts before finish_microbatch.
+    """
+
+    def __init__(self, buckets, eager=True):
+        self.buckets, self.eager = buckets, eager
+        self.missing, self.next, self.sync = [], 0, False
+        self.place = {info.param: number for number, bucket in enumerate(buckets) for info in bucket.infos}
+        self.hooks = [param.register_post_accumulate_grad_hook(self.ready) for param in self.place]
+
+    def zero_grad(self):
+        for bucket in self.buckets:
+            bucket.zero_grad()
+
+    def begin_microbatch(self, sync):
+        self.sync, self.next = sync, 0
+        self.missing = [len(bucket.infos) for bucket in self.buckets]
+
+    def accumulate(self, param, grad):
+        """For gradients that autograd does not accumulate itself; followed by ready(param)."""
+        bucket = self.buckets[self.place[param]]
+        if bucket.options.zero >= 2:
+            bucket.receive(param, grad)
+        elif param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.add_(grad)
+
+    def ready(self, param):
+        """The gradient of this microbatch is complete."""
+        number = self.place[param]
+        bucket = self.buckets[number]
+        if bucket.options.zero >= 2:
+            if param.grad is not None:
+                bucket.receive(param, param.grad)
+                param.grad = None
+        elif param.grad is not None:
+            bucket.adopt(param)
+        if not self.eager or not self.missing:
+            return
+        self.missing[number] -= 1
+        while self.next < len(self.buckets) and self.missing[self.next] <= 0:
+            self._launch()
+
+    def _launch(self):
+        bucket = self.buckets[self.next]
+        self.next += 1
+        if self.sync or bucket.options.zero >= 2:
+            bucket.launch()
+            on_the_way = [other for other in self.buckets[: self.next] if other.in_flight]
+            for other in on_the_way[:-IN_FLIGHT]:
+                other.wait()
+
+    def finish_microbatch(self, sync):
+        self.sync = sync
+        if not self.eager:
+            self.next = 0
+        while self.next < len(self.buckets):
+            self._launch()
+        self.missing = []
+
+    def wait(self):
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def remove(self):
+        for hook in self.hooks:
+            hook.remove()

@@ -1,0 +1,374 @@
+"""One training step of a model on the ranks of a plan: what parallelize() builds and step() runs.
+
+    step(batch)
+      rows of this rank, weights of the losses                            batch.py
+      for each microbatch, in the order of the schedule                   pipeline/
+          forward of a stage: blocks with tensor parallel layers, attention over the whole sequence, gathered parameters
+          backward: gradients of complete buckets are summed over the data ranks meanwhile        data/bucket.py
+      tied weights on two stages: exchange of their sums
+      one all_reduce of (gradient norm squared, loss) over all ranks
+      optimizer on what this rank owns, scaled by the clip factor         zero/shards.py
+      new values to where they are computed with
+
+Every element of the model is counted by exactly one rank in the norm; every loss by one rank (of those that hold the same one).
+"""
+
+import contextlib
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pycomm.parallel import comm
+from pycomm.parallel.batch import count_targets, mark_of, split_batch
+from pycomm.parallel.pipeline import DeferWeights, WeightStash, make_schedule
+from pycomm.parallel.pipeline.executor import run as run_schedule
+from pycomm.parallel.tensor import cross_entropy
+from pycomm.parallel.zero.shards import step_optimizer
+
+__all__ = ["Engine", "Tie"]
+
+
+class Tie(NamedTuple):
+    """A parameter that two pipeline stages hold. first: bucket is the earlier stage's. The other is at `peer` in the pp group, or `here`."""
+
+    bucket: Any
+    first: bool
+    peer: int | None
+    here: Any | None
+
+
+class Engine:
+    """All state of a parallelized model on this rank; setup.py fills it."""
+
+    def __init__(self, plan, mesh, model, opt):
+        self.plan, self.mesh, self.model, self.opt = plan, mesh, model, opt
+        self.stages = None  # StageModel where the model is cut
+        self.mine = [0]  # virtual stages of this rank
+        self.split = None  # SequenceSplit
+        self.tensor = None  # TensorParallel
+        self.moes = []
+        self.infos = []  # ParamInfo of every parameter of this rank
+        self.names = []  # names of all parameters of the original model, in order
+        self.shapes = {}  # name -> shape in the original model
+        self.reducers = {}  # virtual stage -> Reducer
+        self.shards = []
+        self.units = None  # ZeRO-3
+        self.ties = []
+        self.store = None  # WeightStore where backward is split
+        self.device = None
+        self.compute_dtype = None
+        self.norm = None  # of the last step
+        self.seed = 0  # of this rank's dropout
+        self.random_state = None
+
+    # -- one pass --------------------------------------------------------------------------------------------------------------------------
+
+    def call(self, stage, microbatch, received=None):
+        if self.stages is None:
+            return microbatch.call(self.model)
+        return self.stages.run(stage, lambda: microbatch.call(self.model), received)
+
+    @contextlib.contextmanager
+    def in_pass(self, phase, stage):
+        if self.units is None:
+            yield
+            return
+        self.units.begin(phase, stage)
+        try:
+            yield
+        finally:
+            self.units.end()
+
+    def modes(self, key):
+        stack = contextlib.ExitStack()
+        if self.split is not None:
+            stack.enter_context(self.split.mode())
+        if self.store is not None and torch.is_grad_enabled():
+            stack.enter_context(DeferWeights(self.store, key))
+        return stack
+
+    def loss(self, output, microbatch, loss_fn):
+        """The microbatch's part of the global mean, a 0-dim tensor that requires grad."""
+        targets = self.split.cut_targets(microbatch.targets) if self.split is not None else microbatch.targets
+        count = int(microbatch.count_of(targets))
+        if count == 0:
+            first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+            return first.sum() * 0.0
+        if loss_fn is cross_entropy and self.tensor is not None:
+            value = loss_fn(output, targets, head=self.tensor.head)
+        else:
+            value = loss_fn(output, targets)
+        if not isinstance(value, torch.Tensor) or value.dim() > 0:
+            raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
+        return value * (count / microbatch.total)
+
+    def checkpoint_contexts(self):
+        """For torch.utils.checkpoint: nothing more around the forward, the same modes around the recomputation."""
+        contexts = []
+        if self.split is not None and self.split.attention is not None:
+            contexts.append(self.split.attention.context_fn()[1])
+        if self.store is not None:
+            contexts.append(self.store.checkpoint_contexts()[1])
+        return contextlib.nullcontext(), _All(contexts)
+
+    @contextlib.contextmanager
+    def random(self):
+        """Random numbers of the model (dropout): a stream of its own per rank, equal on ranks that hold the same activations. The user's
+        stream, from which every rank draws the same batches, is left alone."""
+        if self.mesh.world.size == 1 or not self.model.training:
+            yield
+            return
+        before = _get_random(self.device)
+        if self.random_state is None:
+            self.random_state = _seeded_random(self.seed, self.device)
+        _set_random(self.random_state, self.device)
+        try:
+            yield
+        finally:
+            self.random_state = _get_random(self.device)
+            _set_random(before, self.device)
+
+    # -- a step ----------------------------------------------------------------------------------------------------------------------------
+
+    def prepare(self, batch, microbatches, count, sharded):
+        parts, part = (1, 0) if sharded else self.mesh.rows
+        batch = tree_map(lambda leaf: self._place(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
+        pieces = split_batch(batch, microbatches, parts, part)
+        counter = count or count_targets
+        if sharded:
+            total = sum(int(counter(piece.targets)) for piece in pieces)
+            totals = torch.tensor([total], dtype=torch.int64, device=self.device)
+            comm.all_reduce(totals, self.mesh.data)
+            total = int(totals) // (self.plan.ring * self.plan.ulysses)
+        else:
+            total = sum(int(counter(piece.targets)) for piece in split_batch(batch, 1, 1, 0))
+        for piece in pieces:
+            piece.total, piece.count_of = max(total, 1), counter
+        return pieces
+
+    def _place(self, leaf):
+        leaf = leaf.to(self.device, non_blocking=True)
+        return leaf.to(self.compute_dtype) if self.compute_dtype and leaf.is_floating_point() else leaf
+
+    def step(self, batch, loss_fn, microbatches, clip, count, sharded):
+        pieces = self.prepare(batch, microbatches, count, sharded)
+        if self.tensor is not None and self.tensor.head is not None:
+            self.tensor.head.sharded_output = loss_fn is cross_entropy
+        for moe in self.moes:
+            moe.aux_scale = 1.0 / microbatches
+        for reducer in self.reducers.values():
+            reducer.zero_grad()
+        run = StepRun(self, pieces, loss_fn, clip)
+        if self.plan.pp > 1:
+            schedule = make_schedule(self.plan.schedule, self.plan.pp, microbatches, self.plan.chunks_per_rank)
+            run_schedule(schedule, self.mesh.coordinate("pp"), self.mesh.group("pp"), run)
+        else:
+            for number in range(microbatches):
+                run.forward(0, number, None)
+                run.backward(0, number, None)
+                run.weight(0, number)
+                if self.plan.schedule == "pipedream":
+                    run.update(0, number)
+        if self.plan.schedule == "pipedream":
+            self.norm = run.norm
+            return self.reduce_loss(run.losses)
+        return self.finish(run.losses, clip, None if sharded else mark_of(batch))
+
+    def finish(self, losses, clip, mark):
+        """mark: a number below 2^20 that is equal on all ranks if their batches are, or None.
+
+        One all_reduce brings the norm, the loss, and the sums of mark and of its square: marks are equal where n * sum(mark^2) =
+        sum(mark)^2.
+        """
+        self.finish_gradients(self.reducers)
+        marks = torch.tensor([mark or 0.0, float(mark or 0) ** 2], dtype=torch.float64, device=self.device)
+        numbers = torch.cat([torch.stack([self.norm_squared(self.reducers), self.own_loss(losses)]), marks])
+        comm.all_reduce(numbers, self.mesh.world)
+        if mark is not None and self.mesh.world.size * float(numbers[3]) != float(numbers[2]) ** 2:
+            raise ValueError(
+                f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, or say sharded=True when each "
+                "data rank has its own; no parameter was changed"
+            )
+        self.norm = numbers[0].sqrt()
+        if self.opt is not None:
+            step_optimizer(self.opt, self.shards, self.clip_factor(clip))
+        return numbers[1]
+
+    def finish_gradients(self, reducers):
+        for stage in sorted(reducers):
+            reducers[stage].wait()
+        self._exchange_ties()
+
+    def norm_squared(self, reducers):
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for reducer in reducers.values():
+            for bucket in reducer.buckets:
+                total += bucket.norm_squared()
+        return total
+
+    def clip_factor(self, clip):
+        if clip is None:
+            return None
+        return (clip / (self.norm + 1e-6)).clamp(max=1.0)
+
+    def own_loss(self, losses):
+        """Sum of this rank's losses, zero where another rank has the same."""
+        if not losses or self.mesh.coordinate("tp"):
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.stack([loss.detach().double() for loss in losses]).sum()
+
+    def reduce_loss(self, losses):
+        loss = self.own_loss(losses)
+        comm.all_reduce(loss, self.mesh.world)
+        return loss
+
+    def _exchange_ties(self):
+        """Gradients of a weight that two stages hold: each gets the sum of both, first stage + last stage."""
+        group = self.mesh.group("pp")
+        works = []
+        for tag, tie in enumerate(self.ties):
+            if tie.here is None:
+                own = tie.bucket.gradient().contiguous()
+                other = torch.empty_like(own)
+                works.append((tie, own, other, comm.irecv(other, tie.peer, group, tag), comm.isend(own, tie.peer, group, tag)))
+        for tie, own, other, received, sent in works:
+            received.wait()
+            sent.wait()
+            total = own + other if tie.first else other + own
+            tie.bucket.gradient().copy_(total)
+        for tie in self.ties:
+            if tie.here is not None and tie.first:
+                total = tie.bucket.gradient() + tie.here.gradient()
+                tie.bucket.gradient().copy_(total)
+                tie.here.gradient().copy_(total)
+
+    # -- without gradients -----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def evaluate(self, batch, loss_fn, microbatches, count, sharded):
+        pieces = self.prepare(batch, microbatches, count, sharded)
+        if self.tensor is not None and self.tensor.head is not None:
+            self.tensor.head.sharded_output = loss_fn is cross_entropy
+        losses, group = [], self.mesh.group("pp")
+        rank_of = self.rank_of_stage
+        for number, piece in enumerate(pieces):
+            hidden = None
+            for stage in range(self.plan.virtual_stages):
+                if stage in self.mine:
+                    if stage and hidden is None:
+                        shape, dtype = self.shape_of_input(stage, piece)
+                        hidden = torch.empty(shape, dtype=dtype, device=self.device)
+                        comm.irecv(hidden, rank_of(stage - 1), group, number).wait()
+                    with self.in_pass("evaluate", stage), self.modes((stage, number)):
+                        hidden = self.call(stage, piece, hidden)
+                        if stage == self.plan.virtual_stages - 1:
+                            losses.append(self.loss(hidden, piece, loss_fn))
+                    if stage + 1 < self.plan.virtual_stages and stage + 1 not in self.mine:
+                        comm.isend(hidden.contiguous(), rank_of(stage + 1), group, number).wait()
+                        hidden = None
+        return self.reduce_loss(losses)
+
+    def rank_of_stage(self, stage):
+        return make_schedule(self.plan.schedule, self.plan.pp, 1, self.plan.chunks_per_rank).placement[stage]
+
+    def shape_of_input(self, stage, piece):
+        return self.stages.shape_of_input(stage, lambda: piece.call(self.model))
+
+
+class StepRun:
+    """The passes of one step, as pipeline.executor asks for them."""
+
+    def __init__(self, engine, pieces, loss_fn, clip):
+        self.engine, self.pieces, self.loss_fn, self.clip = engine, pieces, loss_fn, clip
+        self.saved = {}  # (stage, microbatch) -> (x, y or loss)
+        self.losses = []
+        self.shapes = {}
+        self.stash = None
+        self.norm = None
+        if engine.plan.schedule == "pipedream":
+            self.stash = {stage: WeightStash(list(reducer.place)) for stage, reducer in engine.reducers.items()}
+
+    def forward(self, stage, microbatch, x):
+        engine, piece = self.engine, self.pieces[microbatch]
+        if x is not None:
+            x.requires_grad_(x.is_floating_point())
+        version = self.stash[stage].saving(microbatch) if self.stash is not None else contextlib.nullcontext()
+        with version, engine.in_pass("forward", stage), engine.modes((stage, microbatch)), engine.random():
+            y = engine.call(stage, piece, x)
+            if stage == engine.plan.virtual_stages - 1:
+                y = engine.loss(y, piece, self.loss_fn)
+                self.losses.append(y.detach())
+        self.saved[stage, microbatch] = x, y
+        return None if stage == engine.plan.virtual_stages - 1 else y.detach()
+
+    def backward(self, stage, microbatch, dy):
+        engine = self.engine
+        x, y = self.saved.pop((stage, microbatch))
+        if engine.reducers[stage].eager:
+            engine.reducers[stage].begin_microbatch(self.is_last(microbatch))
+        with self._version(stage, microbatch), engine.in_pass("backward", stage):
+            torch.autograd.backward(y, dy)
+        return x.grad if x is not None else None
+
+    def weight(self, stage, microbatch):
+        engine = self.engine
+        if engine.store is not None:
+            engine.store.flush((stage, microbatch))
+        engine.reducers[stage].finish_microbatch(self.is_last(microbatch))
+
+    def is_last(self, microbatch):
+        """Whether gradients are summed over the ranks after it."""
+        return microbatch == len(self.pieces) - 1 or self.stash is not None
+
+    def update(self, stage, microbatch):
+        """PipeDream: this stage's optimizer takes a step with this microbatch's gradient."""
+        engine = self.engine
+        engine.finish_gradients({stage: engine.reducers[stage]})
+        self.stash[stage].detach_from_stash()
+        step_optimizer(engine.opt, [shard for shard in engine.shards if shard.stage == stage], None)
+        self.stash[stage].drop(microbatch)
+        engine.reducers[stage].zero_grad()
+
+    def _version(self, stage, microbatch):
+        return self.stash[stage].using(microbatch) if self.stash is not None else contextlib.nullcontext()
+
+    def input_like(self, stage, microbatch):
+        piece = self.pieces[microbatch]
+        key = stage, piece.shapes()
+        if key not in self.shapes:
+            self.shapes[key] = self.engine.shape_of_input(stage, piece)
+        return *self.shapes[key], self.engine.device
+
+
+class _All:
+    """Several contexts as one."""
+
+    def __init__(self, contexts):
+        self.contexts, self.stack = contexts, contextlib.ExitStack()
+
+    def __enter__(self):
+        for context in self.contexts:
+            self.stack.enter_context(context)
+
+    def __exit__(self, *details):
+        return self.stack.__exit__(*details)
+
+
+def _get_random(device):
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random(state, device):
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _seeded_random(seed, device):
+    here = torch.Generator(device).manual_seed(seed).get_state() if device.type == "cuda" else None
+    return torch.Generator().manual_seed(seed).get_state(), here
+
+
+def _describe(value):
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

@@ -1,0 +1,224 @@
+"""A model's own forward, run for a part of its blocks.
+
+Each rank keeps the whole module tree and runs the model's forward unchanged, so masks, rotary tables and whatever else the forward makes
+for its blocks exist on every stage. Modules of other stages are absent: their parameters are on the meta device.
+
+    stage 1 of 3      tok_emb  pos_emb   block 0  block 1 | block 2   block 3 | block 4  block 5   norm  head
+    does              absent:            passes its       | gets the  sends   | not reached: the forward is left
+                      zeros of the right input on         | received  its     | by an exception
+                      shape, no memory                    | hidden    output  |
+
+An absent module before the trunk gives zeros of the shape that its forward computes on the meta device (once for each shape of the
+input), with all strides 0. Absent blocks do the same, so that the shape of what is to be received is known before it arrives, for blocks
+that change the width too.
+
+A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks. That is checked in the first pass: the
+tensor that a block gets must be the one that the block before it returned.
+
+Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `use` says which is active.
+"""
+
+import copy
+import functools
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from pycomm.parallel.trunk import hidden_of, owners, replace_hidden
+
+__all__ = ["StageModel", "cut_blocks"]
+
+
+class _Left(BaseException):
+    """Carries the output of a stage's last block out of the model's forward."""
+
+    def __init__(self, hidden):
+        super().__init__()
+        self.hidden = hidden
+
+
+def cut_blocks(nblocks, stages, sizes=None):
+    """(first, last + 1) block of each stage. Without sizes as even as possible, the later stages being the longer ones.
+
+    Raises ValueError when there are fewer blocks than stages or sizes do not add up.
+    """
+    if sizes is None:
+        if nblocks < stages:
+            raise ValueError(f"{stages} pipeline stages for {nblocks} blocks: each stage needs one block at least")
+        sizes = [nblocks // stages + (stage >= stages - nblocks % stages) for stage in range(stages)]
+    if sum(sizes) != nblocks:
+        raise ValueError(f"stages={tuple(sizes)} are {sum(sizes)} blocks, but the model has {nblocks}")
+    bounds, start = [], 0
+    for size in sizes:
+        bounds.append((start, start + size))
+        start += size
+    return bounds
+
+
+class StageModel:
+    """The model with the stages that this rank holds.
+
+    bounds: (first, last + 1) block of every stage of the pipeline; mine: the stages here, in rising order. split: entry.SequenceSplit or
+    None. Making it takes the other stages' parameters away; install() then changes the forwards, after others have wrapped the blocks.
+    """
+
+    def __init__(self, model, trunk, bounds, mine, split=None):
+        self.model, self.trunk, self.bounds, self.mine, self.split = model, trunk, bounds, mine, split
+        self.stage, self.received, self.phase = 0, None, "idle"
+        self.checked = False
+        self.previous = None
+        self.templates = {}
+        self.present = {index for stage in mine for index in range(*bounds[stage])}
+        self.owners = owners(model, trunk)
+        self.pristine = {}  # block or module that some stage here passes over -> a copy without data that nothing wraps, for shapes
+        for index, block in enumerate(trunk.blocks):
+            if index not in self.present:
+                block.to("meta")
+            if index < max(bounds[stage][0] for stage in mine):
+                self.pristine[index] = copy.deepcopy(block).to("meta")
+        for name, module, side in self.owners:
+            if side == "around" and 0 not in mine and self.last not in mine:
+                self._hollow(module)
+            elif (side == "before" and 0 not in mine) or (side == "after" and self.last not in mine):
+                for key, parameter in module._parameters.items():  # not .to("meta"): children have their own entry
+                    if parameter is not None:
+                        module._parameters[key] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            if side == "before":
+                self.pristine[name] = copy.deepcopy(module).to("meta")
+        if 0 in mine and self.last in mine and self.last > 0:
+            self._untie()
+
+    def _untie(self):
+        """The first and the last stage are on this rank: each gets its own copy, as it would on two ranks, so that gradients add up alike."""
+        first = {id(parameter) for _, module, side in self.owners if side == "before" for parameter in module.parameters()}
+        for _, module, side in self.owners:
+            if side == "after":
+                for key, parameter in module._parameters.items():
+                    if id(parameter) in first:
+                        module._parameters[key] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+
+    def install(self):
+        container = self.model.get_submodule(self.trunk.name)
+        self.trunk = self.trunk._replace(blocks=list(container))  # tensor parallelism may have replaced some
+        for index, block in enumerate(self.trunk.blocks):
+            block.forward = functools.partial(self._block, index, block.forward)
+        for name, module, side in self.owners:
+            if side in ("before", "after"):
+                module = self.model.get_submodule(name)
+                module.forward = functools.partial(self._outside, name, side, module.forward)
+
+    @staticmethod
+    def _hollow(module):
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+                module._parameters[key] = torch.nn.Parameter(zeros, requires_grad=False)
+                module._parameters[key].absent = True
+
+    @property
+    def last(self):
+        return len(self.bounds) - 1
+
+    def run(self, stage, call, received=None):
+        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves it, or of the last stage the result."""
+        self.stage, self.received, self.phase, self.previous = stage, received, "before", None
+        try:
+            out = call()
+        except _Left as left:
+            out = left.hidden
+        finally:
+            self.phase, self.received, self.previous = "idle", None, None
+        if stage == self.last:
+            self.checked = True
+        return out
+
+    def shape_of_input(self, stage, call):
+        """(shape, dtype) of the hidden state that `stage` receives, found without data."""
+
+        class Found(BaseException):
+            pass
+
+        def stop(hidden):
+            raise Found(hidden)
+
+        self.stage, self.received, self.phase = stage, stop, "before"
+        try:
+            with torch.no_grad():
+                call()
+        except Found as found:
+            hidden = found.args[0]
+            shape = list(hidden.shape)
+            if self.split is not None:
+                shape[1] = self.split.local_length(shape[1])
+            return tuple(shape), hidden.dtype
+        finally:
+            self.phase, self.received = "idle", None
+        raise RuntimeError(f"the forward never reached block {self.bounds[stage][0]} of {self.trunk.name!r}")
+
+    def _block(self, index, forward, *args, **kwargs):
+        if self.phase == "idle":
+            raise RuntimeError(
+                "this model is cut into pipeline stages or along the sequence: call it through parallel.step or parallel.evaluate"
+            )
+        first, end = self.bounds[self.stage]
+        if index < first:
+            return self._absent(index, forward, args, kwargs)
+        hidden = hidden_of(args, kwargs)
+        given = hidden
+        if index == first and first > 0:
+            if self.split is not None:
+                self.split.begin(hidden.shape[1])  # the placeholder is whole
+            if not isinstance(self.received, torch.Tensor):
+                self.received(hidden)
+            given = self.received
+        elif index > first and len(self.bounds) > 1 and not self.checked and hidden is not self.previous:
+            raise ValueError(
+                f"the model changes the hidden state between blocks {index - 1} and {index} of {self.trunk.name!r}: a pipeline stage hands on "
+                "the output of its last block only. Move that into a block, or name another list with Plan(blocks=...)"
+            )
+        self.phase = "inside"
+        if given is not hidden:
+            args, kwargs = replace_hidden(args, kwargs, hidden, given)
+        if self.split is not None:
+            args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
+        out = forward(*args, **kwargs)
+        if index == end - 1:
+            self.phase = "after"
+            if self.stage < self.last:
+                raise _Left(hidden_of(out if isinstance(out, torch.Tensor) else tuple(out)))
+        if not self.checked:
+            self.previous = hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
+        return out
+
+    def _outside(self, name, side, forward, *args, **kwargs):
+        if side == "before" and self.phase == "after":
+            raise ValueError(
+                f"{name!r} is registered before the blocks of {self.trunk.name!r} but called after them: register it after them"
+            )
+        if side == "after" and self.phase == "before":
+            raise ValueError(
+                f"{name!r} is registered after the blocks of {self.trunk.name!r} but called before them: register it before them"
+            )
+        if side == "before" and self.stage != 0:
+            return self._absent(name, forward, args, kwargs)
+        return forward(*args, **kwargs)
+
+    def _absent(self, key, forward, args, kwargs):
+        """Zeros in the shape of what the module would return; of a block, its input goes on where the shapes allow."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if key in self.pristine:
+            forward = self.pristine[key].forward
+        key = (key, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
+        if key not in self.templates:
+            meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meta_args, meta_kwargs = tree_unflatten(meta, spec)
+            with torch.no_grad(), torch._C.DisableTorchFunction():
+                self.templates[key] = forward(*meta_args, **meta_kwargs)
+        return tree_map(functools.partial(_zeros_like, device=device), self.templates[key])
+
+
+def _zeros_like(value, device):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
