@@ -1,0 +1,205 @@
+"""Runs this rank's part of a schedule: calls the stages in order and moves activations and gradients between ranks.
+
+    rank 0   F(0, i) --- y, "F" of stage 0 ---> F(1, i)   rank 1
+             B(0, i) <-- dx, "B" of stage 1 --- B(1, i)             per microbatch and boundary: one message of the size of y each way
+    stages of one rank that follow each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent
+
+[Note: order of messages] A send is done only when its recv has come (docs/decisions/0004), and on CUDA the messages of two ranks match in
+order of issue, so ranks that issue theirs in different orders could wait for each other. All messages of the step therefore have one
+order, known to all: by the time at which the pass that makes them ends when the schedule is played at unit cost. Each rank issues its
+sends and recvs in that order. It never has to wait for a later pass to do so: a send that precedes recv k in the order was made by a pass
+that ended before k was made, hence before k can be used here. So even if a backend worked strictly one message at a time, by induction
+over that order every message finds its other side, for every schedule that can be played at all. (Posting each recv when it
+is needed instead deadlocks such a backend already with 1F1B, where two neighbours send to each other at once.)
+
+Which recv is posted before which pass follows from the schedule alone and is computed once (plan_steps): recvs are posted AHEAD passes
+before their use, so that the transfer has the time of those passes; earlier would only hold more buffers. A tensor that was sent is kept
+until its send is waited for, and that is done where it cannot block: when a message has come that the receiver made after it had used
+ours; what is left, at most the last gradients, at the end. Held at once, beside what the stages keep: 1F1B at most pp sent gradients
+per stage, GPipe all m of them.
+
+Errors: what a stage raises is passed on at once; the other ranks find this one missing, by the death of its process or by the time limit
+of the group. Sends and recvs carry the number of their message as tag, so that ranks with different schedules do not match silently.
+"""
+
+import functools
+from typing import NamedTuple, Protocol
+
+import torch
+
+from pycomm.parallel import comm
+from pycomm.parallel.pipeline.schedules import UNIT, Action, play, validate
+
+__all__ = ["Message", "StageOps", "Step", "plan_steps", "run"]
+
+AHEAD = 2  # passes between the posting of a recv and its use; 1 hides a transfer behind one pass, which may be a short W
+
+
+class StageOps(Protocol):
+    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; tensors are of any shape and floating dtype."""
+
+    def forward(self, stage, microbatch, x):
+        """y. x is None for the first stage of the model and has no history; the last stage returns None and keeps the loss."""
+
+    def backward(self, stage, microbatch, dy):
+        """The gradient of x. dy has shape and dtype of y, and is None for the last stage; the first returns None."""
+
+    def weight(self, stage, microbatch):
+        """The gradients of the weights that backward() left out."""
+
+    def update(self, stage, microbatch):
+        """One step of the optimizer of this stage, with the gradients of this microbatch. PipeDream only."""
+
+    def input_like(self, stage, microbatch):
+        """(shape, dtype, device) of the x that forward() will get."""
+
+
+class Message(NamedTuple):
+    """made by `source` on rank src, used by `target` on rank dst. number: its place in the order of all, its tag."""
+
+    number: int
+    source: Action
+    target: Action
+    src: int
+    dst: int
+
+
+class Step(NamedTuple):
+    """One action with what moves around it, in this order.
+
+    receives: recvs to post before it. takes: the message that it waits for. settles: sends of ours that have certainly arrived when
+    `takes` has. sends: the message that it makes. hands: the action on this rank that gets its result directly.
+    """
+
+    action: Action
+    receives: tuple[Message, ...]
+    takes: Message | None
+    settles: tuple[Message, ...]
+    sends: Message | None
+    hands: Action | None
+
+
+def _target(schedule, action):
+    """The action that uses the tensor made by `action`, or None."""
+    kind, stage, microbatch = action
+    if kind == "F" and stage < schedule.num_stages - 1:
+        return Action("F", stage + 1, microbatch)
+    if kind == "B" and stage > 0:
+        return Action("B", stage - 1, microbatch)
+    return None
+
+
+def _ordered_messages(schedule):
+    """All messages between ranks, in the order in which every rank issues its own."""
+    found = []
+    for rank, (row, spans) in enumerate(zip(schedule.actions, play(schedule, UNIT), strict=True)):
+        for action, (_, end) in zip(row, spans, strict=True):
+            target = _target(schedule, action)
+            if target is not None and schedule.placement[target.stage] != rank:
+                found.append((end, action, target, rank, schedule.placement[target.stage]))
+    return [Message(number, *rest) for number, (_, *rest) in enumerate(sorted(found))]
+
+
+@functools.lru_cache(maxsize=64)
+def plan_steps(schedule, rank):
+    """The Steps of a rank: its actions with the messages around them. Raises ValueError for a schedule that is not valid."""
+    validate(schedule)
+    messages = _ordered_messages(schedule)
+    places = {action: place for row in schedule.actions for place, action in enumerate(row)}
+    queue = [message for message in messages if rank in (message.src, message.dst)]
+    outgoing = {message.source: message for message in queue if message.src == rank}
+    incoming = {message.target: message for message in queue if message.dst == rank}
+    unsettled, issued, steps = list(outgoing.values()), 0, []
+    for place, action in enumerate(schedule.actions[rank]):
+        sends, takes = outgoing.get(action), incoming.get(action)
+        due = [n for n, m in enumerate(queue) if m is sends or (m.dst == rank and places[m.target] <= place + AHEAD)]
+        receives = []
+        while issued <= max(due, default=-1) and queue[issued].dst == rank:
+            receives.append(queue[issued])
+            issued += 1
+        if sends is not None:
+            assert queue[issued] is sends, f"rank {rank}: {queue[issued]} precedes {sends}"
+            issued += 1
+        settles = [m for m in unsettled if takes and m.dst == takes.src and places[m.target] <= places[takes.source]]
+        unsettled = [m for m in unsettled if m not in settles]
+        target = _target(schedule, action)
+        hands = target if target is not None and sends is None else None
+        steps.append(Step(action, tuple(receives), takes, tuple(settles), sends, hands))
+    return tuple(steps)
+
+
+class _Mail:
+    """The tensors on their way to and from this rank during one run."""
+
+    def __init__(self, rank, group, stage_ops):
+        self.rank, self.group, self.stage_ops = rank, group, stage_ops
+        self.receiving = {}  # message -> (buffer, work)
+        self.sending = {}  # message -> (tensor, work)
+        self.handed = {}  # action -> tensor
+        self.like = {}  # (stage, microbatch) -> (shape, dtype, device) of the y that was sent
+
+    def post(self, message):
+        kind, stage, microbatch = message.target
+        like = self.stage_ops.input_like(stage, microbatch) if kind == "F" else self.like.pop((stage, microbatch))
+        shape, dtype, device = like
+        buffer = torch.empty(shape, dtype=dtype, device=device)
+        self.receiving[message] = buffer, comm.irecv(buffer, message.src, self.group, tag=message.number)
+
+    def take(self, step):
+        if step.takes is None:
+            return self.handed.pop(step.action, None)
+        buffer, work = self.receiving.pop(step.takes)
+        work.wait()
+        for message in step.settles:
+            self.settle(message)
+        return buffer
+
+    def settle(self, message):
+        _, work = self.sending.pop(message)
+        work.wait()
+
+    def give(self, step, tensor):
+        target = step.hands or (step.sends and step.sends.target)
+        if target is None:
+            return
+        kind, stage, microbatch = step.action
+        if tensor is None:
+            raise ValueError(
+                f"[rank {self.rank}/{self.group.size}] stage {stage} returned None from {'forward' if kind == 'F' else 'backward'} of "
+                f"microbatch {microbatch}, but stage {target.stage} needs it; only the ends of the model return None"
+            )
+        tensor = tensor.detach().contiguous()
+        if step.hands:
+            self.handed[target] = tensor
+            return
+        if kind == "F":
+            self.like[stage, microbatch] = tensor.shape, tensor.dtype, tensor.device
+        self.sending[step.sends] = tensor, comm.isend(tensor, step.sends.dst, self.group, tag=step.sends.number)
+
+
+def run(schedule, rank, group, stage_ops):
+    """Executes the actions of `rank` with the StageOps of this rank; collective over the group, whose rank r is rank r of the schedule.
+
+    group: comm.Group of the pp axis, of size schedule.pp. Returns nothing: what is wanted of a step the stages keep. All messages have been
+    sent and received when it returns. Raises ValueError for a group that does not fit, and what the stages and the backend raise.
+    """
+    if (group.size, group.rank) != (schedule.pp, rank):
+        raise ValueError(
+            f"[rank {group.rank}/{group.size}] schedule {schedule.name!r} is for pp={schedule.pp} and was asked for rank {rank}; group "
+            f"{group.name!r} has {group.size} ranks and this is rank {group.rank}. Make the schedule with pp={group.size}."
+        )
+    mail = _Mail(rank, group, stage_ops)
+    for step in plan_steps(schedule, rank):
+        for message in step.receives:
+            mail.post(message)
+        kind, stage, microbatch = step.action
+        if kind == "F":
+            mail.give(step, stage_ops.forward(stage, microbatch, mail.take(step)))
+        elif kind == "B":
+            mail.give(step, stage_ops.backward(stage, microbatch, mail.take(step)))
+        elif kind == "W":
+            stage_ops.weight(stage, microbatch)
+        else:
+            stage_ops.update(stage, microbatch)
+    for message in list(mail.sending):
+        mail.settle(message)
