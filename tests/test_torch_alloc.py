@@ -17,6 +17,7 @@ from torch_ranks import data, equal, spawn
 
 import pycomm
 from pycomm import _C
+from pycomm.benchmarks import registered as registered_benchmark
 
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -241,19 +242,19 @@ def test_freed_in_different_orders(world_size, cma, monkeypatch):
 
 
 def check_freed_beside_an_operation(r, n):
-    """Rank 0 drops its part of a region while its worker thread reads rank 1's part of the same."""
+    """Rank 0 drops its part of a region while its worker thread is at rank 1's part of the same."""
     count = 8 * MIB
-    ones = torch.ones(count)
-    for _ in range(4):
+    mine = allocate(count)
+    for wait_ms in range(6):
         x = allocate(count)
+        y = (mine if r == 0 else x).fill_(r + 1.0)
         dist.barrier()
-        work = dist.all_reduce(ones if r == 0 else x.fill_(2.0), async_op=True)
+        work = dist.all_reduce(y, async_op=True)
         if r == 0:
+            time.sleep(wait_ms / 1000)
             del x
         work.wait()
-        assert r == 0 or (x == 3).all()
-        assert r == 1 or (ones == 3).all()
-        ones.fill_(1.0)
+        assert (y == 3).all()
 
 
 def test_freed_while_peers_parts_are_read():
@@ -401,3 +402,13 @@ def test_peers_are_read_in_place(monkeypatch):
         for name, nbytes in least.items():
             assert touched[name] >= nbytes - 65536, touched
             assert touched[f"ordinary {name}"] <= 1.25 * MIB, touched
+
+
+def test_benchmark(monkeypatch, capfd):
+    monkeypatch.setattr(registered_benchmark, "TURNS", 2)
+    monkeypatch.setattr(registered_benchmark, "SIZES", {"1 KiB": 1 << 10, "100 KiB": 100 << 10})
+    monkeypatch.setattr("sys.argv", ["registered", "3"])
+    registered_benchmark.main()
+    rows = capfd.readouterr().out.splitlines()
+    assert len(rows) == 2 + 6 and rows[-1].startswith("| all_gather_into_tensor | 100 KiB |")
+    assert all(float(cell) > 0 for row in rows[2:] for cell in row.split("|")[3:6])
