@@ -178,20 +178,24 @@ class Applier:
         if isinstance(old, nn.Embedding):
             new = VocabParallelEmbedding.from_module(old, self.group, take=self.take)
         elif rule == "row":
+            if fqn in self.after:
+                options["sequence"] = None  # given the whole sequence below, as a head that is not cut
             new = RowParallelLinear.from_module(old, self.group, **options)
         else:
             new = ColumnParallelLinear.from_module(old, self.group, **options)
+            new.is_head = rule == "vocab" or fqn in self.after
             if rule == "vocab":
-                new.is_head = True
                 self.head = self.head or Head(fqn, new)
         swap(self.model, old, new)
+        if rule == "row" and fqn in self.after:
+            self.whole(fqn)
 
     def whole(self, fqn):
         """With a sequence, gives a module all tokens; without, replicated modules have them anyway."""
-        if not self.in_sequence(fqn) or any(fqn.startswith(above + ".") for above in self.wholly):
+        if not self.in_sequence(fqn) or any(fqn == above or fqn.startswith(above + ".") for above in self.wholly):
             return
         module = self.model.get_submodule(fqn)
-        if fqn in self.after and not regions.is_linear(module):
+        if fqn in self.after and not regions.is_linear(module) and not isinstance(module, RowParallelLinear):
             return  # works token by token; the head behind it gathers
         module.forward = WholeSequence(module.forward, self.group, self.sequence, fqn not in self.after)
         self.wholly.add(fqn)

@@ -74,7 +74,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
     counts = targets != ignore_index
     if targets.device.type == "cpu" and bool((counts & ((targets < 0) | (targets >= vocab))).any()):
         raise ValueError(f"cross_entropy: targets must lie in 0..{vocab - 1} or be ignore_index={ignore_index}")
-    flat = logits.reshape(-1, logits.shape[-1])
+    flat = logits.reshape(targets.numel(), logits.shape[-1])
     if shard is None:
         total = F.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="sum")
     else:

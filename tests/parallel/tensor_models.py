@@ -147,7 +147,7 @@ def make(build, kwargs, dtype=torch.float64):
 def batch(vocab, length=7):
     generator = torch.Generator().manual_seed(3)
     ids, targets = torch.randint(0, vocab, (2, length), generator=generator), torch.randint(0, vocab, (2, length), generator=generator)
-    targets[0, 2] = targets[1, 4] = -100
+    targets[0, length // 3] = targets[1, -1] = -100
     return ids, targets
 
 
