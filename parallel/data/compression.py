@@ -70,15 +70,15 @@ class Compression:
                 f"got {flat.numel()} elements. Make one instance per bucket."
             )
         x = flat.to(dtype) if self.error is None else flat + self.error
-        total, sent = self._sum(x, group, [(view.storage_offset() - flat.storage_offset(), view.shape) for view in views], flat.dtype)
+        total, sent = self._sum(x, group, flat, views)
         if self.error_feedback:
             self.error = finite(x - sent)
         flat.copy_(total)
 
-    def _sum(self, x, group, pieces, wire):
+    def _sum(self, x, group, flat, views):
         """x (P,), not to be changed -> (its approximate sum over ranks, what of this rank's x is in it).
 
-        pieces: (offset, shape) of each gradient in x; wire: dtype of the gradients, for what travels uncompressed.
+        flat, views: as in reduce(); x has the values, flat tells the dtype that travels and where the views lie.
         """
         raise NotImplementedError
 
@@ -97,7 +97,7 @@ class Cast(Compression):
         super().__init__(error_feedback=error_feedback)
         self.dtype = dtype
 
-    def _sum(self, x, group, pieces, wire):
+    def _sum(self, x, group, flat, views):
         narrow = x.to(self.dtype)
         sent = narrow.to(x.dtype) if self.error_feedback else x
         comm.all_reduce(narrow, group)
@@ -125,7 +125,7 @@ class Int8(Compression):
         super().__init__(error_feedback=error_feedback)
         self.owner_error = None
 
-    def _sum(self, x, group, pieces, wire):
+    def _sum(self, x, group, flat, views):
         count = -(-x.numel() // CHUNK)
         chunks = x.new_zeros(count, CHUNK)
         chunks.view(-1)[: x.numel()] = x
@@ -158,24 +158,28 @@ class PowerSGD(Compression):
         self.rank, self.min_ratio, self.seed = rank, min_ratio, seed
         self.qs = None  # one (columns, rank) per compressed matrix
 
-    def _matrices(self, pieces):
+    def _matrices(self, flat, views, group):
         """(offset, rows, columns, rank) of the matrices to compress, by offset."""
         chosen = []
-        for offset, shape in sorted(pieces):
-            if len(shape) < 2 or shape.numel() == 0:
+        for view in views:
+            if view.dim() < 2 or view.numel() == 0:
                 continue
-            rows, columns = shape[0], shape.numel() // shape[0]
+            if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr() or not view.is_contiguous():
+                raise ValueError(
+                    f"[rank {group.rank}/{group.size}] PowerSGD: a gradient of {tuple(view.shape)} is no contiguous view into flat"
+                )
+            rows, columns = view.shape[0], view.numel() // view.shape[0]
             rank = min(self.rank, rows, columns)
             if rows * columns > self.min_ratio * rank * (rows + columns):
-                chosen.append((offset, rows, columns, rank))
-        return chosen
+                chosen.append((view.storage_offset() - flat.storage_offset(), rows, columns, rank))
+        return sorted(chosen)
 
     def _first_qs(self, matrices, x):
         generator = torch.Generator().manual_seed(self.seed)  # on the CPU, so that all devices get the same numbers
         return [torch.randn(columns, rank, generator=generator, dtype=x.dtype).to(x.device) for _, _, columns, rank in matrices]
 
-    def _sum(self, x, group, pieces, wire):
-        matrices = self._matrices(pieces)
+    def _sum(self, x, group, flat, views):
+        matrices = self._matrices(flat, views, group)
         if self.qs is None:
             self.qs = self._first_qs(matrices, x)
         taken = [x.narrow(0, offset, rows * columns).view(rows, columns) for offset, rows, columns, _ in matrices]
@@ -220,12 +224,12 @@ class TopK(Compression):
             raise ValueError(f"TopK(ratio={ratio}): needs 0 < ratio <= 1")
         self.ratio = ratio
 
-    def _sum(self, x, group, pieces, wire):
+    def _sum(self, x, group, flat, views):
         if x.numel() >= 2**31:
             raise ValueError(f"[rank {group.rank}/{group.size}] TopK: {x.numel()} elements in a bucket; indices of 32 bits end at 2**31")
         count = min(x.numel(), max(1, round(self.ratio * x.numel())))
         indices = x.abs().topk(count, sorted=False).indices  # nan counts as the largest
-        values = x[indices].to(wire)
+        values = x[indices].to(flat.dtype)
         message = torch.cat([values.view(torch.uint8), indices.int().view(torch.uint8)])
         arrived = message.new_empty(group.size * message.numel())
         comm.all_gather(arrived, message, group)
@@ -233,7 +237,7 @@ class TopK(Compression):
         for part in arrived.split(message.numel()):
             head, tail = part.split([values.numel() * values.element_size(), 4 * count])
             # Copies: a view of another dtype needs its alignment. Indices of one rank are distinct, so index_add_ has one order.
-            total.index_add_(0, tail.clone().view(torch.int32), head.clone().view(wire).to(x.dtype))
+            total.index_add_(0, tail.clone().view(torch.int32), head.clone().view(flat.dtype).to(x.dtype))
         return total, torch.zeros_like(x).index_copy_(0, indices, values.to(x.dtype))
 
 

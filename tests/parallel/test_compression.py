@@ -259,6 +259,8 @@ def body_state(rank, world_size):
     assert flat.tolist() == [8, 0] and one.error.tolist() == [0, 1] and other.error is None
     with pytest.raises(ValueError, match=rf"rank {rank}/2.*bucket of 2, got 3"):
         one.reduce(torch.zeros(3), group, [])
+    with pytest.raises(ValueError, match=rf"rank {rank}/2.*no contiguous view"):
+        PowerSGD().reduce(torch.zeros(6), group, [torch.zeros(2, 3)])
     copied = make_compression(PowerSGD(rank=3))
     assert copied() is not copied() and copied().rank == 3
     empty = torch.zeros(0)

@@ -71,6 +71,7 @@ CASES = {
     1: [(1, 1, [5]), (3, 2, [4]), (5, 3, [0])],
     2: [(1, 1, [3, 4]), (2, 1, [5, 0]), (3, 2, [1, 6]), (7, 3, [4, 3]), (5, 2, [0, 0])],
     3: [(2, 2, [3, 1, 2]), (3, 1, [1, 0, 7]), (7, 2, [5, 2, 4]), (4, 3, [0, 0, 1])],
+    8: [(7, 3, [2, 0, 1, 3, 1, 1, 4, 1]), (9, 2, [1, 1, 1, 1, 1, 1, 1, 5])],
     4: [(3, 2, [1, 2, 3, 4]), (4, 2, [6, 0, 1, 2]), (6, 1, [2, 2, 2, 2]), (7, 3, [1, 0, 0, 5])],
 }
 
@@ -88,7 +89,7 @@ def body_cases(rank, world_size, cases, dtype):
 
 @pytest.mark.parametrize(
     "world_size, dtype, backend",
-    [(n, torch.float64, "pycomm") for n in (1, 2, 3, 4)] + [(3, torch.float32, "pycomm"), (3, torch.float64, "gloo")],
+    [(n, torch.float64, "pycomm") for n in (1, 2, 3, 4, 8)] + [(3, torch.float32, "pycomm"), (3, torch.float64, "gloo")],
 )
 def test_equals_single_process(world_size, dtype, backend):
     results = spawn(world_size, body_cases, CASES[world_size], dtype, backend=backend)
