@@ -166,7 +166,8 @@ class PowerSGD(Compression):
                 continue
             if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr() or not view.is_contiguous():
                 raise ValueError(
-                    f"[rank {group.rank}/{group.size}] PowerSGD: a gradient of {tuple(view.shape)} is no contiguous view into flat"
+                    f"[rank {group.rank}/{group.size}] PowerSGD: a gradient of shape {tuple(view.shape)} is no contiguous view into flat; "
+                    "make the views with flat[a:b].view(shape)"
                 )
             rows, columns = view.shape[0], view.numel() // view.shape[0]
             rank = min(self.rank, rows, columns)
