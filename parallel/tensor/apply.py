@@ -1,5 +1,5 @@
-"""Tensor parallelism for a plain model, in place: finds what can be cut (regions.py), checks it (probe.py), cuts it (cut_region.py), and says what
-each rank now holds (layouts).
+"""Tensor parallelism for a plain model, in place: finds what can be cut (regions.py), checks it (probe.py), cuts it (cut_region.py), and
+says what each rank now holds (layouts).
 
     per block, N ranks, B bytes of the hidden state        forward                             backward
     tp                                                     2 all_reduce of B                   2 all_reduce of B
@@ -10,7 +10,8 @@ each rank now holds (layouts).
 [Note: sequence] With `sequence`, the hidden state in the trunk and after it is this rank's piece along dim 1; whoever calls cuts it at
 block 0. Between regions each rank works on its own tokens, so a parameter there (a norm) gets a part of its gradient, to be summed over tp:
 Layout.partial. Attention that is not cut, and what a rule says to replicate, is given the whole sequence and gives back its piece; a head
-that is not cut is given the whole sequence. What is "after the trunk" is read from the order of registration, and checked in the first forward.
+that is not cut is given the whole sequence. What is "after the trunk" is read from the order of registration, and checked in the first
+forward.
 
 No communication here: the result depends on the model, the rules and the rank alone. Sources: Shoeybi 2019, Korthikanti 2022.
 """

@@ -65,9 +65,9 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
         raise ValueError(f"cross_entropy: logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(targets.shape)}")
     if shard is None and head is not None and head.sharded_output and logits.shape[-1] == head.local_size != head.full_size:
         raise ValueError(
-            f"cross_entropy: logits have {logits.shape[-1]} columns, this rank's part of {head.full_size}, but no longer the mark of the head {head.fqn!r}: "
-            "the model or the loss function changed them (view, slice, float, ...) after the head. Pass the head's output itself with targets of "
-            "the same leading shape, or leave the logits whole: head.sharded_output = False"
+            f"cross_entropy: logits have {logits.shape[-1]} columns, this rank's part of {head.full_size}, but no longer the mark of the "
+            f"head {head.fqn!r}: the model or the loss function changed them (view, slice, float, ...). Pass the head's output itself with "
+            "targets of the same leading shape, or leave the logits whole: head.sharded_output = False"
         )
     vocab = logits.shape[-1] if shard is None else shard.full_size
     targets = targets.reshape(-1)

@@ -46,7 +46,8 @@ def split_heads(q_heads, kv_heads, parts, where="attention"):
         raise ValueError(f"{where}: {q_heads} query heads are not a multiple of {kv_heads} kv heads")
     if q_heads < parts:
         raise ValueError(
-            f"{where}: {q_heads} query heads cannot be split over {parts} ranks of tp. Use tp <= {q_heads}, or rules={{{where!r}: 'replicate'}}"
+            f"{where}: {q_heads} query heads cannot be split over {parts} ranks of tp. Use tp <= {q_heads}, or "
+            f"rules={{{where!r}: 'replicate'}}"
         )
     per_kv = q_heads // kv_heads
     if kv_heads >= parts:

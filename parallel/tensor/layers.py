@@ -75,8 +75,9 @@ def check_piece(x, sequence, group, what):
     """Raises ValueError unless dim 1 of x is this rank's piece of the sequence."""
     if x.dim() < 3 or x.shape[1] != sequence.sizes[group.rank]:
         raise ValueError(
-            f"[rank {group.rank}/{group.size}] {what}: input of shape {tuple(x.shape)}, but dim 1 of (batch, T, h) should be this rank's piece of "
-            f"the sequence, {sequence.sizes[group.rank]} of {sum(sequence.sizes)}. The model reshapes or pools it; use it without megatron_sp"
+            f"[rank {group.rank}/{group.size}] {what}: input of shape {tuple(x.shape)}, but dim 1 of (batch, T, h) should be this rank's "
+            f"piece of the sequence, {sequence.sizes[group.rank]} of {sum(sequence.sizes)}. The model reshapes or pools it; use "
+            "it without megatron_sp"
         )
 
 
@@ -115,8 +116,8 @@ class Exit:
             return differentiable.reduce_from(x, self.group)
         if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
             raise ValueError(
-                f"[rank {self.group.rank}/{self.group.size}] exit of a tensor-parallel region: shape {tuple(x.shape)}, but dim 1 should be the whole "
-                f"sequence, {sum(self.sequence.sizes)}"
+                f"[rank {self.group.rank}/{self.group.size}] exit of a tensor-parallel region: shape {tuple(x.shape)}, but dim 1 should be "
+                f"the whole sequence, {sum(self.sequence.sizes)}"
             )
         return differentiable.reduce_scatter(x, 1, self.sequence.sizes, self.group)
 
@@ -125,7 +126,7 @@ class ParallelLinear(nn.Module):
     """What column and row layers share: the local weight and the product with it."""
 
     def adopt(self, linear, group, cut_dim, shards, take):
-        """Takes the parts of `linear`; cut_dim: 0 when out_features are cut, 1 when in_features are. Returns the full length of that dim."""
+        """Takes the parts of `linear`; cut_dim: 0 when out_features are cut, 1 when in_features are. Returns the full length."""
         self.group, self.transposed = comm.as_group(group, "tp"), is_transposed(linear)
         length = linear_sizes(linear)[1 - cut_dim]
         shards = shards or even_shards(length, self.group)
@@ -150,7 +151,8 @@ class ParallelLinear(nn.Module):
         return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
 
     def extra_repr(self):
-        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, tp={self.group.rank}/{self.group.size}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, tp={self.group.rank}/{self.group.size}"
 
 
 class ColumnParallelLinear(ParallelLinear):
@@ -167,7 +169,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     @classmethod
     def from_module(cls, linear, group=None, *, gather_output=True, sequence=None, shards=None, take=cut):
-        """From an nn.Linear (or transformers' Conv1D) with full weights; shards: this rank's output features, for splits that are not even."""
+        """From an nn.Linear (or transformers' Conv1D) with full weights; shards: this rank's output features, if not even."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._setup(linear, group, gather_output, sequence, shards, take)
@@ -218,7 +220,7 @@ class RowParallelLinear(ParallelLinear):
 
     @classmethod
     def from_module(cls, linear, group=None, *, input_is_parallel=False, sequence=None, shards=None, take=cut):
-        """From an nn.Linear (or transformers' Conv1D) with full weights; shards: this rank's input features, for splits that are not even."""
+        """From an nn.Linear (or transformers' Conv1D) with full weights; shards: this rank's input features, if not even."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer._setup(linear, group, input_is_parallel, sequence, shards, take)
@@ -249,7 +251,7 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding with its rows cut over `group`. ids: integers of any shape, the same on all ranks. Returns (*ids.shape, embedding_dim)."""
+    """nn.Embedding with its rows cut over `group`. ids: integers, the same on all ranks. Returns (*ids.shape, embedding_dim)."""
 
     def __init__(self, num_embeddings, embedding_dim, *, group=None, padding_idx=None, **factory):
         super().__init__()

@@ -176,6 +176,6 @@ class RegionForward:
                 raise  # of the communication, or one that says already what is wrong
             group = self.entry.group
             raise ValueError(
-                f"[rank {group.rank}/{group.size}] {self.fqn} does not run on its part of the heads or features: {error}. If it runs without tp, "
-                f"pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
+                f"[rank {group.rank}/{group.size}] {self.fqn} does not run on its part of the heads or features: {error}. If it runs "
+                f"without tp, pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
             ) from error

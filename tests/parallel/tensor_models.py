@@ -200,7 +200,7 @@ def tensor_step(rank, world_size, build, kwargs, options):
 
 
 def put_together(layouts, locals_):
-    """A full tensor from every rank's layout and local tensor: sums where gradients are partial, else each index from the rank that counts it."""
+    """The full tensor of every rank's layout and part: partial gradients are summed, else the rank that counts an index gives it."""
     full = locals_[0].new_zeros(layouts[0].full_shape)
     for layout, local in zip(layouts, locals_, strict=True):
         mask = layout.counted_mask(local)

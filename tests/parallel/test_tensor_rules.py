@@ -36,6 +36,12 @@ CASES = [  # model, its arguments, options
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def slow_imports():
+    """What torch loads at the first use of these, loaded here and not in every forked rank."""
+    torch.testing.assert_close(checkpoint(torch.exp, torch.zeros(1, requires_grad=True), use_reentrant=False), torch.ones(1))
+
+
 def expected_of(build, kwargs, options):
     return single(make(build, kwargs, options.get("dtype", torch.float64)), *batch(options["vocab"], options.get("length", 7)))
 
