@@ -5,7 +5,7 @@ from torch.utils.data import DistributedSampler
 from pycomm.parallel.build import engine_of
 from pycomm.parallel.tensor import cross_entropy
 
-__all__ = ["evaluate", "sampler", "step"]
+__all__ = ["evaluate", "grad_norm", "sampler", "step"]
 
 
 def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None, count=None, sharded=False):
@@ -35,6 +35,14 @@ def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None,
 def evaluate(model, batch, loss_fn=cross_entropy, *, microbatches=1, count=None, sharded=False):
     """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval() before where that matters."""
     return engine_of(model).evaluate(batch, loss_fn, microbatches, count, sharded)
+
+
+def grad_norm(model):
+    """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without dimensions; None before the first.
+
+    With schedule "pipedream", whose stages take their steps one by one, there is none.
+    """
+    return engine_of(model).norm
 
 
 def sampler(model, dataset, **options):

@@ -43,9 +43,6 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(dim, heads, hidden) for _ in range(layers))
         self.norm = nn.LayerNorm(dim)
         self.head = nn.Linear(dim, vocab, bias=False)
-        for name, parameter in self.named_parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.2 if "tok" in name or "pos" in name else parameter.shape[1] ** -0.5)
         if tied:
             self.head.weight = self.tok.weight
 

@@ -1,0 +1,108 @@
+"""DistributedDataParallel alone: torch's class of that name, over the buckets of bucket.py. Li et al. 2020.
+
+    forward     rank 0: rows a      rank 1: rows b        same parameters everywhere
+    backward    gradients of a      gradients of b        buckets are summed while backward goes on
+    after it    mean of both        mean of both          in param.grad, views of the buckets
+
+Bytes per step and rank: 2(n-1)/n P for gradients of P bytes, and the module's buffers from rank 0 before a forward, where it has any.
+
+The end of a backward is found by a callback that autograd runs when it has finished; buckets that are not complete by then (parameters that
+this rank did not use) are started there, so that unused parameters need no search through the graph and may differ between ranks.
+
+What can go wrong: a second backward through a graph of an earlier forward starts the buckets again, which is an error of the caller on one
+rank and a mismatch of operations, which the collective reports, on several.
+"""
+
+import contextlib
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+
+from pycomm.parallel import comm
+from pycomm.parallel.data.bucket import Bucket, ParamInfo, ReduceOptions, Reducer, cut_into_buckets
+from pycomm.parallel.data.compression import make_compression
+from pycomm.parallel.layout import whole
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.Module):
+    """A module whose gradients are averaged over a group.
+
+    Args:
+        module: the same module on every rank; rank 0's parameters and buffers are taken.
+        group: a torch process group, None: the default one.
+        bucket_mb: size of a bucket in MB (1e6 bytes).
+        broadcast_buffers: take rank 0's buffers (running statistics) before each forward in training mode.
+        compression: None, "fp16", "bf16", "int8", "powersgd", "topk" or a factory made by make_compression.
+
+    After backward param.grad is the mean over the ranks of what each computed; `with ddp.no_sync():` accumulates without communication.
+    Parameters that got no gradient on any rank have a gradient of zeros. Raises ValueError for a module without parameters to train.
+    """
+
+    def __init__(self, module, group=None, *, bucket_mb=25.0, broadcast_buffers=True, compression=None):
+        super().__init__()
+        self.module = module
+        self.group = comm.as_group(group, "dp")
+        self.broadcast_buffers = broadcast_buffers
+        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        if not trained:
+            raise ValueError("DistributedDataParallel: the module has no parameter that requires a gradient")
+        self._broadcast([parameter.data for parameter in module.parameters()])
+        self._broadcast(list(module.buffers()))
+        infos = [ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)]
+        options = ReduceOptions(compress=make_compression(compression) if compression else None)
+        self.reducer = Reducer([Bucket(part, options) for part in cut_into_buckets(infos, bucket_mb * 1e6)])
+        self.sync = True
+        self.queued = False
+        for _, parameter in trained:
+            parameter.register_hook(self._begin)
+
+    def _broadcast(self, tensors):
+        kinds = {}
+        for tensor in tensors:
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        for some in kinds.values():
+            flat = torch.cat([tensor.reshape(-1) for tensor in some])
+            comm.broadcast(flat, 0, self.group)
+            for tensor, values in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Backward inside accumulates gradients on this rank; the next one outside sums them all. All ranks alike."""
+        before, self.sync = self.sync, False
+        try:
+            yield
+        finally:
+            self.sync = before
+
+    def forward(self, *args, **kwargs):
+        if self.training and self.broadcast_buffers and self.group.size > 1:
+            self._broadcast(list(self.module.buffers()))
+        return self.module(*args, **kwargs)
+
+    def _begin(self, grad):
+        """The first gradient of a backward: hooks of tensors run before accumulation."""
+        if not self.queued:
+            self.queued = True
+            Variable._execution_engine.queue_callback(self._end)
+            if any(info.param.grad is None for bucket in self.reducer.buckets for info in bucket.infos):
+                self._adopt()  # the user has set gradients to None: start from zero
+            self.reducer.begin_microbatch(self.sync)
+
+    def _adopt(self):
+        for bucket in self.reducer.buckets:
+            for info, view in zip(bucket.infos, bucket.views, strict=True):
+                if info.param.grad is None:
+                    view.zero_()
+                    info.param.grad = view
+
+    def _end(self):
+        self.queued = False
+        self.reducer.finish_microbatch(self.sync)
+        if self.sync:
+            self.reducer.wait()
+            for bucket in self.reducer.buckets:
+                bucket.flat.div_(self.group.size)
