@@ -15,7 +15,7 @@ since rounding each block's result (what fused kernels of one device do) makes a
 
 Two kernels, chosen by what the tensors are: on CPU torch's flash kernel, which returns lse and does not write S to memory (1.8 times as
 fast as the other at 512 x 512, head size 64, one core), where the head sizes of q and v are equal; else plain matrix products, which hold
-S. The plain one takes rows in strips of STRIP, so that its memory is STRIP keys wide columns and not the square.
+S. The plain one takes STRIP query rows at a time, so that its memory grows with the keys and not with their square.
 
 What can go wrong: flash on CPU divides by zero on an empty tensor (a signal, not an error), so callers leave empty blocks out.
 Source: Dao et al., FlashAttention, 2022 (the gradient through lse); Milakov and Gimelshein 2018 (online softmax).
