@@ -8,14 +8,15 @@ PipeDream runs 1F1B without a flush and updates a stage after every backward, so
     w(t+1) = w(t) - lr * gradient of f at the version that the microbatch's forward used on this stage
 
 A version is the storage of the parameters. saving(i) around the forward notes the storage in use. Before an optimizer writes,
-detach_from_stash() moves the parameters to fresh storage if the old one is noted: one copy per update, none per microbatch. using(i) around
-the backward makes the noted storage that of the parameters. drop(i) before the update that follows lets the storage be written in place where
-no other microbatch needs it (always on the last rank).
+detach_from_stash() moves the parameters to fresh storage if the old one is noted: one copy per update, none per microbatch. using(i)
+around the backward makes the noted storage that of the parameters. drop(i) comes before the update: the storage is then written in place
+where no other microbatch needs it, as on the last rank always.
 
-[Note: what backward reads] layer_norm and matmul save the parameter itself, F.embedding nothing of it, F.linear and x @ w.t() the view
-w.t(), which keeps the old storage by itself. In each case autograd compares versions on unpacking, and the optimizer's in-place update
-counts as a change although it went to other storage. So saving() packs every saved tensor that lies in a parameter's storage as a tensor
-of the same storage with a count of its own. Activation checkpointing recomputes from the parameters: for that using() exchanges their data.
+[Note: what backward reads] layer_norm and matmul save the parameter itself, and so does activation checkpointing, which recomputes from it:
+for them using() exchanges its data. F.linear and x @ w.t() save the view w.t(), which keeps the old storage by itself; F.embedding saves
+nothing of it. In each case autograd would compare version counts, and the optimizer's in-place update counts as a change although it went
+to other storage. What passes through saved-tensor hooks is not compared, so saving() installs hooks that do nothing else. The price: an
+operation of the model that overwrites an activation which its backward needs is no longer noticed.
 
 Cost: versions held at once, the latest included: at most pp - rank, as many as 1F1B has microbatches under way; one copy of the
 parameters per update. The parameters must not be views of a flat buffer that others write, since they leave it at the first update.
@@ -33,6 +34,10 @@ __all__ = ["WeightStash"]
 class _Version(NamedTuple):
     number: int
     tensors: tuple[torch.Tensor, ...]
+
+
+def _same(tensor):
+    return tensor
 
 
 class WeightStash:
@@ -56,13 +61,7 @@ class WeightStash:
                 f"microbatch {microbatch} is stashed already; drop({microbatch}) it after its backward, or number it otherwise"
             )
         self.stashed[microbatch] = _Version(self.number, tuple(param.data for param in self.params))
-        inside = {param.untyped_storage().data_ptr() for param in self.params}
-
-        def pack(tensor):
-            dense = tensor.layout is torch.strided
-            return tensor.data if dense and tensor.untyped_storage().data_ptr() in inside else tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        with torch.autograd.graph.saved_tensors_hooks(_same, _same):
             yield
 
     @contextlib.contextmanager
