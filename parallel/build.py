@@ -4,8 +4,8 @@ Order matters, and each step sees what the ones before it left:
 
     1  weights and buffers of rank 0 go to all ranks              so that every plan starts from the same values
     2  names, ties, optimizer groups are noted                    before parameters are replaced
-    3  experts are dealt                                          expert/
-    4  parameters of other pipeline stages leave                  pipeline/stage.py
+    3  parameters of other pipeline stages leave                  pipeline/stage.py
+    4  experts are dealt                                          expert/
     5  tensor parallel rules cut what is left                     tensor/
     6  bf16                                                       the values before the cast are kept for the master copies
     7  blocks are wrapped, inside to outside: attention over the whole sequence, recomputation, ZeRO-3, stages
@@ -59,8 +59,8 @@ def parallelize(model, opt=None, plan=None):
     _broadcast_values(model, mesh.world)
     engine.seed = _seed(mesh, plan)
     build = _Build(engine, trunk)
-    build.deal_experts()
     build.cut_stages()
+    build.deal_experts()
     build.cut_tensors()
     originals = build.cast()
     build.describe_parameters()
@@ -150,16 +150,6 @@ class _Build:
         self.modules_of_stage = {}
 
     # 3
-    def deal_experts(self):
-        over = self.mesh.data_tp if self.plan.megatron_sp else self.mesh.data
-        for name in self.moe_names:
-            moe = self.model.get_submodule(name)
-            moe.shard(self.mesh.group("ep"), over)
-            self.engine.moes.append(moe)
-        if self.plan.ep > 1 and not self.moe_names:
-            raise ValueError(f"Plan(ep={self.plan.ep}): the model has no parallel.MoE layer whose experts could be dealt")
-
-    # 4
     def cut_stages(self):
         plan, engine = self.plan, self.engine
         if plan.ring > 1 or plan.ulysses > 1 or (plan.megatron_sp and plan.tp > 1):
@@ -175,9 +165,19 @@ class _Build:
         if plan.pp > 1 or engine.split is not None:
             engine.stages = StageModel(self.model, self.trunk, bounds, engine.mine, engine.split)
 
+    # 4
+    def deal_experts(self):
+        over = self.mesh.data_tp if self.plan.megatron_sp else self.mesh.data
+        for name in self.moe_names:
+            moe = self.model.get_submodule(name)
+            moe.shard(self.mesh.group("ep"), over)
+            self.engine.moes.append(moe)
+        if self.plan.ep > 1 and not self.moe_names:
+            raise ValueError(f"Plan(ep={self.plan.ep}): the model has no parallel.MoE layer whose experts could be dealt")
+
     # 5
     def cut_tensors(self):
-        rules = {f"{name}.*": "replicate" for name in self.moe_names}
+        rules = {name: "tokens" for name in self.moe_names}
         rules.update(self.plan.rules or {})
         sequence = self.engine.split if self.engine.split is not None and self.engine.split.megatron else None
         blocks = self.trunk.name if self.trunk else None

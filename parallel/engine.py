@@ -325,9 +325,9 @@ class StepRun:
         """PipeDream: this stage's optimizer takes a step with this microbatch's gradient."""
         engine = self.engine
         engine.finish_gradients({stage: engine.reducers[stage]})
+        self.stash[stage].drop(microbatch)
         self.stash[stage].detach_from_stash()
         step_optimizer(engine.opt, [shard for shard in engine.shards if shard.stage == stage], None)
-        self.stash[stage].drop(microbatch)
         engine.reducers[stage].zero_grad()
 
     def _version(self, stage, microbatch):

@@ -124,6 +124,8 @@ class MoE(nn.Module):
         """x (..., dim) -> (..., dim), same dtype. Collective on the groups; ranks may have different numbers of tokens, also 0."""
         if x.shape[-1] != self.dim:
             raise ValueError(f"[rank {self.group.rank}] MoE: the input's last dimension is {x.shape[-1]}, dim={self.dim}")
+        if x.is_meta:  # only the shape is asked for: routes depend on values
+            return torch.empty_like(x)
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # see [Note: equal graphs]
         tokens = x.reshape(-1, self.dim)

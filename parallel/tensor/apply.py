@@ -255,7 +255,7 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None):
     """Cuts a plain torch model over `group`, in place, and returns a TensorParallel.
 
     model: any nn.Module with full weights, equal on all ranks. group: comm.Group, torch process group or None (see comm.as_group).
-    rules: {glob of module names: "column", "row", "vocab", "attention", "mlp" or "replicate"}, before anything that is found.
+    rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "tokens" or "replicate"}, before anything that is found.
     blocks: name of the trunk, a ModuleList or Sequential. sequence: object whose `.sizes`, set before each forward, are the lengths per
     rank along dim 1 of the hidden state from block 0 on (see [Note: sequence]); needs `blocks`. A group of one changes nothing.
 

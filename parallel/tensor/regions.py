@@ -9,6 +9,8 @@
                 has as many outputs as it has rows
     column,     only by the user's rules: {glob of the module's name: rule}                  rows (output gathered) / columns (input cut)
     row
+    tokens      only by a rule: replicated, and with a sequence works on the rank's own      nothing
+                tokens, as norms do (mixtures of experts)
     replicate   everything else
 
 The user's rules win: a module (or what lies in it) with a rule is not part of anything found. A region that does not fit is left
@@ -30,7 +32,7 @@ from pycomm.parallel.tensor.narrow import HeadCounts, head_counts
 
 __all__ = ["Found", "Plan", "Region", "find"]
 
-RULES = ("attention", "column", "mlp", "replicate", "row", "vocab")
+RULES = ("attention", "column", "mlp", "replicate", "row", "tokens", "vocab")
 SEPARATE = (
     ("q_proj", "k_proj", "v_proj"),
     ("wq", "wk", "wv"),
@@ -136,12 +138,12 @@ class Finder:
 
     @staticmethod
     def rule_of(fqn, rules):
-        """The first rule whose glob matches the module, or a module that it lies in and that is to be replicated."""
+        """The first rule whose glob matches the module, or a module that it lies in and that is not to be cut."""
         own = next((rule for glob, rule in rules.items() if fnmatch.fnmatchcase(fqn, glob)), None)
         if own is not None or not fqn:
             return own
         above = Finder.rule_of(fqn.rpartition(".")[0], rules)
-        return above if above == "replicate" else None
+        return above if above in ("replicate", "tokens") else None
 
     def free(self, *names):
         return not any(name in self.taken or name in self.rules for name in names)
@@ -340,6 +342,8 @@ class Finder:
             above = self.rules.get(fqn.rpartition(".")[0]) if fqn else None
             if rule == "replicate" and above != "replicate":
                 self.plan.whole.append(fqn)
+                self.plan.found.append(Found(fqn, rule, "by rule"))
+            elif rule == "tokens" and above != "tokens":
                 self.plan.found.append(Found(fqn, rule, "by rule"))
             elif rule in ("column", "row", "vocab"):
                 if not (is_linear(module) or rule == "vocab" and type(module) is nn.Embedding):
