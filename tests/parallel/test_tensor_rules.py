@@ -79,6 +79,9 @@ def test_megatrons_counts():
     case = Gpt, {}, {"vocab": 19, "blocks": "h", "sharded": True}
     for result in spawn(2, tensor_step, *case):
         assert result["counts"] == [["all_reduce", *block], ["all_reduce"] * 2, ["all_reduce", *block]]
+    case = Llama, {}, {"vocab": 17, "blocks": "layers", "sharded": True}  # q, k and v share one entry, and so do gate and up
+    for result in spawn(2, tensor_step, *case):
+        assert result["counts"] == [["all_reduce", *block], ["all_reduce"] * 2, ["all_reduce", *block]]
     case = Gpt, {}, {"vocab": 19, "blocks": "h", "sharded": True, "sequence": True}
     for result in spawn(2, tensor_step, *case):
         forward, loss, backward = result["counts"]
