@@ -252,6 +252,12 @@ class Reducer:
         """The gradient of this microbatch is complete."""
         number = self.place[param]
         bucket = self.buckets[number]
+        if self.eager and self.missing and number < self.next:
+            name = bucket.infos[bucket.index[param]].name
+            raise ValueError(
+                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got another gradient after its bucket had been summed: it is used in two "
+                "parts that are recomputed. Checkpoint with use_reentrant=False"
+            )
         if bucket.options.zero >= 2:
             if param.grad is not None:
                 bucket.receive(param, param.grad)

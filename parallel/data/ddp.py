@@ -6,11 +6,14 @@
 
 Bytes per step and rank: 2(n-1)/n P for gradients of P bytes, and the module's buffers from rank 0 before a forward, where it has any.
 
-The end of a backward is found by a callback that autograd runs when it has finished; buckets that are not complete by then (parameters that
-this rank did not use) are started there, so that unused parameters need no search through the graph and may differ between ranks.
+A backward begins, for us, when a gradient reaches an output of the module, and ends with a callback that autograd runs when it has finished;
+buckets that are not complete by then (parameters that this rank did not use) are started there, so that unused parameters need no search
+through the graph and may differ between ranks. The callback belongs to the backward in which it is queued. Recomputation with
+use_reentrant=True runs backwards inside that of the output, which is why the first gradient of a parameter would be too late to begin; it
+serves only where no output was recognised.
 
-What can go wrong: a second backward through a graph of an earlier forward starts the buckets again, which is an error of the caller on one
-rank and a mismatch of operations, which the collective reports, on several.
+What can go wrong: a rank that runs a backward more than others is reported by the collectives. A backward that raises ends nothing; the next
+forward notices. A parameter in two recomputed parts with use_reentrant=True has two final gradients: reported by the Reducer.
 """
 
 import contextlib
@@ -18,6 +21,7 @@ import contextlib
 import torch
 from torch import nn
 from torch.autograd import Variable
+from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel import comm
 from pycomm.parallel.data.bucket import Bucket, ParamInfo, ReduceOptions, Reducer, cut_into_buckets
@@ -49,8 +53,8 @@ class DistributedDataParallel(nn.Module):
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter that requires a gradient")
-        self._broadcast([parameter.data for parameter in module.parameters()])
-        self._broadcast(list(module.buffers()))
+        self._broadcast(module.parameters())
+        self._broadcast(module.buffers())
         infos = [ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)]
         options = ReduceOptions(compress=make_compression(compression) if compression else None)
         self.reducer = Reducer([Bucket(part, options) for part in cut_into_buckets(infos, bucket_mb * 1e6)])
@@ -62,7 +66,8 @@ class DistributedDataParallel(nn.Module):
     def _broadcast(self, tensors):
         kinds = {}
         for tensor in tensors:
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+            # .data: autograd takes no note, since a BatchNorm that has run before must still be able to run backward
+            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
         for some in kinds.values():
             flat = torch.cat([tensor.reshape(-1) for tensor in some])
             comm.broadcast(flat, 0, self.group)
@@ -79,25 +84,31 @@ class DistributedDataParallel(nn.Module):
             self.sync = before
 
     def forward(self, *args, **kwargs):
+        if self.queued and torch._C._current_graph_task_id() == -1:  # the last backward raised
+            self.queued = False
+            self.reducer.wait()
         if self.training and self.broadcast_buffers and self.group.size > 1:
-            self._broadcast(list(self.module.buffers()))
-        return self.module(*args, **kwargs)
+            self._broadcast(self.module.buffers())
+        out = self.module(*args, **kwargs)
+        if torch.is_grad_enabled():
+            for tensor in tree_leaves(out):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(self._begin)
+        return out
 
     def _begin(self, grad):
-        """The first gradient of a backward: hooks of tensors run before accumulation."""
+        """The first gradient of a backward; hooks of tensors run before accumulation."""
         if not self.queued:
             self.queued = True
             Variable._execution_engine.queue_callback(self._end)
-            if any(info.param.grad is None for bucket in self.reducer.buckets for info in bucket.infos):
-                self._adopt()  # the user has set gradients to None: start from zero
+            for bucket in self.reducer.buckets:
+                for info, view in zip(bucket.infos, bucket.views, strict=True):
+                    if info.param.grad is None:  # set so by the user: start from zero
+                        view.zero_()
+                        info.param.grad = view
+                    else:
+                        bucket.adopt(info.param)
             self.reducer.begin_microbatch(self.sync)
-
-    def _adopt(self):
-        for bucket in self.reducer.buckets:
-            for info, view in zip(bucket.infos, bucket.views, strict=True):
-                if info.param.grad is None:
-                    view.zero_()
-                    info.param.grad = view
 
     def _end(self):
         self.queued = False
