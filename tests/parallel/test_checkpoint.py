@@ -10,6 +10,7 @@ import os
 
 import pytest
 import torch
+import torch._dynamo  # every optimizer imports it, which takes seconds: here once, and not in every forked rank
 from models import Llama
 from torch import nn
 from torch_ranks import spawn
@@ -38,9 +39,9 @@ def _quiet():
 
 
 def dense(seed, dtype=torch.float64):
-    """Tied, with kv heads fewer than tp=3, a frozen parameter and buffers of both kinds."""
+    """Tied, with kv heads fewer than tp=3, a frozen parameter and buffers of both kinds; small, as each key costs a millisecond to read."""
     torch.manual_seed(seed)
-    model = Llama(**SIZES)
+    model = Llama(**SIZES, mlp=lambda: nn.Linear(12, 12, bias=False))
     model.lm_head.weight = model.embed.weight
     model.layers[1].norm1.weight.requires_grad_(False)
     for layer in model.layers:
@@ -55,9 +56,10 @@ def mixture(seed, dtype=torch.float64):
     return Llama(**SIZES, mlp=lambda: MoE(12, lambda: nn.Sequential(nn.Linear(12, 5), nn.SiLU(), nn.Linear(5, 12)), 3, top_k=2)).to(dtype)
 
 
-def two_groups(model, make=torch.optim.AdamW, **options):
+def two_groups(model, make=torch.optim.SGD, options=None):
     """Matrices and vectors in different parameter groups."""
     groups = [[p for p in model.parameters() if (p.dim() > 1) is matrix] for matrix in (True, False)]
+    options = {"momentum": 0.9} if options is None else options
     return make([{"params": groups[0]}, {"params": groups[1], "lr": 0.02}], **{"lr": 0.01, **options})
 
 
@@ -143,7 +145,7 @@ def load_all(rank, world_size, plans, root, references, build):
             assert loaded.keys() == full.keys()
             for name in full:
                 same(loaded[name], full[name])
-            if number % 3 == plans.index(plan) % 3 or source == plan:
+            if (number + len(plan)) % 3 == 0 or source == plan:
                 train(model, opt, [2])
                 for name, value in full_state_dict(model).items():
                     assert torch.allclose(value, after[name], rtol=1e-11, atol=1e-12), f"{source} -> {plan}: {name}"
@@ -175,11 +177,9 @@ def run_matrix(root, groups, build):
         for name in single:
             torch.testing.assert_close(after[name], single[name], rtol=1e-10, atol=1e-11)
     for world_size, plans in groups.items():
-        assert (
-            load_all(0, 1, plans, root, references, build)
-            if world_size == 1
-            else spawn(world_size, load_all, plans, root, references, build)
-        )
+        for plan in plans:
+            arguments = [plan], root, references, build
+            assert load_all(0, 1, *arguments) if world_size == 1 else spawn(world_size, load_all, *arguments)
 
 
 def test_every_plan_to_every_plan(tmp_path):
@@ -202,7 +202,8 @@ def mixed_precision(rank, world_size, root):
         train(model, opt, [0, 1])
         save(model, opt, root / folder_of(plan))
         saved[plan] = full_state_dict(model)
-    for plan, (source, expected) in itertools.product(plans, saved.items()):
+    for plan, source in itertools.product(plans, plans[:3]):
+        expected = saved[source]
         model, opt = make(plan, 2, dtype=torch.float32)
         load(model, opt, root / folder_of(source))
         frozen = "layers.1.norm1.weight"  # computed with, and kept, in bfloat16 unless zero=3 has a master copy of it
@@ -243,7 +244,7 @@ OPTIMIZERS = {
 
 def optimizer_of(name):
     kind, options = OPTIMIZERS[name]
-    return lambda model: two_groups(model, kind, **options)
+    return lambda model: two_groups(model, kind, options)
 
 
 def save_optimizers(rank, world_size, root, names):
@@ -315,6 +316,24 @@ def odds_and_ends(rank, world_size, root):
         assert any(state for _, _, _, _, _, state in held(other, opt))
         assert not torch.equal(full_state_dict(other)["embed.weight"], before["embed.weight"])
     return full
+
+
+def buffers_of_stages(rank, world_size, root):
+    """A pipeline keeps modules of both ends on both ranks, of which one runs each; its buffer is the one that counts."""
+    model = dense(1)
+    for module in (model.embed, model.norm):
+        module.register_buffer("seen", torch.zeros(1))
+    model, opt = parallelize(model, two_groups(model), Plan(pp=2))
+    model.embed.seen.fill_(2 + rank * 100)
+    model.norm.seen.fill_(105 - rank * 100)
+    full = full_state_dict(model)
+    save(model, opt, root / "x")
+    load(model, opt, root / "x")
+    return [float(full["embed.seen"]), float(full["norm.seen"]), float(model.embed.seen), float(model.norm.seen)]
+
+
+def test_buffers_of_pipeline_stages(tmp_path):
+    assert spawn(2, buffers_of_stages, tmp_path) == [[2, 5, 2, 5]] * 2
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "gloo"])
@@ -390,8 +409,8 @@ ERRORS = [
     (wrong_shape, two_groups, "has shape .11, 12.*and .12, 12. here"),
     (fewer_layers, two_groups, "to which nothing in this model corresponds"),
     (more_layers, two_groups, "does not have 'layers.4"),
-    (untied, lambda model: torch.optim.Adam(model.parameters()), "AdamW, but the optimizer here is torch.optim.adam.Adam"),
-    (untied, lambda model: torch.optim.AdamW(model.parameters()), "has 2 parameter groups, the one here 1"),
+    (untied, lambda model: torch.optim.Adam(model.parameters()), "SGD, but the optimizer here is torch.optim.adam.Adam"),
+    (untied, lambda model: torch.optim.SGD(model.parameters(), lr=0.1), "has 2 parameter groups, the one here 1"),
     (
         untied,
         lambda model: two_groups(model.layers),
@@ -449,7 +468,8 @@ def test_errors_on_every_rank(tmp_path):
 
 
 def test_checkpoints_of_others(tmp_path):
-    torch.distributed.checkpoint.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "foreign", no_dist=True)
+    with pytest.warns(UserWarning, match="single process"):
+        torch.distributed.checkpoint.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / "foreign", no_dist=True)
     model, opt = make("", 1)
     with pytest.raises(ValueError, match="not written by parallel.save"):
         load(model, opt, tmp_path / "foreign")
