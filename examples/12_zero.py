@@ -1,0 +1,47 @@
+"""ZeRO: data parallelism in which no rank keeps what another keeps too.
+
+    python examples/12_zero.py
+    torchrun --nproc-per-node 3 examples/12_zero.py
+
+    zero   parameters         gradients     optimizer state    what is sent per step (P = bytes of parameters, x (n-1)/n)
+    0      all                all           all                2 P    all_reduce of gradients
+    1      all                all           1/n                2 P    reduce_scatter of gradients, all_gather of parameters
+    2      all                1/n           1/n                2 P    the same, each bucket freed as soon as it is sent
+    3      1/n, gathered      1/n           1/n                3 P    all_gather in forward and in backward, reduce_scatter
+           block by block
+
+The result is the same, so the choice is one of memory. Any torch optimizer works; `model` and `optimizer` stay the user's objects.
+"""
+
+from common import batches, make, on_ranks, same, say, train_alone
+
+import pycomm.parallel as par
+
+RANKS = 3
+
+
+def train(stage):
+    """(losses, bytes sent in the last step, bytes of optimizer state on this rank)"""
+    model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, zero=stage, bucket_mb=0.1))
+    losses = []
+    for batch in batches():
+        with par.count_traffic() as traffic:
+            losses.append(par.step(model, optimizer, batch, clip=1.0).item())
+    moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
+    return losses, traffic.nbytes(group="dp"), sum(value.numel() * value.element_size() for value in moments)
+
+
+def main():
+    expected = train_alone()
+    size = sum(p.numel() * p.element_size() for p in make()[0].parameters())
+    difference = 0.0
+    for stage in range(4):
+        losses, sent, state = train(stage)
+        difference = max(difference, same(losses, expected))
+        unit = size * (RANKS - 1) / RANKS
+        say(f"zero={stage}: sends {sent:,} bytes = {sent / unit:.2f} P (n-1)/n per step; optimizer state {state / size:.2f} P")
+    say(f"ZeRO 0 to 3 on {RANKS} ranks equal one process: losses differ by {difference:.0e}")
+
+
+if __name__ == "__main__":
+    on_ranks(RANKS, main)

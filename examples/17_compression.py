@@ -1,0 +1,68 @@
+"""Compressed gradients: fewer bytes for an approximate sum; what was left out is kept and sent later (error feedback).
+
+    python examples/17_compression.py
+    torchrun --nproc-per-node 2 examples/17_compression.py
+
+    gradient + error of last time --compress--> sent, summed --> new gradient
+                    ^                   |
+                    +---- what was left out, stays on this rank
+
+    bf16, fp16   half of the bytes of fp32           int8        a quarter, with a scale per 1024 elements
+    powersgd     a matrix as P Q^T of low rank       topk        the largest elements and their places
+
+Unlike everything before it, this is not the computation of a single process; how near it stays is what this script prints. Use it
+where the network is slow, and not before a profile says so.
+"""
+
+import torch
+import torch.nn.functional as F
+from common import GPT, batches, on_ranks, say
+
+import pycomm.parallel as par
+from pycomm.parallel.data.compression import make_compression
+
+RANKS, STEPS = 2, 20
+
+
+def make():
+    torch.manual_seed(0)
+    model = GPT()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def data():
+    """One batch again and again, so that the loss has somewhere to go."""
+    return [next(batches(1))] * STEPS
+
+
+def train_alone():
+    model, optimizer = make()
+    for inputs, targets in data():
+        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
+
+
+def train(compression):
+    model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, compression=compression))
+    for batch in data():
+        with par.count_traffic() as traffic:
+            loss = par.step(model, optimizer, batch)
+    return loss.item(), traffic.nbytes(group="dp")
+
+
+def main():
+    expected = train_alone()
+    _, whole = train(None)
+    for name in ("bf16", "int8", "powersgd", "topk"):
+        options = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 4}}.get(name, {})
+        loss, nbytes = train(make_compression(name, **options))
+        assert abs(loss - expected) < 0.2 * expected, f"{name}: loss {loss} and not {expected}"
+        say(f"{name:9} {nbytes:8,} bytes per step and rank, 1/{whole / nbytes:.1f} of fp32; loss {loss:.3f} after {STEPS} steps")
+    say(f"compression on {RANKS} ranks stays near one process, whose loss is {expected:.3f}")
+
+
+if __name__ == "__main__":
+    on_ranks(RANKS, main)

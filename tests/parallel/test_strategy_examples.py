@@ -1,0 +1,127 @@
+"""Runs every example of a strategy as a user would and checks what it prints. They compare themselves with a single process and fail.
+
+Each runs in a fork of this process, which has torch imported, and starts its own ranks from there; one runs under torchrun too.
+"""
+
+import os
+import re
+import runpy
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from pathlib import Path
+
+import pytest
+
+import pycomm.parallel  # noqa: F401  imported once, here, for all forks
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SECONDS = 60
+ALONE = "equals? one process: losses differ by"
+TEXT = ["--text-bytes=200000", "--layers=2", "--dim=32", "--heads=2", "--sequence=32", "--batch=8", "--validate-every=2"]
+
+PRINTED = {  # example -> patterns of what it prints
+    "04_naive_data_parallel": [r"492,352 bytes into rank 0", ALONE],
+    "05_ddp": [r"7 buckets, 245,760 bytes sent = 1\.00 x the gradients", ALONE],
+    "06_model_parallel": [r"5248 \+ 3120 \+ 392 = 8760", ALONE],
+    "07_pipeline": [r"5 schedules on 2 ranks give the same bits", r"rank 3  \.  \.  \.  F0 B0 W0 F1", r"bubble 27%", r"bubble 0%"],
+    "08_tensor_parallel": [r"blocks\.3\.attention +attention", r"20 all_reduce over tp", ALONE],
+    "09_megatron_sequence_parallel": [r"55,296 bytes with tp, 27,648 with megatron_sp", r"'all_reduce': 4, 'all_gather': 18", ALONE],
+    "10_ulysses": [r"16 all_to_all", ALONE],
+    "11_ring_attention": [r"rank 0 holds positions \[0, 1, 2, 3, 20, 21, 22, 23\]", ALONE],
+    "12_zero": [r"zero=0: sends .* = 2\.00 P", r"zero=1: .* 0\.67 P", r"zero=3: sends .* = 3\.0\d P", ALONE],
+    "13_offload": [r"offload=parameters: model on cpu", ALONE],
+    "14_expert_parallel": [r"rank 1: 2 of 5 experts", ALONE],
+    "15_pipedream": [r"F0 F1 \.  \.  B0 W0 U0", r"with one microbatch equals one process"],
+    "16_checkpoint_between_plans": [r"loaded under tp=2 +the same bits", ALONE],
+    "17_compression": [r"bf16 .* 1/2\.0 of fp32", r"topk .* 1/10\.0", r"stays near one process"],
+    "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
+}
+
+
+def run_in_fork(script, *flags, cwd):
+    """What `python script *flags` prints; fails with all of it when it raises or does not end."""
+    log = cwd / "printed"
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            os.setsid()  # so that the ranks can be ended with it
+            os.chdir(cwd)
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(out, 1), os.dup2(out, 2)
+            sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
+            sys.argv, sys.path[0:0] = [str(script), *flags], [str(script.parent)]
+            runpy.run_path(str(script), run_name="__main__")
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    deadline = time.monotonic() + SECONDS
+    while (ended := os.waitpid(pid, os.WNOHANG))[0] == 0 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    if ended[0] == 0:
+        os.killpg(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    text = log.read_text() if log.exists() else ""
+    assert ended[0], f"{script.name} did not end within {SECONDS} s\n{text}"
+    assert ended[1] == 0, f"{script.name} failed\n{text}"
+    return text
+
+
+@pytest.mark.parametrize("name", PRINTED)
+def test_example(name, tmp_path):
+    flags = ["--pictures=pictures"] if name == "07_pipeline" else []
+    printed = run_in_fork(EXAMPLES / f"{name}.py", *flags, cwd=tmp_path)
+    for pattern in PRINTED[name]:
+        assert re.search(pattern, printed), f"{pattern!r} is not in\n{printed}"
+    if name == "07_pipeline":
+        assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"]
+
+
+def test_each_example_is_here_and_short():
+    found = {path.stem for path in EXAMPLES.glob("[0-9]*.py")} - {"01_all_reduce", "02_train_gpt_ddp", "03_compare_ddp_step"}
+    assert found == set(PRINTED)
+    for name in found:
+        assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80, name
+
+
+def test_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "05_ddp.py")]
+    done = subprocess.run(command, cwd=tmp_path, timeout=SECONDS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("DDP on 2 ranks equals one process") == 1
+
+
+def losses(printed):
+    """{"train": (first, last), "validation": (first, last)} as train_gpt.py prints them."""
+    return {kind: (float(a), float(b)) for kind, a, b in re.findall(r"(train|validation) loss +([\d.]+) -> ([\d.]+)", printed)}
+
+
+def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
+    script, flags = EXAMPLES / "train_gpt.py", [*TEXT, "--steps=4"]
+    alone = losses(run_in_fork(script, "--plan=", *flags, "--plot=", cwd=tmp_path))
+    assert alone["train"][0] == pytest.approx(5.55, abs=0.05) and alone["validation"][1] < alone["validation"][0] - 0.05
+    for plan in ("dp=2,tp=2,pp=2,zero=1", "dp=2,ring=2,zero=3,checkpoint"):
+        printed = run_in_fork(script, f"--plan={plan}", *flags, "--plot=loss.png", cwd=tmp_path)
+        for kind, values in losses(printed).items():
+            assert values == pytest.approx(alone[kind], abs=2e-4), (plan, kind)
+        assert "tokens/s" in printed and (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_gpt_goes_on_from_a_checkpoint_of_another_plan(tmp_path):
+    script = EXAMPLES / "train_gpt.py"
+    first = losses(run_in_fork(script, "--plan=dp=2,zero=1", *TEXT, "--steps=2", "--save=saved", "--plot=", cwd=tmp_path))
+    printed = run_in_fork(script, "--plan=tp=2", *TEXT, "--steps=4", "--resume=saved", "--plot=", cwd=tmp_path)
+    then = losses(printed)
+    assert "4 steps" in printed and then["train"][0] == first["train"][0] and then["validation"][0] == first["validation"][0]
+    assert then["validation"][1] < first["validation"][1]
+
+
+def test_train_gpt_in_bf16(tmp_path):
+    printed = run_in_fork(EXAMPLES / "train_gpt.py", "--plan=dp=2", "--precision=bf16", *TEXT, "--steps=2", "--plot=", cwd=tmp_path)
+    assert "dp=2,precision=bf16" in printed and losses(printed)["validation"][1] < 5.6
