@@ -6,6 +6,7 @@ import textwrap
 
 from . import backends, device, metrics, report, runner
 from .channel import RankError
+from .strategies import command as strategies
 
 BACKENDS = {"cpu": "pycomm,gloo", "cuda": "pycomm,pycomm-torch,nccl"}  # unless --backends says otherwise
 DESCRIPTION = """\
@@ -26,6 +27,9 @@ backends
                         pip install --prefix .mpi/${mpi%:*} ${mpi#*:}; done
   nccl, nccl4py   with --device cuda, one rank per GPU: torch.distributed's NCCL, and NVIDIA's bindings
 
+strategies
+  `python -m pycomm.benchmarks strategies --help`: step time and memory of training strategies instead.
+
 what is timed
   A batch is a number of calls back to back (one, where a call takes 200 us or more), between two readings of the clock on each rank;
   a barrier before it is not timed, nor are inputs and checks. A sample is the time of a batch divided by its calls, mean over ranks
@@ -39,6 +43,9 @@ what is timed
 
 def main(arguments=None):
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a result was wrong, 2 without a GPU; argparse exits with 2."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] == ["strategies"]:
+        return strategies.main(arguments[1:])
     parser = make_parser()
     given = parser.parse_args(arguments)
     if given.device == "cuda" and (missing := device.why_no_cuda()):

@@ -149,15 +149,15 @@ def print_tables(results, options, file=None):
     console = Console(file=file, highlight=False)
     console.width = max(console.width, TABLE_WIDTH)
     about = context(results, options)
-    console.print(escape(_machine_line(about)), soft_wrap=True)
+    console.print(escape(machine_line(about)), soft_wrap=True)
     for name, version in results.versions.items():
         console.print(escape(f"{name}: {version}"), soft_wrap=True)
     for op in dict.fromkeys(row.case.op for row in results.rows):
         rows = [row for row in results.rows if row.case.op == op]
-        console.print(_rich_table(f"{op}, {rows[0].ranks} ranks; GB/s, GB = 1e9; median and 99th percentile", *table_cells(rows)))
+        console.print(rich_table(f"{op}, {rows[0].ranks} ranks; GB/s, GB = 1e9; median and 99th percentile", *table_cells(rows)))
     lines = compare(results.rows)
     if lines:
-        console.print(_rich_table("compared: the faster form of each backend", *comparison_cells(lines)))
+        console.print(rich_table("compared: the faster form of each backend", *comparison_cells(lines)))
         for name in dict.fromkeys(line["backend"] for line in lines):
             ratios = [line["of_best_peer"] for line in lines if line["backend"] == name]
             console.print(f"{name}: geometric mean of time / best peer {statistics.geometric_mean(ratios):.2f}, worst {max(ratios):.2f}")
@@ -186,7 +186,7 @@ def write_csv(path, results):
 def write_markdown(path, results, options):
     about = context(results, options)
     parts = [
-        _machine_line(about),
+        machine_line(about),
         "",
         f"`{about['command']}`",
         "",
@@ -194,9 +194,9 @@ def write_markdown(path, results, options):
     ]
     for op in dict.fromkeys(row.case.op for row in results.rows):
         rows = [row for row in results.rows if row.case.op == op]
-        parts += ["", f"## {op}, {rows[0].ranks} ranks", "", *_markdown_table(*table_cells(rows))]
+        parts += ["", f"## {op}, {rows[0].ranks} ranks", "", *markdown_table(*table_cells(rows))]
     if lines := compare(results.rows):
-        parts += ["", "## Compared: the faster form of each backend", "", *_markdown_table(*comparison_cells(lines))]
+        parts += ["", "## Compared: the faster form of each backend", "", *markdown_table(*comparison_cells(lines))]
     if any(row.copy_gbps for row in results.rows):
         parts += ["", BOUND_LEGEND]
     parts += ["", f"`~`: the medians of the rounds differ by more than {NOISY:g} times. GB = 1e9.", *results.notes]
@@ -234,7 +234,7 @@ def write_plot(path, results):
     pyplot.close(figure)
 
 
-def _machine_line(about):
+def machine_line(about):
     cpu = about["machine"]
     size = f"{cpu['cores']} cores, {cpu['memory_gib']} GiB"
     if "gpu" in cpu:
@@ -255,7 +255,7 @@ def _bound_cells(row):
     return cells
 
 
-def _rich_table(title, titles, lines):
+def rich_table(title, titles, lines):
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
@@ -266,7 +266,7 @@ def _rich_table(title, titles, lines):
     return table
 
 
-def _markdown_table(titles, lines):
+def markdown_table(titles, lines):
     return [f"| {' | '.join(cells)} |" for cells in ([title.replace("\n", " ") for title in titles], ["---"] * len(titles), *lines)]
 
 

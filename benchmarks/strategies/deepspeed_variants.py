@@ -1,0 +1,34 @@
+"""DeepSpeed's ZeRO on CPU, over the default process group: its engine can be given no other, hence launches of their own (command.py)."""
+
+import deepspeed
+import torch
+
+from pycomm.benchmarks.strategies.model import loss_of, make_model, make_optimizer
+from pycomm.benchmarks.strategies.variants import Variant
+
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its own kernel for inference: compiled at first use, a minute
+
+
+class DeepSpeed(Variant):
+    """spec.strategy: "zero=1", 2 or 3."""
+
+    def __init__(self, spec, size, group):
+        super().__init__(spec, size, group)
+        deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
+        rows = len(self.rows(torch.empty(size.rows)))
+        config = {
+            "train_micro_batch_size_per_gpu": rows,
+            "zero_optimization": {"stage": int(spec.strategy.removeprefix("zero=")), "stage3_param_persistence_threshold": 0},
+            "zero_allow_untested_optimizer": True,
+        }
+        model = make_model(size)
+        self.engine = deepspeed.initialize(
+            model=model, optimizer=make_optimizer(model.parameters()), config=config, dist_init_required=False
+        )[0]
+
+    def step(self, batch):
+        inputs, targets = map(self.rows, batch)
+        loss = loss_of(self.engine(inputs), targets)
+        self.engine.backward(loss)
+        self.engine.step()
+        return self.mean(loss, 1 / self.world_size)
