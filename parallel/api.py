@@ -16,8 +16,8 @@ def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None,
         batch: (inputs, targets) or a dict with "labels"; tensors (or tuples, lists, dicts of them) with rows as dim 0 and, under sequence
             parallelism, positions as dim 1. The whole batch, equal on all ranks; with `sharded` the rows of this data rank, as a loader
             with parallel.sampler() gives them.
-        loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions. parallel.cross_entropy keeps the
-            logits of a tensor parallel head in shards; any other function gets them whole.
+        loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions. parallel.cross_entropy takes the
+            output, or its `.logits`, and keeps the logits of a tensor parallel head in shards; any other function gets them whole.
         microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline works on several at a time.
         clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no clipping.
         count: targets -> number of values that the mean runs over, where that is not the targets other than -100 (whole numbers) or all

@@ -28,10 +28,11 @@ from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.mesh import Mesh, device_of
 from pycomm.parallel.pipeline import WeightStore, make_schedule
 from pycomm.parallel.pipeline.stage import StageModel, cut_blocks
-from pycomm.parallel.plan import AXES, Plan
+from pycomm.parallel.plan import Plan
+from pycomm.parallel.streams import OWN, RandomStreams
 from pycomm.parallel.tensor import parallelize_tensor
 from pycomm.parallel.trunk import find_trunk, owners
-from pycomm.parallel.zero.shards import Shards, is_elementwise, replace_parameters
+from pycomm.parallel.zero.shards import Shards, check_fresh, is_elementwise, replace_parameters
 from pycomm.parallel.zero.units import Unit, Units
 
 __all__ = ["engine_of", "parallelize"]
@@ -57,7 +58,7 @@ def parallelize(model, opt=None, plan=None):
     engine = Engine(plan, mesh, model, opt)
     engine.device = device
     _broadcast_values(model, mesh.world)
-    engine.seed = _seed(mesh, plan)
+    engine.streams = RandomStreams(mesh, _seed(mesh, device), device)
     build = _Build(engine, trunk)
     build.cut_stages()
     build.deal_experts()
@@ -83,8 +84,11 @@ def engine_of(model, opt=None):
 def _check(model, opt, plan):
     """What can be said before any rank is asked. Returns the trunk, or None."""
     need = {"pp": plan.pp > 1, "ring": plan.ring > 1, "ulysses": plan.ulysses > 1, "megatron_sp": plan.megatron_sp}
-    wanted = [name for name, value in need.items() if value]
-    trunk = find_trunk(model, plan.blocks) if wanted or plan.zero == 3 or plan.checkpoint or plan.tp > 1 else None
+    wanted = [name for name, value in {**need, "checkpoint": plan.checkpoint}.items() if value]
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        raise ValueError(f"{len(empty)} tensors of the model are on the meta device ({empty[0]!r}): give it memory and values first (to_empty)")
+    trunk = find_trunk(model, plan.blocks) if wanted or plan.blocks or plan.zero == 3 or plan.tp > 1 else None
     if wanted and trunk is None:
         raise ValueError(f"Plan({plan}): {', '.join(wanted)} cut the model at its blocks, but {type(model).__name__} has no list of blocks")
     if opt is not None:
@@ -92,8 +96,7 @@ def _check(model, opt, plan):
         strange = sum(id(parameter) not in known for group in opt.param_groups for parameter in group["params"])
         if strange:
             raise ValueError(f"{strange} parameters of the optimizer are not the model's: make it from model.parameters() of this model")
-        if opt.state:
-            raise ValueError("the optimizer has taken steps already: parallelize before the first one; parallel.load brings older state in")
+        check_fresh(opt)
         if isinstance(opt, torch.optim.LBFGS):
             raise ValueError("LBFGS calls the model from its step, which a plan cannot run; choose another optimizer")
         if plan.tp > 1 and not is_elementwise(opt):
@@ -120,16 +123,11 @@ def _broadcast_values(model, world):
                 tensor.copy_(values.view(tensor.shape))
 
 
-def _seed(mesh, plan):
-    """A seed for dropout: rank 0's current one, and this rank's place among those whose activations differ."""
-    seed = torch.tensor([torch.initial_seed() % (1 << 62)])
-    seed = seed.to(mesh.device_mesh.device_type) if mesh.device_mesh is not None else seed
+def _seed(mesh, device):
+    """Rank 0's current seed."""
+    seed = torch.tensor([torch.initial_seed() % (1 << 62)], device=device)
     comm.broadcast(seed, 0, mesh.world)
-    place = 0
-    for axis in AXES:
-        if axis != "tp" or plan.megatron_sp:
-            place = place * getattr(plan, axis) + mesh.coordinate(axis)
-    return int(seed) + place
+    return int(seed)
 
 
 class _Build:
@@ -141,6 +139,7 @@ class _Build:
             self.canonical[name] = by_id.setdefault(id(parameter), name)
         engine.names = [name for name, first in self.canonical.items() if name == first]
         engine.shapes = {name: tuple(parameter.shape) for name, parameter in self.model.named_parameters()}
+        self.is_trained = {name: parameter.requires_grad for name, parameter in self.model.named_parameters()}
         self.option = {}
         for number, group in enumerate(engine.opt.param_groups if engine.opt else []):
             for parameter in group["params"]:
@@ -159,6 +158,7 @@ class _Build:
             bounds = cut_blocks(len(self.trunk.blocks), plan.virtual_stages, plan.stages)
             placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
             engine.mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == self.mesh.coordinate("pp")]
+            self._check_around(placement)
         else:
             bounds = [(0, len(self.trunk.blocks))] if self.trunk else [(0, 0)]
         self.bounds = bounds
@@ -174,6 +174,18 @@ class _Build:
             self.engine.moes.append(moe)
         if self.plan.ep > 1 and not self.moe_names:
             raise ValueError(f"Plan(ep={self.plan.ep}): the model has no parallel.MoE layer whose experts could be dealt")
+
+    def _check_around(self, placement):
+        """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
+        if placement[0] != placement[len(placement) - 1]:
+            return
+        for name, module, side in owners(self.model, self.trunk):
+            trained = [key for key, parameter in module._parameters.items() if parameter is not None and parameter.requires_grad]
+            if side == "around" and trained:
+                raise ValueError(
+                    f"Plan({self.plan}): the first and the last stage are on one rank, and {trained[0]!r} lies directly in {name or 'the model'!r}, "
+                    "which contains the blocks, so both may use it. Put it into a module of its own, or choose another schedule"
+                )
 
     # 5
     def cut_tensors(self):
@@ -214,7 +226,13 @@ class _Build:
         places = {}  # canonical name -> stages that use it
         for name, first in self.canonical.items():
             places.setdefault(first, []).extend(self.stage_of(name))
-        self.info_stage = {}
+        for name, stages in places.items():
+            if len(set(stages)) > 2 and self.is_trained[name]:
+                raise ValueError(
+                    f"{name!r} is used by pipeline stages {sorted(set(stages))}; a weight can be tied between two stages. Choose pp or stages so "
+                    "that its users lie in two, or untie it"
+                )
+        self.info_stage, number_of = {}, {name: number for number, name in enumerate(engine.names)}
         for name, parameter in self.model.named_parameters():
             if parameter.is_meta or getattr(parameter, "absent", False):
                 continue
@@ -226,6 +244,7 @@ class _Build:
             here = [stage for stage in self.stage_of(name) if stage in engine.mine]
             stages = sorted(set(places[first]))
             info = ParamInfo(first, parameter, layout, group, option=self.option.get(first))
+            info.number = number_of[first]
             info.overlap = mesh.group("tp") if layout.overlap else None
             info.tied = len(stages) > 1
             info.counted = here[0] == stages[0]
@@ -282,8 +301,9 @@ class _Build:
                 engine.shards.append(shard)
         if plan.zero == 3:
             self._make_units()
+        engine.streams.watch(self.model, engine.split is not None and engine.split.megatron)
         if engine.stages is not None:
-            engine.stages.install()
+            engine.stages.install(lambda: engine.streams.switch(OWN))
         if engine.opt is not None:
             replace_parameters(engine.opt, engine.shards)
         self._make_ties()
@@ -333,8 +353,6 @@ class _Build:
                     where[bucket.infos[0].name, stage] = bucket
         for (name, stage), bucket in sorted(where.items()):
             stages = sorted(set(self.places[name]))
-            if len(stages) != 2:
-                raise ValueError(f"{name!r} is used by pipeline stages {stages}; a weight can be tied between two stages")
             other = stages[1] if stage == stages[0] else stages[0]
             here = where.get((name, other))
             peer = None if here is not None else engine.rank_of_stage(other)

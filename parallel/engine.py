@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel import comm
-from pycomm.parallel.batch import count_targets, mark_of, split_batch
+from pycomm.parallel.batch import count_targets, inputs_and_targets, mark_of, split_batch
 from pycomm.parallel.pipeline import DeferWeights, WeightStash, make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.tensor import cross_entropy
@@ -39,7 +39,7 @@ class Tie(NamedTuple):
 
 
 class Engine:
-    """All state of a parallelized model on this rank; setup.py fills it."""
+    """All state of a parallelized model on this rank; build.py fills it."""
 
     def __init__(self, plan, mesh, model, opt):
         self.plan, self.mesh, self.model, self.opt = plan, mesh, model, opt
@@ -59,15 +59,22 @@ class Engine:
         self.device = None
         self.compute_dtype = None
         self.norm = None  # of the last step
-        self.seed = 0  # of this rank's dropout
-        self.random_state = None
+        self.streams = None  # RandomStreams
 
     # -- one pass --------------------------------------------------------------------------------------------------------------------------
 
     def call(self, stage, microbatch, received=None):
         if self.stages is None:
             return microbatch.call(self.model)
-        return self.stages.run(stage, lambda: microbatch.call(self.model), received)
+        attention = self.split.attention if self.split is not None else None
+        before = attention.calls if attention else 0
+        out = self.stages.run(stage, lambda: microbatch.call(self.model), received)
+        if attention and attention.calls == before:
+            raise ValueError(
+                f"[rank {self.mesh.world.rank}] sequence parallelism: the blocks of {self.stages.trunk.name!r} did not call "
+                "F.scaled_dot_product_attention, so their attention saw this rank's positions only; write attention with it, or without ring and ulysses"
+            )
+        return out
 
     @contextlib.contextmanager
     def in_pass(self, phase, stage):
@@ -79,6 +86,13 @@ class Engine:
             yield
         finally:
             self.units.end()
+
+    def clean_up(self):
+        """After a step that raised: forgets what the passes left for later ones. Gradients are cleared at the next step."""
+        if self.units is not None:
+            self.units.orders.clear()  # those of an interrupted pass are incomplete
+        if self.store is not None:
+            self.store.pending.clear()
 
     def modes(self, key):
         stack = contextlib.ExitStack()
@@ -94,8 +108,11 @@ class Engine:
         count = int(microbatch.count_of(targets))
         if count == 0:
             first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
-            return first.sum() * 0.0
-        if loss_fn is cross_entropy and self.tensor is not None:
+            return first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0).sum()  # a zero with a graph, whatever is in it
+        if self.compute_dtype is not None:
+            output = tree_map(self._precise, output)
+        if loss_fn is cross_entropy:
+            output = output if isinstance(output, torch.Tensor) else output.logits
             value = loss_fn(output, targets, head=self.tensor.head)
         else:
             value = loss_fn(output, targets)
@@ -103,9 +120,17 @@ class Engine:
             raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
         return value * (count / microbatch.total)
 
+    def _precise(self, leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.dtype != self.compute_dtype:
+            return leaf
+        precise = leaf.float()
+        if hasattr(leaf, "vocab_shard"):
+            precise.vocab_shard = leaf.vocab_shard
+        return precise
+
     def checkpoint_contexts(self):
         """For torch.utils.checkpoint: nothing more around the forward, the same modes around the recomputation."""
-        contexts = []
+        contexts = [self.streams.recomputation()]
         if self.split is not None and self.split.attention is not None:
             contexts.append(self.split.attention.context_fn()[1])
         if self.store is not None:
@@ -114,52 +139,97 @@ class Engine:
 
     @contextlib.contextmanager
     def random(self):
-        """Random numbers of the model (dropout): a stream of its own per rank, equal on ranks that hold the same activations. The user's
-        stream, from which every rank draws the same batches, is left alone."""
+        """Around a forward: the model's random numbers, see streams.py. A single process draws from the user's stream, as it always did."""
         if self.mesh.world.size == 1 or not self.model.training:
             yield
             return
-        before = _get_random(self.device)
-        if self.random_state is None:
-            self.random_state = _seeded_random(self.seed, self.device)
-        _set_random(self.random_state, self.device)
-        try:
+        with self.streams.active():
             yield
-        finally:
-            self.random_state = _get_random(self.device)
-            _set_random(before, self.device)
 
     # -- a step ----------------------------------------------------------------------------------------------------------------------------
 
     def prepare(self, batch, microbatches, count, sharded):
-        parts, part = (1, 0) if sharded else self.mesh.rows
-        batch = tree_map(lambda leaf: self._place(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)
-        pieces = split_batch(batch, microbatches, parts, part)
         counter = count or count_targets
         if sharded:
-            total = sum(int(counter(piece.targets)) for piece in pieces)
-            totals = torch.tensor([total], dtype=torch.int64, device=self.device)
-            comm.all_reduce(totals, self.mesh.data)
-            total = int(totals) // (self.plan.ring * self.plan.ulysses)
+            pieces, total = self._prepare_sharded(batch, microbatches, counter)
         else:
-            total = sum(int(counter(piece.targets)) for piece in split_batch(batch, 1, 1, 0))
+            batch = self._place(batch)
+            pieces = split_batch(batch, microbatches, *self.mesh.rows)
+            total = int(counter(batch[1]))
         for piece in pieces:
             piece.total, piece.count_of = max(total, 1), counter
         return pieces
 
-    def _place(self, leaf):
-        leaf = leaf.to(self.device, non_blocking=True)
-        return leaf.to(self.compute_dtype) if self.compute_dtype and leaf.is_floating_point() else leaf
+    def _prepare_sharded(self, batch, microbatches, counter):
+        """Ranks have different batches here, so that one may fail alone: the failure travels with the sum of the counts."""
+        pieces, total, problem = [], 0, None
+        try:
+            pieces = split_batch(self._place(batch), microbatches, 1, 0)
+            total = sum(int(counter(piece.targets)) for piece in pieces)
+        except ValueError as error:
+            problem = error
+        totals = torch.tensor([total, problem is not None], dtype=torch.int64, device=self.device)
+        comm.all_reduce(totals, self.mesh.data)
+        total, problems = totals.tolist()
+        if problem is not None:
+            raise problem
+        if problems:
+            raise ValueError(f"[rank {self.mesh.world.rank}] {problems} other ranks could not cut their batches; see the error there")
+        return pieces, total // (self.plan.ring * self.plan.ulysses)
+
+    def _place(self, batch):
+        """(inputs, targets) on the device; inputs in the dtype in which is computed."""
+        inputs, targets = inputs_and_targets(batch)
+
+        def move(leaf, dtype=None):
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            return leaf.to(self.device, dtype if leaf.is_floating_point() else None, non_blocking=True)
+
+        return tree_map(lambda leaf: move(leaf, self.compute_dtype), inputs), tree_map(move, targets)
+
+    @contextlib.contextmanager
+    def loss_from(self, loss_fn):
+        """A head that is cut leaves its logits so for our cross_entropy, here only."""
+        head = self.tensor.head if self.tensor is not None else None
+        if head is not None:
+            head.sharded_output = loss_fn is cross_entropy
+        try:
+            yield
+        finally:
+            if head is not None:
+                head.sharded_output = False
 
     def step(self, batch, loss_fn, microbatches, clip, count, sharded):
+        self._check_clip(clip)
         pieces = self.prepare(batch, microbatches, count, sharded)
-        if self.tensor is not None and self.tensor.head is not None:
-            self.tensor.head.sharded_output = loss_fn is cross_entropy
         for moe in self.moes:
             moe.aux_scale = 1.0 / microbatches
         for reducer in self.reducers.values():
             reducer.zero_grad()
-        run = StepRun(self, pieces, loss_fn, clip)
+        try:
+            with self.loss_from(loss_fn):
+                run = self._run_passes(pieces, loss_fn)
+            if self.plan.schedule == "pipedream":
+                return self.reduce_loss(run.losses)
+            return self.finish(run.losses, clip, None if sharded else mark_of(batch))
+        except BaseException:
+            self.clean_up()
+            raise
+
+    def _check_clip(self, clip):
+        if clip is None:
+            return
+        if not clip >= 0:
+            raise ValueError(f"step(clip={clip!r}): the largest norm, 0 or more; None for no clipping")
+        if self.plan.schedule == "pipedream":
+            raise ValueError(
+                f'step(clip={clip!r}): with schedule "pipedream" the stages step one by one, so there is no norm of the whole gradient. '
+                "Use clip=None, or another schedule"
+            )
+
+    def _run_passes(self, pieces, loss_fn):
+        run, microbatches = StepRun(self, pieces, loss_fn), len(pieces)
         if self.plan.pp > 1:
             schedule = make_schedule(self.plan.schedule, self.plan.pp, microbatches, self.plan.chunks_per_rank)
             run_schedule(schedule, self.mesh.coordinate("pp"), self.mesh.group("pp"), run)
@@ -170,20 +240,17 @@ class Engine:
                 run.weight(0, number)
                 if self.plan.schedule == "pipedream":
                     run.update(0, number)
-        if self.plan.schedule == "pipedream":
-            self.norm = run.norm
-            return self.reduce_loss(run.losses)
-        return self.finish(run.losses, clip, None if sharded else mark_of(batch))
+        return run
 
     def finish(self, losses, clip, mark):
         """mark: a number below 2^20 that is equal on all ranks if their batches are, or None.
 
-        One all_reduce brings the norm, the loss, and the sums of mark and of its square: marks are equal where n * sum(mark^2) =
-        sum(mark)^2.
+        One all_reduce brings the norm, the loss, the sums of mark and of its square (marks are equal where n * sum(mark^2) = sum(mark)^2)
+        and how many ranks used each parameter: like a single process, the optimizer passes over those that got no gradient at all.
         """
         self.finish_gradients(self.reducers)
         marks = torch.tensor([mark or 0.0, float(mark or 0) ** 2], dtype=torch.float64, device=self.device)
-        numbers = torch.cat([torch.stack([self.norm_squared(self.reducers), self.own_loss(losses)]), marks])
+        numbers = torch.cat([torch.stack([self.norm_squared(self.reducers), self.own_loss(losses)]), marks, self._used()])
         comm.all_reduce(numbers, self.mesh.world)
         if mark is not None and self.mesh.world.size * float(numbers[3]) != float(numbers[2]) ** 2:
             raise ValueError(
@@ -192,8 +259,15 @@ class Engine:
             )
         self.norm = numbers[0].sqrt()
         if self.opt is not None:
-            step_optimizer(self.opt, self.shards, self.clip_factor(clip))
-        return numbers[1]
+            unused = {name for name, users in zip(self.names, numbers[4:].tolist(), strict=True) if not users}
+            step_optimizer(self.opt, self.shards, self.clip_factor(clip), unused)
+        return numbers[1].clone()
+
+    def _used(self):
+        """1 for each parameter of the model that got a gradient on this rank, in the order of `names`."""
+        used = {param for reducer in self.reducers.values() for param in reducer.used}
+        names = {info.name for info in self.infos if info.param in used}
+        return torch.tensor([name in names for name in self.names], dtype=torch.float64, device=self.device)
 
     def finish_gradients(self, reducers):
         for stage in sorted(reducers):
@@ -248,8 +322,10 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, batch, loss_fn, microbatches, count, sharded):
         pieces = self.prepare(batch, microbatches, count, sharded)
-        if self.tensor is not None and self.tensor.head is not None:
-            self.tensor.head.sharded_output = loss_fn is cross_entropy
+        with self.loss_from(loss_fn):
+            return self.reduce_loss(self._evaluate(pieces, loss_fn))
+
+    def _evaluate(self, pieces, loss_fn):
         losses, group = [], self.mesh.group("pp")
         rank_of = self.rank_of_stage
         for number, piece in enumerate(pieces):
@@ -260,32 +336,33 @@ class Engine:
                         shape, dtype = self.shape_of_input(stage, piece)
                         hidden = torch.empty(shape, dtype=dtype, device=self.device)
                         comm.irecv(hidden, rank_of(stage - 1), group, number).wait()
-                    with self.in_pass("evaluate", stage), self.modes((stage, number)):
+                    with self.in_pass("evaluate", stage), self.modes((stage, number)), self.random():
                         hidden = self.call(stage, piece, hidden)
                         if stage == self.plan.virtual_stages - 1:
                             losses.append(self.loss(hidden, piece, loss_fn))
                     if stage + 1 < self.plan.virtual_stages and stage + 1 not in self.mine:
                         comm.isend(hidden.contiguous(), rank_of(stage + 1), group, number).wait()
                         hidden = None
-        return self.reduce_loss(losses)
+        return losses
 
     def rank_of_stage(self, stage):
         return make_schedule(self.plan.schedule, self.plan.pp, 1, self.plan.chunks_per_rank).placement[stage]
 
     def shape_of_input(self, stage, piece):
-        return self.stages.shape_of_input(stage, lambda: piece.call(self.model))
+        """(shape, dtype) of the hidden state that `stage` receives. No communication, no memory, and no random number is used up."""
+        with self.streams.kept(), self.units.stand_ins() if self.units is not None else contextlib.nullcontext():
+            return self.stages.shape_of_input(stage, lambda: piece.call(self.model))
 
 
 class StepRun:
     """The passes of one step, as pipeline.executor asks for them."""
 
-    def __init__(self, engine, pieces, loss_fn, clip):
-        self.engine, self.pieces, self.loss_fn, self.clip = engine, pieces, loss_fn, clip
+    def __init__(self, engine, pieces, loss_fn):
+        self.engine, self.pieces, self.loss_fn = engine, pieces, loss_fn
         self.saved = {}  # (stage, microbatch) -> (x, y or loss)
         self.losses = []
         self.shapes = {}
         self.stash = None
-        self.norm = None
         if engine.plan.schedule == "pipedream":
             self.stash = {stage: WeightStash(list(reducer.place)) for stage, reducer in engine.reducers.items()}
 
@@ -307,9 +384,14 @@ class StepRun:
         x, y = self.saved.pop((stage, microbatch))
         if engine.reducers[stage].eager:
             engine.reducers[stage].begin_microbatch(self.is_last(microbatch))
-        with self._version(stage, microbatch), engine.in_pass("backward", stage):
-            torch.autograd.backward(y, dy)
-        return x.grad if x is not None else None
+        if y.requires_grad:  # not where all up to here is frozen
+            with self._version(stage, microbatch), engine.in_pass("backward", stage):
+                torch.autograd.backward(y, dy)
+        elif stage == engine.plan.virtual_stages - 1:
+            raise ValueError(f"[rank {engine.mesh.world.rank}] step: the loss depends on no parameter that is trained")
+        if x is None:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
 
     def weight(self, stage, microbatch):
         engine = self.engine
@@ -353,21 +435,6 @@ class _All:
 
     def __exit__(self, *details):
         return self.stack.__exit__(*details)
-
-
-def _get_random(device):
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random(state, device):
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
-
-
-def _seeded_random(seed, device):
-    here = torch.Generator(device).manual_seed(seed).get_state() if device.type == "cuda" else None
-    return torch.Generator().manual_seed(seed).get_state(), here
 
 
 def _describe(value):

@@ -42,8 +42,8 @@ class ParamInfo:
     """One parameter of this rank.
 
     name: as in the original model. layout: what of it is here. group: ranks over which its gradient is summed. overlap: the tp group when
-    the layout says overlap. option: index of its parameter group in the optimizer, None when the optimizer does not have it. counted:
-    False for a second copy of a tied parameter on another pipeline stage, which the gradient norm and the checkpoint leave out.
+    the layout says overlap. option: index of its parameter group in the optimizer, None when the optimizer does not have it. number: place
+    among the names of the model. counted: False for a second copy of a tied parameter on another pipeline stage, which the gradient norm and the checkpoint leave out.
     """
 
     name: str
@@ -52,6 +52,7 @@ class ParamInfo:
     group: comm.Group
     overlap: comm.Group | None = None
     option: int | None = None
+    number: int = 0
     tied: bool = False
     counted: bool = True
 
@@ -114,12 +115,13 @@ class Bucket:
         return flat[self.group.rank * self.spec.chunk : (self.group.rank + 1) * self.spec.chunk]
 
     def zero_grad(self):
+        self.wait()  # nothing is on the way but after a step that raised
         if self.options.zero < 2:
             self.flat.zero_()
             for info, view in zip(self.infos, self.views, strict=True):
                 info.param.grad = view
         else:
-            self.shard = None
+            self.shard = self.flat = self.views = None
             for info in self.infos:
                 info.param.grad = None
 
@@ -186,35 +188,40 @@ class Bucket:
         return self.shard
 
     def norm_squared(self):
-        """Sum of squares, as a 0-dim float64 tensor, of the elements that this rank counts: each element of the model is counted by one rank."""
-        chunk = self.mine(self.flat) if self.options.zero == 0 else self.gradient()
-        masks = [self._mask(info) for info in self.infos]
-        if all(mask is None for mask in masks):
-            return _squares(chunk)
-        total = torch.zeros((), dtype=torch.float64, device=self.device)
-        base = self.group.rank * self.spec.chunk
-        for piece in self.spec.pieces(self.group.rank):
-            values, mask = chunk[piece.offset - base : piece.offset - base + piece.stop - piece.start], masks[piece.index]
-            if mask is not False:
-                total += _squares(values if mask is None else values * mask.view(-1)[piece.start : piece.stop])
-        return total
+        """Sum of squares, as a 0-dim float64 tensor, of what this rank counts: each element of the model is counted by one rank.
 
-    def _mask(self, info):
-        """None: all elements count; False: none; else a tensor of ones and zeros."""
+        The norm of a piece is taken in fp32 (fp64 for fp64) and squared in fp64, where that is exact, so that the sum hardly depends on how
+        parameters lie in buckets. With zero 0, where all ranks of the group hold everything, parameters are dealt to them by number.
+        """
+        values = []
+        for piece in self.spec.pieces(self.group.rank if self.options.zero else None):
+            info = self.infos[piece.index]
+            if self.options.zero == 0:
+                part = self.flat[piece.offset : piece.offset + info.numel]
+                mine = info.number % self.group.size == self.group.rank
+            else:
+                start = piece.offset - self.group.rank * self.spec.chunk
+                part, mine = self.gradient()[start : start + piece.stop - piece.start], True
+            if mine and self.counts(info) and part.numel():
+                mask = self.mask(info)
+                values.append(part if mask is None else part * mask.view(-1)[piece.start : piece.stop])
+        if not values:
+            return torch.zeros((), dtype=torch.float64, device=self.device)
+        kind = torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
+        return torch.stack(torch._foreach_norm(values, 2, dtype=kind)).double().square().sum()
+
+    def counts(self, info):
+        """Whether this rank counts any of what it holds of a parameter."""
         if not info.counted:
             return False
-        if info.layout.partial and info.layout.dim is None:
-            return None  # the group has the ranks of tp in it, so that the chunks count each element once
+        # Of a partial gradient the group has the ranks of tp in it, and its chunks count each element once.
+        return info.layout.dim is not None or info.layout.partial or bool(info.layout.counted)
+
+    def mask(self, info):
+        """Ones where this rank counts an element of the local parameter, zeros elsewhere; None where it counts all."""
         if info.layout.dim is None:
-            return None if info.layout.counted else False
+            return None
         return info.layout.counted_mask(torch.ones(info.shape, dtype=self.dtype, device=self.device))
-
-
-def _squares(values):
-    if not values.numel():
-        return torch.zeros((), dtype=torch.float64, device=values.device)
-    kind = torch.float32 if values.dtype in (torch.bfloat16, torch.float16) else values.dtype
-    return torch.linalg.vector_norm(values, dtype=kind).double().square()
 
 
 class Reducer:
@@ -227,10 +234,12 @@ class Reducer:
     def __init__(self, buckets, eager=True):
         self.buckets, self.eager = buckets, eager
         self.missing, self.next, self.sync = [], 0, False
+        self.used = set()  # parameters that got a gradient since zero_grad()
         self.place = {info.param: number for number, bucket in enumerate(buckets) for info in bucket.infos}
         self.hooks = [param.register_post_accumulate_grad_hook(self.ready) for param in self.place]
 
     def zero_grad(self):
+        self.used.clear()
         for bucket in self.buckets:
             bucket.zero_grad()
 
@@ -250,13 +259,14 @@ class Reducer:
 
     def ready(self, param):
         """The gradient of this microbatch is complete."""
+        self.used.add(param)
         number = self.place[param]
         bucket = self.buckets[number]
         if self.eager and self.missing and number < self.next:
             name = bucket.infos[bucket.index[param]].name
             raise ValueError(
-                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got another gradient after its bucket had been summed: it is used in two "
-                "parts that are recomputed. Checkpoint with use_reentrant=False"
+                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got another gradient after its bucket had been summed: it is used in "
+                "two parts that are recomputed. Checkpoint with use_reentrant=False"
             )
         if bucket.options.zero >= 2:
             if param.grad is not None:

@@ -107,7 +107,9 @@ def make_model(kind, dtype):
     elif kind == "llama":
         model = models.Llama()
     else:
-        model = models.Llama(mlp=lambda: par.MoE(24, lambda: nn.Sequential(nn.Linear(24, 20), nn.SiLU(), nn.Linear(20, 24)), 5, top_k=2, aux_loss=0.05))
+        model = models.Llama(
+            mlp=lambda: par.MoE(24, lambda: nn.Sequential(nn.Linear(24, 20), nn.SiLU(), nn.Linear(20, 24)), 5, top_k=2, aux_loss=0.05)
+        )
     return model.to(dtype)
 
 
@@ -161,7 +163,7 @@ def run_plan(rank, world_size, kind, dtype, plan):
 
 
 def relative(actual, expected):
-    actual, expected = torch.as_tensor(actual), torch.as_tensor(expected)
+    actual, expected = (torch.as_tensor(x, dtype=torch.float64) for x in (actual, expected))
     return ((actual - expected).abs().max() / expected.abs().max().clamp_min(1e-30)).item()
 
 
@@ -195,10 +197,22 @@ def main():
             rows.append(f"| {title} | {kind} | `{text}` | {par.Plan.parse(text).world_size} | {values} |")
             print(rows[-1], "" if ok else "  <-- above the limit", flush=True)
     head = (__doc__ or "").split("\n\n", 2)[2].strip()
-    lines = ["# Equality with a single process", "", "Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12 (fp64).", ""]
-    lines += [head, "", "gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37. llama: rotary positions, 6 query and 2 key-value heads,"]
+    lines = [
+        "# Equality with a single process",
+        "",
+        "Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12 (fp64).",
+        "",
+    ]
+    lines += [
+        head,
+        "",
+        "gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37. llama: rotary positions, 6 query and 2 key-value heads,",
+    ]
     lines += ["SwiGLU, RMSNorm, 3 blocks, vocabulary 29. moe: llama with 5 experts, 2 per token, and load-balance loss.", ""]
-    lines += ["| | model | plan | ranks | fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |", "|---" * 12 + "|"]
+    lines += [
+        "| | model | plan | ranks | fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |",
+        "|---" * 12 + "|",
+    ]
     (ROOT / "docs" / "equality.md").write_text("\n".join([*lines, *rows, ""]))
 
 

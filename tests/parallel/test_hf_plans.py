@@ -1,0 +1,83 @@
+"""Models of Hugging Face's transformers, unchanged, under plans, against a single process."""
+
+import equality
+import pytest
+import torch
+import torch.nn.functional as F
+from torch_ranks import spawn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import pycomm.parallel as par
+
+ROWS, LENGTH, STEPS = 6, 9, 3
+
+
+def make(kind):
+    torch.manual_seed(0)
+    if kind == "gpt2":
+        rates = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
+        config = GPT2Config(
+            vocab_size=41, n_positions=16, n_embd=24, n_layer=4, n_head=3, use_cache=False, bos_token_id=0, eos_token_id=0, **rates
+        )
+        return GPT2LMHeadModel(config).double()
+    sizes = {"vocab_size": 41, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 4, "use_cache": False}
+    config = LlamaConfig(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=kind == "llama-tied", **sizes)
+    return LlamaForCausalLM(config).double()
+
+
+def make_optimizer(model):
+    """Not Adam: GPT-2's key bias has a gradient of zero but for rounding, which Adam would scale up to a step like any other."""
+    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+
+
+def batches():
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(STEPS):
+        inputs, labels = (torch.randint(0, 41, (ROWS, LENGTH), generator=generator) for _ in range(2))
+        labels[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = -100
+        yield {"input_ids": inputs, "labels": labels}
+
+
+def train_alone(kind):
+    model = make(kind)
+    opt, losses = make_optimizer(model), []
+    for batch in batches():
+        opt.zero_grad()
+        loss = F.cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        losses.append(loss.item())
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def train(rank, world_size, kind, text):
+    model = make(kind)
+    model, opt = par.parallelize(model, make_optimizer(model), par.Plan.parse(text))
+    losses = [par.step(model, opt, batch, microbatches=2, clip=0.5).item() for batch in batches()]
+    return losses, par.full_state_dict(model)
+
+
+CASES = [
+    ("gpt2", "dp=2,zero=3"),
+    ("gpt2", "tp=2"),
+    ("gpt2", "pp=2,schedule=zbv"),
+    ("gpt2", "dp=2,tp=2,pp=2,zero=1,checkpoint"),
+    ("llama", "tp=2,pp=2,schedule=zb-h1"),
+    ("llama", "tp=4,megatron_sp,zero=1"),
+    ("llama", "dp=2,ulysses=2,zero=3"),
+    ("llama-tied", "pp=2,ring=2"),
+    ("llama-tied", "dp=2,tp=2,pp=2,zero=2"),
+]
+_alone = {}
+
+
+@pytest.mark.parametrize("kind, text", CASES, ids=lambda value: value)
+def test_transformers_model(kind, text):
+    if kind not in _alone:
+        _alone[kind] = train_alone(kind)
+    losses, parameters = _alone[kind]
+    for found, state in spawn(par.Plan.parse(text).world_size, train, kind, text)[:: par.Plan.parse(text).world_size - 1]:
+        assert equality.relative(found, losses) < 1e-12
+        for name, value in parameters.items():
+            assert equality.relative(state[name], value) < 1e-12, name
