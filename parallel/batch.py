@@ -18,7 +18,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel import comm
 
-__all__ = ["Microbatch", "count_targets", "mark_of", "split_batch"]
+__all__ = ["Microbatch", "count_targets", "inputs_and_targets", "mark_of", "split_batch"]
+
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Microbatch:
@@ -41,6 +43,7 @@ class Microbatch:
 
 
 def inputs_and_targets(batch):
+    """(inputs, targets) of a batch. Raises ValueError for what is none."""
     if isinstance(batch, dict):
         if "labels" not in batch:
             raise ValueError(f'a batch that is a dict needs "labels" among its keys; it has {", ".join(map(repr, batch))}')
@@ -91,8 +94,12 @@ def count_targets(targets, ignore_index=-100):
 
 
 def mark_of(batch):
-    """A number below 2^20 that two different batches hardly share: from the sum of the values of the first tensor and their number."""
-    first = next(leaf for leaf in tree_leaves(inputs_and_targets(batch)) if isinstance(leaf, torch.Tensor))
-    values = first.reshape(-1)
-    weights = torch.arange(1, values.numel() + 1, device=values.device, dtype=torch.float64)
-    return hash(float(values.double() @ weights)) % (1 << 20)
+    """A number below 2^20 that two different batches hardly share: from the bits of all values, so that no rounding and no nan is in it."""
+    mark = 0
+    for leaf in tree_leaves(inputs_and_targets(batch)):
+        if isinstance(leaf, torch.Tensor):
+            values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
+            bits = values.reshape(-1).contiguous().view(WHOLE[values.element_size()]).long()
+            places = torch.arange(1, bits.numel() + 1, device=bits.device)
+            mark = mark * 31 + int((bits * (2 * places * places + 1)).sum())  # wraps around, the same way everywhere
+    return (mark ^ mark >> 23 ^ mark >> 44) % (1 << 20)

@@ -6,14 +6,14 @@
 
 Bytes per step and rank: 2(n-1)/n P for gradients of P bytes, and the module's buffers from rank 0 before a forward, where it has any.
 
-A backward begins, for us, when a gradient reaches an output of the module, and ends with a callback that autograd runs when it has finished;
+A backward begins, for us, when a gradient reaches an output of the module, and ends with a callback that autograd runs when it is done;
 buckets that are not complete by then (parameters that this rank did not use) are started there, so that unused parameters need no search
 through the graph and may differ between ranks. The callback belongs to the backward in which it is queued. Recomputation with
 use_reentrant=True runs backwards inside that of the output, which is why the first gradient of a parameter would be too late to begin; it
 serves only where no output was recognised.
 
-What can go wrong: a rank that runs a backward more than others is reported by the collectives. A backward that raises ends nothing; the next
-forward notices. A parameter in two recomputed parts with use_reentrant=True has two final gradients: reported by the Reducer.
+What can go wrong: a rank that runs a backward more than others is reported by the collectives. A backward that raises ends nothing; the
+next forward notices. A parameter in two recomputed parts with use_reentrant=True has two final gradients: reported by the Reducer.
 """
 
 import contextlib

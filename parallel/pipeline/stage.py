@@ -22,7 +22,7 @@ import copy
 import functools
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from pycomm.parallel.trunk import hidden_of, owners, replace_hidden
 
@@ -97,7 +97,9 @@ class StageModel:
                     if id(parameter) in first:
                         module._parameters[key] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
-    def install(self):
+    def install(self, on_pieces=lambda: None):
+        """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
+        self.on_pieces = on_pieces
         container = self.model.get_submodule(self.trunk.name)
         self.trunk = self.trunk._replace(blocks=list(container))  # tensor parallelism may have replaced some
         for index, block in enumerate(self.trunk.blocks):
@@ -156,10 +158,7 @@ class StageModel:
         raise RuntimeError(f"the forward never reached block {self.bounds[stage][0]} of {self.trunk.name!r}")
 
     def _block(self, index, forward, *args, **kwargs):
-        if self.phase == "idle":
-            raise RuntimeError(
-                "this model is cut into pipeline stages or along the sequence: call it through parallel.step or parallel.evaluate"
-            )
+        self._check_running()
         first, end = self.bounds[self.stage]
         if index < first:
             return self._absent(index, forward, args, kwargs)
@@ -181,7 +180,11 @@ class StageModel:
             args, kwargs = replace_hidden(args, kwargs, hidden, given)
         if self.split is not None:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
+            if index == first and self.split.megatron:
+                self.on_pieces()
         out = forward(*args, **kwargs)
+        if not self.checked and self.last > 0:
+            self._check_single(index, out)
         if index == end - 1:
             self.phase = "after"
             if self.stage < self.last:
@@ -190,7 +193,24 @@ class StageModel:
             self.previous = hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
         return out
 
+    def _check_single(self, index, out):
+        """A second result with a gradient (a loss of the block) would be lost on the way from stage to stage."""
+        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        if len(tensors) > 1 and torch.is_grad_enabled():
+            raise ValueError(
+                f"block {index} of {self.trunk.name!r} returns {len(tensors)} tensors with a gradient, of shapes "
+                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a pipeline stage hands on the first only. Return the hidden state "
+                "alone (without a cache, and losses of a block as parallel.MoE gives them)"
+            )
+
+    def _check_running(self):
+        if self.phase == "idle":
+            raise RuntimeError(
+                "this model is cut into pipeline stages or along the sequence: call it through parallel.step or parallel.evaluate"
+            )
+
     def _outside(self, name, side, forward, *args, **kwargs):
+        self._check_running()
         if side == "before" and self.phase == "after":
             raise ValueError(
                 f"{name!r} is registered before the blocks of {self.trunk.name!r} but called after them: register it after them"

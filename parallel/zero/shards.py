@@ -20,7 +20,7 @@ import torch
 
 from pycomm.parallel import comm
 
-__all__ = ["ELEMENTWISE", "Shards", "step_optimizer"]
+__all__ = ["ELEMENTWISE", "Shards", "check_fresh", "step_optimizer"]
 
 ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop")
 
@@ -84,18 +84,22 @@ class Shards:
             parts.append((piece, torch.nn.Parameter(values, requires_grad=info.param.requires_grad)))
         return parts
 
-    def attach_gradients(self, scale=None):
-        """Sets .grad of the parts from the bucket's summed gradient, times `scale` (a 0-dim tensor)."""
+    def attach_gradients(self, scale=None, unused=()):
+        """Sets .grad of the parts from the bucket's summed gradient, times `scale` (a 0-dim tensor); None for parameters named in `unused`."""
         flat = self.bucket.gradient()
         base = self.bucket.group.rank * self.bucket.spec.chunk if self.bucket.options.zero else 0
         if self.master is not None and self.master.dtype != flat.dtype or self.master is not None and self.master.device != flat.device:
             flat = flat.to(self.master.device, self.master.dtype)
         if scale is not None:
             flat.mul_(scale.to(flat.device, flat.dtype))
-        if self.master is None:
-            return  # gradients are views of the bucket already
+        if self.master is None:  # gradients are views of the bucket already
+            for info in self.bucket.infos:
+                if info.name in unused:
+                    info.param.grad = None
+            return
         for piece, part in self.parts:
-            part.grad = flat[piece.offset - base : piece.offset - base + piece.stop - piece.start].view(part.shape)
+            if self.bucket.infos[piece.index].name not in unused:
+                part.grad = flat[piece.offset - base : piece.offset - base + piece.stop - piece.start].view(part.shape)
 
     def detach_gradients(self):
         if self.master is not None:
@@ -151,14 +155,9 @@ class Shards:
 
 
 def replace_parameters(opt, shards):
-    """Puts the parts in the place of the model's parameters in opt.param_groups; parameters that are in no bucket (frozen) leave.
-
-    Raises ValueError when the optimizer has state already: its tensors have the shapes of whole parameters.
-    """
-    if opt.state:
-        raise ValueError(
-            "the optimizer has taken steps already: call parallelize before the first one, and bring older state in by parallel.load"
-        )
+    """Puts the parts in the place of the model's parameters in opt.param_groups; parameters that are in no bucket (frozen) leave."""
+    start = next(iter(opt.state.values()), None)
+    opt.state.clear()
     parts = {}
     for shard in shards:
         for piece, part in shard.parts:
@@ -166,10 +165,23 @@ def replace_parameters(opt, shards):
             parts.setdefault(info.option, []).append(part)
     for number, group in enumerate(opt.param_groups):
         group["params"] = parts.get(number, [])
+        if start is not None:
+            for part in group["params"]:
+                total = torch.full_like(part, group["initial_accumulator_value"], requires_grad=False)
+                opt.state[part] = {"step": torch.zeros_like(start["step"]), "sum": total}
 
 
-def step_optimizer(opt, shards, scale=None):
-    """One step of the user's optimizer over all parts, gradients times `scale`.
+def check_fresh(opt):
+    """Raises ValueError when the optimizer has state of steps: its tensors have the shapes of whole parameters.
+
+    Adagrad makes its state when it is made.
+    """
+    if opt.state and not (type(opt) is torch.optim.Adagrad and not any(state["step"] for state in opt.state.values())):
+        raise ValueError("the optimizer has taken steps already: parallelize before the first one; parallel.load brings older state in")
+
+
+def step_optimizer(opt, shards, scale=None, unused=()):
+    """One step of the user's optimizer over all parts, gradients times `scale`; it does not see parameters named in `unused`.
 
     With master copies in fp32 the gradients are cast bucket by bucket, and the optimizer steps over one bucket at a time, so that fp32
     gradients exist for one bucket only.
@@ -177,7 +189,7 @@ def step_optimizer(opt, shards, scale=None):
     shards = [shard for shard in shards if shard.bucket.infos[0].option is not None and shard.bucket.infos[0].param.requires_grad]
     if not any(shard.master is not None and shard.master.dtype != shard.bucket.dtype for shard in shards):
         for shard in shards:
-            shard.attach_gradients(scale)
+            shard.attach_gradients(scale, unused)
         opt.step()
         for shard in shards:
             shard.detach_gradients()
@@ -186,7 +198,7 @@ def step_optimizer(opt, shards, scale=None):
         everything = [group["params"] for group in opt.param_groups]
         try:
             for shard in shards:
-                shard.attach_gradients(scale)
+                shard.attach_gradients(scale, unused)
                 for group in opt.param_groups:
                     group["params"] = []
                 opt.param_groups[shard.bucket.infos[0].option]["params"] = [part for _, part in shard.parts]

@@ -16,6 +16,7 @@ In backward a unit is freed when the next one begins: autograd runs a later bloc
 those of parameters that lie directly in a module that contains the trunk, stay until the pass ends.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -84,6 +85,19 @@ class Units:
         self.phase = "idle"
         for unit in self.units:
             unit.free()
+
+    @contextlib.contextmanager
+    def stand_ins(self):
+        """Between passes, for a forward that is run for shapes: parameters around the trunk are zeros that take no memory."""
+        infos = [info for unit in self.always for shard in unit.shards for info in shard.bucket.infos]
+        before = [info.param.data for info in infos]
+        for info in infos:
+            info.param.data = info.param.data.new_zeros(()).expand(info.shape)
+        try:
+            yield
+        finally:
+            for info, data in zip(infos, before, strict=True):
+                info.param.data = data
 
     def use(self, unit):
         unit.gather()
