@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel import comm
 
-__all__ = ["Microbatch", "count_targets", "inputs_and_targets", "mark_of", "split_batch"]
+__all__ = ["Microbatch", "check_microbatches", "count_targets", "inputs_and_targets", "mark_of", "split_batch"]
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -53,6 +53,11 @@ def inputs_and_targets(batch):
     raise ValueError(f'a batch is a pair (inputs, targets) or a dict with "labels"; got {type(batch).__name__}')
 
 
+def check_microbatches(microbatches):
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches={microbatches!r}: a whole number, 1 or more")
+
+
 def split_batch(batch, microbatches, parts, part):
     """The Microbatches of data rank `part` of `parts`.
 
@@ -65,8 +70,6 @@ def split_batch(batch, microbatches, parts, part):
     rows = leaves[0].shape[0]
     if any(leaf.shape[0] != rows for leaf in leaves):
         raise ValueError(f"the tensors of a batch differ in rows (dim 0): {sorted({leaf.shape[0] for leaf in leaves})}")
-    if not isinstance(microbatches, int) or microbatches < 1:
-        raise ValueError(f"microbatches={microbatches!r}: a whole number, 1 or more")
     if rows < microbatches * parts:
         raise ValueError(f"a batch of {rows} rows cannot be cut into {microbatches} microbatches for {parts} data ranks (dp x ep)")
     result, start = [], 0

@@ -20,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel import comm
-from pycomm.parallel.batch import count_targets, inputs_and_targets, mark_of, split_batch
+from pycomm.parallel.batch import check_microbatches, count_targets, inputs_and_targets, mark_of, split_batch
 from pycomm.parallel.pipeline import DeferWeights, WeightStash, make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.tensor import cross_entropy
@@ -149,33 +149,36 @@ class Engine:
     # -- a step ----------------------------------------------------------------------------------------------------------------------------
 
     def prepare(self, batch, microbatches, count, sharded):
+        check_microbatches(microbatches)
         counter = count or count_targets
         if sharded:
-            pieces, total = self._prepare_sharded(batch, microbatches, counter)
+            pieces, totals = self._prepare_sharded(batch, microbatches, counter)
         else:
             batch = self._place(batch)
             pieces = split_batch(batch, microbatches, *self.mesh.rows)
-            total = int(counter(batch[1]))
-        for piece in pieces:
+            totals = [int(counter(piece.targets)) for piece in split_batch(batch, microbatches, 1, 0)]
+        if self.plan.schedule != "pipedream":  # there each microbatch is a batch of its own
+            totals = [sum(totals)] * microbatches
+        for piece, total in zip(pieces, totals, strict=True):
             piece.total, piece.count_of = max(total, 1), counter
         return pieces
 
     def _prepare_sharded(self, batch, microbatches, counter):
         """Ranks have different batches here, so that one may fail alone: the failure travels with the sum of the counts."""
-        pieces, total, problem = [], 0, None
+        pieces, counts, problem = [], [0] * microbatches, None
         try:
             pieces = split_batch(self._place(batch), microbatches, 1, 0)
-            total = sum(int(counter(piece.targets)) for piece in pieces)
+            counts = [int(counter(piece.targets)) for piece in pieces]
         except ValueError as error:
             problem = error
-        totals = torch.tensor([total, problem is not None], dtype=torch.int64, device=self.device)
+        totals = torch.tensor([*counts, problem is not None], dtype=torch.int64, device=self.device)
         comm.all_reduce(totals, self.mesh.data)
-        total, problems = totals.tolist()
+        *totals, problems = totals.tolist()
         if problem is not None:
             raise problem
         if problems:
             raise ValueError(f"[rank {self.mesh.world.rank}] {problems} other ranks could not cut their batches; see the error there")
-        return pieces, total // (self.plan.ring * self.plan.ulysses)
+        return pieces, [total // (self.plan.ring * self.plan.ulysses) for total in totals]
 
     def _place(self, batch):
         """(inputs, targets) on the device; inputs in the dtype in which is computed."""
@@ -211,7 +214,7 @@ class Engine:
             with self.loss_from(loss_fn):
                 run = self._run_passes(pieces, loss_fn)
             if self.plan.schedule == "pipedream":
-                return self.reduce_loss(run.losses)
+                return self.reduce_loss(run.losses) / microbatches
             return self.finish(run.losses, clip, None if sharded else mark_of(batch))
         except BaseException:
             self.clean_up()
