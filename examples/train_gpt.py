@@ -36,7 +36,7 @@ def random_batches(text, args, first):
 def validation_loss(model, text, args):
     starts = torch.linspace(0, len(text.validation) - args.sequence - 1, args.batch * 4).long().tolist()
     model.eval()
-    loss = par.evaluate(model, text_example.windows(text.validation, starts, args.sequence), microbatches=4 * args.microbatches)
+    loss = par.evaluate(model, text_example.windows(text.validation, starts, args.sequence), microbatches=args.microbatches)
     model.train()
     return loss.item()
 

@@ -24,7 +24,7 @@ WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Microbatch:
-    """inputs, targets: this rank's rows, whole positions. total, count_of: what the whole batch counts, and how; see [Note: global mean]."""
+    """inputs, targets: this rank's rows, whole positions. total, count_of: what the batch counts, and how; see [Note: global mean]."""
 
     def __init__(self, inputs, targets):
         self.inputs, self.targets = inputs, targets

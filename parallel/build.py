@@ -87,7 +87,7 @@ def _check(model, opt, plan):
     wanted = [name for name, value in {**need, "checkpoint": plan.checkpoint}.items() if value]
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if empty:
-        raise ValueError(f"{len(empty)} tensors of the model are on the meta device ({empty[0]!r}): give it memory and values first (to_empty)")
+        raise ValueError(f"{len(empty)} tensors of the model are on meta ({empty[0]!r}): give it memory and values first (to_empty)")
     trunk = find_trunk(model, plan.blocks) if wanted or plan.blocks or plan.zero == 3 or plan.tp > 1 else None
     if wanted and trunk is None:
         raise ValueError(f"Plan({plan}): {', '.join(wanted)} cut the model at its blocks, but {type(model).__name__} has no list of blocks")
@@ -183,7 +183,7 @@ class _Build:
             trained = [key for key, parameter in module._parameters.items() if parameter is not None and parameter.requires_grad]
             if side == "around" and trained:
                 raise ValueError(
-                    f"Plan({self.plan}): the first and the last stage are on one rank, and {trained[0]!r} lies directly in {name or 'the model'!r}, "
+                    f"Plan({self.plan}): the first and the last stage are on one rank, and {trained[0]!r} lies in {name or 'the model'!r}, "
                     "which contains the blocks, so both may use it. Put it into a module of its own, or choose another schedule"
                 )
 
@@ -229,7 +229,7 @@ class _Build:
         for name, stages in places.items():
             if len(set(stages)) > 2 and self.is_trained[name]:
                 raise ValueError(
-                    f"{name!r} is used by pipeline stages {sorted(set(stages))}; a weight can be tied between two stages. Choose pp or stages so "
+                    f"{name!r} is used by pipeline stages {sorted(set(stages))}; a weight can be tied between two. Choose pp or stages so "
                     "that its users lie in two, or untie it"
                 )
         self.info_stage, number_of = {}, {name: number for number, name in enumerate(engine.names)}

@@ -135,7 +135,7 @@ def all_reduce(tensor, group, op=dist.ReduceOp.SUM, async_op=False):
 
 
 def reduce_scatter(output, tensor, group, async_op=False):
-    """output (k elements) = this rank's part of the sum of tensor (size * k elements), both flat. output may be that part of tensor itself."""
+    """output (k elements) = this rank's part of the sum of tensor (size * k elements), both flat. output may be that part itself."""
     if group.size == 1:
         if output.data_ptr() != tensor.data_ptr():
             output.copy_(tensor)

@@ -30,7 +30,7 @@ __all__ = ["Engine", "Tie"]
 
 
 class Tie(NamedTuple):
-    """A parameter that two pipeline stages hold. first: bucket is the earlier stage's. The other is at `peer` in the pp group, or `here`."""
+    """A parameter that two pipeline stages hold. first: bucket is the earlier stage's. The other is at rank `peer` of pp, or `here`."""
 
     bucket: Any
     first: bool
@@ -72,7 +72,8 @@ class Engine:
         if attention and attention.calls == before:
             raise ValueError(
                 f"[rank {self.mesh.world.rank}] sequence parallelism: the blocks of {self.stages.trunk.name!r} did not call "
-                "F.scaled_dot_product_attention, so their attention saw this rank's positions only; write attention with it, or without ring and ulysses"
+                "F.scaled_dot_product_attention, so their attention saw this rank's positions only; write attention "
+                "with it, or do without ring and ulysses"
             )
         return out
 
@@ -257,7 +258,8 @@ class Engine:
         comm.all_reduce(numbers, self.mesh.world)
         if mark is not None and self.mesh.world.size * float(numbers[3]) != float(numbers[2]) ** 2:
             raise ValueError(
-                f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, or say sharded=True when each "
+                f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, "
+                "or say sharded=True when each "
                 "data rank has its own; no parameter was changed"
             )
         self.norm = numbers[0].sqrt()

@@ -92,7 +92,7 @@ class SequenceSplit:
             dim = 1 if 1 in where else 0 if 0 in where else None
             if dim is None or len(where) > 1 and dim != 1 or value.dim() > 3:
                 raise ValueError(
-                    f"sequence parallelism over {self.degree} ranks: a block is given a tensor of shape {tuple(value.shape)} with T={self.length} "
+                    f"sequence parallelism over {self.degree} ranks: a block is given a tensor {tuple(value.shape)} with T={self.length} "
                     "in it, which looks like an attention mask; only causal and full attention can be cut"
                 )
             self._cuts[id(value)] = (value, self.cut(value, dim))  # the tensor is kept so that its id stays its own

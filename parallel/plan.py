@@ -99,7 +99,7 @@ class Plan:
             raise ValueError(f"Plan(chunks={self.chunks}): at least one stage per rank")
         if self.stages is not None and (len(self.stages) != self.virtual_stages or min(self.stages) < 1):
             raise ValueError(
-                f"Plan(stages={self.stages}): needs {self.virtual_stages} numbers (pp={self.pp} x {self.chunks_per_rank} chunks), all positive"
+                f"Plan(stages={self.stages}): needs {self.virtual_stages} positive numbers (pp={self.pp} x {self.chunks_per_rank} chunks)"
             )
         if self.schedule == "pipedream" and (self.zero or self.precision or self.compression):
             raise ValueError(

@@ -2,7 +2,7 @@
 
     stream    ranks of one tp group     drawn from
     shared    the same numbers          where they hold the same activations: outside of cut regions
-    own       different numbers         inside a cut region (each rank has other heads), and under megatron_sp from block 0 on (other tokens)
+    own       different numbers         inside a cut region (other heads), and under megatron_sp from block 0 on (other tokens)
 
 Ranks that differ in another axis have different streams of both kinds. The user's stream, from which every rank draws the same batches, is
 left as it was.
@@ -95,7 +95,7 @@ class RandomStreams:
             self.current, self.states = before
 
     def watch(self, model, megatron):
-        """Hooks that change streams at the edges of the regions that tensor parallelism has cut. megatron: activations in the trunk differ."""
+        """Hooks that change streams at the edges of regions that tensor parallelism has cut. megatron: activations in the trunk differ."""
         if not self.cut:
             return
         for module in model.modules():

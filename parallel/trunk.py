@@ -1,5 +1,5 @@
-"""The trunk of a model: the list of blocks through which one hidden state passes. Pipeline stages, sequence splits, ZeRO-3 units and activation
-checkpoints all cut a model there.
+"""The trunk of a model: the list of blocks through which one hidden state passes. Pipeline stages, sequence splits, ZeRO-3 units and
+activation checkpoints all cut a model there.
 
     GPT:  tok_emb, pos_emb     blocks[0] ... blocks[L-1]     norm, head
           before               trunk                         after
@@ -48,7 +48,7 @@ def find_trunk(model, name=None):
 
 
 def owners(model, trunk):
-    """(name, module, side) of each module outside the blocks that has parameters directly in it; side: "before", "after" or "around" the trunk."""
+    """(name, module, side) of each module outside the blocks that has parameters of its own; side: "before", "after" or "around" the trunk."""
     inside = {id(module) for block in trunk.blocks for module in block.modules()} if trunk else set()
     found, passed = [], False
     for name, module in model.named_modules():

@@ -43,7 +43,8 @@ class ParamInfo:
 
     name: as in the original model. layout: what of it is here. group: ranks over which its gradient is summed. overlap: the tp group when
     the layout says overlap. option: index of its parameter group in the optimizer, None when the optimizer does not have it. number: place
-    among the names of the model. counted: False for a second copy of a tied parameter on another pipeline stage, which the gradient norm and the checkpoint leave out.
+    among the names of the model. counted: False for a second copy of a tied parameter on another pipeline stage, which the
+    gradient norm and the checkpoint leave out.
     """
 
     name: str
@@ -265,7 +266,7 @@ class Reducer:
         if self.eager and self.missing and number < self.next:
             name = bucket.infos[bucket.index[param]].name
             raise ValueError(
-                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got another gradient after its bucket had been summed: it is used in "
+                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got a gradient after its bucket had been summed: it is used in "
                 "two parts that are recomputed. Checkpoint with use_reentrant=False"
             )
         if bucket.options.zero >= 2:

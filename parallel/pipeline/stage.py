@@ -89,7 +89,7 @@ class StageModel:
             self._untie()
 
     def _untie(self):
-        """The first and the last stage are on this rank: each gets its own copy, as it would on two ranks, so that gradients add up alike."""
+        """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that gradients add up alike."""
         first = {id(parameter) for _, module, side in self.owners if side == "before" for parameter in module.parameters()}
         for _, module, side in self.owners:
             if side == "after":
@@ -122,7 +122,7 @@ class StageModel:
         return len(self.bounds) - 1
 
     def run(self, stage, call, received=None):
-        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves it, or of the last stage the result."""
+        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves it, or the result."""
         self.stage, self.received, self.phase, self.previous = stage, received, "before", None
         try:
             out = call()
@@ -172,7 +172,7 @@ class StageModel:
             given = self.received
         elif index > first and len(self.bounds) > 1 and not self.checked and hidden is not self.previous:
             raise ValueError(
-                f"the model changes the hidden state between blocks {index - 1} and {index} of {self.trunk.name!r}: a pipeline stage hands on "
+                f"the model changes the hidden state between blocks {index - 1} and {index} of {self.trunk.name!r}: a stage hands on "
                 "the output of its last block only. Move that into a block, or name another list with Plan(blocks=...)"
             )
         self.phase = "inside"
@@ -199,7 +199,7 @@ class StageModel:
         if len(tensors) > 1 and torch.is_grad_enabled():
             raise ValueError(
                 f"block {index} of {self.trunk.name!r} returns {len(tensors)} tensors with a gradient, of shapes "
-                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a pipeline stage hands on the first only. Return the hidden state "
+                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. Return the hidden state "
                 "alone (without a cache, and losses of a block as parallel.MoE gives them)"
             )
 

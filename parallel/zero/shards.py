@@ -85,7 +85,7 @@ class Shards:
         return parts
 
     def attach_gradients(self, scale=None, unused=()):
-        """Sets .grad of the parts from the bucket's summed gradient, times `scale` (a 0-dim tensor); None for parameters named in `unused`."""
+        """Sets .grad of the parts from the bucket's summed gradient, times `scale` (0-dim); None for parameters named in `unused`."""
         flat = self.bucket.gradient()
         base = self.bucket.group.rank * self.bucket.spec.chunk if self.bucket.options.zero else 0
         if self.master is not None and self.master.dtype != flat.dtype or self.master is not None and self.master.device != flat.device:

@@ -206,7 +206,8 @@ def main():
     lines += [
         head,
         "",
-        "gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37. llama: rotary positions, 6 query and 2 key-value heads,",
+        "gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37. llama: rotary positions,",
+        "6 query and 2 key-value heads,",
     ]
     lines += ["SwiGLU, RMSNorm, 3 blocks, vocabulary 29. moe: llama with 5 experts, 2 per token, and load-balance loss.", ""]
     lines += [

@@ -20,7 +20,7 @@ import pycomm.parallel  # noqa: F401  imported once, here, for all forks
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 60
 ALONE = "equals? one process: losses differ by"
-TEXT = ["--text-bytes=200000", "--layers=2", "--dim=32", "--heads=2", "--sequence=32", "--batch=8", "--validate-every=2"]
+TEXT = ["--text-bytes=200000", "--layers=2", "--dim=32", "--heads=2", "--sequence=32", "--batch=8", "--validate-every=9"]
 
 PRINTED = {  # example -> patterns of what it prints
     "04_naive_data_parallel": [r"492,352 bytes into rank 0", ALONE],
@@ -103,10 +103,10 @@ def losses(printed):
 
 
 def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
-    script, flags = EXAMPLES / "train_gpt.py", [*TEXT, "--steps=4"]
+    script, flags = EXAMPLES / "train_gpt.py", [*TEXT, "--steps=3"]
     alone = losses(run_in_fork(script, "--plan=", *flags, "--plot=", cwd=tmp_path))
     assert alone["train"][0] == pytest.approx(5.55, abs=0.05) and alone["validation"][1] < alone["validation"][0] - 0.05
-    for plan in ("dp=2,tp=2,pp=2,zero=1", "dp=2,ring=2,zero=3,checkpoint"):
+    for plan in ("dp=2,tp=2,pp=2,zero=1", "ring=2,zero=3,checkpoint"):
         printed = run_in_fork(script, f"--plan={plan}", *flags, "--plot=loss.png", cwd=tmp_path)
         for kind, values in losses(printed).items():
             assert values == pytest.approx(alone[kind], abs=2e-4), (plan, kind)
