@@ -48,7 +48,7 @@ def find_trunk(model, name=None):
 
 
 def owners(model, trunk):
-    """(name, module, side) of each module outside the blocks that has parameters of its own; side: "before", "after" or "around" the trunk."""
+    """(name, module, side) of each module outside the blocks with parameters of its own; side: "before", "after" or "around" the trunk."""
     inside = {id(module) for block in trunk.blocks for module in block.modules()} if trunk else set()
     found, passed = [], False
     for name, module in model.named_modules():
