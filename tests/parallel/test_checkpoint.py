@@ -238,6 +238,7 @@ OPTIMIZERS = {
     "adam": (torch.optim.Adam, {}),
     "amsgrad": (torch.optim.AdamW, {"amsgrad": True, "foreach": True}),
     "nadam": (torch.optim.NAdam, {}),
+    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
     "adafactor": (torch.optim.Adafactor, {}),
 }
 
@@ -262,8 +263,11 @@ def load_optimizers(rank, world_size, root, references):
             load(model, opt, root / name)
             compare(held(model, opt), reference, f"{name} {plan}")
             train(model, opt, [2])
-            for key, value in full_state_dict(model).items():
+            full = full_state_dict(model)
+            for key, value in full.items():
                 assert torch.allclose(value, after[key], rtol=1e-11, atol=1e-12), (name, plan, key)
+            for key, layout, start, stop, values, _ in held(model, opt):
+                same(values, layout.take(full[key]).reshape(-1)[start:stop].reshape(values.shape))
     return True
 
 
