@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import math
 import platform
 import shlex
 import sys
@@ -52,7 +53,8 @@ def counterpart(plan):
 
 
 def loss_error(losses, expected):
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
+    return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
 
 def pairs(rows):
