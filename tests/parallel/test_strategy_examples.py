@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-import pycomm.parallel  # noqa: F401  imported once, here, for all forks
+import pycomm.parallel as par
+from pycomm.parallel.pipeline import NAMES
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 60
@@ -125,3 +126,17 @@ def test_train_gpt_goes_on_from_a_checkpoint_of_another_plan(tmp_path):
 def test_train_gpt_in_bf16(tmp_path):
     printed = run_in_fork(EXAMPLES / "train_gpt.py", "--plan=dp=2", "--precision=bf16", *TEXT, "--steps=2", "--plot=", cwd=tmp_path)
     assert "dp=2,precision=bf16" in printed and losses(printed)["validation"][1] < 5.6
+
+
+DOCS = (EXAMPLES.parent / "docs" / "strategies.md").read_text()
+
+
+def test_schedules_in_the_docs():
+    grids = re.findall(r"```\n(\S+: pp 3, chunks \d, microbatches 5\n.*?)\n```", DOCS, re.DOTALL)
+    assert grids == [par.make_schedule(name, 3, 5).text() for name in NAMES]
+
+
+@pytest.mark.parametrize("text", sorted(set(re.findall(r"(?<!\w)(?:par\.)?(Plan\((?:[^()]|\([^()]*\))*\))", DOCS))))
+def test_plans_in_the_docs(text):
+    if "make_compression" not in text and "blocks=...)" not in text and "compression='int8', zero=1" not in text:
+        assert eval(text, {"Plan": par.Plan}).world_size >= 1
