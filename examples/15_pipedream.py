@@ -25,7 +25,7 @@ def make():
     torch.manual_seed(0)
     model = GPT().double()
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
-    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 def data():
@@ -33,17 +33,17 @@ def data():
 
 
 def train_alone(microbatches):
-    """Each microbatch is a step, with the latest weights: what PipeDream would be without its delay."""
+    """Each microbatch is a batch and a step of its own, with the latest weights: PipeDream without its delay."""
     model, optimizer = make()
     losses = []
     for inputs, targets in data():
         mean = 0.0
         for x, y in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
-            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten()) / microbatches
+            loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            mean += loss.item()
+            mean += loss.item() / microbatches
         losses.append(mean)
     return losses
 

@@ -10,6 +10,7 @@ import tempfile
 import traceback
 
 import torch
+import torch._dynamo  # an optimizer imports it, which would take seconds in each forked rank
 import torch.distributed as dist
 
 LIMIT = 40  # seconds for the ranks of one test

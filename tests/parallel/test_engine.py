@@ -1,4 +1,4 @@
-"""step() and evaluate() where models, optimizers, batches and users are not the plain ones: equal to a single process, or an error on all ranks.
+"""step() and evaluate() where models, optimizers, batches and users are not the plain ones: as a single process, or an error on all ranks.
 
 The oracle is plain torch in the parent process; all cases of one world size share their ranks, one after the other.
 """
@@ -44,7 +44,7 @@ def cross(out, y):
     return F.cross_entropy(out.flatten(0, -2), y.flatten())
 
 
-# Models ---------------------------------------------------------------------------------------------------------------------------------------
+# Models ------------------------------------------------------------
 
 
 def gpt():
@@ -129,7 +129,7 @@ def matrices():
     return nn.Sequential(*[nn.Sequential(nn.Linear(9, 9, bias=False), nn.Tanh()) for _ in range(4)])
 
 
-# Optimizers -----------------------------------------------------------------------------------------------------------------------------------
+# Optimizers ------------------------------------------------------------
 
 
 def adamw(model):
@@ -257,7 +257,7 @@ def test_equal_to_one_process(world_size):
     assert not wrong, "\n".join(wrong)
 
 
-# What users do wrong ---------------------------------------------------------------------------------------------------------------------------
+# What users do wrong ------------------------------------------------------------
 
 
 def boom(out, y):
@@ -361,7 +361,7 @@ def test_plan_errors(plan, model, optimizer, match):
 
 
 def late_plan_errors(rank, world_size):
-    with pytest.raises(ValueError, match="'pos' lies directly in 'the model'"):
+    with pytest.raises(ValueError, match="'pos' lies in 'the model'"):
         model = Positions(layers=4)
         par.parallelize(model, adamw(model), par.Plan(pp=2, schedule="zbv"))
     with pytest.raises(ValueError, match="plan is for 4 ranks.*there are 2"):
@@ -382,7 +382,7 @@ def test_plan_errors_on_all_ranks():
     spawn(2, late_plan_errors)
 
 
-# Random numbers --------------------------------------------------------------------------------------------------------------------------------
+# Random numbers ------------------------------------------------------------
 
 
 class DropoutAttention(models.Attention):
@@ -438,7 +438,7 @@ def test_dropout(world_size):
             assert results[0][number][0] == pytest.approx(results[0][number - 1][0], rel=1e-12), plan
 
 
-# Numbers ---------------------------------------------------------------------------------------------------------------------------------------
+# Numbers ------------------------------------------------------------
 
 
 def mixed(rank, world_size):
@@ -538,7 +538,7 @@ def test_nan_inputs():
     assert spawn(2, nan_inputs) == [True, True]
 
 
-# Memory ----------------------------------------------------------------------------------------------------------------------------------------
+# Memory ------------------------------------------------------------
 
 
 def live(rank, world_size, plans):
