@@ -58,7 +58,7 @@ def main():
     delayed, latest = train(4), train_alone(4)
     assert delayed[0] != latest[0] and abs(delayed[-1] - latest[-1]) < 0.02 * latest[-1] and delayed[-1] < delayed[0]
     say(par.make_schedule("pipedream", RANKS, 4).text())
-    say(f"4 microbatches under way: loss {delayed[0]:.4f} -> {delayed[-1]:.4f}; without delay {latest[0]:.4f} -> {latest[-1]:.4f}")
+    say(f"4 microbatches under way: loss {delayed[0]:.5f} -> {delayed[-1]:.5f}; without delay {latest[0]:.5f} -> {latest[-1]:.5f}")
     say(f"PipeDream on {RANKS} ranks with one microbatch equals one process: losses differ by {difference:.0e}")
 
 

@@ -117,6 +117,7 @@ def on_ranks(world_size, main, *args):
         main(*args)
         return
     if not dist.is_torchelastic_launched():
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports half a second of modules: once, and not on every rank
         with tempfile.TemporaryDirectory() as folder:
             store = f"file://{os.path.join(folder, 'store')}"
             mp.start_processes(_rank, (world_size, store, main, args), nprocs=world_size, start_method="fork")

@@ -68,8 +68,7 @@ def train(args, plan, show):
         start = time.perf_counter()
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        clip = None if plan.schedule == "pipedream" else 1.0
-        loss = par.step(model, optimizer, batch, par.cross_entropy, microbatches=args.microbatches, clip=clip)
+        loss = par.step(model, optimizer, batch, par.cross_entropy, microbatches=args.microbatches, clip=1.0)
         history["train"][step + 1] = loss.item()
         seconds += time.perf_counter() - start
         if (step + 1) % args.validate_every == 0 or step + 1 == args.steps:
