@@ -46,6 +46,8 @@ class SequenceSplit:
     def begin(self, length):
         """A forward over `length` positions starts."""
         self.length = length
+        if length < self.degree:
+            raise ValueError(f"sequence parallelism over {self.degree} ranks: a sequence of {length} leaves some without a position")
         local = split.local_length(length, self.ring, self.ulysses, self.zigzag) if self.degree > 1 else length
         self.sizes = comm.even_sizes(local, self.tp.size)
         if self.attention:

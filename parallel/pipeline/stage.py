@@ -12,12 +12,14 @@ An absent module before the trunk gives zeros of the shape that its forward comp
 input), with all strides 0. Absent blocks do the same, so that the shape of what is to be received is known before it arrives, for blocks
 that change the width too.
 
-A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks. That is checked in the first pass: the
-tensor that a block gets must be the one that the block before it returned.
+A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks, and blocks may return no second tensor with
+a gradient. Both are checked in the first pass: the tensor that a block gets must be the one that the block before it returned. Blocks run
+once each in the order in which they are registered, which is checked in every pass.
 
 Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `use` says which is active.
 """
 
+import contextlib
 import copy
 import functools
 
@@ -67,6 +69,7 @@ class StageModel:
         self.stage, self.received, self.phase = 0, None, "idle"
         self.checked = False
         self.previous = None
+        self.at = None  # the block that ran last in this pass
         self.templates = {}
         self.present = {index for stage in mine for index in range(*bounds[stage])}
         self.owners = owners(model, trunk)
@@ -123,7 +126,7 @@ class StageModel:
 
     def run(self, stage, call, received=None):
         """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves it, or the result."""
-        self.stage, self.received, self.phase, self.previous = stage, received, "before", None
+        self.stage, self.received, self.phase, self.previous, self.at = stage, received, "before", None, None
         try:
             out = call()
         except _Left as left:
@@ -143,7 +146,7 @@ class StageModel:
         def stop(hidden):
             raise Found(hidden)
 
-        self.stage, self.received, self.phase = stage, stop, "before"
+        self.stage, self.received, self.phase, self.at = stage, stop, "before", None
         try:
             with torch.no_grad():
                 call()
@@ -162,6 +165,12 @@ class StageModel:
         first, end = self.bounds[self.stage]
         if index < first:
             return self._absent(index, forward, args, kwargs)
+        if index != first if self.at is None else index <= self.at:
+            raise ValueError(
+                f"block {index} of {self.trunk.name!r} runs {'first' if self.at is None else f'after block {self.at}'}: pipeline stages and "
+                "a split sequence need the blocks to run once each, in the order in which they are registered"
+            )
+        self.at = index
         hidden = hidden_of(args, kwargs)
         given = hidden
         if index == first and first > 0:
@@ -233,8 +242,12 @@ class StageModel:
         if key not in self.templates:
             meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                self.templates[key] = forward(*meta_args, **meta_kwargs)
+            modes = torch.overrides._get_current_function_mode_stack()  # they would take meta tensors for hidden states
+            with torch.no_grad(), contextlib.ExitStack() as stack:
+                for _ in modes:
+                    stack.enter_context(torch.overrides._pop_mode_temporarily())
+                with torch.device("meta"):  # tensors that the module makes itself
+                    self.templates[key] = forward(*meta_args, **meta_kwargs)
         return tree_map(functools.partial(_zeros_like, device=device), self.templates[key])
 
 

@@ -1,15 +1,33 @@
-"""step() and evaluate() where models, optimizers, batches and users are not the plain ones: as a single process, or an error on all ranks.
+"""step() with models, optimizers, batches and numbers that are not the plain ones: as a single process.
 
 The oracle is plain torch in the parent process; all cases of one world size share their ranks, one after the other.
 """
 
 import gc
-import time
 
 import models
 import pytest
 import torch
 import torch.nn.functional as F
+from odd_models import (
+    STEPS,
+    Pairs,
+    Positions,
+    Tangle,
+    adamw,
+    cross,
+    gpt,
+    lora,
+    matrices,
+    named,
+    named_optimizer,
+    numbers,
+    scheduled,
+    sequential,
+    some,
+    tokens,
+    unused,
+)
 from torch import nn
 from torch_ranks import spawn
 
@@ -18,145 +36,6 @@ from pycomm.parallel import comm
 from pycomm.parallel.batch import count_targets
 from pycomm.parallel.build import engine_of
 from pycomm.parallel.holdings import full_gradients, full_state_dict
-
-STEPS, LENGTH = 3, 7
-
-
-def tokens(step, rows=13):
-    generator = torch.Generator().manual_seed(step)
-    x, y = (torch.randint(0, 29, (rows, LENGTH), generator=generator) for _ in range(2))
-    y[torch.rand(rows, LENGTH, generator=generator) < 0.4] = -100
-    y[0] = y[5:8] = -100  # rows, and with them ranks and microbatches, that count nothing
-    return x, y
-
-
-def named(step):
-    x, y = tokens(step)
-    return {"idx": x, "labels": y}
-
-
-def numbers(step, rows=7):
-    generator = torch.Generator().manual_seed(step)
-    return tuple(torch.randn(rows, 9, generator=generator, dtype=torch.float64) for _ in range(2))
-
-
-def cross(out, y):
-    return F.cross_entropy(out.flatten(0, -2), y.flatten())
-
-
-# Models ------------------------------------------------------------
-
-
-def gpt():
-    return models.GPT(dim=16, heads=2, hidden=20, layers=3)
-
-
-def lora():
-    model = gpt()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_("blocks.1.attn" in name or "blocks.2.mlp" in name)
-    return model
-
-
-def unused():
-    model = gpt()
-    model.blocks[1].spare, model.spare = nn.Linear(3, 3), nn.Linear(2, 5)
-    return model
-
-
-class Positions(nn.Module):
-    """A parameter that lies in the module which holds the blocks."""
-
-    def __init__(self, layers=3):
-        super().__init__()
-        self.tok, self.pos = nn.Embedding(29, 16), nn.Parameter(torch.randn(1, 12, 16))
-        self.blocks = nn.ModuleList(models.Block(16, 2, 20) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
-
-    def forward(self, idx):
-        x = self.tok(idx) + self.pos[:, : idx.shape[1]]
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
-
-
-def sequential():
-    return nn.Sequential(nn.Embedding(29, 16), *[models.Block(16, 2, 20) for _ in range(3)], nn.LayerNorm(16), nn.Linear(16, 29))
-
-
-class PairBlock(models.Block):
-    def forward(self, x):
-        return super().forward(x), None
-
-
-class Pairs(Positions):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(PairBlock(16, 2, 20) for _ in range(3))
-
-    def forward(self, idx):
-        x = self.tok(idx) + self.pos[:, : idx.shape[1]]
-        for block in self.blocks:
-            x = block(x)[0]
-        return self.head(self.norm(x))
-
-
-class Tangle(nn.Module):
-    """No list of blocks; a weight in three modules; two dtypes, whole numbers, nothing, and a scalar among the parameters."""
-
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c, self.out = nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9)
-        self.b.weight = self.c.weight = self.a.weight
-        self.single = nn.Linear(9, 9)
-        self.whole = nn.Parameter(torch.arange(5), requires_grad=False)
-        self.nothing, self.scale = nn.Parameter(torch.empty(0, 3)), nn.Parameter(torch.tensor(1.3))
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def double(self):
-        super().double()
-        self.single.float()
-        return self
-
-    def forward(self, x):
-        self.count += 1
-        x = torch.tanh(self.b(torch.tanh(self.a(x))))
-        x = x + self.single(self.c(x).float()).double()
-        return self.out(x) * self.scale
-
-
-def matrices():
-    return nn.Sequential(*[nn.Sequential(nn.Linear(9, 9, bias=False), nn.Tanh()) for _ in range(4)])
-
-
-# Optimizers ------------------------------------------------------------
-
-
-def adamw(model):
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.1)
-
-
-def some(model):
-    return torch.optim.AdamW([p for name, p in model.named_parameters() if "mlp" in name], lr=0.01)
-
-
-def groups(model):
-    kinds = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
-    return torch.optim.AdamW([{"params": kinds[0], "weight_decay": 0.2}, {"params": kinds[1], "lr": 0.003}], lr=0.01)
-
-
-def scheduled(model):
-    opt = groups(model)
-    opt.schedules = [torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)]
-    return opt
-
-
-def named_optimizer(name, **options):
-    def make(model):
-        return getattr(torch.optim, name)(model.parameters(), **{"lr": 0.01, **options})
-
-    make.__name__ = name
-    return make
 
 
 class Case:
@@ -255,131 +134,6 @@ def test_equal_to_one_process(world_size):
             if not errors[worst] <= case.limit:
                 wrong.append(f"rank {rank}, {case}: {worst} {errors[worst]:.1e}")
     assert not wrong, "\n".join(wrong)
-
-
-# What users do wrong ------------------------------------------------------------
-
-
-def boom(out, y):
-    raise KeyError("user's bug")
-
-
-def mistakes(rank, world_size, plan):
-    """Each mistake raises on this rank, and afterwards the model is as it was."""
-    torch.manual_seed(4)
-    model = gpt().double()
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    par.parallelize(model, opt, plan)
-    x, y = tokens(0)
-    other = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
-    before = par.evaluate(model, (x, y), cross, microbatches=2).item()
-    table = [
-        (ValueError, "cannot be cut", lambda: par.step(model, opt, (x[:1], y[:1]), cross, microbatches=2)),
-        (ValueError, "different batches", lambda: par.step(model, opt, tokens(rank), cross)),
-        (ValueError, "different batches", lambda: par.step(model, opt, (x, tokens(rank)[1]), cross)),
-        (ValueError, "clip=-1", lambda: par.step(model, opt, (x, y), cross, clip=-1)),
-        (ValueError, "clip=nan", lambda: par.step(model, opt, (x, y), cross, clip=float("nan"))),
-        (ValueError, "not the one", lambda: par.step(model, other, (x, y), cross)),
-        (ValueError, "needs the optimizer", lambda: par.step(model, None, (x, y), cross)),
-        (ValueError, "without dimensions", lambda: par.step(model, opt, (x, y), lambda out, y: out)),
-        (ValueError, "differ in rows", lambda: par.step(model, opt, (x, y[1:]), cross)),
-        (ValueError, "whole number", lambda: par.step(model, opt, (x, y), cross, microbatches=0)),
-        (ValueError, "labels", lambda: par.step(model, opt, {"idx": x}, cross)),
-        (ValueError, "parallelized already", lambda: par.parallelize(model, opt, plan)),
-        (KeyError, "user's bug", lambda: par.step(model, opt, (x, y), boom, microbatches=2)),
-    ]
-    if plan.pp > 1:  # there only the last stage calls the loss, and the others can but wait
-        table = [entry for entry in table if entry[1] not in ("without dimensions", "user's bug")]
-    for kind, match, call in table:
-        with pytest.raises(kind, match=match):
-            call()
-    if plan.zero == 3 or plan.pp > 1 or plan.ulysses > 1:
-        with pytest.raises(RuntimeError, match=r"parallel\.step or parallel\.evaluate"):
-            model(x)
-    else:
-        par.evaluate(model, (x, y))
-        assert model(x).shape[-1] == 37
-    first = par.step(model, opt, (x, y), cross, microbatches=2).item()
-    after = par.evaluate(model, (x, y), cross, microbatches=2).item()
-    return before, first, after
-
-
-def test_mistakes_leave_the_model_alone():
-    torch.manual_seed(4)
-    model, (x, y) = gpt().double(), tokens(0)
-    opt = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(2):
-        losses.append(cross(model(x), y))
-        losses[-1].backward()
-        opt.step()
-    for text in ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2", "ulysses=2"):
-        for before, first, after in spawn(2, mistakes, par.Plan.parse(text)):
-            assert before == pytest.approx(losses[0].item(), rel=1e-12) and first == pytest.approx(before, rel=1e-12), text
-            assert after == pytest.approx(losses[1].item(), rel=1e-12), text
-
-
-def one_fails(rank, world_size, plan):
-    model = gpt()
-    opt = adamw(model)
-    par.parallelize(model, opt, plan)
-    start = time.monotonic()
-    try:
-        par.step(model, opt, tokens(0), boom if rank == world_size - 1 else cross, microbatches=2)
-    except Exception as error:  # noqa: BLE001
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
-    return "nothing", 0.0
-
-
-@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
-def test_one_rank_fails(plan):
-    """The others get an error that names a rank, within the group's timeout."""
-    (other, seconds), (own, _) = spawn(2, one_fails, par.Plan.parse(plan), timeout=2.0)
-    assert "user's bug" in own
-    assert "rank 1" in other and seconds < 5, other
-
-
-PLAN_ERRORS = [
-    ("pp=4", gpt, adamw, "4 pipeline stages for 3 blocks"),
-    ("pp=2,stages=1:1", gpt, adamw, "model has 3"),
-    ("pp=2", lambda: nn.ModuleList([nn.Linear(2, 2)]), adamw, "no list of blocks"),
-    ("checkpoint", Tangle, adamw, "checkpoint cut the model at its blocks"),
-    ("dp=1", lambda: gpt().to("meta"), adamw, "on meta.*tok"),
-    ("dp=1", gpt, lambda model: adamw(gpt()), "not the model's"),
-    ("dp=1", gpt, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
-    ("tp=2", gpt, named_optimizer("Adafactor"), "looks at whole parameters"),
-    ("blocks=nothing", gpt, adamw, "blocks='nothing': is not in the model"),
-]
-
-
-@pytest.mark.parametrize(("plan", "model", "optimizer", "match"), PLAN_ERRORS, ids=[error[3][:20] for error in PLAN_ERRORS])
-def test_plan_errors(plan, model, optimizer, match):
-    """Found before any rank is asked."""
-    model = model()
-    with pytest.raises(ValueError, match=match):
-        par.parallelize(model, optimizer(model), par.Plan.parse(plan))
-
-
-def late_plan_errors(rank, world_size):
-    with pytest.raises(ValueError, match="'pos' lies in 'the model'"):
-        model = Positions(layers=4)
-        par.parallelize(model, adamw(model), par.Plan(pp=2, schedule="zbv"))
-    with pytest.raises(ValueError, match="plan is for 4 ranks.*there are 2"):
-        par.parallelize(gpt(), None, par.Plan(dp=4))
-    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(4)])
-    for layer in model[1:]:
-        layer.weight = model[0].weight
-    with pytest.raises(ValueError, match=r"'0.weight' is used by pipeline stages \[0, 1, 2, 3\]"):
-        par.parallelize(model, adamw(model), par.Plan(pp=2, schedule="interleaved"))
-    model = Positions()
-    opt = adamw(model)
-    par.parallelize(model, opt, par.Plan(pp=2, schedule="pipedream"))
-    with pytest.raises(ValueError, match='clip=1.0.*"pipedream"'):
-        par.step(model, opt, tokens(0), cross, clip=1.0)
-
-
-def test_plan_errors_on_all_ranks():
-    spawn(2, late_plan_errors)
 
 
 # Random numbers ------------------------------------------------------------
