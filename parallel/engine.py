@@ -149,7 +149,8 @@ class Engine:
 
     # -- a step ----------------------------------------------------------------------------------------------------------------------------
 
-    def prepare(self, batch, microbatches, count, sharded):
+    def prepare(self, batch, microbatches, count, sharded, separate=False):
+        """The Microbatches of this rank. separate: each is a batch of its own (PipeDream), whose loss is a mean over its own targets."""
         check_microbatches(microbatches)
         counter = count or count_targets
         if sharded:
@@ -158,7 +159,7 @@ class Engine:
             batch = self._place(batch)
             pieces = split_batch(batch, microbatches, *self.mesh.rows)
             totals = [int(counter(piece.targets)) for piece in split_batch(batch, microbatches, 1, 0)]
-        if self.plan.schedule != "pipedream":  # there each microbatch is a batch of its own
+        if not separate:
             totals = [sum(totals)] * microbatches
         for piece, total in zip(pieces, totals, strict=True):
             piece.total, piece.count_of = max(total, 1), counter
@@ -206,7 +207,7 @@ class Engine:
 
     def step(self, batch, loss_fn, microbatches, clip, count, sharded):
         self._check_clip(clip)
-        pieces = self.prepare(batch, microbatches, count, sharded)
+        pieces = self.prepare(batch, microbatches, count, sharded, separate=self.plan.schedule == "pipedream")
         for moe in self.moes:
             moe.aux_scale = 1.0 / microbatches
         for reducer in self.reducers.values():

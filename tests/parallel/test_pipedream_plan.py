@@ -74,6 +74,20 @@ def test_updates_are_the_ones_of_the_rule(text, microbatches):
             torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12 * value.abs().max().item())
 
 
+def evaluate(rank, world_size):
+    model = make()
+    model, _ = par.parallelize(model, None, par.Plan(pp=world_size, schedule="pipedream"))
+    batch = next(batches(1))
+    return [par.evaluate(model, batch, microbatches=m).item() for m in (1, 3)]
+
+
+def test_evaluate_is_a_mean_over_the_batch():
+    inputs, targets = next(batches(1))
+    expected = F.cross_entropy(make()(inputs).flatten(0, 1), targets.flatten()).item()
+    for found in spawn(2, evaluate):
+        assert found == pytest.approx([expected, expected], rel=1e-12)
+
+
 def test_it_is_not_the_synchronous_result():
     """With several microbatches under way the stale versions make a difference."""
     _, stale = by_hand(3, 4)
