@@ -204,7 +204,8 @@ class _Build:
         originals = {parameter: parameter.detach() for parameter in self.model.parameters()}
         if self.plan.precision == "bf16":
             self.engine.compute_dtype = torch.bfloat16
-            for parameter in originals:
+            for_shapes = self.engine.stages.pristine.values() if self.engine.stages is not None else ()
+            for parameter in [*originals, *(parameter for module in for_shapes for parameter in module.parameters())]:
                 if parameter.is_floating_point():
                     parameter.data = parameter.data.to(torch.bfloat16)
         return originals

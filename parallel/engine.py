@@ -108,7 +108,10 @@ class Engine:
         targets = self.split.cut_targets(microbatch.targets) if self.split is not None else microbatch.targets
         count = int(microbatch.count_of(targets))
         if count == 0:
-            first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+            leaves = (leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+            first = next(leaves, None)
+            if first is None:
+                raise ValueError(f"the model must return a floating tensor, or a tuple, list or dict with one; got {_describe(output)}")
             return first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0).sum()  # a zero with a graph, whatever is in it
         if self.compute_dtype is not None:
             output = tree_map(self._precise, output)

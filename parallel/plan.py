@@ -30,7 +30,8 @@ class Plan:
         grad_sync: "all_reduce", or "naive": one rank gathers and broadcasts (needs zero=0).
         compression: None, "fp16", "bf16", "int8", "powersgd", "topk", or a factory as made by `data.compression.make_compression` (zero=0).
         bucket_mb: size of a gradient bucket in MB (1e6 bytes).
-        precision: None keeps the model's dtypes; "bf16" computes in bfloat16 with fp32 master copies in the optimizer.
+        precision: None keeps the model's dtypes; "bf16" computes in bfloat16 with fp32 master copies in the optimizer. Parameters and
+        floating inputs are cast, buffers and targets are not; loss_fn is given the output in fp32.
         offload: None; "optimizer": optimizer state and master copies in host memory; "parameters": parameter shards too (needs zero=3).
     Model:
         megatron_sp: split norm and dropout regions along the sequence over tp.
@@ -115,6 +116,8 @@ class Plan:
             name, _, value = item.partition("=")
             if name not in kinds or name == "rules":
                 raise ValueError(f"plan {text!r}: there is no {name!r}; known: {', '.join(kind for kind in kinds if kind != 'rules')}")
+            if name in values:
+                raise ValueError(f"plan {text!r}: {name} is given twice")
             values[name] = _parse_value(text, name, value if _ else "true")
         return cls(**values)
 
@@ -149,13 +152,17 @@ def _one_of(name, value, allowed):
 
 def _parse_value(text, name, value):
     if name == "stages":
+        if not re.fullmatch(r"\d+(:\d+)*", value):
+            raise ValueError(f"plan {text!r}: stages={value!r} must be numbers of blocks joined by colons, as 3:2:2")
         return tuple(int(part) for part in value.split(":"))
     if re.fullmatch(r"-?\d+", value):
         return int(value)
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
-    if name == "bucket_mb":
+    if name == "bucket_mb" and re.fullmatch(r"\d*\.\d+(e-?\d+)?|\d+e-?\d+", value):
         return float(value)
-    if name in AXES or name == "zero":
+    if name == "bucket_mb":
+        raise ValueError(f"plan {text!r}: bucket_mb={value!r} is not a number")
+    if name in AXES or name in ("zero", "chunks"):
         raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
     return value

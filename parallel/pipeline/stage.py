@@ -167,8 +167,8 @@ class StageModel:
             return self._absent(index, forward, args, kwargs)
         if index != first if self.at is None else index <= self.at:
             raise ValueError(
-                f"block {index} of {self.trunk.name!r} runs {'first' if self.at is None else f'after block {self.at}'}: pipeline stages and "
-                "a split sequence need the blocks to run once each, in the order in which they are registered"
+                f"block {index} of {self.trunk.name!r} runs {'first' if self.at is None else f'after block {self.at}'}: pipeline stages "
+                "and a split sequence need the blocks to run once each, in the order in which they are registered"
             )
         self.at = index
         hidden = hidden_of(args, kwargs)

@@ -197,10 +197,11 @@ def test_dropout(world_size):
 
 def mixed(rank, world_size):
     out = []
-    for zero in range(4):
+    for text in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2", "tp=2,megatron_sp", "ulysses=2,zero=3"):
         torch.manual_seed(4)
         model = gpt()
-        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.2), par.Plan(dp=2, zero=zero, precision="bf16"))
+        plan = par.Plan.parse(f"{text},precision=bf16")
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.2), plan)
         losses = [par.step(model, opt, tokens(step), cross, microbatches=2, clip=0.5).item() for step in range(STEPS)]
         out.append((losses, full_state_dict(model)))
     return out

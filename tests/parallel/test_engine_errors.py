@@ -124,6 +124,23 @@ def test_plan_errors(plan, model, optimizer, match):
         par.parallelize(model, optimizer(model), par.Plan.parse(plan))
 
 
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        ("dp=2,dp=3", "dp is given twice"),
+        ("stages=3:x", "stages='3:x' must be numbers"),
+        ("bucket_mb=big", "bucket_mb='big' is not a number"),
+        ("chunks=2.5,schedule=interleaved", "chunks='2.5' is not a whole number"),
+        ("dp=two", "dp='two' is not a whole number"),
+        ("pd=2", "there is no 'pd'; known: dp, tp"),
+        ("zero", "zero=True"),
+    ],
+)
+def test_plan_texts(text, match):
+    with pytest.raises(ValueError, match=match):
+        par.Plan.parse(text)
+
+
 def late_plan_errors(rank, world_size):
     with pytest.raises(ValueError, match="'pos' lies in 'the model'"):
         model = Positions(layers=4)
