@@ -34,7 +34,7 @@ from pycomm.parallel.layout import Layout
 
 __all__ = ["Bucket", "ParamInfo", "ReduceOptions", "Reducer", "cut_into_buckets"]
 
-IN_FLIGHT = 2
+IN_FLIGHT = 1  # behind the one that is being filled: two buckets exist, as many as FSDP2 has
 
 
 @dataclasses.dataclass(eq=False)
