@@ -16,6 +16,7 @@ Memory: every variant on its own in newly forked processes (memory.py), after WA
 Losses of all steps of all variants are compared with those of one process.
 """
 
+import gc
 import statistics
 import time
 from typing import NamedTuple
@@ -124,6 +125,7 @@ def _memory_body(rank, spec, size):
         variant = make_variant(spec, size, group)
         for number, batch in enumerate(batches):
             if number == WARM_UP:
+                gc.collect()  # what was left by making the variant
                 live.reset()
                 memory.reset_resident_peak()
             variant.step(batch)

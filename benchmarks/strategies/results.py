@@ -74,6 +74,7 @@ def pairs(rows):
                         "torch": other.spec.name,
                         "backend": backend,
                         "times_faster": speed,
+                        "cpu_ratio": row.timed.cpu / other.timed.cpu,
                         "aim": FASTER_THAN_GLOO if backend == "gloo" else 1.0,
                         "peak_ratio": row.memory.peak / other.memory.peak if row.memory and other.memory else None,
                     }
@@ -127,12 +128,13 @@ def row_cells(results):
 
 
 def pair_cells(found):
-    titles = ["plan", "torch", "times faster", "aim", "peak / torch's peak"]
+    titles = ["plan", "torch", "times faster", "aim", "cpu / torch's cpu", "peak / torch's peak"]
     lines = []
     for pair in found:
         speed, peak = pair["times_faster"], pair["peak_ratio"]
         reached = "reached" if speed >= pair["aim"] else "missed"
-        lines.append([pair["plan"], pair["torch"], f"{speed:.2f}", f"{pair['aim']:g} {reached}", f"{peak:.2f}" if peak else "n/a"])
+        parts = [f"{value:.2f}" if value else "n/a" for value in (pair["cpu_ratio"], peak)]
+        lines.append([pair["plan"], pair["torch"], f"{speed:.2f}", f"{pair['aim']:g} {reached}", *parts])
     return titles, lines
 
 
