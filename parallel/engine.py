@@ -97,8 +97,8 @@ class Engine:
 
     def modes(self, key):
         stack = contextlib.ExitStack()
-        if self.split is not None:
-            stack.enter_context(self.split.mode())
+        for mode in self.split.modes() if self.split is not None else ():
+            stack.enter_context(mode)
         if self.store is not None and torch.is_grad_enabled():
             stack.enter_context(DeferWeights(self.store, key))
         return stack

@@ -14,9 +14,8 @@ Cost: one index_select per tensor and pass. What can go wrong: blocks that work 
 local length), and results that mix positions after the trunk; targets without a dimension of length T are refused for that reason.
 """
 
-import contextlib
-
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
 from pycomm.parallel import comm, differentiable
@@ -26,10 +25,29 @@ from pycomm.parallel.trunk import replace_hidden
 __all__ = ["SequenceSplit"]
 
 
+class LocalShapes(TorchFunctionMode):
+    """Helps models that noted the length of the input before the blocks and reshape to it after them (GPT-2 of transformers).
+
+    A view or reshape of (rows, local length, ...) to (rows or -1, whole length, ...) is made one to the local length.
+    """
+
+    def __init__(self, split):
+        super().__init__()
+        self.split = split
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs and args[0].dim() > 2:
+            shape = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
+            length, piece = self.split.length, self.split.piece
+            if len(shape) > 2 and length != piece and shape[1] == length and args[0].shape[1] == piece:
+                args = args[0], [shape[0], piece, *shape[2:]]
+        return func(*args, **(kwargs or {}))
+
+
 class SequenceSplit:
     """The cut of one plan. ring, ulysses, tp: Groups; megatron: whether tp cuts the sequence too.
 
-    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `mode()`: a context in which attention sees the
+    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `modes()`: a context in which attention sees the
     whole sequence.
     """
 
@@ -40,7 +58,7 @@ class SequenceSplit:
         self.degree = self.ring.size * self.ulysses.size
         self.attention = SequenceAttention(self.ring, self.ulysses, self.zigzag) if self.degree > 1 else None
         self.length = 0
-        self.sizes = None
+        self.sizes = [0] * self.tp.size
         self._cuts = {}
 
     def begin(self, length):
@@ -54,13 +72,19 @@ class SequenceSplit:
             self.attention.length = length
         self._cuts = {}
 
-    def mode(self):
-        return self.attention if self.attention else contextlib.nullcontext()
+    def modes(self):
+        """Contexts for a forward."""
+        return [LocalShapes(self)] + ([self.attention] if self.attention else [])
+
+    @property
+    def piece(self):
+        """Length of the hidden state inside the trunk on this rank."""
+        return self.sizes[self.tp.rank] if self.megatron else sum(self.sizes)
 
     def local_length(self, length):
-        """Length of the hidden state inside the trunk on this rank."""
+        """The same, of an input of `length` positions."""
         self.begin(length)
-        return self.sizes[self.tp.rank] if self.megatron else sum(self.sizes)
+        return self.piece
 
     def cut(self, tensor, dim=1):
         """This rank's positions (ring and ulysses) along `dim`."""

@@ -62,6 +62,8 @@ CASES = [
     ("gpt2", "dp=2,zero=3"),
     ("gpt2", "tp=2"),
     ("gpt2", "pp=2,schedule=zbv"),
+    ("gpt2", "tp=3,megatron_sp"),
+    ("gpt2", "ring=2,ulysses=2"),
     ("gpt2", "dp=2,tp=2,pp=2,zero=1,checkpoint"),
     ("llama", "tp=2,pp=2,schedule=zb-h1"),
     ("llama", "tp=4,megatron_sp,zero=1"),
