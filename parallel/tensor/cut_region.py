@@ -52,7 +52,8 @@ def cut_region(model, region, group, sequence, take):
     if region.rule == "multihead":
         return cut_multihead(model.get_submodule(region.owner), region, group, sequence, take)
     owner = model.get_submodule(region.owner)
-    entry, leave = Entry(group, sequence), Exit(group, sequence)
+    entry = Entry(group, sequence)
+    leave = Exit(group, sequence, entry)
     row = model.get_submodule(region.row)
     width = None
     if region.rule == "attention":
@@ -92,7 +93,8 @@ def cut_multihead(module, region, group, sequence, take):
         raise ValueError(
             f"{region.owner}: splitting the sequence needs (batch, T, h); make it with batch_first=True, or without megatron_sp"
         )
-    counts, entry, leave = region.counts, Entry(group, sequence), Exit(group, sequence)
+    counts, entry = region.counts, Entry(group, sequence)
+    leave = Exit(group, sequence, entry)
     heads = split_heads(counts.q_heads, counts.kv_heads, group.size, region.owner)
     mine = heads[group.rank]
     (qkv,), (q, *_) = head_shards(counts, mine, True)[0], head_shards(counts, mine, False)[0]

@@ -106,12 +106,14 @@ class Entry:
 
 
 class Exit:
-    """Sums the parts of the ranks."""
+    """Sums the parts of the ranks. entry: the region's; it would keep its input, and what autograd saved for it, to the next call."""
 
-    def __init__(self, group, sequence=None):
-        self.group, self.sequence = group, sequence
+    def __init__(self, group, sequence=None, entry=None):
+        self.group, self.sequence, self.entry = group, sequence, entry
 
     def __call__(self, x):
+        if self.entry is not None:
+            self.entry.clear()
         if self.sequence is None:
             return differentiable.reduce_from(x, self.group)
         if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
