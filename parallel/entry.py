@@ -110,6 +110,10 @@ class SequenceSplit:
         args, kwargs = tree_map(lambda value: piece if value is hidden else self._cut_other(value), (tuple(args), dict(kwargs)))
         return args, kwargs, piece
 
+    def leave(self, out):
+        """megatron_sp, where the model ends with its blocks: the result with the positions of all ranks of tp."""
+        return tree_map(lambda x: differentiable.gather_from(x, 1, self.sizes, self.tp) if isinstance(x, torch.Tensor) else x, out)
+
     def _cut_other(self, value):
         if not isinstance(value, torch.Tensor) or self.length not in value.shape:
             return value

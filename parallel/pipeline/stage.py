@@ -198,6 +198,8 @@ class StageModel:
             self.phase = "after"
             if self.stage < self.last:
                 raise _Left(hidden_of(out if isinstance(out, torch.Tensor) else tuple(out)))
+            if self.split is not None and self.split.megatron and not any(side == "after" for _, _, side in self.owners):
+                out = self.split.leave(out)  # no head comes that would do it
         if not self.checked:
             self.previous = hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
         return out

@@ -99,7 +99,7 @@ class OrderCheck:
         for block in trunk.children():
             self.watch(block, self.block)
         for fqn, module in model.named_modules():
-            outside = fqn != blocks and not fqn.startswith(blocks + ".") and not blocks.startswith(fqn + ".") and fqn
+            outside = not regions.within(fqn, blocks) and not blocks.startswith(fqn + ".") and fqn
             if outside and next(module.parameters(recurse=False), None) is not None:
                 self.watch(module, self.late(fqn) if fqn in after else self.before(fqn))
 
@@ -142,7 +142,7 @@ class OrderCheck:
 def after_trunk(model, blocks):
     """Names of the modules that are registered after the trunk; embeddings always come before it."""
     names = [fqn for fqn, _ in model.named_modules()]
-    last = max(index for index, fqn in enumerate(names) if fqn == blocks or fqn.startswith(blocks + "."))
+    last = max(index for index, fqn in enumerate(names) if regions.within(fqn, blocks))
     return {fqn for fqn in names[last + 1 :] if not isinstance(model.get_submodule(fqn), nn.Embedding)}
 
 
@@ -154,7 +154,7 @@ class Applier:
         self.after = after_trunk(model, blocks) if sequence is not None else set()
 
     def in_sequence(self, fqn):
-        return self.sequence is not None and (fqn in self.after or fqn == self.blocks or fqn.startswith(self.blocks + "."))
+        return self.sequence is not None and (fqn in self.after or regions.within(fqn, self.blocks))
 
     def sequence_of(self, fqn):
         return self.sequence if self.in_sequence(fqn) else None

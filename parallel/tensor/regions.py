@@ -62,6 +62,11 @@ ELEMENTWISE = (
 OF_QK = re.compile(r"(^|_|\.)(q|k|qk|query|key)(_|\.|$)|qnorm|knorm|qknorm")
 
 
+def within(fqn, blocks):
+    """Whether a module is the trunk or lies in it; the trunk of an nn.Sequential is the model itself, with the empty name."""
+    return not blocks or fqn == blocks or fqn.startswith(blocks + ".")
+
+
 class Found(NamedTuple):
     """One line of what was found: the module, its rule, and what that means."""
 
@@ -150,7 +155,7 @@ class Finder:
 
     def in_trunk(self, fqn):
         if self.blocks is not None:
-            return fqn.startswith(self.blocks + ".")
+            return fqn != self.blocks and within(fqn, self.blocks)
         parts = fqn.split(".")
         return any(isinstance(self.modules.get(".".join(parts[:n])), nn.ModuleList) for n in range(1, len(parts)))
 

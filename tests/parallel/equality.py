@@ -7,8 +7,8 @@ ignored at random (so that they differ in tokens), clipping that acts, tied weig
 torch in one process. fp32 runs use SGD with momentum; fp64 runs AdamW, which divides by the size of each gradient and so shows errors
 in small ones.
 
-An error is the L2 norm of the difference of a tensor over the L2 norm of that tensor in the reference; the largest over all tensors, ranks and
-steps is shown. (The reference in fp32 is itself as far from exact results as the plans are from it.)
+An error is the L2 norm of the difference of a tensor over the L2 norm of that tensor in the reference; the largest over all tensors,
+ranks and steps is shown. (The reference in fp32 is itself as far from exact results as the plans are from it.)
 """
 
 import sys
@@ -53,6 +53,8 @@ ALONE = [
     ("gpt", "ring=2,zigzag=false"),
     ("moe", "ep=2"),
     ("moe", "ep=4"),
+    ("sequential", "pp=4,schedule=zb-h1"),
+    ("sequential", "tp=2,megatron_sp"),
 ]
 HYBRIDS = [
     ("llama", "ring=2,ulysses=2"),
@@ -91,6 +93,7 @@ HYBRIDS = [
     ("moe", "ep=2,ulysses=2,zero=3"),
     ("moe", "dp=2,ep=2,pp=2,zero=3,schedule=zb-h1"),
     ("moe", "ep=2,tp=2,pp=2,zero=2"),
+    ("sequential", "dp=2,tp=2,pp=2,zero=3,megatron_sp"),
 ]
 
 
@@ -107,6 +110,9 @@ def make_model(kind, dtype):
         model = models.GPT()
     elif kind == "llama":
         model = models.Llama()
+    elif kind == "sequential":
+        blocks = [models.Block(24, 3, 40) for _ in range(3)]
+        model = nn.Sequential(nn.Embedding(37, 24), *blocks, nn.LayerNorm(24), nn.Linear(24, 37))
     else:
         model = models.Llama(
             mlp=lambda: par.MoE(24, lambda: nn.Sequential(nn.Linear(24, 20), nn.SiLU(), nn.Linear(20, 24)), 5, top_k=2, aux_loss=0.05)
@@ -188,6 +194,22 @@ def compare(kind, text, dtype):
     return Errors(*worst)
 
 
+TABLE_HEAD = """# Equality with a single process
+
+Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12 (fp64).
+
+{about}
+
+- gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37
+- llama: rotary positions, 6 query and 2 key-value heads, SwiGLU, RMSNorm, 3 blocks, vocabulary 29
+- moe: llama with 5 experts, 2 per token, and load-balance loss
+- sequential: an nn.Sequential of embedding, 3 blocks, norm and Linear
+
+| | model | plan | ranks | fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |
+|---|---|---|---|---|---|---|---|---|---|---|---|
+"""
+
+
 def main():
     rows = []
     for title, cases in (("alone", ALONE), ("hybrid", HYBRIDS)):
@@ -197,25 +219,8 @@ def main():
             values = " | ".join(f"{value:.1e}" for dtype in LIMITS for value in errors[dtype])
             rows.append(f"| {title} | {kind} | `{text}` | {par.Plan.parse(text).world_size} | {values} |")
             print(rows[-1], "" if ok else "  <-- above the limit", flush=True)
-    head = (__doc__ or "").split("\n\n", 2)[2].strip()
-    lines = [
-        "# Equality with a single process",
-        "",
-        "Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12 (fp64).",
-        "",
-    ]
-    lines += [
-        head,
-        "",
-        "gpt: learned positions, fused qkv, 3 heads, 4 blocks, head tied to the embedding, vocabulary 37. llama: rotary positions,",
-        "6 query and 2 key-value heads,",
-    ]
-    lines += ["SwiGLU, RMSNorm, 3 blocks, vocabulary 29. moe: llama with 5 experts, 2 per token, and load-balance loss.", ""]
-    lines += [
-        "| | model | plan | ranks | fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |",
-        "|---" * 12 + "|",
-    ]
-    (ROOT / "docs" / "equality.md").write_text("\n".join([*lines, *rows, ""]))
+    head = TABLE_HEAD.format(about=(__doc__ or "").split("\n\n", 2)[2].strip())
+    (ROOT / "docs" / "equality.md").write_text(head + "\n".join([*rows, ""]))
 
 
 if __name__ == "__main__":
