@@ -37,6 +37,8 @@ from pycomm.parallel.zero.units import Unit, Units
 
 __all__ = ["engine_of", "parallelize"]
 
+ZERO_2_BUCKETS = 8  # at least so many under zero=2
+
 
 def parallelize(model, opt=None, plan=None):
     """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
@@ -259,7 +261,7 @@ class _Build:
         if self.trunk and plan.checkpoint:
             for block in self.trunk.blocks:
                 block.forward = functools.partial(self._checkpointed, block.forward)
-        if plan.pp > 1:
+        if plan.pp > 1 and make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).split:
             reducer_of = {info.param: stage for info, stage in self.info_stage.items()}
             engine.store = WeightStore(
                 accumulate=lambda param, grad: engine.reducers[reducer_of[param]].accumulate(param, grad),
@@ -284,12 +286,14 @@ class _Build:
             infos = [info for info, place in self.info_stage.items() if place == stage][::-1]
             trained = [info for info in infos if info.param.requires_grad]
             limit = plan.bucket_mb * 1e6
+            if plan.zero == 2:  # a bucket under way is memory that the shards save
+                limit = min(limit, sum(info.numel * info.param.element_size() for info in trained) / ZERO_2_BUCKETS)
             if plan.zero == 3:
                 lists = [part for unit in self._units_of(trained) for part in cut_into_buckets(unit, float("inf"))]
             else:
                 lists = cut_into_buckets(trained, limit)
             buckets = [Bucket(part, options) for part in lists]
-            engine.reducers[stage] = Reducer(buckets, eager=plan.pp == 1)
+            engine.reducers[stage] = Reducer(buckets, eager=engine.store is None)
             frozen = []
             if plan.zero == 3:
                 still = [info for info in infos if not info.param.requires_grad]

@@ -136,7 +136,7 @@ class Bucket:
     def adopt(self, param):
         """zero 0 and 1: a gradient that someone has set anew goes back into the buffer."""
         view = self.views[self.index[param]]
-        if param.grad.data_ptr() != view.data_ptr():
+        if param.grad is not view and param.grad.data_ptr() != view.data_ptr():
             view.copy_(param.grad)
             param.grad = view
 
