@@ -19,7 +19,8 @@ def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None,
         loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions. parallel.cross_entropy takes the
             output, or its `.logits`, and keeps the logits of a tensor parallel head in shards; any other function gets them whole.
         microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline works on several at a time.
-        clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no clipping.
+        clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no clipping,
+            and no norm is computed.
         count: targets -> number of values that the mean runs over, where that is not the targets other than -100 (whole numbers) or all
             elements (real numbers).
 
@@ -42,9 +43,9 @@ def evaluate(model, batch, loss_fn=cross_entropy, *, microbatches=1, count=None,
 
 
 def grad_norm(model):
-    """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without dimensions; None before the first.
+    """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without dimensions.
 
-    With schedule "pipedream", whose stages take their steps one by one, there is none.
+    None where that step had clip=None, which computes no norm; clip=float("inf") only measures.
     """
     return engine_of(model).norm
 

@@ -278,6 +278,7 @@ class _Build:
         plan, engine = self.plan, self.engine
         options = ReduceOptions(
             zero=plan.zero,
+            loose=True,
             whole=engine.opt is not None and not is_elementwise(engine.opt),
             naive=plan.grad_sync == "naive",
             compress=make_compression(plan.compression) if plan.compression else None,

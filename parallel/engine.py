@@ -58,7 +58,7 @@ class Engine:
         self.store = None  # WeightStore where backward is split
         self.device = None
         self.compute_dtype = None
-        self.norm = None  # of the last step
+        self.norm = None  # of the last step that clipped
         self.streams = None  # RandomStreams
 
     # -- one pass --------------------------------------------------------------------------------------------------------------------------
@@ -258,15 +258,15 @@ class Engine:
         """
         self.finish_gradients(self.reducers)
         marks = torch.tensor([mark or 0.0, float(mark or 0) ** 2], dtype=torch.float64, device=self.device)
-        numbers = torch.cat([torch.stack([self.norm_squared(self.reducers), self.own_loss(losses)]), marks, self._used()])
+        squares = torch.zeros_like(marks[0]) if clip is None else self.norm_squared(self.reducers)
+        numbers = torch.cat([torch.stack([squares, self.own_loss(losses)]), marks, self._used()])
         comm.all_reduce(numbers, self.mesh.world)
         if mark is not None and self.mesh.world.size * float(numbers[3]) != float(numbers[2]) ** 2:
             raise ValueError(
                 f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, "
-                "or say sharded=True when each "
-                "data rank has its own; no parameter was changed"
+                "or say sharded=True when each data rank has its own; no parameter was changed"
             )
-        self.norm = numbers[0].sqrt()
+        self.norm = None if clip is None else numbers[0].sqrt()
         if self.opt is not None:
             unused = {name for name, users in zip(self.names, numbers[4:].tolist(), strict=True) if not users}
             step_optimizer(self.opt, self.shards, self.clip_factor(clip), unused)
@@ -293,7 +293,10 @@ class Engine:
     def clip_factor(self, clip):
         if clip is None:
             return None
-        return (clip / (self.norm + 1e-6)).clamp(max=1.0)
+        factor = (clip / (self.norm + 1e-6)).clamp(max=1.0)
+        if factor.device.type == "cpu" and factor.item() == 1.0:
+            return None  # saves a pass over all gradients; where it would cost waiting for the device, they are multiplied by 1
+        return factor
 
     def own_loss(self, losses):
         """Sum of this rank's losses, zero where another rank has the same."""

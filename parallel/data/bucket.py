@@ -68,9 +68,13 @@ class ParamInfo:
 
 @dataclasses.dataclass(frozen=True)
 class ReduceOptions:
-    """zero: stage. whole: no parameter is cut between ranks. naive, compress: other ways to sum (zero 0)."""
+    """zero: stage. whole: no parameter is cut between ranks. naive, compress: other ways to sum (zero 0).
+
+    loose: where there is nothing to sum, gradients stay as autograd makes them, without a buffer.
+    """
 
     zero: int = 0
+    loose: bool = False
     whole: bool = False
     naive: bool = False
     compress: Callable | None = None
@@ -102,7 +106,9 @@ class Bucket:
         self.index = {info.param: i for i, info in enumerate(infos)}
         self.flat = self.views = self.shard = self.work = None
         self.in_flight = []
-        if options.zero < 2:
+        needs_buffer = self.group.size > 1 or self.compressor or any(info.tied or info.overlap for info in infos)
+        self.loose = options.loose and options.zero == 0 and not needs_buffer
+        if options.zero < 2 and not self.loose:
             self.flat = comm.empty(self.spec.numel, self.dtype, self.group, self.device)
             self.views = self.spec.views(self.flat)
 
@@ -117,7 +123,7 @@ class Bucket:
 
     def zero_grad(self):
         self.wait()  # nothing is on the way but after a step that raised
-        if self.options.zero < 2:
+        if self.options.zero < 2 and not self.loose:
             self.flat.zero_()
             for info, view in zip(self.infos, self.views, strict=True):
                 info.param.grad = view
@@ -142,6 +148,8 @@ class Bucket:
 
     def launch(self):
         """Starts the sum over the group."""
+        if self.loose:
+            return
         if self.flat is None:
             self.flat = torch.zeros(self.spec.numel, dtype=self.dtype, device=self.device)
             self.views = self.spec.views(self.flat)
@@ -179,7 +187,10 @@ class Bucket:
         self.in_flight.clear()
 
     def gradient(self):
-        """The summed gradients this rank is to work on: the whole buffer (zero 0) or its chunk, flat."""
+        """The summed gradients this rank is to work on: the whole buffer (zero 0) or its chunk, flat. A copy, of a loose bucket."""
+        if self.loose:
+            grads = [torch.zeros_like(info.param) if info.param.grad is None else info.param.grad for info in self.infos]
+            return torch.cat([grad.reshape(-1) for grad in grads])
         if self.options.zero == 0:
             return self.flat
         if self.options.zero == 1:
@@ -197,7 +208,9 @@ class Bucket:
         values = []
         for piece in self.spec.pieces(self.group.rank if self.options.zero else None):
             info = self.infos[piece.index]
-            if self.options.zero == 0:
+            if self.loose:
+                part, mine = info.param.grad, info.param.grad is not None
+            elif self.options.zero == 0:
                 part = self.flat[piece.offset : piece.offset + info.numel]
                 mine = info.number % self.group.size == self.group.rank
             else:
@@ -205,7 +218,7 @@ class Bucket:
                 part, mine = self.gradient()[start : start + piece.stop - piece.start], True
             if mine and self.counts(info) and part.numel():
                 mask = self.mask(info)
-                values.append(part if mask is None else part * mask.view(-1)[piece.start : piece.stop])
+                values.append(part if mask is None else part.reshape(-1) * mask.view(-1)[piece.start : piece.stop])
         if not values:
             return torch.zeros((), dtype=torch.float64, device=self.device)
         kind = torch.float32 if self.dtype in (torch.bfloat16, torch.float16) else self.dtype
@@ -273,7 +286,7 @@ class Reducer:
             if param.grad is not None:
                 bucket.receive(param, param.grad)
                 param.grad = None
-        elif param.grad is not None:
+        elif param.grad is not None and not bucket.loose:
             bucket.adopt(param)
         if not self.eager or not self.missing:
             return

@@ -86,6 +86,11 @@ class Shards:
 
     def attach_gradients(self, scale=None, unused=()):
         """Sets .grad of the parts from the bucket's summed gradient, times `scale` (0-dim); None for parameters named in `unused`."""
+        if self.master is None and self.bucket.loose:
+            grads = [info.param.grad for info in self.bucket.infos if info.param.grad is not None]
+            if scale is not None and grads:
+                torch._foreach_mul_(grads, scale.to(grads[0].device, grads[0].dtype))
+            return
         flat = self.bucket.gradient()
         base = self.bucket.group.rank * self.bucket.spec.chunk if self.bucket.options.zero else 0
         if self.master is not None and self.master.dtype != flat.dtype or self.master is not None and self.master.device != flat.device:
