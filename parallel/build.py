@@ -37,7 +37,7 @@ from pycomm.parallel.zero.units import Unit, Units
 
 __all__ = ["engine_of", "parallelize"]
 
-ZERO_2_BUCKETS = 8  # at least so many under zero=2
+ZERO_2_BUCKETS = 8
 
 
 def parallelize(model, opt=None, plan=None):
@@ -287,12 +287,11 @@ class _Build:
             infos = [info for info, place in self.info_stage.items() if place == stage][::-1]
             trained = [info for info in infos if info.param.requires_grad]
             limit = plan.bucket_mb * 1e6
-            if plan.zero == 2:  # a bucket under way is memory that the shards save
-                limit = min(limit, sum(info.numel * info.param.element_size() for info in trained) / ZERO_2_BUCKETS)
             if plan.zero == 3:
                 lists = [part for unit in self._units_of(trained) for part in cut_into_buckets(unit, float("inf"))]
             else:
-                lists = cut_into_buckets(trained, limit)
+                # Under zero=2 a bucket under way is memory that the shards save.
+                lists = cut_into_buckets(trained, limit, least=ZERO_2_BUCKETS if plan.zero == 2 else 1)
             buckets = [Bucket(part, options) for part in lists]
             engine.reducers[stage] = Reducer(buckets, eager=engine.store is None)
             frozen = []

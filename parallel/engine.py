@@ -6,7 +6,7 @@
           forward of a stage: blocks with tensor parallel layers, attention over the whole sequence, gathered parameters
           backward: gradients of complete buckets are summed over the data ranks meanwhile        data/bucket.py
       tied weights on two stages: exchange of their sums
-      one all_reduce of (gradient norm squared, loss) over all ranks
+      one all_reduce of a few numbers over all ranks: gradient norm, loss, marks of the batch, which parameters were used
       optimizer on what this rank owns, scaled by the clip factor         zero/shards.py
       new values to where they are computed with
 

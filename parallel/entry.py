@@ -3,8 +3,8 @@
 Everything before the trunk (embeddings, positions, rotary tables) runs on the whole sequence on every rank, so a model needs no knowledge
 of being cut. At block 0 the hidden state (batch, T, h) is cut along dim 1:
 
-    over ring and ulysses    index_select of this rank's positions; gradients of what came before are parts, and summed with those of the
-    data ranks over tp (megatron_sp)    scatter_to: the same hidden state came in on every rank of tp, and so does the gradient
+    over ring and ulysses    index_select of this rank's positions; gradients of what came before are parts, summed with the data ranks'
+    over tp (megatron_sp)    scatter_to: the same hidden state came in on every rank of tp, and so does the gradient
 
 and every other tensor that a block is given and that has T positions (rotary tables, position ids) is cut over ring and ulysses alike;
 over tp it stays whole, as attention sees the gathered sequence there. What follows the trunk works on the piece; targets are cut like the

@@ -6,13 +6,14 @@
     bucket 2                                                         ready | sum ... | waited for before the optimizer
 
 A Reducer has the buckets of one pipeline stage, in the order in which backward is expected to complete them: the reverse of registration.
-A bucket starts when all its gradients are there and all buckets before it have started, so that ranks start them in one order whatever
-they computed; what never got a gradient is zero and starts at the end (Li et al. 2020).
+A bucket starts when all its gradients are there and all buckets of its group before it have started, so that ranks start them in one
+order whatever they computed; what never got a gradient is zero and starts at the end (Li et al. 2020). Buckets of other groups do not
+count: ranks that sum dense parameters may hold different numbers of experts, and would wait for each other.
 
-    zero       gradients lie in                       when                   what                 bytes sent per rank (P = bytes of
-    gradients) 0          one buffer, param.grad are its views   last microbatch        all_reduce           2(n-1)/n P
-    1          the same                               last microbatch        reduce_scatter       (n-1)/n P (and the same to gather
-    parameters) 2, 3       a buffer for the time of one backward  every microbatch       reduce_scatter       (n-1)/n P per microbatch
+    zero   gradients lie in                       when               what             bytes sent per rank (P = bytes of gradients)
+    0      one buffer, param.grad are its views   last microbatch    all_reduce       2(n-1)/n P
+    1      the same                               last microbatch    reduce_scatter   (n-1)/n P (and as much to gather parameters)
+    2, 3   a buffer for the time of one backward  every microbatch   reduce_scatter   (n-1)/n P per microbatch
 
 With zero 2 and 3 a gradient is moved into the buffer as soon as it is there, and the buffer dies with its reduce_scatter: at no time do all
 gradients exist, and at most IN_FLIGHT buckets are on the way.
@@ -80,13 +81,20 @@ class ReduceOptions:
     compress: Callable | None = None
 
 
-def cut_into_buckets(infos, limit):
-    """Lists of infos that share a key, of at most `limit` bytes each (one parameter may be larger), in the order of `infos`."""
+def cut_into_buckets(infos, limit, least=1):
+    """Lists of infos that share a key, of at most `limit` bytes each (one parameter may be larger), in the order of `infos`.
+
+    least: of what one group sums, there are to be at least about so many. (Counted by group, since only that is the same on all its ranks:
+    ranks of ep may hold different numbers of experts.)
+    """
+    totals = {}
+    for info in infos:
+        totals[info.group.name] = totals.get(info.group.name, 0) + info.numel * info.param.element_size()
     done, open_ones = [], {}
     for info in infos:
         key, nbytes = info.key(), info.numel * info.param.element_size()
         current = open_ones.get(key)
-        if current is None or current[1] + nbytes > limit:
+        if current is None or current[1] + nbytes > min(limit, totals[info.group.name] / least):
             current = open_ones[key] = [[], 0]
             done.append(current[0])
         current[0].append(info)
@@ -247,9 +255,12 @@ class Reducer:
 
     def __init__(self, buckets, eager=True):
         self.buckets, self.eager = buckets, eager
-        self.missing, self.next, self.sync = [], 0, False
+        self.missing, self.sync = [], False
+        self.queues, self.started = {}, {}  # group -> its buckets in order, and how many of them have started
+        for bucket in buckets:
+            self.queues.setdefault(bucket.group.name, []).append(bucket)
         self.used = set()  # parameters that got a gradient since zero_grad()
-        self.place = {info.param: number for number, bucket in enumerate(buckets) for info in bucket.infos}
+        self.place = {info.param: bucket for bucket in buckets for info in bucket.infos}
         self.hooks = [param.register_post_accumulate_grad_hook(self.ready) for param in self.place]
 
     def zero_grad(self):
@@ -258,12 +269,13 @@ class Reducer:
             bucket.zero_grad()
 
     def begin_microbatch(self, sync):
-        self.sync, self.next = sync, 0
-        self.missing = [len(bucket.infos) for bucket in self.buckets]
+        self.sync = sync
+        self.started = dict.fromkeys(self.queues, 0)
+        self.missing = {id(bucket): len(bucket.infos) for bucket in self.buckets}
 
     def accumulate(self, param, grad):
         """For gradients that autograd does not accumulate itself; followed by ready(param)."""
-        bucket = self.buckets[self.place[param]]
+        bucket = self.place[param]
         if bucket.options.zero >= 2:
             bucket.receive(param, grad)
         elif param.grad is None:
@@ -274,9 +286,9 @@ class Reducer:
     def ready(self, param):
         """The gradient of this microbatch is complete."""
         self.used.add(param)
-        number = self.place[param]
-        bucket = self.buckets[number]
-        if self.eager and self.missing and number < self.next:
+        bucket = self.place[param]
+        queue = self.queues[bucket.group.name]
+        if self.eager and self.missing and any(bucket is other for other in queue[: self.started[bucket.group.name]]):
             name = bucket.infos[bucket.index[param]].name
             raise ValueError(
                 f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got a gradient after its bucket had been summed: it is used in "
@@ -290,25 +302,27 @@ class Reducer:
             bucket.adopt(param)
         if not self.eager or not self.missing:
             return
-        self.missing[number] -= 1
-        while self.next < len(self.buckets) and self.missing[self.next] <= 0:
-            self._launch()
+        self.missing[id(bucket)] -= 1
+        while self.started[bucket.group.name] < len(queue) and self.missing[id(queue[self.started[bucket.group.name]])] <= 0:
+            self._start_next(bucket.group.name)
 
-    def _launch(self):
-        bucket = self.buckets[self.next]
-        self.next += 1
+    def _start_next(self, group):
+        queue = self.queues[group]
+        bucket = queue[self.started[group]]
+        self.started[group] += 1
         if self.sync or bucket.options.zero >= 2:
             bucket.launch()
-            on_the_way = [other for other in self.buckets[: self.next] if other.in_flight]
+            on_the_way = [other for other in queue[: self.started[group]] if other.in_flight]
             for other in on_the_way[:-IN_FLIGHT]:
                 other.wait()
 
     def finish_microbatch(self, sync):
         self.sync = sync
         if not self.eager:
-            self.next = 0
-        while self.next < len(self.buckets):
-            self._launch()
+            self.started = dict.fromkeys(self.queues, 0)
+        for group, queue in self.queues.items():
+            while self.started[group] < len(queue):
+                self._start_next(group)
         self.missing = []
 
     def wait(self):

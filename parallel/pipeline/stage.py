@@ -16,7 +16,7 @@ A stage hands on one tensor, so the model may do nothing to the hidden state bet
 a gradient. Both are checked in the first pass: the tensor that a block gets must be the one that the block before it returned. Blocks run
 once each in the order in which they are registered, which is checked in every pass.
 
-Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `use` says which is active.
+Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `run` says which is active.
 """
 
 import contextlib

@@ -4,8 +4,7 @@ A unit is one block of the trunk, or outside the trunk one module with parameter
 unit with two places. Life of a unit's values (n ranks, P bytes), three transfers of (n-1)/n P per microbatch:
 
     forward     all_gather | compute | free          the next unit's all_gather starts before the compute
-    backward    all_gather | compute | free          starts when the gradient of the unit's output arrives; the unit before it is fetched
-    ahead
+    backward    all_gather | compute | free          starts when the gradient of the unit's output arrives; the unit before is fetched ahead
                              reduce_scatter          as in data/bucket.py
 
 The order in which units are used is recorded in the first pass, and a later pass fetches ahead by that record; a wrong guess costs memory
