@@ -215,12 +215,17 @@ class Engine:
             moe.aux_scale = 1.0 / microbatches
         for reducer in self.reducers.values():
             reducer.zero_grad()
+        mark = None if sharded else mark_of(batch)
+        alone = clip is None and (self.mesh.data.size == 1 or self.plan.schedule == "pipedream")
         try:
+            marks = self._start_marks(mark) if alone else None
+            if self.plan.schedule == "pipedream":
+                self._check_marks(mark, *marks)  # before the first update
             with self.loss_from(loss_fn):
                 run = self._run_passes(pieces, loss_fn)
             if self.plan.schedule == "pipedream":
                 return self.reduce_loss(run.losses) / microbatches
-            return self.finish(run.losses, clip, None if sharded else mark_of(batch))
+            return self.finish_alone(run.losses, mark, *marks) if alone else self.finish(run.losses, clip, mark)
         except BaseException:
             self.clean_up()
             raise
@@ -251,26 +256,53 @@ class Engine:
         return run
 
     def finish(self, losses, clip, mark):
-        """mark: a number below 2^20 that is equal on all ranks if their batches are, or None.
+        """mark: of the batch, see batch.mark_of, or None.
 
-        One all_reduce brings the norm, the loss, the sums of mark and of its square (marks are equal where n * sum(mark^2) = sum(mark)^2)
-        and how many ranks used each parameter: like a single process, the optimizer passes over those that got no gradient at all.
+        One all_reduce brings the norm, the loss, the marks and how many ranks used each parameter: like a single process, the optimizer
+        passes over those that got no gradient at all.
         """
         self.finish_gradients(self.reducers)
-        marks = torch.tensor([mark or 0.0, float(mark or 0) ** 2], dtype=torch.float64, device=self.device)
+        marks = self._marks(mark)
         squares = torch.zeros_like(marks[0]) if clip is None else self.norm_squared(self.reducers)
         numbers = torch.cat([torch.stack([squares, self.own_loss(losses)]), marks, self._used()])
         comm.all_reduce(numbers, self.mesh.world)
-        if mark is not None and self.mesh.world.size * float(numbers[3]) != float(numbers[2]) ** 2:
-            raise ValueError(
-                f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, "
-                "or say sharded=True when each data rank has its own; no parameter was changed"
-            )
+        self._check_marks(mark, numbers[2:4])
         self.norm = None if clip is None else numbers[0].sqrt()
         if self.opt is not None:
             unused = {name for name, users in zip(self.names, numbers[4:].tolist(), strict=True) if not users}
             step_optimizer(self.opt, self.shards, self.clip_factor(clip), unused)
         return numbers[1].clone()
+
+    def finish_alone(self, losses, mark, marks, work):
+        """finish() where no other rank has gradients of this rank's parameters and there is no norm.
+
+        The optimizer waits for nobody, so that a pipeline's ranks take their steps while others still work.
+        """
+        self.finish_gradients(self.reducers)
+        self._check_marks(mark, marks, work)
+        self.norm = None
+        if self.opt is not None:
+            kept = {info.name for info in self.infos if info.tied}  # the other stage may have used it
+            unused = {name for name, used in zip(self.names, self._used().tolist(), strict=True) if not used} - kept
+            step_optimizer(self.opt, self.shards, None, unused)
+        return self.reduce_loss(losses)
+
+    def _marks(self, mark):
+        return torch.tensor([mark or 0.0, float(mark or 0) ** 2], dtype=torch.float64, device=self.device)
+
+    def _start_marks(self, mark):
+        marks = self._marks(mark)
+        return marks, comm.all_reduce(marks, self.mesh.world, async_op=True)
+
+    def _check_marks(self, mark, marks, work=None):
+        """marks: sums over the ranks of mark and of its square; marks are equal where n * sum(mark^2) = sum(mark)^2."""
+        if work is not None:
+            work.wait()
+        if mark is not None and self.mesh.world.size * float(marks[1]) != float(marks[0]) ** 2:
+            raise ValueError(
+                f"[rank {self.mesh.world.rank}] step: the ranks were given different batches. Give every rank the whole batch, "
+                "or say sharded=True when each data rank has its own; no parameter was changed"
+            )
 
     def _used(self):
         """1 for each parameter of the model that got a gradient on this rank, in the order of `names`."""
