@@ -132,6 +132,11 @@ def logger():
     return log
 
 
+def set_place(rank, world_size):
+    """Sets in this process what torchrun would, for libraries that read their place from there (DeepSpeed)."""
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+
+
 def for_child(**variables):
     """The environment for a process that we start: a copy of ours, in which these variables are set, or removed where None."""
     child = {**os.environ, **{name: str(value) for name, value in variables.items()}}

@@ -2,11 +2,15 @@
 
 import deepspeed
 import torch
+import torch.distributed as dist
 
+from pycomm import env
 from pycomm.benchmarks.strategies.model import loss_of, make_model, make_optimizer
 from pycomm.benchmarks.strategies.variants import Variant
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its own kernel for inference: compiled at first use, a minute
+
+BUCKET = 6_250_000  # elements: 25 MB, as the others have; by default its buffers are of 2 GB
 
 
 class DeepSpeed(Variant):
@@ -14,11 +18,13 @@ class DeepSpeed(Variant):
 
     def __init__(self, spec, size, group):
         super().__init__(spec, size, group)
+        env.set_place(dist.get_rank(), dist.get_world_size())
         deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
         rows = len(self.rows(torch.empty(size.rows)))
+        buckets = {name: BUCKET for name in ("reduce_bucket_size", "allgather_bucket_size", "stage3_prefetch_bucket_size")}
         config = {
             "train_micro_batch_size_per_gpu": rows,
-            "zero_optimization": {"stage": int(spec.strategy.removeprefix("zero=")), "stage3_param_persistence_threshold": 0},
+            "zero_optimization": {"stage": int(spec.strategy[-1]), "stage3_param_persistence_threshold": 0, **buckets},
             "zero_allow_untested_optimizer": True,
         }
         model = make_model(size)
