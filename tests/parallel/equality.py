@@ -2,7 +2,7 @@
 
     python tests/parallel/equality.py          runs all plans in fp32 and fp64 and writes docs/equality.md
 
-Each run is STEPS steps on batches of 13 rows in 3 microbatches (so that ranks and microbatches differ in rows), with a third of the targets
+Each run is 10 steps on batches of 13 rows in 3 microbatches (so that ranks and microbatches differ in rows), with a third of the targets
 ignored at random (so that they differ in tokens), clipping that acts, tied weights, and sizes that nothing divides. The reference is plain
 torch in one process. fp32 runs use SGD with momentum; fp64 runs AdamW, which divides by the size of each gradient and so shows errors
 in small ones.
