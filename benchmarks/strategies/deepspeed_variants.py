@@ -26,6 +26,7 @@ class DeepSpeed(Variant):
             "train_micro_batch_size_per_gpu": rows,
             "zero_optimization": {"stage": int(spec.strategy[-1]), "stage3_param_persistence_threshold": 0, **buckets},
             "zero_allow_untested_optimizer": True,
+            "gradient_clipping": 0.0,  # without this it clips at 1
         }
         model = make_model(size)
         self.engine = deepspeed.initialize(
