@@ -59,7 +59,7 @@ def parallelize(model, opt=None, plan=None):
     mesh = Mesh(plan, device.type)
     engine = Engine(plan, mesh, model, opt)
     engine.device = device
-    _broadcast_values(model, mesh.world)
+    comm.broadcast_values([*model.parameters(), *model.buffers()], mesh.world)
     engine.streams = RandomStreams(mesh, _seed(mesh, device), device)
     build = _Build(engine, trunk)
     build.cut_stages()
@@ -110,19 +110,6 @@ def _check(model, opt, plan):
     ):
         raise ValueError('Plan(schedule="pipedream"): stages update at different times, so weights tied between modules cannot stay equal')
     return trunk
-
-
-def _broadcast_values(model, world):
-    """One broadcast per dtype."""
-    tensors = {}
-    for tensor in dict.fromkeys([*model.parameters(), *model.buffers()]):
-        tensors.setdefault((tensor.dtype, tensor.device), []).append(tensor.detach())
-    for group in tensors.values():
-        flat = torch.cat([tensor.reshape(-1) for tensor in group])
-        comm.broadcast(flat, 0, world)
-        if world.rank:
-            for tensor, values in zip(group, flat.split([tensor.numel() for tensor in group]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
 
 
 def _seed(mesh, device):

@@ -28,6 +28,7 @@ __all__ = [
     "all_to_all",
     "as_group",
     "broadcast",
+    "broadcast_values",
     "count_traffic",
     "empty",
     "even_sizes",
@@ -176,6 +177,20 @@ def broadcast(tensor, src, group, async_op=False):
         return Done() if async_op else None
     record("broadcast", group, nbytes_of(tensor) if group.rank == src else 0)
     return dist.broadcast(tensor, group_src=src, group=group.pg, async_op=async_op)
+
+
+def broadcast_values(tensors, group):
+    """In place: parameters and buffers take the values of rank 0, by one broadcast per dtype."""
+    kinds = {}
+    for tensor in dict.fromkeys(tensors):
+        # .data: autograd takes no note, since a BatchNorm that has run before must still be able to run backward
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
+    for some in kinds.values():
+        flat = torch.cat([tensor.reshape(-1) for tensor in some])
+        broadcast(flat, 0, group)
+        if group.rank:
+            for tensor, values in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
+                tensor.copy_(values.view(tensor.shape))
 
 
 def gather(tensor, dst, group):

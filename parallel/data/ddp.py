@@ -53,8 +53,8 @@ class DistributedDataParallel(nn.Module):
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter that requires a gradient")
-        self._broadcast(module.parameters())
-        self._broadcast(module.buffers())
+        comm.broadcast_values(module.parameters(), self.group)
+        comm.broadcast_values(module.buffers(), self.group)
         infos = [ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)]
         options = ReduceOptions(compress=make_compression(compression) if compression else None)
         self.reducer = Reducer([Bucket(part, options) for part in cut_into_buckets(infos, bucket_mb * 1e6)])
@@ -62,17 +62,6 @@ class DistributedDataParallel(nn.Module):
         self.queued = False
         for _, parameter in trained:
             parameter.register_hook(self._begin)
-
-    def _broadcast(self, tensors):
-        kinds = {}
-        for tensor in tensors:
-            # .data: autograd takes no note, since a BatchNorm that has run before must still be able to run backward
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor.data)
-        for some in kinds.values():
-            flat = torch.cat([tensor.reshape(-1) for tensor in some])
-            comm.broadcast(flat, 0, self.group)
-            for tensor, values in zip(some, flat.split([tensor.numel() for tensor in some]), strict=True):
-                tensor.copy_(values.view(tensor.shape))
 
     @contextlib.contextmanager
     def no_sync(self):
@@ -88,7 +77,7 @@ class DistributedDataParallel(nn.Module):
             self.queued = False
             self.reducer.wait()
         if self.training and self.broadcast_buffers and self.group.size > 1:
-            self._broadcast(self.module.buffers())
+            comm.broadcast_values(self.module.buffers(), self.group)
         out = self.module(*args, **kwargs)
         if torch.is_grad_enabled():
             for tensor in tree_leaves(out):
