@@ -109,6 +109,7 @@ def main():
     take_turns([*variants.values(), compute], args.rounds, args.steps_per_turn)
     if dist.get_rank() == 0:
         report(variants, compute, args)
+    gpt_example.let_go_of_collectives()
     dist.destroy_process_group()
 
 
