@@ -164,6 +164,7 @@ PYBIND11_MODULE(_C, module) {
   py::class_<Communicator, CommPtr>(module, "Communicator")
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
+      .def_property_readonly("timeout", [](Communicator& c) { return c.transport().timeout(); })
       .def("all_reduce",
            [](const CommPtr& c, const at::Tensor& in, const at::Tensor& out, int op, double factor, bool async_op, int algorithm,
               double timeout) {
@@ -242,6 +243,11 @@ PYBIND11_MODULE(_C, module) {
              const at::ScalarType type = reinterpret_cast<THPDtype*>(dtype.ptr())->scalar_type;
              py::gil_scoped_release no_gil;
              return empty_registered(c, shape, type, device);
+           })
+      .def("peer_addresses",
+           [](Communicator& c, const at::Tensor& tensor) {
+             py::gil_scoped_release no_gil;
+             return peer_addresses(c, tensor);
            })
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)

@@ -230,6 +230,13 @@ const CudaGroup::Region* CudaGroup::find_region(const void* data, size_t nbytes,
   return nullptr;
 }
 
+std::byte* CudaGroup::at_peer(const void* data, size_t nbytes, int peer) {
+  const auto lock = enter_group({OpKind::alloc, 0});
+  size_t id = 0;
+  const Region* region = find_region(data, nbytes, &id);
+  return region ? region->memory->address(peer) + (static_cast<const std::byte*>(data) - region->base) : nullptr;
+}
+
 Registry CudaGroup::registry() {
   Registry registry;
   registry.handle = [this](const void* data, size_t nbytes) -> std::optional<uint64_t> {

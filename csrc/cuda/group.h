@@ -126,6 +126,8 @@ class CudaGroup final : public DeviceEngine {
   };
   Registered allocate(size_t nbytes);
   void release(const Registered& registered);  // waits for what was issued before
+  // What `peer` has at this place of registered memory; nullptr for other memory.
+  std::byte* at_peer(const void* data, size_t nbytes, int peer);
 
   void close() override;
   bool on_own_thread() const override { return watcher_.get_id() == std::this_thread::get_id(); }

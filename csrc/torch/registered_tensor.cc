@@ -34,4 +34,20 @@ at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std
   return at::from_blob(buffer.data, shape, std::move(release), options);
 }
 
+std::vector<uint64_t> peer_addresses(Communicator& comm, const at::Tensor& tensor) {
+  std::vector<uint64_t> addresses;
+  auto* group = tensor.is_cuda() ? static_cast<cuda::CudaGroup*>(comm.device_engine()) : nullptr;
+  const uint32_t region = tensor.is_cpu() ? comm.transport().find_region(tensor.data_ptr(), tensor.nbytes()) : 0;
+  for (int peer = 0; peer < comm.world_size(); ++peer) {
+    const std::byte* address = group    ? group->at_peer(tensor.data_ptr(), tensor.nbytes(), peer)
+                               : region ? comm.transport().at_peer(region, peer, tensor.data_ptr())
+                                        : nullptr;
+    if (!address)
+      throw std::invalid_argument(comm.transport().where({OpKind::alloc, 0}) +
+                                  "the tensor is not in registered memory of this group; make it with Communicator.empty");
+    addresses.push_back(reinterpret_cast<uint64_t>(address));
+  }
+  return addresses;
+}
+
 }  // namespace pycomm

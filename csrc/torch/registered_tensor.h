@@ -20,4 +20,8 @@ namespace pycomm {
 at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
                             c10::Device device);
 
+// Where this process finds every rank's part of a tensor from empty_registered (or of a view of one), for kernels of the caller that read
+// and write peers' memory. std::invalid_argument: the tensor is not in registered memory of this group.
+std::vector<uint64_t> peer_addresses(Communicator& comm, const at::Tensor& tensor);
+
 }  // namespace pycomm

@@ -397,6 +397,12 @@ uint32_t Transport::find_region(const void* address, size_t nbytes) const {
   return 0;
 }
 
+std::byte* Transport::at_peer(uint32_t region, int peer, const void* address) const {
+  std::lock_guard lock(regions_mutex_);
+  const Region& entry = regions_.at(region);
+  return entry.segment->data() + peer * entry.stride + (reinterpret_cast<uint64_t>(address) - entry.bases[rank_]);
+}
+
 void Transport::drop_region(uint32_t region) {
   if (forked()) return;  // the memory is the parent's
   std::lock_guard lock(regions_mutex_);

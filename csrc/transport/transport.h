@@ -146,6 +146,8 @@ class Transport {
   void set_region_base(uint32_t region, int peer, uint64_t base);
   std::shared_ptr<Segment> region_segment(uint32_t region) const;
   uint32_t find_region(const void* address, size_t nbytes) const;  // 0: none
+  // What `peer` has at the place of its part where this rank has `address` in its own; an address in this process.
+  std::byte* at_peer(uint32_t region, int peer, const void* address) const;
   void drop_region(uint32_t region);  // not collective
   static size_t region_bytes(size_t stride, int world_size) { return stride * world_size + region_count_bytes; }
 

@@ -1,0 +1,76 @@
+"""Shapes of tiles and numbers of programs: what may be chosen about a kernel without changing what it computes.
+
+All ranks must use the same Config in one call, since tiles travel. The shipped ones are for the architectures that tests/fused/ compiles
+ahead of time; the tuner (tuner.py) measures those of `candidates` on the machine and remembers the fastest.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Config", "candidates", "default"]
+
+
+class Config(NamedTuple):
+    """A choice for one kernel.
+
+    block_m, block_n, block_k: the tile of a program, and how much of K it takes at a time. Powers of two, 16 or more.
+    group_m: rows of tiles that are visited together (L2).
+    warps, stages: of a program; loads that are under way at once.
+    movers: programs that push, reduce or finish beside those that multiply (each of these roles); more than the GPU has multiprocessors:
+    they
+        start when those that multiply end.
+    tma: operands by the tensor memory accelerator where their strides allow it (sm_90 and later).
+    specialize: loads by a warp of their own (Triton's warp_specialize; matmul alone).
+    one_shot: matmul_all_reduce: every rank adds everything.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int = 8
+    warps: int = 8
+    stages: int = 3
+    movers: int = 16
+    tma: bool = False
+    specialize: bool = False
+    one_shot: bool = False
+
+
+# Shared memory a program may use, bytes (CUDA C++ programming guide, table of compute capabilities).
+SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
+
+WIDE, SQUARE, SMALL = (128, 256, 64), (128, 128, 64), (64, 64, 64)
+FP32 = Config(64, 64, 32, warps=4, stages=3)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
+
+
+def candidates(op, dtype, arch, panels=1):
+    """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90; panels: 2 for swiglu."""
+    if dtype == torch.float32:
+        return [FP32, FP32._replace(movers=32)]
+    tma = arch >= 90
+    if op == "matmul":
+        # Two panels keep two accumulators, so a tile of half the width.
+        shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [WIDE, SQUARE]
+        found = [Config(*shape, stages=3, tma=tma) for shape in shapes]
+        found += [Config(*shape, stages=4, tma=tma) for shape in shapes if shape != WIDE]
+        if arch >= 90:
+            found += [Config(*shapes[0], stages=3, tma=True, specialize=True)] if arch >= 100 else []
+        found.append(Config(*SMALL, warps=4, stages=4, tma=tma))
+        return found
+    shape = SQUARE if panels == 1 else (128, 64, 64) if op == "all_gather_matmul" else SQUARE
+    stages = 3
+    base = Config(*shape, stages=stages, tma=tma and op != "all_gather_matmul")
+    found = [base, base._replace(movers=8), base._replace(movers=32)]
+    if op == "matmul_reduce_scatter":
+        found.append(base._replace(movers=1024))
+    if op == "matmul_all_reduce":
+        found += [base._replace(one_shot=True), base._replace(one_shot=True, movers=1024)]
+    found.append(base._replace(block_m=64, block_n=64, warps=4, stages=4))
+    return found
+
+
+def default(op, dtype, arch, world_size=1, panels=1):
+    """The first choice where nothing was measured."""
+    config = candidates(op, dtype, arch, panels)[0]
+    return config._replace(one_shot=True) if op == "matmul_all_reduce" and world_size == 2 else config

@@ -1,0 +1,186 @@
+"""Launches the kernels: which arguments, how many programs, which way each operand is loaded.
+
+A rank has `context.programs` programs that run at the same time (its share of the GPU's multiprocessors). Of these Config.movers push,
+reduce or finish, the others multiply; with more movers than that, all multiply and the movers come after them, which is allowed because
+who waits has a higher id than who is waited for (kernels/signal.py, [Note: who may wait]).
+
+Every call returns what pycomm.fused.plain returns for it, so that the two can be exchanged.
+"""
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from pycomm.fused.context import fingerprint
+from pycomm.fused.kernels import tile
+from pycomm.fused.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
+from pycomm.fused.kernels.matmul import matmul as matmul_kernel
+from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce_kernel
+from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+
+__all__ = ["all_gather_matmul", "interpreted", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+POINTERS, DESCRIPTOR, TRANSPOSED = (mode.value for mode in (tile.POINTERS, tile.DESCRIPTOR, tile.TRANSPOSED))
+WIRES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
+COPY_UNITS = 1024  # of 16 bytes, by one program at a time
+INTERPRETED_PROGRAMS = 3
+
+
+class Roles(NamedTuple):
+    """Programs of a launch."""
+
+    multipliers: int
+    movers: int
+
+
+def interpreted():
+    """Whether the kernels run in Triton's interpreter in this process."""
+    return not isinstance(matmul_kernel, triton.JITFunction)
+
+
+def roles(config, programs):
+    movers = max(1, config.movers)
+    return Roles(programs - movers if movers < programs else programs, movers)
+
+
+@functools.cache
+def _processors(device):
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _operand(x, rows, columns, allowed):
+    """(how to load tiles of `rows` x `columns` of a matrix, the argument for it)."""
+    if allowed and x.numel():
+        unit = 16 // x.element_size()
+        if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % 16 == 0:
+            return DESCRIPTOR, TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
+        if x.stride(0) == 1 and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0:
+            return TRANSPOSED, TensorDescriptor(x.t(), list(x.t().shape), list(x.t().stride()), [columns, rows])
+    return POINTERS, x
+
+
+def _tile_arguments(problem, config, bias, save):
+    """What all kernels take by keyword."""
+    fp32 = problem.dtype == torch.float32
+    return {
+        "BLOCK_M": config.block_m,
+        "BLOCK_N": config.block_n,
+        "BLOCK_K": config.block_k,
+        "GROUP_M": config.group_m,
+        "PANELS": problem.panels,
+        "ACTIVATION": problem.activation or "none",
+        "HAS_BIAS": bias is not None,
+        "SAVE": save and problem.activation is not None,
+        "EVEN_K": problem.k % config.block_k == 0,
+        "UPCAST": interpreted(),
+        "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        **({} if interpreted() else {"num_warps": config.warps, "num_stages": config.stages}),
+    }
+
+
+def _outputs(problem, a, rows, save):
+    out = a.new_empty(rows, problem.n)
+    z = a.new_empty(rows, problem.columns) if save and problem.activation is not None else None
+    return out, z
+
+
+def matmul(problem, a, b, bias, config, *, save=False):
+    """(activation(a @ b + bias), preactivation or None) by the Triton kernel. a: (m, k), b: (k, panels * n), any strides."""
+    out, z = _outputs(problem, a, problem.m, save)
+    if not out.numel():
+        return out, z
+    a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
+    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+    # The accelerator stores whole tiles and cuts them at the edge of the tensor; with a preactivation to save there is no room for both.
+    out_mode, out_operand = _operand(out, config.block_m, config.block_n, config.tma and z is None and problem.n > 1)
+    tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
+    programs = INTERPRETED_PROGRAMS if interpreted() else _processors(a.device)
+    matmul_kernel[(min(tiles, programs),)](
+        a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
+        A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save),
+    )  # fmt: skip
+    return out, z
+
+
+def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=False):
+    """(result, preactivation or None, gathered a or None). a: this rank's rows (outer, piece, inner); results: all rows."""
+    unit = 16 // a.element_size()
+    most_rows = max(problem.piece_rows)
+    most_rows += -most_rows % unit  # so that every piece in the staging begins at a multiple of 16 bytes
+    row_tiles = triton.cdiv(most_rows, config.block_m)
+    half = problem.world_size * most_rows * problem.k * a.element_size()
+    block = context.enter(problem, config, problem.world_size * row_tiles, half)
+    out, z = _outputs(problem, a, problem.m, save)
+    kept = a.new_empty(problem.m, problem.k) if keep else None
+    counts = roles(config, context.programs)
+    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+    keepers = counts.movers if keep else 0
+    all_gather_matmul_kernel[(counts.movers + counts.multipliers + keepers,)](
+        _whole_units(a, unit), b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
+        fingerprint(problem, config), context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
+        block.staging_offset, block.half, *b.stride(),
+        WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers, UNIT=unit, COPY=COPY_UNITS,
+        B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+    )  # fmt: skip
+    context.leave()
+    return out, z, kept
+
+
+def _whole_units(a, unit):
+    """a as dense rows that begin at a multiple of 16 bytes and may be read up to the next one; itself where it is that already."""
+    a = a.contiguous()
+    if a.numel() % unit == 0 and a.data_ptr() % 16 == 0 and a.numel():
+        return a
+    padded = a.new_zeros(max(unit, a.numel() + -a.numel() % unit))
+    padded[: a.numel()] = a.view(-1)
+    return padded
+
+
+def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
+    """(this rank's rows of the result, of the preactivation or None). a: all rows (outer, full, inner)."""
+    most_rows = max(problem.piece_rows)
+    slots = triton.cdiv(most_rows, config.block_m) * triton.cdiv(problem.n, config.block_n) * problem.panels
+    slot_bytes = config.block_m * config.block_n * a.element_size()
+    block = context.enter(problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes)
+    out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
+    counts = roles(config, context.programs)
+    a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
+    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+    matmul_reduce_scatter_kernel[(counts.multipliers + counts.movers,)](
+        a_operand, b_operand, bias, out, z, block.table, block.local, context.record, context.spans_of(problem),
+        fingerprint(problem, config), context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
+        block.staging_offset, block.half, *a.stride(), *b.stride(),
+        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, WIRE=WIRES[problem.dtype],
+        A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+    )  # fmt: skip
+    context.leave()
+    return out, z
+
+
+def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
+    """(result, preactivation or None), whole and with the same bits on every rank."""
+    tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
+    slots = (tiles if config.one_shot else triton.cdiv(tiles, problem.world_size)) * problem.panels
+    flags = staged = problem.world_size * slots
+    if not config.one_shot:  # behind the partial tiles the results, and preactivations
+        flags += tiles
+        staged += tiles * (1 + (problem.panels if save and problem.activation is not None else 0))
+    block = context.enter(problem, config, flags, staged * config.block_m * config.block_n * a.element_size())
+    out, z = _outputs(problem, a, problem.m, save)
+    counts = roles(config, context.programs)
+    finishers = 0 if config.one_shot else counts.movers
+    a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
+    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+    matmul_all_reduce_kernel[(counts.multipliers + counts.movers + finishers,)](
+        a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
+        fingerprint(problem, config), context.limit, problem.rank, problem.m, problem.n, problem.k,
+        block.staging_offset, block.half, *a.stride(), *b.stride(),
+        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers, WIRE=WIRES[problem.dtype],
+        ONE_SHOT=config.one_shot, A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+    )  # fmt: skip
+    context.leave()
+    return out, z
