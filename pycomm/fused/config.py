@@ -54,13 +54,12 @@ def candidates(op, dtype, arch, panels=1):
         shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [WIDE, SQUARE]
         found = [Config(*shape, stages=3, tma=tma) for shape in shapes]
         found += [Config(*shape, stages=4, tma=tma) for shape in shapes if shape != WIDE]
-        if arch >= 90:
-            found += [Config(*shapes[0], stages=3, tma=True, specialize=True)] if arch >= 100 else []
+        if arch >= 100:
+            found.append(Config(*shapes[0], tma=True, specialize=True))
         found.append(Config(*SMALL, warps=4, stages=4, tma=tma))
         return found
-    shape = SQUARE if panels == 1 else (128, 64, 64) if op == "all_gather_matmul" else SQUARE
-    stages = 3
-    base = Config(*shape, stages=stages, tma=tma and op != "all_gather_matmul")
+    # Two panels: two accumulators in all_gather_matmul, two sums at a time in the reductions.
+    base = Config(*(SQUARE if panels == 1 else (128, 64, 64)), tma=tma)
     found = [base, base._replace(movers=8), base._replace(movers=32)]
     if op == "matmul_reduce_scatter":
         found.append(base._replace(movers=1024))

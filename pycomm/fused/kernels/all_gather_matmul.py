@@ -106,10 +106,10 @@ def all_gather_matmul(
                 )  # fmt: skip
                 out_rows = spread(rows, period, full, first)
                 store_tile(z, z_up, bias, out, z_out, out_rows, row_mask, columns, n, HAS_BIAS, PANELS, ACTIVATION, SAVE, UPCAST)
-    else:
+    elif KEEPERS > 0:
         keep(
-            a, kept, table, local, record, spans, limit, staging, pid - PUSHERS - MULTIPLIERS, rank, outer, full, k, most_rows, row_tiles,
-            epoch, WORLD, KEEPERS, BLOCK_M, BLOCK_K,
+            a, kept, table, local, record, spans, limit, staging, pid - PUSHERS - MULTIPLIERS, rank, outer, full, k, most_rows,
+            row_tiles, epoch, WORLD, KEEPERS, BLOCK_M, BLOCK_K,
         )  # fmt: skip
     if pid == tl.num_programs(0) - 1:
         meet(table, local, record, limit, rank, epoch, WORLD)
