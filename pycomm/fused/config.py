@@ -21,6 +21,7 @@ class Config(NamedTuple):
     they
         start when those that multiply end.
     tma: operands by the tensor memory accelerator where their strides allow it (sm_90 and later).
+    flatten: one loop over tiles and K, so that loads run on from tile to tile (matmul alone, with tma).
     specialize: loads by a warp of their own (Triton's warp_specialize; matmul alone).
     one_shot: matmul_all_reduce: every rank adds everything.
     """
@@ -33,6 +34,7 @@ class Config(NamedTuple):
     stages: int = 3
     movers: int = 16
     tma: bool = False
+    flatten: bool = False
     specialize: bool = False
     one_shot: bool = False
 
@@ -52,10 +54,12 @@ def candidates(op, dtype, arch, panels=1):
     if op == "matmul":
         # Two panels keep two accumulators, so a tile of half the width.
         shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [WIDE, SQUARE]
-        found = [Config(*shape, stages=3, tma=tma) for shape in shapes]
-        found += [Config(*shape, stages=4, tma=tma) for shape in shapes if shape != WIDE]
+        found = [Config(*shape, tma=tma, flatten=tma) for shape in shapes]
+        if tma:
+            found.append(Config(*shapes[0], tma=True))
+        found += [Config(*shape, stages=4, tma=tma, flatten=tma) for shape in shapes if shape != WIDE]
         if arch >= 100:
-            found.append(Config(*shapes[0], tma=True, specialize=True))
+            found.append(Config(*shapes[0], tma=True, flatten=True, specialize=True))
         found.append(Config(*SMALL, warps=4, stages=4, tma=tma))
         return found
     # Two panels: two accumulators in all_gather_matmul, two sums at a time in the reductions.

@@ -101,7 +101,8 @@ def matmul(problem, a, b, bias, config, *, save=False):
     programs = INTERPRETED_PROGRAMS if interpreted() else _processors(a.device)
     matmul_kernel[(min(tiles, programs),)](
         a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
-        A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save),
+        A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode,
+        FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save),
     )  # fmt: skip
     return out, z
 

@@ -1,9 +1,8 @@
 """out = activation(a @ b + bias) by few programs that go through all tiles.
 
-    tiles of out, GROUP_M = 2          0 2 4 | program p takes tiles p, p + programs, ...: the loop never ends between tiles, so the loads
-    of
-                                       1 3 5 | the next tile run under the product and the epilogue of this one
-                                       6 7 8 |
+    tiles of out, GROUP_M = 2          0 2 4     program p takes tiles p, p + programs, ...
+                                       1 3 5     with FLATTEN the loops over tiles and over K are one, so that the loads of the next tile
+                                       6 7 8     run under the end and the epilogue of this one
 
 Cost: 2 M N K flops, each operand read once per tile row or column, from L2 mostly. Bias and activation work on the fp32 accumulator; the
 preactivation is written only when a gradient needs it. Source of the persistent loop: the Triton documentation, "Persistent Matmul".
@@ -21,13 +20,11 @@ def matmul(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, PANELS: tl.constexpr,
     ACTIVATION: tl.constexpr, HAS_BIAS: tl.constexpr, SAVE: tl.constexpr,
     A_MODE: tl.constexpr, B_MODE: tl.constexpr, OUT_MODE: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr,
-    PRECISION: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
+    PRECISION: tl.constexpr, FLATTEN: tl.constexpr, WARP_SPECIALIZE: tl.constexpr,
 ):  # fmt: skip
     """a: (m, k), b: (k, PANELS * n), out: (m, n) dense or a descriptor of it, z_out: (m, PANELS * n)."""
     row_tiles, column_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    for index in tl.range(
-        tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=WARP_SPECIALIZE, warp_specialize=WARP_SPECIALIZE
-    ):
+    for index in tl.range(tl.program_id(0), row_tiles * column_tiles, tl.num_programs(0), flatten=FLATTEN, warp_specialize=WARP_SPECIALIZE):
         tile_m, tile_n = place(index, row_tiles, column_tiles, GROUP_M)
         rows = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
