@@ -46,14 +46,15 @@ WIDE, SQUARE, SMALL = (128, 256, 64), (128, 128, 64), (64, 64, 64)
 FP32 = Config(64, 64, 32, warps=4, stages=3)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
 
 
-def candidates(op, dtype, arch, panels=1):
-    """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90; panels: 2 for swiglu."""
+def candidates(op, dtype, arch, panels=1, activation=None):
+    """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90; panels: 2 for swiglu;
+    activation: as in Problem, because the polynomials of erf need registers that the widest tiles have not left."""
     if dtype == torch.float32:
         return [FP32, FP32._replace(movers=32)]
     tma = arch >= 90
     if op == "matmul":
         # Two panels keep two accumulators, so a tile of half the width.
-        shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [WIDE, SQUARE]
+        shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [SQUARE] if activation == "gelu" else [WIDE, SQUARE]
         found = [Config(*shape, tma=tma, flatten=tma) for shape in shapes]
         if tma:
             found.append(Config(*shapes[0], tma=True))
@@ -69,11 +70,13 @@ def candidates(op, dtype, arch, panels=1):
         found.append(base._replace(movers=1024))
     if op == "matmul_all_reduce":
         found += [base._replace(one_shot=True), base._replace(one_shot=True, movers=1024)]
+    if tma and panels == 1 and activation is None:
+        found.append(base._replace(block_n=256))
     found.append(base._replace(block_m=64, block_n=64, warps=4, stages=4))
     return found
 
 
-def default(op, dtype, arch, world_size=1, panels=1):
+def default(op, dtype, arch, world_size=1, panels=1, activation=None):
     """The first choice where nothing was measured."""
-    config = candidates(op, dtype, arch, panels)[0]
+    config = candidates(op, dtype, arch, panels, activation)[0]
     return config._replace(one_shot=True) if op == "matmul_all_reduce" and world_size == 2 else config
