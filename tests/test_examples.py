@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import math
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -87,6 +88,19 @@ def test_demo(tmp_path, monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "= 20.0x" in printed and "nats per byte" in printed
     assert is_png(tmp_path / "out" / "loss.png")
+
+
+@pytest.mark.parametrize("launcher, form", [([], "auto"), (TORCHRUN, "chunked")], ids=["alone", "torchrun"])
+def test_fused_matmul(launcher, form, tmp_path, monkeypatch):
+    """Every rank compares itself with one process, in the example. PYCOMM_FUSED must show in what explain says, on either device."""
+    monkeypatch.setenv("PYCOMM_FUSED", form)
+    printed = run_python(*launcher, EXAMPLES / "19_fused_matmul.py", cwd=tmp_path)
+    chosen = re.findall(r"^(all_gather_matmul|matmul_reduce_scatter) of .* ranks: (\w+)", printed, re.MULTILINE)
+    forms = ["plain", "plain", "fused", "fused", "plain", "plain"] if form == "auto" else ["chunked"] * 6
+    assert chosen == [(op, form) for op, form in zip(["all_gather_matmul", "matmul_reduce_scatter"] * 3, forms, strict=True)]
+    assert printed.count("30.1 GFLOP on this rank, below") == (2 if form == "auto" else 0)
+    assert printed.count("equal one process: outputs and gradients differ by") == 1
+    assert len((EXAMPLES / "19_fused_matmul.py").read_text().splitlines()) < 80
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.name)
