@@ -25,6 +25,7 @@ __all__ = [
     "__version__",
     "empty",
     "explain",
+    "fused",
     "premul_sum",
     "set_default_cpu_backend",
     "testing",
@@ -50,8 +51,8 @@ _HOME = {
 def __getattr__(name):
     if name in _HOME:
         value = getattr(importlib.import_module(f"pycomm.{_HOME[name]}"), name)
-    elif name == "testing":
-        value = importlib.import_module("pycomm.testing")
+    elif name in ("fused", "testing"):
+        value = importlib.import_module(f"pycomm.{name}")
     elif name == "_C":  # `from pycomm import _C` comes here first: it must not load an extension that belongs to another torch
         value = importlib.import_module("pycomm._extension").load()
     else:

@@ -2,9 +2,16 @@
 
 import os
 
+import torch
+
 from pycomm import _C, env
+from pycomm.fused.choice import choose
+from pycomm.fused.problem import ACTIVATIONS, OPS, Problem, even_sizes
 
 __all__ = ["explain"]
+
+_COLLECTIVES = [kind for kind in _C.kinds[1:-1] if kind not in ("send", "recv")]
+_DTYPES = ("float32", "float16", "bfloat16", "float64")
 
 # What a rank sends and receives per call; B = nbytes, n = world_size. docs/algorithms.md derives them.
 _STEPS = {
@@ -28,32 +35,54 @@ _STEPS_ON_DEVICE = {
 }
 
 
-def explain(op, nbytes, world_size, *, device="cpu", cores=None, mapped=False, kernel_reads=True, algorithm=None):
+def explain(
+    op, size, world_size, *, device="cpu", cores=None, mapped=False, kernel_reads=True, algorithm=None, dtype="float32", activation=None
+):
     """Says which algorithm would run `op`, and why.
 
     Args:
-        op: name of a collective, e.g. "all_reduce".
-        nbytes: a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all the bytes of one part.
+        op: name of a collective, e.g. "all_reduce", or of a function of pycomm.fused, e.g. "all_gather_matmul".
+        size: bytes of a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all of one part. pycomm.fused:
+            (M, N, K) of this rank's product, M the gathered rows, N the columns of the result; the rows are cut evenly.
         world_size: ranks of the group, all on one node.
         device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a GPU each).
         cores: that the ranks may run on; None: those of this process.
         mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from Communicator.empty).
         kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
         algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table.
+        dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias one of its activations. What
+            is said is what PYCOMMOPS or the table has; for "cuda" one GPU per rank is assumed, and what the tuner measured is left out.
 
     Returns a text of one line. Raises ValueError for an unknown op or algorithm.
     """
-    if op not in _C.kinds[1:-1] or op in ("send", "recv"):
-        raise ValueError(f"unknown op {op!r}; expected one of {', '.join(k for k in _C.kinds[1:-1] if k not in ('send', 'recv'))}")
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
+    if op in OPS:
+        return _explain_fused(op, size, world_size, device, dtype, activation)
+    if op not in _COLLECTIVES:
+        raise ValueError(f"unknown op {op!r}; expected one of {', '.join((*_COLLECTIVES, *OPS))}")
     cores = cores or len(os.sched_getaffinity(0))
     algorithm = algorithm or env.settings().algorithm.get(op, "automatic")
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
     if device == "cuda":
-        name, reason = _C.choose_on_device(_C.kinds.index(op), nbytes, world_size, False, mapped, _C.algorithms.index(algorithm))
-        return f"{op} of {nbytes} bytes on {world_size} GPUs: {name} ({_STEPS_ON_DEVICE[name]}), because: {reason}."
-    name, block, reason = _C.choose(_C.kinds.index(op), nbytes, world_size, cores, mapped, kernel_reads, _C.algorithms.index(algorithm))
+        name, reason = _C.choose_on_device(_C.kinds.index(op), size, world_size, False, mapped, _C.algorithms.index(algorithm))
+        return f"{op} of {size} bytes on {world_size} GPUs: {name} ({_STEPS_ON_DEVICE[name]}), because: {reason}."
+    name, block, reason = _C.choose(_C.kinds.index(op), size, world_size, cores, mapped, kernel_reads, _C.algorithms.index(algorithm))
     blocks = f", blocks of {block} bytes" if block else ""
-    return f"{op} of {nbytes} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
+    return f"{op} of {size} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
+
+
+def _explain_fused(op, size, world_size, device, dtype, activation):
+    if not isinstance(size, (tuple, list)) or len(size) != 3:
+        raise ValueError(f"size={size!r}: {op} takes (M, N, K)")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype={dtype!r}: must be one of {', '.join(_DTYPES)}")
+    if activation not in (None, *ACTIVATIONS):
+        raise ValueError(f"activation={activation!r}: must be None or one of {', '.join(ACTIVATIONS)}")
+    m, n, k = size
+    sizes = even_sizes(m, world_size) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
+    problem = Problem(op, m, n, k, getattr(torch, dtype), world_size, 0, activation, activation is not None, sizes=sizes)
+    choice = choose(problem, device, forced=env.fused())
+    chunks = f" in {choice.chunks} chunks" if choice.chunks > 1 else ""
+    return f"{op} of ({m}, {n}, {k}) in {dtype} on {world_size} ranks: {choice.name}{chunks}, because: {choice.reason}."

@@ -16,6 +16,8 @@
     PYCOMM_CUDA_PROTOCOL  resident |                 by devices  how ranks wait for each other on a GPU (csrc/cuda/topology.h)
                           stream_ordered
     PYCOMM_CUDA_STAGING_BYTES  bytes, or 8M, 1G      16M         staging memory of a group on a device, per rank
+    PYCOMM_FUSED          auto plain chunked fused   auto        form of the operations of pycomm.fused (pycomm/fused/choice.py)
+    TRITON_INTERPRET      0 | 1                      0           Triton's: kernels run in its interpreter, on CPU tensors
     CUDA_DEVICE_MAX_CONNECTIONS  1 to 32             8           the driver's: hardware queues, which ranks as threads on one GPU need
     PYCOMM_LOG            debug info warning error   warning     what the logger "pycomm" lets through
 
@@ -33,6 +35,7 @@ from typing import NamedTuple
 OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter send recv barrier".split()
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
 CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
+FUSED_FORMS = ("auto", "plain", "chunked", "fused")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -104,6 +107,19 @@ def replaced_backends():
     if not set(names) <= set(BACKENDS):
         raise _wrong("PYCOMM_REPLACE", value, "gloo, nccl or both with a comma between them")
     return names
+
+
+def fused():
+    """Reads PYCOMM_FUSED: the form that the operations of pycomm.fused are to take, "auto" where a table chooses. Raises ValueError."""
+    value = _get("PYCOMM_FUSED") or "auto"
+    if value not in FUSED_FORMS:
+        raise _wrong("PYCOMM_FUSED", value, ", ".join(FUSED_FORMS))
+    return value
+
+
+def triton_interpret():
+    """Reads TRITON_INTERPRET as Triton does."""
+    return (_get("TRITON_INTERPRET") or "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 def allow_thread_ranks():

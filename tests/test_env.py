@@ -56,6 +56,29 @@ WRONG = {
 }
 
 
+@pytest.mark.parametrize("form", ["auto", "plain", "chunked", "fused", ""])
+def test_fused(monkeypatch, form):
+    assert env.fused() == "auto"
+    monkeypatch.setenv("PYCOMM_FUSED", form)
+    assert env.fused() == (form or "auto")
+
+
+@pytest.mark.parametrize("form", ["Plain", "1", "fused,plain"])
+def test_wrong_fused(monkeypatch, form):
+    monkeypatch.setenv("PYCOMM_FUSED", form)
+    with pytest.raises(ValueError, match=re.escape(f"PYCOMM_FUSED={form!r} in the environment: must be auto, plain, chunked, fused")):
+        env.fused()
+
+
+@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("True", True), ("on", True)])
+def test_triton_interpret(monkeypatch, value, expected):
+    if value is None:
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    else:
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+    assert env.triton_interpret() is expected
+
+
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
 def test_wrong_settings(monkeypatch, name, value):
     monkeypatch.setenv(name, value)

@@ -10,7 +10,7 @@ import pytest
 import pycomm
 from pycomm import _extension, errors
 
-PUBLIC = """AbortedError CommError CommTimeoutError Communicator MismatchError PeerError Work __version__ empty explain premul_sum
+PUBLIC = """AbortedError CommError CommTimeoutError Communicator MismatchError PeerError Work __version__ empty explain fused premul_sum
 set_default_cpu_backend testing""".split()
 
 

@@ -1,0 +1,260 @@
+"""The four public functions: checks of the arguments, flattening to matrices, gradients. What is computed where is engine.py's.
+
+Gradients, with dz the gradient at the preactivation z (before the activation, after the bias), [] the rows of a piece, G and S the whole
+gathered from, and summed and cut among, the ranks:
+
+    matmul                  grad_a = dz b^T          grad_b = a^T dz           grad_bias = sum of rows of dz
+    all_gather_matmul       grad_a = S(dz b^T)       grad_b = G(a)^T dz        grad_bias = sum of rows of dz
+    matmul_reduce_scatter   grad_a = G(dz) b^T       grad_b = a^T G(dz)        grad_bias = sum of rows of G(dz)
+    matmul_all_reduce       as matmul: the gradient of the result is taken to be equal on all ranks
+
+So the backward pass of one of the two in the middle is the other one, fused like it. all_gather_matmul gathers a again instead of keeping
+it (Megatron's sequence parallelism, Korthikanti et al. 2022), while the product for grad_a runs.
+"""
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from pycomm.fused import engine
+from pycomm.fused.plain import activation_backward, product
+from pycomm.fused.problem import ACTIVATIONS, Problem, even_sizes, join_rows
+from pycomm.fused.ranks import ALONE, of
+
+__all__ = ["all_gather_matmul", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+
+_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+
+
+def matmul(a, b, bias=None, activation=None):
+    """activation(a @ b + bias) on this process alone.
+
+    Args:
+        a: (..., K), at least one leading dimension.
+        b: (K, N), any strides: the weight of a torch.nn.Linear is passed as weight.t(). For "swiglu" (K, 2N): the columns of the gate,
+            then those of the up projection.
+        bias: (N,), "swiglu": (2N,); or None.
+        activation: None, "relu", "silu", "gelu" (by erf, torch's default), "gelu_tanh", or "swiglu": silu(gate) * up.
+
+    a, b and bias have one device and one dtype of float32, float16, bfloat16, on the CPU also float64. Products accumulate in float32
+    (float64 for float64). Returns (..., N). Differentiable once. Raises ValueError or TypeError for arguments that do not fit.
+    """
+    return _run("matmul", a, b, bias, activation, ALONE)
+
+
+def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, bias=None, activation=None):
+    """matmul(all_gather(a, dim), b, bias, activation), the gathering overlapped with the product.
+
+    Args:
+        a: this rank's piece along `dim`, which is one of the leading dimensions; negative counts from the end.
+        b, bias, activation: as in matmul. Each rank has its own, e.g. its columns of a weight.
+        group: torch ProcessGroup, pycomm.Communicator, or None: torch's default group, this process alone where there is none.
+        sizes: the length of every rank's piece along dim, equal on all ranks; None: all as here. A piece may be empty.
+
+    Returns the product with sum(sizes) along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on
+    all ranks. Raises ValueError or TypeError before anything is sent; MismatchError where ranks disagree.
+    """
+    return _run("all_gather_matmul", a, b, bias, activation, _ranks(group, a), dim, sizes)
+
+
+def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, bias=None, activation=None):
+    """This rank's piece along `dim` of activation(sum over ranks of a @ b, + bias), the reduction overlapped with the product.
+
+    Args:
+        a: (..., K) where K is this rank's part of the inner dimension; whole along `dim`, which is one of its leading dimensions.
+        b: (K, N). bias, activation: as in matmul; applied after the sum, so all ranks pass the same bias.
+        group: as in all_gather_matmul.
+        sizes: the length of every rank's piece of the result; None: cut like torch.tensor_split, longer pieces first.
+
+    Returns the piece: sizes[rank] along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on all
+    ranks; grad_bias is that of the whole result, equal on all ranks. Raises as all_gather_matmul.
+    """
+    return _run("matmul_reduce_scatter", a, b, bias, activation, _ranks(group, a), dim, sizes)
+
+
+def matmul_all_reduce(a, b, group=None, *, bias=None, activation=None):
+    """activation(sum over ranks of a @ b, + bias), whole on every rank and with the same bits.
+
+    Args: as in matmul_reduce_scatter.
+
+    Backward: no communication; the gradient of the result is taken to be equal on all ranks, as it is where they all go on with the same
+    computation (Megatron). Raises as all_gather_matmul.
+    """
+    return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a))
+
+
+# --- arguments ----------------------------------------------------------------------------------------------------------------------
+
+
+def _ranks(group, a):
+    return of(group, a.device if isinstance(a, torch.Tensor) else "cpu")
+
+
+def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None):
+    def wrong(text, kind=ValueError):
+        return kind(f"{ranks} {op}: {text}")
+
+    _check_tensors(wrong, a, b, bias)
+    _check_shapes(wrong, a, b, bias, activation)
+    lead, k = a.shape[:-1], a.shape[-1]
+    panels = 2 if activation == "swiglu" else 1
+    outer, inner, rows = 1, 1, lead.numel()
+    result = list(lead)
+    if dim is not None:
+        at = _check_dim(wrong, a, dim)
+        sizes = _check_sizes(wrong, op, lead[at], sizes, ranks, at)
+        outer, inner = lead[:at].numel(), lead[at + 1 :].numel()
+        rows = outer * sum(sizes) * inner
+        result[at] = sum(sizes) if op == "all_gather_matmul" else sizes[ranks.rank]
+    n = b.shape[1] // panels
+    problem = Problem(
+        op, rows, n, k, a.dtype, ranks.size, ranks.rank, activation, bias is not None, outer, inner, () if dim is None else sizes
+    )
+    arguments = (a.reshape(lead.numel(), k), b, bias, problem, ranks)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
+        out = _FUNCTIONS[op].apply(*arguments)
+    else:
+        out = engine.forward(problem, *arguments[:3], ranks).out
+    return out.view(*result, n)
+
+
+def _check_tensors(wrong, a, b, bias):
+    tensors = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
+    for name, x in tensors.items():
+        if not isinstance(x, torch.Tensor):
+            raise wrong(f"{name} must be a torch tensor, not {type(x).__name__}", TypeError)
+        if x.dtype != a.dtype:
+            raise wrong(f"a is {_name(a.dtype)}, {name} is {_name(x.dtype)}. Convert one of them.", TypeError)
+        if x.device != a.device:
+            raise wrong(f"a is on {a.device}, {name} is on {x.device}. Move one of them.")
+    if a.device.type not in _DTYPES:
+        raise wrong(f"tensors are on {a.device}; the CPU and CUDA devices are supported")
+    if a.dtype not in _DTYPES[a.device.type]:
+        allowed = ", ".join(_name(dtype) for dtype in _DTYPES[a.device.type])
+        raise wrong(f"dtype {_name(a.dtype)} is not supported on {a.device.type}; use one of {allowed}", TypeError)
+
+
+def _check_shapes(wrong, a, b, bias, activation):
+    if activation is not None and activation not in ACTIVATIONS:
+        raise wrong(f"unknown activation {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
+    if a.dim() < 2 or b.dim() != 2:
+        raise wrong(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; expected (..., K) with a leading dimension, and (K, N)")
+    if a.shape[-1] != b.shape[0]:
+        raise wrong(
+            f"a {tuple(a.shape)} has K={a.shape[-1]}, b {tuple(b.shape)} has K={b.shape[0]}. A weight (N, K) is passed as weight.t()."
+        )
+    if activation == "swiglu" and b.shape[1] % 2:
+        raise wrong(f"b {tuple(b.shape)} has an odd number of columns; swiglu takes those of the gate, then as many of the up projection")
+    if bias is not None and tuple(bias.shape) != (b.shape[1],):
+        raise wrong(f"bias has shape {tuple(bias.shape)}, b {tuple(b.shape)}; expected ({b.shape[1]},)")
+
+
+def _check_dim(wrong, a, dim):
+    last = a.dim() - 1
+    at = dim + a.dim() if dim < 0 else dim
+    if not 0 <= at < last:
+        what = "is the inner dimension" if at == last else "is out of range"
+        raise wrong(f"dim={dim} {what} of a {tuple(a.shape)}; expected 0 to {last - 1}, or {-a.dim()} to -2")
+    return at
+
+
+def _check_sizes(wrong, op, length, sizes, ranks, at):
+    gathers = op == "all_gather_matmul"
+    if sizes is None:
+        return (length,) * ranks.size if gathers else even_sizes(length, ranks.size)
+    sizes = tuple(int(size) for size in sizes)
+    if len(sizes) != ranks.size:
+        raise wrong(f"sizes has {len(sizes)} entries for {ranks.size} ranks")
+    if min(sizes) < 0:
+        raise wrong(f"sizes={list(sizes)} must not be negative")
+    if gathers and sizes[ranks.rank] != length:
+        raise wrong(f"sizes[{ranks.rank}]={sizes[ranks.rank]}, but a has {length} along dim {at}")
+    if not gathers and sum(sizes) != length:
+        raise wrong(f"sizes={list(sizes)} sum to {sum(sizes)}, but a has {length} along dim {at}")
+    return sizes
+
+
+def _name(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+# --- gradients ----------------------------------------------------------------------------------------------------------------------
+
+
+def _forward(ctx, a, b, bias, problem, ranks):
+    result = engine.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
+    ctx.save_for_backward(a, b, result.z)
+    ctx.problem, ctx.ranks = problem, ranks
+    return result.out
+
+
+def _backward_problem(problem, op):
+    """The product of dz and b^T, as the op that moves the rows the other way."""
+    return problem._replace(op=op, n=problem.k, k=problem.columns, activation=None, bias=False)
+
+
+def _bias_gradient(dz, needed):
+    return dz.sum(0) if needed else None  # torch sums 16-bit types in fp32
+
+
+class _Matmul(torch.autograd.Function):
+    """matmul and matmul_all_reduce, whose backward passes are the same: local."""
+
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        dz = activation_backward(ctx.problem, grad, z)
+        return product(dz, b.t()) if need_a else None, product(a.t(), dz) if need_b else None, _bias_gradient(dz, need_bias), None, None
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        problem, ranks = ctx.problem, ctx.ranks
+        dz = activation_backward(problem, grad, z)
+        grad_a = grad_b = None
+        if need_b:
+            pieces = a.new_empty(problem.m, problem.k)
+            own = a.contiguous()  # alive until the work is done
+            work = ranks.all_gather(list(pieces.split(problem.piece_rows)), own)
+        if need_a:
+            grad_a = engine.forward(_backward_problem(problem, "matmul_reduce_scatter"), dz, b.t(), None, ranks).out
+        if need_b:
+            work.wait()
+            grad_b = product(join_rows(problem, pieces).t(), dz)
+        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None
+
+
+class _MatmulReduceScatter(torch.autograd.Function):
+    forward = staticmethod(_forward)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        problem, ranks = ctx.problem, ctx.ranks
+        dz = activation_backward(problem, grad, z)
+        grad_a = None
+        if need_a:
+            result = engine.forward(_backward_problem(problem, "all_gather_matmul"), dz, b.t(), None, ranks, keep=need_b or need_bias)
+            grad_a, dz = result.out, result.gathered
+        else:
+            pieces = dz.new_empty(problem.m, problem.columns)
+            ranks.all_gather(list(pieces.split(problem.piece_rows)), dz.contiguous()).wait()
+            dz = join_rows(problem, pieces)
+        grad_b = product(a.t(), dz) if need_b else None
+        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None
+
+
+_FUNCTIONS = {
+    "matmul": _Matmul,
+    "all_gather_matmul": _AllGatherMatmul,
+    "matmul_reduce_scatter": _MatmulReduceScatter,
+    "matmul_all_reduce": _Matmul,
+}

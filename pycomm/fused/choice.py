@@ -1,0 +1,118 @@
+"""Which form of a fused operation runs: a product and a collective (plain), the same in chunks that overlap (chunked), or one kernel
+(fused).
+
+All ranks must choose alike, or they would wait for different things. So the CPU's table looks only at what is equal on all ranks: not at n
+in all_gather_matmul nor at k in the other two, which are each rank's part of a weight and may differ.
+
+[Note: CPU table] On the CPU chunks do not win by overlap, as far as could be measured (ranks = cores). What was measured, with the figures,
+is in docs/log.md; in short, relative to a product and a collective on ordinary memory:
+
+    one product, registered partial sums    1.0 to 1.9   matmul_reduce_scatter; the more, the smaller K is
+    own piece first, gather beside it       0.8 to 1.06  all_gather_matmul
+    2 to 8 chunks                           0.4 to 1.15  any; 0.9 and more only from some thousand rows on
+
+With a rank per core there is no core on which a collective could run beside a product: what overlap hides on one thread it takes from the
+other. A product in parts is slower than the whole, and a collective is 1 to 10 percent of a call whose K is in the hundreds, so there is
+little to hide. Chunks win in one case, by memory: they keep the partial sums in registered memory that is too small for the whole.
+
+CUDA: the thresholds below are not measured. They follow published figures for 8 GPUs, where fused kernels lost to cuBLAS and NCCL under
+about 100 GFLOP per GPU and below 512 rows per rank (Triton-distributed PR 166: 0.52x at 4096 x 4096 x 8192, 1.23x at 8192 x 8192 x 29568;
+Kraken PRs 2 and 19). What the tuner measured on the machine comes before them.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from pycomm.fused.config import Config
+from pycomm.fused.plain import MOST_STAGING
+
+__all__ = ["Choice", "choose"]
+
+FORCED_CHUNKS = 3  # PYCOMM_FUSED=chunked: all_gather_matmul's own piece and two more
+
+# matmul_reduce_scatter in chunks: from this many rows per rank and chunk on a product in parts is as fast as the whole.
+LEAST_CHUNK_ROWS = 256
+
+LEAST_FUSED_FLOPS = 100e9  # of this rank's product
+LEAST_FUSED_ROWS = 512  # per rank
+LEAST_EPILOGUE_FLOPS = 10e9  # plain matmul: below, launches decide, and cuBLAS with a second kernel is as good
+
+
+class Choice(NamedTuple):
+    name: str  # "plain", "chunked" or "fused"
+    chunks: int
+    config: Config | None  # of the kernel; None: the default one
+    reason: str
+
+
+def choose(problem, device="cpu", *, peer_memory=True, resident=True, measured=None, forced="auto", triton=True, interpreted=False):
+    """The Choice for a Problem.
+
+    device: "cpu" or "cuda". peer_memory: the group's backend is pycomm. resident: kernels of all ranks run at the same time and may wait
+    for each other. measured: what the tuner found, a Choice, or None. forced: PYCOMM_FUSED. triton: it is installed. interpreted: kernels
+    can run on CPU tensors.
+    """
+    local = problem.op == "matmul" or problem.world_size == 1
+    if forced == "plain":
+        return _plain("PYCOMM_FUSED=plain")
+    if forced == "chunked":
+        return (
+            _plain("PYCOMM_FUSED=chunked, but nothing is communicated")
+            if local
+            else Choice("chunked", FORCED_CHUNKS, None, "PYCOMM_FUSED=chunked")
+        )
+    if device == "cpu" and not (forced == "fused" and interpreted):
+        if forced == "fused":
+            return _plain("PYCOMM_FUSED=fused, but kernels run on CPU tensors only in Triton's interpreter (TRITON_INTERPRET=1)")
+        return _plain("one process: no communication") if local else _on_cpu(problem)
+    if not triton:
+        return _plain("triton is not installed")
+    if problem.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return _plain(f"there is no kernel for {problem.dtype}")
+    if not local and not peer_memory:
+        return _plain("the group's backend is not pycomm, so peers' memory cannot be reached from a kernel")
+    if not local and not resident:
+        return _plain("ranks share a GPU from several processes, so their kernels may not wait for each other")
+    if forced == "fused":
+        return Choice("fused", 1, None, "PYCOMM_FUSED=fused")
+    return measured or (_matmul_on_cuda(problem) if local else _on_cuda(problem))
+
+
+def _plain(reason):
+    return Choice("plain", 1, None, reason)
+
+
+def _on_cpu(problem):
+    if problem.op != "matmul_reduce_scatter":
+        return _plain("beside products on all cores a collective overlaps nothing, and products in parts are slower")
+    nbytes = problem.m * problem.columns * problem.dtype.itemsize
+    if nbytes <= MOST_STAGING:
+        return _plain(f"{nbytes} bytes of partial sums fit into registered memory")
+    chunks = -(-2 * nbytes // MOST_STAGING)  # two of them fit
+    rows = problem.outer * max(problem.sizes) * problem.inner // chunks
+    if rows < LEAST_CHUNK_ROWS:
+        return _plain(f"{chunks} chunks would have {rows} rows per rank, below {LEAST_CHUNK_ROWS}")
+    return Choice("chunked", chunks, None, f"{nbytes} bytes of partial sums go through registered memory in parts")
+
+
+def _matmul_on_cuda(problem):
+    epilogue = problem.activation is not None and (problem.bias or problem.panels == 2)
+    if not epilogue:
+        return _plain("cuBLAS: there is no bias with an activation, nor swiglu, to fuse")
+    if problem.dtype == torch.float32:
+        return _plain("cuBLAS: float32 has no fused kernel that is faster")
+    if problem.flops < LEAST_EPILOGUE_FLOPS:
+        return _plain(f"cuBLAS: {problem.flops / 1e9:.3g} GFLOP, below {LEAST_EPILOGUE_FLOPS / 1e9:.0f}")
+    return Choice("fused", 1, None, f"an epilogue on {problem.flops / 1e9:.3g} GFLOP saves passes over memory")
+
+
+def _on_cuda(problem):
+    least_rows = LEAST_FUSED_ROWS * problem.world_size
+    if problem.dtype == torch.float32:
+        return _plain("float32: the product takes so long that there is little to hide")
+    if problem.flops < LEAST_FUSED_FLOPS:
+        return _plain(f"{problem.flops / 1e9:.3g} GFLOP on this rank, below {LEAST_FUSED_FLOPS / 1e9:.0f}")
+    if problem.m < least_rows:
+        return _plain(f"{problem.m} rows, below {LEAST_FUSED_ROWS} per rank")
+    return Choice("fused", 1, None, f"{problem.flops / 1e9:.3g} GFLOP on this rank and {problem.m} rows: communication can be hidden")

@@ -1,0 +1,85 @@
+"""What one call computes, as numbers: the key of tables and tuned configurations, and the arithmetic of rows.
+
+A tensor a of shape (d0, ..., dim, ..., K) is handled as a matrix of K columns. The dimension that is cut among the ranks sorts its rows:
+
+    a  (d0, d1, | dim, | d3, K)   ->   rows (outer = d0*d1, piece = dim, inner = d3)
+
+so rank r's piece is `outer` blocks of sizes[r]*inner neighbouring rows, `block` rows apart in the whole. With outer == 1, the usual case, a
+piece is one run of rows and the pieces joined in order of rank are the whole; otherwise rows are moved once (split_rows, join_rows).
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["OPS", "ACTIVATIONS", "Problem", "cut", "even_sizes", "join_rows", "split_rows"]
+
+OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "swiglu")
+
+
+class Problem(NamedTuple):
+    """One call of one of OPS on this rank."""
+
+    op: str
+    m: int  # rows of this rank's product; all_gather_matmul: of the gathered tensor
+    n: int  # columns of the result; with swiglu b has twice as many
+    k: int  # inner dimension on this rank
+    dtype: torch.dtype
+    world_size: int
+    rank: int
+    activation: str | None = None
+    bias: bool = False
+    outer: int = 1
+    inner: int = 1
+    sizes: tuple[int, ...] = ()  # length of every rank's piece; () where nothing is cut
+
+    @property
+    def panels(self):
+        """Products of n columns that the result is made of: 2 with swiglu, gate and up projection."""
+        return 2 if self.activation == "swiglu" else 1
+
+    @property
+    def columns(self):
+        """Of b and of the preactivation."""
+        return self.panels * self.n
+
+    @property
+    def flops(self):
+        """Of this rank's product."""
+        return 2 * self.m * self.n * self.k * self.panels
+
+    @property
+    def piece_rows(self):
+        """Rows of every rank's piece."""
+        return [self.outer * size * self.inner for size in self.sizes]
+
+
+def even_sizes(length, parts):
+    """How torch.tensor_split cuts `length`: pieces that differ by at most one, longer ones first."""
+    return tuple(length // parts + (part < length % parts) for part in range(parts))
+
+
+def cut(length, parts):
+    """The bounds (start, stop) of `parts` pieces of range(length), of which some may be empty."""
+    bounds = [length * part // parts for part in range(parts + 1)]
+    return list(zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def split_rows(problem, whole):
+    """The rows of a whole matrix sorted by rank: piece after piece. A view where outer == 1."""
+    if problem.outer == 1:
+        return whole
+    columns = whole.shape[1]
+    blocks = whole.reshape(problem.outer, sum(problem.sizes), problem.inner * columns)
+    return torch.cat([block.reshape(rows, columns) for block, rows in zip(blocks.split(problem.sizes, 1), problem.piece_rows, strict=True)])
+
+
+def join_rows(problem, pieces):
+    """The inverse of split_rows."""
+    if problem.outer == 1:
+        return pieces
+    columns, parts = pieces.shape[1], pieces.split(problem.piece_rows)
+    blocks = [part.reshape(problem.outer, size, problem.inner * columns) for part, size in zip(parts, problem.sizes, strict=True)]
+    return torch.cat(blocks, 1).view(math.prod((problem.outer, sum(problem.sizes), problem.inner)), columns)

@@ -1,0 +1,147 @@
+"""Arguments of pycomm.fused: what is refused and how, groups, and that one process is a group of one."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from fused_cases import draw
+from torch_ranks import spawn
+
+import pycomm
+from pycomm import fused
+from pycomm.fused import ranks
+from pycomm.testing import run_ranks
+
+A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
+
+# (function, arguments, keywords, error, its text) on rank 1 of 2
+WRONG = [
+    ("matmul", (A, torch.ones(32, 8)), {}, ValueError, r"\[rank 0/1\] matmul: a \(6, 5, 64\) has K=64, b \(32, 8\) has K=32"),
+    ("matmul", (A, B.double()), {}, TypeError, "a is float32, b is float64"),
+    ("matmul", (A, B, torch.ones(8).half()), {}, TypeError, "a is float32, bias is float16"),
+    ("matmul", (A, B, torch.ones(7)), {}, ValueError, r"bias has shape \(7,\), b \(64, 8\); expected \(8,\)"),
+    ("matmul", (A, B.numpy()), {}, TypeError, "b must be a torch tensor, not ndarray"),
+    ("matmul", (A.long(), B.long()), {}, TypeError, "dtype int64 is not supported on cpu; use one of float32"),
+    ("matmul", (A.to("meta"), B), {}, ValueError, "a is on meta, b is on cpu"),
+    ("matmul", (A.to("meta"), B.to("meta")), {}, ValueError, "tensors are on meta; the CPU and CUDA"),
+    ("matmul", (A[0, 0], B), {}, ValueError, r"a has shape \(64,\), b \(64, 8\); expected \(..., K\) with a leading dimension"),
+    ("matmul", (A, B[0]), {}, ValueError, r"b \(8,\)"),
+    ("matmul", (A, B), {"activation": "tanh"}, ValueError, "unknown activation 'tanh'; expected None or one of relu, silu, gelu"),
+    ("matmul", (A, B[:, :7]), {"activation": "swiglu"}, ValueError, r"b \(64, 7\) has an odd number of columns"),
+    ("all_gather_matmul", (A, B), {"dim": 2}, ValueError, r"\[rank 1/2\] all_gather_matmul: dim=2 is the inner dimension"),
+    ("all_gather_matmul", (A, B), {"dim": -1}, ValueError, "dim=-1 is the inner dimension"),
+    ("all_gather_matmul", (A, B), {"dim": 3}, ValueError, "dim=3 is out of range of a .*expected 0 to 1, or -3 to -2"),
+    ("all_gather_matmul", (A, B), {"dim": -4}, ValueError, "dim=-4 is out of range"),
+    ("all_gather_matmul", (A, B), {"sizes": [6]}, ValueError, "sizes has 1 entries for 2 ranks"),
+    ("all_gather_matmul", (A, B), {"sizes": [6, 5]}, ValueError, r"sizes\[1\]=5, but a has 6 along dim 0"),
+    ("all_gather_matmul", (A, B), {"sizes": [-1, 6]}, ValueError, r"sizes=\[-1, 6\] must not be negative"),
+    ("matmul_reduce_scatter", (A, B), {"sizes": [3, 4]}, ValueError, r"sizes=\[3, 4\] sum to 7, but a has 6 along dim 0"),
+    ("matmul_reduce_scatter", (A, B, 5), {}, TypeError, "group must be a torch ProcessGroup, a pycomm.Communicator or None, not int"),
+    ("matmul_all_reduce", (A, B.double()), {}, TypeError, r"\[rank 1/2\] matmul_all_reduce: a is float32, b is float64"),
+]  # fmt: skip
+
+
+def refuse_all(rank, world_size):
+    """Rank 1 passes what is wrong; nothing may have been sent, so a right call that follows works."""
+    for name, args, options, error, text in WRONG:
+        if rank == 1:
+            with pytest.raises(error, match=text):
+                getattr(fused, name)(*args, **options)
+        out = fused.matmul_all_reduce(A, B)
+        assert out[0, 0, 0] == 64 * world_size
+
+
+def test_wrong_arguments():
+    spawn(2, refuse_all)
+
+
+def disagree(rank, world_size):
+    with pytest.raises(pycomm.MismatchError, match=rf"\[rank {rank}/2 .*count={32 + 8 * rank} here, {40 - 8 * rank} on rank {1 - rank}"):
+        fused.matmul_all_reduce(torch.ones(4 + rank, 8), torch.ones(8, 8))
+
+
+def test_ranks_that_disagree():
+    spawn(2, disagree)
+
+
+def of_groups(rank, world_size):
+    half = dist.new_group([0, 1])
+    everyone = dist.new_group([0, 1, 2])
+    x, w = torch.full((2, 4), float(rank)), torch.ones(4, 3)
+    assert torch.equal(fused.matmul_all_reduce(x, w, everyone), torch.full((2, 3), 12.0))
+    assert torch.equal(fused.matmul_all_reduce(x, w), torch.full((2, 3), 12.0))
+    if rank < 2:
+        assert torch.equal(fused.all_gather_matmul(x, w, half)[:, 0], torch.tensor([0.0, 0.0, 4.0, 4.0]))
+        assert ranks.of(half).size == 2 and ranks.of(half).name == half.group_name
+    else:
+        with pytest.raises(ValueError, match=r"\[rank 2/3\] this rank is not in the group"):
+            fused.matmul_all_reduce(x, w, half)
+    ranks.of(everyone).cache["mark"] = 1
+    assert "mark" in ranks.of(everyone).cache and "mark" not in ranks.of(None).cache
+    kept = len(ranks._caches)
+    del half, everyone
+    dist.destroy_process_group()
+    assert kept >= 2 and len(ranks._caches) == 0, "what groups keep outlives them"
+
+
+def test_groups():
+    spawn(3, of_groups)
+
+
+def test_alone():
+    """No group, and a group of one: what matmul does, without a collective."""
+    a, b, bias = draw(0, 6, 5, dtype=torch.float32), draw(1, 5, 8, dtype=torch.float32), draw(2, 8, dtype=torch.float32)
+    expected = fused.matmul(a, b, bias, "swiglu")
+    assert ranks.of(None).name == "alone"
+
+    def all_three(group):
+        options = {"bias": bias, "activation": "swiglu"}
+        return [
+            fused.all_gather_matmul(a, b, group, **options),
+            fused.matmul_reduce_scatter(a, b, group, sizes=[6], **options),
+            fused.matmul_all_reduce(a, b, group, **options),
+        ]
+
+    for out in all_three(None) + run_ranks(1, all_three)[0]:
+        assert torch.equal(out, expected)
+
+
+def test_only_what_is_needed_has_a_gradient():
+    def body(comm):
+        a, b, bias = draw(comm.rank, 4, 3), draw(5, 3, 2), draw(6, 2)
+        for needed in (a, b, bias):
+            needed.requires_grad_()
+            for function in (fused.all_gather_matmul, fused.matmul_reduce_scatter, fused.matmul_all_reduce):
+                function(a, b, comm, bias=bias, activation="gelu").sum().backward()
+                assert needed.grad is not None and sum(x.grad is not None for x in (a, b, bias)) == 1, function
+                needed.grad = None
+            needed.requires_grad_(False)
+        assert fused.matmul(a, b, bias).grad_fn is None
+
+    run_ranks(2, body)
+
+
+def test_gradients_are_those_of_finite_differences():
+    """matmul alone; the collective ones are compared with one process in test_plain.py."""
+    a, b, bias = (x.requires_grad_() for x in (draw(0, 2, 3, 4), draw(1, 4, 6), draw(2, 6)))
+    for activation in (None, "silu", "gelu", "gelu_tanh", "swiglu"):
+        assert torch.autograd.gradcheck(lambda *x: fused.matmul(*x, activation), (a, b, bias))  # noqa: B023
+
+
+def test_second_derivatives_are_refused():
+    a, b = draw(0, 2, 3).requires_grad_(), draw(1, 3, 2)
+    (grad,) = torch.autograd.grad(fused.matmul(a, b, activation="silu").square().sum(), a, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_the_callers_tensors_are_unchanged():
+    def body(comm):
+        tensors = [draw(comm.rank, 4, 3), draw(1, 3, 2), draw(2, 2)]
+        before = [x.clone() for x in tensors]
+        a, b, bias = tensors
+        for function in (fused.all_gather_matmul, fused.matmul_reduce_scatter, fused.matmul_all_reduce):
+            function(a, b, comm, bias=bias, activation="relu")
+        fused.matmul(a, b, bias, "silu")
+        assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
+
+    run_ranks(2, body)
