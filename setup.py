@@ -24,11 +24,11 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, v
 ROOT = Path(__file__).parent
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 # Folder of each package. parallel and benchmarks lie beside pycomm because they use only its public names.
-PACKAGES = {"pycomm": "pycomm"}
-for top in ("parallel", "benchmarks"):
+PACKAGES = {}
+for top in ("pycomm", "parallel", "benchmarks"):
     for init in sorted((ROOT / top).rglob("__init__.py")):
         folder = init.parent.relative_to(ROOT)
-        PACKAGES[".".join(("pycomm", *folder.parts))] = str(folder)
+        PACKAGES[".".join(folder.parts if top == "pycomm" else ("pycomm", *folder.parts))] = str(folder)
 
 torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
