@@ -1,12 +1,12 @@
 """python -m pycomm.benchmarks: the command line. See --help."""
 
 import argparse
+import importlib
 import sys
 import textwrap
 
 from . import backends, device, metrics, report, runner
 from .channel import RankError
-from .strategies import command as strategies
 
 BACKENDS = {"cpu": "pycomm,gloo", "cuda": "pycomm,pycomm-torch,nccl"}  # unless --backends says otherwise
 DESCRIPTION = """\
@@ -30,6 +30,9 @@ backends
 strategies
   `python -m pycomm.benchmarks strategies --help`: step time and memory of training strategies instead.
 
+fused
+  `python -m pycomm.benchmarks fused --help`: products fused with collectives, pycomm.fused, instead.
+
 what is timed
   A batch is a number of calls back to back (one, where a call takes 200 us or more), between two readings of the clock on each rank;
   a barrier before it is not timed, nor are inputs and checks. A sample is the time of a batch divided by its calls, mean over ranks
@@ -44,8 +47,10 @@ what is timed
 def main(arguments=None):
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a result was wrong, 2 without a GPU; argparse exits with 2."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if arguments[:1] == ["strategies"]:
-        return strategies.main(arguments[1:])
+    if arguments[:1] in (["strategies"], ["fused"]):
+        # Only now: pycomm.parallel and what strategies imports are not there when gpu-check runs this from a tree that is not installed.
+        command = importlib.import_module(f".{arguments[0]}.command", __package__)
+        return command.main(arguments[1:])
     parser = make_parser()
     given = parser.parse_args(arguments)
     if given.device == "cuda" and (missing := device.why_no_cuda()):

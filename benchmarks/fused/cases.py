@@ -1,0 +1,103 @@
+"""What is measured: an operation, M x N x K, a dtype, what follows the product; and a rank's tensors for it.
+
+M, N, K are those of one rank's product, as in pycomm.explain: all_gather_matmul's M counts the gathered rows, matmul_reduce_scatter's and
+matmul_all_reduce's K is a rank's part of the inner dimension, N counts columns of the result (swiglu has twice as many in b).
+"""
+
+import re
+from typing import NamedTuple
+
+OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+BARE = "bare"  # neither bias nor activation; "none": a bias alone
+EPILOGUES = (BARE, "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu")
+DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
+# Largest difference from the exact result, over its largest entry. Partial sums travel in the dtype: every rank adds a rounding.
+TOLERANCES = {"f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}
+
+
+class Case(NamedTuple):
+    op: str
+    m: int
+    n: int
+    k: int
+    dtype: str  # a key of DTYPES
+    epilogue: str  # of EPILOGUES
+
+    @property
+    def activation(self):
+        return None if self.epilogue in (BARE, "none") else self.epilogue
+
+    @property
+    def bias(self):
+        return self.epilogue != BARE
+
+    @property
+    def columns(self):
+        """Of b."""
+        return 2 * self.n if self.epilogue == "swiglu" else self.n
+
+    @property
+    def flops(self):
+        """Of one rank's product."""
+        return 2 * self.m * self.columns * self.k
+
+    @property
+    def shape(self):
+        return f"{self.m}x{self.n}x{self.k}"
+
+    def world_size(self, ranks):
+        return 1 if self.op == "matmul" else ranks
+
+    def __str__(self):
+        return f"{self.op} {self.shape} {self.dtype} {self.epilogue}"
+
+
+class Tensors(NamedTuple):
+    a: object
+    b: object
+    bias: object  # or None
+    weights: object  # gradient of the result, for the backward pass
+
+    def to(self, dtype):
+        return Tensors(*(None if x is None else x.to(dtype) for x in self))
+
+
+def parse_shapes(text):
+    """ "512x1024x2048,..." as [(M, N, K)]. Raises ValueError."""
+    found = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d{1,7})x(\d{1,7})x(\d{1,7})", part.strip())
+        if not match or "0" in match.groups():
+            raise ValueError(f"--shapes {part!r}: must be MxNxK, whole numbers from 1 on, with commas between shapes")
+        found.append(tuple(map(int, match.groups())))
+    return found
+
+
+def chosen(text, allowed, option):
+    """A list with commas as a tuple without repetitions. Raises ValueError."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
+    for name in names:
+        if name not in allowed:
+            raise ValueError(f"{option} {name!r}: must be of {', '.join(allowed)}")
+    return names
+
+
+def make_tensors(case, world_size, rank, device):
+    """This rank's. Values around 1, the product's too; b is the transpose of a weight (columns, K), as torch.nn.Linear has it."""
+    import torch
+
+    dtype, rows = getattr(torch, DTYPES[case.dtype]), case.m // world_size
+    generator = torch.Generator(device).manual_seed(1 + rank)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
+
+    a = draw(rows if case.op == "all_gather_matmul" else case.m, case.k)
+    b = (draw(case.columns, case.k) * case.k**-0.5).t()
+    own = case.op == "all_gather_matmul"  # the others add the bias to a sum over ranks, so it is the same on all
+    generator.manual_seed(1000 + rank * own)
+    bias = draw(case.columns) if case.bias else None
+    # matmul_all_reduce takes the gradient of its result to be equal on all ranks.
+    generator.manual_seed(2000 + rank * (case.op != "matmul_all_reduce"))
+    weights = draw(rows if case.op == "matmul_reduce_scatter" else case.m, case.n)
+    return Tensors(a, b, bias, weights)

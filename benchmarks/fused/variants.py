@@ -1,0 +1,211 @@
+"""The variants that are compared, each a function without arguments that does the whole call anew and returns its results.
+
+    plain           product and collective one after the other, then bias and activation: what is written without pycomm.fused
+    torch, BACKEND  the same with another backend under the collective: Gloo on the CPU, NCCL with a GPU per rank
+    chunked, fused  pycomm.fused's two other forms, forced (forward only; PYCOMM_FUSED forces a form for forward and backward alike)
+    pycomm.fused    the public function, which chooses
+    symm_mem        torch.ops.symm_mem.fused_*, with a GPU per rank
+    addmm_act       torch._addmm_activation, cuBLASLt's epilogue, of matmul on CUDA
+
+A variant that cannot run here raises Unavailable with the reason, on all ranks alike. The exact result is `plain` in float64 (float32 from
+EXACT_FLOPS on): tests/fused/test_benchmark.py compares that one with a single process.
+"""
+
+import importlib.util
+
+import torch
+import torch.nn.functional as F
+
+from pycomm import fused
+from pycomm.fused import engine, plain
+from pycomm.fused.choice import FORCED_CHUNKS
+from pycomm.fused.problem import Problem, even_sizes
+from pycomm.fused.ranks import of
+
+from .cases import DTYPES
+
+EXACT_FLOPS = {"cpu": 2e10, "cuda": 2e12}  # of the product; above, float64 takes too long
+
+
+class Unavailable(Exception):
+    """Why a variant cannot run."""
+
+
+def names(case, peers):
+    """All variants of a case, the one that ratios refer to first."""
+    found = ["plain", "pycomm.fused"]
+    if case.op != "matmul":
+        found[1:1] = [*(f"torch, {name}" for name in peers.others), "chunked", "fused"]
+    if peers.device.type == "cuda":
+        found += ["fused", "addmm_act"] if case.op == "matmul" else ["symm_mem"]
+    return found
+
+
+def make(name, case, tensors, peers, backward=False):
+    """The variant as a function. Raises Unavailable."""
+    if name == "plain":
+        return lambda: by_hand(case, tensors, peers.ours, backward)
+    if name.startswith("torch, "):
+        return lambda: by_hand(case, tensors, peers.others[name.removeprefix("torch, ")], backward)
+    if name == "pycomm.fused":
+        return public(case, tensors, peers, backward)
+    if backward:
+        raise Unavailable("forward only")
+    return {"chunked": chunked, "fused": kernel, "symm_mem": symmetric, "addmm_act": addmm_activation}[name](case, tensors, peers)
+
+
+def exact(case, tensors, peers, backward=False):
+    """The results of this rank, in float64 or float32."""
+    dtype = torch.float64 if case.flops <= EXACT_FLOPS[peers.device.type] else torch.float32
+    return by_hand(case, tensors.to(dtype), peers.ours, backward)
+
+
+# --- by hand --------------------------------------------------------------------------------------------------------------------------
+
+
+def activate(case, z):
+    match case.activation:
+        case None:
+            return z
+        case "swiglu":
+            gate, up = z.chunk(2, -1)
+            return F.silu(gate) * up
+        case "gelu_tanh":
+            return F.gelu(z, approximate="tanh")
+        case name:
+            return getattr(F, name)(z)
+
+
+def linear(a, b, bias):
+    return torch.matmul(a, b) if bias is None else torch.addmm(bias, a, b)
+
+
+def by_hand(case, tensors, group, backward):
+    """(result,) or (result, gradients of a, b and, if there is one, bias)."""
+    a, b, bias, weights = tensors
+    gathered = a
+    if case.op == "all_gather_matmul":
+        gathered = a.new_empty(case.m, case.k)
+        group.all_gather(a, gathered)
+    if case.op in ("matmul", "all_gather_matmul"):
+        z = linear(gathered, b, bias)
+    else:
+        z = torch.matmul(a, b)
+        if case.op == "matmul_reduce_scatter":
+            partial, z = z, z.new_empty(case.m // group.size, case.columns)
+            group.reduce_scatter(partial, z)
+        else:
+            group.all_reduce(z)
+        if bias is not None:
+            z += bias
+    if not backward:
+        return (activate(case, z),)
+    out, dz = preactivation_gradient(case, z, weights)
+    return (out, *gradients(case, tensors, gathered, dz, group))
+
+
+def preactivation_gradient(case, z, weights):
+    if case.activation is None:
+        return z, weights
+    z.requires_grad_()
+    out = activate(case, z)
+    return out.detach(), torch.autograd.grad(out, z, weights)[0]
+
+
+def gradients(case, tensors, gathered, dz, group):
+    """The gathered input of the forward pass is kept for this one."""
+    a, b, bias, _ = tensors
+    if case.op == "matmul_reduce_scatter":
+        piece, dz = dz, dz.new_empty(case.m, case.columns)
+        group.all_gather(piece, dz)
+    grad_a = torch.matmul(dz, b.t())
+    if case.op == "all_gather_matmul":
+        whole, grad_a = grad_a, torch.empty_like(a)
+        group.reduce_scatter(whole, grad_a)
+    return (grad_a, torch.matmul(gathered.t(), dz), *(() if bias is None else (dz.sum(0),)))
+
+
+# --- pycomm.fused ---------------------------------------------------------------------------------------------------------------------
+
+
+def public(case, tensors, peers, backward):
+    a, b, bias, weights = tensors
+    group = () if case.op == "matmul" else (peers.ours.handle,)
+    inputs = [x.detach().requires_grad_(backward) for x in (a, b, bias) if x is not None]
+
+    def call():
+        out = getattr(fused, case.op)(*inputs[:2], *group, bias=inputs[2] if case.bias else None, activation=case.activation)
+        return (out.detach(), *torch.autograd.grad(out, inputs, weights)) if backward else (out,)
+
+    return call
+
+
+def problem_of(case, peers):
+    """As pycomm.fused sees it."""
+    pieces = even_sizes(case.m, peers.size) if case.op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
+    dtype = getattr(torch, DTYPES[case.dtype])
+    return Problem(case.op, case.m, case.n, case.k, dtype, peers.size, peers.rank, case.activation, case.bias, 1, 1, pieces)
+
+
+def ranks_of(peers):
+    return of(peers.ours.handle, peers.device)
+
+
+def choice_of(case, peers):
+    """What pycomm.fused chooses, in a line. Collective on CUDA."""
+    choice = engine._choose(problem_of(case, peers), peers.device, ranks_of(peers))
+    return f"{choice.name}{f' x{choice.chunks}' if choice.chunks > 1 else ''}: {choice.reason}"
+
+
+def chunked(case, tensors, peers):
+    problem, ranks = problem_of(case, peers), ranks_of(peers)
+    return lambda: (getattr(plain, case.op)(problem, ranks, *tensors[:3], FORCED_CHUNKS).out,)
+
+
+def kernel(case, tensors, peers):
+    """The Triton kernel: as it was tuned, else in its default configuration."""
+    if peers.device.type != "cuda":
+        raise Unavailable("the kernels need a GPU")
+    if importlib.util.find_spec("triton") is None:
+        raise Unavailable("triton is not installed")
+    problem, ranks = problem_of(case, peers), ranks_of(peers)
+    if case.op != "matmul" and peers.size > 1 and not engine._resident(ranks, peers.device):
+        raise Unavailable("ranks share a GPU from several processes, so their kernels may not wait for each other")
+    from pycomm.fused import tuner
+
+    found = tuner.lookup(problem, peers.device)
+    config = found.config if found and found.name == "fused" else None
+    return lambda: (engine._launch(problem, config, ranks, *tensors[:3]).out,)
+
+
+# --- torch's ----------------------------------------------------------------------------------------------------------------------------
+
+
+def symmetric(case, tensors, peers):
+    """Neither has a bias or an activation; matmul_all_reduce has no counterpart."""
+    if not peers.own_gpu or "nccl" not in peers.others:
+        raise Unavailable("needs a GPU for each rank, and NCCL")
+    if case.op == "matmul_all_reduce":
+        raise Unavailable("torch has no fused matmul_all_reduce")
+    from torch.distributed._symmetric_memory import enable_symm_mem_for_group
+
+    group = peers.others["nccl"].handle.group_name
+    enable_symm_mem_for_group(group)
+    a, b, bias, _ = tensors
+
+    def call():
+        if case.op == "all_gather_matmul":
+            z = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
+        else:
+            z = torch.ops.symm_mem.fused_matmul_reduce_scatter(a, b, "sum", 0, group)
+        return (activate(case, z if bias is None else z.add_(bias)),)
+
+    return call
+
+
+def addmm_activation(case, tensors, peers):
+    """On CUDA its gelu is the one by tanh."""
+    if case.epilogue not in ("relu", "gelu_tanh"):
+        raise Unavailable("it has relu and gelu_tanh only")
+    a, b, bias, _ = tensors
+    return lambda: (torch._addmm_activation(bias, a, b, use_gelu=case.epilogue == "gelu_tanh"),)
