@@ -15,19 +15,18 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from pycomm.fused.context import fingerprint
 from pycomm.fused.kernels import tile
 from pycomm.fused.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from pycomm.fused.kernels.matmul import matmul as matmul_kernel
 from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce_kernel
 from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
+from pycomm.fused.machine import INTERPRETED_PROGRAMS
 
 __all__ = ["all_gather_matmul", "interpreted", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 POINTERS, DESCRIPTOR, TRANSPOSED = (mode.value for mode in (tile.POINTERS, tile.DESCRIPTOR, tile.TRANSPOSED))
 WIRES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 COPY_UNITS = 1024  # of 16 bytes, by one program at a time
-INTERPRETED_PROGRAMS = 3
 
 
 class Roles(NamedTuple):
@@ -49,7 +48,8 @@ def roles(config, programs):
 
 @functools.cache
 def _processors(device):
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """Programs of a kernel that has the device for itself."""
+    return INTERPRETED_PROGRAMS if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _operand(x, rows, columns, allowed):
@@ -98,8 +98,7 @@ def matmul(problem, a, b, bias, config, *, save=False):
     # The accelerator stores whole tiles and cuts them at the edge of the tensor; with a preactivation to save there is no room for both.
     out_mode, out_operand = _operand(out, config.block_m, config.block_n, config.tma and z is None and problem.n > 1)
     tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
-    programs = INTERPRETED_PROGRAMS if interpreted() else _processors(a.device)
-    matmul_kernel[(min(tiles, programs),)](
+    matmul_kernel[(min(tiles, _processors(a.device)),)](
         a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
         A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode,
         FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save),
@@ -114,7 +113,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     most_rows += -most_rows % unit  # so that every piece in the staging begins at a multiple of 16 bytes
     row_tiles = triton.cdiv(most_rows, config.block_m)
     half = problem.world_size * most_rows * problem.k * a.element_size()
-    block = context.enter(problem, config, problem.world_size * row_tiles, half)
+    block, mark = context.enter(problem, config, problem.world_size * row_tiles, half)
     out, z = _outputs(problem, a, problem.m, save)
     kept = a.new_empty(problem.m, problem.k) if keep else None
     counts = roles(config, context.programs)
@@ -122,7 +121,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     keepers = counts.movers if keep else 0
     all_gather_matmul_kernel[(counts.movers + counts.multipliers + keepers,)](
         _whole_units(a, unit), b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
-        fingerprint(problem, config), context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
+        mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
         WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers, UNIT=unit, COPY=COPY_UNITS,
         B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
@@ -146,14 +145,14 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     most_rows = max(problem.piece_rows)
     slots = triton.cdiv(most_rows, config.block_m) * triton.cdiv(problem.n, config.block_n) * problem.panels
     slot_bytes = config.block_m * config.block_n * a.element_size()
-    block = context.enter(problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes)
+    block, mark = context.enter(problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes)
     out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
     counts = roles(config, context.programs)
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     matmul_reduce_scatter_kernel[(counts.multipliers + counts.movers,)](
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record, context.spans_of(problem),
-        fingerprint(problem, config), context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
+        mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
         WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, WIRE=WIRES[problem.dtype],
         A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
@@ -170,7 +169,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     if not config.one_shot:  # behind the partial tiles the results, and preactivations
         flags += tiles
         staged += tiles * (1 + (problem.panels if save and problem.activation is not None else 0))
-    block = context.enter(problem, config, flags, staged * config.block_m * config.block_n * a.element_size())
+    block, mark = context.enter(problem, config, flags, staged * config.block_m * config.block_n * a.element_size())
     out, z = _outputs(problem, a, problem.m, save)
     counts = roles(config, context.programs)
     finishers = 0 if config.one_shot else counts.movers
@@ -178,7 +177,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     matmul_all_reduce_kernel[(counts.multipliers + counts.movers + finishers,)](
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
-        fingerprint(problem, config), context.limit, problem.rank, problem.m, problem.n, problem.k,
+        mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
         WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers, WIRE=WIRES[problem.dtype],
         ONE_SHOT=config.one_shot, A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),

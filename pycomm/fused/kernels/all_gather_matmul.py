@@ -21,7 +21,7 @@ engine's flags would need stream memory operations that a graph cannot renumber.
 import triton
 import triton.language as tl
 
-from pycomm.fused.kernels.signal import DATA, FLAGS, begin, finish, meet, post, staging_of, wait_for, words_of
+from pycomm.fused.kernels.signal import DATA, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import multiply, place, spread, store_tile, wide
 
 
@@ -45,13 +45,14 @@ def push(
     for item in range(first_item, items, step_items):
         tile = item % row_tiles
         peer = (rank + WORLD - 1 - item // row_tiles) % WORLD
-        count = min(BLOCK_M, rows - tile * BLOCK_M) * k
-        if count > 0:
+        here = min(BLOCK_M, rows - tile * BLOCK_M)
+        if here > 0:
+            count = here * k
             first = wide(tile) * BLOCK_M * k
             target = staging_of(table, peer, staging, a.dtype.element_ty) + wide(rank) * most_rows * k + first
             # The last piece may end within 16 bytes: the host has padded both sides to whole units.
             copy_dense(tl.multiple_of(target, 16), tl.multiple_of(a + first, 16), (count + UNIT - 1) // UNIT * UNIT, UNIT, COPY)
-            post(words_of(table, peer) + FLAGS + rank * row_tiles + tile, epoch)
+            post(flag_of(table, peer, staging, rank * row_tiles + tile), epoch)
 
 
 @triton.jit
@@ -76,7 +77,7 @@ def all_gather_matmul(
     half of the staging, which begins at staging_offset."""
     pid = tl.program_id(0)
     epoch = begin(table, local, fingerprint, rank, WORLD)
-    staging = staging_offset + (epoch & 1) * half
+    staging = staging_offset + wide(epoch & 1) * half
     full = tl.load(spans + WORLD)
     row_tiles, column_tiles = tl.cdiv(most_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     if pid < PUSHERS:
@@ -94,7 +95,7 @@ def all_gather_matmul(
             period = tl.load(spans + source + 1) - first
             if tile_m * BLOCK_M < outer * period:
                 if source != rank:
-                    flag = words_of(table, rank) + FLAGS + source * row_tiles + tile_m
+                    flag = flag_of(table, rank, staging, source * row_tiles + tile_m)
                     wait_for(flag, epoch, local, record, limit, source, DATA)
                 rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -112,7 +113,7 @@ def all_gather_matmul(
             row_tiles, epoch, WORLD, KEEPERS, BLOCK_M, BLOCK_K,
         )  # fmt: skip
     if pid == tl.num_programs(0) - 1:
-        meet(table, local, record, limit, rank, epoch, WORLD)
+        meet(table, local, record, limit, fingerprint, rank, epoch, WORLD)
     finish(local, epoch)
 
 
@@ -130,7 +131,8 @@ def keep(
         period = tl.load(spans + source + 1) - first
         if tile * BLOCK_M < outer * period:
             if source != rank:
-                wait_for(words_of(table, rank) + FLAGS + source * row_tiles + tile, epoch, local, record, limit, source, DATA)
+                flag = flag_of(table, rank, staging, source * row_tiles + tile)
+                wait_for(flag, epoch, local, record, limit, source, DATA)
             rows = tile * BLOCK_M + tl.arange(0, BLOCK_M)
             taken = source_of(a, table, staging, source, rank, most_rows, k) + rows[:, None].to(tl.int64) * k + ks[None, :]
             placed = kept + spread(rows, period, full, first)[:, None] * k + ks[None, :]

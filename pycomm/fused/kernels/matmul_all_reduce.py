@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pycomm.fused.kernels.matmul_reduce_scatter import send_tile, sum_when_here
-from pycomm.fused.kernels.signal import FLAGS, RESULT, begin, finish, meet, post, staging_of, wait_for, words_of
+from pycomm.fused.kernels.signal import RESULT, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import complete, inside, multiply, narrow, place, store_tile, wide
 
 
@@ -67,7 +67,7 @@ def hand_round(
     partials = staging_of(table, rank, staging, WIRE)
     for index in range(first_item, (tiles - rank + WORLD - 1) // WORLD, REDUCERS):
         tile = rank + index * WORLD
-        z, z_up = sum_when_here(table, local, record, limit, partials, rank, index, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS)
+        z, z_up = sum_when_here(table, local, record, limit, staging, partials, rank, index, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS)
         _, tile_n = place(tile, tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N), GROUP_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
         z, z_up, y = complete(z, z_up, bias, columns, n, HAS_BIAS, PANELS, ACTIVATION)
@@ -80,7 +80,7 @@ def hand_round(
                 tl.store(results + size, narrow(z, WIRE, UPCAST))
                 if PANELS == 2:
                     tl.store(results + 2 * size, narrow(z_up, WIRE, UPCAST))
-            post(words_of(table, peer) + FLAGS + WORLD * slots + tile, epoch)
+            post(flag_of(table, peer, staging, WORLD * slots + tile), epoch)
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def matmul_all_reduce(
     """a: (m, k), b: (k, PANELS * n), out: (m, n) dense. With ONE_SHOT, FINISHERS is 0 and the reducers finish."""
     pid = tl.program_id(0)
     epoch = begin(table, local, fingerprint, rank, WORLD)
-    staging = staging_offset + (epoch & 1) * half
+    staging = staging_offset + wide(epoch & 1) * half
     row_tiles, column_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     tiles = row_tiles * column_tiles
     if ONE_SHOT:
@@ -123,7 +123,7 @@ def matmul_all_reduce(
             WORLD, FINISHERS, WIRE, BLOCK_M, BLOCK_N, GROUP_M, PANELS, SAVE,
         )  # fmt: skip
     if pid == tl.num_programs(0) - 1:
-        meet(table, local, record, limit, rank, epoch, WORLD)
+        meet(table, local, record, limit, fingerprint, rank, epoch, WORLD)
     finish(local, epoch)
 
 
@@ -138,7 +138,7 @@ def finish_from_partials(
     row_tiles, column_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
     partials = staging_of(table, rank, staging, WIRE)
     for tile in range(first_item, row_tiles * column_tiles, REDUCERS):
-        z, z_up = sum_when_here(table, local, record, limit, partials, rank, tile, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS)
+        z, z_up = sum_when_here(table, local, record, limit, staging, partials, rank, tile, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS)
         tile_m, tile_n = place(tile, row_tiles, column_tiles, GROUP_M)
         rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -155,10 +155,9 @@ def finish_from_results(
     size: tl.constexpr = BLOCK_M * BLOCK_N
     parts: tl.constexpr = 1 + (PANELS if SAVE else 0)
     row_tiles, column_tiles = tl.cdiv(m, BLOCK_M), tl.cdiv(n, BLOCK_N)
-    words = words_of(table, rank) + FLAGS + WORLD * slots
     results = staging_of(table, rank, staging, WIRE) + wide(WORLD) * slots * size + inside(BLOCK_M, BLOCK_N)
     for tile in range(first_item, row_tiles * column_tiles, FINISHERS):
-        wait_for(words + tile, epoch, local, record, limit, tile % WORLD, RESULT)
+        wait_for(flag_of(table, rank, staging, WORLD * slots + tile), epoch, local, record, limit, tile % WORLD, RESULT)
         tile_m, tile_n = place(tile, row_tiles, column_tiles, GROUP_M)
         rows = wide(tile_m * BLOCK_M + tl.arange(0, BLOCK_M))[:, None]
         columns = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N))[None, :]

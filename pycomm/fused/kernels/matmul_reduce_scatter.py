@@ -21,7 +21,7 @@ Sources: Triton-distributed and Flux for the tile-wise scatter; separate reducer
 import triton
 import triton.language as tl
 
-from pycomm.fused.kernels.signal import DATA, FLAGS, begin, finish, meet, post, staging_of, wait_for, words_of
+from pycomm.fused.kernels.signal import DATA, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import inside, multiply, narrow, place, spread, store_tile, sum_of_partials, wide
 
 
@@ -33,20 +33,20 @@ def send_tile(
     """Puts this rank's partial tile into a slot of the peer's staging and tells it."""
     target = staging_of(table, peer, staging, WIRE) + (wide(rank) * slots + slot) * (BLOCK_M * BLOCK_N)
     tl.store(tl.multiple_of(target, 16) + inside(BLOCK_M, BLOCK_N), narrow(z, WIRE, UPCAST))
-    post(words_of(table, peer) + FLAGS + rank * slots + slot, epoch)
+    post(flag_of(table, peer, staging, rank * slots + slot), epoch)
 
 
 @triton.jit
 def sum_when_here(
-    table, local, record, limit, partials, rank, item, slots, epoch,
+    table, local, record, limit, staging, partials, rank, item, slots, epoch,
     WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PANELS: tl.constexpr,
 ):  # fmt: skip
     """Waits for the tiles of all ranks for an item of PANELS slots and returns their sums over ranks, in fp32; without a second panel
     zeros."""
-    flags = words_of(table, rank) + FLAGS + item * PANELS
     for source in range(WORLD):
         for panel in range(PANELS):
-            wait_for(flags + source * slots + panel, epoch, local, record, limit, source, DATA)
+            flag = flag_of(table, rank, staging, source * slots + item * PANELS + panel)
+            wait_for(flag, epoch, local, record, limit, source, DATA)
     z = sum_of_partials(partials, item * PANELS, slots, WORLD, BLOCK_M, BLOCK_N)
     z_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     if PANELS == 2:
@@ -69,7 +69,7 @@ def matmul_reduce_scatter(
     """
     pid = tl.program_id(0)
     epoch = begin(table, local, fingerprint, rank, WORLD)
-    staging = staging_offset + (epoch & 1) * half
+    staging = staging_offset + wide(epoch & 1) * half
     full = tl.load(spans + WORLD)
     row_tiles, column_tiles = tl.cdiv(most_rows, BLOCK_M), tl.cdiv(n, BLOCK_N)
     per_rank = row_tiles * column_tiles
@@ -97,12 +97,14 @@ def matmul_reduce_scatter(
         for index in range(pid - PRODUCERS, per_rank, REDUCERS):
             tile_m, tile_n = place(index, row_tiles, column_tiles, GROUP_M)
             if tile_m * BLOCK_M < rows_here:
-                z, z_up = sum_when_here(table, local, record, limit, partials, rank, index, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS)
+                z, z_up = sum_when_here(
+                    table, local, record, limit, staging, partials, rank, index, slots, epoch, WORLD, BLOCK_M, BLOCK_N, PANELS
+                )
                 rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
                 columns = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
                 store_tile(
                     z, z_up, bias, out, z_out, rows.to(tl.int64), rows < rows_here, columns, n, HAS_BIAS, PANELS, ACTIVATION, SAVE, UPCAST
                 )
     if pid == tl.num_programs(0) - 1:
-        meet(table, local, record, limit, rank, epoch, WORLD)
+        meet(table, local, record, limit, fingerprint, rank, epoch, WORLD)
     finish(local, epoch)
