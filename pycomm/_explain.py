@@ -6,6 +6,7 @@ import torch
 
 from pycomm import _C, env
 from pycomm.fused.choice import choose
+from pycomm.fused.engine import has_triton
 from pycomm.fused.problem import ACTIVATIONS, OPS, Problem, even_sizes
 
 __all__ = ["explain"]
@@ -51,7 +52,7 @@ def explain(
         kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
         algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table.
         dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias one of its activations. What
-            is said is what PYCOMMOPS or the table has; for "cuda" one GPU per rank is assumed, and what the tuner measured is left out.
+            is said is what PYCOMM_FUSED, the tuner's figures for this machine or the table have; for "cuda" one GPU per rank is assumed.
 
     Returns a text of one line. Raises ValueError for an unknown op or algorithm.
     """
@@ -83,6 +84,15 @@ def _explain_fused(op, size, world_size, device, dtype, activation):
     m, n, k = size
     sizes = even_sizes(m, world_size) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
     problem = Problem(op, m, n, k, getattr(torch, dtype), world_size, 0, activation, activation is not None, sizes=sizes)
-    choice = choose(problem, device, forced=env.fused())
+    choice = _measured(problem, device) or choose(problem, device, forced=env.fused())
     chunks = f" in {choice.chunks} chunks" if choice.chunks > 1 else ""
     return f"{op} of ({m}, {n}, {k}) in {dtype} on {world_size} ranks: {choice.name}{chunks}, because: {choice.reason}."
+
+
+def _measured(problem, device):
+    """What the tuner knows of the problem on this machine's GPU, for one rank per GPU; None where it knows nothing or is not asked."""
+    if device != "cuda" or env.fused() != "auto" or not torch.cuda.is_available() or not has_triton():
+        return None
+    from pycomm.fused import tuner
+
+    return tuner.lookup(problem, torch.device("cuda", torch.cuda.current_device()))

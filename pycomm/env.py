@@ -17,9 +17,12 @@
                           stream_ordered
     PYCOMM_CUDA_STAGING_BYTES  bytes, or 8M, 1G      16M         staging memory of a group on a device, per rank
     PYCOMM_FUSED          auto plain chunked fused   auto        form of the operations of pycomm.fused (pycomm/fused/choice.py)
+    PYCOMM_CACHE          a folder               see below   what was measured on this machine (pycomm/fused/tuner.py)
     TRITON_INTERPRET      0 | 1                      0           Triton's: kernels run in its interpreter, on CPU tensors
     CUDA_DEVICE_MAX_CONNECTIONS  1 to 32             8           the driver's: hardware queues, which ranks as threads on one GPU need
     PYCOMM_LOG            debug info warning error   warning     what the logger "pycomm" lets through
+
+PYCOMM_CACHE is by default pycomm in the folder XDG_CACHE_HOME, which is by default ~/.cache.
 
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and what is allowed. Each
 function reads what is set when it is called; only logger() keeps its first answer.
@@ -115,6 +118,11 @@ def fused():
     if value not in FUSED_FORMS:
         raise _wrong("PYCOMM_FUSED", value, ", ".join(FUSED_FORMS))
     return value
+
+
+def cache_folder():
+    """The folder for what was measured, by PYCOMM_CACHE or XDG_CACHE_HOME; it may not exist."""
+    return _get("PYCOMM_CACHE") or os.path.join(_get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pycomm")
 
 
 def triton_interpret():

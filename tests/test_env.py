@@ -70,6 +70,16 @@ def test_wrong_fused(monkeypatch, form):
         env.fused()
 
 
+def test_cache_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert env.cache_folder() == "/home/me/.cache/pycomm"
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert env.cache_folder() == "/caches/pycomm"
+    monkeypatch.setenv("PYCOMM_CACHE", "/mine")
+    assert env.cache_folder() == "/mine"
+
+
 @pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("True", True), ("on", True)])
 def test_triton_interpret(monkeypatch, value, expected):
     if value is None:

@@ -41,7 +41,7 @@ def matmul(a, b, bias=None, activation=None):
     return _run("matmul", a, b, bias, activation, ALONE)
 
 
-def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, bias=None, activation=None):
+def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=None, activation=None):
     """matmul(all_gather(a, dim), b, bias, activation), the gathering overlapped with the product.
 
     Args:
@@ -49,14 +49,16 @@ def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, bias=None, activat
         b, bias, activation: as in matmul. Each rank has its own, e.g. its columns of a weight.
         group: torch ProcessGroup, pycomm.Communicator, or None: torch's default group, this process alone where there is none.
         sizes: the length of every rank's piece along dim, equal on all ranks; None: all as here. A piece may be empty.
+        shards: the columns of every rank's b, equal on all ranks; None: all as here. Forms are chosen by the longest, so that all ranks
+            choose alike.
 
     Returns the product with sum(sizes) along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on
     all ranks. Raises ValueError or TypeError before anything is sent; MismatchError where ranks disagree.
     """
-    return _run("all_gather_matmul", a, b, bias, activation, _ranks(group, a), dim, sizes)
+    return _run("all_gather_matmul", a, b, bias, activation, _ranks(group, a), dim, sizes, shards)
 
 
-def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, bias=None, activation=None):
+def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=None, activation=None):
     """This rank's piece along `dim` of activation(sum over ranks of a @ b, + bias), the reduction overlapped with the product.
 
     Args:
@@ -64,14 +66,15 @@ def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, bias=None, act
         b: (K, N). bias, activation: as in matmul; applied after the sum, so all ranks pass the same bias.
         group: as in all_gather_matmul.
         sizes: the length of every rank's piece of the result; None: cut like torch.tensor_split, longer pieces first.
+        shards: every rank's K, as in all_gather_matmul.
 
     Returns the piece: sizes[rank] along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on all
     ranks; grad_bias is that of the whole result, equal on all ranks. Raises as all_gather_matmul.
     """
-    return _run("matmul_reduce_scatter", a, b, bias, activation, _ranks(group, a), dim, sizes)
+    return _run("matmul_reduce_scatter", a, b, bias, activation, _ranks(group, a), dim, sizes, shards)
 
 
-def matmul_all_reduce(a, b, group=None, *, bias=None, activation=None):
+def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=None):
     """activation(sum over ranks of a @ b, + bias), whole on every rank and with the same bits.
 
     Args: as in matmul_reduce_scatter.
@@ -79,7 +82,7 @@ def matmul_all_reduce(a, b, group=None, *, bias=None, activation=None):
     Backward: no communication; the gradient of the result is taken to be equal on all ranks, as it is where they all go on with the same
     computation (Megatron). Raises as all_gather_matmul.
     """
-    return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a))
+    return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a), shards=shards)
 
 
 # --- arguments ----------------------------------------------------------------------------------------------------------------------
@@ -89,7 +92,7 @@ def _ranks(group, a):
     return of(group, a.device if isinstance(a, torch.Tensor) else "cpu")
 
 
-def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None):
+def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None, shards=None):
     def wrong(text, kind=ValueError):
         return kind(f"{ranks} {op}: {text}")
 
@@ -106,9 +109,8 @@ def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None):
         rows = outer * sum(sizes) * inner
         result[at] = sum(sizes) if op == "all_gather_matmul" else sizes[ranks.rank]
     n = b.shape[1] // panels
-    problem = Problem(
-        op, rows, n, k, a.dtype, ranks.size, ranks.rank, activation, bias is not None, outer, inner, () if dim is None else sizes
-    )
+    shards = _check_shards(wrong, b.shape[1] if op == "all_gather_matmul" else k, shards, ranks)
+    problem = Problem(op, rows, n, k, a.dtype, ranks.size, ranks.rank, activation, bias is not None, outer, inner, sizes or (), shards)
     arguments = (a.reshape(lead.numel(), k), b, bias, problem, ranks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
         out = _FUNCTIONS[op].apply(*arguments)
@@ -171,6 +173,17 @@ def _check_sizes(wrong, op, length, sizes, ranks, at):
     if not gathers and sum(sizes) != length:
         raise wrong(f"sizes={list(sizes)} sum to {sum(sizes)}, but a has {length} along dim {at}")
     return sizes
+
+
+def _check_shards(wrong, length, shards, ranks):
+    if shards is None:
+        return ()
+    shards = tuple(int(shard) for shard in shards)
+    if len(shards) != ranks.size:
+        raise wrong(f"shards has {len(shards)} entries for {ranks.size} ranks")
+    if shards[ranks.rank] != length:
+        raise wrong(f"shards[{ranks.rank}]={shards[ranks.rank]}, but b's part here is {length} long")
+    return () if len(set(shards)) == 1 else shards
 
 
 def _name(dtype):

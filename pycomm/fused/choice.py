@@ -17,7 +17,8 @@ little to hide. Chunks win in one case, by memory: they keep the partial sums in
 
 CUDA: the thresholds below are not measured. They follow published figures for 8 GPUs, where fused kernels lost to cuBLAS and NCCL under
 about 100 GFLOP per GPU and below 512 rows per rank (Triton-distributed PR 166: 0.52x at 4096 x 4096 x 8192, 1.23x at 8192 x 8192 x 29568;
-Kraken PRs 2 and 19). What the tuner measured on the machine comes before them.
+Kraken PRs 2 and 19). What the tuner (tuner.py) measured on the machine comes before them; they decide below
+LEAST_TUNED_FLOPS, and while a graph is captured.
 """
 
 from typing import NamedTuple
@@ -34,6 +35,7 @@ FORCED_CHUNKS = 3  # PYCOMM_FUSED=chunked: all_gather_matmul's own piece and two
 # matmul_reduce_scatter in chunks: from this many rows per rank and chunk on a product in parts is as fast as the whole.
 LEAST_CHUNK_ROWS = 256
 
+LEAST_TUNED_FLOPS = 1e9  # below, the launch decides, and plain is not slower
 LEAST_FUSED_FLOPS = 100e9  # of this rank's product
 LEAST_FUSED_ROWS = 512  # per rank
 LEAST_EPILOGUE_FLOPS = 10e9  # plain matmul: below, launches decide, and cuBLAS with a second kernel is as good
@@ -44,14 +46,14 @@ class Choice(NamedTuple):
     chunks: int
     config: Config | None  # of the kernel; None: the default one
     reason: str
+    open: bool = False  # kernels can run, and measuring may find better
 
 
-def choose(problem, device="cpu", *, peer_memory=True, resident=True, measured=None, forced="auto", triton=True, interpreted=False):
+def choose(problem, device="cpu", *, peer_memory=True, obstacle="", forced="auto", triton=True, interpreted=False):
     """The Choice for a Problem.
 
-    device: "cpu" or "cuda". peer_memory: the group's backend is pycomm. resident: kernels of all ranks run at the same time and may wait
-    for each other. measured: what the tuner found, a Choice, or None. forced: PYCOMM_FUSED. triton: it is installed. interpreted: kernels
-    can run on CPU tensors.
+    device: "cpu" or "cuda". peer_memory: the group's backend is pycomm. obstacle: why kernels of different ranks cannot signal each other
+    (machine.py), or "". forced: PYCOMM_FUSED. triton: it is installed. interpreted: kernels can run on CPU tensors.
     """
     local = problem.op == "matmul" or problem.world_size == 1
     if forced == "plain":
@@ -72,11 +74,11 @@ def choose(problem, device="cpu", *, peer_memory=True, resident=True, measured=N
         return _plain(f"there is no kernel for {problem.dtype}")
     if not local and not peer_memory:
         return _plain("the group's backend is not pycomm, so peers' memory cannot be reached from a kernel")
-    if not local and not resident:
-        return _plain("ranks share a GPU from several processes, so their kernels may not wait for each other")
+    if not local and obstacle:
+        return _plain(obstacle)
     if forced == "fused":
         return Choice("fused", 1, None, "PYCOMM_FUSED=fused")
-    return measured or (_matmul_on_cuda(problem) if local else _on_cuda(problem))
+    return (_matmul_on_cuda(problem) if local else _on_cuda(problem))._replace(open=problem.flops >= LEAST_TUNED_FLOPS)
 
 
 def _plain(reason):

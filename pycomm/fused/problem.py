@@ -34,6 +34,16 @@ class Problem(NamedTuple):
     outer: int = 1
     inner: int = 1
     sizes: tuple[int, ...] = ()  # length of every rank's piece; () where nothing is cut
+    shards: tuple[int, ...] = ()  # length, on every rank, of b's dimension that is cut among the ranks; (): all as here
+
+    def shared(self):
+        """This problem in numbers that are equal on all ranks, so that all decide alike: the longest shard for their own, no rank."""
+        longest = max(self.shards, default=None)
+        if longest is None:
+            return self._replace(rank=0)
+        if self.op == "all_gather_matmul":
+            return self._replace(rank=0, n=longest // self.panels)
+        return self._replace(rank=0, k=longest)
 
     @property
     def panels(self):

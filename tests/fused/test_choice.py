@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm.fused import choice, config, engine, ranks
+from pycomm.fused import choice, ranks
 from pycomm.fused.problem import Problem, cut, even_sizes, join_rows, split_rows
 
 
@@ -24,14 +24,13 @@ CUDA = [
     (problem(dtype=torch.float64), {"forced": "fused"}, "plain", "no kernel for torch.float64"),
     (problem(), {"peer_memory": False}, "plain", "backend is not pycomm"),
     (problem(), {"peer_memory": False, "forced": "fused"}, "plain", "backend is not pycomm"),
-    (problem(), {"resident": False}, "plain", "share a GPU from several processes"),
+    (problem(), {"obstacle": "no way"}, "plain", "no way"),
     (problem(), {"triton": False}, "plain", "triton is not installed"),
     (problem(m=1), {"forced": "fused"}, "fused", "PYCOMM_FUSED=fused"),
     (problem(), {"forced": "plain"}, "plain", "PYCOMM_FUSED=plain"),
     (problem(), {"forced": "chunked"}, "chunked", "PYCOMM_FUSED=chunked"),
-    (problem(m=1), {"measured": choice.Choice("fused", 1, config.FP32, "tuned")}, "fused", "tuned"),
-    (problem("matmul"), {"peer_memory": False, "resident": False}, "plain", "no bias with an activation"),
-    (problem("matmul", activation="gelu"), {"peer_memory": False, "resident": False}, "fused", "an epilogue"),
+    (problem("matmul"), {"peer_memory": False, "obstacle": "no way"}, "plain", "no bias with an activation"),
+    (problem("matmul", activation="gelu"), {"peer_memory": False, "obstacle": "no way"}, "fused", "an epilogue"),
     (problem("matmul", m=64, activation="gelu"), {}, "plain", "8.59 GFLOP, below 10"),
     (problem("matmul", activation="gelu", dtype=torch.float32), {}, "plain", "float32"),
     (problem(world_size=1), {}, "plain", "cuBLAS"),
@@ -68,31 +67,6 @@ def test_cpu_choice_is_the_same_on_all_ranks(op):
         here = problem(op, m, n, k, torch.float32, 2)
         there = here._replace(rank=1, **({"n": 3 * n + 1} if op == "all_gather_matmul" else {"k": 3 * k + 1}))
         assert choice.choose(here)[:3] == choice.choose(there)[:3]
-
-
-class FakeCommunicator:
-    """As the extension's: knows the protocol once the group has used the device."""
-
-    def __init__(self, protocol):
-        self.protocol, self.used = protocol, False
-
-    def describe(self):
-        return {"cuda": {"protocol": self.protocol} if self.used else None}
-
-
-class FakeGroup:
-    def __init__(self, communicator):
-        self.communicator, self.cache, self.calls = communicator, {}, 0
-
-    def all_reduce(self, x, async_op):
-        self.communicator.used, self.calls = True, self.calls + 1
-
-
-@pytest.mark.parametrize(("protocol", "resident"), [("resident", True), ("stream_ordered", False)])
-def test_protocol_is_asked_for_once(protocol, resident):
-    group = FakeGroup(FakeCommunicator(protocol))
-    assert [engine._resident(group, "cpu") for _ in range(3)] == [resident] * 3
-    assert group.calls == 1
 
 
 @pytest.mark.parametrize(

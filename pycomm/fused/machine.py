@@ -1,0 +1,85 @@
+"""What the kernels of a group find on a device: its architecture, how much of it a rank may use, whether the ranks' kernels can talk.
+
+Asked once for each group and device; collective then, because all ranks must come to the same answer.
+"""
+
+import ctypes
+import json
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["Machine", "exchange", "of"]
+
+INTERPRETED_PROGRAMS = 3  # enough to have a program for each role, and two for one
+NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED (cuda.h)
+MOST_BYTES = 4096  # of a value that is exchanged
+
+
+class Machine(NamedTuple):
+    """arch: compute capability, 90 for sm_90; 80 in the interpreter. ranks_on_device: of the group, most on any device. programs: of a rank
+    that run at the same time: its share of the multiprocessors. obstacle: why kernels of different ranks cannot signal each other, or
+    ""."""
+
+    arch: int
+    ranks_on_device: int
+    programs: int
+    obstacle: str
+
+
+def exchange(communicator, value):
+    """Every rank's value (JSON), in order of rank; [value] without a communicator. Collective, over the CPU side of the group, so it
+    neither waits for a device nor is captured."""
+    if communicator is None or communicator.world_size == 1:
+        return [value]
+    text = json.dumps(value).encode()
+    if len(text) > MOST_BYTES:
+        place = f"[rank {communicator.rank}/{communicator.world_size}]"
+        raise ValueError(f"{place} a value of {len(text)} bytes is too long to exchange, at most {MOST_BYTES}")
+    mine = torch.full((1, MOST_BYTES), ord(" "), dtype=torch.uint8)
+    mine[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    everyone = torch.empty(communicator.world_size, MOST_BYTES, dtype=torch.uint8)
+    communicator.all_gather_flat(mine, everyone, False, 0, 0.0)
+    return [json.loads(bytes(row.tolist())) for row in everyone]
+
+
+def of(ranks, device):
+    """The Machine of a group (pycomm.fused.ranks.Ranks) on a device. Its backend must be pycomm, unless it has one rank."""
+    device = torch.device(device)
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = ("machine", device)
+    if key not in ranks.cache:
+        ranks.cache[key] = _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, ranks.size, INTERPRETED_PROGRAMS, "")
+    return ranks.cache[key]
+
+
+def _on_cuda(ranks, device):
+    facts = torch.cuda.get_device_properties(device)
+    arch = 10 * facts.major + facts.minor
+    if ranks.size == 1:
+        return Machine(arch, 1, facts.multi_processor_count, "")
+    if ranks.communicator.describe()["cuda"] is None:  # sets up the group's device side
+        ranks.all_reduce(torch.zeros(1, 1, device=device), async_op=False)
+    resident = ranks.communicator.describe()["cuda"]["protocol"] == "resident"
+    uuids = exchange(ranks.communicator, str(facts.uuid))
+    deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
+    said = exchange(ranks.communicator, {"resident": resident, "deaf": deaf})
+    obstacle = ""
+    if not all(one["resident"] for one in said):
+        obstacle = "ranks share a GPU from several processes, so their kernels do not run together and may not wait for each other"
+    elif any(one["deaf"] for one in said):
+        rank = next(rank for rank, one in enumerate(said) if one["deaf"])
+        obstacle = f"rank {rank}'s GPU has no native atomics on a peer's memory (no NVLink between them, or hidden from the process)"
+    most = max(uuids.count(uuid) for uuid in uuids)
+    return Machine(arch, most, max(2, facts.multi_processor_count // most), obstacle)
+
+
+def _native_atomics(device, uuid):
+    """Whether `device` can do atomics on the memory of the GPU with this uuid. False if this process does not see it."""
+    for peer in range(torch.cuda.device_count()):
+        if str(torch.cuda.get_device_properties(peer).uuid) == uuid:
+            value = ctypes.c_int()
+            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, device.index, peer)
+            return not failed and bool(value.value)
+    return False

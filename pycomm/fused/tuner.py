@@ -1,0 +1,202 @@
+"""Measures which form of a problem is fastest on this machine, and remembers it on disk: what makes "never slower" true.
+
+At the first call of a problem on a CUDA device all ranks of the group compare what their caches say (decide). If they agree, that is it:
+a few hundred bytes over the CPU side of the group, once. Otherwise all measure, together: the plain form and each configuration of the
+kernel (config.candidates), in turns, on the tensors of the call. The slowest rank's median counts, and a kernel must beat plain by
+MARGIN. While a graph is captured nothing can be measured: then the table of choice.py decides, and a kernel runs only if it does so on
+all ranks.
+
+    cache file   {"H100 80GB HBM3, sm_90, triton 3.7.1, torch 2.13.0": {"<problem>": {"form": "fused", "config": [...], "us": {...}}}}
+
+Problems that differ little in m share an entry: m is rounded up to two significant bits, so that batches of many lengths do not measure
+each. The file (PYCOMM_CACHE, else ~/.cache/pycomm/fused.json) is replaced as a whole by rename; writers take turns by a lock on a file
+beside it. A file that cannot be read or written is as good as none: then the process measures for itself.
+"""
+
+import fcntl
+import json
+import statistics
+import time
+from pathlib import Path
+
+import torch
+import triton
+from triton.runtime.errors import PTXASError
+
+from pycomm import env
+from pycomm.fused import machine
+from pycomm.fused.choice import Choice
+from pycomm.fused.config import Config, candidates
+from pycomm.fused.machine import exchange
+
+__all__ = ["cache_path", "decide", "lookup", "tune"]
+
+MARGIN = 1.02
+ROUNDS = 5
+ROUND_SECONDS = 0.01  # of calls of one form in a round
+
+_memory = {}  # (place, problem key) -> Choice, of this process
+
+
+def cache_path():
+    return Path(env.cache_folder()) / "fused.json"
+
+
+def place(device, ranks_on_device=1):
+    """What figures are valid for."""
+    versions = f"triton {triton.__version__}, torch {torch.__version__}"
+    if device.type != "cuda":
+        return f"cpu, {versions}"
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {ranks_on_device} ranks on it, {versions}"
+
+
+def rounded(m):
+    """m, rounded up to two significant bits: 1, 2, 3, 4, 6, 8, 12, 16, .."""
+    step = 1 << max(0, m.bit_length() - 2)
+    return -(-m // step) * step
+
+
+def key_of(problem):
+    """What of a problem an entry is for, in numbers that all ranks have alike; of m and the pieces only the size."""
+    problem = problem.shared()
+    parts = [problem.op, rounded(problem.m), problem.n, problem.k, str(problem.dtype).partition(".")[2], problem.world_size]
+    return " ".join(map(str, [*parts, problem.activation or "none", "bias" if problem.bias else "no_bias"]))
+
+
+def lookup(problem, device, ranks_on_device=1):
+    """What was measured for a problem in this process or found in the cache file: a Choice or None."""
+    where, key = place(torch.device(device), ranks_on_device), key_of(problem)
+    if (where, key) not in _memory:
+        _memory[where, key] = _find(_read(), where, key)
+    return _memory[where, key]
+
+
+def decide(problem, ranks, device, here, fallback, run):
+    """The Choice of all ranks for a problem; collective at its first use in the group.
+
+    here: the machine.Machine; fallback: this rank's Choice by the table; run(choice): computes the call in that form.
+    """
+    decided = ranks.cache.setdefault("decided", {})
+    key = key_of(problem)
+    if key not in decided:
+        found = lookup(problem, device, here.ranks_on_device)
+        known = exchange(ranks.communicator, _entry(found) if found else None)
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if all(entry is not None and entry["form"] == known[0]["form"] and entry["config"] == known[0]["config"] for entry in known):
+            decided[key] = found
+        elif capturing:
+            said = exchange(ranks.communicator, _entry(fallback))
+            alike = all((entry["form"], entry["config"]) == (said[0]["form"], said[0]["config"]) for entry in said)
+            return fallback if alike else Choice("plain", 1, None, "the ranks' tables differ, and nothing can be measured during a capture")
+        else:
+            decided[key] = measure(problem, ranks, device, here, run)
+    return decided[key]
+
+
+def tune(problem, a, b, bias, ranks):
+    """Collective. Measures all forms of a problem on these tensors (as engine.forward takes them) and returns the best, which is from
+    then on used and cached. Raises what the forms raise."""
+    from pycomm.fused import engine
+
+    choice = measure(problem, ranks, a.device, machine.of(ranks, a.device), lambda form: engine.run(problem, form, a, b, bias, ranks))
+    ranks.cache.setdefault("decided", {})[key_of(problem)] = choice
+    return choice
+
+
+def measure(problem, ranks, device, here, run):
+    """Collective: see tune."""
+    plain = Choice("plain", 1, None, "")
+    forms = [plain] + [
+        Choice("fused", 1, config, "") for config in candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
+    ]
+    seconds = [_once(run, form, device) for form in forms]  # compiles, grows contexts, and tells how many calls a round takes
+    usable = [
+        form for form, times in zip(forms, zip(*exchange(ranks.communicator, seconds), strict=True), strict=True) if None not in times
+    ]
+    calls = max(1, min(100, int(ROUND_SECONDS / max(1e-6, _slowest(ranks, seconds[0] or ROUND_SECONDS)))))
+    samples = {form: [] for form in usable}
+    for i in range(ROUNDS):
+        for form in usable[i % len(usable) :] + usable[: i % len(usable)]:
+            samples[form].append(_time(run, form, device, calls))
+    medians = exchange(ranks.communicator, [statistics.median(samples[form]) for form in usable])
+    times = dict(zip(usable, map(max, zip(*medians, strict=True)), strict=True))
+    best = min(times, key=times.get)
+    if times[best] * MARGIN > times[plain]:
+        best = plain
+    fastest = min((form for form in times if form.name == "fused"), key=times.get, default=None)
+    said = f"plain {1e6 * times[plain]:.4g} us" + (f", best kernel {1e6 * times[fastest]:.4g} us" if fastest else ", no kernel compiles")
+    choice = best._replace(reason=f"measured on this machine: {said}")
+    where, key = place(device, here.ranks_on_device), key_of(problem)
+    _memory[where, key] = choice
+    if ranks.rank == 0:
+        us = {"plain": 1e6 * times[plain], "kernel": 1e6 * times[fastest] if fastest else None}
+        _write(where, key, {**_entry(choice), "us": us})
+    return choice
+
+
+def _once(run, form, device):
+    """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers)."""
+    try:
+        run(form)
+    except (triton.OutOfResources, triton.CompilationError, PTXASError):
+        return None
+    return _time(run, form, device, 1)
+
+
+def _time(run, form, device, calls):
+    """Seconds per call on this rank."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        for _ in range(calls):
+            run(form)
+        return (time.perf_counter() - began) / calls
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    begin.record()
+    for _ in range(calls):
+        run(form)
+    end.record()
+    end.synchronize()
+    return 1e-3 * begin.elapsed_time(end) / calls
+
+
+def _slowest(ranks, seconds):
+    return max(exchange(ranks.communicator, seconds))
+
+
+def _entry(choice):
+    return {"form": choice.name, "config": list(choice.config) if choice.config else None, "reason": choice.reason}
+
+
+def _find(found, where, key):
+    """The Choice of an entry of the cache; None if there is none, or one that another version wrote."""
+    try:
+        entry = found[where][key]
+        return Choice(entry["form"], 1, Config(*entry["config"]) if entry["config"] else None, entry["reason"])
+    except (KeyError, TypeError):
+        return None
+
+
+def _read():
+    try:
+        found = json.loads(cache_path().read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(where, key, entry):
+    path = cache_path()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(path.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _read()
+            if not isinstance(found.get(where), dict):
+                found[where] = {}
+            found[where][key] = entry
+            temporary = path.with_suffix(".new")
+            temporary.write_text(json.dumps(found, indent=1, sort_keys=True) + "\n")
+            temporary.replace(path)
+    except OSError as error:
+        env.logger().warning("pycomm.fused: the measured choice cannot be cached in %s: %s", path, error)

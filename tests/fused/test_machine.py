@@ -1,0 +1,74 @@
+"""What kernels find on a device, with the driver and the peers played by lists: who shares a GPU, who may signal whom."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from pycomm.fused import machine, ranks
+
+
+class Peers:
+    """A communicator whose exchanges have the answers of all ranks in store; what this rank says goes in its place."""
+
+    def __init__(self, rank, answers):
+        self.rank, self.world_size, self.answers = rank, len(answers[0]), list(answers)
+        self.used = False
+
+    def describe(self):
+        return {"cuda": {"protocol": "resident"} if self.used else None}
+
+    def exchange(self, communicator, value):
+        answers = list(self.answers.pop(0))
+        answers[self.rank] = value
+        return answers
+
+
+CASES = {
+    "a GPU each": (["A", "B"], [], {}, 1, 132, ""),
+    "two on each": (["A", "A", "B", "B"], [], {}, 2, 66, ""),
+    "all on one": (["A"] * 8, [], {}, 8, 16, ""),
+    "more ranks than processors": (["A"] * 100, [], {}, 100, 2, ""),
+    "no atomics here": (["A", "B"], ["B"], {}, 1, 132, "rank 0's GPU has no native atomics"),
+    "no atomics there": (["A", "B"], [], {1: {"resident": True, "deaf": ["A"]}}, 1, 132, "rank 1's GPU has no native atomics"),
+    "a peer in stream order": (["A", "A"], [], {1: {"resident": False, "deaf": []}}, 2, 66, "do not run together"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_of(case, monkeypatch):
+    uuids, deaf, said, shared, programs, obstacle = CASES[case]
+    peers = Peers(0, [uuids, [said.get(rank, {"resident": True, "deaf": []}) for rank in range(len(uuids))]])
+    group = SimpleNamespace(
+        rank=0, size=len(uuids), communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", True)
+    )
+    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid=uuids[0])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr(machine, "exchange", peers.exchange)
+    monkeypatch.setattr(machine, "_native_atomics", lambda device, uuid: uuid not in deaf)
+    found = machine.of(group, "cuda:0")
+    assert (found.arch, found.ranks_on_device, found.programs) == (90, shared, programs)
+    assert obstacle in found.obstacle and bool(obstacle) == bool(found.obstacle)
+    assert machine.of(group, torch.device("cuda", 0)) is found and not peers.answers  # asked once
+
+
+def test_alone(monkeypatch):
+    facts = SimpleNamespace(major=10, minor=0, multi_processor_count=148, uuid="A")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    assert machine.of(ranks.ALONE._replace(cache={}), "cuda:0") == machine.Machine(100, 1, 148, "")
+
+
+def body(comm):
+    first = machine.exchange(comm._comm, {"rank": comm.rank, "text": "ä" * comm.rank})
+    with pytest.raises(ValueError, match=rf"\[rank {comm.rank}/3\] a value of 5002 bytes is too long to exchange, at most 4096"):
+        machine.exchange(comm._comm, "x" * 5000)
+    return first, machine.exchange(comm._comm, None)
+
+
+def test_exchange():
+    from pycomm.testing import run_ranks
+
+    expected = [{"rank": rank, "text": "ä" * rank} for rank in range(3)], [None] * 3
+    assert run_ranks(3, body) == [expected] * 3
+    assert machine.exchange(None, 5) == [5]

@@ -1,0 +1,143 @@
+"""The tuner with forms whose times are given: which one it takes, what all ranks agree on, what it writes and reads."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from pycomm.fused import choice, ranks, tuner
+from pycomm.fused.machine import Machine
+from pycomm.fused.problem import Problem
+from pycomm.testing import run_ranks
+
+HERE = Machine(90, 1, 132, "")
+CPU = torch.device("cpu")
+FALLBACK = choice.Choice("plain", 1, None, "the table")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYCOMM_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tuner, "ROUND_SECONDS", 0.0)  # one call of a form per round
+    monkeypatch.setattr(tuner, "_memory", {})
+    return tmp_path / "cache" / "fused.json"
+
+
+def problem(op="matmul_all_reduce", m=512, n=256, k=64, **options):
+    return Problem(op, m, n, k, torch.bfloat16, options.pop("world_size", 1), options.pop("rank", 0), **options)
+
+
+def forms(seconds, slow_rank=None, rank=0):
+    """run(form) that takes so long: by "plain", "one-shot", "other"; on the slow rank 20 ms for one-shot."""
+
+    def run(form):
+        name = form.name if form.config is None else "one-shot" if form.config.one_shot else "other"
+        run.calls.append(name)
+        time.sleep(0.02 if rank == slow_rank and name == "one-shot" else seconds[name])
+
+    run.calls = []
+    return run
+
+
+@pytest.mark.parametrize(
+    ("seconds", "form", "one_shot"),
+    [
+        ({"plain": 0.01, "one-shot": 0.001, "other": 0.004}, "fused", True),
+        ({"plain": 0.01, "one-shot": 0.004, "other": 0.001}, "fused", False),
+        ({"plain": 0.001, "one-shot": 0.004, "other": 0.004}, "plain", None),
+    ],
+)
+def test_takes_the_fastest(seconds, form, one_shot, cache):
+    run, alone = forms(seconds), ranks.ALONE._replace(cache={})
+    found = tuner.decide(problem(), alone, CPU, HERE, FALLBACK, run)
+    assert found.name == form and (found.config and found.config.one_shot) == one_shot
+    assert "measured on this machine: plain" in found.reason and "best kernel" in found.reason
+    entries = next(iter(json.loads(cache.read_text()).values()))
+    assert list(entries) == ["matmul_all_reduce 512 256 64 bfloat16 1 none no_bias"] and entries.popitem()[1]["form"] == form
+    called = len(run.calls)
+    assert tuner.decide(problem(m=510), alone, CPU, HERE, FALLBACK, run) is found  # rounded to the same m
+    tuner._memory.clear()  # as in a new process
+    again = tuner.decide(problem(), alone._replace(cache={}), CPU, HERE, FALLBACK, run)
+    assert again == found and len(run.calls) == called
+
+
+def test_a_kernel_must_win_clearly(monkeypatch):
+    monkeypatch.setattr(tuner, "MARGIN", 50.0)
+    run = forms({"plain": 0.005, "one-shot": 0.001, "other": 0.001})
+    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+
+
+def test_forms_that_do_not_compile_are_left_out():
+    def run(form):
+        if form.config is not None and not form.config.one_shot:
+            raise tuner.triton.OutOfResources(300_000, 232_448, "shared memory")
+        time.sleep(0.004 if form.config is None else 0.001)
+
+    found = tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    assert found.name == "fused" and found.config.one_shot
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
+def test_a_broken_cache_is_none(text, cache):
+    cache.parent.mkdir()
+    cache.write_text(text)
+    assert tuner.lookup(problem(), CPU) is None
+    run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
+    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert "plain" in cache.read_text()
+
+
+def test_a_foreign_entry_is_none(cache):
+    cache.parent.mkdir()
+    cache.write_text(json.dumps({tuner.place(CPU): {tuner.key_of(problem()): {"form": "fused", "config": [1, 2]}}}))
+    assert tuner.lookup(problem(), CPU) is None
+
+
+def test_no_place_for_a_cache(cache, monkeypatch, caplog):
+    cache.parent.write_text("a file where the folder should be")
+    run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
+    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert "cannot be cached" in caplog.text
+
+
+def slowest_rank_counts(comm):
+    run = forms({"plain": 0.008, "one-shot": 0.0005, "other": 0.002}, slow_rank=1, rank=comm.rank)
+    group = ranks.of(comm)
+    found = tuner.decide(problem(world_size=2, rank=comm.rank), group, CPU, HERE, FALLBACK, run)
+    return found.name, found.config.one_shot, len(run.calls)
+
+
+def test_slowest_rank_counts():
+    first, second = run_ranks(2, slowest_rank_counts)
+    assert first == second and first[:2] == ("fused", False)
+
+
+def one_has_a_cache(comm):
+    """Rank 0 finds an entry, rank 1 none: both measure, and agree."""
+    run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
+    mine = problem(world_size=2, rank=comm.rank)
+    kept = tuner.lookup
+    tuner.lookup = lambda *args: choice.Choice("fused", 1, None, "old") if args[0].rank == 0 else None
+    try:
+        comm.barrier()
+        return tuner.decide(mine, ranks.of(comm), CPU, HERE, FALLBACK, run).name, bool(run.calls)
+    finally:
+        comm.barrier()
+        tuner.lookup = kept
+
+
+def test_caches_that_differ():
+    assert run_ranks(2, one_has_a_cache, mode="processes") == [("plain", True)] * 2
+
+
+def test_uneven_shards_share_an_entry():
+    keys = {
+        tuner.key_of(problem("all_gather_matmul", n=n, world_size=2, rank=rank, sizes=(256, 256), shards=(8, 7)))
+        for rank, n in ((0, 8), (1, 7))
+    }
+    assert len(keys) == 1
+
+
+def test_rounded():
+    assert [tuner.rounded(m) for m in (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 4096, 4097)] == [0, 1, 2, 3, 4, 6, 8, 8, 12, 16, 4096, 6144]
