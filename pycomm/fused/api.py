@@ -111,6 +111,8 @@ def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None, shards=None):
     n = b.shape[1] // panels
     shards = _check_shards(wrong, b.shape[1] if op == "all_gather_matmul" else k, shards, ranks)
     problem = Problem(op, rows, n, k, a.dtype, ranks.size, ranks.rank, activation, bias is not None, outer, inner, sizes or (), shards)
+    if ranks.size == 1:  # nothing is cut or added
+        op, problem = "matmul", problem._replace(op="matmul", outer=1, inner=1, sizes=(), shards=())
     arguments = (a.reshape(lead.numel(), k), b, bias, problem, ranks)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
         out = _FUNCTIONS[op].apply(*arguments)

@@ -91,7 +91,7 @@ class Context:
         self.broken = None
         self.timeout = communicator.timeout
         self.looks_per_second = LOOKS_PER_SECOND if cuda else LOOKS_PER_SECOND_INTERPRETED
-        self.programs = machine.programs
+        self.programs, self.shares_device = machine.programs, machine.ranks_on_device > 1
 
     @property
     def limit(self):

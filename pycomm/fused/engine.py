@@ -22,9 +22,6 @@ def forward(problem, a, b, bias, ranks, *, save=False, keep=False):
     a: rows (outer, piece or whole, inner) of K columns; b: (k, columns), any strides; bias: (columns,) or None. save: the preactivation is
     wanted where there is an activation; keep: the gathered a, of all_gather_matmul.
     """
-    if problem.world_size == 1 and problem.op != "matmul":
-        result = forward(problem._replace(op="matmul"), a, b, bias, ranks, save=save)
-        return result._replace(gathered=a if keep else None)
     return run(problem, _choose(problem, a, b, bias, ranks), a, b, bias, ranks, save=save, keep=keep)
 
 
@@ -45,7 +42,7 @@ def _choose(problem, a, b, bias, ranks):
         return choose(problem.shared(), "cpu", interpreted=forced == "fused" and env.triton_interpret(), **options)
     if problem.op == "matmul":
         ranks = ALONE
-    talks = problem.world_size == 1 or options["peer_memory"]
+    talks = problem.op == "matmul" or options["peer_memory"]
     here = machine.of(ranks, a.device) if talks and has_triton() else None
     choice = choose(problem.shared(), "cuda", obstacle=here.obstacle if here else "", **options)
     if not (choice.open and here and problem.flops):

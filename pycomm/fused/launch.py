@@ -41,8 +41,16 @@ def interpreted():
     return not isinstance(matmul_kernel, triton.JITFunction)
 
 
-def roles(config, programs):
-    movers = max(1, config.movers)
+def roles(config, context, others=1):
+    """How many programs of each role; others: how many roles there are beside those that multiply.
+
+    [Note: ranks that share a GPU] Its multiprocessors must hold all programs of all these ranks at once. Else those of one rank that wait
+    could take the place of those of another that they wait for, which then never begin. So all roles fit into a rank's share.
+    """
+    programs, movers = context.programs, max(1, config.movers)
+    if context.shares_device:
+        movers = min(movers, programs // (others + 1))
+        return Roles(programs - others * movers, movers)
     return Roles(programs - movers if movers < programs else programs, movers)
 
 
@@ -116,7 +124,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     block, mark = context.enter(problem, config, problem.world_size * row_tiles, half)
     out, z = _outputs(problem, a, problem.m, save)
     kept = a.new_empty(problem.m, problem.k) if keep else None
-    counts = roles(config, context.programs)
+    counts = roles(config, context, others=1 + keep)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     keepers = counts.movers if keep else 0
     all_gather_matmul_kernel[(counts.movers + counts.multipliers + keepers,)](
@@ -147,7 +155,7 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     slot_bytes = config.block_m * config.block_n * a.element_size()
     block, mark = context.enter(problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes)
     out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
-    counts = roles(config, context.programs)
+    counts = roles(config, context)
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     matmul_reduce_scatter_kernel[(counts.multipliers + counts.movers,)](
@@ -171,7 +179,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
         staged += tiles * (1 + (problem.panels if save and problem.activation is not None else 0))
     block, mark = context.enter(problem, config, flags, staged * config.block_m * config.block_n * a.element_size())
     out, z = _outputs(problem, a, problem.m, save)
-    counts = roles(config, context.programs)
+    counts = roles(config, context, others=2 - config.one_shot)
     finishers = 0 if config.one_shot else counts.movers
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)

@@ -11,7 +11,8 @@ import torch
 
 __all__ = ["Machine", "exchange", "of"]
 
-INTERPRETED_PROGRAMS = 3  # enough to have a program for each role, and two for one
+ROLES = 3  # of a kernel, at most; each needs a program
+INTERPRETED_PROGRAMS = ROLES
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED (cuda.h)
 MOST_BYTES = 4096  # of a value that is exchanged
 
@@ -50,7 +51,7 @@ def of(ranks, device):
         device = torch.device("cuda", torch.cuda.current_device())
     key = ("machine", device)
     if key not in ranks.cache:
-        ranks.cache[key] = _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, ranks.size, INTERPRETED_PROGRAMS, "")
+        ranks.cache[key] = _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, 1, INTERPRETED_PROGRAMS, "")
     return ranks.cache[key]
 
 
@@ -72,7 +73,10 @@ def _on_cuda(ranks, device):
         rank = next(rank for rank, one in enumerate(said) if one["deaf"])
         obstacle = f"rank {rank}'s GPU has no native atomics on a peer's memory (no NVLink between them, or hidden from the process)"
     most = max(uuids.count(uuid) for uuid in uuids)
-    return Machine(arch, most, max(2, facts.multi_processor_count // most), obstacle)
+    programs = facts.multi_processor_count // most
+    if programs < ROLES:
+        obstacle = obstacle or f"{most} ranks share {facts.multi_processor_count} multiprocessors; a rank's kernels need {ROLES}"
+    return Machine(arch, most, max(1, programs), obstacle)
 
 
 def _native_atomics(device, uuid):

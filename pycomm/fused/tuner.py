@@ -107,9 +107,10 @@ def tune(problem, a, b, bias, ranks):
 def measure(problem, ranks, device, here, run):
     """Collective: see tune."""
     plain = Choice("plain", 1, None, "")
-    forms = [plain] + [
-        Choice("fused", 1, config, "") for config in candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
-    ]
+    configs = candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
+    if here.ranks_on_device > 1:  # there movers are cut to a rank's share, so these would be the same
+        configs = [config for config in configs if config.movers <= max(here.programs // 2, configs[0].movers)]
+    forms = [plain] + [Choice("fused", 1, config, "") for config in configs]
     seconds = [_once(run, form, device) for form in forms]  # compiles, grows contexts, and tells how many calls a round takes
     usable = [
         form for form, times in zip(forms, zip(*exchange(ranks.communicator, seconds), strict=True), strict=True) if None not in times
