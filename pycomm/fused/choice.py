@@ -4,16 +4,28 @@
 All ranks must choose alike, or they would wait for different things. So the CPU's table looks only at what is equal on all ranks: not at n
 in all_gather_matmul nor at k in the other two, which are each rank's part of a weight and may differ.
 
-[Note: CPU table] On the CPU chunks do not win by overlap, as far as could be measured (ranks = cores). What was measured, with the figures,
-is in docs/log.md; in short, relative to a product and a collective on ordinary memory:
+[Note: CPU table] Speed relative to one product and one collective on ordinary memory, whose time is the first column, in us. AMD EPYC, 2
+vCPU, torch 2.13, 2 ranks with one thread each, forms in turns, medians of 3 to 15 turns of the slower rank. The machine was shared: the same
+form differed by up to 6 percent. Columns: registered: one product, partial sums registered (plain.py, the default). 2, 4: chunks.
 
-    one product, registered partial sums    1.0 to 1.9   matmul_reduce_scatter; the more, the smaller K is
-    own piece first, gather beside it       0.8 to 1.06  all_gather_matmul
-    2 to 8 chunks                           0.4 to 1.15  any; 0.9 and more only from some thousand rows on
+                             matmul_reduce_scatter         matmul_all_reduce      all_gather_matmul (own piece, rest in 1, 2)
+    dtype (M, N, K)            us  registered  2     4          us    2     4          us    2     3
+    f32   (128, 256, 256)     206     -      0.59  0.47        198  0.70  0.58        212  0.75  0.61
+    f32   (512, 512, 512)    3209   1.01     0.88  0.86       3046  0.93  0.88       3208  0.91  0.89
+    f32   (1024, 1024, 256)  7466   1.11     0.94  0.92       6960  0.98  0.98       6676  0.98  0.97
+    f32   (2048, 2048, 64)  17142   1.84     1.58  1.61      11038  0.93  1.02       7827  1.02  1.03
+    f32   (256, 4096, 1024) 29962   1.00     0.71  0.56      28800  0.81  0.67      29997  0.89  0.72
+    f32   (4096, 2048, 128) 44175     *      1.38  1.20      44924  0.99  0.95      37195  0.98  0.97
+    f32 (4096, 2048, 2048) 832472     *      1.10  1.06     781222  0.97  0.96         not measured
+    bf16  (512, 512, 512)    1518   1.01     0.79  0.67       1571  0.84  0.69       1512  0.82  0.81
+    bf16  (2048, 2048, 64)   4481   1.19     1.18  1.15       4988  1.03  0.98       3360  0.86  0.95
+    bf16 (2048, 1024, 2048) 41793   1.01     0.99  0.97      41443  0.99  0.98      42826  0.99  1.00
+    bf16 (4096, 2048, 2048) 173682  0.99     1.01  1.01     169709  1.00  0.99     178930  1.00  0.92
+    -: below LEAST_STAGING, ordinary memory. *: does not fit into MOST_STAGING; 4 chunks do.
 
-With a rank per core there is no core on which a collective could run beside a product: what overlap hides on one thread it takes from the
-other. A product in parts is slower than the whole, and a collective is 1 to 10 percent of a call whose K is in the hundreds, so there is
-little to hide. Chunks win in one case, by memory: they keep the partial sums in registered memory that is too small for the whole.
+So chunks do not win by overlap where there are as many ranks as cores: what a collective hides beside one product it takes from another,
+since there is no core that is free. A product in parts is slower than the whole, and a collective is 1 to 10 percent of a call whose K is in
+the hundreds, so there is little to hide. Chunks win in one case, by memory: where the partial sums are too large to be registered whole.
 
 CUDA: the thresholds below are not measured. They follow published figures for 8 GPUs, where fused kernels lost to cuBLAS and NCCL under
 about 100 GFLOP per GPU and below 512 rows per rank (Triton-distributed PR 166: 0.52x at 4096 x 4096 x 8192, 1.23x at 8192 x 8192 x 29568;

@@ -191,18 +191,37 @@ def test_registered_partial_sums(world_size):
     spawn(world_size, large)
 
 
-def in_inference_mode(rank, world_size):
+def results_of_their_own(rank, world_size):
+    """A result, or what is saved for its backward pass, must not lie in memory that the next call uses."""
     a, b, bias = draw(1, 512, 8, dtype=torch.float32), draw(2, 8, 256, dtype=torch.float32), torch.ones(256)
+    for options in ({"bias": bias}, {"activation": "relu"}, {"activation": "gelu"}, {"bias": bias, "activation": "silu"}):
+        for function in (fused.matmul_all_reduce, fused.matmul_reduce_scatter):
+            result = function(a, b, **options)
+            before = result.clone()
+            function(a + 1, b, **options)
+            assert torch.equal(result, before), f"{function.__name__} {options}: changed by the next call"
+            gradients = []
+            for between in (lambda: None, lambda: function(a + 1, b, **options)):  # noqa: B023
+                w = b.clone().requires_grad_()
+                out = function(a, w, **options)
+                between()
+                out.sum().backward()
+                gradients.append(w.grad)
+            assert torch.equal(*gradients), f"{function.__name__} {options}: the gradient was changed by the next call"
+
+
+def test_results_do_not_lie_in_reused_memory():
+    spawn(2, results_of_their_own)
+
+
+def in_inference_mode(rank, world_size):
+    a, b = draw(1, 512, 8, dtype=torch.float32), draw(2, 8, 256, dtype=torch.float32).requires_grad_()
     with torch.inference_mode():
-        first = fused.matmul_reduce_scatter(a, b, bias=bias)
-    b.requires_grad_()
-    again = fused.matmul_reduce_scatter(a, b, bias=bias)
+        first = fused.matmul_reduce_scatter(a, b)
+    assert not ranks.of().cache["staging"].is_inference(), "later calls may not write to it"
+    again = fused.matmul_reduce_scatter(a, b)
     again.sum().backward()
     assert torch.equal(first, again) and b.grad is not None
-    result = fused.matmul_all_reduce(a, b, bias=bias)
-    before = result.clone()
-    fused.matmul_all_reduce(a + 1, b, bias=bias, activation="relu")
-    assert torch.equal(result, before), "a result lay in memory that the group uses again"
 
 
 def test_memory_that_inference_mode_made():
