@@ -40,8 +40,8 @@ def measure_cases(peers, cases, options):
 
 def measure_case(peers, case, options):
     tensors = make_tensors(case, peers.size, peers.rank, peers.device)
-    if options["tune"]:
-        tune(case, tensors, peers)
+    settle(peers)
+    variants.make("pycomm.fused", case, tensors, peers, options["backward"])()  # the first call on CUDA measures which form is best
     settle(peers)
     calls, found = {}, {}
     for name in variants.names(case, peers):
@@ -61,12 +61,6 @@ def measure_case(peers, case, options):
     for name, call in calls.items():
         found[name] = {"rounds": rounds[name], "error": max(before[name], _error(peers, call, wanted))}
     return {"choice": variants.choice_of(case, peers), "variants": found}
-
-
-def tune(case, tensors, peers):
-    from pycomm.fused import tuner
-
-    tuner.tune(variants.problem_of(case, peers), *tensors[:3], variants.ranks_of(peers))
 
 
 def settle(peers):

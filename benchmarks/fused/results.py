@@ -132,9 +132,7 @@ def context(options):
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "command": shlex.join(["python", "-m", "pycomm.benchmarks", *sys.argv[1:]]),
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "settings": {
-            name: getattr(options, name) for name in ("ranks", "device", "ranks_as", "backward", "graph", "tune", "rounds", "seconds")
-        },
+        "settings": {name: getattr(options, name) for name in ("ranks", "device", "ranks_as", "backward", "graph", "rounds", "seconds")},
     }
 
 

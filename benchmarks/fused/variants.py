@@ -16,13 +16,15 @@ import importlib.util
 import torch
 import torch.nn.functional as F
 
+import pycomm
 from pycomm import fused
 from pycomm.fused import engine, plain
-from pycomm.fused.choice import FORCED_CHUNKS
+from pycomm.fused.choice import FORCED_CHUNKS, Choice
 from pycomm.fused.problem import Problem, even_sizes
 from pycomm.fused.ranks import of
 
 from .cases import DTYPES
+from .peers import Torch
 
 EXACT_FLOPS = {"cpu": 2e10, "cuda": 2e12}  # of the product; above, float64 takes too long
 
@@ -152,9 +154,21 @@ def ranks_of(peers):
 
 
 def choice_of(case, peers):
-    """What pycomm.fused chooses, in a line. Collective on CUDA."""
-    choice = engine._choose(problem_of(case, peers), peers.device, ranks_of(peers))
-    return f"{choice.name}{f' x{choice.chunks}' if choice.chunks > 1 else ''}: {choice.reason}"
+    """What pycomm.fused chooses, in a line: by measurement, which its first call on CUDA takes, else by its tables."""
+    if measured := measured_choice(case, peers):
+        return f"{measured.name}: {measured.reason}"
+    dtype = DTYPES[case.dtype]
+    said = pycomm.explain(case.op, (case.m, case.n, case.k), peers.size, device=peers.device.type, dtype=dtype, activation=case.activation)
+    return said.partition(": ")[2]
+
+
+def measured_choice(case, peers):
+    if peers.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from pycomm.fused import tuner
+
+    ranks = ranks_of(peers)
+    return tuner.lookup(problem_of(case, peers), peers.device, engine.ranks_on_device(ranks, peers.device))
 
 
 def chunked(case, tensors, peers):
@@ -169,13 +183,11 @@ def kernel(case, tensors, peers):
     if importlib.util.find_spec("triton") is None:
         raise Unavailable("triton is not installed")
     problem, ranks = problem_of(case, peers), ranks_of(peers)
-    if case.op != "matmul" and peers.size > 1 and not engine._resident(ranks, peers.device):
+    if case.op != "matmul" and isinstance(peers.ours, Torch) and not peers.own_gpu:
         raise Unavailable("ranks share a GPU from several processes, so their kernels may not wait for each other")
-    from pycomm.fused import tuner
-
-    found = tuner.lookup(problem, peers.device)
-    config = found.config if found and found.name == "fused" else None
-    return lambda: (engine._launch(problem, config, ranks, *tensors[:3]).out,)
+    found = measured_choice(case, peers)
+    form = found if found and found.name == "fused" else Choice("fused", 1, None, "forced")
+    return lambda: (engine.run(problem, form, *tensors[:3], ranks).out,)
 
 
 # --- torch's ----------------------------------------------------------------------------------------------------------------------------

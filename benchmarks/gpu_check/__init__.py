@@ -8,5 +8,6 @@ ranks.py      ranks on a GPU as threads or processes; what a check records
 cases.py, values.py              every collective, algorithm, dtype and reduction against a one-line oracle
 behaviour.py, order.py           registered buffers, messages, groups, other arrays; streams and graphs
 faults.py, torch_checks.py       errors and dead ranks; torch.distributed
+fused_cases.py, fused.py, fused_order.py    pycomm.fused: values, gradients; graphs, streams, lost peers, the tuner
 summary.py    the report: pass or fail of each check, tables, medians, targets
 """

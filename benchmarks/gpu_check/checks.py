@@ -1,5 +1,6 @@
 """The checks by name. Each runs in a process of its own (one.py), from gpu-check and from pytest alike."""
 
+import importlib
 from typing import NamedTuple
 
 from . import behaviour, faults, order, torch_checks, values
@@ -9,6 +10,12 @@ class Entry(NamedTuple):
     run: object  # Check -> None
     seconds: float  # its limit
     about: str
+    variables: tuple = ()  # NAME=value, in the environment of its process
+
+
+def _of_fused(module, name):
+    """A check in a file that needs the extension, which gpu-check builds after it has read this table."""
+    return lambda check: getattr(importlib.import_module(f".{module}", __package__), name)(check)
 
 
 def _smoke(check):
@@ -50,4 +57,12 @@ CHECKS = {
     "mismatches": Entry(faults.mismatches, 50, "ranks that call different things"),
     "missing": Entry(faults.missing, 45, "a rank that does not come"),
     "deaths": Entry(faults.deaths, 45, "a rank that is killed"),
+    "fused_values": Entry(
+        _of_fused("fused", "values"),
+        100,
+        "pycomm.fused: every operation, dtype, activation; gradients; 1, 2, 4, 8 threads",
+        ("PYCOMM_FUSED=fused",),
+    ),
+    "fused_order": Entry(_of_fused("fused_order", "order"), 60, "pycomm.fused: graphs, streams, ranks that come late or never"),
+    "fused_tuned": Entry(_of_fused("fused_order", "tuned"), 60, "pycomm.fused: the tuner and its cache"),
 }

@@ -22,6 +22,10 @@ LEAST_SECONDS = 8.0  # a step is not begun with less
 SLACK = 3.0  # seconds between a check's own limit and ours: it stops early, and says what it did not reach
 ONE_GPU = "--ranks-per-gpu"
 OPS = "all_reduce,all_gather,all_to_all,reduce_scatter"
+PRODUCTS = ("--shapes", "8192x8192x8192,4096x4096x4096", "--dtype", "bf16", "--activation", "bare,gelu_tanh,swiglu")
+COLLECTIVES = "all_gather_matmul,matmul_reduce_scatter,matmul_all_reduce"
+# A layer of 8192 on all ranks together, with many rows and with few.
+FUSED = ("--op", COLLECTIVES, "--shapes", "8192x8192x1024,512x8192x1024", "--dtype", "bf16", "--ranks-as", "threads")
 SIZES, FEW_SIZES = "8K,64K,512K,4M,16M,64M,256M", "8K,1M,64M"
 
 
@@ -47,9 +51,19 @@ def _bench(name, seconds, about, *words):
     return Step(name, seconds, command, about)
 
 
+def _fused(name, seconds, about, *words):
+    """It begins no case when little time is left, so what it has measured by then is not lost."""
+    command = ("{python}", "-m", "benchmarks", "fused", *words, "--device", "{device}", "--json", "{json}", "--rounds", "3")
+    return Step(name, seconds, (*command, "--seconds", "0.03", "--limit", f"{0.6 * seconds:g}"), about)
+
+
 def _share(n):
     """Options for n ranks on one GPU."""
     return "--ranks", str(n), f"{ONE_GPU}={n}"
+
+
+def _with(variables):
+    return ("env", *variables) if variables else ()
 
 
 def all_steps():
@@ -58,7 +72,12 @@ def all_steps():
 
     one = ("{python}", "-m", "benchmarks.gpu_check.one")
     checks = {
-        name: Step(name, entry.seconds, (*one, name, "{records}", "--device", "{device}", "--seconds", "{seconds}"), entry.about)
+        name: Step(
+            name,
+            entry.seconds,
+            (*_with(entry.variables), *one, name, "{records}", "--device", "{device}", "--seconds", "{seconds}"),
+            entry.about,
+        )
         for name, entry in CHECKS.items()
     }
     quick = ("--rounds", "3", "--seconds", "0.02")
@@ -72,6 +91,8 @@ def all_steps():
         _bench("bench_8", 90, "8 threads on one GPU", OPS, *_share(8), "--sizes", SIZES, *threads, *quick),
         _bench("bench_8_graph", 30, "8 threads, replayed graphs", *graph, *_share(8)),
         *checks.values(),
+        _fused("bench_fused_matmul", 60, "products with an epilogue beside cuBLAS", "--op", "matmul", *PRODUCTS),
+        *(_fused(f"bench_fused_{n}", 60, f"{n} threads, replayed graphs", *FUSED, "--graph", *_share(n)) for n in (8, 2, 4)),
         _bench("bench_4", 40, "4 threads", OPS, *_share(4), "--sizes", FEW_SIZES, *threads, *quick),
         _bench("bench_2", 40, "2 threads", OPS, *_share(2), "--sizes", FEW_SIZES, *threads, *quick),
         _bench("bench_4_graph", 30, "4 threads, replayed graphs", *graph, *_share(4)),

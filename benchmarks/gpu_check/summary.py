@@ -22,6 +22,23 @@ class Target(NamedTuple):
     limit: float
     sizes: object  # nbytes -> bool
 
+    def values(self, rows):
+        rows = [row for row in rows if row["op"] == self.op and row["backend"] == "pycomm" and self.sizes(row["size"])]
+        return [value for row in rows if (value := best(row, self.field)) is not None]
+
+
+class FusedTarget(NamedTuple):
+    text: str
+    step: str
+    variant: str  # must be `limit` times faster
+    than: str  # than this one, in every case
+    limit: float
+    epilogues: tuple = ()  # of the cases that count; (): all
+
+    def values(self, rows):
+        rows = [row for row in rows if row["variant"] == self.variant and (not self.epilogues or row["epilogue"] in self.epilogues)]
+        return [row["times_faster"][self.than] for row in rows if self.than in row.get("times_faster", {})]
+
 
 TARGETS = (
     Target(
@@ -30,6 +47,21 @@ TARGETS = (
     Target("all_gather, 8 threads, 64 MiB and more: 90% of a copy", "bench_8", "all_gather", "of_bound", 0.90, lambda size: size >= LARGE),
     Target("all_to_all, 8 threads, 64 MiB and more: 90% of a copy", "bench_8", "all_to_all", "of_bound", 0.90, lambda size: size >= LARGE),
     Target("all_reduce, 8 threads, 8 KiB in a graph: 6 us", "bench_8_graph", "all_reduce", "time_us", 6.0, lambda size: size == 8192),
+    FusedTarget("fused matmul, bare: 0.9 of cuBLAS", "bench_fused_matmul", "fused", "plain", 0.9, ("bare",)),
+    FusedTarget(
+        "fused matmul, bias and gelu: faster than _addmm_activation", "bench_fused_matmul", "fused", "addmm_act", 1.0, ("gelu_tanh",)
+    ),
+    *(
+        # Where it chooses plain it is plain, give or take what two runs differ by.
+        FusedTarget(
+            f"pycomm.fused, {n} threads: never slower than product plus collective (0.97)",
+            f"bench_fused_{n}",
+            "pycomm.fused",
+            "plain",
+            0.97,
+        )
+        for n in (2, 4, 8)
+    ),
 )
 
 
@@ -43,11 +75,10 @@ def best(row, field):
 def judge(target, outcomes):
     """{"target", "measured", "met"}: the worst size counts; None where it was not measured."""
     rows = next((outcome.bench["rows"] for outcome in outcomes if outcome.step.name == target.step and outcome.bench), [])
-    rows = [row for row in rows if row["op"] == target.op and row["backend"] == "pycomm" and target.sizes(row["size"])]
-    values = [value for row in rows if (value := best(row, target.field)) is not None]
+    values = target.values(rows)
     if not values:
         return {"target": target.text, "measured": None, "met": None}
-    at_least = target.field == "of_bound"
+    at_least = not isinstance(target, Target) or target.field == "of_bound"
     measured = min(values) if at_least else max(values)
     return {"target": target.text, "measured": measured, "met": measured >= target.limit if at_least else measured <= target.limit}
 
@@ -128,6 +159,8 @@ def _target_cells(target):
 
 
 def _bench_table(bench):
+    if bench.get("kind") == "fused":
+        return _fused_table(bench)
     titles = ["op", "backend", "size", "time us", "in place", "algbw", "busbw", "copy GB/s", "of bound", "of floor", "#wrong"]
     cells = []
     for row in bench["rows"]:
@@ -140,6 +173,19 @@ def _bench_table(bench):
         shown = [f"{value:.3g}" if value is not None else "n/a" for value in bounds]
         cells.append([row["op"], row["backend"], format_nbytes(row["size"]), *times, *rates, *shown, str(wrong)])
     return [*_table(titles, cells), "", *bench["notes"]]
+
+
+def _fused_table(bench):
+    titles = ["op", "M x N x K", "epilogue", "variant", "us", "GFLOP/s", "times faster than plain", "error", "chosen"]
+    cells = []
+    for row in bench["rows"]:
+        line = [row["op"], "x".join(str(row[field]) for field in "mnk"), row["epilogue"], row["variant"]]
+        if row["missing"] is not None:
+            cells.append([*line, *["n/a"] * 4, row["missing"]])
+            continue
+        figures = [f"{row['time_us']:.4g}", f"{row['gflops']:.4g}", f"{row['times_faster']['plain']:.2f}", f"{row['error']:.0e}"]
+        cells.append([*line, *figures, row["choice"] if row["variant"] == "pycomm.fused" else ""])
+    return [*_table(titles, cells), "", *bench["notes"], *([bench["stopped"]] if bench["stopped"] else [])]
 
 
 def _table(titles, lines):

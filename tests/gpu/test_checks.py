@@ -28,3 +28,11 @@ def test_benchmark(name, tmp_path):
     outcome = steps.run_step(step, tmp_path, step.seconds)
     assert outcome.status == "pass", "\n".join([outcome.note, *steps.problems(outcome)])
     assert outcome.bench["rows"] and all(row["copy_gbps"] > 0 for row in outcome.bench["rows"])
+
+
+@pytest.mark.parametrize("name", ["bench_fused_matmul", "bench_fused_2"])
+def test_benchmark_of_fused(name, tmp_path):
+    (step,) = steps.choose(steps.all_steps(), [name])
+    outcome = steps.run_step(step, tmp_path, step.seconds)
+    assert outcome.status == "pass", "\n".join([outcome.note, *steps.problems(outcome)])
+    assert any(row["variant"] == "fused" and row["missing"] is None for row in outcome.bench["rows"])
