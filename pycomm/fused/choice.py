@@ -4,9 +4,9 @@
 All ranks must choose alike, or they would wait for different things. So the CPU's table looks only at what is equal on all ranks: not at n
 in all_gather_matmul nor at k in the other two, which are each rank's part of a weight and may differ.
 
-[Note: CPU table] Speed relative to one product and one collective on ordinary memory, whose time is the first column, in us. AMD EPYC, 2
-vCPU, torch 2.13, 2 ranks with one thread each, forms in turns, medians of 3 to 15 turns of the slower rank. The machine was shared: the same
-form differed by up to 6 percent. Columns: registered: one product, partial sums registered (plain.py, the default). 2, 4: chunks.
+[Note: CPU table] Speed relative to one product and one collective on ordinary memory, whose time is the first column, in us. AMD EPYC,
+2 vCPU, torch 2.13, 2 ranks with one thread each, forms in turns, medians of 3 to 15 turns of the slower rank. The machine was shared: one
+form differed from itself by up to 6 percent. registered: one product, its partial sums in registered memory (plain.py). 2, 3, 4: chunks.
 
                              matmul_reduce_scatter         matmul_all_reduce      all_gather_matmul (own piece, rest in 1, 2)
     dtype (M, N, K)            us  registered  2     4          us    2     4          us    2     3
@@ -24,8 +24,10 @@ form differed by up to 6 percent. Columns: registered: one product, partial sums
     -: below LEAST_STAGING, ordinary memory. *: does not fit into MOST_STAGING; 4 chunks do.
 
 So chunks do not win by overlap where there are as many ranks as cores: what a collective hides beside one product it takes from another,
-since there is no core that is free. A product in parts is slower than the whole, and a collective is 1 to 10 percent of a call whose K is in
-the hundreds, so there is little to hide. Chunks win in one case, by memory: where the partial sums are too large to be registered whole.
+since no core is free. Synchronous chunks were as fast or faster (matmul_reduce_scatter, 2 chunks, f32 (1024, 1024, 256): 1.02 against 0.94;
+bf16 (2048, 2048, 64): 1.37 against 1.18). A product in parts is slower than the whole, and a collective is 1 to 10 percent of a call whose
+K is in the hundreds, so there is little to hide. Chunks win in one case, by memory: where the partial sums are too large to be registered
+whole. Not in the table: the checks and choices of a call, some 15 us of Python (more with cold caches), which a product of 5 us notices.
 
 CUDA: the thresholds below are not measured. They follow published figures for 8 GPUs, where fused kernels lost to cuBLAS and NCCL under
 about 100 GFLOP per GPU and below 512 rows per rank (Triton-distributed PR 166: 0.52x at 4096 x 4096 x 8192, 1.23x at 8192 x 8192 x 29568;
