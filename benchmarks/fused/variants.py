@@ -17,14 +17,13 @@ import torch
 import torch.nn.functional as F
 
 import pycomm
-from pycomm import fused
-from pycomm.fused import engine, plain
+from pycomm import env, fused
+from pycomm.fused import engine, machine
 from pycomm.fused.choice import FORCED_CHUNKS, Choice
 from pycomm.fused.problem import Problem, even_sizes
 from pycomm.fused.ranks import of
 
 from .cases import DTYPES
-from .peers import Torch
 
 EXACT_FLOPS = {"cpu": 2e10, "cuda": 2e12}  # of the product; above, float64 takes too long
 
@@ -163,17 +162,16 @@ def choice_of(case, peers):
 
 
 def measured_choice(case, peers):
-    if peers.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+    if peers.device.type != "cuda" or importlib.util.find_spec("triton") is None or env.fused() != "auto":
         return None
     from pycomm.fused import tuner
 
-    ranks = ranks_of(peers)
-    return tuner.lookup(problem_of(case, peers), peers.device, engine.ranks_on_device(ranks, peers.device))
+    here = machine.of(ranks_of(peers), peers.device)
+    return tuner.lookup(problem_of(case, peers), peers.device, here.ranks_on_device)
 
 
 def chunked(case, tensors, peers):
-    problem, ranks = problem_of(case, peers), ranks_of(peers)
-    return lambda: (getattr(plain, case.op)(problem, ranks, *tensors[:3], FORCED_CHUNKS).out,)
+    return forced(case, tensors, peers, Choice("chunked", FORCED_CHUNKS, None, "forced"))
 
 
 def kernel(case, tensors, peers):
@@ -182,11 +180,14 @@ def kernel(case, tensors, peers):
         raise Unavailable("the kernels need a GPU")
     if importlib.util.find_spec("triton") is None:
         raise Unavailable("triton is not installed")
-    problem, ranks = problem_of(case, peers), ranks_of(peers)
-    if case.op != "matmul" and isinstance(peers.ours, Torch) and not peers.own_gpu:
-        raise Unavailable("ranks share a GPU from several processes, so their kernels may not wait for each other")
+    if obstacle := machine.of(ranks_of(peers), peers.device).obstacle:
+        raise Unavailable(obstacle)
     found = measured_choice(case, peers)
-    form = found if found and found.name == "fused" else Choice("fused", 1, None, "forced")
+    return forced(case, tensors, peers, found if found and found.name == "fused" else Choice("fused", 1, None, "forced"))
+
+
+def forced(case, tensors, peers, form):
+    problem, ranks = problem_of(case, peers), ranks_of(peers)
     return lambda: (engine.run(problem, form, *tensors[:3], ranks).out,)
 
 

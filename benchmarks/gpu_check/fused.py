@@ -12,7 +12,7 @@ import zlib
 import torch
 
 from pycomm import fused
-from pycomm.fused import engine, plain
+from pycomm.fused import engine
 from pycomm.fused.choice import Choice
 from pycomm.fused.ranks import of
 
@@ -74,7 +74,7 @@ def config_named(name, problem):
     from pycomm.fused.config import default
 
     major, minor = torch.cuda.get_device_capability()
-    config = default(problem.op, problem.dtype, 10 * major + minor, problem.world_size, problem.panels)
+    config = default(problem.op, problem.dtype, 10 * major + minor, problem.world_size, problem.panels, problem.activation)
     small = config._replace(block_m=64, block_n=64, block_k=32, warps=4, stages=2, movers=2)
     return {
         "default": config,
@@ -96,12 +96,7 @@ def forms(check, case, problem):
 
 def run_form(problem, form, ranks, a, b, bias, save=False, keep=False):
     """(result, preactivation or None, gathered input or None) of one form."""
-    kept = {"keep": keep} if problem.op == "all_gather_matmul" else {}
-    if form.name == "fused":
-        return engine.run(problem, form, a, b, bias, ranks, save=save, **kept)
-    if problem.op == "matmul":
-        return plain.matmul(problem, a, b, bias, save=save)
-    return getattr(plain, problem.op)(problem, ranks, a, b, bias, form.chunks, save=save, **kept)
+    return engine.run(problem, form, a, b, bias, ranks, save=save, keep=keep)
 
 
 # --- bodies ---------------------------------------------------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def tuned(check):
 
 
 def _tuned(comm, check, op):
-    from pycomm.fused import engine, tuner
+    from pycomm.fused import machine, tuner
 
     n, rank, ranks = comm.world_size, comm.rank, of(comm, check.on)
     sizes = (1024 // n,) * n if op in COLLECTIVES[:2] else (1024,)
@@ -191,7 +191,7 @@ def _tuned(comm, check, op):
     settle(check, comm)
     if problem_found := fused_cases.wrong(case, tuple(result), fused_cases.expected(case, tensors, rank)):
         return f"{choice.name}: {problem_found}"
-    shared = engine.ranks_on_device(ranks, a.device)
+    shared = machine.of(ranks, a.device).ranks_on_device
     read = tuner.lookup(problem, a.device, shared)
     if read is None or (read.name, read.config) != (choice.name, choice.config):
         return f"tune() returned {choice}, lookup() {read}"
