@@ -24,6 +24,7 @@ from pycomm.fused.problem import Problem, even_sizes
 from pycomm.fused.ranks import of
 
 from .cases import DTYPES
+from .peers import Apart
 
 EXACT_FLOPS = {"cpu": 2e10, "cuda": 2e12}  # of the product; above, float64 takes too long
 
@@ -57,8 +58,18 @@ def make(name, case, tensors, peers, backward=False):
 
 def exact(case, tensors, peers, backward=False):
     """The results of this rank, in float64 or float32."""
-    dtype = torch.float64 if case.flops <= EXACT_FLOPS[peers.device.type] else torch.float32
-    return by_hand(case, tensors.to(dtype), peers.ours, backward)
+    return by_hand(case, tensors.to(_exact_dtype(case, peers)), peers.ours, backward)
+
+
+def _exact_dtype(case, peers):
+    return torch.float64 if case.flops <= EXACT_FLOPS[peers.device.type] else torch.float32
+
+
+def load_kernels(case, tensors, peers, backward=False):
+    """Runs what a rank computes by itself, so that no kernel is loaded later while another rank waits in a collective on the same GPU. See
+    [Note: ranks that share a GPU] in device.py."""
+    for wanted in (tensors, tensors.to(_exact_dtype(case, peers))):
+        by_hand(case, wanted, Apart(peers.size), backward)
 
 
 # --- by hand --------------------------------------------------------------------------------------------------------------------------

@@ -121,6 +121,18 @@ def test_exact_results(n):
     ranks.run(n, THREADS, compare_exact, [Case(op, 12, 5, 7, "f32", epilogue) for op in ops for epilogue in EPILOGUES])
 
 
+def apart(peers):
+    """Kernels are loaded without a word to the others: they do not come."""
+    if peers.rank == 0:
+        for op in OPS[1:]:
+            case = Case(op, 8, 4, 4, "bf16", "swiglu")
+            variants.load_kernels(case, make_tensors(case, 2, 0, peers.device), peers, backward=True)
+
+
+def test_loading_kernels_waits_for_nobody():
+    ranks.run(2, THREADS._replace(operation_timeout=2.0), apart)
+
+
 def test_wrong_results_fail_the_command(monkeypatch, capsys):
     right = variants.public
 
