@@ -61,7 +61,7 @@ def multiply(
                 x = tl.load(a_tile, row_mask[:, None], 0.0)
             else:
                 x = tl.load(a_tile, row_mask[:, None] & k_mask[None, :], 0.0)
-            a_tile += BLOCK_K * stride_ak
+            a_tile += BLOCK_K * wide(stride_ak)
         elif A_MODE == DESCRIPTOR:
             x = a.load([first_row, step * BLOCK_K])
         else:
