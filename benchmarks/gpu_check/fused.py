@@ -78,7 +78,7 @@ def config_named(name, problem):
     small = config._replace(block_m=64, block_n=64, block_k=32, warps=4, stages=2, movers=2)
     return {
         "default": config,
-        "pointers": config._replace(tma=False),
+        "pointers": config._replace(tma=False, flatten=False),
         "small": small,
         "crowded": small._replace(movers=1024),  # more than run at the same time: they come after those that multiply
         "one_shot": small._replace(one_shot=True),
