@@ -1,4 +1,5 @@
-"""Every byte that the strategies move goes through this file: groups, the collectives on them, and the count of both.
+"""Every byte that the strategies move goes through this file, or is recorded here by products.py: groups, the collectives on them, and the
+count of both.
 
 A Group is a torch process group with this rank's place in it and the name of its mesh axis; a group of one has no process group, and every
 function here is then a copy or nothing, so that the code above has no branch for it. The backend is whatever the process group has: pycomm,

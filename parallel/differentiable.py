@@ -11,7 +11,8 @@ sequence pair).
     all_to_all        rows by rank             rows back                Ulysses, experts
 
 In gather_from and gather_sum the forward is the same; they differ in what the ranks do with the result. Which is meant cannot be seen from
-the tensor, and the wrong one gives gradients that are wrong by a factor, so each has its name.
+the tensor, and the wrong one gives gradients that are wrong by a factor, so each has its name. products.py has them joined with the matrix
+product before or after them.
 
 `sizes` is the list of lengths along `dim`, one per rank of the group, equal on all ranks; they may differ from each other. All functions
 return their input for a group of one.

@@ -29,6 +29,7 @@ class MultiheadForward:
         self.module, self.entry, self.leave, self.heads = module, entry, leave, heads
         self.total = heads[-1].q[1]
         self.mine = heads[entry.group.rank]
+        self.widths = [head.q_count * module.head_dim for head in heads]
 
     def project(self, query, key, value):
         module, query_entered = self.module, self.entry(query)
@@ -85,9 +86,7 @@ class MultiheadForward:
             weights = weights if batched else weights.squeeze(0)
         else:
             out = F.scaled_dot_product_attention(q, k, v, mask, dropout)
-        out = self.leave(F.linear(out.transpose(1, 2).flatten(2), module.out_proj.weight))
-        if module.out_proj.bias is not None:
-            out = out + module.out_proj.bias
+        out = self.leave(out.transpose(1, 2).flatten(2), module.out_proj.weight, module.out_proj.bias, self.widths)
         return (out.transpose(0, 1) if sequence_first else out if batched else out.squeeze(0)), weights
 
     def all_weights(self, weights, average):

@@ -11,7 +11,7 @@ it, so that tied ones stay one.
 
 from torch import nn
 
-from pycomm.parallel.layout import whole
+from pycomm.parallel.layout import Layout, whole
 from pycomm.parallel.tensor.attention import MultiheadForward
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, Entry, Exit, RowParallelLinear, Shards, even_shards, linear_sizes
@@ -34,17 +34,20 @@ def rows(heads, head_dim, offset=0):
     return offset + heads[0] * head_dim, offset + heads[1] * head_dim
 
 
-def head_shards(counts, mine, fused):
-    """(shards of each column layer, shards of the row layer) of an attention."""
+def head_shards(counts, heads, rank, fused):
+    """(shards of each column layer, shards of the row layer) of an attention. heads: RankHeads of all ranks."""
     dim, q_width, kv_width = counts.head_dim, counts.q_heads * counts.head_dim, counts.kv_heads * counts.head_dim
+    mine, q_lengths, kv_lengths = heads[rank], [head.q_count * dim for head in heads], [head.kv_count * dim for head in heads]
     q = rows(mine.q, dim)
+    row = Shards((q,), (q,), tuple(q_lengths))
     if fused:
         kv = rows(mine.kv, dim, q_width), rows(mine.kv, dim, q_width + kv_width)
-        columns = [Shards((q, *kv), (q, *kv) if mine.counts_kv else (q,), mine.shares_kv)]
+        lengths = tuple(q + 2 * kv for q, kv in zip(q_lengths, kv_lengths, strict=True))
+        columns = [Shards((q, *kv), (q, *kv) if mine.counts_kv else (q,), lengths, mine.shares_kv)]
     else:
         kv = rows(mine.kv, dim)
-        columns = [Shards((q,), (q,))] + [Shards((kv,), (kv,) if mine.counts_kv else (), mine.shares_kv)] * 2
-    return columns, Shards((q,), (q,))
+        columns = [row] + [Shards((kv,), (kv,) if mine.counts_kv else (), tuple(kv_lengths), mine.shares_kv)] * 2
+    return columns, row
 
 
 def cut_region(model, region, group, sequence, take):
@@ -58,12 +61,13 @@ def cut_region(model, region, group, sequence, take):
     width = None
     if region.rule == "attention":
         counts = region.counts
-        mine = split_heads(counts.q_heads, counts.kv_heads, group.size, region.owner)[group.rank]
-        column_shards, row_shards = head_shards(counts, mine, len(region.columns) == 1)
+        heads = split_heads(counts.q_heads, counts.kv_heads, group.size, region.owner)
+        mine = heads[group.rank]
+        column_shards, row_shards = head_shards(counts, heads, group.rank, len(region.columns) == 1)
         narrow_attributes(owner, HeadCounts(counts.q_heads, counts.kv_heads, counts.head_dim, mine))
         for name in region.per_head:
             name, parameter = name.rpartition(".")[2], owner.get_parameter(name.rpartition(".")[2])
-            owner._parameters[name] = take(parameter, Shards((mine.q,), (mine.q,)).layout(parameter, 0))
+            owner._parameters[name] = take(parameter, Layout(tuple(parameter.shape), 0, (mine.q,), (mine.q,)))
         width = linear_sizes(model.get_submodule(region.columns[0]))[0], mine.q_count * counts.head_dim
     else:
         row_shards = even_shards(linear_sizes(row)[0], group)
@@ -73,7 +77,7 @@ def cut_region(model, region, group, sequence, take):
     for name, shards in zip(region.columns, column_shards, strict=True):
         old = model.get_submodule(name)
         new = ColumnParallelLinear.from_module(old, group, gather_output=False, sequence=sequence, shards=shards, take=take)
-        new.entry, new.shared_entry = entry, True
+        new.entry, new.shared_entry = entry, len(region.columns) > 1
         swap(model, old, new)
     new = RowParallelLinear.from_module(row, group, input_is_parallel=True, sequence=sequence, shards=row_shards, take=take)
     new.exit = leave
@@ -96,8 +100,7 @@ def cut_multihead(module, region, group, sequence, take):
     counts, entry = region.counts, Entry(group, sequence)
     leave = Exit(group, sequence, entry)
     heads = split_heads(counts.q_heads, counts.kv_heads, group.size, region.owner)
-    mine = heads[group.rank]
-    (qkv,), (q, *_) = head_shards(counts, mine, True)[0], head_shards(counts, mine, False)[0]
+    (qkv,), q = head_shards(counts, heads, group.rank, True)
 
     def part(name, shards, dim):
         parameter = module._parameters.get(name)

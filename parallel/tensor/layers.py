@@ -7,7 +7,8 @@
 A column layer followed by a row layer needs one all_reduce forward and one backward (B = bytes of the activation, 2(n-1)/n B sent each).
 With `sequence` (an object whose .sizes are the lengths per rank along dim 1) the input of the column layer and the output of the row layer
 are pieces of the sequence, and the pair is all_gather at the entry and reduce_scatter at the exit: the same bytes, 1/n of the activation
-memory.
+memory. Product and collective are one call of products.py, except where several column layers share an entry (q, k and v; gate and up):
+there one gather serves all of them, and one sum of their gradients.
 
 Sizes need not divide: comm.even_sizes, and a rank may hold nothing, which still takes part in every collective of forward and backward. The
 bias of a row layer is added after the reduction, once. A weight is an exact slice of the full one, so that layouts describe all of them.
@@ -22,7 +23,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pycomm.parallel import comm, differentiable
+from pycomm.parallel import comm, differentiable, products
 from pycomm.parallel.layout import Layout, whole
 from pycomm.parallel.tensor.heads import spans
 from pycomm.parallel.tensor.narrow import plain
@@ -31,10 +32,11 @@ __all__ = ["ColumnParallelLinear", "RowParallelLinear", "Shards", "VocabParallel
 
 
 class Shards(NamedTuple):
-    """The indices of the cut dimension that a rank holds; fields as in Layout."""
+    """The indices of the cut dimension that a rank holds; fields as in Layout. lengths: how many every rank holds."""
 
     ranges: tuple[tuple[int, int], ...]
     counted: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
     overlap: bool = False
 
     def layout(self, tensor, dim):
@@ -51,8 +53,9 @@ class VocabShard(NamedTuple):
 
 
 def even_shards(length, group):
-    span = spans(comm.even_sizes(length, group.size))[group.rank]
-    return Shards((span,), (span,))
+    lengths = comm.even_sizes(length, group.size)
+    span = spans(lengths)[group.rank]
+    return Shards((span,), (span,), tuple(lengths))
 
 
 def cut(parameter, layout):
@@ -101,27 +104,40 @@ class Entry:
     def enter(self, x):
         if self.sequence is None:
             return differentiable.copy_to(x, self.group)
-        check_piece(x, self.sequence, self.group, "entry of a tensor-parallel region")
+        self.check(x)
         return differentiable.gather_sum(x, 1, self.sequence.sizes, self.group)
+
+    def linear(self, x, weight, bias, shards):
+        """F.linear of what enters, for the only layer that is given x. shards: see products.py."""
+        x = plain(x)
+        if self.sequence is None:
+            return products.copy_linear(x, weight, bias, self.group, shards)
+        self.check(x)
+        return products.gather_linear(x, weight, bias, self.group, 1, self.sequence.sizes, shards)
+
+    def check(self, x):
+        check_piece(x, self.sequence, self.group, "entry of a tensor-parallel region")
 
 
 class Exit:
-    """Sums the parts of the ranks. entry: the region's; it would keep its input, and what autograd saved for it, to the next call."""
+    """Sums the products of the ranks, and adds the bias. entry: the region's; it would keep its input, and what autograd saved for it, to
+    the next call."""
 
     def __init__(self, group, sequence=None, entry=None):
         self.group, self.sequence, self.entry = group, sequence, entry
 
-    def __call__(self, x):
+    def __call__(self, x, weight, bias, shards):
         if self.entry is not None:
             self.entry.clear()
+        x = plain(x)
         if self.sequence is None:
-            return differentiable.reduce_from(x, self.group)
+            return products.linear_reduce(x, weight, bias, self.group, shards)
         if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
             raise ValueError(
                 f"[rank {self.group.rank}/{self.group.size}] exit of a tensor-parallel region: shape {tuple(x.shape)}, but dim 1 should be "
                 f"the whole sequence, {sum(self.sequence.sizes)}"
             )
-        return differentiable.reduce_scatter(x, 1, self.sequence.sizes, self.group)
+        return products.linear_reduce_scatter(x, weight, bias, self.group, 1, self.sequence.sizes, shards)
 
 
 class ParallelLinear(nn.Module):
@@ -133,7 +149,7 @@ class ParallelLinear(nn.Module):
         length = linear_sizes(linear)[1 - cut_dim]
         shards = shards or even_shards(length, self.group)
         layout = shards.layout(linear.weight, 1 - cut_dim if self.transposed else cut_dim)
-        self._layouts = {"weight": layout}
+        self._layouts, self.shards = {"weight": layout}, shards.lengths
         self.weight = take(linear.weight, layout)
         if linear.bias is None:
             self.register_parameter("bias", None)
@@ -149,8 +165,9 @@ class ParallelLinear(nn.Module):
         """Local parameter name -> Layout."""
         return dict(self._layouts)
 
-    def product(self, x, bias):
-        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+    def matrix(self):
+        """The weight as F.linear takes it, (out, in)."""
+        return self.weight.t() if self.transposed else self.weight
 
     def extra_repr(self):
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
@@ -187,17 +204,17 @@ class ColumnParallelLinear(ParallelLinear):
         self.sizes = comm.even_sizes(self.full_size, self.group.size)
         self.entry = Entry(self.group, sequence)
         self.is_head = False  # logits: marked when they are left cut, and of the whole sequence
-        self.shared_entry = False
+        self.shared_entry = False  # with other layers that are given the same input, which then enters once
 
     @property
     def out_features(self):
         return self.full_size if self.gather_output else self.local_size
 
     def forward(self, x):
-        entered = self.entry(x)
-        if not self.shared_entry:
-            self.entry.clear()
-        out = self.product(entered, self.bias)
+        if self.shared_entry:
+            out = F.linear(self.entry(x), self.matrix(), self.bias)
+        else:
+            out = self.entry.linear(x, self.matrix(), self.bias, self.shards)
         if self.gather_output:
             out = differentiable.gather_from(out, -1, self.sizes, self.group)
             if self.sequence is not None and not self.is_head:
@@ -248,8 +265,7 @@ class RowParallelLinear(ParallelLinear):
                 check_piece(x, self.sequence, self.group, "row-parallel layer")
                 x = differentiable.gather_from(x, 1, self.sequence.sizes, self.group)
             x = differentiable.scatter_to(x, -1, self.sizes, self.group)
-        out = self.exit(self.product(x, None))
-        return out if self.bias is None else out + self.bias
+        return self.exit(x, self.matrix(), self.bias, self.shards)
 
 
 class VocabParallelEmbedding(nn.Module):

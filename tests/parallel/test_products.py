@@ -1,0 +1,189 @@
+"""Linear layers with their collectives through pycomm.fused: against F.linear and the collective apart, and that plans really use them."""
+
+import functools
+
+import pytest
+import torch
+from models import GPT
+from torch import nn
+from torch.nn import functional as F
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+from pycomm import fused
+from pycomm.parallel import comm, products
+from pycomm.parallel.pipeline import DeferWeights, WeightStore
+
+ROWS, LENGTH, LAYERS, STEPS = 4, 8, 2, 3
+NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+
+
+def count_fused():
+    """Wraps the functions of pycomm.fused in this process; returns {name: calls}."""
+    calls = dict.fromkeys(NAMES, 0)
+
+    def counted(name, function):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    for name in NAMES:
+        setattr(fused, name, counted(name, getattr(fused, name)))
+    return calls
+
+
+def operands(name, group, batch, sizes, shards, width, bias):
+    """x, weight and bias of this rank for one function of products.py, leaves of their own."""
+    generator = torch.Generator().manual_seed(7)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    weights = [draw(shard, width) if name in ("copy_linear", "gather_linear") else draw(width, shard) for shard in shards]
+    lengths = sizes if name == "gather_linear" else [sum(sizes)] * group.size
+    inputs = [draw(batch, length, weight.shape[1]) for length, weight in zip(lengths, weights, strict=True)]
+    x = inputs[0] if name == "copy_linear" else inputs[group.rank]
+    vector = draw(weights[group.rank].shape[0])
+    return [tensor.clone().requires_grad_() for tensor in (x, weights[group.rank], vector)[: 3 if bias else 2]]
+
+
+def outcome(name, group, batch, sizes, shards, width, bias, frozen=()):
+    """[output, gradients] and the calls that were recorded."""
+    tensors = operands(name, group, batch, sizes, shards, width, bias)
+    for index in frozen:
+        tensors[index].requires_grad_(False)
+    along = (1, sizes) if name in ("gather_linear", "linear_reduce_scatter") else ()
+    with par.count_traffic() as traffic:
+        out = getattr(products, name)(tensors[0], tensors[1], tensors[2] if bias else None, group, *along, shards)
+        pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        (out * pull).sum().backward()
+    return [out.detach(), *(tensor.grad for tensor in tensors)], [tuple(call) for call in traffic.log]
+
+
+def products_body(rank, world_size):
+    group = comm.as_group(None, "tp")
+    calls, fits = count_fused(), products._fits
+    cuts = [([3] * world_size, [4] * world_size), (comm.even_sizes(7, world_size), comm.even_sizes(5, world_size))]
+    cuts.append(([2] + [0] * (world_size - 1), [0] * (world_size - 1) + [3]))  # ranks without positions, ranks without features
+    for name in products.__all__:
+        for sizes, shards in cuts:
+            for bias, frozen in ((True, ()), (False, ()), (True, (0,)), (True, (1, 2))):
+                for again in (False, True) if name == "gather_linear" else (False,):
+                    case = (name, group, 2, sizes, shards, 6, bias, frozen)
+                    products._fits, products.gathers_again = (lambda *args: False), lambda x: False
+                    expected, log = outcome(*case)
+                    assert not any(calls.values())
+                    products._fits, products.gathers_again = fits, lambda x, again=again: again
+                    found, found_log = outcome(*case)
+                    assert any(calls.values()) == (name != "gather_linear" or again) if frozen != (0,) or name != "copy_linear" else True
+                    calls.update(dict.fromkeys(NAMES, 0))
+                    for a, b in zip(found, expected, strict=True):
+                        assert (a is None) == (b is None), case
+                        if a is not None:
+                            assert a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=1e-12), case
+                    if again and 1 not in frozen:
+                        gather = log[0]  # x, once more in backward
+                        found_log.remove(gather)
+                    assert sorted(found_log) == sorted(log), case
+
+
+@pytest.mark.parametrize("world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (3, "gloo")])
+@pytest.mark.parametrize("form", ["auto", "chunked"])
+def test_products_equal_linear_and_collective(monkeypatch, world_size, backend, form):
+    if world_size == 1:
+        spawn(1, alone_body)
+        return
+    monkeypatch.setenv("PYCOMM_FUSED", form)
+    spawn(world_size, products_body, backend=backend)
+
+
+def alone_body(rank, world_size):
+    """A group of one: F.linear and nothing else."""
+    calls = count_fused()
+    for name in products.__all__:
+        (out, *grads), log = outcome(name, comm.as_group(None, "tp"), 2, [5], [4], 6, True)
+        x, weight, bias = operands(name, comm.ALONE, 2, [5], [4], 6, True)
+        assert torch.equal(out, F.linear(x, weight, bias).detach()) or torch.allclose(out, F.linear(x, weight) + bias, rtol=0, atol=1e-12)
+        assert log == [] and not any(calls.values()) and all(grad is not None for grad in grads)
+
+
+def losses_of(rank, world_size, text, again=False):
+    """Losses of some steps in fp64, and the calls of pycomm.fused in the last one."""
+    if again:
+        products.gathers_again = lambda x: True
+    torch.manual_seed(0)
+    model = GPT(heads=4, layers=LAYERS, tied=False).double()
+    opt = torch.optim.AdamW(model.parameters(), 1e-2)
+    model, opt = par.parallelize(model, opt, par.Plan.parse(text))
+    calls, losses = count_fused(), []
+    for step in range(STEPS):
+        calls.update(dict.fromkeys(NAMES, 0))
+        generator = torch.Generator().manual_seed(step)
+        batch = [torch.randint(0, 29, (ROWS, LENGTH), generator=generator) for _ in range(2)]
+        losses.append(float(par.step(model, opt, tuple(batch), clip=0.5)))
+    return losses, calls
+
+
+PLANS = [  # plan, x gathered again, calls per block, calls of the head (its input enters in the form of a column layer)
+    ("tp=2", False, {"matmul_all_reduce": 4}, {"matmul_all_reduce": 1}),
+    ("tp=2,megatron_sp", False, {"matmul_reduce_scatter": 2}, {}),
+    ("tp=2,megatron_sp", True, {"matmul_reduce_scatter": 2, "all_gather_matmul": 2}, {"all_gather_matmul": 1}),
+    ("tp=3,megatron_sp", True, {"matmul_reduce_scatter": 2, "all_gather_matmul": 2}, {"all_gather_matmul": 1}),
+]
+
+
+@pytest.mark.parametrize("text, again, per_block, of_head", PLANS)
+@pytest.mark.parametrize("form", ["plain", "chunked"])
+def test_plans_go_through_fused(monkeypatch, text, again, per_block, of_head, form):
+    """The losses of one process, in every form, and as many calls as layers that can be fused."""
+    monkeypatch.setenv("PYCOMM_FUSED", form)
+    expected, none = spawn(1, losses_of, "")[0]
+    assert not any(none.values())
+    for losses, calls in spawn(par.Plan.parse(text).tp, losses_of, text, again):
+        assert losses == pytest.approx(expected, rel=1e-12, abs=0)
+        assert calls == {name: LAYERS * per_block.get(name, 0) + of_head.get(name, 0) for name in NAMES}
+
+
+def postponed_body(rank, world_size):
+    """Under DeferWeights backward leaves the weights' gradients to flush, with the values of the fused form."""
+    group = comm.as_group(None, "tp")
+    calls, sequence = count_fused(), ([3, 4], [5, 2])
+    for name in products.__all__:
+        expected, _ = outcome(name, group, 2, *sequence, 6, True)
+        tensors = operands(name, group, 2, *sequence, 6, True)
+        x, weight, bias = tensors[0], *map(nn.Parameter, (tensor.detach() for tensor in tensors[1:]))
+        along = (1, sequence[0]) if name in ("gather_linear", "linear_reduce_scatter") else ()
+        store = WeightStore()
+        calls.update(dict.fromkeys(NAMES, 0))
+        with DeferWeights(store, 0):
+            out = getattr(products, name)(x, weight, bias, group, *along, sequence[1])
+        pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+        (out * pull).sum().backward()
+        assert weight.grad is None and x.grad is not None and not any(calls.values()), name
+        store.flush(0)
+        for a, b in zip((out.detach(), x.grad, weight.grad, bias.grad), expected, strict=True):
+            assert torch.allclose(a, b, rtol=0, atol=1e-12), name
+
+
+def test_weight_gradients_are_postponed_under_zero_bubble():
+    spawn(2, postponed_body)
+
+
+def other_inputs_body(rank, world_size):
+    """What pycomm.fused does not take runs apart: vectors, autocast; and a width that does not fit is F.linear's error."""
+    group, calls = comm.as_group(None, "tp"), count_fused()
+    x, weight = torch.ones(4), torch.full((3, 4), 0.5)
+    assert torch.equal(products.linear_reduce(x, weight, None, group, [4, 4]), torch.full((3,), 4.0))
+    with torch.autocast("cpu", torch.bfloat16):
+        out = products.linear_reduce(x[None], weight, None, group, [4, 4])
+    assert out.dtype == torch.bfloat16 and torch.equal(out.float(), torch.full((1, 3), 4.0))
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        products.linear_reduce(torch.ones(2, 5), weight, None, group, [4, 4])
+    assert not any(calls.values())
+    with torch.device("cpu"):  # a mode too, but none that looks for weights
+        products.linear_reduce(x[None], weight, None, group, [4, 4])
+    assert calls["matmul_all_reduce"] == 1
+
+
+def test_inputs_that_run_apart():
+    spawn(2, other_inputs_body)
