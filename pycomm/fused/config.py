@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Config", "candidates", "default"]
+__all__ = ["Config", "candidates", "default", "fitting"]
 
 
 class Config(NamedTuple):
@@ -42,7 +42,7 @@ class Config(NamedTuple):
 # Shared memory a program may use, bytes (CUDA C++ programming guide, table of compute capabilities).
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
-WIDE, SQUARE, SMALL = (128, 256, 64), (128, 128, 64), (64, 64, 64)
+WIDE, SQUARE, NARROW, SMALL = (128, 256, 64), (128, 128, 64), (128, 64, 64), (64, 64, 64)
 FP32 = Config(64, 64, 32, warps=4, stages=3)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
 
 
@@ -54,17 +54,20 @@ def candidates(op, dtype, arch, panels=1, activation=None):
     tma = arch >= 90
     if op == "matmul":
         # Two panels keep two accumulators, so a tile of half the width.
-        shapes = [SQUARE, (128, 64, 64)] if panels == 2 else [SQUARE] if activation == "gelu" else [WIDE, SQUARE]
+        if panels == 2:
+            shapes = [SQUARE, NARROW] if tma else [NARROW]
+        else:
+            shapes = [SQUARE] if activation == "gelu" else [WIDE, SQUARE]
         found = [Config(*shape, tma=tma, flatten=tma) for shape in shapes]
         if tma:
             found.append(Config(*shapes[0], tma=True))
-        found += [Config(*shape, stages=4, tma=tma, flatten=tma) for shape in shapes if shape != WIDE]
+        found.append(Config(*shapes[-1], stages=4, tma=tma, flatten=tma))
         if arch >= 100:
-            found.append(Config(*shapes[0], tma=True, flatten=True, specialize=True))
+            found.append(Config(*shapes[-1], tma=True, flatten=True, specialize=True))
         found.append(Config(*SMALL, warps=4, stages=4, tma=tma))
         return found
     # Two panels: two accumulators in all_gather_matmul, two sums at a time in the reductions.
-    base = Config(*(SQUARE if panels == 1 else (128, 64, 64)), tma=tma)
+    base = Config(*(SQUARE if panels == 1 else NARROW), tma=tma)
     found = [base, base._replace(movers=8), base._replace(movers=32)]
     if op == "matmul_reduce_scatter":
         found.append(base._replace(movers=1024))
@@ -80,3 +83,21 @@ def default(op, dtype, arch, world_size=1, panels=1, activation=None):
     """The first choice where nothing was measured."""
     config = candidates(op, dtype, arch, panels, activation)[0]
     return config._replace(one_shot=True) if op == "matmul_all_reduce" and world_size == 2 else config
+
+
+def fitting(problem, config, save=False):
+    """The Config with a tile that leaves enough registers for what this call needs besides; the same on all ranks.
+
+    Rows that do not begin at multiples of 16 bytes come element by element, by way of registers. A preactivation that is saved is held
+    together with the result.
+    """
+    shared = problem.shared()
+    bytes_of = problem.dtype.itemsize
+    if bytes_of == 2 and (shared.k * bytes_of % 16 or shared.n * bytes_of % 16):
+        smaller = {name: min(getattr(config, name), 64) for name in ("block_m", "block_n", "block_k")}
+        return config._replace(**smaller, warps=8, stages=3, flatten=False, specialize=False)
+    accumulators = config.block_m * config.block_n * problem.panels
+    most = 128 * 64 if problem.op == "all_gather_matmul" and problem.panels == 1 else 128 * 128
+    if save and problem.activation is not None and accumulators > most:
+        return config._replace(block_n=config.block_n // 2)
+    return config

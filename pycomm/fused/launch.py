@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from pycomm.fused.config import fitting
 from pycomm.fused.kernels import tile
 from pycomm.fused.kernels.all_gather_matmul import all_gather_matmul as all_gather_matmul_kernel
 from pycomm.fused.kernels.matmul import matmul as matmul_kernel
@@ -86,8 +87,14 @@ def _tile_arguments(problem, config, bias, save):
         "EVEN_K": problem.k % config.block_k == 0,
         "UPCAST": interpreted(),
         "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        **({} if interpreted() else {"num_warps": config.warps, "num_stages": config.stages}),
+        **({} if interpreted() else _options(config)),
     }
+
+
+def _options(config):
+    """For Triton's compiler. ptxas may spill registers to come down to 128, so that two programs fit on a multiprocessor; here one is on
+    each. Not with TMA: for sm_100 Triton reads accumulators in larger parts where it knows a bound, which costs more than it gives."""
+    return {"num_warps": config.warps, "num_stages": config.stages, **({} if config.tma else {"maxnreg": 255})}
 
 
 def _outputs(problem, a, rows, save):
@@ -98,6 +105,7 @@ def _outputs(problem, a, rows, save):
 
 def matmul(problem, a, b, bias, config, *, save=False):
     """(activation(a @ b + bias), preactivation or None) by the Triton kernel. a: (m, k), b: (k, panels * n), any strides."""
+    config = fitting(problem, config, save)
     out, z = _outputs(problem, a, problem.m, save)
     if not out.numel():
         return out, z
@@ -116,6 +124,7 @@ def matmul(problem, a, b, bias, config, *, save=False):
 
 def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=False):
     """(result, preactivation or None, gathered a or None). a: this rank's rows (outer, piece, inner); results: all rows."""
+    config = fitting(problem, config, save)
     unit = 16 // a.element_size()
     most_rows = max(problem.piece_rows)
     most_rows += -most_rows % unit  # so that every piece in the staging begins at a multiple of 16 bytes
@@ -150,6 +159,7 @@ def _whole_units(a, unit):
 
 def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     """(this rank's rows of the result, of the preactivation or None). a: all rows (outer, full, inner)."""
+    config = fitting(problem, config, save)
     most_rows = max(problem.piece_rows)
     slots = triton.cdiv(most_rows, config.block_m) * triton.cdiv(problem.n, config.block_n) * problem.panels
     slot_bytes = config.block_m * config.block_n * a.element_size()
@@ -171,6 +181,7 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
 
 def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     """(result, preactivation or None), whole and with the same bits on every rank."""
+    config = fitting(problem, config, save)
     tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
     slots = (tiles if config.one_shot else triton.cdiv(tiles, problem.world_size)) * problem.panels
     flags = staged = problem.world_size * slots

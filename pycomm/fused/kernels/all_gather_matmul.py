@@ -21,7 +21,7 @@ engine's flags would need stream memory operations that a graph cannot renumber.
 import triton
 import triton.language as tl
 
-from pycomm.fused.kernels.signal import DATA, begin, finish, flag_of, meet, post, staging_of, wait_for
+from pycomm.fused.kernels.signal import DATA, OF_A_RANK, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import multiply, place, spread, store_tile, wide
 
 
@@ -63,7 +63,7 @@ def source_of(a, table, staging, source, rank, most_rows, k):
     return tl.multiple_of(tl.where(source == rank, own, piece).to(tl.pointer_type(a.dtype.element_ty)), 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_RANK)
 def all_gather_matmul(
     a, b, bias, out, z_out, kept, table, local, record, spans,
     fingerprint, limit, rank, outer, n, k, most_rows, staging_offset, half, stride_bk, stride_bn,

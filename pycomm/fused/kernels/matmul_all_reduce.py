@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from pycomm.fused.kernels.matmul_reduce_scatter import send_tile, sum_when_here
-from pycomm.fused.kernels.signal import RESULT, begin, finish, flag_of, meet, post, staging_of, wait_for
+from pycomm.fused.kernels.signal import OF_A_RANK, RESULT, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import complete, inside, multiply, narrow, place, store_tile, wide
 
 
@@ -83,7 +83,7 @@ def hand_round(
             post(flag_of(table, peer, staging, WORLD * slots + tile), epoch)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_RANK)
 def matmul_all_reduce(
     a, b, bias, out, z_out, table, local, record,
     fingerprint, limit, rank, m, n, k, staging_offset, half, stride_am, stride_ak, stride_bk, stride_bn,

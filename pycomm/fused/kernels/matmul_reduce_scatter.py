@@ -21,7 +21,7 @@ Sources: Triton-distributed and Flux for the tile-wise scatter; separate reducer
 import triton
 import triton.language as tl
 
-from pycomm.fused.kernels.signal import DATA, begin, finish, flag_of, meet, post, staging_of, wait_for
+from pycomm.fused.kernels.signal import DATA, OF_A_RANK, begin, finish, flag_of, meet, post, staging_of, wait_for
 from pycomm.fused.kernels.tile import inside, multiply, narrow, place, spread, store_tile, sum_of_partials, wide
 
 
@@ -54,7 +54,7 @@ def sum_when_here(
     return z, z_up
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_A_RANK)
 def matmul_reduce_scatter(
     a, b, bias, out, z_out, table, local, record, spans,
     fingerprint, limit, rank, outer, n, k, most_rows, staging_offset, half, stride_am, stride_ak, stride_bk, stride_bn,

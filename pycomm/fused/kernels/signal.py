@@ -45,6 +45,9 @@ EPOCH, ENDED, FAILED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # indi
 HELLO, DATA, RESULT = tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)  # what was waited for, in `record`
 OTHER = tl.constexpr(4)  # likewise: the peer computes something else
 
+# Arguments that Triton shall not make constants of where they happen to be 1 or divisible by 16: one kernel for all ranks and problems.
+OF_A_RANK = ("fingerprint", "limit", "rank")
+
 
 @triton.jit
 def words_of(table, rank):
