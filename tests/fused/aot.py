@@ -1,13 +1,13 @@
 """Compiles the kernels of pycomm.fused ahead of time, for GPUs that are not here, as launch.py would launch them.
 
-    python tests/fused/aot.py quick|all --arch 80,90,100 --out records.json [--ptx folder]
+    python tests/fused/aot.py quick|all --arch 80,90,100 --out records.jsonl
 
 launch.py runs unchanged: its tensors have no memory (device "meta"), its communicator answers as if all ranks agreed, and where it launches
 a kernel, Triton compiles instead, from the very arguments, with its own rules of specialisation (integers that are 1 or divisible by 16,
 aligned pointers). A process of its own, since Triton decides when a kernel is decorated whether it is for the interpreter.
 
-One record per kernel: what it is, what ptxas says of registers and spills, shared memory, instructions of the tensor cores, violations of
-ptx_check. tests/fused/test_aot.py has the rules for them.
+One record (a line of JSON) per kernel: what it is, what ptxas says of registers and spills, shared memory, instructions of the tensor
+cores, violations of ptx_check. tests/fused/test_aot.py has the rules for them.
 """
 
 import argparse
@@ -29,7 +29,6 @@ from triton.backends.compiler import GPUTarget
 from pycomm.fused import launch
 from pycomm.fused.config import SHARED_BYTES, Config, candidates
 from pycomm.fused.context import Context
-from pycomm.fused.machine import Machine
 from pycomm.fused.machine import Machine
 from pycomm.fused.problem import OPS, Problem, even_sizes
 
@@ -156,8 +155,8 @@ def facts(kernel, said, arch):
     }
 
 
-def record(case, ptx_folder=None):
-    found = {"name": str(case), "dtype": case.dtype}
+def record(case):
+    found = {"name": str(case), "dtype": case.dtype, "triton": triton.__version__}
     try:
         kernel, said = compile_case(case)
         counts = expected(case.op, one_shot=case.config.one_shot, keep=case.keep)
@@ -165,10 +164,6 @@ def record(case, ptx_folder=None):
         found["violations"] = list(map(str, check(kernel.asm["ptx"], pointers_of(kernel), counts)))
     except Exception:
         return found | {"failed": traceback.format_exc()[-4000:]}
-    if ptx_folder:
-        name = re.sub(r"\W+", "_", str(case))
-        (ptx_folder / f"{name}.ptx").write_text(kernel.asm["ptx"])
-        (ptx_folder / f"{name}.json").write_text(json.dumps(pointers_of(kernel)))
     return found
 
 
@@ -179,38 +174,33 @@ def configs(op, dtype, arch, activation):
 
 
 def quick(arch):
-    """Every shipped configuration once in bfloat16, and what else the code of a kernel depends on with the first of them."""
+    """Every shipped configuration in bfloat16, and with the first of them what else the code of a kernel depends on."""
     cases = []
     for op in OPS:
-        first = configs(op, "bfloat16", arch, "gelu_tanh")[0]
-        for activation in ("gelu_tanh", "swiglu"):
-            shipped = configs(op, "bfloat16", arch, activation)
-            cases += [Case(op, arch, "bfloat16", config, activation, rank=1) for config in shipped]
-        cases.append(Case(op, arch, "bfloat16", configs(op, "bfloat16", arch, "swiglu")[0], "swiglu", save=True, rank=1))
+        shipped = configs(op, "bfloat16", arch, "gelu_tanh")
+        cases += [Case(op, arch, "bfloat16", config, "gelu_tanh", rank=1) for config in shipped]
+        cases.append(Case(op, arch, "bfloat16", configs(op, "bfloat16", arch, "swiglu")[0], "swiglu", save=True, rank=3))
         cases.append(Case(op, arch, "bfloat16", configs(op, "bfloat16", arch, None)[-2], None, bias=False))
-        cases.append(Case(op, arch, "float16", first, "gelu_tanh", save=True, keep=op == "all_gather_matmul", rank=3))
-        cases.append(Case(op, arch, "float32", configs(op, "float32", arch, "gelu")[0], "gelu", world_size=2))
-        cases.append(
-            Case(op, arch, "float16", first, "silu", ragged=True, world_size=3, outer=2 if "scatter" in op or "gather" in op else 1)
-        )
-    return list(dict.fromkeys(cases))
+        cases.append(Case(op, arch, "float16", shipped[0], "gelu_tanh", save=True, keep=op == "all_gather_matmul"))
+        outer = 2 if op in ("all_gather_matmul", "matmul_reduce_scatter") else 1
+        cases.append(Case(op, arch, "float16", shipped[0], "silu", ragged=True, world_size=3, outer=outer))
+        if arch == 90:  # nothing in it is special to an architecture
+            cases.append(Case(op, arch, "float32", configs(op, "float32", arch, "gelu")[0], "gelu", world_size=2))
+    return cases
 
 
 def everything(arch):
     """Every configuration with everything that it is shipped for."""
-    cases = []
-    for op in OPS:
-        for dtype in DTYPES:
-            for activation in (None, "gelu", "silu", "swiglu"):
-                for config in configs(op, dtype, arch, activation):
-                    for save in (False, True) if activation else (False,):
-                        for ragged in (False, True):
-                            for keep in (False, True) if op == "all_gather_matmul" else (False,):
-                                world_size = 2 if config.one_shot else 8
-                                cases.append(
-                                    Case(op, arch, dtype, config, activation, save=save, keep=keep, ragged=ragged, world_size=world_size)
-                                )
-    return cases
+    return [
+        Case(op, arch, dtype, config, activation, save=save, keep=keep, ragged=ragged, world_size=2 if config.one_shot else 8)
+        for op in OPS
+        for dtype in DTYPES
+        for activation in (None, "gelu", "silu", "swiglu")
+        for config in configs(op, dtype, arch, activation)
+        for save in ((False, True) if activation else (False,))
+        for ragged in (False, True)
+        for keep in ((False, True) if op == "all_gather_matmul" else (False,))
+    ]
 
 
 def main():
@@ -218,15 +208,12 @@ def main():
     parser.add_argument("cases", choices=("quick", "all"))
     parser.add_argument("--arch", default="80,90,100")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--ptx", type=Path)
     options = parser.parse_args()
-    records = []
-    with tempfile.TemporaryDirectory() as folder:  # with what is in Triton's cache ptxas would say nothing
+    with tempfile.TemporaryDirectory() as folder, options.out.open("w") as out:  # ptxas says nothing of what Triton finds in its cache
         triton.knobs.cache.dir, triton.knobs.nvidia.dump_ptxas_log = folder, True
         for arch in map(int, options.arch.split(",")):
             for case in (quick if options.cases == "quick" else everything)(arch):
-                records.append(record(case, options.ptx))
-    options.out.write_text(json.dumps({"triton": triton.__version__, "records": records}, indent=1))
+                print(json.dumps(record(case)), file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ class Kernel:
         self.parameters = dict(zip(parameters, pointers, strict=False))
         self.parameters |= dict.fromkeys(re.findall(r"\.param [^,)]*\.b8 (\w+_param_\d+)\[\d+\]", header), DESCRIPTOR)
         self.instructions, self.labels = parse(body, first_line)
+        tables = re.findall(r"([\w$]+):\s*\.branchtargets\s+([^;]+);", body)
+        self.tables = {label: [target.strip() for target in targets.split(",")] for label, targets in tables}
         self.successors = [self.followers(index) for index in range(len(self.instructions))]
         self.predecessors = [[] for _ in self.instructions]
         for index, followers in enumerate(self.successors):
@@ -83,8 +85,10 @@ class Kernel:
         instruction = self.instructions[index]
         if instruction.opcode in ("ret", "exit", "trap"):
             return [index + 1] if instruction.guard else []
-        if instruction.opcode.startswith("brx") or instruction.opcode.startswith("call"):
+        if instruction.opcode.startswith("call"):
             raise ValueError(f"line {instruction.line}: {instruction.opcode} is not followed")
+        if instruction.opcode.startswith("brx"):
+            return [self.labels[target] for target in self.tables[instruction.operands[1]]]
         if not instruction.opcode.startswith("bra"):
             return [index + 1]
         target = self.labels[instruction.operands[0]]
@@ -152,8 +156,8 @@ class Kernel:
         ) and operand in self.definitions  # fmt: skip
 
     def holds(self, gained, lost):
-        """Per instruction whether, on every path from the entry to just before it, something that `gained` accepts came after everything that
-        `lost` accepts. An instruction that both accept counts as lost."""
+        """Per instruction whether, on every path from the entry to just before it, something that `gained` accepts came after everything
+        that `lost` accepts. An instruction that both accept counts as lost."""
         return self.solve(gained, lost, self.predecessors, self.successors, [0])
 
     def will_hold(self, gained):

@@ -111,7 +111,7 @@ class Checker:
         kernel = self.kernel
         spinning = {index for index in self.polls if self.spins(index)}
         found = {(place_of(kernel.instructions[index]), kernel.instructions[index].address) for index in spinning}
-        for index, x in self.polls.items():
+        for x in self.polls.values():
             if not x.has("sys"):
                 self.report(x, "wait", "acquire at a peer's word without .sys")
             if (place_of(x), x.address) not in found:

@@ -1,0 +1,45 @@
+"""Every kernel of pycomm.fused compiles for sm_80, sm_90 and sm_100 as it would be launched there, and keeps the rules: nothing spilled,
+shared memory within the limit, tensor cores used for 16-bit types, data and signals in order (ptx_check.py).
+
+Compiled in a process of its own by aot.py, without a GPU.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ptx_check import shortcomings
+
+HERE = Path(__file__).parent
+ARCHS = (80, 90, 100)
+pytest.importorskip("triton")
+
+
+def records(folder, cases, archs, limit):
+    out = folder / "records.jsonl"
+    command = [sys.executable, str(HERE / "aot.py"), cases, "--arch", ",".join(map(str, archs)), "--out", str(out)]
+    subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "0"}, check=True, timeout=limit)
+    return [json.loads(line) for line in out.read_text().splitlines()]
+
+
+def assert_all_keep_the_rules(found):
+    wrong = {record["name"]: shortcomings(record) for record in found if shortcomings(record)}
+    assert not wrong, json.dumps(wrong, indent=1)
+
+
+@pytest.mark.timeout(420)
+def test_shipped_configurations(tmp_path):
+    found = records(tmp_path, "quick", ARCHS, 400)
+    for arch in ARCHS:
+        for op in ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"):
+            assert sum(record["name"].startswith(f"sm_{arch} {op} ") for record in found) >= 6
+    assert_all_keep_the_rules(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS)
+def test_everything(tmp_path, arch):
+    assert_all_keep_the_rules(records(tmp_path, "all", (arch,), 1700))
