@@ -13,7 +13,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-torch test-frameworks bench lint format gpu-check build clean help
+.PHONY: demo test test-slow test-torch test-frameworks test-triton bench lint format gpu-check build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -31,6 +31,17 @@ test-torch: build            ## PyTorch's own suite for distributed backends, wh
 test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; installs requirements-frameworks.txt first
 	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --no-build-isolation -r requirements-frameworks.txt
 	$(RUN)/python -m pytest -m frameworks
+
+# Each version in a folder of its own, found before the one in .venv. 3.6 needs a numpy older than 2.4.
+TRITONS := 3.6.0 3.8.0 3.9.0
+test-triton: build $(TRITONS:%=build/triton-%/.stamp)  ## the fused kernels under other versions of Triton: interpreter, compilation, rules
+	set -e; for version in $(TRITONS); do echo "Triton $$version"; \
+	PYTHONPATH=build/triton-$$version $(RUN)/python -m pytest -m "not slow" --timeout 1800 \
+	tests/fused/test_ptx_check.py tests/fused/test_aot.py tests/fused/test_kernels.py; done
+
+build/triton-%/.stamp: | $(VENV)/.stamp-deps
+	$(RUN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) triton==$* $(if $(filter 3.6.%,$*),'numpy<2.4')
+	@touch $@
 
 bench: build                 ## all_reduce beside Gloo on two ranks; more with `python -m pycomm.benchmarks --help`
 	$(RUN)/python -m pycomm.benchmarks all_reduce --ranks 2 --backends pycomm,gloo
