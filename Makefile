@@ -36,7 +36,7 @@ test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; i
 TRITONS := 3.6.0 3.8.0 3.9.0
 test-triton: build $(TRITONS:%=build/triton-%/.stamp)  ## the fused kernels under other versions of Triton: interpreter, compilation, rules
 	set -e; for version in $(TRITONS); do echo "Triton $$version"; \
-	PYTHONPATH=build/triton-$$version $(RUN)/python -m pytest -m "not slow" --timeout 1800 \
+	PYTHONPATH=$(CURDIR)/build/triton-$$version $(RUN)/python -m pytest -m "not slow" --timeout 1800 \
 	tests/fused/test_ptx_check.py tests/fused/test_aot.py tests/fused/test_kernels.py; done
 
 build/triton-%/.stamp: | $(VENV)/.stamp-deps
