@@ -25,11 +25,12 @@ class Instruction(NamedTuple):
     guard: str | None  # predicate, with "!" where it is negated
     opcode: str
     operands: tuple[str, ...]
-    site: str  # where it comes from: "signal.py:56:4", then the calls that led there, innermost first
+    site: str  # where it comes from: "signal.py:56:4"
+    calls: str  # that led there, innermost first; "" in the kernel itself
 
     def has(self, *words):
         """Whether the opcode has all of these parts: has("st", "global")."""
-        return set(words) <= set(self.opcode.split("."))
+        return set(words) <= {part.partition("::")[0] for part in self.opcode.split(".")}
 
     @property
     def address(self):
@@ -255,11 +256,12 @@ def split_entry(text):
 def parse(body, first_line):
     """(instructions, index of the instruction that each label is before)."""
     instructions, labels, waiting, scopes = [], {}, [], []
-    statement, started, site = "", 0, ""
+    statement, started, site = "", 0, ("", "")
+    parents = {}
     for number, line in enumerate(body.split("\n"), first_line):
         code, _, comment = line.partition("//")
         if code.lstrip().startswith(".loc"):
-            site = comment.strip()
+            site = read_location(code, comment.strip(), parents)
             continue
         while code := code.strip():
             label = re.match(r"([\w$]+):(?!:)", code)
@@ -286,6 +288,17 @@ def parse(body, first_line):
     return instructions, labels
 
 
+def read_location(code, comment, parents):
+    """(site, calls) of a .loc. The calls are in the comment, or (Triton 3.9) given by `inlined_at`, the place of another .loc before, which
+    may be inlined itself; parents: the calls of every place so far."""
+    place, at = re.match(r"\s*\.loc\s+(\d+ \d+ \d+)(?:.*\binlined_at (\d+ \d+ \d+))?", code).groups()
+    site, _, calls = comment.partition(" @[ ")
+    if at:
+        calls = f"{at} @[ {parents.get(at, '')}"
+    parents[place] = calls
+    return site, calls
+
+
 def local_name(label, scopes):
     """Labels of inline assembly are named like no other: the same text may be there many times."""
     return label if len(scopes) == 1 else f"{label}@{scopes[-1][0]}"
@@ -305,7 +318,7 @@ def read_statement(text, line, site, scopes):
     operands = tuple(split_operands(operands[0] if operands else ""))
     if opcode.startswith("bra"):
         operands = (local_name(operands[0], scopes),)
-    return Instruction(line, guard and guard.replace(" ", ""), opcode, operands, site)
+    return Instruction(line, guard and guard.replace(" ", ""), opcode, operands, *site)
 
 
 def split_operands(text):

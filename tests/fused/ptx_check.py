@@ -198,9 +198,8 @@ def writes(x):
 
 
 def place_of(x):
-    """The call of the function, post or wait_for, that the instruction is part of; by itself where it is not in a function."""
-    place, _, calls = x.site.partition(" @[ ")
-    return calls or place
+    """The call of the function, post or wait_for, that the instruction is part of; by itself where it is in none."""
+    return x.calls or x.site
 
 
 def shortcomings(record):
