@@ -65,6 +65,7 @@ MIXED = [
     one_shot(Job(REDUCE, n=20, k=9, seed=4)),
     Job(SCATTER, n=97, k=9, sizes=lambda n: (35, 0, 40, 3)[:n], seed=2),
     Job(GATHER, n=9, k=70, sizes=lambda n: (3, 64, 0, 33)[:n]),
+    Job(GATHER, n=0, k=20, keep=True),  # no columns: nobody but the keepers waits for the pieces
 ]
 
 
@@ -217,7 +218,8 @@ def staging(rank, world_size):
     context = context_of()
     asked, written, enter = [], [], context.enter
     context.enter = lambda *arguments: (asked.append(arguments[2:]), enter(*arguments))[1]
-    jobs = [GATHERS[1], GATHERS[3], SCATTERS[1], SCATTERS[4], REDUCES[1], REDUCES[2], one_shot(REDUCES[1])]
+    full = Job(GATHER, n=8, k=8, sizes=lambda n: (32,) * n)  # the last piece ends where the staging ends
+    jobs = [full, GATHERS[1], GATHERS[3], SCATTERS[1], SCATTERS[4], REDUCES[1], REDUCES[2], one_shot(REDUCES[1])]
     run_all(rank, world_size, jobs)
     context.grow(context.block.flags + 1, context.block.staging + 1)
     for job in jobs:
