@@ -19,7 +19,8 @@ rank has the part of its own rows, as of any parameter that works on a piece of 
 - gather_linear on a CPU: pycomm.fused gathers x again in backward instead of keeping it. That saves 1 - 1/n of the memory of x, and hides
   behind a product where something else than the cores moves bytes.
 
-Traffic is recorded here as the collectives that an operation of pycomm.fused contains: those of backward in a hook of its result.
+Traffic is recorded here as the collectives that an operation of pycomm.fused contains: those of forward before it, since a recomputation
+may leave it by an exception (a checkpoint that has all it needs), those of backward in a hook of its result.
 
 Sources: Shoeybi et al. 2019; Korthikanti et al. 2022; overlap: Wang et al., Overlap Communication with Dependent Computation, 2023.
 """
@@ -47,17 +48,16 @@ def linear_reduce(x, weight, bias, group, shards):
     if not _fits(x, weight, group):
         out = differentiable.reduce_from(F.linear(x, weight), group)
         return out if bias is None else out + bias
-    out = fused.matmul_all_reduce(x, weight.t(), group.pg, bias=bias, shards=shards)
-    _record_all_reduce(out, group)
-    return out
+    _record_all_reduce(x.shape[:-1].numel() * weight.shape[0] * x.element_size(), group)
+    return fused.matmul_all_reduce(x, weight.t(), group.pg, bias=bias, shards=shards)
 
 
 def gather_linear(x, weight, bias, group, dim, sizes, shards):
     if not _fits(x, weight, group) or not gathers_again(x):
         return F.linear(differentiable.gather_sum(x, dim, sizes, group), weight, bias)
-    out = fused.all_gather_matmul(x, weight.t(), group.pg, dim=dim, sizes=sizes, bias=bias, shards=shards)
-    moved = _moved(x, dim, sizes)
+    moved = _moved(x, x.shape[-1], dim, sizes)
     comm.record("all_gather", group, moved)
+    out = fused.all_gather_matmul(x, weight.t(), group.pg, dim=dim, sizes=sizes, bias=bias, shards=shards)
     if out.requires_grad:
         backward = ["reduce_scatter"] * x.requires_grad + ["all_gather"] * weight.requires_grad
         out.register_hook(functools.partial(_record_in_backward, backward, group, moved))
@@ -68,9 +68,9 @@ def linear_reduce_scatter(x, weight, bias, group, dim, sizes, shards):
     if not _fits(x, weight, group):
         out = differentiable.reduce_scatter(F.linear(x, weight), dim, sizes, group)
     else:
-        out = fused.matmul_reduce_scatter(x, weight.t(), group.pg, dim=dim, sizes=sizes, shards=shards)
-        moved = _moved(out, dim, sizes)
+        moved = _moved(x, weight.shape[0], dim, sizes)
         comm.record("reduce_scatter", group, moved)
+        out = fused.matmul_reduce_scatter(x, weight.t(), group.pg, dim=dim, sizes=sizes, shards=shards)
         if out.requires_grad:
             out.register_hook(functools.partial(_record_in_backward, ["all_gather"], group, moved))
     return out if bias is None else out + bias  # [Note: bias]
@@ -113,14 +113,14 @@ class _CopyLinear(torch.autograd.Function):
         flat = grad.flatten(0, -2)
         grad_x = None
         if needed[0]:
+            _record_all_reduce(comm.nbytes_of(x), group)
             grad_x = fused.matmul_all_reduce(grad, weight, group.pg, shards=shards)
-            _record_all_reduce(grad_x, group)
         grad_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
         return grad_x, grad_weight, flat.sum(0) if needed[2] else None, None, None
 
 
-def _record_all_reduce(tensor, group):
-    comm.record("all_reduce", group, 2 * (group.size - 1) * comm.nbytes_of(tensor) // group.size)
+def _record_all_reduce(nbytes, group):
+    comm.record("all_reduce", group, 2 * (group.size - 1) * nbytes // group.size)
 
 
 def _record_in_backward(ops, group, nbytes, grad):
@@ -128,7 +128,7 @@ def _record_in_backward(ops, group, nbytes, grad):
         comm.record(op, group, nbytes)
 
 
-def _moved(piece, dim, sizes):
-    """Bytes of the pieces of all others, where pieces are as long as the longest: as comm.py counts a gather or scatter along dim."""
-    row = piece.element_size() * (piece.shape[:dim] + piece.shape[dim + 1 :]).numel()
-    return row * max(sizes) * (len(sizes) - 1)
+def _moved(x, columns, dim, sizes):
+    """Bytes of the pieces of all others, of `columns` columns and each as long as the longest, as comm.py counts them. dim: of x."""
+    lead = x.shape[:dim] + x.shape[dim + 1 : -1]
+    return lead.numel() * columns * x.element_size() * max(sizes) * (len(sizes) - 1)

@@ -13,6 +13,9 @@ import pycomm.parallel as par
 from pycomm import fused
 from pycomm.parallel import comm, products
 from pycomm.parallel.pipeline import DeferWeights, WeightStore
+from pycomm.parallel.tensor import split_heads
+from pycomm.parallel.tensor.cut_region import head_shards
+from pycomm.parallel.tensor.narrow import HeadCounts
 
 ROWS, LENGTH, LAYERS, STEPS = 4, 8, 2, 3
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -26,6 +29,7 @@ def count_fused():
         @functools.wraps(function)
         def call(*args, **kwargs):
             calls[name] += 1
+            assert kwargs["shards"] is not None  # or ranks with uneven shards could choose different forms
             return function(*args, **kwargs)
 
         return call
@@ -105,6 +109,21 @@ def alone_body(rank, world_size):
         x, weight, bias = operands(name, comm.ALONE, 2, [5], [4], 6, True)
         assert torch.equal(out, F.linear(x, weight, bias).detach()) or torch.allclose(out, F.linear(x, weight) + bias, rtol=0, atol=1e-12)
         assert log == [] and not any(calls.values()) and all(grad is not None for grad in grads)
+
+
+@pytest.mark.parametrize("q_heads, kv_heads, parts", [(5, 5, 3), (6, 3, 2), (8, 2, 3), (7, 1, 5)])
+@pytest.mark.parametrize("joined", [False, True])
+def test_lengths_of_head_shards(q_heads, kv_heads, parts, joined):
+    """Every rank knows what all hold, of each layer of an attention."""
+    heads = split_heads(q_heads, kv_heads, parts)
+    counts = HeadCounts(q_heads, kv_heads, 4)
+    of_ranks = []
+    for rank in range(parts):
+        columns, row = head_shards(counts, heads, rank, joined)
+        of_ranks.append([*columns, row])
+    for layer in zip(*of_ranks, strict=True):
+        held = tuple(sum(stop - start for start, stop in shards.ranges) for shards in layer)
+        assert all(shards.lengths == held for shards in layer)
 
 
 def losses_of(rank, world_size, text, again=False):
