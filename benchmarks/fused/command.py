@@ -120,7 +120,9 @@ def run(cases, options):
         mine = [case for case in cases if case.world_size(options.ranks) == world_size]
         found, why = results.merge(mine, world_size, ranks.run(world_size, place, measure.measure_cases, mine, settings))
         rows, stopped = rows + found, stopped or why
-    return results.Results(rows, [f"load average when it began: {load:.1f}"], stopped)
+    cores = len(os.sched_getaffinity(0))
+    said = f"load average when it began: {load:.1f}, {cores} cores" + (": other work distorts these figures" * (load > cores / 2))
+    return results.Results(rows, [said], stopped)
 
 
 def show(results, options):

@@ -19,8 +19,9 @@ from .cases import TOLERANCES, Case
 BASE = "plain"
 LEGEND = (
     "us: median of a call over all rounds, slowest rank; p10, p90: percentiles of the same; GFLOP/s: of one rank's product; times faster: "
-    "than plain, the median over rounds of the ratio of the medians in that round; error: largest difference from the product in float64 "
-    "(float32 where that takes too long), over its largest entry. n/a: not run; the reasons are in the list below."
+    "than plain, the median over rounds of the ratio of the medians in that round (the least and the most: what the run can tell apart); "
+    "error: largest difference from the product in float64 (float32 where that takes too long), over its largest entry. n/a: not run; the "
+    "reasons are in the list below."
 )
 
 
@@ -76,13 +77,14 @@ def merge(cases, world_size, by_rank):
 
 
 def times_faster(row, other):
-    """How many times faster row is than other: by round, since a slow minute hits both."""
+    """How many times faster row is than other: by round, since a slow minute hits both. (median, least, most) over the rounds."""
     pairs = zip(row.rounds, other.rounds, strict=True)
-    return statistics.median(statistics.median(theirs) / statistics.median(ours) for ours, theirs in pairs)
+    ratios = [statistics.median(theirs) / statistics.median(ours) for ours, theirs in pairs]
+    return statistics.median(ratios), min(ratios), max(ratios)
 
 
 def speeds(row, rows):
-    """{variant: times faster than it} over the other variants of the same case."""
+    """{variant: times_faster} over the variants of the same case."""
     beside = [other for other in rows if other.case == row.case and other.missing is None]
     return {} if row.missing else {other.variant: times_faster(row, other) for other in beside}
 
@@ -93,7 +95,9 @@ def as_record(row, rows, factor):
     if row.missing is None:
         record |= {"time_us": row.seconds * 1e6, "p10_us": row.percentile(0.1) * 1e6, "p90_us": row.percentile(0.9) * 1e6}
         record |= {"gflops": factor * row.case.flops / row.seconds / 1e9, "error": row.error, "wrong": row.wrong}
-        record |= {"rounds_us": [statistics.median(turn) * 1e6 for turn in row.rounds], "times_faster": speeds(row, rows)}
+        speed = speeds(row, rows)
+        record |= {"rounds_us": [statistics.median(turn) * 1e6 for turn in row.rounds]}
+        record |= {"times_faster": {name: ratios[0] for name, ratios in speed.items()}, "times_faster_of_rounds": speed}
     return record
 
 
@@ -110,9 +114,10 @@ def cells(record):
     if record["missing"] is not None:
         return [*line, *["n/a"] * 6]
     times = [f"{record[field]:.4g}" for field in ("time_us", "p10_us", "p90_us")]
-    speed = record["times_faster"].get(BASE)
+    speed = record["times_faster_of_rounds"].get(BASE)
+    speed = "{:.2f} ({:.2f}-{:.2f})".format(*speed) if speed else "n/a"
     error = f"{record['error']:.0e}{' WRONG' if record['wrong'] else ''}"
-    return [*line, *times, f"{record['gflops']:.4g}", f"{speed:.2f}" if speed else "n/a", error]
+    return [*line, *times, f"{record['gflops']:.4g}", speed, error]
 
 
 def remarks(found):

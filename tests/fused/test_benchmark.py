@@ -204,6 +204,6 @@ def test_merge():
     rows, stopped = results.merge([case, case], 2, [rank(1), rank(2)])
     assert [row.rounds for row in rows] == [[[4.0, 4.0], [20.0, 20.0]], [[1.0, 6.0], [5.0, 5.0]]] and stopped == ""
     assert rows[1].error == 0.2 and rows[1].wrong and rows[1].seconds == 5.0
-    assert results.times_faster(rows[1], rows[0]) == pytest.approx((4 / 3.5 + 4) / 2)
+    assert results.times_faster(rows[1], rows[0]) == pytest.approx(((4 / 3.5 + 4) / 2, 4 / 3.5, 4))
     assert (rows[0].percentile(0.1), rows[0].percentile(0.9)) == (4.0, 20.0)
     assert results.merge([case], 2, [rank(1), ([], "lost")]) == ([], "rank 1/2: lost")
