@@ -72,7 +72,7 @@ def _operand(x, rows, columns, allowed):
     return POINTERS, x
 
 
-def _tile_arguments(problem, config, bias, save):
+def _tile_arguments(problem, config, bias, save, device):
     """What all kernels take by keyword."""
     fp32 = problem.dtype == torch.float32
     return {
@@ -87,14 +87,16 @@ def _tile_arguments(problem, config, bias, save):
         "EVEN_K": problem.k % config.block_k == 0,
         "UPCAST": interpreted(),
         "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
-        **({} if interpreted() else _options(config)),
+        **({} if interpreted() else _options(config, device)),
     }
 
 
-def _options(config):
-    """For Triton's compiler. ptxas may spill registers to come down to 128, so that two programs fit on a multiprocessor; here one is on
-    each. Not with TMA: for sm_100 Triton reads accumulators in larger parts where it knows a bound, which costs more than it gives."""
-    return {"num_warps": config.warps, "num_stages": config.stages, **({} if config.tma else {"maxnreg": 255})}
+@functools.cache
+def _options(config, device):
+    """For Triton's compiler. On sm_80 ptxas spills registers to come down to 128 or 168, so that more programs fit on a multiprocessor;
+    here one is on each. Later architectures do without: there a bound changes how Triton reads accumulators, for the worse."""
+    bound = {"maxnreg": 255 if config.warps == 8 else 200} if torch.cuda.get_device_properties(device).major < 9 else {}
+    return {"num_warps": config.warps, "num_stages": config.stages, **bound}
 
 
 def _outputs(problem, a, rows, save):
@@ -117,7 +119,7 @@ def matmul(problem, a, b, bias, config, *, save=False):
     matmul_kernel[(min(tiles, _processors(a.device)),)](
         a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
         A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode,
-        FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save),
+        FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save, a.device),
     )  # fmt: skip
     return out, z
 
@@ -141,7 +143,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
         WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers, UNIT=unit, COPY=COPY_UNITS,
-        B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+        B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
     )  # fmt: skip
     context.leave()
     return out, z, kept
@@ -173,7 +175,7 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
         WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, WIRE=WIRES[problem.dtype],
-        A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+        A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
     )  # fmt: skip
     context.leave()
     return out, z
@@ -199,7 +201,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
         mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
         WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers, WIRE=WIRES[problem.dtype],
-        ONE_SHOT=config.one_shot, A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save),
+        ONE_SHOT=config.one_shot, A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
     )  # fmt: skip
     context.leave()
     return out, z
