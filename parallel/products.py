@@ -16,6 +16,7 @@ rank has the part of its own rows, as of any parameter that works on a piece of 
 [Note: apart] F.linear and the collective run one after the other, as written, where
 - x is a vector, or its dtype or width does not fit the weight (F.linear's error is the one that the region names), or under autocast;
 - the weight gradient is to be postponed (zb-h1 and zbv): the mode DeferWeights sees F.linear;
+- the product is small, on a CPU: below LEAST_FLOPS the arguments' way through Python is some percent of a call;
 - gather_linear on a CPU: pycomm.fused gathers x again in backward instead of keeping it. That saves 1 - 1/n of the memory of x, and hides
   behind a product where something else than the cores moves bytes.
 
@@ -37,15 +38,17 @@ from pycomm.parallel.pipeline.split_backward import DeferWeights
 
 __all__ = ["copy_linear", "gather_linear", "linear_reduce", "linear_reduce_scatter"]
 
+LEAST_FLOPS = 2e8  # on a CPU
+
 
 def copy_linear(x, weight, bias, group, shards):
-    if not _fits(x, weight, group):
+    if not _fits(x, weight, group) or _small(x, weight.shape[1], shards):
         return F.linear(differentiable.copy_to(x, group), weight, bias)
     return _CopyLinear.apply(x, weight, bias, group, shards)
 
 
 def linear_reduce(x, weight, bias, group, shards):
-    if not _fits(x, weight, group):
+    if not _fits(x, weight, group) or _small(x, weight.shape[0], shards):
         out = differentiable.reduce_from(F.linear(x, weight), group)
         return out if bias is None else out + bias
     _record_all_reduce(x.shape[:-1].numel() * weight.shape[0] * x.element_size(), group)
@@ -65,7 +68,7 @@ def gather_linear(x, weight, bias, group, dim, sizes, shards):
 
 
 def linear_reduce_scatter(x, weight, bias, group, dim, sizes, shards):
-    if not _fits(x, weight, group):
+    if not _fits(x, weight, group) or _small(x, weight.shape[0], shards):
         out = differentiable.reduce_scatter(F.linear(x, weight), dim, sizes, group)
     else:
         moved = _moved(x, weight.shape[0], dim, sizes)
@@ -79,6 +82,11 @@ def linear_reduce_scatter(x, weight, bias, group, dim, sizes, shards):
 def gathers_again(x):
     """Whether an input of gather_linear is to be gathered again in backward, [Note: apart]."""
     return x.device.type != "cpu"
+
+
+def _small(x, width, shards):
+    """Whether a CPU's product is too small, [Note: apart]; by what is equal on all ranks. width: that of the weight which is not cut."""
+    return x.device.type == "cpu" and 2 * x.shape[:-1].numel() * width * max(shards) < LEAST_FLOPS
 
 
 def _fits(x, weight, group):

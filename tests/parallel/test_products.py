@@ -22,7 +22,8 @@ NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 
 
 def count_fused():
-    """Wraps the functions of pycomm.fused in this process; returns {name: calls}."""
+    """Wraps the functions of pycomm.fused in this process, to be used for any size; returns {name: calls}."""
+    products.LEAST_FLOPS = 0
     calls = dict.fromkeys(NAMES, 0)
 
     def counted(name, function):
@@ -206,3 +207,19 @@ def other_inputs_body(rank, world_size):
 
 def test_inputs_that_run_apart():
     spawn(2, other_inputs_body)
+
+
+def small_body(rank, world_size):
+    group, least = comm.as_group(None, "tp"), products.LEAST_FLOPS
+    calls = count_fused()
+    products.LEAST_FLOPS = least
+    shards = [64, 128]  # by the longest, or the ranks would not choose alike
+    rows = int(least / (2 * 32 * 128))
+    for count, expected in ((rows, 0), (rows + 1, 1)):
+        x, weight = torch.ones(count, shards[rank]), torch.ones(32, shards[rank])
+        assert products.linear_reduce(x, weight, None, group, shards)[-1, -1] == sum(shards)
+        assert calls["matmul_all_reduce"] == expected
+
+
+def test_small_products_run_apart_on_a_cpu():
+    spawn(2, small_body)
