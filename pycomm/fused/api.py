@@ -16,13 +16,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pycomm.fused import engine
+from pycomm.fused.arguments import plan
 from pycomm.fused.plain import activation_backward, product
-from pycomm.fused.problem import ACTIVATIONS, Problem, even_sizes, join_rows
+from pycomm.fused.problem import join_rows
 from pycomm.fused.ranks import ALONE, of
 
 __all__ = ["all_gather_matmul", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
-
-_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 
 
 def matmul(a, b, bias=None, activation=None):
@@ -85,111 +84,18 @@ def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=No
     return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a), shards=shards)
 
 
-# --- arguments ----------------------------------------------------------------------------------------------------------------------
-
-
 def _ranks(group, a):
     return of(group, a.device if isinstance(a, torch.Tensor) else "cpu")
 
 
 def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None, shards=None):
-    def wrong(text, kind=ValueError):
-        return kind(f"{ranks} {op}: {text}")
-
-    _check_tensors(wrong, a, b, bias)
-    _check_shapes(wrong, a, b, bias, activation)
-    lead, k = a.shape[:-1], a.shape[-1]
-    panels = 2 if activation == "swiglu" else 1
-    outer, inner, rows = 1, 1, lead.numel()
-    result = list(lead)
-    if dim is not None:
-        at = _check_dim(wrong, a, dim)
-        sizes = _check_sizes(wrong, op, lead[at], sizes, ranks, at)
-        outer, inner = lead[:at].numel(), lead[at + 1 :].numel()
-        rows = outer * sum(sizes) * inner
-        result[at] = sum(sizes) if op == "all_gather_matmul" else sizes[ranks.rank]
-    n = b.shape[1] // panels
-    shards = _check_shards(wrong, b.shape[1] if op == "all_gather_matmul" else k, shards, ranks)
-    problem = Problem(op, rows, n, k, a.dtype, ranks.size, ranks.rank, activation, bias is not None, outer, inner, sizes or (), shards)
-    if ranks.size == 1:  # nothing is cut or added
-        op, problem = "matmul", problem._replace(op="matmul", outer=1, inner=1, sizes=(), shards=())
-    arguments = (a.reshape(lead.numel(), k), b, bias, problem, ranks)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (a, b, bias)):
-        out = _FUNCTIONS[op].apply(*arguments)
+    problem, rows, shape = plan(op, a, b, bias, activation, ranks, dim, sizes, shards)
+    a = a.reshape(rows, problem.k)
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        out = _FUNCTIONS[problem.op].apply(a, b, bias, problem, ranks)
     else:
-        out = engine.forward(problem, *arguments[:3], ranks).out
-    return out.view(*result, n)
-
-
-def _check_tensors(wrong, a, b, bias):
-    tensors = {"a": a, "b": b} | ({} if bias is None else {"bias": bias})
-    for name, x in tensors.items():
-        if not isinstance(x, torch.Tensor):
-            raise wrong(f"{name} must be a torch tensor, not {type(x).__name__}", TypeError)
-        if x.dtype != a.dtype:
-            raise wrong(f"a is {_name(a.dtype)}, {name} is {_name(x.dtype)}. Convert one of them.", TypeError)
-        if x.device != a.device:
-            raise wrong(f"a is on {a.device}, {name} is on {x.device}. Move one of them.")
-    if a.device.type not in _DTYPES:
-        raise wrong(f"tensors are on {a.device}; the CPU and CUDA devices are supported")
-    if a.dtype not in _DTYPES[a.device.type]:
-        allowed = ", ".join(_name(dtype) for dtype in _DTYPES[a.device.type])
-        raise wrong(f"dtype {_name(a.dtype)} is not supported on {a.device.type}; use one of {allowed}", TypeError)
-
-
-def _check_shapes(wrong, a, b, bias, activation):
-    if activation is not None and activation not in ACTIVATIONS:
-        raise wrong(f"unknown activation {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
-    if a.dim() < 2 or b.dim() != 2:
-        raise wrong(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; expected (..., K) with a leading dimension, and (K, N)")
-    if a.shape[-1] != b.shape[0]:
-        raise wrong(
-            f"a {tuple(a.shape)} has K={a.shape[-1]}, b {tuple(b.shape)} has K={b.shape[0]}. A weight (N, K) is passed as weight.t()."
-        )
-    if activation == "swiglu" and b.shape[1] % 2:
-        raise wrong(f"b {tuple(b.shape)} has an odd number of columns; swiglu takes those of the gate, then as many of the up projection")
-    if bias is not None and tuple(bias.shape) != (b.shape[1],):
-        raise wrong(f"bias has shape {tuple(bias.shape)}, b {tuple(b.shape)}; expected ({b.shape[1]},)")
-
-
-def _check_dim(wrong, a, dim):
-    last = a.dim() - 1
-    at = dim + a.dim() if dim < 0 else dim
-    if not 0 <= at < last:
-        what = "is the inner dimension" if at == last else "is out of range"
-        raise wrong(f"dim={dim} {what} of a {tuple(a.shape)}; expected 0 to {last - 1}, or {-a.dim()} to -2")
-    return at
-
-
-def _check_sizes(wrong, op, length, sizes, ranks, at):
-    gathers = op == "all_gather_matmul"
-    if sizes is None:
-        return (length,) * ranks.size if gathers else even_sizes(length, ranks.size)
-    sizes = tuple(int(size) for size in sizes)
-    if len(sizes) != ranks.size:
-        raise wrong(f"sizes has {len(sizes)} entries for {ranks.size} ranks")
-    if min(sizes) < 0:
-        raise wrong(f"sizes={list(sizes)} must not be negative")
-    if gathers and sizes[ranks.rank] != length:
-        raise wrong(f"sizes[{ranks.rank}]={sizes[ranks.rank]}, but a has {length} along dim {at}")
-    if not gathers and sum(sizes) != length:
-        raise wrong(f"sizes={list(sizes)} sum to {sum(sizes)}, but a has {length} along dim {at}")
-    return sizes
-
-
-def _check_shards(wrong, length, shards, ranks):
-    if shards is None:
-        return ()
-    shards = tuple(int(shard) for shard in shards)
-    if len(shards) != ranks.size:
-        raise wrong(f"shards has {len(shards)} entries for {ranks.size} ranks")
-    if shards[ranks.rank] != length:
-        raise wrong(f"shards[{ranks.rank}]={shards[ranks.rank]}, but b's part here is {length} long")
-    return () if len(set(shards)) == 1 else shards
-
-
-def _name(dtype):
-    return str(dtype).removeprefix("torch.")
+        out = engine.forward(problem, a, b, bias, ranks).out
+    return out.view(shape)
 
 
 # --- gradients ----------------------------------------------------------------------------------------------------------------------

@@ -37,9 +37,9 @@ def run(problem, choice, a, b, bias, ranks, *, save=False, keep=False):
 
 def _choose(problem, a, b, bias, ranks):
     forced = env.fused()
-    options = {"peer_memory": ranks.communicator is not None, "forced": forced, "triton": has_triton()}
     if not a.is_cuda:
-        return choose(problem.shared(), "cpu", interpreted=forced == "fused" and env.triton_interpret(), **options)
+        return _choose_on_cpu(problem.shared(), ranks.communicator is not None, forced, forced == "fused" and env.triton_interpret())
+    options = {"peer_memory": ranks.communicator is not None, "forced": forced, "triton": has_triton()}
     if problem.op == "matmul":
         ranks = ALONE
     talks = problem.op == "matmul" or options["peer_memory"]
@@ -50,6 +50,11 @@ def _choose(problem, a, b, bias, ranks):
     from pycomm.fused import tuner
 
     return tuner.decide(problem, ranks, a.device, here, choice, lambda form: run(problem, form, a, b, bias, ranks))
+
+
+@functools.lru_cache(4096)
+def _choose_on_cpu(problem, peer_memory, forced, interpreted):
+    return choose(problem, "cpu", peer_memory=peer_memory, forced=forced, triton=has_triton(), interpreted=interpreted)
 
 
 @functools.cache

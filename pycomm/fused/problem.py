@@ -38,9 +38,9 @@ class Problem(NamedTuple):
 
     def shared(self):
         """This problem in numbers that are equal on all ranks, so that all decide alike: the longest shard for their own, no rank."""
-        longest = max(self.shards, default=None)
-        if longest is None:
-            return self._replace(rank=0)
+        if not self.shards:
+            return self._replace(rank=0) if self.rank else self
+        longest = max(self.shards)
         if self.op == "all_gather_matmul":
             return self._replace(rank=0, n=longest // self.panels)
         return self._replace(rank=0, k=longest)
