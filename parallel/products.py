@@ -20,8 +20,8 @@ rank has the part of its own rows, as of any parameter that works on a piece of 
 - gather_linear on a CPU: pycomm.fused gathers x again in backward instead of keeping it. That saves 1 - 1/n of the memory of x, and hides
   behind a product where something else than the cores moves bytes.
 
-Traffic is recorded here as the collectives that an operation of pycomm.fused contains: those of forward before it, since a recomputation
-may leave it by an exception (a checkpoint that has all it needs), those of backward in a hook of its result.
+Traffic is recorded here as the collectives that an operation of pycomm.fused contains: those of forward behind it, since a recomputation
+that has all it needs leaves it by an exception, before anything is sent; those of backward in a hook of its result.
 
 Sources: Shoeybi et al. 2019; Korthikanti et al. 2022; overlap: Wang et al., Overlap Communication with Dependent Computation, 2023.
 """
@@ -51,16 +51,17 @@ def linear_reduce(x, weight, bias, group, shards):
     if not _fits(x, weight, group) or _small(x, weight.shape[0], shards):
         out = differentiable.reduce_from(F.linear(x, weight), group)
         return out if bias is None else out + bias
-    _record_all_reduce(x.shape[:-1].numel() * weight.shape[0] * x.element_size(), group)
-    return fused.matmul_all_reduce(x, weight.t(), group.pg, bias=bias, shards=shards)
+    out = fused.matmul_all_reduce(x, weight.t(), group.pg, bias=bias, shards=shards)
+    _record_all_reduce(comm.nbytes_of(out), group)
+    return out
 
 
 def gather_linear(x, weight, bias, group, dim, sizes, shards):
     if not _fits(x, weight, group) or not gathers_again(x):
         return F.linear(differentiable.gather_sum(x, dim, sizes, group), weight, bias)
     moved = _moved(x, x.shape[-1], dim, sizes)
-    comm.record("all_gather", group, moved)
     out = fused.all_gather_matmul(x, weight.t(), group.pg, dim=dim, sizes=sizes, bias=bias, shards=shards)
+    comm.record("all_gather", group, moved)
     if out.requires_grad:
         backward = ["reduce_scatter"] * x.requires_grad + ["all_gather"] * weight.requires_grad
         out.register_hook(functools.partial(_record_in_backward, backward, group, moved))
@@ -72,8 +73,8 @@ def linear_reduce_scatter(x, weight, bias, group, dim, sizes, shards):
         out = differentiable.reduce_scatter(F.linear(x, weight), dim, sizes, group)
     else:
         moved = _moved(x, weight.shape[0], dim, sizes)
-        comm.record("reduce_scatter", group, moved)
         out = fused.matmul_reduce_scatter(x, weight.t(), group.pg, dim=dim, sizes=sizes, shards=shards)
+        comm.record("reduce_scatter", group, moved)
         if out.requires_grad:
             out.register_hook(functools.partial(_record_in_backward, ["all_gather"], group, moved))
     return out if bias is None else out + bias  # [Note: bias]

@@ -16,7 +16,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from pycomm.fused import engine
-from pycomm.fused.arguments import plan
+from pycomm.fused.arguments import DTYPES, plan
 from pycomm.fused.plain import activation_backward, product
 from pycomm.fused.problem import join_rows
 from pycomm.fused.ranks import ALONE, of
@@ -34,8 +34,9 @@ def matmul(a, b, bias=None, activation=None):
         bias: (N,), "swiglu": (2N,); or None.
         activation: None, "relu", "silu", "gelu" (by erf, torch's default), "gelu_tanh", or "swiglu": silu(gate) * up.
 
-    a, b and bias have one device and one dtype of float32, float16, bfloat16, on the CPU also float64. Products accumulate in float32
-    (float64 for float64). Returns (..., N). Differentiable once. Raises ValueError or TypeError for arguments that do not fit.
+    a, b and bias have one device and one dtype of float32, float16, bfloat16, on the CPU also float64; under autocast they are converted
+    to its dtype, as for torch's products. Products accumulate in float32 (float64 for float64). Returns (..., N). Differentiable once.
+    Raises ValueError or TypeError for arguments that do not fit.
     """
     return _run("matmul", a, b, bias, activation, ALONE)
 
@@ -79,7 +80,7 @@ def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=No
     Args: as in matmul_reduce_scatter.
 
     Backward: no communication; the gradient of the result is taken to be equal on all ranks, as it is where they all go on with the same
-    computation (Megatron). Raises as all_gather_matmul.
+    computation (Megatron). Whether a gradient is needed must be the same on all ranks. Raises as all_gather_matmul.
     """
     return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a), shards=shards)
 
@@ -89,23 +90,68 @@ def _ranks(group, a):
 
 
 def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None, shards=None):
+    if isinstance(a, torch.Tensor) and a.device.type in DTYPES and torch.is_autocast_enabled(a.device.type):
+        a, b, bias = (_lowered(x, torch.get_autocast_dtype(a.device.type)) for x in (a, b, bias))
+        with torch.autocast(a.device.type, enabled=False):
+            return _run(op, a, b, bias, activation, ranks, dim, sizes, shards)
     problem, rows, shape = plan(op, a, b, bias, activation, ranks, dim, sizes, shards)
+    # Kernels and collectives read memory as it is.
+    a, b, bias = (x.resolve_neg() if x is not None and x.is_neg() else x for x in (a, b, bias))
     a = a.reshape(rows, problem.k)
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        out = _FUNCTIONS[problem.op].apply(a, b, bias, problem, ranks)
+        kept = None
+        if problem.activation is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+            a, b = _Keep.apply(a, b)
+            kept = a.grad_fn or b.grad_fn
+        out = _FUNCTIONS[problem.op].apply(a, b, bias, kept, problem, ranks)
     else:
         out = engine.forward(problem, a, b, bias, ranks).out
     return out.view(shape)
 
 
+def _lowered(x, dtype):
+    """As torch's products take an operand under autocast; float64 and integers stay."""
+    narrows = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    return x.to(dtype) if narrows else x
+
+
 # --- gradients ----------------------------------------------------------------------------------------------------------------------
 
 
-def _forward(ctx, a, b, bias, problem, ranks):
+class _Keep(torch.autograd.Function):
+    """a and b as they are, saved before anything is computed. A Function's own are saved behind its forward, where the recomputation of
+    a checkpoint (torch.utils.checkpoint, by hooks on what is saved), which ends when it has all of it, would do a last product and its
+    collective for nothing."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(a, b)
+        ctx.set_materialize_grads(False)
+        views = a.view_as(a), b.view_as(b)
+        ctx.mark_non_differentiable(*(view for view, needed in zip(views, ctx.needs_input_grad, strict=True) if not needed))
+        return views
+
+    @staticmethod
+    def backward(ctx, grad_a, grad_b):
+        return grad_a, grad_b
+
+
+def _forward(ctx, a, b, bias, kept, problem, ranks):
     result = engine.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
-    ctx.save_for_backward(a, b, result.z)
+    ctx.kept = kept
+    ctx.save_for_backward(*(() if kept else (a, b)), result.z)
     ctx.problem, ctx.ranks = problem, ranks
     return result.out
+
+
+def _saved(ctx):
+    """a, b, z"""
+    return (*(ctx.kept.saved_tensors if ctx.kept else ()), *ctx.saved_tensors)
+
+
+def _gradient_of_b(a, b, dz):
+    """a^T dz in the layout of b: that of a weight (N, K) passed as weight.t() is then dense, and added to .grad without a transposition."""
+    return product(dz.t(), a).t() if b.stride(0) < b.stride(1) else product(a.t(), dz)
 
 
 def _backward_problem(problem, op):
@@ -125,9 +171,10 @@ class _Matmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         dz = activation_backward(ctx.problem, grad, z)
-        return product(dz, b.t()) if need_a else None, product(a.t(), dz) if need_b else None, _bias_gradient(dz, need_bias), None, None
+        grad_b = _gradient_of_b(a, b, dz) if need_b else None
+        return product(dz, b.t()) if need_a else None, grad_b, _bias_gradient(dz, need_bias), None, None, None
 
 
 class _AllGatherMatmul(torch.autograd.Function):
@@ -136,7 +183,7 @@ class _AllGatherMatmul(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
         dz = activation_backward(problem, grad, z)
         grad_a = grad_b = None
@@ -148,8 +195,8 @@ class _AllGatherMatmul(torch.autograd.Function):
             grad_a = engine.forward(_backward_problem(problem, "matmul_reduce_scatter"), dz, b.t(), None, ranks).out
         if need_b:
             work.wait()
-            grad_b = product(join_rows(problem, pieces).t(), dz)
-        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None
+            grad_b = _gradient_of_b(join_rows(problem, pieces), b, dz)
+        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None, None
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
@@ -158,7 +205,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        (a, b, z), (need_a, need_b, need_bias) = ctx.saved_tensors, ctx.needs_input_grad[:3]
+        (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
         dz = activation_backward(problem, grad, z)
         grad_a = None
@@ -169,8 +216,8 @@ class _MatmulReduceScatter(torch.autograd.Function):
             pieces = dz.new_empty(problem.m, problem.columns)
             ranks.all_gather(list(pieces.split(problem.piece_rows)), dz.contiguous()).wait()
             dz = join_rows(problem, pieces)
-        grad_b = product(a.t(), dz) if need_b else None
-        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None
+        grad_b = _gradient_of_b(a, b, dz) if need_b else None
+        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None, None
 
 
 _FUNCTIONS = {

@@ -3,12 +3,13 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from fused_cases import draw
 from torch_ranks import spawn
 
 import pycomm
 from pycomm import fused
-from pycomm.fused import ranks
+from pycomm.fused import engine, ranks
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
@@ -145,3 +146,25 @@ def test_the_callers_tensors_are_unchanged():
         assert all(torch.equal(x, y) for x, y in zip(tensors, before, strict=True))
 
     run_ranks(2, body)
+
+
+def recomputed_products(rank, world_size):
+    """How many products a checkpoint computes again of two, and the gradients' layout."""
+    calls, forward = [], engine.forward
+    engine.forward = lambda *args, **options: calls.append(args[0].op) or forward(*args, **options)
+    a, (first, second) = torch.randn(6, 4, requires_grad=True), [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+
+    def block(x):
+        return fused.matmul_all_reduce(fused.matmul_all_reduce(x, first.t()).relu(), second.t())
+
+    torch.utils.checkpoint.checkpoint(block, a, use_reentrant=False).sum().backward()
+    got = [x.grad.clone() for x in (first, second)]
+    block(a.detach().requires_grad_()).sum().backward()
+    engine.forward = forward
+    same = all(torch.equal(2 * mine, x.grad) for mine, x in zip(got, (first, second), strict=True))
+    return calls.count("matmul_all_reduce"), same, first.grad.is_contiguous() and second.grad.is_contiguous()
+
+
+def test_a_checkpoint_recomputes_only_what_it_needs():
+    """Forward twice 2 calls; the checkpoint's recomputation needs the first alone, since the second's inputs are then known."""
+    assert spawn(2, recomputed_products) == [(5, True, True)] * 2
