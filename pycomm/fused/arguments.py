@@ -11,9 +11,9 @@ import torch
 
 from pycomm.fused.problem import ACTIVATIONS, Problem, even_sizes
 
-__all__ = ["Plan", "plan"]
+__all__ = ["DTYPES", "Plan", "plan"]
 
-_DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
 
 
 class Facts(NamedTuple):
@@ -78,10 +78,10 @@ def _check_kinds(wrong, facts):
             raise wrong(f"a is {_name(a.dtype)}, {name} is {_name(x.dtype)}. Convert one of them.", TypeError)
         if x.device != a.device:
             raise wrong(f"a is on {a.device}, {name} is on {x.device}. Move one of them.")
-    if a.device.type not in _DTYPES:
+    if a.device.type not in DTYPES:
         raise wrong(f"tensors are on {a.device}; the CPU and CUDA devices are supported")
-    if a.dtype not in _DTYPES[a.device.type]:
-        allowed = ", ".join(_name(dtype) for dtype in _DTYPES[a.device.type])
+    if a.dtype not in DTYPES[a.device.type]:
+        allowed = ", ".join(_name(dtype) for dtype in DTYPES[a.device.type])
         raise wrong(f"dtype {_name(a.dtype)} is not supported on {a.device.type}; use one of {allowed}", TypeError)
 
 

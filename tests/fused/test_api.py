@@ -128,6 +128,35 @@ def test_gradients_are_those_of_finite_differences():
         assert torch.autograd.gradcheck(lambda *x: fused.matmul(*x, activation), (a, b, bias))  # noqa: B023
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast(dtype):
+    """As torch's products: operands of any of its dtypes, results in that of autocast, gradients in those of the operands."""
+    b, bias = draw(1, 5, 4, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32).requires_grad_()
+
+    def body(comm):
+        a = draw(comm.rank, 6, 5, dtype=torch.bfloat16).requires_grad_()
+        for function in (fused.all_gather_matmul, fused.matmul_reduce_scatter, fused.matmul_all_reduce):
+            with torch.autocast("cpu", dtype):
+                out = function(a, b, comm, bias=bias, activation="gelu")
+            plain = function(a.to(dtype), b.to(dtype), comm, bias=bias.to(dtype), activation="gelu")
+            assert out.dtype == dtype and torch.equal(out, plain)
+            grads = torch.autograd.grad(out.sum(), (a, b, bias))
+            assert [grad.dtype for grad in grads] == [a.dtype, torch.float32, torch.float32]
+        with torch.autocast("cpu", dtype):
+            assert fused.matmul(a.double(), b.double()).dtype == torch.float64
+
+    run_ranks(2, body)
+
+
+def test_a_lazy_negation_is_carried_out():
+    def body(comm):
+        a, b = draw(comm.rank, 4, 3), draw(5, 3, 2)
+        for function in (fused.all_gather_matmul, fused.matmul_reduce_scatter, fused.matmul_all_reduce):
+            assert torch.equal(function(torch._neg_view(a), b, comm), -function(a, b, comm))
+
+    run_ranks(2, body)
+
+
 def test_second_derivatives_are_refused():
     a, b = draw(0, 2, 3).requires_grad_(), draw(1, 3, 2)
     (grad,) = torch.autograd.grad(fused.matmul(a, b, activation="silu").square().sum(), a, create_graph=True)
