@@ -72,3 +72,4 @@ def _launch(problem, config, ranks, a, b, bias, **options):
     if problem.op == "matmul":
         return Result(*launch.matmul(problem, a, b, bias, config, **options))
     return Result(*getattr(launch, problem.op)(problem, context.of(ranks, a.device), a, b, bias, config, **options))
+    bias = bias if bias is None else bias.contiguous()  # the kernels take its columns as neighbours

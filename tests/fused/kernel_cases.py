@@ -283,7 +283,7 @@ def gradients(rank, world_size, activation):
         return draw(seed, *shape, dtype=torch.float32).requires_grad_()
 
     weights = draw(9, 2, rows, n)
-    bias = leaf(3, n * panels)
+    bias = draw(3, 2 * n * panels, dtype=torch.float32)[::2].requires_grad_()  # its columns are no neighbours
 
     # all_gather_matmul: a cut along dim 1 of (2, rows, k)
     a, b = leaf(1, 2, rows, k), leaf(10 + rank, n * panels, k)
