@@ -3,8 +3,11 @@
 Triton is imported only when a kernel runs, so pycomm works without it.
 """
 
+import contextlib
 import functools
 import importlib.util
+
+import torch
 
 from pycomm import env
 from pycomm.fused import machine, plain
@@ -22,7 +25,13 @@ def forward(problem, a, b, bias, ranks, *, save=False, keep=False):
     a: rows (outer, piece or whole, inner) of K columns; b: (k, columns), any strides; bias: (columns,) or None. save: the preactivation is
     wanted where there is an activation; keep: the gathered a, of all_gather_matmul.
     """
-    return run(problem, _choose(problem, a, b, bias, ranks), a, b, bias, ranks, save=save, keep=keep)
+    with on_device_of(a):
+        return run(problem, _choose(problem, a, b, bias, ranks), a, b, bias, ranks, save=save, keep=keep)
+
+
+def on_device_of(x):
+    """Makes the tensor's GPU the current one: that is where Triton launches, and whose streams events are for."""
+    return torch.cuda.device(x.device) if x.is_cuda else contextlib.nullcontext()
 
 
 def run(problem, choice, a, b, bias, ranks, *, save=False, keep=False):
@@ -45,7 +54,7 @@ def _choose(problem, a, b, bias, ranks):
     talks = problem.op == "matmul" or options["peer_memory"]
     here = machine.of(ranks, a.device) if talks and has_triton() else None
     choice = choose(problem.shared(), "cuda", obstacle=here.obstacle if here else "", **options)
-    if not (choice.open and here and problem.flops):
+    if not (choice.open and here):
         return choice
     from pycomm.fused import tuner
 

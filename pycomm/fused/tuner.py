@@ -78,7 +78,7 @@ def decide(problem, ranks, device, here, fallback, run):
     here: the machine.Machine; fallback: this rank's Choice by the table; run(choice): computes the call in that form.
     """
     decided = ranks.cache.setdefault("decided", {})
-    key = key_of(problem)
+    key = (device, key_of(problem))  # a process may have different GPUs
     if key not in decided:
         found = lookup(problem, device, here.ranks_on_device)
         known = exchange(ranks.communicator, _entry(found) if found else None)
@@ -99,8 +99,9 @@ def tune(problem, a, b, bias, ranks):
     then on used and cached. Raises what the forms raise."""
     from pycomm.fused import engine
 
-    choice = measure(problem, ranks, a.device, machine.of(ranks, a.device), lambda form: engine.run(problem, form, a, b, bias, ranks))
-    ranks.cache.setdefault("decided", {})[key_of(problem)] = choice
+    with engine.on_device_of(a):
+        choice = measure(problem, ranks, a.device, machine.of(ranks, a.device), lambda form: engine.run(problem, form, a, b, bias, ranks))
+    ranks.cache.setdefault("decided", {})[a.device, key_of(problem)] = choice
     return choice
 
 
