@@ -37,9 +37,9 @@ def exchange(communicator, value):
     if len(text) > MOST_BYTES:
         place = f"[rank {communicator.rank}/{communicator.world_size}]"
         raise ValueError(f"{place} a value of {len(text)} bytes is too long to exchange, at most {MOST_BYTES}")
-    mine = torch.full((1, MOST_BYTES), ord(" "), dtype=torch.uint8)
+    mine = torch.full((1, MOST_BYTES), ord(" "), dtype=torch.uint8, device="cpu")  # whatever torch's default device is
     mine[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    everyone = torch.empty(communicator.world_size, MOST_BYTES, dtype=torch.uint8)
+    everyone = torch.empty(communicator.world_size, MOST_BYTES, dtype=torch.uint8, device="cpu")
     communicator.all_gather_flat(mine, everyone, False, 0, 0.0)
     return [json.loads(bytes(row.tolist())) for row in everyone]
 
@@ -65,13 +65,16 @@ def _on_cuda(ranks, device):
     resident = ranks.communicator.describe()["cuda"]["protocol"] == "resident"
     uuids = exchange(ranks.communicator, str(facts.uuid))
     deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
-    said = exchange(ranks.communicator, {"resident": resident, "deaf": deaf})
+    said = exchange(ranks.communicator, {"resident": resident, "deaf": deaf, "arch": arch})
     obstacle = ""
     if not all(one["resident"] for one in said):
         obstacle = "ranks share a GPU from several processes, so their kernels do not run together and may not wait for each other"
     elif any(one["deaf"] for one in said):
         rank = next(rank for rank, one in enumerate(said) if one["deaf"])
         obstacle = f"rank {rank}'s GPU has no native atomics on a peer's memory (no NVLink between them, or hidden from the process)"
+    elif others := [rank for rank, one in enumerate(said) if one["arch"] != said[0]["arch"]]:
+        found = f"sm_{said[0]['arch']} on rank 0, sm_{said[others[0]]['arch']} on rank {others[0]}"
+        obstacle = f"the ranks' GPUs are not alike ({found}), so no configuration is for all"
     most = max(uuids.count(uuid) for uuid in uuids)
     programs = facts.multi_processor_count // most
     if programs < ROLES:

@@ -24,6 +24,7 @@ class Peers:
         return answers
 
 
+ALIKE = {"resident": True, "deaf": [], "arch": 90}
 CASES = {
     "a GPU each": (["A", "B"], [], {}, 1, 132, ""),
     "two on each": (["A", "A", "B", "B"], [], {}, 2, 66, ""),
@@ -31,15 +32,16 @@ CASES = {
     "few processors for each": (["A"] * 44, [], {}, 44, 3, ""),
     "too few": (["A"] * 45, [], {}, 45, 2, "45 ranks share 132 multiprocessors; a rank's kernels need 3"),
     "no atomics here": (["A", "B"], ["B"], {}, 1, 132, "rank 0's GPU has no native atomics"),
-    "no atomics there": (["A", "B"], [], {1: {"resident": True, "deaf": ["A"]}}, 1, 132, "rank 1's GPU has no native atomics"),
-    "a peer in stream order": (["A", "A"], [], {1: {"resident": False, "deaf": []}}, 2, 66, "do not run together"),
+    "no atomics there": (["A", "B"], [], {1: ALIKE | {"deaf": ["A"]}}, 1, 132, "rank 1's GPU has no native atomics"),
+    "a peer in stream order": (["A", "A"], [], {1: ALIKE | {"resident": False}}, 2, 66, "do not run together"),
+    "another architecture": (["A", "B"], [], {1: ALIKE | {"arch": 80}}, 1, 132, "not alike (sm_90 on rank 0, sm_80 on rank 1)"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_of(case, monkeypatch):
     uuids, deaf, said, shared, programs, obstacle = CASES[case]
-    peers = Peers(0, [uuids, [said.get(rank, {"resident": True, "deaf": []}) for rank in range(len(uuids))]])
+    peers = Peers(0, [uuids, [said.get(rank, ALIKE) for rank in range(len(uuids))]])
     group = SimpleNamespace(
         rank=0, size=len(uuids), communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", True)
     )
@@ -64,7 +66,8 @@ def body(comm):
     first = machine.exchange(comm._comm, {"rank": comm.rank, "text": "ä" * comm.rank})
     with pytest.raises(ValueError, match=rf"\[rank {comm.rank}/3\] a value of 5002 bytes is too long to exchange, at most 4096"):
         machine.exchange(comm._comm, "x" * 5000)
-    return first, machine.exchange(comm._comm, None)
+    with torch.device("meta"):  # a default device is not for what is exchanged
+        return first, machine.exchange(comm._comm, None)
 
 
 def test_exchange():
