@@ -78,7 +78,7 @@ def _launch(problem, config, ranks, a, b, bias, **options):
     if config is None:
         arch = machine.of(ALONE, a.device).arch
         config = default(problem.op, problem.dtype, arch, problem.world_size, problem.panels, problem.activation)
+    bias = bias if bias is None else bias.contiguous()  # the kernels take its columns as neighbours
     if problem.op == "matmul":
         return Result(*launch.matmul(problem, a, b, bias, config, **options))
     return Result(*getattr(launch, problem.op)(problem, context.of(ranks, a.device), a, b, bias, config, **options))
-    bias = bias if bias is None else bias.contiguous()  # the kernels take its columns as neighbours
