@@ -62,12 +62,13 @@ def _processors(device):
 
 
 def _operand(x, rows, columns, allowed):
-    """(how to load tiles of `rows` x `columns` of a matrix, the argument for it)."""
+    """(how to load tiles of `rows` x `columns` of a matrix, the argument for it). Rows that overlap, as in a tensor that was expanded,
+    are not what the accelerator's driver has promised to take."""
     if allowed and x.numel():
         unit = 16 // x.element_size()
-        if x.stride(1) == 1 and x.stride(0) % unit == 0 and x.data_ptr() % 16 == 0:
+        if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % unit == 0 and x.data_ptr() % 16 == 0:
             return DESCRIPTOR, TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        if x.stride(0) == 1 and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0:
+        if x.stride(0) == 1 and x.stride(1) >= x.shape[0] and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0:
             return TRANSPOSED, TensorDescriptor(x.t(), list(x.t().shape), list(x.t().stride()), [columns, rows])
     return POINTERS, x
 
@@ -86,7 +87,7 @@ def _tile_arguments(problem, config, bias, save, device):
         "SAVE": save and problem.activation is not None,
         "EVEN_K": problem.k % config.block_k == 0,
         "UPCAST": interpreted(),
-        "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
         **({} if interpreted() else _options(config, device)),
     }
 
