@@ -11,7 +11,7 @@ together, because they call the same problems in the same order; it waits for th
 captured are kept, with their own `local`, as long as the context, so that a replay finds what it was captured with.
 
 Calls of one group run one after the other on every rank, in order of issue: a call in another stream waits for the one before by an
-event. In a graph that is the order of the capture.
+event. In a capture, whose calls must be in one stream, that is their order; a replay runs where and when the program says.
 
 Ranks compare a problem when they meet it first. Later launches compare its fingerprint, so that ranks that call known problems in
 different orders find out. A launch that gave up a wait, or found a peer at another problem, leaves wrong results and a record; the next
@@ -82,7 +82,7 @@ class Context:
         if self.world_size > MAX_RANKS:
             raise ValueError(f"[rank {self.rank}/{self.world_size}] fused kernels: at most {MAX_RANKS} ranks")
         cuda = self.device.type == "cuda"
-        self.record = torch.zeros(4, dtype=torch.int32, pin_memory=cuda)  # code, own fingerprint, the peer's
+        self.record = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=cuda)  # code, own fingerprint, the peer's
         self.spans = {}
         self.agreed = {}  # (problem, config, flags, bytes) -> fingerprint
         self.block, self.captured = None, []
@@ -105,7 +105,7 @@ class Context:
         other ranks' at its first use, makes room, and orders the current stream behind the last launch. Returns (Block, fingerprint)."""
         self.check(problem.op)
         mark = self.agree(problem, config, flags, nbytes)
-        capturing = self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        capturing = self.capturing()
         if self.block is None or flags > self.block.flags or nbytes > self.block.staging:
             if capturing:
                 raise ValueError(
@@ -121,9 +121,12 @@ class Context:
         self.launches += 1
         return self.block, mark
 
+    def capturing(self):
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
     def leave(self):
         """After a launch."""
-        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+        if self.device.type == "cuda" and not self.capturing():
             self.stream = torch.cuda.current_stream(self.device)
             self.event = self.event or torch.cuda.Event()
             self.event.record(self.stream)
@@ -143,6 +146,10 @@ class Context:
         """Where the pieces of the cut dimension begin, in rows of `inner`, as an int32 tensor on the device."""
         key = (problem.sizes, problem.inner)
         if key not in self.spans:
+            if self.capturing():
+                raise ValueError(
+                    f"{self.where(problem.op)}: the first call with sizes={list(problem.sizes)} cannot be captured, since it copies"
+                )
             begins = [sum(problem.sizes[:rank]) * problem.inner for rank in range(self.world_size + 1)]
             self.spans[key] = torch.tensor(begins, dtype=torch.int32, device=self.device)
         return self.spans[key]
@@ -158,7 +165,7 @@ class Context:
             if theirs != text:
                 raise MismatchError(
                     f"{self.where(problem.op)}: {text} here, {theirs} on rank {peer}. "
-                    "All ranks must pass fitting shapes, dtypes and sizes.",
+                    "All ranks must pass fitting shapes, dtypes and sizes, and need gradients alike.",
                     rank=self.rank, world_size=self.world_size, op=problem.op, sequence=self.launches, peer=peer,
                 )  # fmt: skip
         self.agreed[key] = zlib.crc32(text.encode()) & 0x7FFFFFFF
