@@ -8,6 +8,7 @@ Every call returns what pycomm.fused.plain returns for it, so that the two can b
 """
 
 import functools
+import threading
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ __all__ = ["all_gather_matmul", "interpreted", "matmul", "matmul_all_reduce", "m
 POINTERS, DESCRIPTOR, TRANSPOSED = (mode.value for mode in (tile.POINTERS, tile.DESCRIPTOR, tile.TRANSPOSED))
 WIRES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 COPY_UNITS = 1024  # of 16 bytes, by one program at a time
+
+_starting = threading.Lock()
 
 
 class Roles(NamedTuple):
@@ -53,6 +56,13 @@ def roles(config, context, others=1):
         movers = min(movers, programs // (others + 1))
         return Roles(programs - others * movers, movers)
     return Roles(programs - movers if movers < programs else programs, movers)
+
+
+def _start(kernel, programs, *arguments, **options):
+    """Launches. One thread at a time: ranks that are threads share a kernel, and loading it a second time could wait for the one of a
+    rank that waits for this one."""
+    with _starting:
+        kernel[(programs,)](*arguments, **options)
 
 
 @functools.cache
@@ -139,7 +149,8 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     counts = roles(config, context, others=1 + keep)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     keepers = counts.movers if keep else 0
-    all_gather_matmul_kernel[(counts.movers + counts.multipliers + keepers,)](
+    _start(
+        all_gather_matmul_kernel, counts.movers + counts.multipliers + keepers,
         _whole_units(a, unit), b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
@@ -171,7 +182,8 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     counts = roles(config, context)
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
-    matmul_reduce_scatter_kernel[(counts.multipliers + counts.movers,)](
+    _start(
+        matmul_reduce_scatter_kernel, counts.multipliers + counts.movers,
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
@@ -197,7 +209,8 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     finishers = 0 if config.one_shot else counts.movers
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
-    matmul_all_reduce_kernel[(counts.multipliers + counts.movers + finishers,)](
+    _start(
+        matmul_all_reduce_kernel, counts.multipliers + counts.movers + finishers,
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
         mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
         block.staging_offset, block.half, *a.stride(), *b.stride(),

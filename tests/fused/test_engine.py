@@ -1,6 +1,8 @@
 """What engine.py, context.py and launch.py do for CUDA tensors before anything runs on a GPU, with the GPU played by others."""
 
 import contextlib
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -105,3 +107,25 @@ def test_tf32_as_torch_says(setting, precision, monkeypatch):
         assert launch._tile_arguments(problem, Config(16, 16, 16), None, False, None)["PRECISION"] == precision
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
+
+
+def test_threads_launch_one_at_a_time():
+    """The first one compiles and loads the kernel, the others find it."""
+    loaded, loads = [], []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return self.launch
+
+        def launch(self, *arguments, **options):
+            if not loaded:
+                loads.append(arguments)
+                time.sleep(0.1)
+                loaded.append(True)
+
+    threads = [threading.Thread(target=launch._start, args=(Kernel(), 1, rank)) for rank in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert len(loads) == 1
