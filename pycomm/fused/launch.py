@@ -143,6 +143,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     most_rows += -most_rows % unit  # so that every piece in the staging begins at a multiple of 16 bytes
     row_tiles = triton.cdiv(most_rows, config.block_m)
     half = problem.world_size * most_rows * problem.k * a.element_size()
+    whole = _whole_units(a, unit)  # first: at the first call no rank is in its kernel yet while another loads that of a copy
     block, mark = context.enter(problem, config, problem.world_size * row_tiles, half)
     out, z = _outputs(problem, a, problem.m, save)
     kept = a.new_empty(problem.m, problem.k) if keep else None
@@ -151,7 +152,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     keepers = counts.movers if keep else 0
     _start(
         all_gather_matmul_kernel, counts.movers + counts.multipliers + keepers,
-        _whole_units(a, unit), b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
+        whole, b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
         WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers, UNIT=unit, COPY=COPY_UNITS,
