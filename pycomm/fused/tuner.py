@@ -34,6 +34,11 @@ __all__ = ["cache_path", "decide", "lookup", "tune"]
 MARGIN = 1.02
 ROUNDS = 5
 ROUND_SECONDS = 0.01  # of calls of one form in a round
+# Of staging, half of what it takes: one-shot is for small results, and what a form takes when it is measured the group keeps.
+MOST_ONE_SHOT_BYTES = 64 << 20
+
+# In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory.
+NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY")
 
 _memory = {}  # (place, problem key) -> Choice, of this process
 
@@ -111,6 +116,8 @@ def measure(problem, ranks, device, here, run):
     configs = candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
     if here.ranks_on_device > 1:  # there movers are cut to a rank's share, so these would be the same
         configs = [config for config in configs if config.movers <= max(here.programs // 2, configs[0].movers)]
+    if problem.world_size > 2 and problem.world_size * problem.m * problem.columns * problem.dtype.itemsize > MOST_ONE_SHOT_BYTES:
+        configs = [config for config in configs if not config.one_shot]
     forms = [plain] + [Choice("fused", 1, config, "") for config in configs]
     seconds = [_once(run, form, device) for form in forms]  # compiles, grows contexts, and tells how many calls a round takes
     usable = [
@@ -138,10 +145,15 @@ def measure(problem, ranks, device, here, run):
 
 
 def _once(run, form, device):
-    """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers)."""
+    """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers, room for the staging)."""
     try:
         run(form)
     except (triton.OutOfResources, triton.CompilationError, PTXASError):
+        return None
+    except RuntimeError as error:  # CommError is one: all ranks raise it when the staging of one has no room
+        if not any(reason in str(error) for reason in NO_FORM):
+            raise
+        env.logger().debug("pycomm.fused: %s is not measured: %s", form.config, error)
         return None
     return _time(run, form, device, 1)
 

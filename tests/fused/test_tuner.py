@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from pycomm.errors import CommError
 from pycomm.fused import choice, ranks, tuner
 from pycomm.fused.machine import Machine
 from pycomm.fused.problem import Problem
@@ -76,6 +77,35 @@ def test_forms_that_do_not_compile_are_left_out():
 
     found = tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
     assert found.name == "fused" and found.config.one_shot
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("PassManager::run failed"), CommError("rank 1: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)")]
+)
+def test_forms_that_fail_are_left_out(error):
+    def run(form):
+        if form.config is not None:
+            raise error
+        time.sleep(0.001)
+
+    found = tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    assert found.name == "plain" and "no kernel compiles" in found.reason
+
+
+def test_other_errors_of_a_form_are_raised():
+    def run(form):
+        if form.config is not None:
+            raise CommError("a peer died")
+
+    with pytest.raises(CommError, match="a peer died"):
+        tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+
+
+@pytest.mark.parametrize(("m", "world_size", "tried"), [(512, 4, True), (1 << 17, 4, False), (1 << 17, 2, True)])
+def test_one_shot_is_for_small_results(m, world_size, tried):
+    run = forms({"plain": 0.0, "one-shot": 0.0, "other": 0.0})
+    tuner.decide(problem(m=m, world_size=world_size), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    assert ("one-shot" in run.calls) == tried and "other" in run.calls
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
