@@ -26,7 +26,7 @@ from triton.runtime.errors import PTXASError
 from pycomm import env
 from pycomm.fused import machine
 from pycomm.fused.choice import Choice
-from pycomm.fused.config import Config, candidates
+from pycomm.fused.config import Config, candidates, fitting
 from pycomm.fused.machine import exchange
 
 __all__ = ["cache_path", "decide", "lookup", "tune"]
@@ -114,6 +114,7 @@ def measure(problem, ranks, device, here, run):
     """Collective: see tune."""
     plain = Choice("plain", 1, None, "")
     configs = candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
+    configs = list(dict.fromkeys(fitting(problem, config) for config in configs))  # what comes to the same is measured once
     if here.ranks_on_device > 1:  # there movers are cut to a rank's share, so these would be the same
         configs = [config for config in configs if config.movers <= max(here.programs // 2, configs[0].movers)]
     if problem.world_size > 2 and problem.world_size * problem.m * problem.columns * problem.dtype.itemsize > MOST_ONE_SHOT_BYTES:

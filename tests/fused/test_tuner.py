@@ -1,5 +1,6 @@
 """The tuner with forms whose times are given: which one it takes, what all ranks agree on, what it writes and reads."""
 
+import collections
 import json
 import time
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from pycomm.errors import CommError
-from pycomm.fused import choice, ranks, tuner
+from pycomm.fused import choice, config, ranks, tuner
 from pycomm.fused.machine import Machine
 from pycomm.fused.problem import Problem
 from pycomm.testing import run_ranks
@@ -106,6 +107,16 @@ def test_one_shot_is_for_small_results(m, world_size, tried):
     run = forms({"plain": 0.0, "one-shot": 0.0, "other": 0.0})
     tuner.decide(problem(m=m, world_size=world_size), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
     assert ("one-shot" in run.calls) == tried and "other" in run.calls
+
+
+def test_what_comes_to_the_same_is_measured_once():
+    """Rows that do not begin at multiples of 16 bytes: several candidates get the same tile."""
+    ragged, measured = problem(k=65), collections.Counter()
+    shipped = config.candidates(ragged.op, ragged.dtype, HERE.arch)
+    different = {config.fitting(ragged, candidate) for candidate in shipped}
+    assert len(different) < len(shipped)
+    tuner.decide(ragged, ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, lambda form: measured.update([form.config]))
+    assert measured == dict.fromkeys([None, *different], 2 + tuner.ROUNDS)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
