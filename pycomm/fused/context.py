@@ -85,6 +85,7 @@ class Context:
         self.record = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=cuda)  # code, own fingerprint, the peer's
         self.spans = {}
         self.agreed = {}  # (problem, config, flags, bytes) -> fingerprint
+        self.started = set()  # kernels that all ranks have loaded
         self.block, self.captured = None, []
         self.stream = self.event = None
         self.launches = 0

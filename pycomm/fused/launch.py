@@ -22,7 +22,7 @@ from pycomm.fused.kernels.all_gather_matmul import all_gather_matmul as all_gath
 from pycomm.fused.kernels.matmul import matmul as matmul_kernel
 from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce_kernel
 from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from pycomm.fused.machine import INTERPRETED_PROGRAMS
+from pycomm.fused.machine import INTERPRETED_PROGRAMS, exchange
 
 __all__ = ["all_gather_matmul", "interpreted", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
@@ -58,11 +58,24 @@ def roles(config, context, others=1):
     return Roles(programs - movers if movers < programs else programs, movers)
 
 
-def _start(kernel, programs, *arguments, **options):
-    """Launches. One thread at a time: ranks that are threads share a kernel, and loading it a second time could wait for the one of a
-    rank that waits for this one."""
+def _start(context, use, kernel, programs, *arguments, **options):
+    """Launches. use: names the compiled kernel, alike on all ranks.
+
+    [Note: loading] A driver may have to wait for running kernels before it can load another, and ranks that are threads share one: so a
+    kernel is compiled and loaded, by one thread at a time, before any rank is in it and could wait for this one.
+    """
+    if use not in context.started:
+        if not interpreted():
+            with _starting:
+                _load(kernel, programs, arguments, options)
+        exchange(context.communicator, None)
+        context.started.add(use)
     with _starting:
         kernel[(programs,)](*arguments, **options)
+
+
+def _load(kernel, programs, arguments, options):
+    kernel.warmup(*arguments, grid=(programs,), **options).run  # noqa: B018  the attribute is made by loading
 
 
 @functools.cache
@@ -151,7 +164,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     keepers = counts.movers if keep else 0
     _start(
-        all_gather_matmul_kernel, counts.movers + counts.multipliers + keepers,
+        context, (mark, z is not None, keep), all_gather_matmul_kernel, counts.movers + counts.multipliers + keepers,
         whole, b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
@@ -184,7 +197,7 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     _start(
-        matmul_reduce_scatter_kernel, counts.multipliers + counts.movers,
+        context, (mark, z is not None), matmul_reduce_scatter_kernel, counts.multipliers + counts.movers,
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
@@ -211,7 +224,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     _start(
-        matmul_all_reduce_kernel, counts.multipliers + counts.movers + finishers,
+        context, (mark, z is not None), matmul_all_reduce_kernel, counts.multipliers + counts.movers + finishers,
         a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
         mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
         block.staging_offset, block.half, *a.stride(), *b.stride(),

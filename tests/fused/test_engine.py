@@ -1,7 +1,6 @@
 """What engine.py, context.py and launch.py do for CUDA tensors before anything runs on a GPU, with the GPU played by others."""
 
 import contextlib
-import threading
 import time
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ from fused_cases import draw
 from pycomm.fused import choice, context, engine, launch, machine, ranks, tuner
 from pycomm.fused.config import Config
 from pycomm.fused.problem import Problem
+from pycomm.testing import run_ranks
 
 HERE = machine.Machine(90, 1, 132, "")
 PLAIN = choice.Choice("plain", 1, None, "a test")
@@ -109,23 +109,27 @@ def test_tf32_as_torch_says(setting, precision, monkeypatch):
         torch.backends.cuda.matmul.fp32_precision = kept
 
 
-def test_threads_launch_one_at_a_time():
-    """The first one compiles and loads the kernel, the others find it."""
-    loaded, loads = [], []
-
+def load_and_launch(comm, events):
     class Kernel:
         def __getitem__(self, grid):
-            return self.launch
+            return lambda *arguments, **options: events.append("launch")
 
-        def launch(self, *arguments, **options):
-            if not loaded:
-                loads.append(arguments)
-                time.sleep(0.1)
-                loaded.append(True)
+    context = SimpleNamespace(started=set(), communicator=comm._comm)
+    for use in ("first", "first", "second"):
+        launch._start(context, use, Kernel(), 1)
+        comm.barrier()
 
-    threads = [threading.Thread(target=launch._start, args=(Kernel(), 1, rank)) for rank in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
-    assert len(loads) == 1
+
+def test_kernels_are_loaded_before_any_rank_is_in_one(monkeypatch):
+    """One thread at a time, and all of them before the first launch."""
+    events = []
+
+    def load(*arguments):
+        events.append("load")
+        time.sleep(0.02)
+        events.append("loaded")
+
+    monkeypatch.setattr(launch, "_load", load)
+    run_ranks(3, load_and_launch, events)
+    loads = ["load", "loaded"] * 3
+    assert events == loads + ["launch"] * 6 + loads + ["launch"] * 3
