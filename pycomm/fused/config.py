@@ -43,6 +43,8 @@ class Config(NamedTuple):
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
 WIDE, SQUARE, NARROW, SMALL = (128, 256, 64), (128, 128, 64), (128, 64, 64), (64, 64, 64)
+# For sm_80, where operands of the tensor cores are in registers too: half of K at a time, half the registers for it.
+WIDE_SHALLOW = (128, 256, 32)
 FP32 = Config(64, 64, 32, warps=4, stages=3)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
 
 
@@ -50,14 +52,17 @@ def candidates(op, dtype, arch, panels=1, activation=None):
     """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90; panels: 2 for swiglu;
     activation: as in Problem, because the polynomials of erf need registers that the widest tiles have not left."""
     if dtype == torch.float32:
-        return [FP32, FP32._replace(movers=32)]
+        base = FP32._replace(warps=4 * panels)  # as many sums per thread with two panels as with one
+        return [base, base._replace(movers=32)]
     tma = arch >= 90
     if op == "matmul":
         # Two panels keep two accumulators, so a tile of half the width.
         if panels == 2:
             shapes = [SQUARE, NARROW] if tma else [NARROW]
-        else:
+        elif tma:
             shapes = [SQUARE] if activation == "gelu" else [WIDE, SQUARE]
+        else:
+            shapes = [SQUARE] if activation else [WIDE_SHALLOW, SQUARE]
         found = [Config(*shape, tma=tma, flatten=tma) for shape in shapes]
         if tma:
             found.append(Config(*shapes[0], tma=True))
@@ -89,15 +94,21 @@ def fitting(problem, config, save=False):
     """The Config with a tile that leaves enough registers for what this call needs besides; the same on all ranks.
 
     Rows that do not begin at multiples of 16 bytes come element by element, by way of registers. A preactivation that is saved is held
-    together with the result.
+    together with the result. Without tma (sm_80) registers hold the operands of the tensor cores too.
     """
-    shared = problem.shared()
+    shared, saved = problem.shared(), save and problem.activation is not None
     bytes_of = problem.dtype.itemsize
     if bytes_of == 2 and (shared.k * bytes_of % 16 or shared.n * bytes_of % 16):
         smaller = {name: min(getattr(config, name), 64) for name in ("block_m", "block_n", "block_k")}
+        if saved and problem.panels == 2 and not config.tma:
+            smaller["block_k"] = min(config.block_k, 32)
         return config._replace(**smaller, warps=8, stages=3, flatten=False, specialize=False)
+    if saved and problem.dtype == torch.float32 and problem.op in ("matmul_reduce_scatter", "matmul_all_reduce"):
+        return config._replace(warps=8)
     accumulators = config.block_m * config.block_n * problem.panels
-    most = 128 * 64 if problem.op == "all_gather_matmul" and problem.panels == 1 else 128 * 128
-    if save and problem.activation is not None and accumulators > most:
+    half = {"matmul": problem.panels == 1 and not config.tma, "all_gather_matmul": problem.panels == 1}
+    half["matmul_reduce_scatter"] = problem.panels == 2
+    most = 128 * 64 if half.get(problem.op) else 128 * 128
+    if saved and accumulators > most:
         return config._replace(block_n=config.block_n // 2)
     return config

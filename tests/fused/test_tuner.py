@@ -1,6 +1,7 @@
 """The tuner with forms whose times are given: which one it takes, what all ranks agree on, what it writes and reads."""
 
 import collections
+import itertools
 import json
 import time
 
@@ -10,7 +11,7 @@ import torch
 from pycomm.errors import CommError
 from pycomm.fused import choice, config, ranks, tuner
 from pycomm.fused.machine import Machine
-from pycomm.fused.problem import Problem
+from pycomm.fused.problem import OPS, Problem
 from pycomm.testing import run_ranks
 
 HERE = Machine(90, 1, 132, "")
@@ -27,7 +28,8 @@ def cache(tmp_path, monkeypatch):
 
 
 def problem(op="matmul_all_reduce", m=512, n=256, k=64, **options):
-    return Problem(op, m, n, k, torch.bfloat16, options.pop("world_size", 1), options.pop("rank", 0), **options)
+    dtype = options.pop("dtype", torch.bfloat16)
+    return Problem(op, m, n, k, dtype, options.pop("world_size", 1), options.pop("rank", 0), **options)
 
 
 def forms(seconds, slow_rank=None, rank=0):
@@ -117,6 +119,17 @@ def test_what_comes_to_the_same_is_measured_once():
     assert len(different) < len(shipped)
     tuner.decide(ragged, ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, lambda form: measured.update([form.config]))
     assert measured == dict.fromkeys([None, *different], 2 + tuner.ROUNDS)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("op", OPS)
+def test_a_fitted_configuration_fits(op, arch):
+    """launch.py fits again what the tuner has fitted and remembered, in a call that may save a preactivation."""
+    for dtype, activation, k in itertools.product((torch.float32, torch.bfloat16), (None, "gelu", "silu", "swiglu"), (64, 65)):
+        one = problem(op, k=k, dtype=dtype, activation=activation)
+        for shipped, save in itertools.product(config.candidates(op, dtype, arch, one.panels, activation), (False, True)):
+            once = config.fitting(one, shipped, save)
+            assert once == config.fitting(one, once, save) == config.fitting(one, config.fitting(one, shipped), save)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
