@@ -103,8 +103,8 @@ def fitting(problem, config, save=False):
         if saved and problem.panels == 2 and not config.tma:
             smaller["block_k"] = min(config.block_k, 32)
         return config._replace(**smaller, warps=8, stages=3, flatten=False, specialize=False)
-    if saved and problem.dtype == torch.float32 and problem.op in ("matmul_reduce_scatter", "matmul_all_reduce"):
-        return config._replace(warps=8)
+    if saved and problem.dtype == torch.float32 and problem.op != "matmul":
+        return config._replace(block_n=min(config.block_n, 64 // problem.panels), warps=8)
     accumulators = config.block_m * config.block_n * problem.panels
     half = {"matmul": problem.panels == 1 and not config.tma, "all_gather_matmul": problem.panels == 1}
     half["matmul_reduce_scatter"] = problem.panels == 2
