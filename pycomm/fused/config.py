@@ -97,14 +97,14 @@ def fitting(problem, config, save=False):
     in tests/fused/test_aot.py under Triton 3.6 to 3.9. Fitting again what was fitted changes nothing.
     """
     shared, saved = problem.shared(), save and problem.activation is not None
-    bytes_of = problem.dtype.itemsize
-    if bytes_of == 2 and (shared.k * bytes_of % 16 or shared.n * bytes_of % 16):
+    unaligned = shared.k * problem.dtype.itemsize % 16 or shared.n * problem.dtype.itemsize % 16
+    if unaligned and problem.dtype.itemsize == 2:
         smaller = {name: min(getattr(config, name), 64) for name in ("block_m", "block_n", "block_k")}
         if saved and problem.panels == 2 and not config.tma:
             smaller["block_k"] = min(config.block_k, 32)
         return config._replace(**smaller, warps=8, stages=3, flatten=False, specialize=False)
-    if saved and problem.dtype == torch.float32 and problem.op != "matmul":
-        return config._replace(block_n=min(config.block_n, 64 // problem.panels), warps=8)
+    if (unaligned or saved) and problem.dtype == torch.float32 and problem.op != "matmul":
+        return config._replace(block_n=min(config.block_n, 64 // problem.panels) if saved else config.block_n, warps=8)
     accumulators = config.block_m * config.block_n * problem.panels
     half = {"matmul": problem.panels == 1 and not config.tma, "all_gather_matmul": problem.panels == 1}
     half["matmul_reduce_scatter"] = problem.panels == 2
