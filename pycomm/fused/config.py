@@ -93,8 +93,8 @@ def fitting(problem, config, save=False):
     """The Config with a tile that leaves enough registers for what this call needs besides; the same on all ranks.
 
     Rows that do not begin at multiples of 16 bytes come element by element, by way of registers. A preactivation that is saved is held
-    together with the result. Without tma (sm_80) registers hold the operands of the tensor cores too. The bounds are what leaves no spills
-    in tests/fused/test_aot.py under Triton 3.6 to 3.9. Fitting again what was fitted changes nothing.
+    together with the result. Without tma (sm_80) registers hold the operands of the tensor cores too. The bounds come from
+    tests/fused/test_aot.py under Triton 3.6 to 3.9. Fitting again what was fitted changes nothing.
     """
     shared, saved = problem.shared(), save and problem.activation is not None
     if saved:  # Triton 3.7.1 for sm_100 spills with it, and cannot compile swiglu
