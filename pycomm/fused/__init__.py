@@ -5,10 +5,10 @@
 
 On CUDA the product and the movement are one Triton kernel over memory that the ranks share, where a table says that this is faster. Else,
 and on the CPU, they are a product and a collective, in parts that overlap where that helps. pycomm.explain says which and why;
-PYCOMM_FUSED forces it. Bias and activation come after the reduction. All functions have gradients. A result has the same bits in every
-run and, where all ranks get it, on all ranks.
+PYCOMM_FUSED forces it. Bias and activation come after the reduction. All functions have gradients. In one form a result has the
+same bits in every run and, where all ranks get it, on all ranks.
 
-    api.py        the functions: arguments, gradients       engine.py, choice.py   which form of an operation runs
+    api.py        the functions, gradients; arguments.py    engine.py, choice.py   which form of an operation runs; machine.py
     problem.py    one call as numbers                       plain.py, ranks.py     product plus collective, on any backend
     kernels/      the Triton kernels; launch.py launches them, context.py has the memory, config.py and tuner.py the tiles
 """
