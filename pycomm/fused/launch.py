@@ -111,15 +111,19 @@ def _tile_arguments(problem, config, bias, save, device):
         "EVEN_K": problem.k % config.block_k == 0,
         "UPCAST": interpreted(),
         "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        **({} if interpreted() else _options(config, device)),
+        **({} if interpreted() else _options(config, problem.op, fp32, device)),
     }
 
 
 @functools.cache
-def _options(config, device):
-    """For Triton's compiler. On sm_80 ptxas spills registers to come down to 128 or 168, so that more programs fit on a multiprocessor;
-    here one is on each. Later architectures do without: there a bound changes how Triton reads accumulators, for the worse."""
-    bound = {"maxnreg": 255 if config.warps == 8 else 200} if torch.cuda.get_device_properties(device).major < 9 else {}
+def _options(config, op, fp32, device):
+    """For Triton's compiler. On sm_80, and on sm_100 in one kernel, ptxas spills registers to come down to 96, 128 or 168, so that more
+    programs fit on a multiprocessor; here one is on each, and it may have all. Elsewhere a bound made the code worse."""
+    major, bound = torch.cuda.get_device_properties(device).major, {}
+    if major < 9:
+        bound = {"maxnreg": 255 if config.warps == 8 else 200}
+    elif major >= 10 and op == "matmul_reduce_scatter" and not fp32:
+        bound = {"maxnreg": 255}
     return {"num_warps": config.warps, "num_stages": config.stages, **bound}
 
 
