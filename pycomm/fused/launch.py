@@ -117,12 +117,12 @@ def _tile_arguments(problem, config, bias, save, device):
 
 @functools.cache
 def _options(config, op, fp32, device):
-    """For Triton's compiler. On sm_80, and on sm_100 in one kernel, ptxas spills registers to come down to 96, 128 or 168, so that more
+    """For Triton's compiler. On sm_80, and on sm_100 in two kernels, ptxas spills registers to come down to 96, 128 or 168, so that more
     programs fit on a multiprocessor; here one is on each, and it may have all. Elsewhere a bound made the code worse."""
     major, bound = torch.cuda.get_device_properties(device).major, {}
     if major < 9:
         bound = {"maxnreg": 255 if config.warps == 8 else 200}
-    elif major >= 10 and op == "matmul_reduce_scatter" and not fp32:
+    elif major >= 10 and op in ("matmul_reduce_scatter", "matmul_all_reduce") and not fp32:
         bound = {"maxnreg": 255}
     return {"num_warps": config.warps, "num_stages": config.stages, **bound}
 
