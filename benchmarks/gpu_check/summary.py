@@ -52,13 +52,13 @@ TARGETS = (
         "fused matmul, bias and gelu: faster than _addmm_activation", "bench_fused_matmul", "fused", "addmm_act", 1.0, ("gelu_tanh",)
     ),
     *(
-        # Where it chooses plain it is plain, give or take what two runs differ by.
+        # Where it chooses plain it is plain; two runs of equal code were seen to differ by 3%, which the report's figures show.
         FusedTarget(
-            f"pycomm.fused, {n} threads: never slower than product plus collective (0.97)",
+            f"pycomm.fused, {n} threads: at least 1.0 of product plus collective",
             f"bench_fused_{n}",
             "pycomm.fused",
             "plain",
-            0.97,
+            1.0,
         )
         for n in (2, 4, 8)
     ),

@@ -143,11 +143,14 @@ def test_targets():
     outcomes = [
         bench("bench_fused_matmul", ("fused", "bare", {"plain": 0.93}), ("fused", "gelu_tanh", {"addmm_act": 0.8}), ("plain", "bare", {})),
         bench("bench_fused_2", ("pycomm.fused", "gelu_tanh", {"plain": 1.2}), ("pycomm.fused", "gelu_tanh", {"plain": 0.99})),
+        bench("bench_fused_4", ("pycomm.fused", "gelu_tanh", {"plain": 1.0})),
         bench("bench_fused_8", ("pycomm.fused", "gelu_tanh", {"plain": 0.9}), ("fused", "gelu_tanh", {"plain": 0.5})),
     ]
     report = summary.contents(outcomes, {}, "command")
     judged = [(target["measured"], target["met"]) for target in report["targets"][4:]]
-    assert judged == [(0.93, True), (0.8, False), (0.99, True), (None, None), (0.9, False)]
+    assert judged == [(0.93, True), (0.8, False), (0.99, False), (1.0, True), (0.9, False)]
+    unmeasured = summary.contents(outcomes[:1], {}, "command")["targets"][5:]
+    assert [(target["measured"], target["met"]) for target in unmeasured] == [(0.8, False)] + [(None, None)] * 3
     text = summary.markdown(report)
     assert "| matmul | 8x8x8 | bare | fused | 2 | 1 | 0.93 | 0e+00 |  |" in text and "needs a GPU for each rank" in text
     assert summary.exit_code(report) == 2
