@@ -1,29 +1,33 @@
 # All a newcomer needs. `make demo` and `make test` set up everything in .venv first; `make help` lists the rest.
 #
-# PYTHON chooses the interpreter of a new .venv (3.10 or later). The stamps in .venv say what is up to date: requirements are installed
-# again when their file changes, the extension is built again when csrc/ or setup.py change (ninja compiles only what is affected).
+# PYTHON chooses the interpreter of a new .venv (3.10 or later). The stamps in .venv say what is up to date:
+# requirements are installed again when their file changes, the extension is built again when csrc/ or setup.py
+# change (ninja compiles only what is affected).
 
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
+# How the tests are dealt to the workers, and what a test at its time limit does: tests/workers.py
+WORKERS := 2
+PYTEST := $(RUN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := setup.py pyproject.toml pycomm/__init__.py $(shell find csrc -type f 2>/dev/null)
-PYTHON_CODE := setup.py $(wildcard pycomm parallel benchmarks examples tests)
+PYTHON_CODE := setup.py $(wildcard pycomm parallel benchmarks examples tests docs/site)
 CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' -o -name '*.cu' -o -name '*.cuh')
 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-torch test-frameworks test-triton bench lint format gpu-check build clean help
+.PHONY: demo test test-slow test-torch test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
-test: build                  ## all tests but the slow ones
-	$(RUN)/python -m pytest -m "not slow and not torch_suite"
+test: build                  ## the tests of every part; about a quarter of an hour on two cores
+	$(PYTEST) -m "not slow and not torch_suite"
 
-test-slow: build             ## the slow tests: stress, leaks, trainers of others
-	$(RUN)/python -m pytest -m slow --timeout 1800
+test-slow: build             ## the same, deeper: all kernels ahead of time, all planted faults, long matrices, stress, more random programs
+	$(PYTEST) -m slow --timeout 1800
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
 	$(RUN)/python -m pytest tests/test_torch_suite.py
@@ -46,20 +50,32 @@ build/triton-%/.stamp: | $(VENV)/.stamp-deps
 bench: build                 ## all_reduce beside Gloo on two ranks; more with `python -m pycomm.benchmarks --help`
 	$(RUN)/python -m pycomm.benchmarks all_reduce --ranks 2 --backends pycomm,gloo
 
-lint: $(VENV)/.stamp-deps    ## ruff, clang-format and the rules of layering
+lint: $(VENV)/.stamp-deps    ## ruff, clang-format and the rules of layering and style
 	$(RUN)/ruff check $(PYTHON_CODE)
 	$(RUN)/ruff format --check $(PYTHON_CODE)
-	$(RUN)/clang-format --dry-run -Werror $(CPP_CODE)
-	$(RUN)/python -m pytest -q tests/test_layering.py
+	@echo clang-format --dry-run; $(RUN)/clang-format --dry-run -Werror $(CPP_CODE)
+	$(RUN)/python -m pytest -q tests/test_layering.py tests/test_style.py
 
 format: $(VENV)/.stamp-deps  ## rewrites the sources as lint wants them
 	$(RUN)/ruff check --fix $(PYTHON_CODE)
 	$(RUN)/ruff format $(PYTHON_CODE)
-	$(RUN)/clang-format -i $(CPP_CODE)
+	@echo clang-format -i; $(RUN)/clang-format -i $(CPP_CODE)
 
-# With the packages that PYTHON has: its torch must see the GPU, and the extension is built for it, so nothing is installed.
+# With the packages that PYTHON has: its torch must see the GPU, and the extension is built for it, so nothing
+# is installed.
 gpu-check:                   ## builds for this machine's GPU, checks and measures all that needs one, writes benchmarks/results/
-	$(PYTHON) -m benchmarks.gpu_check
+	$(PYTHON) tests/gpu
+
+# Without build isolation: the extension is built for the torch in .venv, and fits that minor version only.
+DIST := dist
+wheel: build                 ## a wheel and a source distribution in dist/, for the torch version in .venv
+	rm -rf build/lib.* build/bdist.*  # setuptools would also take what is left there of files that are gone
+	$(RUN)/python -c "import setuptools.build_meta as b; b.build_sdist('$(DIST)')"
+	$(RUN)/python -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir $(DIST) .
+
+docs: build                  ## the documentation site in build/site; installs requirements-docs.txt first
+	$(RUN)/python -m pip install --quiet -r requirements-docs.txt
+	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict
 
 build: $(VENV)/.stamp-build  ## .venv and the extension
 
@@ -76,7 +92,7 @@ $(VENV)/.stamp-build: $(VENV)/.stamp-deps $(SOURCES)
 	@touch $@
 
 clean:                       ## removes what was built, not .venv
-	rm -rf build demo pycomm/_C*.so pycomm/_build_info.py *.egg-info $(VENV)/.stamp-build
+	rm -rf build demo dist pycomm/_C*.so pycomm/_build_info.py *.egg-info $(VENV)/.stamp-build
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'

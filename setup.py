@@ -1,14 +1,16 @@
 """Builds the one extension module, pycomm._C, from csrc/. Everything static is in pyproject.toml.
 
-    pip install --no-build-isolation -e .        an editable install (what the Makefile does); a second run compiles only what changed
-    python setup.py build_ext --inplace          the extension alone
+    pip install --no-build-isolation -e .    an editable install (what the Makefile does); a second run
+                                             compiles only what changed
+    python setup.py build_ext --inplace      the extension alone
 
-Build isolation must be off: the extension is compiled against the torch that is installed, and works with that minor version only
-(c10d::Backend is a C++ class whose vtable changes with each).
+Build isolation must be off: the extension is compiled against the torch that is installed, and works with
+that minor version only (c10d::Backend is a C++ class whose vtable changes with each).
 
-Where nvcc is found, the kernels for CUDA tensors are built too: PYCOMM_CUDA=0 leaves them out, PYCOMM_CUDA=1 insists. They use nothing of
-torch and link the CUDA runtime statically, so neither torch's own CUDA version nor a driver matters to the build. The rules of torch's
-CUDAExtension, which say otherwise, are therefore not used.
+Where nvcc is found, the kernels for CUDA tensors are built too: PYCOMM_CUDA=0 leaves them out, PYCOMM_CUDA=1
+insists. They use nothing of torch and link the CUDA runtime statically, so neither torch's own CUDA version
+nor a driver matters to the build. The rules of torch's CUDAExtension, which say otherwise, are therefore not
+used.
 """
 
 import os
@@ -23,39 +25,63 @@ from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, v
 
 ROOT = Path(__file__).parent
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
-# Folder of each package. parallel and benchmarks lie beside pycomm because they use only its public names.
-PACKAGES = {}
-for top in ("pycomm", "parallel", "benchmarks"):
-    for init in sorted((ROOT / top).rglob("__init__.py")):
-        folder = init.parent.relative_to(ROOT)
-        PACKAGES[".".join(folder.parts if top == "pycomm" else ("pycomm", *folder.parts))] = str(folder)
-
 torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
     raise SystemExit(f"pycomm supports torch 2.11 to 2.15; torch {torch.__version__} is installed.")
+for name in ("parallel", "benchmarks"):
+    if not (ROOT / "pycomm" / name / "__init__.py").exists():
+        raise SystemExit(
+            f"pycomm/{name} must be a link to ../{name}, but this copy of the sources has lost its links "
+            "(git with core.symlinks=false and some archive programs write small files in their place). Make "
+            f"it again: ln -sfn ../{name} pycomm/{name}"
+        )
 
-
-# sm_80 and sm_90 are compiled here, later ones by the driver. tests/test_nvcc.py compiles with the same flags.
-NVCC_FLAGS = ["-std=c++20", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Xptxas", "-v", "-Xfatbin", "-compress-all"]
-NVCC_FLAGS += ["-gencode", "arch=compute_80,code=sm_80", "-gencode", "arch=compute_90,code=[sm_90,compute_90]"]
+# sm_80 and sm_90 are compiled here, later ones by the driver. tests/test_nvcc.py compiles with the same
+# flags.
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "-Xcompiler",
+    "-fPIC,-fvisibility=hidden",
+    "-Xptxas",
+    "-v",
+    "-Xfatbin",
+    "-compress-all",
+]
+NVCC_FLAGS += [
+    "-gencode",
+    "arch=compute_80,code=sm_80",
+    "-gencode",
+    "arch=compute_90,code=[sm_90,compute_90]",
+]
 
 
 OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion
 
 
 def find_nvcc():
-    """Path of an nvcc that can build the kernels and the folder of its libcudart_static.a; (None, None) without."""
+    """Path of an nvcc that can build the kernels and the folder of its libcudart_static.a; (None, None)
+    without.
+    """
     wanted = os.environ.get("PYCOMM_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
     if wanted == "0":
         return None, None
-    places = [Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"), shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
+    places = [
+        Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"),
+        shutil.which("nvcc"),
+        "/usr/local/cuda/bin/nvcc",
+    ]
     nvcc = next((str(place) for place in places if place and os.access(place, os.X_OK)), None)
     if not nvcc:
         problem = "no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda"
     else:
-        release = re.search(r"release (\d+)\.(\d+)", subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout)
+        release = re.search(
+            r"release (\d+)\.(\d+)",
+            subprocess.run([nvcc, "--version"], capture_output=True, text=True).stdout,
+        )
         folder = cudart_folder(nvcc)
         if not release or (int(release[1]), int(release[2])) < OLDEST_NVCC:
             problem = f"{nvcc} is older than {OLDEST_NVCC[0]}.{OLDEST_NVCC[1]}"
@@ -71,7 +97,9 @@ def find_nvcc():
 
 def cudart_folder(nvcc):
     """nvcc in PATH may be a script that calls the real one, which knows its place."""
-    report = subprocess.run([nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True).stderr
+    report = subprocess.run(
+        [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True
+    ).stderr
     top = re.search(r"^#\$ TOP=(.+)$", report, re.M)
     names = ["lib64", "lib", f"targets/{os.uname().machine}-linux/lib"]
     folders = [Path(top.group(1), name) for name in names] if top else []
@@ -108,14 +136,20 @@ def extension(nvcc):
 
 
 def compile_kernels(nvcc, folder):
-    """Compiles csrc/cuda/*.cu whose sources changed, and returns the objects. What ptxas says lies beside each of them in a .log."""
+    """Compiles those of csrc/cuda/kernels/*.cu whose sources changed, and returns the objects. What ptxas
+    says lies beside each of them in a .log.
+    """
     verify_ninja_availability()
     folder.mkdir(parents=True, exist_ok=True)
     command = " ".join([nvcc, *NVCC_FLAGS, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
     lines = ["ninja_required_version = 1.3", "rule kernels"]
-    lines += [f"  command = {command} > $out.log 2>&1 || (cat $out.log; exit 1)", "  depfile = $out.d", "  deps = gcc"]
+    lines += [
+        f"  command = {command} > $out.log 2>&1 || (cat $out.log; exit 1)",
+        "  depfile = $out.d",
+        "  deps = gcc",
+    ]
     objects = []
-    for source in sorted((ROOT / "csrc" / "cuda").glob("*.cu"), key=lambda path: -len(path.name)):
+    for source in sorted((ROOT / "csrc" / "cuda" / "kernels").glob("*.cu"), key=lambda path: -len(path.name)):
         objects.append(str(folder / f"{source.stem}.o"))
         lines.append(f"build {objects[-1]}: kernels {source}")
     (folder / "build.ninja").write_text("\n".join([*lines, ""]))
@@ -124,14 +158,18 @@ def compile_kernels(nvcc, folder):
 
 
 class BuildExt(BuildExtension):
-    """Keeps object files in build/temp, where ninja finds them again, and writes down which torch the extension belongs to."""
+    """Keeps object files in build/temp, where ninja finds them again, and writes down which torch the
+    extension belongs to.
+    """
 
     def finalize_options(self):
         super().finalize_options()
         self.build_temp = str(ROOT / "build" / f"temp-{'.'.join(map(str, torch_minor))}")
 
     def build_extensions(self):
-        self.force = self.force or self.use_ninja  # ninja knows better than setuptools, which looks at no header
+        self.force = (
+            self.force or self.use_ninja
+        )  # ninja knows better than setuptools, which looks at no header
         if NVCC:
             for ext in self.extensions:
                 ext.extra_objects = compile_kernels(NVCC, Path(self.build_temp) / "cuda")
@@ -147,4 +185,4 @@ class BuildExt(BuildExtension):
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 os.chdir(ROOT)
 NVCC, CUDART = find_nvcc()
-setup(packages=list(PACKAGES), package_dir=PACKAGES, ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})
+setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})

@@ -1,19 +1,28 @@
-"""pycomm.benchmarks: measures collectives of pycomm, Gloo and MPI side by side, with the columns of nccl-tests.
+"""pycomm.benchmarks: what pycomm does beside others, measured in one run, in turns, with checked results.
 
     python -m pycomm.benchmarks all_reduce --sizes 8:256M --dtype f32 --ranks 4 --backends pycomm,gloo,mpi
+    python -m pycomm.benchmarks fused        products fused with collectives
+    python -m pycomm.benchmarks tune         measures which algorithm is fastest here, and keeps it
+    python -m pycomm.benchmarks strategies   training strategies: step time and memory
 
-Files in reading order: metrics.py (what is measured and how it is counted), data.py (inputs and the check of results), memory.py
-(buffers), device.py (CUDA), backends.py and nccl_bindings.py (how each backend is called), worker.py (one rank), channel.py and launch.py
-(how ranks are started and told what to do), runner.py (whose turn it is), report.py (tables, files, plot), __main__.py (the command
-line), demo.py (the table of `make demo`). The folder strategies measures training strategies: `python -m pycomm.benchmarks strategies`. The
-folder gpu_check is a program of its own: `make gpu-check`.
+collectives/     collectives of pycomm, Gloo, MPI, NCCL, with the columns of nccl-tests
+fused/           pycomm.fused beside product and collective one after the other
+tune/            the fastest algorithms of this machine, for pycomm to use
+strategies/      pycomm.parallel beside torch's own strategies and DeepSpeed
+zero_memory.py   memory of training under ZeRO beside its closed forms
+registered.py    torch.distributed on registered memory beside ordinary tensors
+plot.py          a picture from the JSON of a run
+common/          what all of them share: turns, ranks, oracle, report
+results/         for each run that the documents cite: a page, and its figures as JSON
+
+The four folders know nothing of each other.
 """
 
 __all__ = ["bandwidth_demo"]
 
 
 def bandwidth_demo(out_png, ranks=2):
-    """See demo.bandwidth_demo; imported when called, so that a rank under MPI does not pay for it."""
-    from .demo import bandwidth_demo
+    """See collectives/demo.py; imported when called, so that a rank under MPI does not pay for it."""
+    from pycomm.benchmarks.collectives.demo import bandwidth_demo
 
     return bandwidth_demo(out_png, ranks)

@@ -1,21 +1,21 @@
-"""torch.distributed on registered memory (allocate_tensor) against ordinary tensors, in place, in turns, in one run on this machine.
+"""torch.distributed on registered memory (allocate_tensor) against ordinary tensors, in place, in turns, in
+one run on this machine.
 
     python -m pycomm.benchmarks.registered [ranks]          prints a Markdown table; default 2 ranks
 
-Each turn fills the tensor, waits for all ranks and times a batch of calls; the slowest rank counts. The table has medians over the turns.
-Results are compared with what they should be before the turns.
+Each turn fills the tensor, waits for all ranks and times a batch of calls; the slowest rank counts. The table
+has medians over the turns. Results are compared with what they should be before the turns.
 """
 
-import os
 import statistics
 import sys
-import tempfile
 import time
-import traceback
 import warnings
 
 import torch
 import torch.distributed as dist
+
+from pycomm.benchmarks.common import ranks, report
 
 SIZES = {"4 KiB": 4 << 10, "256 KiB": 256 << 10, "4 MiB": 4 << 20, "25 MiB": 25 << 20}
 TURNS, WARM_UP = 40, 3
@@ -59,8 +59,10 @@ def batch_us(operation, x, mine, calls):
     return took.item()
 
 
-def measure(rank, world_size):
+def measure(_):
     """Rows (operation, size, us ordinary, us registered)."""
+    warnings.simplefilter("ignore", FutureWarning)  # torch renames the two functions; both names stay valid
+    rank, world_size = dist.get_rank(), dist.get_world_size()
     backend, rows = dist.group.WORLD._get_backend(CPU), []
     for size, nbytes in SIZES.items():
         count = nbytes // 4 // world_size * world_size
@@ -71,42 +73,18 @@ def measure(rank, world_size):
             for pair in pairs:
                 check(operation, *pair, rank, world_size)
             turns = [[batch_us(operation, *pair, calls) for pair in pairs] for _ in range(WARM_UP + TURNS)]
-            rows.append((operation.__name__, size, *map(statistics.median, zip(*turns[WARM_UP:], strict=True))))
+            medians = map(statistics.median, zip(*turns[WARM_UP:], strict=True))
+            rows.append((operation.__name__, size, *medians))
     return rows
 
 
-def run(rank, world_size, path):
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore", FutureWarning)  # torch renames the two functions; both names stay valid here
-    dist.init_process_group("pycomm", store=dist.FileStore(path, world_size), rank=rank, world_size=world_size)
-    rows = measure(rank, world_size)
-    dist.destroy_process_group()
-    if rank == 0:
-        print("| operation | size | ordinary (us) | registered (us) | ratio |\n|---|---|---|---|---|")
-        for name, size, ordinary, registered in rows:
-            print(f"| {name} | {size} | {ordinary:.1f} | {registered:.1f} | {ordinary / registered:.2f} |")
-        sys.stdout.flush()
-
-
-def main():
-    world_size = int(sys.argv[1]) if len(sys.argv) > 1 else 2
-    with tempfile.TemporaryDirectory() as folder:
-        children = []
-        for rank in range(world_size):
-            pid = os.fork()
-            if pid == 0:
-                status = 1
-                try:
-                    run(rank, world_size, os.path.join(folder, "store"))
-                    status = 0
-                except Exception:
-                    traceback.print_exc()
-                finally:
-                    os._exit(status)
-            children.append(pid)
-        failed = [rank for rank, pid in enumerate(children) if os.waitpid(pid, 0)[1]]
-    if failed:
-        sys.exit(f"ranks {failed} failed")
+def main(arguments=None):
+    arguments = sys.argv[1:] if arguments is None else arguments
+    world_size = int(arguments[0]) if arguments else 2
+    rows = ranks.run(world_size, measure, mode="processes", backend="pycomm", timeout=1800.0)[0]
+    titles = ["operation", "size", "ordinary (us)", "registered (us)", "ratio"]
+    cells = [[name, size, f"{a:.1f}", f"{b:.1f}", f"{a / b:.2f}"] for name, size, a, b in rows]
+    print(*report.markdown_table(titles, cells), sep="\n", flush=True)
 
 
 if __name__ == "__main__":

@@ -1,31 +1,34 @@
 """Memory of training under ZeRO, measured beside its closed forms (Rajbhandari et al. 2020, figure 1).
 
-    python -m pycomm.benchmarks.zero_memory [--ranks 1,2,4] [--layers 96] [--dim 128] [--out FILE.png] [--json FILE.json]
+    python -m pycomm.benchmarks.zero_memory [--ranks 1,2,4] [--layers 96] [--dim 128] [--out FILE.png]
+                                            [--json FILE.json] [--markdown FILE.md]
 
-P parameters, N ranks, 2-byte values and gradients, fp32 master copies and two fp32 moments (Adam), bytes per rank:
+P parameters, N ranks, 2-byte values and gradients, fp32 master copies and two fp32 moments (Adam), bytes per
+rank:
 
     zero 0    16 P            zero 1    4 P + 12 P/N         zero 2    2 P + 14 P/N         zero 3    16 P/N
 
-Measured is the largest number of bytes alive at one time in the second step (in the first one Adam makes its moments), on every rank: all
-allocations of torch's CPU allocator, from the making of the model on, as torch's profiler reports them, and the registered buffers, which
-lie outside that allocator. The model is a chain of many equal layers run on one row, so that activations and what is in use at one time
-(buckets on the way, gathered layers, the gradient of one bucket in fp32) are small beside the rest; how small is what is measured.
+Measured is the largest number of bytes alive at one time in the second step (in the first one Adam makes its
+moments), on every rank: all allocations of torch's CPU allocator, from the making of the model on, as torch's
+profiler reports them, and the registered buffers, which lie outside that allocator. The model is a chain of
+many equal layers run on one row, so that activations and what is in use at one time (buckets on the way,
+gathered layers, the gradient of one bucket in fp32) are small beside the rest; how small is what is measured.
 """
 
 import argparse
-import json
-import tempfile
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import pycomm.parallel as par
-from pycomm.parallel.build import engine_of
-from pycomm.testing import run_ranks
+from pycomm.benchmarks.common import ranks as on_ranks
+from pycomm.benchmarks.common import report
+from pycomm.benchmarks.common.report import Page, Table
+from pycomm.parallel.data.bucket import BufferedBucket
+from pycomm.parallel.parts import parts_of
+from pycomm.parallel.zero.flat import FlatShards
 
 __all__ = ["closed_form", "measure"]
 
@@ -35,17 +38,16 @@ def closed_form(zero, ranks):
     return {0: 16, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[zero]
 
 
-def _registered(engine):
+def _registered(parts):
     """Bytes of registered buffers, which torch's allocator does not see. In a group of one there are none."""
-    total = 0
-    for shard in engine.shards:
-        if shard.bucket.group.size > 1:
-            held = [
-                shard.bucket.flat if shard.bucket.options.zero < 2 else None,
-                shard.values if shard.bucket.options.zero in (1, 2) else None,
-            ]
-            total += sum(tensor.numel() * tensor.element_size() for tensor in held if tensor is not None)
-    return total
+    held = []
+    for shards in parts.all_shards:
+        if shards.bucket.group.size > 1:
+            if isinstance(shards.bucket, BufferedBucket):
+                held.append(shards.bucket.flat)
+            if isinstance(shards, FlatShards):
+                held.append(shards.values)
+    return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
 def _train(zero, layers, dim):
@@ -57,7 +59,9 @@ def _train(zero, layers, dim):
         opt = torch.optim.Adam(model.parameters(), lr=1e-3)
         bucket_mb = 2.01 * count / layers * 2 / 1e6  # two layers
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        model, opt = par.parallelize(model, opt, par.Plan(dp=ranks, zero=zero, precision="bf16", bucket_mb=bucket_mb))
+        model, opt = par.parallelize(
+            model, opt, par.Plan(dp=ranks, zero=zero, precision="bf16", bucket_mb=bucket_mb)
+        )
         batch = torch.randn(ranks, dim), torch.randn(ranks, dim)
         par.step(model, opt, batch, nn.functional.mse_loss)
         with torch.profiler.record_function("second step"):
@@ -66,82 +70,89 @@ def _train(zero, layers, dim):
     window = next(event for event in events if event.name() == "second step")
     start, stop = window.start_ns(), window.start_ns() + window.duration_ns()
     alive = peak = 0
-    for event in sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()):
+    for event in sorted(
+        (event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()
+    ):
         alive += event.nbytes()
         if start <= event.start_ns() <= stop:
             peak = max(peak, alive)
-    return peak + _registered(engine_of(model)), count
+    return peak + _registered(parts_of(model)), count
 
 
-def _on_rank(comm, zero, layers, dim, path):
-    if comm.world_size == 1:
-        return _train(zero, layers, dim)
-    store = dist.FileStore(path, comm.world_size)
-    dist.init_process_group("pycomm", store=store, rank=comm.rank, world_size=comm.world_size)
-    try:
-        return _train(zero, layers, dim)
-    finally:
-        dist.destroy_process_group()
+def _on_rank(_, zero, layers, dim):
+    return _train(zero, layers, dim)
 
 
 def measure(ranks, zero, layers=96, dim=128):
     """(largest measured bytes per parameter over the ranks, closed form)."""
-    with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
-        results = run_ranks(ranks, _on_rank, zero, layers, dim, f"{folder}/store", mode="processes", timeout=120)
+    group = {"backend": "pycomm"} if ranks > 1 else {}  # one rank trains without torch.distributed
+    results = on_ranks.run(ranks, _on_rank, zero, layers, dim, mode="processes", timeout=120.0, **group)
     return max(peak / count for peak, count in results), closed_form(zero, ranks)
 
 
-def _plot(path, rows):
-    import matplotlib.pyplot as plt
+# --- report --------------------
 
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+
+def table(content, title=None):
+    lines = []
+    for row in content["rows"]:
+        measured, expected = row["measured"], row["closed_form"]
+        cells = [f"{measured:.3f}", f"{expected:.3f}", f"{measured / expected:.3f}"]
+        lines.append([str(row["ranks"]), str(row["zero"]), *cells])
+    return Table(title, ["ranks", "zero", "measured", "closed form", "ratio"], lines)
+
+
+def page(content):
+    size = f"{content['layers']} layers of {content['dim']} x {content['dim']}"
+    return Page([f"Peak bytes per parameter and rank in a step, {size}."], [table(content)], [])
+
+
+def draw(content, pyplot):
+    figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
+    rows, width = content["rows"], 0.2
     ranks = sorted({row["ranks"] for row in rows})
-    width = 0.2
     for zero in range(4):
         mine = [row for row in rows if row["zero"] == zero]
         places = [ranks.index(row["ranks"]) + (zero - 1.5) * width for row in mine]
-        bars = axes.bar(places, [row["measured"] for row in mine], width * 0.92, label=f"zero={zero}", color=f"C{zero}")
+        heights = [row["measured"] for row in mine]
+        bars = axes.bar(places, heights, width * 0.92, label=f"zero={zero}", color=f"C{zero}")
         axes.bar_label(bars, fmt="%.1f", fontsize=8, padding=2)
-        axes.hlines(
-            [row["closed_form"] for row in mine],
-            [p - width / 2 for p in places],
-            [p + width / 2 for p in places],
-            colors="black",
-            linewidth=1.5,
-        )
+        ends = [[place + side * width / 2 for place in places] for side in (-1, 1)]
+        axes.hlines([row["closed_form"] for row in mine], *ends, colors="black", linewidth=1.5)
     axes.plot([], [], color="black", label="closed form")
     axes.set_xticks(range(len(ranks)), [f"{n} rank{'s' * (n > 1)}" for n in ranks])
     axes.set_ylabel("peak bytes per parameter and rank")
     axes.set_title("bf16 with fp32 master copies, Adam: measured and 4P+12P/N, 2P+14P/N, 16P/N", fontsize=10)
     axes.legend(ncols=5, fontsize=8, loc="lower center", bbox_to_anchor=(0.5, -0.22), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
+    return figure
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m pycomm.benchmarks.zero_memory", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.benchmarks.zero_memory", description=__doc__.split("\n")[0]
+    )
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default %(default)s)")
     parser.add_argument("--layers", type=int, default=96)
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--out", help="picture to write (.png)")
-    parser.add_argument("--json", help="figures to write")
+    parser.add_argument("--out", dest="plot", metavar="FILE", help="picture to write (.png)")
+    parser.add_argument("--json", metavar="FILE", help="figures to write")
+    parser.add_argument("--markdown", metavar="FILE", help="page to write")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    rows = []
+    content = {
+        **report.context("zero_memory"),
+        "layers": given.layers,
+        "dim": given.dim,
+    }
+    content["rows"] = []
     for ranks in map(int, given.ranks.split(",")):
         for zero in range(4):
             measured, expected = measure(ranks, zero, given.layers, given.dim)
-            rows.append({"ranks": ranks, "zero": zero, "measured": measured, "closed_form": expected})
-    table = Table("ranks", "zero", "measured", "closed form", "ratio", title="bytes per parameter and rank, peak of a step")
-    for row in rows:
-        values = f"{row['measured']:.3f}", f"{row['closed_form']:.3f}", f"{row['measured'] / row['closed_form']:.3f}"
-        table.add_row(str(row["ranks"]), str(row["zero"]), *values)
-    Console().print(table)
-    if given.json:
-        with open(given.json, "w") as file:
-            json.dump({"layers": given.layers, "dim": given.dim, "rows": rows}, file, indent=1)
-    if given.out:
-        _plot(given.out, rows)
+            row = {"ranks": ranks, "zero": zero, "measured": measured, "closed_form": expected}
+            content["rows"].append(row)
+    report.write(content, given, page, draw)
+    report.show([table(content, "bytes per parameter and rank, peak of a step")])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-// error.h -- what goes wrong on the wire. Every message names rank, operation, sequence number and the way out.
+// error.h -- what goes wrong on the wire. Every message names rank, operation, sequence number and the way
+// out.
 #pragma once
 
 #include <stdexcept>

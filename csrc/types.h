@@ -49,6 +49,7 @@ enum class OpKind : uint8_t {
   recv,
   alloc,
 };
+inline constexpr int num_op_kinds = 13;
 
 // Bytes of one element.
 inline constexpr size_t size_of(DType dtype) {
@@ -57,24 +58,27 @@ inline constexpr size_t size_of(DType dtype) {
 }
 
 inline const char* to_string(DType dtype) {
-  constexpr const char* names[num_dtypes] = {"f64",  "f32",       "f16",     "bf16",        "i8",          "u8",        "i16",
-                                             "u16",  "i32",       "u32",     "i64",         "u64",         "bool",      "c64",
-                                             "c128", "f8_e4m3fn", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz", "f8_e8m0fnu"};
+  constexpr const char* names[num_dtypes] = {
+      "f64",  "f32",       "f16",     "bf16",        "i8",          "u8",        "i16",
+      "u16",  "i32",       "u32",     "i64",         "u64",         "bool",      "c64",
+      "c128", "f8_e4m3fn", "f8_e5m2", "f8_e4m3fnuz", "f8_e5m2fnuz", "f8_e8m0fnu"};
   int i = static_cast<int>(dtype);
   return i < num_dtypes ? names[i] : "?";
 }
 
 inline const char* to_string(ReduceOp op) {
-  constexpr const char* names[num_reduce_ops] = {"sum", "avg", "premul_sum", "product", "min", "max", "band", "bor", "bxor"};
+  constexpr const char* names[num_reduce_ops] = {"sum", "avg",  "premul_sum", "product", "min",
+                                                 "max", "band", "bor",        "bxor"};
   int i = static_cast<int>(op);
   return i < num_reduce_ops ? names[i] : "?";
 }
 
 inline const char* to_string(OpKind kind) {
-  constexpr const char* names[] = {"none",   "all_reduce", "reduce",  "broadcast", "all_gather", "reduce_scatter", "all_to_all",
-                                   "gather", "scatter",    "barrier", "send",      "recv",       "alloc"};
+  constexpr const char* names[] = {"none",           "all_reduce", "reduce", "broadcast", "all_gather",
+                                   "reduce_scatter", "all_to_all", "gather", "scatter",   "barrier",
+                                   "send",           "recv",       "alloc"};
   int i = static_cast<int>(kind);
-  return i < 13 ? names[i] : "?";
+  return i < num_op_kinds ? names[i] : "?";
 }
 
 }  // namespace pycomm

@@ -1,7 +1,8 @@
-"""The smallest pycomm program: every rank contributes an array, every rank gets the sum. NumPy here; torch tensors work the same.
+"""The smallest pycomm program: every rank contributes an array, every rank gets the sum. NumPy here; torch
+tensors work the same.
 
-python examples/01_all_reduce.py                                # 4 ranks as threads of this process
-torchrun --nproc-per-node 4 examples/01_all_reduce.py           # 4 processes, found through torchrun's environment
+python examples/01_all_reduce.py                             # 4 ranks as threads of this process
+torchrun --nproc-per-node 4 examples/01_all_reduce.py        # 4 processes, found through the environment
 """
 
 import os
@@ -20,7 +21,9 @@ def add_up(comm):
 if __name__ == "__main__":
     if "RANK" in os.environ:
         with pycomm.Communicator() as comm:
-            print(f"rank {comm.rank} of {comm.world_size}: {add_up(comm)}\n", end="")  # one write: ranks share the terminal
+            print(
+                f"rank {comm.rank} of {comm.world_size}: {add_up(comm)}\n", end=""
+            )  # one write: ranks share the terminal
     else:
         for rank, result in enumerate(run_ranks(4, add_up)):
             print(f"rank {rank} of 4: {result}")

@@ -5,15 +5,16 @@
 
 What data parallel means, for rank 0 and rank 1 of a step:
 
-    rank 0   batch 0 -> loss 0 -> gradient 0 --+                    +-> the same AdamW step -> the same weights
-                                               +-> mean (all_reduce)+
-    rank 1   batch 1 -> loss 1 -> gradient 1 --+                    +-> the same AdamW step -> the same weights
+    rank 0   batch 0 -> loss 0 -> gradient 0 --+                  +-> the same AdamW step -> the same weights
+                                               +- mean (all_reduce)+
+    rank 1   batch 1 -> loss 1 -> gradient 1 --+                  +-> the same AdamW step -> the same weights
 
-torch's DistributedDataParallel (DDP) does the mean, in buckets, while the backward pass is still running. The only line
-that knows of pycomm is `init_process_group(backend)`; `--backend gloo` trains the same model to the same loss.
+torch's DistributedDataParallel (DDP) does the mean, in buckets, while the backward pass is still running. The
+only line that knows of pycomm is `init_process_group(backend)`; `--backend gloo` trains the same model to the
+same loss.
 
-Every random number comes from --seed: two runs on one machine print the same losses. Bytes are the tokens, so a model that
-knows nothing has a loss of ln 256 = 5.55 nats per byte.
+Every random number comes from --seed: two runs on one machine print the same losses. Bytes are the tokens, so
+a model that knows nothing has a loss of ln 256 = 5.55 nats per byte.
 """
 
 import argparse
@@ -43,7 +44,9 @@ class Text(NamedTuple):
 
 
 def load_text(max_bytes):
-    """Reads the standard library's .py files, sorted by path; at most max_bytes for training, a tenth of it to validate."""
+    """Reads the standard library's .py files, sorted by path; at most max_bytes for training, a tenth of it
+    to validate.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     files = [f for f in sorted(root.rglob("*.py")) if not skip & set(f.relative_to(root).parts)]
@@ -58,13 +61,17 @@ def load_text(max_bytes):
 
 
 def windows(text, starts, block):
-    """Cuts (inputs, targets), both int64 [len(starts), block]; a target is the byte that follows its input."""
+    """Cuts (inputs, targets), both int64 [len(starts), block]; a target is the byte that follows
+    its input.
+    """
     rows = torch.stack([text[i : i + block + 1] for i in starts]).long()
     return rows[:, :-1], rows[:, 1:]
 
 
 def rotate(x):
-    """Rotary positions: turns pairs of features of x [batch, heads, block, width] by angles that grow with the position."""
+    """Rotary positions: turns pairs of features of x [batch, heads, block, width] by angles that grow with
+    the position.
+    """
     block, half = x.shape[-2], x.shape[-1] // 2
     angle = torch.outer(torch.arange(block), 1000.0 ** -(torch.arange(half) / half))
     a, b = x[..., :half], x[..., half:]
@@ -86,7 +93,9 @@ class Block(nn.Module):
     def forward(self, x):
         batch, block, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, block, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
-        attended = F.scaled_dot_product_attention(rotate(q), rotate(k), v, is_causal=True)  # [batch, heads, block, width/heads]
+        attended = F.scaled_dot_product_attention(
+            rotate(q), rotate(k), v, is_causal=True
+        )  # [batch, heads, block, width/heads]
         x = x + self.proj(attended.transpose(1, 2).reshape(batch, block, width))
         return x + self.down(F.relu(self.up(self.norm2(x))).square())
 
@@ -111,7 +120,9 @@ class GPT(nn.Module):
 
 
 def learning_rate(step, args):
-    """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth of --lr."""
+    """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth
+    of --lr.
+    """
     warmup = max(1, args.steps // 20)
     progress = max(0, step - warmup) / max(1, args.steps - warmup)
     return args.lr * min((step + 1) / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
@@ -119,7 +130,9 @@ def learning_rate(step, args):
 
 @torch.no_grad()
 def validation_loss(model, text, args):
-    """The mean loss over fixed windows of the validation text. Each rank takes its share; one all_reduce adds them up."""
+    """The mean loss over fixed windows of the validation text. Each rank takes its share; one all_reduce adds
+    them up.
+    """
     starts = torch.linspace(0, len(text.validation) - args.block - 1, args.val_windows).long().tolist()
     mine = starts[dist.get_rank() :: dist.get_world_size()]
     total = torch.zeros((), dtype=torch.float64)
@@ -130,9 +143,11 @@ def validation_loss(model, text, args):
 
 
 def time_communication(model, batch, times_ms, repeats=3):
-    """Times forward and backward passes with and without DDP's synchronisation, in turn, so that both see the same machine.
+    """Times forward and backward passes with and without DDP's synchronisation, in turn, so that both see the
+    same machine.
 
-    The difference is the communication that DDP cannot hide behind the backward pass; what is hidden costs nothing.
+    The difference is the communication that DDP cannot hide behind the backward pass; what is hidden costs
+    nothing.
     """
     for _ in range(repeats):
         for kind, context in (("synchronised", nullcontext), ("local", model.no_sync)):
@@ -159,7 +174,9 @@ def train(args, show):
     torch.manual_seed(args.seed)
     gpt = GPT(args.layers, args.width, args.heads)
     model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True
+    )
     tokens_per_step = dist.get_world_size() * args.batch * args.block
 
     losses, step_s, pass_ms = torch.zeros(args.steps), [], {"synchronised": [], "local": []}
@@ -186,7 +203,10 @@ def train(args, show):
 
     dist.all_reduce(losses)  # until here every rank knew only the losses of its own batches
     losses /= dist.get_world_size()
-    synchronised_ms, local_ms = statistics.median(pass_ms["synchronised"]), statistics.median(pass_ms["local"])
+    synchronised_ms, local_ms = (
+        statistics.median(pass_ms["synchronised"]),
+        statistics.median(pass_ms["local"]),
+    )
     communication_ms = max(0.0, synchronised_ms - local_ms)  # noise may make it negative where all is hidden
     return {
         "backend": args.backend,
@@ -211,18 +231,32 @@ def plot(figures, path):
     """Draws the losses of all steps into a PNG file."""
     from matplotlib.figure import Figure
 
-    losses, steps, values = figures["train_loss"], [*figures["validation_loss"]], [*figures["validation_loss"].values()]
+    losses, steps, values = (
+        figures["train_loss"],
+        [*figures["validation_loss"]],
+        [*figures["validation_loss"].values()],
+    )
     smooth = [statistics.fmean(losses[max(0, i - 9) : i + 1]) for i in range(len(losses))]
     fig = Figure(figsize=(8, 4.8), layout="constrained")
     ax = fig.subplots()
     ax.axhline(math.log(VOCAB), color="0.6", linestyle=":", label="knows nothing: ln 256 = 5.55")
     ax.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.25, linewidth=0.8)
-    ax.plot(range(1, len(losses) + 1), smooth, color="tab:blue", label="train (mean of 10 steps; pale: each step)")
-    ax.plot(steps, values, color="tab:orange", marker="o", markersize=4, label="validation (files never trained on)")
-    ax.annotate(f"validation {values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 14), textcoords="offset points",
-                ha="right", color="tab:orange", fontweight="bold")  # fmt: skip
+    ax.plot(
+        range(1, len(losses) + 1), smooth, color="tab:blue", label="train (mean of 10 steps; pale: each step)"
+    )
+    ax.plot(
+        steps,
+        values,
+        color="tab:orange",
+        marker="o",
+        markersize=4,
+        label="validation (files never trained on)",
+    )
+    ax.annotate(f"validation {values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 14),
+                textcoords="offset points", ha="right", color="tab:orange", fontweight="bold")  # fmt: skip
     ax.set(xlabel="optimizer step", ylabel="loss, nats per byte", ylim=(0, 6), xlim=(0, 1.04 * len(losses)))
-    ax.set_title(f"Byte-level GPT, {figures['parameters'] / 1e6:.1f} M parameters, on the Python standard library\n"
+    ax.set_title(f"Byte-level GPT, {figures['parameters'] / 1e6:.1f} M parameters, "
+                 "on the Python standard library\n"
                  f"{figures['ranks']} ranks, data parallel over {figures['backend']}, "
                  f"{figures['tokens_per_s']:,.0f} tokens/s", fontsize=11)  # fmt: skip
     ax.grid(alpha=0.25)
@@ -232,11 +266,20 @@ def plot(figures, path):
 
 
 def report(f, args):
-    print(f"{f['parameters']:,} parameters, {f['ranks']} ranks over {f['backend']}, {f['tokens']:,} tokens in {f['train_s']:.1f} s")
-    print(f"train loss       {f['train_loss_first']:.4f} -> {f['train_loss_last']:.4f} nats per byte (mean of the last 20 steps)")
+    print(
+        f"{f['parameters']:,} parameters, {f['ranks']} ranks over {f['backend']}, {f['tokens']:,} tokens in "
+        f"{f['train_s']:.1f} s"
+    )
+    print(
+        f"train loss       {f['train_loss_first']:.4f} -> {f['train_loss_last']:.4f} nats per byte (mean of "
+        "the last 20 steps)"
+    )
     print(f"validation loss  {f['validation_loss_first']:.4f} -> {f['validation_loss_last']:.4f}")
     print(f"speed            {f['tokens_per_s']:,.0f} tokens/s, step {f['step_ms']:.1f} ms (median)")
-    print(f"communication    {f['communication_share']:.1%} of forward and backward ({f['communication_ms']:.1f} ms) not hidden by compute")
+    print(
+        f"communication    {f['communication_share']:.1%} of forward and backward "
+        f"({f['communication_ms']:.1f} ms) not hidden by compute"
+    )
     if args.plot:
         plot(f, args.plot)
         print(f"picture          {args.plot}")
@@ -251,7 +294,9 @@ def train_with_progress(args):
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as progress:
+    with Progress(
+        BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    ) as progress:
         task = progress.add_task("loading", total=args.steps)
         figures = train(args, show=lambda step, text: progress.update(task, completed=step, description=text))
     report(figures, args)
@@ -272,29 +317,36 @@ def add_model_flags(parser):
 
 def become_torchrun(ranks):
     """Replaces this process by torchrun, which starts this script again on every rank."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # compute threads per rank; also torchrun's own choice for two ranks and more
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # compute threads per rank; also torchrun's own choice for two ranks and more
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     os.execv(sys.executable, torchrun + sys.argv)
 
 
 def let_go_of_collectives():
-    """Comes before the end of a DDP model over Gloo, which hung about one run in twenty without it (torch 2.13).
+    """Comes before the end of a DDP model over Gloo, which hung about one run in twenty without it (torch
+    2.13).
 
-    Gloo's thread needs the GIL to let go of its last all_reduce; the destructor of DDP waits for that thread and holds the GIL. A barrier
-    gives the GIL away, so the thread comes first.
+    Gloo's thread needs the GIL to let go of its last all_reduce; the destructor of DDP waits for that thread
+    and holds the GIL. A barrier gives the GIL away, so the thread comes first.
     """
     dist.barrier()
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add_model_flags(parser)
     parser.add_argument("--backend", default="pycomm", help="pycomm or gloo")
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--val-every", type=int, default=50, help="steps from one validation to the next")
     parser.add_argument("--val-windows", type=int, default=128)
-    parser.add_argument("--plot", metavar="PATH", default="demo/loss.png", help="the picture of the losses; '' for none")
+    parser.add_argument(
+        "--plot", metavar="PATH", default="demo/loss.png", help="the picture of the losses; '' for none"
+    )
     args = parser.parse_args()
     if "RANK" not in os.environ:
         become_torchrun(args.ranks)

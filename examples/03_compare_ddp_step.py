@@ -3,17 +3,20 @@
     python examples/03_compare_ddp_step.py --ranks 2
     torchrun --nproc-per-node 2 examples/03_compare_ddp_step.py --backends pycomm,gloo
 
-Two runs, one after the other, would compare two moments of the machine, and its clock, its neighbours and its caches change.
+Two runs, one after the other, would compare two moments of the machine, and its clock, its neighbours and its
+caches change.
 So all variants live in one job and take turns of a few steps, in an order that turns too:
 
     round 1   pycomm pycomm .. | gloo gloo ..    | compute compute ..
     round 2   gloo gloo ..     | compute ..      | pycomm ..
     ...
 
-A variant is a copy of the model of 02_train_gpt_ddp.py, with the same weights and batches, wrapped in DDP over a group of its
-own. "compute" is the same step under no_sync(), that is, without communication: what a perfect backend would reach. So
+A variant is a copy of the model of 02_train_gpt_ddp.py, with the same weights and batches, wrapped in DDP
+over a group of its own. "compute" is the same step under no_sync(), that is, without communication: what a
+perfect backend would reach. So
 
-    communication share = (step - compute) / step,  and no backend can beat gloo by more than gloo's step / compute.
+    communication share = (step - compute) / step
+    no backend can beat gloo by more than gloo's step / compute
 """
 
 import argparse
@@ -30,7 +33,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-gpt_example = importlib.import_module("02_train_gpt_ddp")  # a module's name may not start with a digit, a file's may
+gpt_example = importlib.import_module(
+    "02_train_gpt_ddp"
+)  # a module's name may not start with a digit, a file's may
 
 
 class Variant:
@@ -82,19 +87,26 @@ def report(variants, compute, args):
         step_ms = statistics.median(variant.times_ms)
         share = (step_ms - compute_ms) / step_ms
         figures["backends"][name] = {"step_ms": step_ms, "communication_share": share, "loss": variant.loss}
-        table.add_row(name, f"{step_ms:.1f}", f"{step_ms - compute_ms:.1f}", f"{share:.1%}", f"{variant.loss:.4f}")
+        table.add_row(
+            name, f"{step_ms:.1f}", f"{step_ms - compute_ms:.1f}", f"{share:.1%}", f"{variant.loss:.4f}"
+        )
     table.add_row("compute only", f"{compute_ms:.1f}", "", "", "")
     Console().print(table)
     (first, first_ms), *others = ((name, f["step_ms"]) for name, f in figures["backends"].items())
     for other, other_ms in others:
-        print(f"{first} over {other}: {other_ms / first_ms:.3f}x; a perfect backend: {other_ms / compute_ms:.3f}x")
+        print(
+            f"{first} over {other}: {other_ms / first_ms:.3f}x; a perfect backend: "
+            f"{other_ms / compute_ms:.3f}x"
+        )
     if args.json:
         Path(args.json).parent.mkdir(parents=True, exist_ok=True)
         Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     gpt_example.add_model_flags(parser)
     parser.add_argument("--backends", default="pycomm,gloo", help="names separated by commas")
     parser.add_argument("--rounds", type=int, default=12, help="turns of each variant, after one to warm up")
@@ -104,7 +116,9 @@ def main():
         gpt_example.become_torchrun(args.ranks)
     dist.init_process_group("gloo")  # for barriers only: each variant talks over a group of its own
     text = gpt_example.load_text(args.text_bytes)
-    variants = {name: Variant(dist.new_group(backend=name), True, text, args) for name in args.backends.split(",")}
+    variants = {
+        name: Variant(dist.new_group(backend=name), True, text, args) for name in args.backends.split(",")
+    }
     compute = Variant(None, False, text, args)
     take_turns([*variants.values(), compute], args.rounds, args.steps_per_turn)
     if dist.get_rank() == 0:

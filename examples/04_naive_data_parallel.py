@@ -1,4 +1,5 @@
-"""Naive data parallelism: every rank computes gradients of its own rows; rank 0 gathers, adds and broadcasts them.
+"""Naive data parallelism: every rank computes gradients of its own rows; rank 0 gathers, adds and broadcasts
+them.
 
     python examples/04_naive_data_parallel.py
 
@@ -6,8 +7,9 @@
     rank 1   rows 4..7  -> g1
     rank 2   rows 8..11 -> g2
 
-Read this first: it is the whole idea of data parallelism, and it shows why nobody stops here: the time of rank 0 grows with the
-number of ranks. 05_ddp.py does the same sum by an all-reduce, while backward is still running.
+Read this first: it is the whole idea of data parallelism, and it shows why nobody stops here: the time of
+rank 0 grows with the number of ranks. 05_ddp.py does the same sum by an all-reduce, while backward is still
+running.
 """
 
 import torch.distributed as dist
@@ -23,7 +25,7 @@ RANKS = 3
 def alone_as_a_class():
     """A plain training loop: only the wrapper and sync_gradients() are new."""
     model, optimizer = make()
-    model = par.NaiveDataParallel(model)
+    model = par.data.NaiveDataParallel(model)
     losses = []
     for inputs, targets in batches():
         inputs, targets = (x.chunk(RANKS)[dist.get_rank()] for x in (inputs, targets))

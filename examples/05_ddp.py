@@ -1,4 +1,5 @@
-"""Distributed data parallelism: gradients are summed in buckets, by all-reduce, while backward is still running.
+"""Distributed data parallelism: gradients are summed in buckets, by all-reduce, while backward is still
+running.
 
     python examples/05_ddp.py
     torchrun --nproc-per-node 2 examples/05_ddp.py
@@ -25,7 +26,9 @@ RANKS = 2
 
 
 def alone_as_a_class():
-    """As with torch's class of the same name. Two backward passes per step: the first accumulates without communication."""
+    """As with torch's class of the same name. Two backward passes per step: the first accumulates without
+    communication.
+    """
     model, optimizer = make()
     ddp = par.DistributedDataParallel(model, bucket_mb=0.05)
     losses = []
@@ -57,7 +60,10 @@ def main():
     difference = max(same(losses, expected), same(by_a_plan(), expected))
     gradients = sum(p.numel() * p.element_size() for p in make()[0].parameters())
     buckets, nbytes = traffic.calls("all_reduce") // len(losses), traffic.nbytes("all_reduce") // len(losses)
-    say(f"per step and rank: {buckets} buckets, {nbytes:,} bytes sent = {nbytes / gradients:.2f} x the gradients")
+    say(
+        f"per step and rank: {buckets} buckets, {nbytes:,} bytes sent = {nbytes / gradients:.2f} x the "
+        "gradients"
+    )
     say(f"DDP on {RANKS} ranks equals one process: losses differ by {difference:.0e}")
 
 

@@ -1,4 +1,5 @@
-"""Model parallelism: consecutive layers on each rank. The activation goes to the next rank, its gradient comes back.
+"""Model parallelism: consecutive layers on each rank. The activation goes to the next rank, its gradient
+comes back.
 
     python examples/06_model_parallel.py
     torchrun --nproc-per-node 3 examples/06_model_parallel.py
@@ -8,7 +9,8 @@
     rank 2                             [5 6]  loss  [6 5]
              ------------------------------------------------------------------------> time
 
-A model that is too large for one rank fits on three, but only one of them works at a time. 07_pipeline.py fills the gaps.
+A model that is too large for one rank fits on three, but only one of them works at a time. 07_pipeline.py
+fills the gaps.
 """
 
 import torch
@@ -50,14 +52,17 @@ def main():
 
     whole = make_layers()
     expected = train(whole, backward)
-    model = par.ModelParallel(make_layers(), balance=BALANCE, broadcast_output=True)
+    model = par.pipeline.ModelParallel(make_layers(), balance=BALANCE, broadcast_output=True)
     with par.count_traffic() as traffic:
         losses = train(model, backward)  # every rank gets the output, so the loop needs no branch
     difference = same(losses, expected)
     held = [None] * RANKS
     dist.all_gather_object(held, (sum(p.numel() for p in model.parameters()), traffic.calls("send")))
     total = sum(p.numel() for p in whole.parameters())
-    say(f"parameters per rank: {' + '.join(str(count) for count, _ in held)} = {total}; messages sent: {[sent for _, sent in held]}")
+    say(
+        f"parameters per rank: {' + '.join(str(count) for count, _ in held)} = {total}; messages sent: "
+        f"{[sent for _, sent in held]}"
+    )
     say(f"model parallel on {RANKS} ranks equals one process: losses differ by {difference:.0e}")
 
 

@@ -7,8 +7,9 @@
     rank 0               h0 = f(x A0)         h0 B0  ---+
     rank 1               h1 = f(x A1)         h1 B1  ---+--> y = h0 B0 + h1 B1
 
-Attention is cut by heads; three heads over two ranks are two and one. Embedding and head are cut by vocabulary, and the loss is
-computed without ever joining the logits. A plain model is cut in place: no layer has to be written for it.
+Attention is cut by heads; three heads over two ranks are two and one. Embedding and head are cut by
+vocabulary, and the loss is computed without ever joining the logits. A plain model is cut in place: no layer
+has to be written for it.
 """
 
 import torch
@@ -30,8 +31,8 @@ def layers_alone():
     x = torch.randn(5, 16, dtype=torch.float64, requires_grad=True)
     expected = second(F.gelu(first(x)))
     (expected_grad,) = torch.autograd.grad(expected.square().sum(), x)
-    column = par.ColumnParallelLinear.from_module(first, gather_output=False)
-    row = par.RowParallelLinear.from_module(second, input_is_parallel=True)
+    column = par.tensor.ColumnParallelLinear.from_module(first, gather_output=False)
+    row = par.tensor.RowParallelLinear.from_module(second, input_is_parallel=True)
     y = row(F.gelu(column(x)))
     (grad,) = torch.autograd.grad(y.square().sum(), x)
     return max(same(y, expected), same(grad, expected_grad))
@@ -52,7 +53,10 @@ def main():
     say(f"What is found in the model:\n{parallelize_tensor(make()[0], dist.group.WORLD)}\n")
     difference, traffic, parameters = by_a_plan(expected)
     difference = max(difference, layers_alone())
-    say(f"per step: {traffic.calls('all_reduce', 'tp')} all_reduce over tp, {traffic.nbytes('all_reduce', 'tp'):,} bytes per rank")
+    say(
+        f"per step: {traffic.calls('all_reduce', 'tp')} all_reduce over tp, "
+        f"{traffic.nbytes('all_reduce', 'tp'):,} bytes per rank"
+    )
     say(f"rank 0 holds {parameters:,} of {sum(p.numel() for p in whole.parameters()):,} parameters")
     say(f"tensor parallel on {RANKS} ranks equals one process: losses differ by {difference:.0e}")
 

@@ -1,14 +1,15 @@
-"""Megatron sequence parallelism: what tensor parallelism leaves whole (norms, dropout, residuals) is cut along the sequence.
+"""Megatron sequence parallelism: what tensor parallelism leaves whole (norms, dropout, residuals) is cut
+along the sequence.
 
     python examples/09_megatron_sequence_parallel.py
     torchrun --nproc-per-node 2 examples/09_megatron_sequence_parallel.py
 
-    rank 0   positions 0..11 : norm --+            +-- heads 0 1, all positions --+                  +-- positions 0..11 : + norm
-                                      | all_gather |                              | reduce_scatter   |
-    rank 1   positions 12..23: norm --+            +-- head 2,    all positions --+                  +-- positions 12..23: + norm
+    rank 0   positions 0..11 --+            +-- heads 0 1, all positions --+              +-- positions 0..11
+             norm              | all_gather |                              |reduce_scatter|   + norm
+    rank 1   positions 12..23 -+            +-- head 2,    all positions --+              +-- positions 12..23
 
-An all_reduce is a reduce_scatter and an all_gather, so the same bytes travel; activations outside of attention and MLP take 1/tp
-of the memory. Use it wherever tp is used on long sequences.
+An all_reduce is a reduce_scatter and an all_gather, so the same bytes travel; activations outside of
+attention and MLP take 1/tp of the memory. Use it wherever tp is used on long sequences.
 """
 
 import torch

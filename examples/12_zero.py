@@ -3,14 +3,18 @@
     python examples/12_zero.py
     torchrun --nproc-per-node 3 examples/12_zero.py
 
-    zero   parameters         gradients     optimizer state    what is sent per step (P = bytes of parameters, x (n-1)/n)
-    0      all                all           all                2 P    all_reduce of gradients
-    1      all                all           1/n                2 P    reduce_scatter of gradients, all_gather of parameters
-    2      all                1/n           1/n                2 P    the same, each bucket freed as soon as it is sent
-    3      1/n, gathered      1/n           1/n                3 P    all_gather in forward and in backward, reduce_scatter
-           block by block
+    P = bytes of parameters; what is sent per step is to be multiplied by (n-1)/n
 
-The result is the same, so the choice is one of memory. Any torch optimizer works; `model` and `optimizer` stay the user's objects.
+    zero   parameters      gradients   optimizer   sent
+                                       state
+    0      all             all         all         2 P    all_reduce of gradients
+    1      all             all         1/n         2 P    reduce_scatter of gradients, all_gather of values
+    2      all             1/n         1/n         2 P    the same, each bucket freed as soon as it is sent
+    3      1/n, gathered   1/n         1/n         3 P    all_gather in forward and backward,
+           block by block                                 reduce_scatter
+
+The result is the same, so the choice is one of memory. Any torch optimizer works; `model` and `optimizer`
+stay the user's objects.
 """
 
 from common import batches, make, on_ranks, same, say, train_alone
@@ -39,7 +43,10 @@ def main():
         losses, sent, state = train(stage)
         difference = max(difference, same(losses, expected))
         unit = size * (RANKS - 1) / RANKS
-        say(f"zero={stage}: sends {sent:,} bytes = {sent / unit:.2f} P (n-1)/n per step; optimizer state {state / size:.2f} P")
+        say(
+            f"zero={stage}: sends {sent:,} bytes = {sent / unit:.2f} P (n-1)/n per step; optimizer state "
+            f"{state / size:.2f} P"
+        )
     say(f"ZeRO 0 to 3 on {RANKS} ranks equal one process: losses differ by {difference:.0e}")
 
 

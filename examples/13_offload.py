@@ -10,8 +10,8 @@
     offload="optimizer"     master copies and moments: with bf16 that is 12 of the 16 bytes per parameter
     offload="parameters"    and the parameter shards of zero=3, copied to the device one block at a time
 
-On a machine without a device the host is the device, so the same plan runs and nothing is copied: a script written on a laptop
-runs unchanged on GPUs. This one says where things lie.
+On a machine without a device the host is the device, so the same plan runs and nothing is copied: a script
+written on a laptop runs unchanged on GPUs. This one says where things lie.
 """
 
 import torch
@@ -28,7 +28,12 @@ def train(plan, device):
     model, optimizer = par.parallelize(model, optimizer, plan)
     losses = [par.step(model, optimizer, batch, clip=1.0).item() for batch in batches()]
     places = {p.device.type for group in optimizer.param_groups for p in group["params"]}
-    places |= {value.device.type for state in optimizer.state.values() for name, value in state.items() if name != "step"}
+    places |= {
+        value.device.type
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    }
     return losses, places
 
 
@@ -40,7 +45,10 @@ def main():
         losses, places = train(par.Plan(dp=RANKS, zero=stage, offload=offload), device)
         assert places == {"cpu" if offload else device}
         difference = max(difference, same(losses, expected))
-        say(f"zero={stage}, offload={offload!s:10}: model on {device}, optimizer and its state on {', '.join(places)}")
+        say(
+            f"zero={stage}, offload={offload!s:10}: model on {device}, optimizer and its state on "
+            f"{', '.join(places)}"
+        )
     say(f"offload on {RANKS} ranks equals one process: losses differ by {difference:.0e}")
 
 

@@ -1,13 +1,14 @@
-"""Expert parallelism: the experts of a mixture lie on different ranks, and tokens travel to the experts that were chosen for them.
+"""Expert parallelism: the experts of a mixture lie on different ranks, and tokens travel to the experts that
+were chosen for them.
 
     python examples/14_expert_parallel.py
     torchrun --nproc-per-node 2 examples/14_expert_parallel.py
 
-    rank 0   tokens a b c   gate   experts 0 1 2         a>3 b>0 c>1     -- all_to_all -->  experts compute  -- all_to_all --> back
-    rank 1   tokens d e f   gate   experts 3 4           d>2 e>4 f>3
+    rank 0   tokens a b c   gate   experts 0 1 2    a>3 b>0 c>1    -- all_to_all -->  experts compute
+    rank 1   tokens d e f   gate   experts 3 4      d>2 e>4 f>3   <-- all_to_all --   results go back
 
-Each token goes to its two best experts and gets their weighted sum. No token is dropped; a loss term asks for balance. In one
-process the very same module is a plain mixture of experts.
+Each token goes to its two best experts and gets their weighted sum. No token is dropped; a loss term asks for
+balance. In one process the very same module is a plain mixture of experts.
 """
 
 import torch
@@ -52,7 +53,9 @@ def main():
     counts = [None] * RANKS
     dist.all_gather_object(counts, (held[0], traffic.nbytes("all_to_all") // len(losses)))
     for rank, (experts, nbytes) in enumerate(counts):
-        say(f"rank {rank}: {experts} of {EXPERTS} experts per layer, {nbytes:,} bytes of tokens sent per step")
+        say(
+            f"rank {rank}: {experts} of {EXPERTS} experts per layer, {nbytes:,} bytes of tokens sent per step"
+        )
     say(f"experts on {RANKS} ranks equal one process: losses differ by {difference:.0e}")
 
 

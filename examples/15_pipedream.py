@@ -1,14 +1,16 @@
-"""PipeDream: a pipeline without a flush. Every microbatch is an update of its own, and stages make theirs without waiting.
+"""PipeDream: a pipeline without a flush. Every microbatch is an update of its own, and stages make theirs
+without waiting.
 
     python examples/15_pipedream.py
     torchrun --nproc-per-node 2 examples/15_pipedream.py
 
     rank 0     F0 F1 B0 U0 F2 B1 U1 F3 ...      U is the optimizer's step of this stage
-    weights    v0 v0 v0    v1 v0    v2          F1 used v0, so B1 uses v0 too: a stage keeps the versions that are under way
+    weights    v0 v0 v0    v1 v0    v2          F1 used v0, so B1 uses v0 too: a stage keeps its versions
 
-This is the one schedule that changes the mathematics: a gradient is of weights that are pp - rank - 1 steps old. With one
-microbatch per step() nothing is under way, and it is the single process again. The pipe drains at the end of a step(), so give it
-many microbatches. There is no gradient norm of the whole model, hence no clipping.
+This is the one schedule that changes the mathematics: a gradient is of weights that are pp - rank - 1 steps
+old. With one microbatch per step() nothing is under way, and it is the single process again. The pipe drains
+at the end of a step(), so give it many microbatches. There is no gradient norm of the whole model, hence no
+clipping.
 """
 
 import torch
@@ -21,7 +23,7 @@ RANKS = 2
 
 
 def make():
-    """SGD on a model without tied weights: the stages that hold a tied weight would update it at different times."""
+    """SGD on a model without tied weights, whose stages would update them at different times."""
     torch.manual_seed(0)
     model = GPT().double()
     model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
@@ -33,7 +35,7 @@ def data():
 
 
 def train_alone(microbatches):
-    """Each microbatch is a batch and a step of its own, with the latest weights: PipeDream without its delay."""
+    """Each microbatch is a step of its own, with the latest weights: PipeDream without its delay."""
     model, optimizer = make()
     losses = []
     for inputs, targets in data():
@@ -56,10 +58,15 @@ def train(microbatches):
 def main():
     difference = same(train(1), train_alone(1))
     delayed, latest = train(4), train_alone(4)
-    assert delayed[0] != latest[0] and abs(delayed[-1] - latest[-1]) < 0.02 * latest[-1] and delayed[-1] < delayed[0]
+    assert delayed[0] != latest[0] and delayed[-1] < delayed[0]
+    assert abs(delayed[-1] - latest[-1]) < 0.02 * latest[-1]
     say(par.make_schedule("pipedream", RANKS, 4).text())
-    say(f"4 microbatches under way: loss {delayed[0]:.5f} -> {delayed[-1]:.5f}; without delay {latest[0]:.5f} -> {latest[-1]:.5f}")
-    say(f"PipeDream on {RANKS} ranks with one microbatch equals one process: losses differ by {difference:.0e}")
+    say(
+        f"4 microbatches under way: loss {delayed[0]:.5f} -> {delayed[-1]:.5f}; without delay "
+        f"{latest[0]:.5f} -> {latest[-1]:.5f}"
+    )
+    what = f"PipeDream on {RANKS} ranks with one microbatch equals one process"
+    say(f"{what}: losses differ by {difference:.0e}")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Checkpoints: saved under one plan, loaded under any other, bit-exactly, and trained on as if nothing had happened.
+"""Checkpoints: saved under one plan, loaded under any other, bit-exactly, and trained on as if nothing had
+happened.
 
     python examples/16_checkpoint_between_plans.py
     torchrun --nproc-per-node 2 examples/16_checkpoint_between_plans.py
 
-    2 steps: dp=2, zero=1  --save-->  folder  --load-->  2 steps: tp=2      (or pp=2, or dp=2 with zero=3, or ...)
+    2 steps: dp=2, zero=1  --save-->  folder  --load-->  2 steps: tp=2     (or pp=2, or dp=2 with zero=3 ...)
 
-What lies in the folder is the original model: parameters by name and in their whole shapes, the optimizer's state by parameter.
-Every rank writes what it owns and reads what it needs, so no rank ever holds the whole. `extra` keeps what else a run needs.
+What lies in the folder is the original model: parameters by name and in their whole shapes, the optimizer's
+state by parameter. Every rank writes what it owns and reads what it needs, so no rank ever holds the whole.
+`extra` keeps what else a run needs.
 """
 
 import tempfile
@@ -50,7 +52,10 @@ def main():
         assert extra == {"step": 2} and all(loaded[name].equal(value) for name, value in saved.items())
         losses = first + train()
         difference = max(difference, same(losses, expected))
-        say(f"saved under dp=2,zero=1, loaded under {plan!s:22} the same bits; losses {losses[1]:.4f} -> {losses[-1]:.4f}")
+        say(
+            f"saved under dp=2,zero=1, loaded under {plan!s:22} the same bits; losses {losses[1]:.4f} -> "
+            f"{losses[-1]:.4f}"
+        )
     say(f"checkpoints between plans on {RANKS} ranks equal one process: losses differ by {difference:.0e}")
 
 

@@ -1,4 +1,5 @@
-"""Compressed gradients: fewer bytes for an approximate sum; what was left out is kept and sent later (error feedback).
+"""Compressed gradients: fewer bytes for an approximate sum; what was left out is kept and sent later (error
+feedback).
 
     python examples/17_compression.py
     torchrun --nproc-per-node 2 examples/17_compression.py
@@ -10,8 +11,8 @@
     bf16, fp16   half of the bytes of fp32           int8        a quarter, with a scale per 1024 elements
     powersgd     a matrix as P Q^T of low rank       topk        the largest elements and their places
 
-Unlike everything before it, this is not the computation of a single process; how near it stays is what this script prints. Use it
-where the network is slow, and not before a profile says so.
+Unlike everything before it, this is not the computation of a single process; how near it stays is what this
+script prints. Use it where the network is slow, and not before a profile says so.
 """
 
 import torch
@@ -60,7 +61,10 @@ def main():
         options = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 4}}.get(name, {})
         loss, nbytes = train(make_compression(name, **options))
         assert abs(loss - expected) < 0.2 * expected, f"{name}: loss {loss} and not {expected}"
-        say(f"{name:9} {nbytes:8,} bytes per step and rank, 1/{whole / nbytes:.1f} of fp32; loss {loss:.3f} after {STEPS} steps")
+        say(
+            f"{name:9} {nbytes:8,} bytes per step and rank, 1/{whole / nbytes:.1f} of fp32; loss {loss:.3f} "
+            f"after {STEPS} steps"
+        )
     say(f"compression on {RANKS} ranks stays near one process, whose loss is {expected:.3f}")
 
 

@@ -9,7 +9,8 @@
     dp 0     tp: rank 0 rank 1   tp: rank 4 rank 5        tp talks most, so its ranks are neighbours;
     dp 1     tp: rank 2 rank 3   tp: rank 6 rank 7        pp talks least
 
-The gradient norm is of the whole model, each parameter counted once; the loss is the mean over all tokens of the batch.
+The gradient norm is of the whole model, each parameter counted once; the loss is the mean over all tokens of
+the batch.
 """
 
 import argparse
@@ -38,11 +39,18 @@ def main(plans):
         error = same(losses, expected)
         difference = max(difference, error)
         say(f"{plan!s:65} rank 0 sends {traffic.nbytes():10,} bytes per step; differs by {error:.0e}")
-    say(f"{len(plans)} hybrids on {plan.world_size} ranks equal one process: losses differ by {difference:.0e}")
+    say(
+        f"{len(plans)} hybrids on {plan.world_size} ranks equal one process: losses differ by "
+        f"{difference:.0e}"
+    )
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--plan", action="append", help="instead of the plans in this file; may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--plan", action="append", help="instead of the plans in this file; may be given several times"
+    )
     plans = parser.parse_args().plan or PLANS
     on_ranks(par.Plan.parse(plans[0]).world_size, main, plans)

@@ -3,12 +3,13 @@
     python examples/19_fused_matmul.py
     torchrun --nproc-per-node 2 examples/19_fused_matmul.py
 
-    rank 0   positions 0..6  --+                +-- h0 = gelu(x W0), all positions --- h0 V0 --+         +-- positions 0..6
-                               | all_gather     |                                              | reduce_ |
-    rank 1   positions 7..12 --+ inside matmul  +-- h1 = gelu(x W1), all positions --- h1 V1 --+ scatter +-- positions 7..12
+    rank 0   0..6  --+               +-- h0 = gelu(x W0), all positions --- h0 V0 --+         +-- 0..6
+    positions        | all_gather    |                                              | reduce_ |   positions
+    rank 1   7..12 --+ inside matmul +-- h1 = gelu(x W1), all positions --- h1 V1 --+ scatter +-- 7..12
 
-Each line of mlp() is a product, a collective, bias and activation; its backward pass is the other one of the two. The same lines run on
-CPUs and on GPUs, where the four can be one kernel. Whether they are, and why, says pycomm.explain; PYCOMM_FUSED forces it.
+Each line of mlp() is a product, a collective, bias and activation; its backward pass is the other one of the
+two. The same lines run on CPUs and on GPUs, where the four can be one kernel. Whether they are, and why, says
+pycomm.explain; PYCOMM_FUSED forces it.
 """
 
 import torch
@@ -24,7 +25,9 @@ RANKS, BATCH, LENGTH, WIDTH, HIDDEN = 2, 3, 13, 16, 64
 
 
 def mlp(x, w, w_bias, v, v_bias, sizes):
-    """x: this rank's positions. w, w_bias: its hidden features; v: the columns that take them; v_bias: whole, on all ranks."""
+    """x: this rank's positions. w, w_bias: its hidden features; v: the columns that take them; v_bias: whole,
+    on all ranks.
+    """
     h = fused.all_gather_matmul(x, w.t(), dim=1, sizes=sizes, bias=w_bias, activation="gelu")
     return fused.matmul_reduce_scatter(h, v.t(), dim=1, sizes=sizes, bias=v_bias)
 
@@ -44,12 +47,13 @@ def on_this_rank(x, first, second):
     def mine(tensor, dim):
         return tensor.detach().tensor_split(RANKS, dim)[rank].clone().requires_grad_()
 
-    parts = [mine(x, 1), mine(first.weight, 0), mine(first.bias, 0), mine(second.weight, 1), second.bias.detach().clone().requires_grad_()]
+    bias = second.bias.detach().clone().requires_grad_()
+    parts = [mine(x, 1), mine(first.weight, 0), mine(first.bias, 0), mine(second.weight, 1), bias]
     sizes = [piece.shape[1] for piece in x.tensor_split(RANKS, 1)]  # 13 positions over 2 ranks are 7 and 6
     out = mlp(*parts, sizes)
     found = torch.autograd.grad(out.square().sum(), parts)
-    whole = [mine(gradient, dim) for gradient, dim in zip(gradients, (1, 0, 0, 1), strict=False)] + [gradients[4]]
-    return max(same(out, mine(y, 1)), *(same(part, expected) for part, expected in zip(found, whole, strict=True)))
+    whole = [mine(gradient, dim) for gradient, dim in zip(gradients, (1, 0, 0, 1), strict=False)]
+    return max(map(same, [out, *found], [mine(y, 1), *whole, gradients[4]]))
 
 
 def main():
@@ -57,14 +61,17 @@ def main():
     first, second = nn.Linear(WIDTH, HIDDEN).double(), nn.Linear(HIDDEN, WIDTH).double()
     difference = on_this_rank(torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), first, second)
     say("On 8 GPUs with one rank each, where nothing was measured yet:")
-    for rows in (512, 8192):  # the products of an MLP of 8192 x 28672, of which every rank has 3584 hidden features
-        say(pycomm.explain("all_gather_matmul", (rows, 3584, 8192), 8, device="cuda", dtype="bfloat16", activation="gelu"))
-        say(pycomm.explain("matmul_reduce_scatter", (rows, 8192, 3584), 8, device="cuda", dtype="bfloat16"))
+    # the products of an MLP of 8192 x 28672, of which every rank has 3584 hidden features
+    gpu = {"device": "cuda", "dtype": "bfloat16"}
+    for rows in (512, 8192):
+        say(pycomm.explain("all_gather_matmul", (rows, 3584, 8192), 8, activation="gelu", **gpu))
+        say(pycomm.explain("matmul_reduce_scatter", (rows, 8192, 3584), 8, **gpu))
     say("Here:")
     rows, hidden = BATCH * LENGTH, HIDDEN // RANKS
     say(pycomm.explain("all_gather_matmul", (rows, hidden, WIDTH), RANKS, dtype="float64", activation="gelu"))
     say(pycomm.explain("matmul_reduce_scatter", (rows, WIDTH, hidden), RANKS, dtype="float64"))
-    say(f"fused products on {RANKS} ranks equal one process: outputs and gradients differ by {difference:.0e}")
+    what = f"fused products on {RANKS} ranks equal one process"
+    say(f"{what}: outputs and gradients differ by {difference:.0e}")
 
 
 if __name__ == "__main__":

@@ -1,23 +1,24 @@
-"""What the examples share: a small GPT, ranks to run on, and the single process that every strategy is compared with.
+"""What the examples share: a small GPT, ranks to run on, and the single process that every strategy is
+compared with.
 
-Not an example itself: see examples/04_naive_data_parallel.py and those after it, which begin with `from common import ...`
-(examples/common.py is found because Python looks in the folder of the script that it runs).
+Not an example itself: see examples/04_naive_data_parallel.py and those after it, which begin with `from
+common import ...` (examples/common.py is found because Python looks in the folder of the script that it
+runs).
 
-The model is plain torch and knows nothing of ranks. Numbers are float64, so that results which agree to TOLERANCE are the same
-computation and not merely close.
+The model is plain torch and knows nothing of ranks. Numbers are float64, so that results which agree to
+TOLERANCE are the same computation and not merely close.
 """
-
-import os
-import tempfile
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import nn
 
+from pycomm.testing import run_ranks
+
 VOCAB, LENGTH, ROWS, STEPS = 50, 24, 12, 4
 TOLERANCE = 1e-10
+LIMIT = 3600.0  # seconds of an example
 
 
 class Attention(nn.Module):
@@ -29,14 +30,17 @@ class Attention(nn.Module):
     def forward(self, x):
         batch, length, width = x.shape
         q, k, v = (
-            part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2) for part in self.c_attn(x).split(self.n_embd, dim=2)
+            part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
+            for part in self.c_attn(x).split(self.n_embd, dim=2)
         )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(batch, length, width))
 
 
 class Block(nn.Module):
-    """x + attention(norm(x)), then x + mlp(norm(x)). mlp: another feed-forward, such as a mixture of experts."""
+    """x + attention(norm(x)), then x + mlp(norm(x)). mlp: another feed-forward, such as a mixture
+    of experts.
+    """
 
     def __init__(self, width, heads, mlp=None):
         super().__init__()
@@ -50,7 +54,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (batch, T) -> logits (batch, T, vocab). Learned positions; the head is tied to the token embedding."""
+    """Tokens (batch, T) -> logits (batch, T, vocab). Learned positions; the head is tied to the token
+    embedding.
+    """
 
     def __init__(self, vocab=VOCAB, length=LENGTH, layers=4, width=24, heads=3, mlp=None):
         super().__init__()
@@ -111,16 +117,15 @@ def say(text):
 
 
 def on_ranks(world_size, main, *args):
-    """Runs main(*args) on world_size ranks: this process is one of them under torchrun, else they are forked from it. One rank is
-    this process."""
+    """Runs main(*args) on world_size ranks: this process is one of them under torchrun, else they are forked
+    from it. One rank is this process."""
     if world_size == 1:
         main(*args)
         return
     if not dist.is_torchelastic_launched():
-        torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports half a second of modules: once, and not on every rank
-        with tempfile.TemporaryDirectory() as folder:
-            store = f"file://{os.path.join(folder, 'store')}"
-            mp.start_processes(_rank, (world_size, store, main, args), nprocs=world_size, start_method="fork")
+        # the first optimizer imports half a second of modules: once, and not on every rank
+        torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        run_ranks(world_size, _rank, main, args, mode="processes", backend="pycomm", timeout=LIMIT)
         return
     dist.init_process_group("pycomm")
     if dist.get_world_size() != world_size:
@@ -129,8 +134,5 @@ def on_ranks(world_size, main, *args):
     dist.destroy_process_group()
 
 
-def _rank(rank, world_size, store, main, args):
-    torch.set_num_threads(1)
-    dist.init_process_group("pycomm", init_method=store, rank=rank, world_size=world_size)
+def _rank(rank, main, args):
     main(*args)
-    dist.destroy_process_group()

@@ -1,12 +1,13 @@
-"""Train a byte-level GPT on real text under any plan: data, tensor, pipeline, sequence parallelism, ZeRO, and their products.
+"""Train a byte-level GPT on real text under any plan: data, tensor, pipeline, sequence parallelism, ZeRO, and
+their products.
 
     python examples/train_gpt.py --plan dp=2,tp=2,pp=2,zero=1      # starts the eight ranks itself
     torchrun --nproc-per-node 8 examples/train_gpt.py --plan dp=2,tp=2,pp=2,zero=1
     python examples/train_gpt.py --plan ""                         # a single process, the same losses
 
-Every rank runs the same lines; the plan is an argument and nothing else. The text is Python's own standard library, as in
-02_train_gpt_ddp.py, so a model that knows nothing has a loss of ln 256 = 5.55 nats per byte. Options of the plan, such as
-schedule=zbv, checkpoint or megatron_sp, are part of it: docs/strategies.md.
+Every rank runs the same lines; the plan is an argument and nothing else. The text is Python's own standard
+library, as in 02_train_gpt_ddp.py, so a model that knows nothing has a loss of ln 256 = 5.55 nats per byte.
+Options of the plan, such as schedule=zbv, checkpoint or megatron_sp, are part of it: docs/strategies.md.
 """
 
 import argparse
@@ -21,12 +22,16 @@ from common import GPT, on_ranks
 
 import pycomm.parallel as par
 
-text_example = importlib.import_module("02_train_gpt_ddp")  # a module's name may not start with a digit, a file's may
+text_example = importlib.import_module(
+    "02_train_gpt_ddp"
+)  # a module's name may not start with a digit, a file's may
 VOCAB = text_example.VOCAB
 
 
 def random_batches(text, args, first):
-    """The whole batch of every step, the same on all ranks; steps before `first` were done by the run that is resumed."""
+    """The whole batch of every step, the same on all ranks; steps before `first` were done by the run that is
+    resumed.
+    """
     for step in range(first, args.steps):
         generator = torch.Generator().manual_seed(1_000_000 * args.seed + step)
         starts = torch.randint(len(text.train) - args.sequence, (args.batch,), generator=generator).tolist()
@@ -36,20 +41,26 @@ def random_batches(text, args, first):
 def validation_loss(model, text, args):
     starts = torch.linspace(0, len(text.validation) - args.sequence - 1, args.batch * 4).long().tolist()
     model.eval()
-    loss = par.evaluate(model, text_example.windows(text.validation, starts, args.sequence), microbatches=args.microbatches)
+    loss = par.evaluate(
+        model, text_example.windows(text.validation, starts, args.sequence), microbatches=args.microbatches
+    )
     model.train()
     return loss.item()
 
 
 def learning_rate(step, args):
-    """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth of --lr."""
+    """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth
+    of --lr.
+    """
     warmup = max(1, args.steps // 20)
     progress = max(0, step - warmup) / max(1, args.steps - warmup)
     return args.lr * min((step + 1) / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
 
 
 def train(args, plan, show):
-    """Trains; returns {"train": {step: loss}, "validation": {step: loss}} and tokens per second. show(step, text) reports progress."""
+    """Trains; returns {"train": {step: loss}, "validation": {step: loss}} and tokens per second. show(step,
+    text) reports progress.
+    """
     text = text_example.load_text(args.text_bytes)
     torch.manual_seed(args.seed)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -76,7 +87,11 @@ def train(args, plan, show):
             if args.save:
                 par.save(model, optimizer, args.save, extra=history)
         speed = (step + 1 - first) * tokens / seconds
-        show(step + 1, f"train {loss:.3f}  validation {[*history['validation'].values()][-1]:.3f}  {speed:,.0f} tokens/s")
+        show(
+            step + 1,
+            f"train {loss:.3f}  validation {[*history['validation'].values()][-1]:.3f}  {speed:,.0f} "
+            "tokens/s",
+        )
     return history, max(0, args.steps - first) * tokens / max(seconds, 1e-9)
 
 
@@ -87,9 +102,21 @@ def plot(history, args, plan, path):
     figure = Figure(figsize=(8, 4.8), layout="constrained")
     axes = figure.subplots()
     axes.axhline(math.log(VOCAB), color="0.6", linestyle=":", label="knows nothing: ln 256 = 5.55")
-    axes.plot(*zip(*sorted(history["train"].items()), strict=True), color="tab:blue", linewidth=1, label="train")
-    axes.plot(*zip(*sorted(history["validation"].items()), strict=True), color="tab:orange", marker="o", label="validation (other files)")
-    axes.set(xlabel="step", ylabel="loss, nats per byte", ylim=(0, 6), title=f"Byte-level GPT, plan: {plan} (ranks: {plan.world_size})")
+    axes.plot(
+        *zip(*sorted(history["train"].items()), strict=True), color="tab:blue", linewidth=1, label="train"
+    )
+    axes.plot(
+        *zip(*sorted(history["validation"].items()), strict=True),
+        color="tab:orange",
+        marker="o",
+        label="validation (other files)",
+    )
+    axes.set(
+        xlabel="step",
+        ylabel="loss, nats per byte",
+        ylim=(0, 6),
+        title=f"Byte-level GPT, plan: {plan} (ranks: {plan.world_size})",
+    )
     axes.grid(alpha=0.25)
     axes.legend(frameon=False, loc="lower left")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -102,12 +129,19 @@ def main(args, plan):
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    with Progress(BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")) as progress:
+    with Progress(
+        BarColumn(24), MofNCompleteColumn(), TimeRemainingColumn(), TextColumn("{task.description}")
+    ) as progress:
         task = progress.add_task("loading", total=args.steps)
-        history, speed = train(args, plan, lambda step, text: progress.update(task, completed=step, description=text))
+        history, speed = train(
+            args, plan, lambda step, text: progress.update(task, completed=step, description=text)
+        )
     losses, validation = history["train"], history["validation"]
     print(f"plan             {plan} (ranks: {plan.world_size})")
-    print(f"train loss       {losses[min(losses)]:.4f} -> {losses[max(losses)]:.4f} nats per byte, {len(losses)} steps")
+    print(
+        f"train loss       {losses[min(losses)]:.4f} -> {losses[max(losses)]:.4f} nats per byte, "
+        f"{len(losses)} steps"
+    )
     print(f"validation loss  {validation[min(validation)]:.4f} -> {validation[max(validation)]:.4f}")
     print(f"speed            {speed:,.0f} tokens/s")
     if args.plot:
@@ -116,10 +150,16 @@ def main(args, plan):
 
 
 def parse(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--plan", default="dp=2", help="fields of pycomm.parallel.Plan; '' is a single process")
-    add("--precision", choices=["bf16"], help="compute in bfloat16, fp32 master copies; the same as precision=bf16 in the plan")
+    add(
+        "--precision",
+        choices=["bf16"],
+        help="compute in bfloat16, fp32 master copies; the same as precision=bf16 in the plan",
+    )
     add("--steps", type=int, default=200)
     add("--batch", type=int, default=16, help="rows of the whole batch, all ranks together")
     add("--microbatches", type=int, default=2)

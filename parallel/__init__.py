@@ -5,32 +5,31 @@
     loss = par.step(model, opt, batch, loss_fn, microbatches=8, clip=1.0)
     par.save(model, opt, "ckpt"); par.load(model, opt, "ckpt")
 
-What each strategy does, sends and holds: docs/strategies.md. A strategy alone is a class or function with torch's conventions, from here
-or from its folder: data/, zero/, tensor/, sequence/, pipeline/, expert/.
+What each strategy does, sends and holds: docs/strategies.md. A strategy alone is a class or function with
+torch's conventions, from its folder:
+
+    par.data        DistributedDataParallel, NaiveDataParallel
+    par.tensor      ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, parallelize_tensor
+    par.sequence    ulysses_attention, ring_attention, ring_ulysses_attention
+    par.pipeline    make_schedule, simulate, ModelParallel
+    par.expert      MoE
 """
 
+from pycomm.parallel import data, expert, pipeline, sequence, tensor
 from pycomm.parallel.api import evaluate, grad_norm, sampler, step
-from pycomm.parallel.build import parallelize
+from pycomm.parallel.building import parallelize
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
-from pycomm.parallel.comm import count_traffic
-from pycomm.parallel.data.ddp import DistributedDataParallel
-from pycomm.parallel.data.naive import NaiveDataParallel
-from pycomm.parallel.expert.moe import MoE
-from pycomm.parallel.model_parallel import ModelParallel
+from pycomm.parallel.data import DistributedDataParallel
+from pycomm.parallel.expert import MoE
+from pycomm.parallel.ground.comm import count_traffic
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline import make_schedule
-from pycomm.parallel.plan import Plan
-from pycomm.parallel.sequence import ring_attention, ring_ulysses_attention, ulysses_attention
-from pycomm.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, cross_entropy
+from pycomm.parallel.tensor import cross_entropy
 
 __all__ = [
-    "ColumnParallelLinear",
     "DistributedDataParallel",
-    "ModelParallel",
     "MoE",
-    "NaiveDataParallel",
     "Plan",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
     "count_traffic",
     "cross_entropy",
     "evaluate",
@@ -40,10 +39,31 @@ __all__ = [
     "load",
     "make_schedule",
     "parallelize",
-    "ring_attention",
-    "ring_ulysses_attention",
     "sampler",
     "save",
     "step",
-    "ulysses_attention",
 ]
+
+_FOLDERS = (data, expert, pipeline, sequence, tensor)
+
+# Names that were here before they had a folder, and are still found.
+_MOVED = {
+    "ColumnParallelLinear": tensor,
+    "ModelParallel": pipeline,
+    "NaiveDataParallel": data,
+    "RowParallelLinear": tensor,
+    "VocabParallelEmbedding": tensor,
+    "ring_attention": sequence,
+    "ring_ulysses_attention": sequence,
+    "ulysses_attention": sequence,
+}
+
+
+def __getattr__(name):
+    if name in _MOVED:
+        return getattr(_MOVED[name], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__():
+    return sorted([*__all__, *(folder.__name__.rpartition(".")[2] for folder in _FOLDERS)])

@@ -2,55 +2,73 @@
 
 from torch.utils.data import DistributedSampler
 
-from pycomm.parallel.build import engine_of
+from pycomm.parallel.parts import parts_of
+from pycomm.parallel.run.evaluate import run_evaluation
+from pycomm.parallel.run.prepare import Options
+from pycomm.parallel.run.step import run_step
 from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["evaluate", "grad_norm", "sampler", "step"]
 
 
 def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None, count=None, sharded=False):
-    """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective over all ranks.
+    """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective
+    over all ranks.
 
     Args:
         model, opt: as parallelize() returned them.
-        batch: (inputs, targets) or a dict with "labels"; tensors (or tuples, lists, dicts of them) with rows as dim 0 and, under sequence
-            parallelism, positions as dim 1. The whole batch, equal on all ranks; with `sharded` the rows of this data rank, as a loader
-            with parallel.sampler() gives them.
-        loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions. parallel.cross_entropy takes the
-            output, or its `.logits`, and keeps the logits of a tensor parallel head in shards; any other function gets them whole.
-        microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline works on several at a time.
-        clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no clipping,
-            and no norm is computed.
-        count: targets -> number of values that the mean runs over, where that is not the targets other than -100 (whole numbers) or all
-            elements (real numbers).
+        batch: (inputs, targets) or a dict with "labels"; tensors (or tuples, lists, dicts of them) with rows
+            as dim 0 and, under sequence parallelism, positions as dim 1. The whole batch, equal on all ranks;
+            with `sharded` the rows of this data rank, as a loader with parallel.sampler() gives them.
+        loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions.
+            parallel.cross_entropy takes the output, or its `.logits`, and keeps the logits of a tensor
+            parallel head in shards; any other function gets them whole.
+        microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline
+        works on several at a time.
+        clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no
+            clipping, and no norm is computed.
+        count: targets -> number of values that the mean runs over, where that is not the targets other than
+            -100 (whole numbers) or all elements (real numbers).
 
-    A parameter that got no gradient on any rank is passed over by the optimizer, as in a single process. Buffers are each rank's own:
-    BatchNorm's averages are over the rows that the rank has seen. After a step that raised on all ranks the model is as it was before it,
-    but for buffers; where only some raised, the groups are broken and the others raise what the backend says.
+    A parameter that got no gradient on any rank is passed over by the optimizer, as in a single process.
+    Buffers are each rank's own: BatchNorm's averages are over the rows that the rank has seen. After a step
+    that raised on all ranks the model is as it was before it, but for buffers; where only some raised, the
+    groups are broken and the others raise what the backend says.
 
-    Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks, without load-balance losses.
-    Raises ValueError for batches that differ between ranks or have too few rows, CommError and its kinds for a lost or a diverging rank.
+    Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
+    without load-balance losses. Raises ValueError for batches that differ between ranks or have too few rows,
+    CommError and its kinds for a lost or a diverging rank.
     """
-    engine = engine_of(model, opt)
+    parts = parts_of(model, opt)
     if opt is None:
-        raise ValueError("step needs the optimizer that the model was parallelized with; parallel.evaluate needs none")
-    return engine.step(batch, loss_fn, microbatches, clip, count, sharded)
+        raise ValueError(
+            "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
+        )
+    result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
+    parts.last_step.note(result.norm)
+    return result.loss
 
 
 def evaluate(model, batch, loss_fn=cross_entropy, *, microbatches=1, count=None, sharded=False):
-    """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval() before where that matters."""
-    return engine_of(model).evaluate(batch, loss_fn, microbatches, count, sharded)
+    """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval()
+    before where that matters.
+    """
+    options = Options(loss_fn, microbatches, count=count, sharded=sharded)
+    return run_evaluation(parts_of(model), batch, options)
 
 
 def grad_norm(model):
-    """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without dimensions.
+    """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without
+    dimensions.
 
     None where that step had clip=None, which computes no norm; clip=float("inf") only measures.
     """
-    return engine_of(model).norm
+    return parts_of(model).last_step.norm
 
 
 def sampler(model, dataset, **options):
-    """torch's DistributedSampler over the data ranks (dp x ep) of the model's plan. options: shuffle, seed, drop_last."""
-    parts, part = engine_of(model).mesh.rows
+    """torch's DistributedSampler over the data ranks (dp x ep) of the model's plan. options: shuffle, seed,
+    drop_last.
+    """
+    parts, part = parts_of(model).mesh.rows
     return DistributedSampler(dataset, num_replicas=parts, rank=part, **options)

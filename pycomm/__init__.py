@@ -2,12 +2,13 @@
 
 Three ways to use it:
 
-    torch.distributed.init_process_group("pycomm")      as a backend of torch.distributed; not even `import pycomm` is needed
-    pycomm.Communicator()                               on its own, with torch, NumPy and DLPack arrays
-    python -m pycomm.benchmarks all_reduce              to measure
+    torch.distributed.init_process_group("pycomm")   a backend of torch.distributed; needs no `import pycomm`
+    pycomm.Communicator()                            on its own, with torch, NumPy and DLPack arrays
+    python -m pycomm.benchmarks all_reduce           to measure
 
-Importing this package is light: no torch, no extension, no socket, no thread. A name is imported when it is first used (PEP 562), which
-also keeps torch's autoload, which imports us in the middle of `import torch`, from being circular.
+Importing this package is light: no torch, no extension, no socket, no thread. A name is imported when it is
+first used (PEP 562), which also keeps torch's autoload, which imports us in the middle of `import torch`,
+from being circular.
 """
 
 import importlib
@@ -31,8 +32,8 @@ __all__ = [
     "testing",
 ]
 
-# Public name -> the submodule that defines it. The function explain lives in _explain: in a module of its own name it would be
-# replaced by that module, since importing a submodule sets the attribute of the package.
+# Public name -> the submodule that defines it. The function explain lives in _explain: in a module of its own
+# name it would be replaced by that module, since importing a submodule sets the attribute of the package.
 _HOME = {
     "AbortedError": "errors",
     "CommError": "errors",
@@ -43,8 +44,8 @@ _HOME = {
     "Work": "communicator",
     "empty": "communicator",
     "explain": "_explain",
-    "premul_sum": "communicator",
-    "set_default_cpu_backend": "_replace",
+    "premul_sum": "options",
+    "set_default_cpu_backend": "_autoload",
 }
 
 
@@ -53,7 +54,11 @@ def __getattr__(name):
         value = getattr(importlib.import_module(f"pycomm.{_HOME[name]}"), name)
     elif name in ("fused", "testing"):
         value = importlib.import_module(f"pycomm.{name}")
-    elif name == "_C":  # `from pycomm import _C` comes here first: it must not load an extension that belongs to another torch
+    elif (
+        name == "_C"
+        # `from pycomm import _C` comes here first: it must not load an extension that belongs to another
+        # torch
+    ):
         value = importlib.import_module("pycomm._extension").load()
     else:
         raise AttributeError(f"module 'pycomm' has no attribute '{name}'")

@@ -1,8 +1,9 @@
 """Makes torch.distributed know the backend name "pycomm", without `import pycomm`.
 
-torch calls autoload() at the end of `import torch` (entry point torch.backends), and torch 2.14+ calls register() when it first meets the
-name (entry point torch.distributed.backends). Every program with torch pays for this file, so it only writes a table entry; the extension
-is loaded when the first group is made (create).
+torch calls autoload() at the end of `import torch` (entry point torch.backends), and torch 2.14+ calls
+register() when it first meets the name (entry point torch.distributed.backends). Every program with torch
+pays for this file, so it only writes a table entry; the extension is loaded when the first group is made
+(create).
 """
 
 import datetime
@@ -13,19 +14,23 @@ DEVICES = ["cpu", "cuda"]  # a list: torch <= 2.13 takes a plain string apart in
 
 
 def autoload():
-    """Registers the backend and, if PYCOMM_REPLACE is set, lets it take the names of others. Raises ValueError if that is wrong."""
+    """Registers the backend and, if PYCOMM_REPLACE is set, lets it take the names of others. Raises
+    ValueError if that is wrong.
+    """
     from pycomm import env
 
     register()
     names = env.replaced_backends()
     if names:
-        from pycomm import _replace
+        from pycomm import _replace  # most programs do not need it
 
-        _replace.replace_backends(names)
+        _replace.replace_backends(names, NAME, DEVICES)
 
 
 def register():
-    """Registers the backend; does nothing when it is registered already, or when torch was built without torch.distributed."""
+    """Registers the backend; does nothing when it is registered already, or when torch was built without
+    torch.distributed.
+    """
     import torch.distributed as dist
 
     if not dist.is_available() or NAME.upper() in dist.Backend._plugins:
@@ -33,21 +38,44 @@ def register():
     if not hasattr(dist.Backend, "_ensure_backend_registered"):
         _prepare_old_torch(dist.Backend)
         _allow_monitored_barrier(dist.distributed_c10d, dist)
+        _allow_pg_timeout(dist.distributed_c10d)
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
 
 
+def set_default_cpu_backend():
+    """Makes pycomm the default backend for CPU tensors, in place of Gloo.
+
+    Call it before init_process_group(). Then init_process_group() without a backend makes a pycomm group on a
+    machine without an accelerator, and torch.distributed.get_default_backend_for_device("cpu"), which FSDP2,
+    DCP and others ask, is "pycomm". Groups that name a backend are not affected. Raises RuntimeError if this
+    torch has no torch.distributed.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        raise RuntimeError("This torch was built without torch.distributed.")
+    from pycomm import _replace  # most programs do not need it
+
+    register()
+    _replace.set_default("cpu", NAME, DEVICES)
+
+
 def create(options, pg_options):
-    """Makes the backend of one group (arguments: torch's DistributedBackendOptions and what the caller gave as pg_options)."""
+    """Makes the backend of one group (arguments: torch's DistributedBackendOptions and what the caller gave
+    as pg_options).
+    """
     from pycomm import torch_backend
 
     return torch_backend.create(options, pg_options)
 
 
-# [Note: device-qualified names on torch <= 2.13] For a name with a device in it, such as "cpu:gloo", these versions take as the group's
-# default backend: NCCL if it is named; else CUSTOM if the first registered plug-in is named (a comparison of "PYCOMM" with "pycomm", which
-# is never true); else, if there are plug-ins at all, none; else Gloo. So a plug-in that is merely installed takes the default backend, and
-# with it sequence numbers and hooks, from groups of others. We do not show our name to that question, and give it an answer for ourselves:
-# Backend("cpu:pycomm") looks up the attribute "CPU:PYCOMM" of Backend, and so becomes plain "pycomm".
+# [Note: device-qualified names on torch <= 2.13] For a name with a device in it, such as "cpu:gloo", these
+# versions take as the group's default backend: NCCL if it is named; else CUSTOM if the first registered
+# plug-in is named (a comparison of "PYCOMM" with "pycomm", which is never true); else, if there are plug-ins
+# at all, none; else Gloo. So a plug-in that is merely installed takes the default backend, and with it
+# sequence numbers and hooks, from groups of others. We do not show our name to that question, and give it an
+# answer for ourselves: Backend("cpu:pycomm") looks up the attribute "CPU:PYCOMM" of Backend, and so becomes
+# plain "pycomm".
 class _Plugins(dict):
     def keys(self):
         return [name for name in self if name != NAME.upper()]
@@ -60,7 +88,9 @@ def _prepare_old_torch(backend_class):
 
 
 def _allow_monitored_barrier(c10d, dist):
-    """torch <= 2.13 refuses dist.monitored_barrier for every backend name but gloo, in Python; the C++ below it reaches any backend."""
+    """torch <= 2.13 refuses dist.monitored_barrier for every backend name but gloo, in Python; the C++ below
+    it reaches any backend.
+    """
     original = c10d.monitored_barrier
 
     @functools.wraps(original)
@@ -75,3 +105,18 @@ def _allow_monitored_barrier(c10d, dist):
         return process_group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
     c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+
+
+def _allow_pg_timeout(c10d):
+    """torch <= 2.13 sets the timeout of Gloo's and NCCL's groups alone, and warns for others."""
+    original = c10d._set_pg_timeout
+
+    @functools.wraps(original)
+    def set_pg_timeout(timeout, group=None):
+        group = c10d._get_default_group() if group is None else group
+        if c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
+            return original(timeout, group)
+        for device in group._device_types:
+            group._get_backend(device)._set_default_timeout(timeout)
+
+    c10d._set_pg_timeout = set_pg_timeout

@@ -4,10 +4,11 @@ import os
 
 import torch
 
-from pycomm import _C, env
+from pycomm import _C, env, tuned
 from pycomm.fused.choice import choose
-from pycomm.fused.engine import has_triton
-from pycomm.fused.problem import ACTIVATIONS, OPS, Problem, even_sizes
+from pycomm.fused.form import has_triton
+from pycomm.fused.problem import ACTIVATIONS, OPS, Problem
+from pycomm.groups import even_sizes
 
 __all__ = ["explain"]
 
@@ -37,24 +38,41 @@ _STEPS_ON_DEVICE = {
 
 
 def explain(
-    op, size, world_size, *, device="cpu", cores=None, mapped=False, kernel_reads=True, algorithm=None, dtype="float32", activation=None
+    op,
+    size,
+    world_size,
+    *,
+    device="cpu",
+    cores=None,
+    mapped=False,
+    kernel_reads=True,
+    algorithm=None,
+    dtype="float32",
+    activation=None,
 ):
     """Says which algorithm would run `op`, and why.
 
     Args:
-        op: name of a collective, e.g. "all_reduce", or of a function of pycomm.fused, e.g. "all_gather_matmul".
-        size: bytes of a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all of one part. pycomm.fused:
-            (M, N, K) of this rank's product, M the gathered rows, N the columns of the result; the rows are cut evenly.
+        op: name of a collective, e.g. "all_reduce", or of a function of pycomm.fused, e.g.
+        "all_gather_matmul".
+        size: bytes of a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all
+            of one part. pycomm.fused: (M, N, K) of this rank's product, M the gathered rows, N the columns of
+            the result; the rows are cut evenly.
         world_size: ranks of the group, all on one node.
-        device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a GPU each).
+        device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a
+        GPU each).
         cores: that the ranks may run on; None: those of this process.
-        mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from Communicator.empty).
+        mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from
+        Communicator.empty).
         kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
-        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table.
-        dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias one of its activations. What
-            is said is what PYCOMM_FUSED, the tuner's figures for this machine or the table have; for "cuda" one GPU per rank is assumed.
+        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table that was measured on
+            this machine (PYCOMM_TUNED), then the built-in one.
+        dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias
+            one of its activations. What is said is what PYCOMM_FUSED, the tuner's figures for this machine or
+            the table have; for "cuda" one GPU per rank is assumed.
 
-    Returns a text of one line. Raises ValueError for an unknown op or algorithm.
+    Returns a text of one line; where a table has decided it says which. Raises ValueError for an unknown op
+    or algorithm, and where PYCOMM_TUNED names a file that does not count.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
@@ -67,11 +85,34 @@ def explain(
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
     if device == "cuda":
-        name, reason = _C.choose_on_device(_C.kinds.index(op), size, world_size, False, mapped, _C.algorithms.index(algorithm))
-        return f"{op} of {size} bytes on {world_size} GPUs: {name} ({_STEPS_ON_DEVICE[name]}), because: {reason}."
-    name, block, reason = _C.choose(_C.kinds.index(op), size, world_size, cores, mapped, kernel_reads, _C.algorithms.index(algorithm))
+        name, reason = _C.choose_on_device(
+            _C.kinds.index(op), size, world_size, False, mapped, _C.algorithms.index(algorithm)
+        )
+        how = f"{name} ({_STEPS_ON_DEVICE[name]})"
+        return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
+    return _explain_on_cpu(op, size, world_size, (cores, mapped, kernel_reads), algorithm)
+
+
+def _explain_on_cpu(op, size, world_size, reach, algorithm):
+    """reach: cores, mapped and kernel_reads of explain()."""
+    known, code = tuned.load(), _C.algorithms.index(algorithm)
+    name, block, reason, measured = _C.choose(_C.kinds.index(op), size, world_size, *reach, code, known.rows)
     blocks = f", blocks of {block} bytes" if block else ""
-    return f"{op} of {size} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
+    text = f"{op} of {size} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
+    if name == "payload" or algorithm != "automatic":
+        return text
+    return f"{text} Table: {known.path if measured else _built_in(known, world_size, reach[0])}."
+
+
+def _built_in(known, world_size, cores):
+    """That the built-in table decides, and why a measured one does not."""
+    if known.problem:
+        return f"built-in; {known.path} is not used: {known.problem}"
+    if known.rows is None:
+        return "built-in"
+    if known.rows.has(world_size, cores):
+        return f"built-in; {known.path} has no figures for this operation and size"
+    return f"built-in; {known.path} has no figures for {world_size} ranks on {cores} cores"
 
 
 def _explain_fused(op, size, world_size, device, dtype, activation):
@@ -82,17 +123,22 @@ def _explain_fused(op, size, world_size, device, dtype, activation):
     if activation not in (None, *ACTIVATIONS):
         raise ValueError(f"activation={activation!r}: must be None or one of {', '.join(ACTIVATIONS)}")
     m, n, k = size
-    sizes = even_sizes(m, world_size) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
-    problem = Problem(op, m, n, k, getattr(torch, dtype), world_size, 0, activation, activation is not None, sizes=sizes)
+    sizes = tuple(even_sizes(m, world_size)) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
+    problem = Problem(
+        op, m, n, k, getattr(torch, dtype), world_size, 0, activation, activation is not None, sizes=sizes
+    )
     choice = _measured(problem, device) or choose(problem, device, forced=env.fused())
     chunks = f" in {choice.chunks} chunks" if choice.chunks > 1 else ""
-    return f"{op} of ({m}, {n}, {k}) in {dtype} on {world_size} ranks: {choice.name}{chunks}, because: {choice.reason}."
+    what = f"{op} of ({m}, {n}, {k}) in {dtype} on {world_size} ranks"
+    return f"{what}: {choice.name}{chunks}, because: {choice.reason}."
 
 
 def _measured(problem, device):
-    """What the tuner knows of the problem on this machine's GPU, for one rank per GPU; None where it knows nothing or is not asked."""
+    """What the tuner knows of the problem on this machine's GPU, for one rank per GPU; None where it knows
+    nothing or is not asked.
+    """
     if device != "cuda" or env.fused() != "auto" or not torch.cuda.is_available() or not has_triton():
         return None
-    from pycomm.fused import tuner
+    from pycomm.fused import tuner  # imports Triton
 
     return tuner.lookup(problem, torch.device("cuda", torch.cuda.current_device()))

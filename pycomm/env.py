@@ -1,31 +1,45 @@
-"""The one place where pycomm reads environment variables; from here the values are passed down (tests/test_layering.py holds this).
+"""The one place where pycomm reads environment variables; from here the values are passed down
+(tests/test_layering.py holds this).
 
-    variable              value                      default     meaning
-    RANK                  0 to WORLD_SIZE-1          required    \\
-    WORLD_SIZE            1 or more                  required     | set by torchrun, read where a Communicator is made without a store;
-    MASTER_ADDR           host name                  required     | the same meaning as in torch.distributed
-    MASTER_PORT           1 to 65535                 required     |
-    LOCAL_RANK            0 or more                  RANK        /
-    PYCOMM_TIMEOUT        seconds, above 0           300         how long an operation waits for its peers
-    PYCOMM_ALGORITHM      op=algorithm,...           a table     algorithm of an operation, e.g. all_reduce=ring,broadcast=direct
-    PYCOMM_REPLACE        gloo | nccl | gloo,nccl    nothing     these names of torch.distributed backends mean pycomm
-    PYCOMM_HOST_ID        a word                     boot id     ranks with the same word share memory: simulates several hosts on one
-    PYCOMM_THREADS        1 or more                  by cores    threads that reduce and copy, per rank
-    PYCOMM_STAGING_BYTES  bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
-    PYCOMM_CMA            0 | 1                      probed      may a rank read the memory of another (process_vm_readv)
-    PYCOMM_CUDA_PROTOCOL  resident |                 by devices  how ranks wait for each other on a GPU (csrc/cuda/topology.h)
-                          stream_ordered
-    PYCOMM_CUDA_STAGING_BYTES  bytes, or 8M, 1G      16M         staging memory of a group on a device, per rank
-    PYCOMM_FUSED          auto plain chunked fused   auto        form of the operations of pycomm.fused (pycomm/fused/choice.py)
-    PYCOMM_CACHE          a folder               see below   what was measured on this machine (pycomm/fused/tuner.py)
-    TRITON_INTERPRET      0 | 1                      0           Triton's: kernels run in its interpreter, on CPU tensors
-    CUDA_DEVICE_MAX_CONNECTIONS  1 to 32             8           the driver's: hardware queues, which ranks as threads on one GPU need
-    PYCOMM_LOG            debug info warning error   warning     what the logger "pycomm" lets through
+    variable                     value                      default     meaning
+    RANK                         0 to WORLD_SIZE-1          required    \\
+    WORLD_SIZE                   1 or more                  required     | set by torchrun, read where a
+    MASTER_ADDR                  host name                  required     | Communicator is made without store;
+    MASTER_PORT                  1 to 65535                 required     | the meaning is torch.distributed's
+    LOCAL_RANK                   0 or more                  RANK        /
+    PYCOMM_TIMEOUT               seconds, above 0 to 1e8    300         how long an operation waits for peers
+    PYCOMM_ALGORITHM             op=algorithm,...           a table     algorithm of an operation, e.g.
+                                                                        all_reduce=ring,broadcast=direct
+    PYCOMM_REPLACE               gloo | nccl | gloo,nccl    nothing     these names of torch.distributed
+                                                                        backends mean pycomm
+    PYCOMM_HOST_ID               a word                     boot id     ranks with the same word share memory:
+                                                                        simulates several hosts on one
+    PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
+    PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
+    PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
+                                                                        (process_vm_readv)
+    PYCOMM_CUDA_PROTOCOL         resident | stream_ordered  by devices  how ranks wait for each other on a GPU
+                                                                        (csrc/cuda/protocol.h)
+    PYCOMM_CUDA_STAGING_BYTES    bytes, or 8M, 1G           16M         staging memory of a group on a device,
+                                                                        per rank
+    PYCOMM_FUSED                 auto plain chunked fused   auto        form of the operations of pycomm.fused
+                                                                        (pycomm/fused/choice.py)
+    PYCOMM_TUNED                 a file | 0                 see below   the table that `python -m
+                                                                        pycomm.benchmarks tune` has written;
+                                                                        0: use the built-in one
+    PYCOMM_CACHE                 a folder                   see below   what was measured on this machine
+                                                                        (pycomm/fused/tuner.py, tuned.py)
+    TRITON_INTERPRET             0 | 1                      0           Triton's: kernels run in its
+                                                                        interpreter, on CPU tensors
+    CUDA_DEVICE_MAX_CONNECTIONS  1 to 32                    8           the driver's: hardware queues, which
+                                                                        ranks as threads on one GPU need
+    PYCOMM_LOG                   debug info warning error   warning     what the logger "pycomm" lets through
 
-PYCOMM_CACHE is by default pycomm in the folder XDG_CACHE_HOME, which is by default ~/.cache.
+PYCOMM_CACHE is by default pycomm in the folder XDG_CACHE_HOME, which is by default ~/.cache. PYCOMM_TUNED is
+by default tuned-CPU-CORES.json in PYCOMM_CACHE, with the machine's processor and its number of cores.
 
-A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and what is allowed. Each
-function reads what is set when it is called; only logger() keeps its first answer.
+A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and
+what is allowed. Each function reads what is set when it is called; only logger() keeps its first answer.
 """
 
 import functools
@@ -35,11 +49,19 @@ import re
 from typing import NamedTuple
 
 # what PYCOMM_ALGORITHM may name
-OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter send recv barrier".split()
+OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter".split()
+OPERATIONS += ["send", "recv", "barrier"]
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
 CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
 FUSED_FORMS = ("auto", "plain", "chunked", "fused")
+LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
+# all variables of pycomm's own; tests/test_doctor.py compares them with the table above
+VARIABLES = (
+    "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_THREADS PYCOMM_STAGING_BYTES "
+    "PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED PYCOMM_TUNED PYCOMM_CACHE "
+    "PYCOMM_LOG"
+).split()
 
 
 class Launch(NamedTuple):
@@ -67,7 +89,9 @@ class Settings(NamedTuple):
 
 
 def launch():
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError if one is missing or wrong."""
+    """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError if one is missing or
+    wrong.
+    """
     world_size = _integer("WORLD_SIZE", _required("WORLD_SIZE"), 1)
     rank = _integer("RANK", _required("RANK"), 0, world_size - 1)
     local_rank = _get("LOCAL_RANK")
@@ -97,12 +121,16 @@ def settings():
         cma=None if cma is None else cma == "1",
         cuda_protocol=protocol,
         cuda_staging_bytes=_nbytes("PYCOMM_CUDA_STAGING_BYTES"),
-        cuda_connections=None if connections is None else _integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
+        cuda_connections=None
+        if connections is None
+        else _integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
     )
 
 
 def replaced_backends():
-    """Reads PYCOMM_REPLACE: the names of torch.distributed backends that mean pycomm, often none. Raises ValueError."""
+    """Reads PYCOMM_REPLACE: the names of torch.distributed backends that mean pycomm, often none. Raises
+    ValueError.
+    """
     value = _get("PYCOMM_REPLACE")
     if value is None:
         return ()
@@ -113,16 +141,32 @@ def replaced_backends():
 
 
 def fused():
-    """Reads PYCOMM_FUSED: the form that the operations of pycomm.fused are to take, "auto" where a table chooses. Raises ValueError."""
+    """Reads PYCOMM_FUSED: the form that the operations of pycomm.fused are to take, "auto" where a table
+    chooses. Raises ValueError.
+    """
     value = _get("PYCOMM_FUSED") or "auto"
     if value not in FUSED_FORMS:
         raise _wrong("PYCOMM_FUSED", value, ", ".join(FUSED_FORMS))
     return value
 
 
+def tuned_file():
+    """What PYCOMM_TUNED says: a path, "0", or None where it is not set."""
+    return _get("PYCOMM_TUNED")
+
+
+def use_built_in_table():
+    """Sets PYCOMM_TUNED to 0 in this process and those it starts: what is measured must not depend on what
+    was measured before.
+    """
+    os.environ["PYCOMM_TUNED"] = "0"
+
+
 def cache_folder():
     """The folder for what was measured, by PYCOMM_CACHE or XDG_CACHE_HOME; it may not exist."""
-    return _get("PYCOMM_CACHE") or os.path.join(_get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pycomm")
+    return _get("PYCOMM_CACHE") or os.path.join(
+        _get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pycomm"
+    )
 
 
 def triton_interpret():
@@ -131,11 +175,24 @@ def triton_interpret():
 
 
 def allow_thread_ranks():
-    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 32 where it is not set: ranks that are threads of one process need a hardware queue per stream.
+    """Sets CUDA_DEVICE_MAX_CONNECTIONS to 32 where it is not set: ranks that are threads of one process need
+    a hardware queue per stream.
 
     In time only before CUDA is first used in the process.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+
+
+def launched():
+    """True where a launcher such as torchrun has started this process as one of several."""
+    return _get("RANK") is not None and _get("WORLD_SIZE") is not None
+
+
+def set_variables():
+    """All variables PYCOMM_... that are set, name -> value, also those that pycomm does not know."""
+    return {
+        name: os.environ[name] for name in sorted(os.environ) if name.startswith("PYCOMM_") and _get(name)
+    }
 
 
 def is_first_rank():
@@ -151,18 +208,25 @@ def logger():
         if level.lower() not in LOG_LEVELS:
             raise _wrong("PYCOMM_LOG", level, ", ".join(LOG_LEVELS))
         log.setLevel(level.upper())
-        if not log.hasHandlers():  # the level was asked for: show it, even in a program that set up no logging
+        if (
+            not log.hasHandlers()
+        ):  # the level was asked for: show it, even in a program that set up no logging
             log.addHandler(logging.StreamHandler())
     return log
 
 
-def set_place(rank, world_size):
-    """Sets in this process what torchrun would, for libraries that read their place from there (DeepSpeed)."""
-    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)})
+def set_place(rank, world_size, **others):
+    """Sets in this process what torchrun would, for libraries that read their place from there (DeepSpeed);
+    others: further variables of theirs, as texts.
+    """
+    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    os.environ.update(place | others)
 
 
 def for_child(**variables):
-    """The environment for a process that we start: a copy of ours, in which these variables are set, or removed where None."""
+    """The environment for a process that we start: a copy of ours, in which these variables are set, or
+    removed where None.
+    """
     child = {**os.environ, **{name: str(value) for name, value in variables.items()}}
     return {name: value for name, value in child.items() if variables.get(name, value) is not None}
 
@@ -178,13 +242,23 @@ def _wrong(name, value, allowed):
 def _required(name):
     value = _get(name)
     if value is None:
-        raise ValueError(f"{name} is not set in the environment. Start with torchrun, or pass store, rank and world_size.")
+        raise ValueError(
+            f"{name} is not set in the environment. Start with torchrun, or pass store, rank and world_size."
+        )
     return value
 
 
 def _integer(name, value, low, high=None):
-    if not re.fullmatch(r"\d{1,18}", value, re.ASCII) or int(value) < low or (high is not None and int(value) > high):
-        raise _wrong(name, value, f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}")
+    if (
+        not re.fullmatch(r"\d{1,18}", value, re.ASCII)
+        or int(value) < low
+        or (high is not None and int(value) > high)
+    ):
+        raise _wrong(
+            name,
+            value,
+            f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}",
+        )
     return int(value)
 
 
@@ -196,8 +270,8 @@ def _seconds(name):
         seconds = float(value)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < 1e9:  # also refuses nan
-        raise _wrong(name, value, "a number of seconds above 0")
+    if not 0 < seconds <= LONGEST_TIMEOUT:  # also refuses nan
+        raise _wrong(name, value, "a number of seconds above 0 and at most 1e8")
     return seconds
 
 
@@ -212,11 +286,17 @@ def _nbytes(name):
 
 
 def _algorithm(name):
-    """ "all_reduce=ring,broadcast=direct" as a dict. Which algorithms an operation has is the extension's to say."""
+    """ "all_reduce=ring,broadcast=direct" as a dict. Which algorithms an operation has is the extension's to
+    say.
+    """
     value, chosen = _get(name), {}
     for pair in value.split(",") if value else ():
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*", pair)
         if not match or match[1] not in OPERATIONS or match[1] in chosen:
-            raise _wrong(name, value, f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}")
+            raise _wrong(
+                name,
+                value,
+                f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}",
+            )
         chosen[match[1]] = match[2]
     return chosen

@@ -1,7 +1,8 @@
 """The errors of the wire: what went wrong between ranks.
 
-A wrong argument on this rank alone is a ValueError or TypeError; these are for what needs two ranks to see. All are
-torch.distributed.DistBackendError, so that code written for other backends of torch.distributed catches them.
+A wrong argument on this rank alone is a ValueError or TypeError; these are for what needs two ranks to see.
+All are torch.distributed.DistBackendError, so that code written for other backends of torch.distributed
+catches them.
 
 The message names the rank, the operation, both values and the way out:
 
@@ -33,7 +34,8 @@ class CommError(torch.distributed.DistBackendError):
 
 
 class MismatchError(CommError):
-    """The ranks of a group called different things: another operation, size, dtype, reduce-op, root, splits or message length.
+    """The ranks of a group called different things: another operation, size, dtype, reduce-op, root, splits
+    or message length.
 
     Raised on every rank of the group. No data of the operation was delivered.
     """
@@ -47,8 +49,12 @@ class PeerError(CommError):
 
 
 class CommTimeoutError(CommError, TimeoutError):
-    """A rank did not arrive before the deadline of the operation; `peer` is the first one missing, the message lists all."""
+    """A rank did not arrive before the deadline of the operation; `peer` is the first one missing, the
+    message lists all.
+    """
 
 
 class AbortedError(CommError):
-    """The group was aborted, by abort() on this rank from another thread or on another rank, or it is already closed."""
+    """The group was aborted, by abort() on this rank from another thread or on another rank, or it is already
+    closed.
+    """

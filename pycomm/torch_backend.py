@@ -1,35 +1,44 @@
-"""Makes the torch.distributed backend of a group: what init_process_group("pycomm") and new_group() call, through pycomm/_autoload.py."""
+"""Makes the torch.distributed backend of a group: what init_process_group("pycomm") and new_group() call,
+through pycomm/_autoload.py.
+"""
 
 import functools
 import json
 import pickle
 
+import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
+from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import _C, env
-from pycomm.communicator import transport_options
+from pycomm.options import transport_options
 
-# Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not heard of, so the trace says
-# "gloo", whose operations have the same names and meaning.
+# Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not
+# heard of, so the trace says "gloo", whose operations have the same names and meaning.
 _TRACE_PREFIX = "gloo:"
 
-# It also takes neighbours with the same number for one coalesced call, even if one is a collective and the other a message, which are
-# counted apart; so messages are counted from here.
+# It also takes neighbours with the same number for one coalesced call, even if one is a collective and the
+# other a message, which are counted apart; so messages are counted from here.
 _FIRST_MESSAGE = 1 << 32
 
 
 def create(options, pg_options):
     """Returns the backend of one group; blocks until all ranks of it have come, at most the group's timeout.
 
-    options: torch's DistributedBackendOptions: store, group_rank, group_size, timeout, group_id, global_ranks_in_group.
-    pg_options: what the caller gave as pg_options; there is nothing to set, and options meant for another backend are ignored.
+    options: torch's DistributedBackendOptions: store, group_rank, group_size, timeout, group_id,
+    global_ranks_in_group.
+    pg_options: what the caller gave as pg_options; there is nothing to set, and options meant for another
+    backend are ignored.
     """
     if pg_options is not None:
-        env.logger().info("pg_options of type %s are ignored by the backend pycomm", type(pg_options).__name__)
+        env.logger().info(
+            "pg_options of type %s are ignored by the backend pycomm", type(pg_options).__name__
+        )
     settings = env.settings()
-    timeout = options.timeout.total_seconds()
+    timeout = _seconds(options.timeout.total_seconds())
     transport = transport_options(settings, options.group_id, timeout, options.group_size)
     show_in_flight_recorder()
+    show_in_ddp_logs()
     return _C.create_backend(
         options.store,
         options.group_rank,
@@ -41,15 +50,44 @@ def create(options, pg_options):
     )
 
 
+def _seconds(timeout):
+    """The time limit of a group. Programs written for other backends ask for a century to say "for ever"."""
+    if not timeout > 0:
+        raise ValueError(
+            f"the group's timeout of {timeout:g} s is not above 0; nothing in pycomm waits without a limit"
+        )
+    if timeout > env.LONGEST_TIMEOUT:
+        env.logger().info("the group's timeout of %g s is cut to 1e8 s (three years)", timeout)
+    return min(timeout, env.LONGEST_TIMEOUT)
+
+
 def _algorithm(name):
     if name not in _C.algorithms:
-        raise ValueError(f"PYCOMM_ALGORITHM names the algorithm {name!r}; there are {', '.join(_C.algorithms)}")
+        raise ValueError(
+            f"PYCOMM_ALGORITHM names the algorithm {name!r}; there are {', '.join(_C.algorithms)}"
+        )
     return _C.algorithms.index(name)
 
 
-# [Note: two flight recorders] torch's recorder is out of reach of a backend built outside torch (csrc/torch/flight_recorder.h), so ours
-# are two functions around torch's dump functions, which add our entries to what torch has. Whoever reads traces calls these functions
-# or reads files written from what they return (torchfrtrace).
+@functools.cache
+def show_in_ddp_logs():
+    """Lets DDP's logging data name pycomm: torch's logger, in C++, knows only that it is a plug-in."""
+    original = DistributedDataParallel._get_ddp_logging_data
+
+    @functools.wraps(original)
+    def with_our_name(self):
+        logged = original(self)
+        if logged.get("backend_name") == "custom" and dist.get_backend(self.process_group) == "pycomm":
+            logged["backend_name"] = "pycomm"
+        return logged
+
+    DistributedDataParallel._get_ddp_logging_data = with_our_name
+
+
+# [Note: two flight recorders] torch's recorder is out of reach of a backend built outside torch
+# (csrc/torch/flight_recorder.h), so ours are two functions around torch's dump functions, which add our
+# entries to what torch has. Whoever reads traces calls these functions or reads files written from what they
+# return (torchfrtrace).
 
 
 @functools.cache
@@ -76,7 +114,9 @@ def _with_ours(trace, include_collectives, only_active):
     records = _C.flight_records()
     for record in records:
         name = record["group_name"]
-        trace["pg_config"].setdefault(name, {"name": name, "desc": record["group_desc"], "ranks": str(record["global_ranks"])})
+        trace["pg_config"].setdefault(
+            name, {"name": name, "desc": record["group_desc"], "ranks": str(record["global_ranks"])}
+        )
     if include_collectives:
         entries = trace.setdefault("entries", [])
         entries += [_entry(record) for record in records if not (only_active and record["completed_ns"])]

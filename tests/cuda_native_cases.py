@@ -1,4 +1,6 @@
-"""The native API in tests/test_cuda_python.py: each function runs in a process of its own, on CUDA tensors of tests/fake_cuda.py."""
+"""The native API in tests/test_cuda_python.py: each function runs in a process of its own, on CUDA tensors of
+tests/fake_cuda.py.
+"""
 
 import contextlib
 import os
@@ -39,7 +41,7 @@ class Ranks:
         return work.wait()
 
 
-# --- the operations: fn(ranks, n, r, c) -> (result, expected); n = world_size, r = rank, c = a count --------------------------------------
+# --- the operations: fn(ranks, n, r, c) -> (result, expected); n = world_size, r = rank, c = a count
 
 
 def all_reduce(o, n, r, c):
@@ -95,12 +97,16 @@ def all_gather_list(o, n, r, c):
 
 
 def reduce_scatter(o, n, r, c):
-    return o.call(o.comm.reduce_scatter, o.data(r, n * c)), sum(data(p, n * c) for p in range(n))[r * c : (r + 1) * c]
+    return o.call(o.comm.reduce_scatter, o.data(r, n * c)), sum(data(p, n * c) for p in range(n))[
+        r * c : (r + 1) * c
+    ]
 
 
 def reduce_scatter_list(o, n, r, c):
     parts = [o.data(100 * r + p, c + p) for p in range(n)]
-    return o.call(o.comm.reduce_scatter, parts, o.empty(c + r)), sum(data(100 * p + r, c + r) for p in range(n))
+    return o.call(o.comm.reduce_scatter, parts, o.empty(c + r)), sum(
+        data(100 * p + r, c + r) for p in range(n)
+    )
 
 
 def all_to_all(o, n, r, c):
@@ -153,8 +159,24 @@ def messages(o, n, r, c):
     return out, data(left, 2, c).t()
 
 
-OPERATIONS = [all_reduce, all_reduce_integers, all_reduce_average, all_reduce_strided, all_reduce_overlapping, reduce, broadcast]
-OPERATIONS += [all_gather, all_gather_list, reduce_scatter, reduce_scatter_list, all_to_all, all_to_all_uneven, all_to_all_list]
+OPERATIONS = [
+    all_reduce,
+    all_reduce_integers,
+    all_reduce_average,
+    all_reduce_strided,
+    all_reduce_overlapping,
+    reduce,
+    broadcast,
+]
+OPERATIONS += [
+    all_gather,
+    all_gather_list,
+    reduce_scatter,
+    reduce_scatter_list,
+    all_to_all,
+    all_to_all_uneven,
+    all_to_all_list,
+]
 OPERATIONS += [all_to_all_overlapping, gather, scatter, messages]
 
 
@@ -168,13 +190,15 @@ def every_operation(comm, device, protocol):
                 try:
                     equal(result, expected)
                 except AssertionError as error:
-                    raise AssertionError(f"{operation.__name__} count={count} async_op={async_op}: {error}") from error
+                    raise AssertionError(
+                        f"{operation.__name__} count={count} async_op={async_op}: {error}"
+                    ) from error
     comm.barrier()
     facts = comm.describe()["cuda"]
     assert (facts["protocol"], facts["device"]) == (protocol, f"cuda:{device}"), facts
 
 
-# --- groups of ranks -------------------------------------------------------------------------------------------------------------------
+# --- groups of ranks
 
 
 def threads(world_size, body, *args, devices=1, **options):
@@ -214,11 +238,13 @@ def operations_in_processes(world_size, devices, protocol):
     processes(world_size, every_operation, protocol, devices=devices)
 
 
-# --- streams ---------------------------------------------------------------------------------------------------------------------------
+# --- streams
 
 
 def host_runs_ahead(comm, device):
-    """Neither an operation nor the wait for one holds up the host; what comes after it in the stream does wait."""
+    """Neither an operation nor the wait for one holds up the host; what comes after it in the stream does
+    wait.
+    """
     r, n = comm.rank, comm.world_size
     x, y = data(r, 100).to("cuda"), data(r, 50).to("cuda")
     comm.all_reduce(x.clone())  # sets up
@@ -256,7 +282,9 @@ def wait_holds_the_stream(comm, device):
 
 
 def dropped_tensors(comm, device):
-    """Tensors whose last reference goes while operations on them are under way, and whose memory is spoilt when it is given back."""
+    """Tensors whose last reference goes while operations on them are under way, and whose memory is spoilt
+    when it is given back.
+    """
     n = comm.world_size
     results = []
     for i in range(20):
@@ -323,7 +351,7 @@ def registered(comm, device):
 STREAMS = [host_runs_ahead, wait_holds_the_stream, dropped_tensors, two_streams, both_devices, registered]
 
 
-# --- errors ----------------------------------------------------------------------------------------------------------------------------
+# --- errors
 
 
 @contextlib.contextmanager
@@ -371,7 +399,9 @@ def mismatch(comm, device):
     """Told on both ranks; a resident group goes on."""
     r = comm.rank
     comm.all_reduce(torch.ones(8, device="cuda"))
-    with raises(pycomm.MismatchError, f"[rank {r}/2] all_reduce", "count", rank=r, world_size=2, op="all_reduce"):
+    with raises(
+        pycomm.MismatchError, f"[rank {r}/2] all_reduce", "count", rank=r, world_size=2, op="all_reduce"
+    ):
         comm.all_reduce(torch.ones(8 + r, device="cuda"), async_op=True).wait(10.0)
     if comm.describe()["cuda"]["protocol"] == "resident":
         assert comm.all_reduce(torch.ones(1, device="cuda")).item() == 2

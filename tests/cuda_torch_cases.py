@@ -1,4 +1,6 @@
-"""torch.distributed in tests/test_cuda_python.py: each function runs in a process of its own, on CUDA tensors of tests/fake_cuda.py."""
+"""torch.distributed in tests/test_cuda_python.py: each function runs in a process of its own, on CUDA tensors
+of tests/fake_cuda.py.
+"""
 
 import os
 import signal
@@ -17,7 +19,9 @@ SIZE = 1000
 
 
 def ranks(world_size, body, *args, **options):
-    """body(rank, world_size, *args) in forked ranks of a default group, each in a stream of its own; each checks that it leaves nothing."""
+    """body(rank, world_size, *args) in forked ranks of a default group, each in a stream of its own; each
+    checks that it leaves nothing.
+    """
 
     def rank(r, n):
         with fake_cuda.stream():
@@ -41,7 +45,7 @@ def total(n, *shape):
     return sum(data(p, *shape) for p in range(n))
 
 
-# --- the operations: fn(rank, n, call) -> (result, expected); call(f, *args) runs it synchronously or not ---------------------------------
+# --- the operations: fn(rank, n, call) -> (result, expected); call(f, *args) runs it synchronously or not
 
 
 def all_reduce(r, n, call):
@@ -124,7 +128,16 @@ def scatter(r, n, call):
     return out, data(r, SIZE)
 
 
-OPERATIONS = [all_reduce, all_reduce_average, reduce, broadcast, all_gather, all_gather_into_tensor, reduce_scatter, reduce_scatter_tensor]
+OPERATIONS = [
+    all_reduce,
+    all_reduce_average,
+    reduce,
+    broadcast,
+    all_gather,
+    all_gather_into_tensor,
+    reduce_scatter,
+    reduce_scatter_tensor,
+]
 OPERATIONS += [all_to_all_single, all_to_all_single_uneven, all_to_all, gather, scatter]
 
 
@@ -188,7 +201,9 @@ def coalescing(r, n):
 
 
 def futures(r, n):
-    """A callback runs in stream order, at once for the host; its value orders the stream of whoever waits for it."""
+    """A callback runs in stream order, at once for the host; its value orders the stream of whoever waits for
+    it.
+    """
     x = cuda(r, SIZE)
     dist.all_reduce(x.clone())
     fake_cuda.synchronize()
@@ -256,7 +271,9 @@ def new_groups(r, n):
 
 
 def data_parallel(r, n):
-    """DistributedDataParallel over CUDA parameters: the averaged gradients are those of one process with all the data."""
+    """DistributedDataParallel over CUDA parameters: the averaged gradients are those of one process with all
+    the data.
+    """
     torch.manual_seed(0)
     alone = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
@@ -273,7 +290,9 @@ def data_parallel(r, n):
 
 
 def traced(r, n):
-    """The flight recorder sees what runs in a stream, with numbers and ends; what is synchronous stays in the caller's stream."""
+    """The flight recorder sees what runs in a stream, with numbers and ends; what is synchronous stays in the
+    caller's stream.
+    """
     x = cuda(r, SIZE)
     dist.all_reduce(x.clone())
     fake_cuda.synchronize()
@@ -328,7 +347,9 @@ def wrong_arguments(r, n):
 
 
 def allocate_tensor(r, n):
-    """Registered memory by torch's hook: whole and in slices; freed in another order on each rank, while peers go on with theirs."""
+    """Registered memory by torch's hook: whole and in slices; freed in another order on each rank, while
+    peers go on with theirs.
+    """
     backend, device = dist.group.WORLD._get_backend(torch.device("cuda")), torch.device("cuda")
 
     def registered(count):
@@ -360,7 +381,18 @@ def allocate_tensor(r, n):
     equal(x.cpu(), torch.full((n * SIZE,), float(n)))
 
 
-CASES = [every_operation, messages, coalescing, futures, host_runs_ahead, both_devices, new_groups, data_parallel, traced, under_way]
+CASES = [
+    every_operation,
+    messages,
+    coalescing,
+    futures,
+    host_runs_ahead,
+    both_devices,
+    new_groups,
+    data_parallel,
+    traced,
+    under_way,
+]
 CASES += [mismatch, wrong_arguments, allocate_tensor]
 
 

@@ -1,11 +1,14 @@
-"""pycomm on CUDA tensors without a GPU: a variant of the extension for tests, and the processes in which it runs.
+"""pycomm on CUDA tensors without a GPU: a variant of the extension for tests, and the processes in which it
+runs.
 
-The variant is made by linking the object files of the normal build with a driver that lives in host memory (tests/cpp/cuda/fake_*.cc), the
-kernels on fibers (fake_launch.cc) and a CUDA device for torch over both (fake_torch_device.h), in place of launch.cu or stub.cc. So what is
-tested are the very object files that users get. It needs a torch built without CUDA, whose place for that device is free.
+The variant is made by linking the object files of the normal build with a driver that lives in host memory
+(tests/cpp/cuda/fake_*.cc), the kernels on fibers (fake_launch.cc) and a CUDA device for torch over both
+(fake_torch_device.h), in place of launch.cu or stub.cc. So what is tested are the very object files that
+users get. It needs a torch built without CUDA, whose place for that device is free.
 
-pybind11 types can be registered once per process, so the variant and the normal extension exclude each other. A Server is a process with
-the variant; it forks one for each case, and that one forks ranks: as with CUDA nobody may fork after the first use.
+pybind11 types can be registered once per process, so the variant and the normal extension exclude each other.
+A Server is a process with the variant; it forks one for each case, and that one forks ranks: as with CUDA
+nobody may fork after the first use.
 
     with Server() as server:
         server.run("cuda_native_cases.abort", devices=1)      a function of that module, in a fresh process
@@ -31,7 +34,14 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "cpp" / "cuda"
-SOURCES = ("fake_torch_module", "fake_launch", "fake_torch_device", "fake_driver", "fake_streams", "fake_virtual_memory")
+SOURCES = (
+    "fake_torch_module",
+    "fake_launch",
+    "fake_torch_device",
+    "fake_driver",
+    "fake_streams",
+    "fake_virtual_memory",
+)
 FIBERS = ("fiber", "fiber_ops", "machine")
 FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
@@ -39,7 +49,7 @@ REPLACED = ("stub.cc",)  # and what nvcc makes, which has no source of this endi
 LIMIT = 40  # seconds of a case
 
 
-# --- building ---------------------------------------------------------------------------------------------------------------------------
+# --- building --------------------
 
 
 def normal_objects():
@@ -49,7 +59,11 @@ def normal_objects():
     sources = [path for path in sorted((ROOT / "csrc").rglob("*.cc")) if path.name not in REPLACED]
     objects = [(built / path.relative_to(ROOT)).with_suffix(".o") for path in sources]
     pairs = zip(objects, sources, strict=True)
-    old = [str(path) for path, source in pairs if not path.exists() or path.stat().st_mtime < source.stat().st_mtime]
+    old = [
+        str(path)
+        for path, source in pairs
+        if not path.exists() or path.stat().st_mtime < source.stat().st_mtime
+    ]
     assert not old, f"build the extension first: {old}"
     return objects
 
@@ -58,7 +72,7 @@ def build():
     """Path of the variant; made anew when a source or an object file has changed."""
     folder = ROOT / "build" / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
-    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.cuh"), *HERE.glob("*.h")]
+    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("*.h")]
     common = _digest(sorted(headers)) + torch.__version__ + " ".join(FLAGS)
     with ThreadPoolExecutor(2) as pool:
         own = list(pool.map(lambda name: _compile(HERE / f"{name}.cc", folder, common), [*SOURCES, *FIBERS]))
@@ -78,12 +92,23 @@ def _digest(paths):
 
 
 def _compile(source, folder, common):
-    target = folder / f"{source.stem}-{hashlib.sha256((common + _digest([source])).encode()).hexdigest()[:16]}.o"
+    target = (
+        folder / f"{source.stem}-{hashlib.sha256((common + _digest([source])).encode()).hexdigest()[:16]}.o"
+    )
     if not target.exists():
         _forget(folder, f"{source.stem}-*.o")
         include = Path(torch.__file__).parent / "include"
         folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
-        _command(["g++", *FLAGS, *(part for path in folders for part in ("-isystem", str(path))), "-c", str(source)], target)
+        _command(
+            [
+                "g++",
+                *FLAGS,
+                *(part for path in folders for part in ("-isystem", str(path))),
+                "-c",
+                str(source),
+            ],
+            target,
+        )
     return target
 
 
@@ -99,7 +124,7 @@ def _forget(folder, pattern):
         path.unlink(missing_ok=True)
 
 
-# --- in a process with the variant ------------------------------------------------------------------------------------------------------
+# --- in a process with the variant --------------------
 
 
 def load(library):
@@ -118,7 +143,9 @@ def load(library):
 
 @contextlib.contextmanager
 def stream(device=0):
-    """A stream of torch's pool is current, as with torch.cuda.stream(torch.cuda.Stream()). What is in it has run at the end."""
+    """A stream of torch's pool is current, as with torch.cuda.stream(torch.cuda.Stream()). What is in it has
+    run at the end.
+    """
     made = driver.new_stream(device)
     before = driver.exchange_stream(made, device)
     try:
@@ -159,7 +186,7 @@ def check_nothing_left():
     assert not driver.violations(), driver.violations()
 
 
-# --- the server -------------------------------------------------------------------------------------------------------------------------
+# --- the server --------------------
 
 
 # torch asks for its CUDA hooks while it is imported: ours are in the process before.
@@ -176,9 +203,20 @@ class Server:
 
     def __init__(self):
         environment = {**os.environ, "CUDA_DEVICE_MAX_CONNECTIONS": "32", "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", BOOT, str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"), str(build())]
+        command = [
+            sys.executable,
+            "-c",
+            BOOT,
+            str(Path(torch.__file__).parent / "lib" / "libtorch_python.so"),
+            str(build()),
+        ]
         self._process = subprocess.Popen(
-            command, cwd=Path(__file__).parent, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=Path(__file__).parent,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
         )
 
     def __enter__(self):
@@ -193,7 +231,9 @@ class Server:
             self._process.stdout.close()
 
     def run(self, case, *args, **settings):
-        """Fails with what the case has printed unless it returns. settings: of FakeSettings in fake_driver.h."""
+        """Fails with what the case has printed unless it returns. settings: of FakeSettings in
+        fake_driver.h.
+        """
         self._process.stdin.write(json.dumps([case, args, settings]) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()

@@ -1,11 +1,14 @@
 """Ranks as forked processes for the tests of faults: a test can kill, stop and question each.
 
-Each child runs body(comm, link); the test talks to it through a pipe (`link`). Every wait has a limit, in the test (LIMIT) and in the
-children (an alarm that ends them), so a hang is a failure and not a stuck machine.
+Each child runs body(comm, link); the test talks to it through a pipe (`link`). Every wait has a limit, in the
+test (LIMIT) and in the children (an alarm that ends them), so a hang is a failure and not a stuck machine.
 
-[Note: how fast is fast] The contract is 0.2 s from the death to the error on every survivor. Both moments are read from CLOCK_MONOTONIC,
-which all processes of a machine share. The tests run with more ranks than cores beside other jobs, so they ask for the contract in the
-median over all survivors and tries of a test, and for HARD_LIMIT always.
+[Note: how fast is fast] The contract is 0.2 s from the death to the error on every survivor. Both moments are
+read from CLOCK_MONOTONIC, which all processes of a machine share. The tests ask for the contract in the
+median over all survivors and tries of a test, and for HARD_LIMIT always. They run with more ranks than cores
+beside other jobs: the time for which a process was ready and had no core (Linux counts it in schedstat) is
+nobody's delay, and is taken off. So a busy machine fails no test, and on a free one next to nothing is taken
+off.
 """
 
 import contextlib
@@ -14,51 +17,63 @@ import signal
 import statistics
 import tempfile
 import time
-from multiprocessing.connection import Pipe
+from typing import NamedTuple
 
 import torch
 
 from pycomm import Communicator
+from pycomm.testing import RankProcesses
 
 CONTRACT, HARD_LIMIT = 0.2, 1.0  # seconds, see the note above
 LIMIT = 20.0  # seconds that a test waits for a message of a child
 
 
+def queued(pid="self"):
+    """Seconds for which the threads of a process were ready and had no core, since it began."""
+    total = 0
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with (
+                contextlib.suppress(OSError, IndexError),
+                open(f"/proc/{pid}/task/{thread}/schedstat") as stat,
+            ):
+                total += int(stat.read().split()[1])
+    return total * 1e-9
+
+
+class Seconds(NamedTuple):
+    wall: float
+    own: float  # without the time without a core
+
+
+class Moment(NamedTuple):
+    when: float
+    queued: dict  # by process
+
+
 class Group:
-    """`world_size` forked ranks of a group, each running body(comm, link). What is left of them is killed at the end."""
+    """`world_size` forked ranks of a group, each running body(comm, link). What is left of them is killed at
+    the end.
+    """
 
     def __init__(self, world_size, body, **options):
         self.world_size = world_size
-        self.pids, self.links = [], []
         self._folder = tempfile.TemporaryDirectory(prefix="pycomm-")
-        for rank in range(world_size):
-            ours, theirs = Pipe()
-            pid = os.fork()
-            if pid == 0:
-                for link in [*self.links, ours]:
-                    link.close()
-                _child(rank, world_size, body, theirs, os.path.join(self._folder.name, "store"), options)
-            theirs.close()
-            self.pids.append(pid)
-            self.links.append(ours)
+        store = os.path.join(self._folder.name, "store")
+        self._ranks = RankProcesses(world_size, _rank, world_size, body, store, options, limit=60)
+        self.links = self._ranks.links
+        self.pids = [process.pid for process in self._ranks.processes.values()]
 
     def __enter__(self):
         self.expect("ready")
         return self
 
     def __exit__(self, *ignored):
-        for rank in range(self.world_size):
-            self.kill(rank)
-        for link in self.links:
-            link.close()
-        for pid in self.pids:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(pid, 0)
+        self._ranks.close()
         self._folder.cleanup()
 
     def get(self, rank):
-        assert self.links[rank].poll(LIMIT), f"rank {rank} said nothing for {LIMIT} s: it hangs"
-        return self.links[rank].recv()
+        return self._ranks.recv(rank, LIMIT)
 
     def expect(self, message):
         """The next message of every rank is this one."""
@@ -70,47 +85,63 @@ class Group:
         for rank in ranks:
             self.links[rank].send("go")
 
+    def moment(self, when=None):
+        """Now, or `when`, which a rank has just sent."""
+        at = {pid: queued(pid) for pid in self.pids}
+        return Moment(time.monotonic() if when is None else when, at)
+
+    def delays(self, then, reports, dead=None):
+        """Seconds from `then` to the failures that survivors report; dead: who had to end first."""
+        victim = 0.0 if dead is None else max(0.0, queued(self.pids[dead]) - then.queued[self.pids[dead]])
+        return [
+            report["when"] - then.when - victim - (report["queued"] - then.queued[report["pid"]])
+            for report in reports
+        ]
+
     def kill(self, rank, number=signal.SIGKILL):
         """Returns the moment just before the signal."""
-        now = time.monotonic()
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pids[rank], number)
+        now = self.moment()
+        self._ranks.kill(rank, number)
         return now
+
+    def join(self, rank):
+        self._ranks.processes[rank].join(LIMIT)
 
     def others(self, *ranks):
         return [rank for rank in range(self.world_size) if rank not in ranks]
 
 
-def _child(rank, world_size, body, link, path, options):
-    """Never returns. Says what the body returned or raised, then stays until it is killed, so that its own end disturbs nobody."""
-    signal.alarm(60)
-    torch.set_num_threads(1)
+def _rank(rank, link, world_size, body, path, options):
+    """Says what the body returned or raised, then stays until it is killed, so that its own end disturbs
+    nobody.
+    """
     try:
-        options.setdefault("timeout", 30.0)
-        comm = Communicator(torch.distributed.FileStore(path, world_size), rank, world_size, **options)
+        store = torch.distributed.FileStore(path, world_size)
+        comm = Communicator(store, rank, world_size, **{"timeout": 30.0, **options})
         link.send("ready")
         result = body(comm, link)
     except BaseException as error:
         result = failure(error)
     link.send(result)
     signal.pause()
-    os._exit(0)
 
 
 def failure(error):
     """What a test wants to know about an error, and when it came."""
     facts = {name: getattr(error, name, None) for name in ("peer", "op", "rank")}
-    return {"kind": type(error).__name__, "text": str(error), "when": time.monotonic(), **facts}
+    when = {"when": time.monotonic(), "queued": queued(), "pid": os.getpid()}
+    return {"kind": type(error).__name__, "text": str(error), **when, **facts}
 
 
 def attempt(call, *args, **options):
-    """(seconds, failure or result) of a call."""
-    start = time.monotonic()
+    """(Seconds, failure or result) of a call."""
+    before, start = queued(), time.monotonic()
     try:
         result = call(*args, **options)
     except Exception as error:
         result = failure(error)
-    return time.monotonic() - start, result
+    wall = time.monotonic() - start
+    return Seconds(wall, max(0.0, wall - (queued() - before))), result
 
 
 def check_named(report, dead, phase=""):

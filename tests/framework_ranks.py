@@ -1,7 +1,10 @@
-"""One rank of a small training under a framework, for test_frameworks.py:  python framework_ranks.py FRAMEWORK BACKEND FILE
+"""One rank of a small training under a framework, for test_frameworks.py:
 
-BACKEND is the name that the framework is given, "pycomm" or "gloo"; under PYCOMM_REPLACE=gloo the latter means pycomm too. Rank 0 writes to
-FILE which backend torch.distributed has used and the parameters after the training.
+    python framework_ranks.py FRAMEWORK BACKEND FILE
+
+BACKEND is the name that the framework is given, "pycomm" or "gloo"; under PYCOMM_REPLACE=gloo the latter
+means pycomm too. Rank 0 writes to FILE which backend torch.distributed has used and the parameters after the
+training.
 """
 
 import os
@@ -23,7 +26,9 @@ def new_model():
 def dataset():
     generator = torch.Generator().manual_seed(1)
     count = 2 * STEPS * BATCH
-    return torch.utils.data.TensorDataset(torch.randn(count, 12, generator=generator), torch.randn(count, 4, generator=generator))
+    return torch.utils.data.TensorDataset(
+        torch.randn(count, 12, generator=generator), torch.randn(count, 4, generator=generator)
+    )
 
 
 def accelerate(backend):
@@ -35,7 +40,9 @@ def accelerate(backend):
     accelerator = Accelerator(cpu=True)
     net = new_model()
     net, optimizer, loader = accelerator.prepare(
-        net, torch.optim.AdamW(net.parameters(), 1e-2), torch.utils.data.DataLoader(dataset(), BATCH, shuffle=True)
+        net,
+        torch.optim.AdamW(net.parameters(), 1e-2),
+        torch.utils.data.DataLoader(dataset(), BATCH, shuffle=True),
     )
     seen = 0
     for x, y in loader:
@@ -103,7 +110,9 @@ def lightning_trainer(backend):
 def deepspeed(backend, stage):
     import deepspeed as ds
 
-    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # its own kernel for inference: compiled at first use, a minute
+    ds.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # its own kernel for inference: compiled at first use, a minute
+    )
     ds.init_distributed(dist_backend=backend, auto_mpi_discovery=False, verbose=False)
     net = new_model()
     config = {
@@ -113,7 +122,11 @@ def deepspeed(backend, stage):
         "gradient_clipping": 1.0,
     }
     engine, _, loader, _ = ds.initialize(
-        model=net, optimizer=torch.optim.AdamW(net.parameters(), 1e-2), training_data=dataset(), config=config, dist_init_required=False
+        model=net,
+        optimizer=torch.optim.AdamW(net.parameters(), 1e-2),
+        training_data=dataset(),
+        config=config,
+        dist_init_required=False,
     )
     for x, y in loader:
         engine.backward(F.mse_loss(engine(x), y))
@@ -126,7 +139,10 @@ def main(framework, backend, path):
     name, _, stage = framework.partition(":")
     result = globals()[name](backend, *map(int, stage.split())) if stage else globals()[name](backend)
     parameters = [parameter.detach().clone() for parameter in result]
-    used = dist.get_backend(), dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).name()
+    used = (
+        dist.get_backend(),
+        dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).name(),
+    )
     dist.barrier()
     if dist.get_rank() == 0:
         torch.save({"used": used, "parameters": parameters}, path)

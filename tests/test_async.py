@@ -1,4 +1,6 @@
-"""Asynchronous operations: issued in bulk, waited for in any order, polled, behind one another, on many groups and threads at once."""
+"""Asynchronous operations: issued in bulk, waited for in any order, polled, behind one another, on many
+groups and threads at once.
+"""
 
 import random
 import threading
@@ -9,16 +11,38 @@ import torch
 
 from pycomm.testing import run_ranks
 
-KINDS = ["all_reduce", "broadcast", "all_gather", "reduce_scatter", "all_to_all", "reduce", "gather", "scatter", "barrier"]
-RUNS = [("threads", 1, {}), ("threads", 2, {}), ("threads", 4, {}), ("processes", 2, {}), ("processes", 3, {"staging_bytes": 1 << 18})]
-runs = pytest.mark.parametrize(("mode", "n", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else None)
+KINDS = [
+    "all_reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "reduce",
+    "gather",
+    "scatter",
+    "barrier",
+]
+RUNS = [
+    ("threads", 1, {}),
+    ("threads", 2, {}),
+    ("threads", 4, {}),
+    ("processes", 2, {}),
+    ("processes", 3, {"staging_bytes": 1 << 18}),
+]
+runs = pytest.mark.parametrize(
+    ("mode", "n", "options"), RUNS, ids=lambda value: value if isinstance(value, str) else None
+)
 
 
 def issue(comm, kind, count, key):
-    """Issues one operation on whole numbers made from `key`: returns its work and a function that is true when the result is right."""
+    """Issues one operation on whole numbers made from `key`: returns its work and a function that is true
+    when the result is right.
+    """
     n, r, total = comm.world_size, comm.rank, comm.world_size * (comm.world_size - 1) // 2
     ramp = torch.arange(count, dtype=torch.float32) % 89 + key
-    grid = torch.stack([ramp + 100 * p for p in range(n)])  # row p: what rank p contributes, or what is for rank p
+    grid = torch.stack(
+        [ramp + 100 * p for p in range(n)]
+    )  # row p: what rank p contributes, or what is for rank p
     mine = grid[r].clone()
 
     def result_is(expected):
@@ -33,19 +57,27 @@ def issue(comm, kind, count, key):
     if kind == "reduce_scatter":
         return comm.reduce_scatter(grid + r, async_op=True), result_is(grid[r : r + 1] * n + total)
     if kind == "all_to_all":
-        return comm.all_to_all(grid + r, async_op=True), result_is(torch.stack([grid[r] + p for p in range(n)]))
+        return comm.all_to_all(grid + r, async_op=True), result_is(
+            torch.stack([grid[r] + p for p in range(n)])
+        )
     if kind == "reduce":
         right = result_is(ramp * n + 100 * total)
-        return comm.reduce(mine, key % n, async_op=True), right if r == key % n else lambda result: result is None
+        return comm.reduce(
+            mine, key % n, async_op=True
+        ), right if r == key % n else lambda result: result is None
     if kind == "gather":
-        return comm.gather(mine, root=key % n, async_op=True), result_is(grid) if r == key % n else lambda result: result is None
+        return comm.gather(mine, root=key % n, async_op=True), result_is(
+            grid
+        ) if r == key % n else lambda result: result is None
     if kind == "scatter":
         return comm.scatter(grid, torch.empty(count), key % n, async_op=True), result_is(grid[r])
     return comm.barrier(async_op=True), lambda result: result is None
 
 
 def bulk(comm, seed, length):
-    """Issues `length` operations, some of them synchronous, then waits for the rest in an order of this rank's own."""
+    """Issues `length` operations, some of them synchronous, then waits for the rest in an order of this
+    rank's own.
+    """
     plan, own = random.Random(seed), random.Random(seed * 100 + comm.rank)
     pending, wrong = [], []
     for key in range(length):
@@ -53,7 +85,9 @@ def bulk(comm, seed, length):
         pending.append((f"#{key} {kind}({count})", *issue(comm, kind, count, key)))
         while pending and plan.random() < 0.2:  # equal draws, unequal picks
             finish(pending.pop(own.randrange(len(pending))), wrong)
-        if plan.random() < 0.1 and not torch.equal(comm.all_reduce(torch.full((5,), 1.0)), torch.full((5,), float(comm.world_size))):
+        if plan.random() < 0.1 and not torch.equal(
+            comm.all_reduce(torch.full((5,), 1.0)), torch.full((5,), float(comm.world_size))
+        ):
             wrong.append(f"#{key}: the synchronous all_reduce behind {len(pending)} others")
     own.shuffle(pending)
     for entry in pending:
@@ -102,7 +136,9 @@ def test_polling_completes(mode, n, options):
 
 
 def early(comm):
-    """While rank 1 is away nothing that needs it is done, neither small nor large, and the sync call behind them waits in turn."""
+    """While rank 1 is away nothing that needs it is done, neither small nor large, and the sync call behind
+    them waits in turn.
+    """
     if comm.rank == 1:
         comm.recv(torch.empty(1), 0)
     works = [issue(comm, "all_reduce", count, key) for key, count in enumerate([3, 100003, 7])]
@@ -111,7 +147,9 @@ def early(comm):
         assert not any(work.done() for work, _ in works)
         comm.send(torch.zeros(1), 1)
     last = comm.all_gather(torch.tensor([comm.rank]))
-    assert all(work.done() for work, _ in works), "a later synchronous operation returned before the earlier ones were done"
+    assert all(work.done() for work, _ in works), (
+        "a later synchronous operation returned before the earlier ones were done"
+    )
     return last.flatten().tolist(), all(right(work.wait()) for work, right in works)
 
 
@@ -138,7 +176,9 @@ def test_progress_while_the_caller_computes(mode, n):
 
 
 def many_groups(comm, count):
-    """`count` groups of all ranks, with operations of all of them under way at once; issued in another order on every rank."""
+    """`count` groups of all ranks, with operations of all of them under way at once; issued in another order
+    on every rank.
+    """
     groups = [comm.split(0, key=-comm.rank if i % 2 else comm.rank) for i in range(count)]
     assert [group.rank for group in groups[:2]] == [comm.rank, comm.world_size - 1 - comm.rank]
     order = random.Random(comm.rank)
@@ -146,7 +186,9 @@ def many_groups(comm, count):
     for round_ in range(3):
         for i in order.sample(range(count), count):
             size = [3, 3001, 40009][(i + round_) % 3]
-            pending.append((f"group {i}", *issue(groups[i], KINDS[(i + round_) % len(KINDS)], size, 10 * i + round_)))
+            pending.append(
+                (f"group {i}", *issue(groups[i], KINDS[(i + round_) % len(KINDS)], size, 10 * i + round_))
+            )
     order.shuffle(pending)
     for entry in pending:
         finish(entry, wrong)
@@ -209,7 +251,9 @@ def test_threads_wait_for_works_of_one_group(mode, n):
 
 
 def overlapping_groups(comm):
-    """Rows and columns of a grid, and a window that slides over the ranks: every rank is in several groups, none is in all."""
+    """Rows and columns of a grid, and a window that slides over the ranks: every rank is in several groups,
+    none is in all.
+    """
     n, r, sums = comm.world_size, comm.rank, []
     row, column = comm.split(r // 2), comm.split(r % 2, key=-r)
     windows = [comm.split(0 if first <= r < first + 2 else None) for first in range(n - 1)]
@@ -252,7 +296,7 @@ def test_split_checks_its_color():
     assert run_ranks(2, body) == [(None, 2.0)] * 2
 
 
-def waits_shortly(comm):
+def waits_shortly(comm, waited):
     """A limit of time for wait() alone."""
     from pycomm import CommTimeoutError
 
@@ -261,10 +305,10 @@ def waits_shortly(comm):
         start = time.monotonic()
         with pytest.raises(CommTimeoutError, match="0.2"):
             work.wait(timeout=0.2)
+        waited.set()
         return time.monotonic() - start < 5
-    time.sleep(0.6)
-    return True
+    return waited.wait(20)
 
 
 def test_wait_with_a_limit():
-    assert run_ranks(2, waits_shortly, timeout=20) == [True, True]
+    assert run_ranks(2, waits_shortly, threading.Event(), timeout=20) == [True, True]

@@ -1,4 +1,5 @@
-"""The backend name "pycomm" in torch.distributed: known without an import, free of cost, and of effect on nobody who did not ask.
+"""The backend name "pycomm" in torch.distributed: known without an import, free of cost, and of effect on
+nobody who did not ask.
 
 Each case runs in a fresh interpreter: what a process does with the name cannot be undone in it.
 """
@@ -19,14 +20,19 @@ def says(group=None):
     x = torch.ones(3)
     dist.all_reduce(x, group=group)
     assert x.tolist() == [1, 1, 1]
-    return dist.get_backend(group), type((group or dist.group.WORLD)._get_backend(torch.device("cpu"))).__name__
+    backend = (group or dist.group.WORLD)._get_backend(torch.device("cpu"))
+    return dist.get_backend(group), type(backend).__name__
 """
 
 
 def run(code, **variables):
-    """Runs code in a fresh interpreter with these environment variables; returns its standard output and error, split in lines."""
+    """Runs code in a fresh interpreter with these environment variables; returns its standard output and
+    error, split in lines.
+    """
     child = env.for_child(**{"PYCOMM_REPLACE": None, "PYCOMM_LOG": None, "RANK": None, **variables})
-    done = subprocess.run([sys.executable, "-c", code], env=child, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=child, capture_output=True, text=True, check=False
+    )
     return done.stdout.splitlines(), done.stderr.splitlines()
 
 
@@ -40,27 +46,36 @@ def test_import_torch_registers_the_name_and_loads_nothing():
     code = """
 import sys, torch.distributed as dist
 ours = sorted(name for name in sys.modules if name.startswith("pycomm"))
-print(dist.is_backend_available("pycomm"), dist.Backend("PyComm"), dist.Backend.default_device_backend_map["cpu"], ours)
+default = dist.Backend.default_device_backend_map["cpu"]
+print(dist.is_backend_available("pycomm"), dist.Backend("PyComm"), default, ours)
 """
     assert result(code) == "True pycomm gloo ['pycomm', 'pycomm._autoload', 'pycomm.env']"
 
 
-def test_autoload_takes_less_than_5_ms():
-    """The time of our part of `import torch`, imports included. The best of 3: other programs on the machine only add to it."""
+def test_autoload_imports_three_small_modules_and_nothing_else():
+    """So that our part of `import torch` takes a few milliseconds."""
     code = """
-import time, torch
+import sys, torch
 from importlib.metadata import entry_points
 entry, = [e for e in entry_points(group="torch.backends") if e.name == "pycomm"]
-start = time.perf_counter()
+before = set(sys.modules)
 entry.load()()
-print((time.perf_counter() - start) * 1e3)
+new = sorted(set(sys.modules) - before)
+print(new, sum(open(sys.modules[name].__file__).read().count("\\n") for name in new) < 1000)
 """
-    assert min(float(result(code, TORCH_DEVICE_BACKEND_AUTOLOAD=0)) for _ in range(3)) < 5
+    assert (
+        result(code, TORCH_DEVICE_BACKEND_AUTOLOAD=0) == "['pycomm', 'pycomm._autoload', 'pycomm.env'] True"
+    )
 
 
-@pytest.mark.parametrize("order", ["import pycomm, torch", "import torch, pycomm", "from pycomm import CommError; import torch"])
+@pytest.mark.parametrize(
+    "order", ["import pycomm, torch", "import torch, pycomm", "from pycomm import CommError; import torch"]
+)
 def test_no_import_order_is_circular(order):
-    assert result(f"{order}\nimport torch.distributed as dist\nprint(dist.is_backend_available('pycomm'))") == "True"
+    assert (
+        result(f"{order}\nimport torch.distributed as dist\nprint(dist.is_backend_available('pycomm'))")
+        == "True"
+    )
 
 
 def test_registering_again_changes_nothing():
@@ -76,25 +91,48 @@ print(before == dict(dist.Backend._plugins), "PYCOMM" in before, dist.Backend.ba
 
 def test_without_torch_distributed_nothing_happens():
     code = "import torch.distributed as dist; dist.is_available = lambda: False; del dist.Backend\n"
-    assert result(code + "from pycomm import _autoload; _autoload.autoload(); print('fine')", TORCH_DEVICE_BACKEND_AUTOLOAD=0) == "fine"
-    assert result(code + "from pycomm import _autoload; _autoload.autoload(); print('fine')", PYCOMM_REPLACE="gloo") == "fine"
+    assert (
+        result(
+            code + "from pycomm import _autoload; _autoload.autoload(); print('fine')",
+            TORCH_DEVICE_BACKEND_AUTOLOAD=0,
+        )
+        == "fine"
+    )
+    assert (
+        result(
+            code + "from pycomm import _autoload; _autoload.autoload(); print('fine')", PYCOMM_REPLACE="gloo"
+        )
+        == "fine"
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_groups_of_gloo_are_as_without_us(backend):
-    """On torch <= 2.13 "cpu:gloo" lost its default backend to any installed plug-in: [Note: device-qualified names on torch <= 2.13]."""
-    code = GROUP + f"group({backend!r})\nprint(says()[1], dist.group.WORLD._get_sequence_number_for_group(), dist.group.WORLD.name())"
+    """On torch <= 2.13 "cpu:gloo" lost its default backend to any installed plug-in: [Note: device-qualified
+    names on torch <= 2.13].
+    """
+    code = (
+        GROUP
+        + f"group({backend!r})\nworld = dist.group.WORLD\n"
+        + "print(says()[1], world._get_sequence_number_for_group(), world.name())"
+    )
     assert result(code).split() == ["ProcessGroupGloo", "1", "gloo"]
 
 
 @pytest.mark.parametrize("backend", ["pycomm", "PYCOMM", "cpu:pycomm"])
 def test_group(backend):
-    assert result(GROUP + f"group({backend!r})\nname, kind = says()\nprint(name, kind != 'ProcessGroupGloo')") == "pycomm True"
+    assert (
+        result(GROUP + f"group({backend!r})\nname, kind = says()\nprint(name, kind != 'ProcessGroupGloo')")
+        == "pycomm True"
+    )
 
 
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", None])
 def test_replace_gloo(backend):
-    code = GROUP + f"group({backend!r})\nprint(*says(), says(dist.new_group([0], backend='gloo')), dist.Backend.GLOO)"
+    code = (
+        GROUP
+        + f"group({backend!r})\nprint(*says(), says(dist.new_group([0], backend='gloo')), dist.Backend.GLOO)"
+    )
     words = result(code, PYCOMM_REPLACE="gloo").split()
     assert words[0] == "pycomm" and words[-1] == "gloo" and "ProcessGroupGloo" not in " ".join(words)
 
@@ -107,18 +145,23 @@ def test_replace_nccl():
     ("replace", "meanings"),
     [
         (None, {"gloo": "gloo", "cpu:gloo": "cpu:gloo", "CPU:PyComm": "pycomm"}),
-        ("gloo", {"cpu:gloo,cuda:nccl": "cpu:pycomm,cuda:nccl", "fake": "fake", "mpi": "mpi", "nccl": "nccl"}),
+        (
+            "gloo",
+            {"cpu:gloo,cuda:nccl": "cpu:pycomm,cuda:nccl", "fake": "fake", "mpi": "mpi", "nccl": "nccl"},
+        ),
         ("nccl", {"gloo": "gloo", "cpu:gloo": "cpu:gloo", "NCCL": "pycomm"}),
         (" gloo , NCCL", {"CPU:Gloo": "pycomm", "nccl": "pycomm", "cpu:gloo,cuda:nccl": "pycomm"}),
     ],
 )
 def test_what_names_mean(replace, meanings):
-    code = f"import torch.distributed as dist; print({{name: str(dist.Backend(name)) for name in {list(meanings)}}})"
+    meant = f"{{name: str(dist.Backend(name)) for name in {list(meanings)}}}"
+    code = f"import torch.distributed as dist; print({meant})"
     assert result(code, PYCOMM_REPLACE=replace) == str(meanings)
 
 
 def test_replacement_is_said_once_and_by_rank_0_only():
-    code = "import torch.distributed as dist\nfor _ in range(3): dist.Backend('gloo'); dist.Backend('cpu:gloo')\nprint('end')"
+    asked = "for _ in range(3): dist.Backend('gloo'); dist.Backend('cpu:gloo')"
+    code = f"import torch.distributed as dist\n{asked}\nprint('end')"
     assert sum("means pycomm" in line for line in run(code, PYCOMM_REPLACE="gloo", RANK=0)[1]) == 1
     assert run(code, PYCOMM_REPLACE="gloo", RANK=1)[1] == []
     assert run(code, PYCOMM_REPLACE="gloo", PYCOMM_LOG="error")[1] == []
@@ -137,7 +180,8 @@ def test_default_cpu_backend():
 import pycomm
 pycomm.set_default_cpu_backend(); pycomm.set_default_cpu_backend()
 group()
-print(says()[0], dist.get_default_backend_for_device("cpu"), says(dist.new_group([0]))[0], dist.Backend("gloo"))
+default = dist.get_default_backend_for_device("cpu")
+print(says()[0], default, says(dist.new_group([0]))[0], dist.Backend("gloo"))
 """
     )
     assert result(code) == "pycomm pycomm pycomm gloo"

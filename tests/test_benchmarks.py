@@ -1,18 +1,26 @@
-"""The benchmark: its arithmetic against one-line oracles, its check of results, and the command with Gloo. No figure is tested."""
+"""The benchmark: its arithmetic against one-line oracles, its check of results, and the command with Gloo. No
+figure is tested.
+"""
 
 import csv
 import json
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
+import oracle as reference
 import pytest
+import torch
 
 from pycomm import env
 from pycomm.benchmarks import __main__ as cli
-from pycomm.benchmarks import backends, data, device, launch, memory, metrics, report, runner, worker
+from pycomm.benchmarks import plot
+from pycomm.benchmarks.collectives import backends, bounds, cases, columns, mpi, runner, worker
+from pycomm.benchmarks.common import data, device, oracle, report
 
+RESULTS = Path(report.__file__).parents[1] / "results"
 # What nccl-tests computes as `factor` in its getBw functions, from the world size n.
 FACTORS = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
@@ -23,16 +31,16 @@ FACTORS = {
     "scatter": lambda n: (n - 1) / n,
     "broadcast": lambda n: 1,
     "reduce": lambda n: 1,
-    "sendrecv": lambda n: 1,
+    "send_recv": lambda n: 1,
     "pingpong": lambda n: 1,
     "barrier": lambda n: 0,
 }
 
 
-@pytest.mark.parametrize("op", metrics.OPS)
+@pytest.mark.parametrize("op", cases.OPS)
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 7, 8])
 def test_busbw_factor(op, n):
-    assert metrics.busbw_factor(op, n) == pytest.approx(FACTORS[op](n))
+    assert cases.OPS[op].busbw_factor(n) == pytest.approx(FACTORS[op](n))
 
 
 @pytest.mark.parametrize(
@@ -48,23 +56,31 @@ def test_busbw_factor(op, n):
     ],
 )
 def test_parse_sizes(text, factor, sizes):
-    assert metrics.parse_sizes(text, factor) == sizes
+    assert cases.parse_sizes(text, factor) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "0", "8:", ":8", "-8", "8T", "8:4", "1.5K", "8:16:32", "8,"])
 def test_parse_sizes_refuses(text):
     with pytest.raises(ValueError, match="size"):
-        metrics.parse_sizes(text)
+        cases.parse_sizes(text)
+
+
+def test_parse_ops():
+    """The name that send_recv had before is accepted."""
+    assert cases.parse_ops("sendrecv,all_reduce,send_recv") == ["send_recv", "all_reduce"]
+    assert cases.parse_ops("all") == list(cases.MAIN_OPS)
 
 
 def test_parse_sizes_refuses_factor():
     with pytest.raises(ValueError, match="factor=1"):
-        metrics.parse_sizes("8:16", 1)
+        cases.parse_sizes("8:16", 1)
 
 
-@pytest.mark.parametrize("nbytes, text", [(0, "0"), (12, "12"), (1024, "1K"), (1536, "1536"), (1 << 20, "1M"), (3 << 30, "3G")])
+@pytest.mark.parametrize(
+    "nbytes, text", [(0, "0"), (12, "12"), (1024, "1K"), (1536, "1536"), (1 << 20, "1M"), (3 << 30, "3G")]
+)
 def test_format_nbytes(nbytes, text):
-    assert metrics.format_nbytes(nbytes) == text
+    assert cases.format_nbytes(nbytes) == text
 
 
 @pytest.mark.parametrize(
@@ -76,25 +92,34 @@ def test_format_nbytes(nbytes, text):
         ("all_gather", 1024, 4, 64, 1024),
         ("reduce_scatter", 1000, 3, 83, 996),  # rounded down to whole elements for each rank
         ("all_to_all", 1024, 2, 128, 1024),
-        ("sendrecv", 64, 2, 16, 64),
+        ("send_recv", 64, 2, 16, 64),
         ("barrier", 64, 2, 0, 0),
     ],
 )
 def test_case(op, nbytes, n, count, size):
-    case = metrics.make_case(op, nbytes, "f32", "sum", 0, n)
+    case = cases.make_case(op, nbytes, "f32", "sum", 0, n)
     assert (case.count, case.nbytes(n)) == (count, size)
 
 
 def test_summary():
-    case = metrics.make_case("all_reduce", 1 << 20, "f32", "sum", 0, 4)
-    timing = metrics.summarize(case, 4, [[1e-3, 1e-3, 1e-3], [2e-3, 3e-3]], wrong=0)
-    assert timing.time_us == pytest.approx(1000) and timing.p99_us == pytest.approx(3000) and timing.spread == pytest.approx(2.5)
-    assert timing.algbw == pytest.approx(2**20 / 1e-3 / 1e9) and timing.busbw == pytest.approx(1.5 * timing.algbw)
+    case = cases.make_case("all_reduce", 1 << 20, "f32", "sum", 0, 4)
+    timing = cases.summarize(case, 4, [[1e-3, 1e-3, 1e-3], [2e-3, 3e-3]], wrong=0)
+    assert (
+        timing.time_us == pytest.approx(1000)
+        and timing.p99_us == pytest.approx(3000)
+        and timing.spread == pytest.approx(2.5)
+    )
+    assert timing.algbw == pytest.approx(2**20 / 1e-3 / 1e9) and timing.busbw == pytest.approx(
+        1.5 * timing.algbw
+    )
 
 
-# Reads and writes of all ranks by simulation of the steps, for n ranks, in chunks of k=n bytes (so that a part is 1 byte).
+# Reads and writes of all ranks by simulation of the steps, for n ranks, in chunks of k=n bytes (so that a
+# part is 1 byte).
 def _two_shot_bytes(n):
-    return sum(n + n for _ in range(n))  # every rank: one part of n inputs read, its result written to n outputs
+    return sum(
+        n + n for _ in range(n)
+    )  # every rank: one part of n inputs read, its result written to n outputs
 
 
 def _ring_bytes(n):
@@ -109,31 +134,37 @@ def _ring_bytes(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 7, 8])
 def test_bytes_of_one_gpu(n):
-    traffic = metrics.device_traffic("all_reduce", n, n)
-    assert traffic == {"two_shot": _two_shot_bytes(n), "ring": _ring_bytes(n), "one_shot": n * n * (2 + 4 * (n - 1))}
-    for op in metrics.OPS:
+    traffic = bounds.device_traffic("all_reduce", n, n)
+    assert traffic == {
+        "two_shot": _two_shot_bytes(n),
+        "ring": _ring_bytes(n),
+        "one_shot": n * n * (2 + 4 * (n - 1)),
+    }
+    for op in cases.OPS:
         for in_place in (False, True):
-            floor = metrics.device_floor(op, n, 64, in_place)
-            assert floor <= min(metrics.device_traffic(op, n, 64, in_place).values())
+            floor = bounds.device_floor(op, n, 64, in_place)
+            assert floor <= min(bounds.device_traffic(op, n, 64, in_place).values())
 
 
 def test_fractions():
-    case = metrics.make_case("all_reduce", 64 << 20, "f32", "sum", 0, 8)
+    case = cases.make_case("all_reduce", 64 << 20, "f32", "sum", 0, 8)
     least_us = 16 * (64 << 20) / 4e12 * 1e6  # 2nk at 4000 GB/s
-    timing = metrics.Timing(2 * least_us, 0, 0, 0, 0, 1)
-    assert metrics.fractions(case, 8, timing, 4000.0, False) == pytest.approx((0.5, 0.5))
-    assert metrics.fractions(case, 1, timing, 4000.0, False) is None
-    row = runner.Row("pycomm", case, 8, case.nbytes(8), timing, None, 4000.0)
-    assert row.fractions("in_place") is None and report.as_record(row)["out_of_place_of_bound"] == pytest.approx(0.5)
-    assert report.table_cells([row])[1][0][-5:] == ["4000", "0.50", "0.50", "n/a", "n/a"]
+    timing = cases.Timing(2 * least_us, 0, 0, 0, 0, 1)
+    assert bounds.fractions(case, 8, timing, 4000.0, False) == pytest.approx((0.5, 0.5))
+    assert bounds.fractions(case, 1, timing, 4000.0, False) is None
+    row = runner.as_record(runner.Row("pycomm", case, 8, case.nbytes(8), timing, None, 4000.0))
+    assert row["in_place_of_bound"] is None and row["out_of_place_of_bound"] == pytest.approx(0.5)
+    assert columns.of_op([row], "").lines[0][-5:] == ["4000", "0.50", "0.50", "n/a", "n/a"]
 
 
-@pytest.mark.parametrize("dtype", metrics.ITEMSIZE)
+@pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("count", [1, data.PERIOD, 3 * data.PERIOD + 17])
 def test_device_memory_as_host_memory(dtype, count):
-    """The buffers of a GPU, here on torch's CPU device, hold the same bytes and count the same errors as the host's."""
-    case = metrics.Case("all_gather", count, dtype, "none", 0)
-    segments, host, gpu = data.expected(case, 0, 2), memory.HostMemory(), memory.DeviceMemory("cpu")
+    """The buffers of a GPU, here on torch's CPU device, hold the same bytes and count the same errors as the
+    host's.
+    """
+    case = cases.Case("all_gather", count, dtype, "none", 0)
+    segments, host, gpu = oracle.expected(case, 0, 2), data.HostMemory(), data.DeviceMemory("cpu")
     buffers = [some.empty(2 * count, dtype) for some in (host, gpu)]
     for some, buffer in zip((host, gpu), buffers, strict=True):
         some.poison(buffer)
@@ -142,12 +173,15 @@ def test_device_memory_as_host_memory(dtype, count):
             some.fill(buffer[source * count : (source + 1) * count], data.pattern(case, 2, source, 1))
         assert some.count_wrong(buffer, segments, case, 2, 1) == 0
         some.zero(buffer[:1])
-    assert host.count_wrong(buffers[0], segments, case, 2, 1) == gpu.count_wrong(buffers[1], segments, case, 2, 1)
-    assert buffers[0].tobytes() == bytes(buffers[1].view(memory.DeviceMemory("cpu").torch.uint8).tolist())
+    assert host.count_wrong(buffers[0], segments, case, 2, 1) == gpu.count_wrong(
+        buffers[1], segments, case, 2, 1
+    )
+    assert buffers[0].tobytes() == bytes(buffers[1].view(torch.uint8).tolist())
 
 
 @pytest.mark.parametrize(
-    "ranks, devices, given, result", [(8, 1, None, 8), (8, 4, None, 2), (3, 2, None, 2), (8, 8, None, 1), (4, 2, 3, 3)]
+    "ranks, devices, given, result",
+    [(8, 1, None, 8), (8, 4, None, 2), (3, 2, None, 2), (8, 8, None, 1), (4, 2, 3, 3)],
 )
 def test_ranks_per_gpu(ranks, devices, given, result):
     assert device.ranks_per_gpu(ranks, devices, given) == result
@@ -177,7 +211,9 @@ def test_who_takes_part(name, on, sharing, reason):
 
 
 def test_options_by_machine():
-    options = runner.Options(ops=["all_reduce"], sizes=[8], device="cuda", ranks=8, backends=("pycomm", "pycomm-torch", "nccl"))
+    options = runner.Options(
+        ops=["all_reduce"], sizes=[8], device="cuda", ranks=8, backends=("pycomm", "pycomm-torch", "nccl")
+    )
     shared = runner.resolve(options, None, 1)
     assert (shared.ranks_per_gpu, shared.ranks_as, shared.one_gpu) == (8, "threads", True)
     able, notes = runner.leave_out(shared)
@@ -239,17 +275,21 @@ def tick():
 
 @pytest.mark.parametrize("graph", [False, True])
 def test_time_by_events(graph, monkeypatch):
-    """Milliseconds of a batch become seconds of a call, with and without a graph; a graph is captured once for each number of calls."""
-    torch = memory.DeviceMemory("cpu").torch
+    """Milliseconds of a batch become seconds of a call, with and without a graph; a graph is captured once
+    for each number of calls.
+    """
     stream = types.SimpleNamespace(synchronize=lambda: None)
     monkeypatch.setattr(torch.cuda, "Event", FakeEvent)
     monkeypatch.setattr(torch.cuda, "CUDAGraph", FakeGraph)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
     adapter = Loopback(0)
-    adapter.device, adapter.make_memory = "cuda", lambda: memory.DeviceMemory("cpu")
-    adapter.make_call = lambda case, form, send, recv: lambda: (tick(), recv.copy_(send))
+    adapter.device, adapter.make_memory = "cuda", lambda: data.DeviceMemory("cpu")
+    adapter.calls = lambda case, send, recv: {case.op: backends.both(lambda: (tick(), recv.copy_(send)))}
     rank = worker.Rank(adapter, graph)
-    assert rank.prepare(metrics.make_case("all_reduce", 8192, "bf16", "sum", 0, 1), 1) == {"out_of_place": 0, "in_place": 0}
+    assert rank.prepare(cases.make_case("all_reduce", 8192, "bf16", "sum", 0, 1), 1) == {
+        "out_of_place": 0,
+        "in_place": 0,
+    }
     for _ in range(2):
         assert rank.measure("out_of_place", iters=7, batches=3, warmup=2) == pytest.approx([1e-3] * 3)
     assert list(rank.graphs) == ([("out_of_place", 7)] if graph else [])
@@ -263,12 +303,12 @@ class Loopback(backends.Adapter):
     def __init__(self, planted):
         self.planted = planted
 
-    def make_call(self, case, form, send, recv):
+    def calls(self, case, send, recv):
         def call():
             recv[:] = send
             recv.view(np.uint8)[:: max(1, recv.itemsize)][: self.planted] ^= 1
 
-        return call
+        return {case.op: backends.both(call)}
 
     def start(self, spec):
         pass
@@ -283,65 +323,73 @@ class Loopback(backends.Adapter):
         pass
 
 
-@pytest.mark.parametrize("dtype", metrics.ITEMSIZE)
+@pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("planted", [0, 3])
 def test_planted_wrong_elements_are_counted(dtype, planted):
     rank = worker.Rank(Loopback(planted))
     for op in ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "scatter"):
-        case = metrics.make_case(op, 8192, dtype, "sum", 0, 1)
+        case = cases.make_case(op, 8192, dtype, "sum", 0, 1)
         for wrong in (rank.prepare(case, 1), rank.verify(2)):
             assert wrong and set(wrong.values()) == {planted}
     assert len(rank.measure("out_of_place", iters=3, batches=4, warmup=1)) == 4
 
 
-@pytest.mark.parametrize("redop", metrics.REDOPS)
-@pytest.mark.parametrize("dtype", metrics.ITEMSIZE)
+@pytest.mark.parametrize("redop", cases.REDOPS)
+@pytest.mark.parametrize("dtype", data.DTYPES)
 @pytest.mark.parametrize("n", [2, 7])
 def test_expected_results(redop, dtype, n):
-    """Every operation, computed here from the ranks' inputs in f64, is what the check expects."""
-    reduce = {"sum": np.sum, "avg": np.mean, "product": np.prod, "min": np.min, "max": np.max}[redop]
-    count = 2 * data.PERIOD + 5
-    case = metrics.Case("all_reduce", count, dtype, redop, 1)
-    inputs = [np.resize(data._numbers(redop, n, rank, 3), n * count).astype(np.float64) for rank in range(n)]
-    chunk = [slice(rank * count, (rank + 1) * count) for rank in range(n)]
-    for rank in range(n):
-        for op, result in {
-            "all_reduce": reduce([x[:count] for x in inputs], axis=0),
-            "reduce_scatter": reduce([x[chunk[rank]] for x in inputs], axis=0),
-            "all_gather": np.concatenate([x[:count] for x in inputs]),
-            "all_to_all": np.concatenate([x[chunk[rank]] for x in inputs]),
-            "broadcast": inputs[1][:count],
-            "scatter": inputs[1][chunk[rank]],
-            "sendrecv": inputs[rank - 1][:count],
-        }.items():
-            case = case._replace(op=op)
-            got = data.encode(result, dtype)
-            segments = data.expected(case, rank, n)
-            assert len(got) == sum(segment.length for segment in segments)
-            assert data.count_wrong(got, segments, case, n, 3) == 0
-            assert data.count_wrong(got, segments, case, n, 4) > count // 10  # another salt: other numbers
+    """Every operation, computed by tests/oracle.py from the ranks' inputs in f64, is what the check
+    expects."""
+    count, memory = 2 * data.PERIOD + 5, data.HostMemory()
+    inputs = [np.resize(data.numbers(redop, n, rank, 3), n * count).astype(np.float64) for rank in range(n)]
+    wide = torch.from_numpy(np.stack(inputs))
+    for op in (
+        "all_reduce",
+        "reduce_scatter",
+        "all_gather",
+        "all_to_all",
+        "broadcast",
+        "scatter",
+        "send_recv",
+    ):
+        case = cases.Case(op, count, dtype, redop, 1)
+        x = wide if cases.OPS[op].send == "all" else wide[:, :count]
+        for rank in range(n):
+            result = reference.collective(op, rank, x, reference.reduced(redop, x), root=1)
+            got = data.encode(result.numpy(), dtype)
+            pieces = oracle.expected(case, rank, n)
+            assert len(got) == sum(piece.length for piece in pieces)
+            assert memory.count_wrong(got, pieces, case, n, 3) == 0
+            assert memory.count_wrong(got, pieces, case, n, 4) > count // 10  # another salt: other numbers
     shifted = data.encode(np.concatenate([inputs[0][1:], inputs[0][:1]])[: n * count], dtype)
-    everything = [data.Segment(0, n * count, 0, 0)]
-    assert data.count_wrong(shifted, everything, case, n, 3) > count // 10
+    everything = [oracle.Piece(0, n * count, 0, 0)]
+    assert memory.count_wrong(shifted, everything, case, n, 3) > count // 10
 
 
 def _row(backend, time_us, op="all_reduce"):
-    timing = metrics.Timing(time_us, 2 * time_us, 1.0, 1.0, 0, 1.0)
-    return runner.Row(backend, metrics.make_case(op, 1024, "f32", "sum", 0, 2), 2, 1024, None, timing)
+    timing = cases.Timing(time_us, 2 * time_us, 1.0, 1.0, 0, 1.0)
+    return runner.Row(backend, cases.make_case(op, 1024, "f32", "sum", 0, 2), 2, 1024, None, timing)
 
 
 def test_comparison():
-    (line,) = report.compare([_row("pycomm", 2.0), _row("gloo", 100.0), _row("mpi", 4.0)])
+    (line,) = _compare(_row("pycomm", 2.0), _row("gloo", 100.0), _row("mpi", 4.0))
     assert (line["best_peer"], line["of_best_peer"], line["faster_than_gloo"]) == ("mpi", 0.5, 50.0)
-    assert report.compare([_row("pycomm", 2.0)]) == report.compare([_row("gloo", 2.0)]) == []
+    assert _compare(_row("pycomm", 2.0)) == _compare(_row("gloo", 2.0)) == []
+
+
+def _compare(*rows):
+    return columns.compare([runner.as_record(row) for row in rows])
 
 
 def test_command_with_gloo(tmp_path):
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "markdown")}
-    command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce,all_gather", "--backends", "gloo", "--ranks", "2", "--rounds", "2"]
-    command += ["--sizes", "8:1K", "--factor", "128", "--seconds", "0.002", "--timeout", "60"]
+    command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce,all_gather"]
+    command += "--backends gloo --ranks 2 --rounds 2 --sizes 8:1K --factor 128".split()
+    command += "--seconds 0.002 --timeout 60".split()
     command += [word for kind, file in files.items() for word in (f"--{kind}", str(file))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env.for_child(RANK=None, WORLD_SIZE=None))
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=env.for_child(RANK=None, WORLD_SIZE=None)
+    )
     assert done.returncode == 0, done.stderr
     assert "busbw" in done.stdout and "#wrong" in done.stdout
     written = json.loads(files["json"].read_text())
@@ -351,7 +399,11 @@ def test_command_with_gloo(tmp_path):
     ]
     for row in written["rows"]:
         assert row["backend"] == "gloo" and row["ranks"] == 2 and row["type"] == "f32"
-        assert row["in_place_wrong"] == 0 and row["in_place_p99_us"] >= row["in_place_time_us"] > 0 and row["in_place_busbw"] > 0
+        assert (
+            row["in_place_wrong"] == 0
+            and row["in_place_p99_us"] >= row["in_place_time_us"] > 0
+            and row["in_place_busbw"] > 0
+        )
         assert row["out_of_place_wrong"] == (None if row["op"] == "all_reduce" else 0)
     with open(files["csv"], newline="") as file:
         assert [row["size"] for row in csv.DictReader(file)] == ["8", "1024"] * 2
@@ -360,19 +412,34 @@ def test_command_with_gloo(tmp_path):
 
 def test_ranks_as_threads(tmp_path):
     file = tmp_path / "out.json"
-    command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce", "--backends", "pycomm,gloo", "--ranks", "3", "--rounds", "1"]
-    command += ["--ranks-as", "threads", "--sizes", "4K", "--seconds", "0.002", "--timeout", "60", "--json", str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, env=env.for_child(RANK=None, WORLD_SIZE=None))
+    command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce"]
+    command += "--backends pycomm,gloo --ranks 3 --rounds 1 --ranks-as threads --sizes 4K".split()
+    command += ["--seconds", "0.002", "--timeout", "60", "--json", str(file)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=env.for_child(RANK=None, WORLD_SIZE=None)
+    )
     assert done.returncode == 0, done.stderr
     written = json.loads(file.read_text())
-    assert [(row["backend"], row["in_place_wrong"]) for row in written["rows"]] == [("pycomm", 0), ("gloo", 0)]
-    assert written["settings"]["ranks_as"] == "threads" and "gloo: its ranks are processes" in written["notes"][0]
+    assert [(row["backend"], row["in_place_wrong"]) for row in written["rows"]] == [
+        ("pycomm", 0),
+        ("gloo", 0),
+    ]
+    assert (
+        written["settings"]["ranks_as"] == "threads"
+        and "gloo: its ranks are processes" in written["notes"][0]
+    )
 
 
 def test_plot(tmp_path):
-    rows = [_row("pycomm", 2.0), _row("gloo", 100.0)]
-    report.write_plot(tmp_path / "out.png", runner.Results(rows, {"pycomm": "1", "gloo": "2"}, []))
-    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    """Also by the sub-command, from the JSON of a run."""
+    rows = [runner.as_record(row) for row in (_row("pycomm", 2.0), _row("gloo", 100.0))]
+    content = {**report.context("collectives"), "notes": [], "rows": rows, "comparison": []}
+    report.draw(content, columns.draw, tmp_path / "out.png")
+    report.write_json(tmp_path / "out.json", content)
+    assert json.loads((tmp_path / "out.json").read_text()) == content
+    assert cli.main(["plot", str(tmp_path / "out.json"), str(tmp_path / "again.png")]) == 0
+    for name in ("out.png", "again.png"):
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -394,7 +461,7 @@ def test_wrong_arguments(arguments, text, capsys):
 
 def test_missing_mpi_is_named(tmp_path):
     with pytest.raises(ValueError, match="mpi:other: there is no .*other/bin/mpiexec"):
-        launch.find_mpi("mpi:other", tmp_path)
+        mpi.find_mpi("mpi:other", tmp_path)
 
 
 def test_wrong_result_fails_the_command(monkeypatch, capsys):
@@ -405,7 +472,21 @@ def test_wrong_result_fails_the_command(monkeypatch, capsys):
     assert "5 elements are wrong" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("op, n, text", [("sendrecv", 1, "2 ranks or more"), ("pingpong", 3, "even number"), ("broadcast", 2, "root=2")])
+@pytest.mark.parametrize(
+    "op, n, text",
+    [("send_recv", 1, "2 ranks or more"), ("pingpong", 3, "even number"), ("broadcast", 2, "root=2")],
+)
 def test_impossible_cases(op, n, text):
     with pytest.raises(ValueError, match=text):
-        metrics.make_case(op, 8, "f32", "sum", 2 if op == "broadcast" else 0, n)
+        cases.make_case(op, 8, "f32", "sum", 2 if op == "broadcast" else 0, n)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_committed_results(path):
+    """Each has a page that its JSON gives again, one row per line, and no picture is committed."""
+    content, text = json.loads(path.read_text()), path.with_suffix(".md").read_text()
+    assert path.read_text() == report.as_json(content)
+    page = plot.columns_of(content).page(content)
+    assert all("\n".join(report.markdown_table(*table[1:])) in text for table in page.tables)
+    assert "machine" not in content or "\n".join(report.markdown(content, page)) + "\n" == text
+    assert not list(RESULTS.glob("*.png"))

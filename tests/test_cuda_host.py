@@ -1,22 +1,26 @@
-"""The host code of csrc/cuda without a GPU: over a driver that lives in tests/cpp/cuda/fake_driver.h, and against the toolkit's cuda.h."""
+"""The host code of csrc/cuda without a GPU: over a driver that lives in tests/cpp/cuda/fake_driver.h, and
+against the toolkit's cuda.h.
+"""
 
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiled
 import pytest
 from test_sanitizers import core_sources
 
 ROOT = Path(__file__).parent.parent
 CUDA = ROOT / "csrc" / "cuda"
 HERE = ROOT / "tests" / "cpp" / "cuda"
-FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", "-Wno-unused-parameter"]
-HOST = [CUDA / f"{name}.cc" for name in ("driver", "topology", "device_memory", "peer_memory", "stub")]
+QUIET = ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
+FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", *QUIET]
+HOST = [*sorted((CUDA / "device").glob("*.cc")), CUDA / "protocol.cc", CUDA / "kernels" / "stub.cc"]
 FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
 PROGRAMS = ("host_test", "peer_memory_test")
 MACHINES = {
     "none": "No CUDA driver was found on this machine (libcuda.so.1).; cuInit called 0 times",
-    "old": "The CUDA driver of this machine is too old: it has no cuMulticastCreate of CUDA 12.1. Update it.; cuInit called 0 times",
+    "old": "The CUDA driver of this machine is too old: it has no cuMulticastCreate of CUDA 12.1. "
+    "Update it.; cuInit called 0 times",
     "broken": "cuInit failed: error 999; cuInit called 1 times",
     "whole": "usable; cuInit called 1 times",
 }
@@ -29,39 +33,47 @@ def programs(tmp_path_factory):
     """The path of each program, by name."""
     folder = tmp_path_factory.mktemp("cuda_host")
 
-    def compile_one(source):
-        target = folder / f"{source.parent.name}-{source.stem}.o"
-        result = subprocess.run(["g++", *FLAGS, "-c", str(source), "-o", str(target)], capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return target
-
     sources = [*core_sources(ROOT / "csrc"), *HOST, *FAKE]
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, [*sources, *(HERE / f"{name}.cc" for name in PROGRAMS)]))
-    shared, mains = objects[: len(sources)], objects[len(sources) :]
+    files = compiled.objects([*sources, *(HERE / f"{name}.cc" for name in PROGRAMS)], FLAGS)
+    shared, mains = files[: len(sources)], files[len(sources) :]
     for name, main in zip(PROGRAMS, mains, strict=True):
-        subprocess.run(["g++", "-pthread", *map(str, shared), str(main), "-o", str(folder / name)], check=True)
+        compiled.link([*shared, main], folder / name)
     return {name: folder / name for name in PROGRAMS}
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
-    result = subprocess.run([str(programs[name])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120)
-    assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, result.stdout[-5000:]
+    result = subprocess.run(
+        [str(programs[name])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+    )
+    assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, (
+        result.stdout[-5000:]
+    )
 
 
 def test_loading_of_the_driver(tmp_path):
     program = str(tmp_path / "driver_load_test")
-    sources = [HERE / "driver_load_test.cc", CUDA / "driver.cc", *FAKE]
-    result = subprocess.run(["g++", *FLAGS, *map(str, sources), "-o", program], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+    sources = [HERE / "driver_load_test.cc", CUDA / "device" / "driver.cc", *FAKE]
+    compiled.link(compiled.objects(sources, FLAGS), program)
     for machine, report in MACHINES.items():
-        assert subprocess.run([program, machine], capture_output=True, text=True, timeout=20).stdout == report + "\n"
+        assert (
+            subprocess.run([program, machine], capture_output=True, text=True, timeout=20).stdout
+            == report + "\n"
+        )
 
 
 @pytest.mark.skipif(not HEADERS, reason="needs the headers of a CUDA toolkit")
 def test_driver_table_agrees_with_cuda_h():
-    """Struct layouts, values and signatures of driver.h. cuda.h of 12.5 or later: older ones lack some of them."""
-    command = ["g++", "-std=c++20", "-fsyntax-only", "-isystem", str(HEADERS[-1].parent), str(HERE / "driver_abi_test.cc")]
+    """Struct layouts, values and signatures of driver.h. cuda.h of 12.5 or later: older ones lack some of
+    them.
+    """
+    command = [
+        "g++",
+        "-std=c++20",
+        "-fsyntax-only",
+        "-isystem",
+        str(HEADERS[-1].parent),
+        str(HERE / "driver_abi_test.cc"),
+    ]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

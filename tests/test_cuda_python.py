@@ -1,6 +1,8 @@
-"""CUDA tensors through all of Python and C++, without a GPU: the native API and torch.distributed on the device of tests/fake_cuda.py.
+"""CUDA tensors through all of Python and C++, without a GPU: the native API and torch.distributed on the
+device of tests/fake_cuda.py.
 
-The cases are in cuda_native_cases.py and cuda_torch_cases.py. Each leaves nothing: no memory, stream, event or mapping of the driver.
+The cases are in cuda_native_cases.py and cuda_torch_cases.py. Each leaves nothing: no memory, stream, event
+or mapping of the driver.
 """
 
 import cuda_native_cases as native
@@ -29,7 +31,12 @@ def test_operations_in_threads(server, world_size, devices):
 
 @pytest.mark.parametrize(
     "world_size, devices, protocol, settings",
-    [(2, 1, "stream_ordered", {}), (3, 1, "stream_ordered", {}), (3, 1, "resident", MPS), (3, 3, "resident", DEVICES)],
+    [
+        (2, 1, "stream_ordered", {}),
+        (3, 1, "stream_ordered", {}),
+        (3, 1, "resident", MPS),
+        (3, 3, "resident", DEVICES),
+    ],
 )
 def test_operations_in_processes(server, world_size, devices, protocol, settings):
     server.run("cuda_native_cases.operations_in_processes", world_size, devices, protocol, **settings)

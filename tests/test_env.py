@@ -1,4 +1,6 @@
-"""Environment variables: a table of values and what they become; every wrong one is refused with its name and value."""
+"""Environment variables: a table of values and what they become; every wrong one is refused with its name and
+value.
+"""
 
 import logging
 import re
@@ -7,7 +9,13 @@ import pytest
 
 from pycomm import env
 
-LAUNCH = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+LAUNCH = {
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "MASTER_ADDR": "localhost",
+    "MASTER_PORT": "29500",
+    "LOCAL_RANK": "0",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +35,12 @@ def test_nothing_is_set():
     [
         ("PYCOMM_TIMEOUT", "2.5", "timeout", 2.5),
         ("PYCOMM_TIMEOUT", "", "timeout", None),
-        ("PYCOMM_ALGORITHM", "all_reduce=ring, broadcast = direct", "algorithm", {"all_reduce": "ring", "broadcast": "direct"}),
+        (
+            "PYCOMM_ALGORITHM",
+            "all_reduce=ring, broadcast = direct",
+            "algorithm",
+            {"all_reduce": "ring", "broadcast": "direct"},
+        ),
         ("PYCOMM_HOST_ID", "node-a", "host_id", "node-a"),
         ("PYCOMM_THREADS", "4", "threads", 4),
         ("PYCOMM_STAGING_BYTES", "4096", "staging_bytes", 4096),
@@ -66,7 +79,10 @@ def test_fused(monkeypatch, form):
 @pytest.mark.parametrize("form", ["Plain", "1", "fused,plain"])
 def test_wrong_fused(monkeypatch, form):
     monkeypatch.setenv("PYCOMM_FUSED", form)
-    with pytest.raises(ValueError, match=re.escape(f"PYCOMM_FUSED={form!r} in the environment: must be auto, plain, chunked, fused")):
+    with pytest.raises(
+        ValueError,
+        match=re.escape(f"PYCOMM_FUSED={form!r} in the environment: must be auto, plain, chunked, fused"),
+    ):
         env.fused()
 
 
@@ -80,7 +96,10 @@ def test_cache_folder(monkeypatch):
     assert env.cache_folder() == "/mine"
 
 
-@pytest.mark.parametrize(("value", "expected"), [(None, False), ("", False), ("0", False), ("1", True), ("True", True), ("on", True)])
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [(None, False), ("", False), ("0", False), ("1", True), ("True", True), ("on", True)],
+)
 def test_triton_interpret(monkeypatch, value, expected):
     if value is None:
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -89,7 +108,9 @@ def test_triton_interpret(monkeypatch, value, expected):
     assert env.triton_interpret() is expected
 
 
-@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in WRONG.items() for value in values])
+@pytest.mark.parametrize(
+    ("name", "value"), [(name, value) for name, values in WRONG.items() for value in values]
+)
 def test_wrong_settings(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} in the environment: must be")):
@@ -99,14 +120,17 @@ def test_wrong_settings(monkeypatch, name, value):
 def test_launch(monkeypatch):
     for name, value in LAUNCH.items():
         monkeypatch.setenv(name, value)
-    assert env.launch() == env.Launch(rank=1, world_size=2, local_rank=0, master_addr="localhost", master_port=29500)
+    assert env.launch() == env.Launch(
+        rank=1, world_size=2, local_rank=0, master_addr="localhost", master_port=29500
+    )
     assert not env.is_first_rank()
     monkeypatch.delenv("LOCAL_RANK")
     assert env.launch().local_rank == 1
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "65536"), ("LOCAL_RANK", "x")]
+    ("name", "value"),
+    [("RANK", "2"), ("RANK", "-1"), ("WORLD_SIZE", "0"), ("MASTER_PORT", "65536"), ("LOCAL_RANK", "x")],
 )
 def test_wrong_launch(monkeypatch, name, value):
     for variable, right in {**LAUNCH, name: value}.items():

@@ -21,8 +21,12 @@ SECONDS = 90
 
 
 def run_python(*args, cwd):
-    """Runs the interpreter with these arguments and returns what it printed; fails with all of it otherwise."""
-    done = subprocess.run([sys.executable, *map(str, args)], cwd=cwd, timeout=SECONDS, capture_output=True, text=True)
+    """Runs the interpreter with these arguments and returns what it printed; fails with all of it
+    otherwise.
+    """
+    done = subprocess.run(
+        [sys.executable, *map(str, args)], cwd=cwd, timeout=SECONDS, capture_output=True, text=True
+    )
     assert done.returncode == 0, f"{args} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
@@ -47,21 +51,31 @@ def train(backend, folder, launcher=()):
     return json.loads((folder / "figures.json").read_text()), printed
 
 
-def test_train(tmp_path):
-    figures, printed = train("pycomm", tmp_path / "run")
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(figures, what was printed, folder) of one training on pycomm."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    return *train("pycomm", folder), folder
+
+
+def test_train(trained):
+    figures, printed, folder = trained
     assert figures["ranks"] == 2 and figures["tokens"] == 12 * 2 * 4 * 32
     assert len(figures["train_loss"]) == 12 and list(figures["validation_loss"]) == ["0", "6", "12"]
     assert all(map(math.isfinite, figures["train_loss"]))
-    assert figures["train_loss_first"] == pytest.approx(math.log(256), abs=1e-3)  # the head's weights start as zeros
+    assert figures["train_loss_first"] == pytest.approx(
+        math.log(256), abs=1e-3
+    )  # the head's weights start as zeros
     assert figures["validation_loss_last"] < figures["validation_loss_first"] - 0.05
     assert figures["tokens_per_s"] > 0 and 0 <= figures["communication_share"] < 1
     assert f"-> {figures['validation_loss_last']:.4f}" in printed and "2 ranks over pycomm" in printed
-    assert is_png(tmp_path / "run" / "demo" / "loss.png")
+    assert is_png(folder / "demo" / "loss.png")
 
 
-def test_train_gives_the_same_losses_again_and_over_gloo(tmp_path):
+@pytest.mark.slow
+def test_train_gives_the_same_losses_again_and_over_gloo(trained, tmp_path):
     """With two ranks a sum has one order only, so that backends may not differ by a single bit."""
-    first, _ = train("pycomm", tmp_path / "first")
+    first, *_ = trained
     again, _ = train("pycomm", tmp_path / "again", TORCHRUN)
     gloo, _ = train("gloo", tmp_path / "gloo")
     assert first["train_loss"] == again["train_loss"] == gloo["train_loss"]
@@ -82,7 +96,10 @@ def test_demo(tmp_path, monkeypatch, capsys):
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
     demo = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(demo)
-    rows = [SimpleNamespace(backend=name, nbytes=8, best_us=us) for name, us in (("pycomm-torch", 5.0), ("gloo", 100.0))]
+    rows = [
+        SimpleNamespace(backend=name, nbytes=8, best_us=us)
+        for name, us in (("pycomm-torch", 5.0), ("gloo", 100.0))
+    ]
     monkeypatch.setattr(demo, "bandwidth_demo", lambda out_png, ranks: SimpleNamespace(rows=rows))
     demo.main([f"--out={tmp_path / 'out'}", *TINY_TRAINING])
     printed = capsys.readouterr().out
@@ -92,12 +109,18 @@ def test_demo(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.parametrize("launcher, form", [([], "auto"), (TORCHRUN, "chunked")], ids=["alone", "torchrun"])
 def test_fused_matmul(launcher, form, tmp_path, monkeypatch):
-    """Every rank compares itself with one process, in the example. PYCOMM_FUSED must show in what explain says, on either device."""
+    """Every rank compares itself with one process, in the example. PYCOMM_FUSED must show in what explain
+    says, on either device.
+    """
     monkeypatch.setenv("PYCOMM_FUSED", form)
     printed = run_python(*launcher, EXAMPLES / "19_fused_matmul.py", cwd=tmp_path)
-    chosen = re.findall(r"^(all_gather_matmul|matmul_reduce_scatter) of .* ranks: (\w+)", printed, re.MULTILINE)
+    chosen = re.findall(
+        r"^(all_gather_matmul|matmul_reduce_scatter) of .* ranks: (\w+)", printed, re.MULTILINE
+    )
     forms = ["plain", "plain", "fused", "fused", "plain", "plain"] if form == "auto" else ["chunked"] * 6
-    assert chosen == [(op, form) for op, form in zip(["all_gather_matmul", "matmul_reduce_scatter"] * 3, forms, strict=True)]
+    assert chosen == [
+        (op, form) for op, form in zip(["all_gather_matmul", "matmul_reduce_scatter"] * 3, forms, strict=True)
+    ]
     assert printed.count("30.1 GFLOP on this rank, below") == (2 if form == "auto" else 0)
     assert printed.count("equal one process: outputs and gradients differ by") == 1
     assert len((EXAMPLES / "19_fused_matmul.py").read_text().splitlines()) < 80

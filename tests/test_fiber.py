@@ -1,15 +1,16 @@
-"""The runtime that runs CUDA kernels on a CPU (tests/cpp/cuda/fiber.h): tests/cpp/cuda/fiber_test.cc, plain, under
-ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer.
+"""The runtime that runs CUDA kernels on a CPU (tests/cpp/cuda/fiber.h): tests/cpp/cuda/fiber_test.cc, plain,
+under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer.
 
-Programs on top of it are built with `build` here: the scheduler is never instrumented ([Note: instrumented and not], fiber_core.h).
+Programs on top of it are built with `build` here: the scheduler is never instrumented ([Note: instrumented
+and not], fiber_core.h).
 """
 
 import os
 import re
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiled
 import pytest
 from test_sanitizers import without_randomisation
 
@@ -22,25 +23,16 @@ SANITIZERS = {
     "thread": ["-fsanitize=thread"],
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }
-JOBS = 2
 pytestmark = pytest.mark.timeout(300)  # of which most is for compilers on a busy machine
-
-
-def compile_command(command):
-    result = subprocess.run(command, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 def build(folder, sources=INSTRUMENTED, sanitizers=tuple(SANITIZERS)):
     """{sanitizer: program}; `sources` are compiled once for each, the scheduler once for all."""
-    scheduler = {folder / f"{source.stem}.o": (source, []) for source in SCHEDULER}
-    own = {name: {folder / f"{name}-{source.stem}.o": (source, SANITIZERS[name]) for source in sources} for name in sanitizers}
-    jobs = [(target, *job) for jobs in (scheduler, *own.values()) for target, job in jobs.items()]
-    with ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(lambda job: compile_command(["g++", *FLAGS, *job[2], "-c", str(job[1]), "-o", str(job[0])]), jobs))
-    programs = {name: folder / name for name in sanitizers}
-    for name, program in programs.items():
-        compile_command(["g++", "-pthread", *SANITIZERS[name], *map(str, [*scheduler, *own[name]]), "-o", str(program)])
+    scheduler = compiled.objects(SCHEDULER, FLAGS)
+    programs = {}
+    for name in sanitizers:
+        own = compiled.objects(sources, [*FLAGS, *SANITIZERS[name]])
+        programs[name] = compiled.link([*scheduler, *own], folder / name, SANITIZERS[name])
     return programs
 
 
@@ -48,7 +40,9 @@ def run(program, case, seconds=60):
     """(exit status, output); with ThreadSanitizer the program ends at its first report."""
     command = [*without_randomisation(), str(program), case]
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
-    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, env=environment)
+    result = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=seconds, env=environment
+    )
     return result.returncode, result.stdout
 
 
@@ -57,10 +51,11 @@ def programs(tmp_path_factory):
     return build(tmp_path_factory.mktemp("fiber"))
 
 
-VALUES = ["exchange", "two_streams", "stream_values", "block_functions", "multimem", "words", "counter", "deadlock", "timeouts", "traps",
-          "os_threads", "processes", "same_seed_same_run", "gpu_scope_in_rank", "many_machines", "missed_store"]  # fmt: skip
-FAULTS = ["sync_before_post", "sync_after_wait", "relaxed_post", "relaxed_wait", "gpu_post", "gpu_wait", "shared_race", "no_end_barrier",
-          "no_event"]  # fmt: skip
+VALUES = ["exchange", "two_streams", "stream_values", "block_functions", "multimem", "words", "counter",
+          "deadlock", "timeouts", "traps", "os_threads", "processes", "same_seed_same_run",
+          "gpu_scope_in_rank", "many_machines", "missed_store"]  # fmt: skip
+FAULTS = ["sync_before_post", "sync_after_wait", "relaxed_post", "relaxed_wait", "gpu_post", "gpu_wait",
+          "shared_race", "no_end_barrier", "no_event"]  # fmt: skip
 
 
 @pytest.mark.parametrize("case", VALUES)
@@ -72,7 +67,9 @@ def test_runs_without_report(programs, sanitizer, case):
 
 @pytest.mark.parametrize("case", ["large", "values_show_fault"])
 def test_plain(programs, case):
-    """Many threads, and a fault that shows in the values: under ThreadSanitizer the first is slow and the second a race."""
+    """Many threads, and a fault that shows in the values: under ThreadSanitizer the first is slow and the
+    second a race.
+    """
     status, output = run(programs["plain"], case)
     assert status == 0 and output.endswith(f"{case} ok\n"), f"{case} ended with {status}:\n{output[-5000:]}"
 
@@ -81,20 +78,26 @@ def test_plain(programs, case):
 def test_planted_fault_is_a_race(programs, fault):
     """x86 does not show these faults in values; ThreadSanitizer must, and must name the CUDA thread."""
     status, output = run(programs["thread"], f"fault_{fault}")
-    assert status == 66 and "ThreadSanitizer: data race" in output, f"no race was reported; exit status {status}:\n{output[-5000:]}"
-    thread = r"rank0\.stream1\.block0\.thread2" if fault == "no_event" else r"rank[01]\.block[01]\.thread[0-7]"
+    assert status == 66 and "ThreadSanitizer: data race" in output, (
+        f"no race was reported; exit status {status}:\n{output[-5000:]}"
+    )
+    thread = (
+        r"rank0\.stream1\.block0\.thread2" if fault == "no_event" else r"rank[01]\.block[01]\.thread[0-7]"
+    )
     assert re.search(thread, output), output[:5000]
 
 
-def test_scheduler_shares_no_code(programs):
-    """No inline function of the scheduler may be merged with an instrumented copy: [Note: instrumented and not]."""
-    for source in SCHEDULER:
-        symbols = subprocess.run(
-            ["nm", "-C", str(programs["plain"].parent / f"{source.stem}.o")], capture_output=True, text=True, check=True
-        )
+def test_scheduler_shares_no_code():
+    """No inline function of the scheduler may be merged with an instrumented copy: [Note: instrumented and
+    not].
+    """
+    for path in compiled.objects(SCHEDULER, FLAGS):
+        symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True)
         assert " T pycomm" in symbols.stdout and not re.findall(r"^\w+ W .*", symbols.stdout, re.M)
 
 
 def test_every_case_is_run(programs):
     cases = run(programs["plain"], "no such case")[1].split()
-    assert sorted(cases) == sorted([*VALUES, "large", "values_show_fault", *(f"fault_{fault}" for fault in FAULTS)])
+    assert sorted(cases) == sorted(
+        [*VALUES, "large", "values_show_fault", *(f"fault_{fault}" for fault in FAULTS)]
+    )

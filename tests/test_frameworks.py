@@ -31,8 +31,12 @@ def train(framework, backend, folder, replace=None):
         port = probe.getsockname()[1]
     folder.mkdir()
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYCOMM_")}
-    environment.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0")
-    environment.update(TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true")
+    environment.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2", GROUP_RANK="0"
+    )
+    environment.update(
+        TORCHELASTIC_RUN_ID="test", OMP_NUM_THREADS="1", DS_ACCELERATOR="cpu", ACCELERATE_USE_CPU="true"
+    )
     if replace:
         environment["PYCOMM_REPLACE"] = replace
     ranks = []
@@ -69,4 +73,6 @@ def test_trains_as_over_gloo(framework, tmp_path):
         assert run["used"] == ("pycomm", "pycomm")
         assert len(run["parameters"]) == len(expected["parameters"])
         for actual, wanted in zip(run["parameters"], expected["parameters"], strict=True):
-            assert actual.dtype == wanted.dtype and torch.equal(actual, wanted)  # two ranks: a sum of two has one rounding
+            assert actual.dtype == wanted.dtype and torch.equal(
+                actual, wanted
+            )  # two ranks: a sum of two has one rounding

@@ -1,26 +1,30 @@
-"""The rules of the source tree that no compiler checks: who may use whom, where the environment is read, how long a file may be."""
+"""The rules of the source tree that no compiler checks: who may use whom, and where the environment is
+read. How long a file, a class, a function or a line may be: test_style.py.
+"""
 
-import ast
 import re
-from pathlib import Path
+import shutil
+import subprocess
+import sys
 
 import pytest
+from source_tree import ROOT, circles, cpp_files, cpp_graph, imports, python_files, python_graph, show
 
 import pycomm
 
-ROOT = Path(__file__).parent.parent
-MAX_LINES = 500
-CPP_SUFFIXES = {".h", ".cc", ".inc", ".cuh", ".cu"}
-
-# Layers of csrc/, top to bottom: a layer may include itself and what is below it, not what is beside it. A part is a folder, or a file
-# without suffix; other files that lie directly in csrc/ belong to the communicator.
+# Layers of csrc/, top to bottom: a layer may include itself and what is below it, not what is beside it. A
+# part is a folder (a folder of a folder where it is named here), or a file that lies directly in csrc/,
+# without its suffix.
 LAYERS = [
     {"bindings"},
     {"torch"},
     {"cuda"},
+    {"cuda/kernels"},
+    {"cuda/device"},
     {"collectives"},
     {"communicator"},
-    {"transport", "reduce"},
+    {"op", "transport"},
+    {"arithmetic"},
     {"memory", "store"},
     {"types", "error"},
 ]
@@ -28,18 +32,12 @@ KNOWS_TORCH = {"bindings", "torch"}
 TORCH_HEADER = re.compile(r"#include <(torch|c10|ATen|caffe2|pybind11)/|#include <Python\.h>")
 
 
-def cpp_files():
-    return sorted(path for path in (ROOT / "csrc").rglob("*") if path.suffix in CPP_SUFFIXES)
-
-
-def python_files(*folders):
-    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
-
-
 def part_of(path):
     relative = path.relative_to(ROOT / "csrc")
-    name = relative.parts[0] if len(relative.parts) > 1 else relative.stem
-    return name if any(name in layer for layer in LAYERS) or len(relative.parts) > 1 else "communicator"
+    inner = "/".join(relative.parts[:2])
+    if len(relative.parts) > 2 and any(inner in layer for layer in LAYERS):
+        return inner
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
 
 
 def may_include(user, used):
@@ -48,33 +46,23 @@ def may_include(user, used):
     return user == used or depth[user] < depth[used] or {user, used} == {"types", "error"}
 
 
-def imports(path):
-    """The (module, name) pairs that a Python file imports, anywhere in it; name is None for `import module`."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}:{node.lineno}: relative import; write the package's name"
-            yield from ((node.module, alias.name) for alias in node.names)
-
-
-def show(path):
-    return str(path.relative_to(ROOT))
-
-
-@pytest.mark.parametrize("path", cpp_files(), ids=show)
+@pytest.mark.parametrize("path", cpp_files("csrc"), ids=show)
 def test_cpp_includes_point_down(path):
     user = part_of(path)
     for include in re.findall(r'#include "([^"]+)"', path.read_text()):
-        used = next((base / include for base in (path.parent, ROOT / "csrc") if (base / include).exists()), None)
+        used = next(
+            (base / include for base in (path.parent, ROOT / "csrc") if (base / include).exists()), None
+        )
         assert used, f"{show(path)} includes {include!r}, which is not in csrc/"
         assert may_include(user, part_of(used.resolve())), f"{show(path)} ({user}) may not include {include}"
 
 
-@pytest.mark.parametrize("path", cpp_files(), ids=show)
+@pytest.mark.parametrize("path", cpp_files("csrc"), ids=show)
 def test_cpp_stays_in_its_place(path):
     text, part = path.read_text(), part_of(path)
-    assert part in KNOWS_TORCH or not TORCH_HEADER.search(text), "torch and Python headers only in csrc/torch and csrc/bindings.cc"
+    assert part in KNOWS_TORCH or not TORCH_HEADER.search(text), (
+        "torch and Python headers only in csrc/torch and csrc/bindings"
+    )
     assert "getenv" not in text, "environment variables are read in pycomm/env.py and passed down"
     assert part != "transport" or not re.search(r"\bReduceOp\b", text), "a transport knows no ReduceOp"
 
@@ -82,14 +70,20 @@ def test_cpp_stays_in_its_place(path):
 @pytest.mark.parametrize("path", python_files("pycomm", "parallel", "benchmarks"), ids=show)
 def test_environment_is_read_in_one_file(path):
     found = re.search(r"\bos\.(environb?|getenv)\b|from os import .*\b(environ|getenv)\b", path.read_text())
-    assert path == ROOT / "pycomm" / "env.py" or not found, "use pycomm.env (env.for_child for a process that you start)"
+    assert path == ROOT / "pycomm" / "env.py" or not found, (
+        "use pycomm.env (env.for_child for a process that you start)"
+    )
 
 
 @pytest.mark.parametrize("path", python_files("parallel"), ids=show)
 def test_parallel_uses_public_names(path):
     for module, name in imports(path):
         public = module == "pycomm" and (name is None or name in pycomm.__all__)
-        allowed = public or module.startswith(("pycomm.parallel", "pycomm.testing")) or module.split(".")[0] != "pycomm"
+        allowed = (
+            public
+            or module.startswith(("pycomm.parallel", "pycomm.testing", "pycomm.groups"))
+            or module.split(".")[0] != "pycomm"
+        )
         assert allowed, f"parallel may not use {module}{'.' + name if name else ''}: it is not public"
 
 
@@ -100,10 +94,70 @@ def test_python_imports_point_down(path):
         above += ("pycomm.parallel", "parallel")
     for module, name in imports(path):
         full = f"{module}.{name}" if name else module
-        assert not any(full == upper or full.startswith(upper + ".") for upper in above), f"may not import {full}"
+        assert not any(full == upper or full.startswith(upper + ".") for upper in above), (
+            f"may not import {full}"
+        )
 
 
-@pytest.mark.parametrize("path", cpp_files() + python_files("pycomm", "parallel", "benchmarks", "examples", "tests"), ids=show)
-def test_files_stay_short(path):
-    nlines = len(path.read_text().splitlines())
-    assert nlines <= MAX_LINES, f"{nlines} lines: files aim at 300 and stop at {MAX_LINES}; split by idea"
+# Parts of parallel/, top to bottom, read like LAYERS: strategies do not know each other, and what several of
+# them need lies in ground/. A part is a folder, or a file of parallel/ without its suffix.
+PARALLEL = [
+    {"__init__"},
+    {"api"},
+    {"building", "run", "checkpoint"},
+    {"parts"},
+    {"zero"},
+    {"data", "expert", "pipeline", "sequence", "tensor"},
+    {"ground"},
+]
+# The same for the folders of benchmarks/.
+BENCHMARKS = [
+    {"__main__", "__init__"},
+    {"collectives", "fused", "strategies", "tune", "plot", "registered", "zero_memory"},
+    {"common"},
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "layers"), [("parallel", PARALLEL), ("benchmarks", BENCHMARKS)], ids=["parallel", "benchmarks"]
+)
+def test_parts_use_what_is_below_them(folder, layers):
+    depth = {part: number for number, layer in enumerate(layers) for part in layer}
+    graph, wrong = python_graph(folder), []
+    for user, modules in graph.items():
+        for used in modules:
+            above, below = part_of_python(user), part_of_python(used)
+            assert above in depth and below in depth, f"give {above} and {below} a place in the table"
+            if above != below and depth[above] >= depth[below]:
+                wrong.append(f"{user} may not use {used}")
+    assert not wrong, "\n".join(wrong)
+
+
+def part_of_python(module):
+    """The folder or file below pycomm.parallel or pycomm.benchmarks that a module lies in or is."""
+    parts = module.split(".")
+    return parts[2] if len(parts) > 2 else "__init__"
+
+
+@pytest.mark.parametrize(
+    "graph", [python_graph("pycomm", "parallel", "benchmarks"), cpp_graph()], ids=["python", "cpp"]
+)
+def test_no_circles_of_modules(graph):
+    assert not circles(graph), (
+        "modules that use each other are one module, or one of them has a part too many"
+    )
+
+
+def test_setup_asks_for_the_links(tmp_path):
+    """A copy of the sources whose links became files says how to mend it, before anything is built."""
+    (tmp_path / "pycomm").mkdir()
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    (tmp_path / "pycomm" / "parallel").write_text("../parallel")
+    command = [sys.executable, "setup.py", "--version"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert result.returncode != 0 and "ln -sfn ../parallel pycomm/parallel" in result.stderr
+
+
+def test_circles_are_found():
+    graph = {"a": {"b"}, "b": {"c", "d"}, "c": {"a"}, "d": {"e"}, "e": set(), "f": {"g"}, "g": {"f"}}
+    assert sorted(circles(graph)) == [["a", "b", "c"], ["f", "g"]]

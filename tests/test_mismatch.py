@@ -1,6 +1,8 @@
-"""Calls that do not match: every rank of the group raises and names both sides, no output is touched, and the group goes on.
+"""Calls that do not match: every rank of the group raises and names both sides, no output is touched, and the
+group goes on.
 
-The table holds the kinds of section 4.2 of collectives.md and what our own options add. The last rank of the group is the odd one.
+The table holds the kinds of section 4.2 of collectives.md and what our own options add. The last rank of the
+group is the odd one.
 """
 
 import time
@@ -21,9 +23,11 @@ def filled(count, dtype=torch.float32):
 
 
 class Case(NamedTuple):
-    """usual(comm, x, how) and odd(comm, x, how) issue the call; every output goes through x(). The values are what texts must say.
+    """usual(comm, x, how) and odd(comm, x, how) issue the call; every output goes through x(). The values are
+    what texts must say.
 
-    "field=value" and "value": every side says "field=mine here, theirs on rank"; without a field both texts are in the message.
+    "field=value" and "value": every side says "field=mine here, theirs on rank"; without a field both texts
+    are in the message.
     """
 
     usual: Any
@@ -41,19 +45,25 @@ def broadcasts(count, root=0, dtype=torch.float32, **options):
 
 
 def gathers(count, **options):
-    return lambda comm, x, how: comm.all_gather(torch.ones(count), x(filled(count * comm.world_size)), **options, **how)
+    return lambda comm, x, how: comm.all_gather(
+        torch.ones(count), x(filled(count * comm.world_size)), **options, **how
+    )
 
 
 def gathers_uneven(counts, **options):
     def call(comm, x, how):
         sizes = counts(comm.world_size)
-        return comm.all_gather(torch.ones(sizes[comm.rank]), [x(filled(size)) for size in sizes], **options, **how)
+        return comm.all_gather(
+            torch.ones(sizes[comm.rank]), [x(filled(size)) for size in sizes], **options, **how
+        )
 
     return call
 
 
 def scatters(count, **options):
-    return lambda comm, x, how: comm.reduce_scatter(torch.ones(count * comm.world_size), x(filled(count)), **options, **how)
+    return lambda comm, x, how: comm.reduce_scatter(
+        torch.ones(count * comm.world_size), x(filled(count)), **options, **how
+    )
 
 
 def scatters_uneven(counts):
@@ -69,7 +79,12 @@ def to_root(operation, root, count=3):
         if operation == "reduce":
             return comm.reduce(torch.ones(count), root, out=x(filled(count)), **how)
         if operation == "gather":
-            return comm.gather(torch.ones(count), x(filled(count * comm.world_size)) if comm.rank == root else None, root, **how)
+            return comm.gather(
+                torch.ones(count),
+                x(filled(count * comm.world_size)) if comm.rank == root else None,
+                root,
+                **how,
+            )
         return comm.scatter(torch.ones(count * comm.world_size), x(filled(count)), root, **how)
 
     return call
@@ -78,13 +93,17 @@ def to_root(operation, root, count=3):
 def exchanges(in_splits, out_splits):
     def call(comm, x, how):
         ins, outs = in_splits(comm), out_splits(comm)
-        return comm.all_to_all(torch.ones(sum(ins)), x(filled(sum(outs))), in_splits=ins, out_splits=outs, **how)
+        return comm.all_to_all(
+            torch.ones(sum(ins)), x(filled(sum(outs))), in_splits=ins, out_splits=outs, **how
+        )
 
     return call
 
 
 def parts(count):
-    return lambda comm, x, how: comm.all_to_all(torch.ones(count * comm.world_size), x(filled(count * comm.world_size)), **how)
+    return lambda comm, x, how: comm.all_to_all(
+        torch.ones(count * comm.world_size), x(filled(count * comm.world_size)), **how
+    )
 
 
 def barrier(comm, x, how):
@@ -137,33 +156,47 @@ CASES = {
     "root of gather": Case(to_root("gather", 1), to_root("gather", 0), "root=1", "0"),
     "root of scatter": Case(to_root("scatter", 0, 5000), to_root("scatter", 1, 5000), "root=0", "1"),
     "factor": Case(reduces(4, pycomm.premul_sum(2.5)), reduces(4, pycomm.premul_sum(4.25)), "2.5", "4.25"),
-    "algorithm": Case(reduces(BIG, algorithm="ring"), reduces(BIG, algorithm="two_shot"), "algorithm=ring", "two_shot"),
-    "algorithm of small": Case(reduces(4), reduces(4, algorithm="one_shot"), "algorithm=automatic", "one_shot"),
-    "staged size": Case(gathers(BIG, algorithm="staged"), gathers(BIG + 1, algorithm="staged"), f"count={BIG}", f"{BIG + 1}"),
-    "two_shot size": Case(reduces(BIG, algorithm="two_shot"), reduces(BIG - 1, algorithm="two_shot"), f"count={BIG}", f"{BIG - 1}"),
-    "direct size": Case(reduces(BIG, algorithm="direct"), reduces(BIG // 2, algorithm="direct"), f"count={BIG}", f"{BIG // 2}"),
+    "algorithm": Case(reduces(BIG, algorithm="ring"), reduces(BIG, algorithm="two_shot"),
+                      "algorithm=ring", "two_shot"),
+    "algorithm of small": Case(reduces(4), reduces(4, algorithm="one_shot"),
+                               "algorithm=automatic", "one_shot"),
+    "staged size": Case(gathers(BIG, algorithm="staged"), gathers(BIG + 1, algorithm="staged"),
+                        f"count={BIG}", f"{BIG + 1}"),
+    "two_shot size": Case(reduces(BIG, algorithm="two_shot"), reduces(BIG - 1, algorithm="two_shot"),
+                          f"count={BIG}", f"{BIG - 1}"),
+    "direct size": Case(reduces(BIG, algorithm="direct"), reduces(BIG // 2, algorithm="direct"),
+                        f"count={BIG}", f"{BIG // 2}"),
     "reduce_scatter": Case(scatters(5), scatters(6), "count=5", "6"),
     "reduce_scatter large": Case(scatters(BIG), scatters(BIG // 2), f"count={BIG}", f"{BIG // 2}"),
-    "uneven sum": Case(gathers_uneven(lambda n: [2] + [0] * (n - 1)), gathers_uneven(lambda n: [1] * (n - 1) + [20 - n]), "count=2", "19"),
+    "uneven sum": Case(gathers_uneven(lambda n: [2] + [0] * (n - 1)),
+                       gathers_uneven(lambda n: [1] * (n - 1) + [20 - n]), "count=2", "19"),
     "uneven order": Case(gathers_uneven(rising), gathers_uneven(falling), "list of sizes", "list of sizes"),
-    "uneven reduce_scatter": Case(scatters_uneven(rising), scatters_uneven(falling), "list of sizes", "list of sizes"),
+    "uneven reduce_scatter": Case(scatters_uneven(rising), scatters_uneven(falling),
+                                  "list of sizes", "list of sizes"),
     "all_to_all": Case(parts(4), parts(5), "count=4", "5"),
     "splits": Case(exchanges(ones, ones), exchanges(one_more_for_rank_0(1), ones), "expects 1", "sends 2"),
-    "splits large": Case(exchanges(many, many), exchanges(one_more_for_rank_0(MiB // 8), many), f"expects {MiB // 8}", "sends 131073"),
+    "splits large": Case(exchanges(many, many), exchanges(one_more_for_rank_0(MiB // 8), many),
+                         f"expects {MiB // 8}", "sends 131073"),
 }  # fmt: skip
 
 
 def goes_on(comm):
-    """The group is right after an error: every route, with values that differ from step to step, and every pair of ranks."""
+    """The group is right after an error: every route, with values that differ from step to step, and every
+    pair of ranks.
+    """
     n, rank = comm.world_size, comm.rank
     for step in range(2):
         for algorithm, count in ((None, 3), ("two_shot", SOME), ("ring", SOME)):
             x = torch.full((count,), float(rank + step))
             comm.all_reduce(x, algorithm=algorithm)
-            assert x.eq(n * (n - 1) / 2 + n * step).all(), f"all_reduce {algorithm} {count} after the mismatch"
+            assert x.eq(n * (n - 1) / 2 + n * step).all(), (
+                f"all_reduce {algorithm} {count} after the mismatch"
+            )
         root = step % n
         x = torch.full((SOME,), float(rank * 10 + step))
-        assert comm.broadcast(x, root, algorithm="staged").eq(root * 10 + step).all(), "broadcast after the mismatch"
+        assert comm.broadcast(x, root, algorithm="staged").eq(root * 10 + step).all(), (
+            "broadcast after the mismatch"
+        )
         y = torch.zeros(5)
         works = [
             comm.send(torch.full((5,), float(rank + step)), (rank + 1) % n, async_op=True),
@@ -209,7 +242,12 @@ def test_mismatch(name, world_size, mode):
                 outputs.append(tensor)
                 return tensor
 
-            error = caught(lambda keep=keep, how=dict(async_op=async_op): (case.odd if odd else case.usual)(comm, keep, how), async_op)
+            error = caught(
+                lambda keep=keep, how=dict(async_op=async_op): (case.odd if odd else case.usual)(
+                    comm, keep, how
+                ),
+                async_op,
+            )
             check_error(error, comm, case)
             for output in outputs:
                 assert output.eq(UNTOUCHED).all(), "an output was written"
@@ -218,15 +256,44 @@ def test_mismatch(name, world_size, mode):
     run_ranks(world_size, body, mode=mode, timeout=20.0)
 
 
-# --- messages ---------------------------------------------------------------------------------------------------------------------------
+# --- messages --------------------
 
-SIZES = {"in_slot": 20, "in_place": MiB // 4, "streamed": 6 * MiB // 4}  # elements; in_place through the kernel, where it allows that
+SIZES = {
+    "in_slot": 20,
+    "in_place": MiB // 4,
+    "streamed": 6 * MiB // 4,
+}  # elements; in_place through the kernel, where it allows that
 MESSAGES = {
-    "send more": lambda n: ((2 * n, torch.float32), (n, torch.float32), f"count={2 * n} here, {n} on", f"count={n} here, {2 * n} on"),
-    "recv more": lambda n: ((n, torch.float32), (n + 1, torch.float32), f"count={n} here, {n + 1} on", f"count={n + 1} here, {n} on"),
-    "dtype": lambda n: ((n, torch.float32), (n, torch.int32), "dtype=f32 here, i32 on", "dtype=i32 here, f32 on"),
-    "nothing sent": lambda n: ((0, torch.float32), (n, torch.float32), f"count=0 here, {n} on", f"count={n} here, 0 on"),
-    "nothing expected": lambda n: ((n, torch.float32), (0, torch.float32), f"count={n} here, 0 on", f"count=0 here, {n} on"),
+    "send more": lambda n: (
+        (2 * n, torch.float32),
+        (n, torch.float32),
+        f"count={2 * n} here, {n} on",
+        f"count={n} here, {2 * n} on",
+    ),
+    "recv more": lambda n: (
+        (n, torch.float32),
+        (n + 1, torch.float32),
+        f"count={n} here, {n + 1} on",
+        f"count={n + 1} here, {n} on",
+    ),
+    "dtype": lambda n: (
+        (n, torch.float32),
+        (n, torch.int32),
+        "dtype=f32 here, i32 on",
+        "dtype=i32 here, f32 on",
+    ),
+    "nothing sent": lambda n: (
+        (0, torch.float32),
+        (n, torch.float32),
+        f"count=0 here, {n} on",
+        f"count={n} here, 0 on",
+    ),
+    "nothing expected": lambda n: (
+        (n, torch.float32),
+        (0, torch.float32),
+        f"count={n} here, 0 on",
+        f"count=0 here, {n} on",
+    ),
 }
 
 
@@ -234,7 +301,9 @@ MESSAGES = {
 @pytest.mark.parametrize("way", SIZES)
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_mismatch(kind, way, mode):
-    """Both ends raise, in both directions, whoever comes first and whether the recv names its source; a message behind it arrives."""
+    """Both ends raise, in both directions, whoever comes first and whether the recv names its source; a
+    message behind it arrives.
+    """
     (sent, sent_dtype), (expected, expected_dtype), sender_says, receiver_says = MESSAGES[kind](SIZES[way])
 
     def body(comm):
@@ -243,15 +312,27 @@ def test_message_mismatch(kind, way, mode):
                 if recv_first != (comm.rank == dst):
                     time.sleep(0.01)
                 if comm.rank == src:
-                    error = caught(lambda dst=dst, how=async_op: comm.send(filled(sent, sent_dtype), dst, 5, async_op=how), async_op)
+                    error = caught(
+                        lambda dst=dst, how=async_op: comm.send(
+                            filled(sent, sent_dtype), dst, 5, async_op=how
+                        ),
+                        async_op,
+                    )
                     says, peer = sender_says, dst
                 else:
                     out = torch.zeros(expected).to(expected_dtype)
                     source = src if recv_first else None
-                    error = caught(lambda out=out, source=source, how=async_op: comm.recv(out, source, 5, async_op=how), async_op)
+                    error = caught(
+                        lambda out=out, source=source, how=async_op: comm.recv(out, source, 5, async_op=how),
+                        async_op,
+                    )
                     says, peer = receiver_says, src
                     assert out.eq(0).all(), "the buffer of the recv was written"
-                assert error.peer == peer and f"{says} rank {peer}" in str(error) and f"[rank {comm.rank}/2]" in str(error), str(error)
+                assert (
+                    error.peer == peer
+                    and f"{says} rank {peer}" in str(error)
+                    and f"[rank {comm.rank}/2]" in str(error)
+                ), str(error)
                 y = torch.ones(SIZES[way])
                 if comm.rank == src:
                     comm.send(y * 3, dst)

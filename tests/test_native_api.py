@@ -1,13 +1,10 @@
-"""The native API around the collectives: kinds of arrays, errors for wrong arguments, run_ranks, environment, describe, context manager."""
+"""The native API around the collectives: kinds of arrays, errors for wrong arguments, run_ranks, environment,
+describe, context manager.
+"""
 
-import os
-import signal
 import socket
 import subprocess
 import sys
-import threading
-import time
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,7 +14,7 @@ import pycomm
 from pycomm import env
 from pycomm.testing import RankFailure, run_ranks
 
-# --- kinds of arrays ---------------------------------------------------------------------------------------------------------------------
+# --- kinds of arrays --------------------
 
 
 class OnlyDLPack:
@@ -53,7 +50,9 @@ KINDS = {
 
 
 def every_operation(comm, kind):
-    """(name, the result has the right kind, its values); new results have the kind of the input, given ones are returned as they are."""
+    """(name, the result has the right kind, its values); new results have the kind of the input, given ones
+    are returned as they are.
+    """
     n, r = comm.world_size, comm.rank
     wrap, made, unwrap = KINDS[kind]
     row = torch.arange(4.0) + 10 * r
@@ -77,9 +76,13 @@ def every_operation(comm, kind):
     note("reduce_scatter list", comm.reduce_scatter([wrap(row.clone()) for _ in range(n)]))
     note("all_to_all", comm.all_to_all(wrap(torch.stack([row + p for p in range(n)]))))
     got = comm.gather(wrap(row.clone()))
-    results.append(("gather", isinstance(got, made) if r == 0 else got is None, unwrap(got).tolist() if r == 0 else None))
+    results.append(
+        ("gather", isinstance(got, made) if r == 0 else got is None, unwrap(got).tolist() if r == 0 else None)
+    )
     out = wrap(torch.zeros(4))
-    note("scatter", comm.scatter(wrap(torch.stack([row + p for p in range(n)])) if r == 0 else None, out), out)
+    note(
+        "scatter", comm.scatter(wrap(torch.stack([row + p for p in range(n)])) if r == 0 else None, out), out
+    )
     x = wrap(row.clone())
     note("async", comm.all_reduce(x, async_op=True).wait(), x)
     x = wrap(torch.zeros(4))
@@ -140,7 +143,7 @@ def test_gradients_do_not_get_in_the_way():
     assert run_ranks(2, body) == [([2.0] * 3, [2.0] * 3)] * 2
 
 
-# --- errors ------------------------------------------------------------------------------------------------------------------------------
+# --- errors --------------------
 
 
 def read_only():
@@ -153,7 +156,8 @@ def ones(*shape, dtype=torch.float32, device="cpu"):
     return torch.ones(*shape, dtype=dtype, device=device)
 
 
-# Each call is wrong on its own rank: (operation, call, text that names what is wrong). All must raise before anything is sent.
+# Each call is wrong on its own rank: (operation, call, text that names what is wrong). All must raise before
+# anything is sent.
 WRONG = [
     ("all_reduce", lambda c: c.all_reduce(ones(2, device="meta")), "meta"),
     ("all_gather", lambda c: c.all_gather(ones(2), ones(4, device="meta")), "meta"),
@@ -189,13 +193,25 @@ WRONG = [
     ("all_to_all", lambda c: c.all_to_all(ones(3)), "3 rows"),
     ("all_to_all", lambda c: c.all_to_all(ones(4), in_splits=[1, 2], out_splits=[2, 2]), "sum to 3"),
     ("all_to_all", lambda c: c.all_to_all(ones(4), in_splits=[4], out_splits=[4]), "1 input splits"),
-    ("all_to_all", lambda c: c.all_to_all(ones(4), ones(4), in_splits=[5, -1], out_splits=[2, 2]), "negative"),
+    (
+        "all_to_all",
+        lambda c: c.all_to_all(ones(4), ones(4), in_splits=[5, -1], out_splits=[2, 2]),
+        "negative",
+    ),
     ("all_to_all", lambda c: c.all_to_all([ones(2)] * 2, [ones(2)] * 3), "list of 3"),
 ]
 PLAIN = [  # without rank and operation in the text: the argument alone says what is wrong
-    (ValueError, lambda c: c.all_reduce(ones(2), "add"), "unknown reduce op 'add'; expected one of sum, avg, product"),
+    (
+        ValueError,
+        lambda c: c.all_reduce(ones(2), "add"),
+        "unknown reduce op 'add'; expected one of sum, avg, product",
+    ),
     (ValueError, lambda c: c.all_reduce(ones(2), "premul_sum"), "premul_sum"),
-    (ValueError, lambda c: c.all_reduce(ones(2), algorithm="tree"), "unknown algorithm 'tree'; expected None or one of"),
+    (
+        ValueError,
+        lambda c: c.all_reduce(ones(2), algorithm="tree"),
+        "unknown algorithm 'tree'; expected None or one of",
+    ),
     (ValueError, lambda c: c.all_reduce(read_only()), "read-only"),
     (ValueError, lambda c: c.all_to_all([ones(2)] * 2), "list of outputs"),
     (TypeError, lambda c: c.all_reduce([1.0, 2.0]), "got list"),
@@ -234,76 +250,7 @@ def test_wrong_groups():
         pycomm.Communicator(store)
 
 
-# --- run_ranks ---------------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("mode", ["threads", "processes"])
-def test_run_ranks_returns_results_in_order_and_passes_arguments(mode):
-    assert run_ranks(4, lambda comm, a, b: (comm.rank, comm.world_size, a + b), 1, 2, mode=mode) == [(r, 4, 3) for r in range(4)]
-    pids = run_ranks(3, lambda comm: os.getpid(), mode=mode)
-    assert (set(pids) == {os.getpid()}) == (mode == "threads") and len(set(pids)) == (1 if mode == "threads" else 3)
-    assert run_ranks(1, lambda comm: comm.name, mode=mode, name="mine") == ["mine"]
-
-
-@pytest.mark.parametrize("mode", ["threads", "processes"])
-def test_run_ranks_reports_the_rank_that_failed_first(mode):
-    def body(comm):
-        if comm.rank == 1:
-            raise KeyError("the cause")
-        comm.barrier()
-
-    with pytest.raises(RankFailure, match="rank 1: KeyError: 'the cause'") as caught:
-        run_ranks(3, body, mode=mode, timeout=20)
-    assert isinstance(caught.value.__cause__, KeyError) and isinstance(caught.value.failures[1], KeyError)
-    assert all(isinstance(error, (pycomm.AbortedError, pycomm.PeerError)) for rank, error in caught.value.failures.items() if rank != 1)
-    got = run_ranks(3, lambda comm: comm.rank if comm.rank != 2 else body(comm) or 1 / 0, mode=mode, timeout=20, fail=False)
-    assert got[:2] == [0, 1] and isinstance(got[2], Exception)
-
-
-def test_run_ranks_ends_processes_when_the_time_is_up():
-    def body(comm):
-        if comm.rank == 1:
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            time.sleep(600)
-        return os.getpid()
-
-    def children():
-        return {pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()}
-
-    before, start = children(), time.monotonic()  # multiprocessing may have started a process of its own in an earlier test
-    got = run_ranks(2, body, mode="processes", timeout=0.3, fail=False)
-    assert time.monotonic() - start < 30
-    assert isinstance(got[1], TimeoutError) and "rank 1 did not finish within 0.3 s" in str(got[1])
-    assert children() <= before  # no child is left, not even a dead one
-
-
-def test_run_ranks_reports_dead_processes():
-    def body(comm):
-        if comm.rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        if comm.rank == 1:
-            os._exit(7)
-        return lambda: "cannot be pickled"
-
-    got = run_ranks(3, body, mode="processes", timeout=20, fail=False)
-    assert "killed by signal 9" in str(got[0]) and "exited with status 7" in str(got[1]) and "rank 2: cannot send" in str(got[2])
-
-
-def test_run_ranks_reports_threads_that_do_not_finish():
-    release = threading.Event()
-    try:
-        with pytest.raises(RankFailure, match="rank 0 did not finish within 0.1 s"):
-            run_ranks(2, lambda comm: comm.rank == 0 and release.wait(60), timeout=0.1)
-    finally:
-        release.set()
-
-
-def test_run_ranks_checks_its_mode():
-    with pytest.raises(ValueError, match="mode='fibers'"):
-        run_ranks(2, lambda comm: None, mode="fibers")
-
-
-# --- life, environment, facts ------------------------------------------------------------------------------------------------------------
+# --- life, environment, facts --------------------
 
 
 def test_context_manager_closes_or_aborts():
@@ -315,7 +262,10 @@ def test_context_manager_closes_or_aborts():
             sub.all_reduce(torch.ones(1))
         sub.close()  # twice is allowed
         other = comm.split(0)
-        with pytest.raises(RuntimeError if comm.rank == 0 else pycomm.AbortedError, match="cannot go on"), other:
+        with (
+            pytest.raises(RuntimeError if comm.rank == 0 else pycomm.AbortedError, match="cannot go on"),
+            other,
+        ):
             if comm.rank == 0:
                 raise RuntimeError("cannot go on")
             other.barrier()
@@ -327,14 +277,19 @@ def test_context_manager_closes_or_aborts():
 
 def test_algorithm_from_the_environment(monkeypatch):
     def body(comm):
-        with pytest.raises(pycomm.MismatchError, match="algorithm=(ring here, direct|direct here, ring) on rank"):
+        with pytest.raises(
+            pycomm.MismatchError, match="algorithm=(ring here, direct|direct here, ring) on rank"
+        ):
             comm.all_reduce(torch.ones(1), algorithm="direct" if comm.rank else None)
         assert comm.broadcast(torch.ones(9)).sum() == 9
         return comm.all_reduce(torch.ones(1), algorithm="two_shot").item()  # an argument wins
 
     monkeypatch.setenv("PYCOMM_ALGORITHM", "all_reduce=ring,broadcast=staged")
     assert run_ranks(2, body) == [2.0, 2.0]
-    for value, text in (("all_reduce=tree", "tree"), ("all_reduce=staged", "all_reduce has no algorithm staged")):
+    for value, text in (
+        ("all_reduce=tree", "tree"),
+        ("all_reduce=staged", "all_reduce has no algorithm staged"),
+    ):
         monkeypatch.setenv("PYCOMM_ALGORITHM", value)
         with pytest.raises(RankFailure, match=f"ValueError: .*{text}"):
             run_ranks(2, lambda comm: comm.all_reduce(torch.ones(1)))
@@ -342,14 +297,29 @@ def test_algorithm_from_the_environment(monkeypatch):
 
 @pytest.mark.parametrize(
     ("mode", "cma", "reach"),
-    [("threads", "1", "pointers"), ("processes", "1", "process_vm_readv"), ("processes", "0", "staging only")],
+    [
+        ("threads", "1", "pointers"),
+        ("processes", "1", "process_vm_readv"),
+        ("processes", "0", "staging only"),
+    ],
 )
 def test_describe(monkeypatch, mode, cma, reach):
     monkeypatch.setenv("PYCOMM_CMA", cma)
-    for r, facts in enumerate(run_ranks(2, lambda comm: comm.describe(), mode=mode, threads=3, staging_bytes=1 << 19, name="facts")):
+    for r, facts in enumerate(
+        run_ranks(2, lambda comm: comm.describe(), mode=mode, threads=3, staging_bytes=1 << 19, name="facts")
+    ):
         assert facts["reach"].startswith(reach)
-        known = {key: facts[key] for key in ("name", "rank", "world_size", "threads", "staging_bytes", "broken")}
-        assert known == {"name": "facts", "rank": r, "world_size": 2, "threads": 3, "staging_bytes": 1 << 19, "broken": False}
+        known = {
+            key: facts[key] for key in ("name", "rank", "world_size", "threads", "staging_bytes", "broken")
+        }
+        assert known == {
+            "name": "facts",
+            "rank": r,
+            "world_size": 2,
+            "threads": 3,
+            "staging_bytes": 1 << 19,
+            "broken": False,
+        }
         assert facts["simd"] in ("baseline", "avx2", "avx512") and isinstance(facts["oversubscribed"], bool)
 
 
@@ -370,7 +340,10 @@ with pycomm.Communicator() as comm:
 def test_group_from_the_environment_of_torchrun():
     launch = dict(WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=free_port())
     command = [sys.executable, "-c", SCRIPT]
-    children = [subprocess.Popen(command, env=env.for_child(RANK=r, **launch), stdout=subprocess.PIPE, text=True) for r in range(2)]
+    children = [
+        subprocess.Popen(command, env=env.for_child(RANK=r, **launch), stdout=subprocess.PIPE, text=True)
+        for r in range(2)
+    ]
     try:
         said = [child.communicate(timeout=60)[0].strip() for child in children]
     finally:

@@ -1,7 +1,8 @@
-"""What nvcc makes of the kernels: nothing spills, few registers, and the memory accesses that docs/memory_model.md counts on.
+"""What nvcc makes of the kernels: nothing spills, few registers, and the memory accesses that
+docs/memory_model.md counts on.
 
-The build leaves what ptxas says in build/temp-*/cuda/*.log. Where that is older than the sources, or the build was made without CUDA, the
-kernels are compiled here.
+The build leaves what ptxas says in build/temp-*/cuda/*.log. Where that is older than the sources, or the
+build was made without CUDA, the kernels are compiled here.
 """
 
 import ast
@@ -9,25 +10,30 @@ import os
 import re
 import shutil
 import subprocess
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
-CUDA = ROOT / "csrc" / "cuda"
-SOURCES = sorted(CUDA.glob("*.cu"))
+KERNELS = ROOT / "csrc" / "cuda" / "kernels"
+SOURCES = sorted(KERNELS.glob("*.cu"))
 ARCHITECTURES = {"sm_80", "sm_90"}
 MAX_REGISTERS = 128  # of 65536 for max_threads = 512
-MAX_SECONDS = 300  # of compiling, on a busy machine; about 45 on two free cores
-NVCC = next((str(p) for p in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if p and os.access(p, os.X_OK)), None)
-pytestmark = [pytest.mark.skipif(not NVCC, reason="needs nvcc"), pytest.mark.timeout(2 * MAX_SECONDS)]
+MAX_SECONDS = 300  # of compiling, of processors; about 90 are needed
+NVCC = next(
+    (str(p) for p in (shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc") if p and os.access(p, os.X_OK)), None
+)
+pytestmark = [pytest.mark.skipif(not NVCC, reason="needs nvcc"), pytest.mark.timeout(4 * MAX_SECONDS)]
 
 
 def flags():
     """NVCC_FLAGS of setup.py."""
-    nodes = [node for node in ast.parse((ROOT / "setup.py").read_text()).body if isinstance(node, (ast.Assign, ast.AugAssign))]
+    nodes = [
+        node
+        for node in ast.parse((ROOT / "setup.py").read_text()).body
+        if isinstance(node, (ast.Assign, ast.AugAssign))
+    ]
     found = [node.value for node in nodes if "NVCC_FLAGS" in ast.unparse(node).split("=")[0]]
     return [flag for value in found for flag in ast.literal_eval(value)]
 
@@ -57,11 +63,12 @@ def compile_all(sources, folder):
         assert result.returncode == 0, result.stdout[-5000:]
         return result.stdout
 
-    began = time.monotonic()
+    began = os.times()
     with ThreadPoolExecutor(2) as pool:
         logs = dict(zip(sources, pool.map(compile_one, sources), strict=True))
-    print(f"compiled {len(sources)} files in {time.monotonic() - began:.0f} s")
-    assert time.monotonic() - began < MAX_SECONDS
+    seconds = os.times().children_user - began.children_user
+    print(f"compiled {len(sources)} files in {seconds:.0f} s of a processor")
+    assert seconds < MAX_SECONDS
     return logs
 
 
@@ -83,16 +90,22 @@ def test_no_kernel_spills(reports):
 def test_registers(reports):
     text = "\n".join(reports.values())
     for architecture in ARCHITECTURES:
-        pattern = rf"Compiling entry function '(\w+)' for '{architecture}'\n(?:.*\n){{2}}ptxas info\s+: Used (\d+) registers"
+        pattern = (
+            rf"Compiling entry function '(\w+)' for '{architecture}'\n(?:.*\n){{2}}"
+            r"ptxas info\s+: Used (\d+) registers"
+        )
         registers = {name: int(used) for name, used in re.findall(pattern, text)}
-        print(f"{architecture}: {len(registers)} kernels, {min(registers.values())} to {max(registers.values())} registers")
+        print(
+            f"{architecture}: {len(registers)} kernels, {min(registers.values())} to "
+            f"{max(registers.values())} registers"
+        )
         assert len(registers) > 100 and max(registers.values()) <= MAX_REGISTERS
 
 
 def test_accesses_in_ptx(tmp_path):
     """One file of data movement is enough: all kernels share the accesses of ctx.cuh."""
     target = tmp_path / "launch.ptx"
-    command = [NVCC, *flags()[:3], "-arch=compute_90", "--ptx", str(CUDA / "launch.cu"), "-o", str(target)]
+    command = [NVCC, *flags()[:3], "-arch=compute_90", "--ptx", str(KERNELS / "launch.cu"), "-o", str(target)]
     subprocess.run(command, check=True, capture_output=True)
     ptx = target.read_text()
     # .nc reads through a cache that is not coherent: stale data of a peer.

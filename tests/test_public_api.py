@@ -10,8 +10,8 @@ import pytest
 import pycomm
 from pycomm import _extension, errors
 
-PUBLIC = """AbortedError CommError CommTimeoutError Communicator MismatchError PeerError Work __version__ empty explain fused premul_sum
-set_default_cpu_backend testing""".split()
+PUBLIC = """AbortedError CommError CommTimeoutError Communicator MismatchError PeerError Work __version__
+empty explain fused premul_sum set_default_cpu_backend testing""".split()
 
 
 def test_public_names_are_frozen():

@@ -1,4 +1,6 @@
-"""pycomm as a backend of torch.distributed: every dist.* operation against a one-line oracle; works, groups, traces, errors."""
+"""pycomm as a backend of torch.distributed: every dist.* operation against a one-line oracle; works, groups,
+traces, errors.
+"""
 
 import contextlib
 import functools
@@ -18,7 +20,8 @@ from torch_ranks import data, equal, spawn
 
 import pycomm
 
-# --- the operations: fn(rank, n, count, call) -> (result, expected). call(f, *args) runs it synchronously or not ------------------------
+# --- the operations: fn(rank, n, count, call) -> (result, expected) --------------------
+# call(f, *args) runs it synchronously or not.
 
 
 def all_reduce(r, n, c, call):
@@ -121,7 +124,18 @@ def ring(r, n, c, call):
 
 
 OPERATIONS = [
-    *(all_reduce, all_reduce_strided, reduce, broadcast, all_gather, all_gather_uneven, all_gather_tensor, gather, scatter, reduce_scatter),
+    *(
+        all_reduce,
+        all_reduce_strided,
+        reduce,
+        broadcast,
+        all_gather,
+        all_gather_uneven,
+        all_gather_tensor,
+        gather,
+        scatter,
+        reduce_scatter,
+    ),
     *(reduce_scatter_uneven, reduce_scatter_tensor, all_to_all, all_to_all_single, all_to_all_splits, ring),
 ]
 
@@ -170,7 +184,10 @@ def test_one_rank():
 
 def check_reductions(r, n):
     ops, premul = dist.ReduceOp, dist._make_nccl_premul_sum
-    floats, ints = [torch.float64, torch.float32, torch.float16, torch.bfloat16], [torch.int8, torch.uint8, torch.int32, torch.int64]
+    floats, ints = (
+        [torch.float64, torch.float32, torch.float16, torch.bfloat16],
+        [torch.int8, torch.uint8, torch.int32, torch.int64],
+    )
     table = [
         (ops.SUM, floats + ints, lambda xs: sum(xs)),
         (ops.AVG, floats, lambda xs: (sum(x.double() for x in xs) / n).to(xs[0].dtype)),
@@ -192,7 +209,13 @@ def check_reductions(r, n):
     for dtype in (torch.complex64, torch.complex128):
         x = torch.complex(data(r, 9, dtype=torch.float64), data(r + 5, 9, dtype=torch.float64)).to(dtype)
         dist.all_reduce(x)
-        equal(x, sum(torch.complex(data(p, 9, dtype=torch.float64), data(p + 5, 9, dtype=torch.float64)).to(dtype) for p in range(n)))
+        equal(
+            x,
+            sum(
+                torch.complex(data(p, 9, dtype=torch.float64), data(p + 5, 9, dtype=torch.float64)).to(dtype)
+                for p in range(n)
+            ),
+        )
     x = data(r, 11) > 3
     dist.all_reduce(x, op=ops.BOR)
     equal(x, torch.stack([data(p, 11) > 3 for p in range(n)]).any(0))
@@ -205,7 +228,7 @@ def test_reductions():
     spawn(3, check_reductions)
 
 
-# --- works, coalescing, groups ----------------------------------------------------------------------------------------------------------
+# --- works, coalescing, groups --------------------
 
 
 def check_works(r, n):
@@ -224,7 +247,11 @@ def check_works(r, n):
         return dist.all_reduce(future.value()[0] * 2, async_op=True).get_future().wait()[0]
 
     equal(
-        dist.all_reduce(torch.ones(2), async_op=True).get_future().then(again).then(lambda f: f.value() + 1).wait(),
+        dist.all_reduce(torch.ones(2), async_op=True)
+        .get_future()
+        .then(again)
+        .then(lambda f: f.value() + 1)
+        .wait(),
         torch.ones(2) * 2 * n * n + 1,
     )
     assert dist.barrier(async_op=True).get_future().wait() == []
@@ -252,7 +279,12 @@ def test_works():
 
 def check_coalescing(r, n):
     sizes = [3, 0, 70_001]
-    for device, async_ops in [(None, False), (None, True), (torch.device("cpu"), False), (torch.device("cpu"), True)]:
+    for device, async_ops in [
+        (None, False),
+        (None, True),
+        (torch.device("cpu"), False),
+        (torch.device("cpu"), True),
+    ]:
         xs = [data(r, c) for c in sizes]
         with _coalescing_manager(device=device, async_ops=async_ops) as manager:
             for x in xs:

@@ -1,4 +1,6 @@
-"""Errors of the torch backend: classes and texts in Python, for synchronous calls, works and futures; timeouts, abort, a dead rank."""
+"""Errors of the torch backend: classes and texts in Python, for synchronous calls, works and futures;
+timeouts, abort, a dead rank.
+"""
 
 import contextlib
 import datetime
@@ -26,7 +28,11 @@ def check_mismatches(r, n):
         for c in (4, 100_000):
             with pytest.raises(pycomm.MismatchError, match=f"{c} here|{c + 1} here") as caught:
                 call(torch.ones(c + (r == n - 1)))
-            assert isinstance(caught.value, dist.DistBackendError) and caught.value.rank == r and caught.value.op == "all_reduce"
+            assert (
+                isinstance(caught.value, dist.DistBackendError)
+                and caught.value.rank == r
+                and caught.value.op == "all_reduce"
+            )
         with pytest.raises(pycomm.MismatchError, match="i32"):
             call(torch.ones(3, dtype=torch.int32 if r else torch.float32))
         with pytest.raises(pycomm.MismatchError, match="max"):
@@ -43,7 +49,7 @@ def check_mismatches(r, n):
         (lambda: backend.allreduce([torch.ones(2, device="meta")]), "device"),
         (lambda: dist.all_reduce(torch.ones(2, dtype=torch.bool), op=dist.ReduceOp.AVG), "avg"),
         (lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND), "band"),
-        (lambda: dist.all_reduce(torch.ones(2).to_sparse()), "dense"),
+        (lambda: backend.broadcast([torch.ones(2).to_sparse()], dist.BroadcastOptions()), "dense"),
         (lambda: dist.all_gather([torch.ones(2)] * (n + 1), torch.ones(2)), "list"),
         (lambda: dist.all_gather_into_tensor(torch.ones(n * 3), torch.ones(2)), "elements"),
         (lambda: dist.all_to_all_single(torch.ones(n + 1), torch.ones(n + 1)), "rows"),
@@ -90,7 +96,15 @@ def test_timeouts():
 
 def check_set_timeout(r, n):
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    backend.set_timeout(datetime.timedelta(seconds=0.3))
+    limits = [datetime.timedelta(seconds=s) for s in (50, 40, 0.3)]
+    setters = [
+        backend.set_timeout,
+        backend._set_default_timeout,
+        dist.distributed_c10d._set_pg_timeout,
+    ]
+    for limit, setter in zip(limits, setters, strict=True):
+        setter(limit)
+        assert backend.options._timeout == limit
     if r == 0:
         with pytest.raises(pycomm.CommTimeoutError, match="0.3"):
             dist.all_reduce(torch.ones(1))
@@ -100,19 +114,6 @@ def check_set_timeout(r, n):
 
 def test_set_timeout():
     spawn(2, check_set_timeout)
-
-
-def check_monitored_barrier(r, n):
-    if r in (1, 2):
-        time.sleep(1.5)
-        return
-    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
-    with pytest.raises(pycomm.CommTimeoutError, match="ranks 1, 2 did not arrive"):
-        backend.monitored_barrier(timeout=datetime.timedelta(seconds=0.5), wait_all_ranks=True)
-
-
-def test_monitored_barrier():
-    spawn(4, check_monitored_barrier)
 
 
 def check_abort(r, n):

@@ -1,4 +1,6 @@
-"""What torch builds on its backends, over pycomm: DDP, ZeRO, FSDP2, DTensor, pipelining, DCP train to the same bits as over Gloo."""
+"""What torch builds on its backends, over pycomm: DDP, ZeRO, FSDP2, DTensor, pipelining, DCP train to the
+same bits as over Gloo.
+"""
 
 import os
 import signal
@@ -57,7 +59,9 @@ class HalfUsed(nn.Module):
 def unused(r, n):
     torch.manual_seed(0)
     net = HalfUsed()
-    return train(net, torch.optim.SGD(net.parameters(), 0.1), r, forward=DDP(net, find_unused_parameters=True))
+    return train(
+        net, torch.optim.SGD(net.parameters(), 0.1), r, forward=DDP(net, find_unused_parameters=True)
+    )
 
 
 def join(r, n):
@@ -83,13 +87,20 @@ def python_hook(state, bucket):
 
 
 def power_sgd(r, n):
-    """The callbacks of this hook issue operations and wait for them. One bucket: more would issue them in another order on every rank."""
-    state = lambda: powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)  # noqa: E731
+    """The callbacks of this hook issue operations and wait for them. One bucket: more would issue them in
+    another order on every rank.
+    """
+
+    def state():
+        return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+
     return plain_ddp(r, n, hook(powerSGD_hook.powerSGD_hook, state), bucket_cap_mb=25)
 
 
 def test_power_sgd():
-    """No comparison with Gloo, which crashes here: its worker thread ends the group whose callback it runs."""
+    """No comparison with Gloo, which crashes here: its worker thread ends the group whose callback
+    it runs.
+    """
     first, second = spawn(2, power_sgd)
     equal(first, second)
 
@@ -111,7 +122,10 @@ def tensor_parallel(r, n):
     train(net, torch.optim.SGD(net.parameters(), 0.1), 0)
     x = distribute_tensor(torch.arange(24.0).view(6, 4), mesh, [Shard(0)])
     moved = [x.redistribute(mesh, [placement]) for placement in (Replicate(), Shard(1))]
-    return [p.full_tensor() if isinstance(p, DTensor) else p.detach() for p in [*net.parameters(), *moved, x.sum(), x @ x.t()]]
+    return [
+        p.full_tensor() if isinstance(p, DTensor) else p.detach()
+        for p in [*net.parameters(), *moved, x.sum(), x @ x.t()]
+    ]
 
 
 def functional(r, n):
@@ -169,7 +183,9 @@ TRAINERS = {
     "ddp_allreduce_hook": lambda r, n: plain_ddp(r, n, hook(default_hooks.allreduce_hook)),
     "ddp_fp16_hook": lambda r, n: plain_ddp(r, n, hook(default_hooks.fp16_compress_hook)),
     "ddp_python_hook": lambda r, n: plain_ddp(r, n, hook(python_hook)),
-    "ddp_builtin_hook": lambda r, n: plain_ddp(r, n, lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)),
+    "ddp_builtin_hook": lambda r, n: plain_ddp(
+        r, n, lambda ddp: ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    ),
     "zero_redundancy_optimizer": zero,
     "fsdp2": fsdp,
     "tensor_parallel": tensor_parallel,

@@ -1,17 +1,21 @@
 """What is measured: an operation, M x N x K, a dtype, what follows the product; and a rank's tensors for it.
 
-M, N, K are those of one rank's product, as in pycomm.explain: all_gather_matmul's M counts the gathered rows, matmul_reduce_scatter's and
-matmul_all_reduce's K is a rank's part of the inner dimension, N counts columns of the result (swiglu has twice as many in b).
+M, N, K are those of one rank's product, as in pycomm.explain: all_gather_matmul's M counts the gathered rows,
+matmul_reduce_scatter's and matmul_all_reduce's K is a rank's part of the inner dimension, N counts columns of
+the result (swiglu has twice as many in b).
 """
 
 import re
 from typing import NamedTuple
 
+from pycomm.benchmarks.common import data
+
 OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 BARE = "bare"  # neither bias nor activation; "none": a bias alone
 EPILOGUES = (BARE, "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu")
-DTYPES = {"f32": "float32", "f16": "float16", "bf16": "bfloat16"}
-# Largest difference from the exact result, over its largest entry. Partial sums travel in the dtype: every rank adds a rounding.
+DTYPES = {name: data.DTYPES[name] for name in ("f32", "f16", "bf16")}
+# Largest difference from the exact result, over its largest entry. Partial sums travel in the dtype: every
+# rank adds a rounding.
 TOLERANCES = {"f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}
 
 
@@ -68,22 +72,17 @@ def parse_shapes(text):
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})x(\d{1,7})x(\d{1,7})", part.strip())
         if not match or "0" in match.groups():
-            raise ValueError(f"--shapes {part!r}: must be MxNxK, whole numbers from 1 on, with commas between shapes")
+            raise ValueError(
+                f"--shapes {part!r}: must be MxNxK, whole numbers from 1 on, with commas between shapes"
+            )
         found.append(tuple(map(int, match.groups())))
     return found
 
 
-def chosen(text, allowed, option):
-    """A list with commas as a tuple without repetitions. Raises ValueError."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
-    for name in names:
-        if name not in allowed:
-            raise ValueError(f"{option} {name!r}: must be of {', '.join(allowed)}")
-    return names
-
-
 def make_tensors(case, world_size, rank, device):
-    """This rank's. Values around 1, the product's too; b is the transpose of a weight (columns, K), as torch.nn.Linear has it."""
+    """This rank's. Values around 1, the product's too; b is the transpose of a weight (columns, K), as
+    torch.nn.Linear has it.
+    """
     import torch
 
     dtype, rows = getattr(torch, DTYPES[case.dtype]), case.m // world_size
@@ -94,7 +93,7 @@ def make_tensors(case, world_size, rank, device):
 
     a = draw(rows if case.op == "all_gather_matmul" else case.m, case.k)
     b = (draw(case.columns, case.k) * case.k**-0.5).t()
-    own = case.op == "all_gather_matmul"  # the others add the bias to a sum over ranks, so it is the same on all
+    own = case.op == "all_gather_matmul"  # the others add it to a sum over ranks: the same bias on all
     generator.manual_seed(1000 + rank * own)
     bias = draw(case.columns) if case.bias else None
     # matmul_all_reduce takes the gradient of its result to be equal on all ranks.

@@ -1,21 +1,23 @@
 """One rank's part: makes the tensors of a case, checks every variant, and times them in turns.
 
-    once         every variant: results against the exact ones, calls to warm up, calls in a turn agreed on
-    round 1      A: calls    B: calls    C: calls
-    round 2      B: calls    C: calls    A: calls          (the order rotates)
+Once: every variant's results against the exact ones, calls to warm up, calls in a turn agreed on. Then the
+rounds of common/turns.py.
 
-CPU: every call is timed between two readings of the clock, after a barrier. CUDA: a batch of calls between two events on the rank's stream
-(benchmarks/device.py); with graph a batch is one replay of a CUDA graph that holds its calls. Results are checked before the timing and
-after it. The controller takes the slowest rank of every sample.
+CPU: every call is timed between two readings of the clock, after a barrier. CUDA: a batch of calls between
+two events on the rank's stream (common/device.py); with graph a batch is one replay of a CUDA graph that
+holds its calls. Results are checked before the timing and after it. The controller takes the slowest rank of
+every sample.
 """
 
+import functools
 import time
 
 import torch
 
-from .. import device as gpu
-from . import variants
-from .cases import make_tensors
+from pycomm.benchmarks.common import device as gpu
+from pycomm.benchmarks.common import turns
+from pycomm.benchmarks.fused import variants
+from pycomm.benchmarks.fused.cases import make_tensors
 
 WARM_UP = 2
 MOST_CALLS = 200  # in a turn
@@ -23,9 +25,11 @@ BATCH_SECONDS = 0.002  # CUDA: of a batch, at least
 
 
 def measure_cases(peers, cases, options):
-    """Body of a rank. Returns a list of records, one for each case that was reached, and the text of what stopped it, or "".
+    """Body of a rank. Returns a list of records, one for each case that was reached, and the text of what
+    stopped it, or "".
 
-    A record: {"choice", "variants": {name: {"missing": reason} or {"rounds": [[seconds, ...], ...], "error"}}}.
+    A record: {"choice", "variants": {name: {"missing": reason} or {"rounds": [[seconds, ...], ...],
+    "error"}}}.
     """
     found, stop_at = [], time.monotonic() + options["limit"]
     for case in cases:
@@ -43,7 +47,8 @@ def measure_case(peers, case, options):
     if peers.device.type == "cuda":
         variants.load_kernels(case, tensors, peers, options["backward"])
     settle(peers)
-    variants.make("pycomm.fused", case, tensors, peers, options["backward"])()  # the first call on CUDA measures which form is best
+    first = variants.make("pycomm.fused", case, tensors, peers, options["backward"])
+    first()  # on CUDA it measures which form is best
     settle(peers)
     calls, found = {}, {}
     for name in variants.names(case, peers):
@@ -54,12 +59,9 @@ def measure_case(peers, case, options):
             found[name] = {"missing": str(reason)}
     wanted = variants.exact(case, tensors, peers, options["backward"])
     before = {name: _error(peers, call, wanted) for name, call in calls.items()}
-    replays = {name: _prepare(peers, call, options) for name, call in calls.items()}
-    rounds, order = {name: [] for name in calls}, list(calls)
-    for _ in range(options["rounds"]):
-        for name in order:
-            rounds[name].append(_turn(peers, *replays[name]))
-        order = order[1:] + order[:1]
+    batches = {name: _prepare(peers, call, options) for name, call in calls.items()}
+    take = {name: functools.partial(_turn, peers, *batch) for name, batch in batches.items()}
+    rounds = turns.take(options["rounds"], take)
     for name, call in calls.items():
         found[name] = {"rounds": rounds[name], "error": max(before[name], _error(peers, call, wanted))}
     return {"choice": variants.choice_of(case, peers), "variants": found}
@@ -68,12 +70,14 @@ def measure_case(peers, case, options):
 def settle(peers):
     """Waits for this rank's stream, then for all ranks. See [Note: ranks that share a GPU] in device.py."""
     if peers.device.type == "cuda":
-        torch.cuda.current_stream().synchronize()
+        gpu.synchronize()
     peers.ours.barrier()
 
 
 def _error(peers, call, wanted):
-    """Largest difference from the exact results, of each over its largest entry; infinite for NaN or a wrong shape."""
+    """Largest difference from the exact results, of each over its largest entry; infinite for NaN or a wrong
+    shape.
+    """
     settle(peers)
     results = call()
     settle(peers)
@@ -94,7 +98,9 @@ def _agreed(peers, value):
 
 
 def _prepare(peers, call, options):
-    """(what a batch runs, calls in it, how often a batch runs it, batches of a turn). All ranks alike: rank 0's clock decides."""
+    """(what a batch runs, calls in it, how often a batch runs it, batches of a turn). All ranks alike: rank
+    0's clock decides.
+    """
     cuda = peers.device.type == "cuda"
     for _ in range(WARM_UP):
         call()
@@ -102,7 +108,7 @@ def _prepare(peers, call, options):
     began = time.perf_counter()
     call()
     if cuda:
-        torch.cuda.current_stream().synchronize()
+        gpu.synchronize()
     seconds = _agreed(peers, max(1e-7, time.perf_counter() - began))
     calls = max(1, min(MOST_CALLS, int(options["seconds"] / seconds)))
     if not cuda:
@@ -121,7 +127,8 @@ def _prepare(peers, call, options):
 def _turn(peers, run, calls, repeats, batches):
     """Seconds of one call, for each batch."""
     if peers.device.type == "cuda":
-        return [seconds * repeats / calls for seconds in gpu.time_batches(run, repeats, batches, peers.ours.barrier)]
+        samples = gpu.time_batches(run, repeats, batches, peers.ours.barrier)
+        return [seconds * repeats / calls for seconds in samples]
     samples = []
     for _ in range(batches):
         peers.ours.barrier()

@@ -1,6 +1,18 @@
-"""A group as a user has it, native or torch's, with the four calls that the unfused forms need. Parts are equal."""
+"""The ranks of this benchmark, and the groups that each has: one of pycomm, native or torch's, and torch's
+others, with the calls that the unfused forms need. Parts are equal.
 
+Threads have a Communicator. Processes have a torch group of pycomm and one of Gloo (CPU) or, with a GPU for
+each, of NCCL; they are forked on the CPU, and new interpreters with CUDA, since one that has used CUDA must
+not fork.
+"""
+
+from typing import NamedTuple
+
+import torch
 import torch.distributed as dist
+
+from pycomm.benchmarks.common import ranks
+from pycomm.groups import all_gather_flat, reduce_scatter_flat
 
 
 class Native:
@@ -8,21 +20,8 @@ class Native:
 
     def __init__(self, comm):
         self.handle, self.rank, self.size = comm, comm.rank, comm.world_size
-
-    def all_gather(self, x, out):
-        self.handle.all_gather(x, out)
-
-    def reduce_scatter(self, x, out):
-        self.handle.reduce_scatter(x, out)
-
-    def all_reduce(self, x):
-        self.handle.all_reduce(x)
-
-    def broadcast(self, x):
-        self.handle.broadcast(x)
-
-    def barrier(self):
-        self.handle.barrier()
+        self.all_gather, self.reduce_scatter = comm.all_gather, comm.reduce_scatter
+        self.all_reduce, self.broadcast, self.barrier = comm.all_reduce, comm.broadcast, comm.barrier
 
 
 class Torch:
@@ -30,15 +29,12 @@ class Torch:
 
     def __init__(self, group):
         self.handle, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        # torch 2.13 renames these two.
-        self._gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        self._scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
     def all_gather(self, x, out):
-        self._gather(out, x, group=self.handle)
+        all_gather_flat(out, x, group=self.handle)
 
     def reduce_scatter(self, x, out):
-        self._scatter(out, x, group=self.handle)
+        reduce_scatter_flat(out, x, group=self.handle)
 
     def all_reduce(self, x):
         dist.all_reduce(x, group=self.handle)
@@ -68,9 +64,53 @@ class Apart:
 
 
 class Peers:
-    """A rank's groups. ours: of pycomm; torch's: by the name of their backend, "gloo" or "nccl". device: of the tensors."""
+    """A rank's groups. ours: of pycomm; others: torch's, by the name of their backend, "gloo" or "nccl".
+    device: of the tensors. own_gpu: no other rank of the group uses this rank's GPU.
+    """
 
     def __init__(self, ours, others, device, *, own_gpu=False):
-        """own_gpu: no other rank of the group uses this rank's GPU."""
         self.ours, self.others, self.device, self.own_gpu = ours, others, device, own_gpu
         self.rank, self.size = ours.rank, ours.size
+
+
+class Place(NamedTuple):
+    """Where the ranks run: mode "threads" or "processes"; device "cpu" or "cuda"; rank r uses GPU
+    r // ranks_per_gpu. Limits in seconds.
+    """
+
+    mode: str
+    device: str
+    ranks_per_gpu: int = 1
+    operation_timeout: float = 30.0  # of one operation whose peers do not come
+    timeout: float = 600.0  # of all
+
+    @property
+    def own_gpu(self):
+        return self.device == "cuda" and self.ranks_per_gpu == 1
+
+
+def run(world_size, place, body, *args):
+    """body(peers, *args) on every rank; the results by rank. Raises RankError."""
+    options = {"timeout": place.timeout, "operation_timeout": place.operation_timeout, "mode": place.mode}
+    if place.mode == "processes":
+        options["backend"] = "pycomm"
+    if place.device == "cuda":
+        options["devices"] = [f"cuda:{rank // place.ranks_per_gpu}" for rank in range(world_size)]
+        if place.mode == "processes":
+            options["mode"] = "spawn"
+    return ranks.run(world_size, _on_rank, place, body, args, **options)
+
+
+def _on_rank(joined, place, body, args):
+    """joined: a Communicator, or with processes the rank's number."""
+    if place.device == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device())
+    else:
+        device = torch.device("cpu")
+    if place.mode == "threads":
+        ours, others = Native(joined), {}
+    else:
+        ours, other = Torch(dist.group.WORLD), "gloo" if place.device == "cpu" else "nccl"
+        possible = place.device == "cpu" or place.own_gpu and dist.is_nccl_available()
+        others = {other: Torch(dist.new_group(backend=other))} if possible else {}
+    return body(Peers(ours, others, device, own_gpu=place.own_gpu), *args)

@@ -1,14 +1,9 @@
-"""The variants that are compared, each a function without arguments that does the whole call anew and returns its results.
+"""The variants that are compared, each a function without arguments that does the whole call anew and returns
+its results. command.py's description says what each is.
 
-    plain           product and collective one after the other, then bias and activation: what is written without pycomm.fused
-    torch, BACKEND  the same with another backend under the collective: Gloo on the CPU, NCCL with a GPU per rank
-    chunked, fused  pycomm.fused's two other forms, forced (forward only; PYCOMM_FUSED forces a form for forward and backward alike)
-    pycomm.fused    the public function, which chooses
-    symm_mem        torch.ops.symm_mem.fused_*, with a GPU per rank
-    addmm_act       torch._addmm_activation, cuBLASLt's epilogue, of matmul on CUDA
-
-A variant that cannot run here raises Unavailable with the reason, on all ranks alike. The exact result is `plain` in float64 (float32 from
-EXACT_FLOPS on): tests/fused/test_benchmark.py compares that one with a single process.
+A variant that cannot run here raises Unavailable with the reason, on all ranks alike. The exact result is
+`plain` in float64 (float32 from EXACT_FLOPS on): tests/fused/test_benchmark.py compares that one with a
+single process.
 """
 
 import importlib.util
@@ -18,13 +13,14 @@ import torch.nn.functional as F
 
 import pycomm
 from pycomm import env, fused
-from pycomm.fused import engine, machine
+from pycomm.benchmarks.fused.cases import DTYPES
+from pycomm.benchmarks.fused.peers import Apart
+from pycomm.fused import form as fused_form
+from pycomm.fused import machine
 from pycomm.fused.choice import FORCED_CHUNKS, Choice
-from pycomm.fused.problem import Problem, even_sizes
+from pycomm.fused.problem import Problem
 from pycomm.fused.ranks import of
-
-from .cases import DTYPES
-from .peers import Apart
+from pycomm.groups import even_sizes
 
 EXACT_FLOPS = {"cpu": 4e10, "cuda": 2e12}  # of the product; above, float64 takes too long
 
@@ -53,7 +49,9 @@ def make(name, case, tensors, peers, backward=False):
         return public(case, tensors, peers, backward)
     if backward:
         raise Unavailable("forward only")
-    return {"chunked": chunked, "fused": kernel, "symm_mem": symmetric, "addmm_act": addmm_activation}[name](case, tensors, peers)
+    return {"chunked": chunked, "fused": kernel, "symm_mem": symmetric, "addmm_act": addmm_activation}[name](
+        case, tensors, peers
+    )
 
 
 def exact(case, tensors, peers, backward=False):
@@ -66,13 +64,14 @@ def _exact_dtype(case, peers):
 
 
 def load_kernels(case, tensors, peers, backward=False):
-    """Runs what a rank computes by itself, so that no kernel is loaded later while another rank waits in a collective on the same GPU. See
+    """Runs what a rank computes by itself, so that no kernel is loaded later while another rank waits in a
+    collective on the same GPU. See
     [Note: ranks that share a GPU] in device.py."""
     for wanted in (tensors, tensors.to(_exact_dtype(case, peers))):
         by_hand(case, wanted, Apart(peers.size), backward)
 
 
-# --- by hand --------------------------------------------------------------------------------------------------------------------------
+# --- by hand --------------------
 
 
 def activate(case, z):
@@ -137,7 +136,7 @@ def gradients(case, tensors, gathered, dz, group):
     return (grad_a, torch.matmul(gathered.t(), dz), *(() if bias is None else (dz.sum(0),)))
 
 
-# --- pycomm.fused ---------------------------------------------------------------------------------------------------------------------
+# --- pycomm.fused --------------------
 
 
 def public(case, tensors, peers, backward):
@@ -146,7 +145,9 @@ def public(case, tensors, peers, backward):
     inputs = [x.detach().requires_grad_(backward) for x in (a, b, bias) if x is not None]
 
     def call():
-        out = getattr(fused, case.op)(*inputs[:2], *group, bias=inputs[2] if case.bias else None, activation=case.activation)
+        out = getattr(fused, case.op)(
+            *inputs[:2], *group, bias=inputs[2] if case.bias else None, activation=case.activation
+        )
         return (out.detach(), *torch.autograd.grad(out, inputs, weights)) if backward else (out,)
 
     return call
@@ -154,9 +155,26 @@ def public(case, tensors, peers, backward):
 
 def problem_of(case, peers):
     """As pycomm.fused sees it."""
-    pieces = even_sizes(case.m, peers.size) if case.op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
+    pieces = (
+        tuple(even_sizes(case.m, peers.size))
+        if case.op in ("all_gather_matmul", "matmul_reduce_scatter")
+        else ()
+    )
     dtype = getattr(torch, DTYPES[case.dtype])
-    return Problem(case.op, case.m, case.n, case.k, dtype, peers.size, peers.rank, case.activation, case.bias, 1, 1, pieces)
+    return Problem(
+        case.op,
+        case.m,
+        case.n,
+        case.k,
+        dtype,
+        peers.size,
+        peers.rank,
+        case.activation,
+        case.bias,
+        1,
+        1,
+        pieces,
+    )
 
 
 def ranks_of(peers):
@@ -164,11 +182,20 @@ def ranks_of(peers):
 
 
 def choice_of(case, peers):
-    """What pycomm.fused chooses, in a line: by measurement, which its first call on CUDA takes, else by its tables."""
+    """What pycomm.fused chooses, in a line: by measurement, which its first call on CUDA takes, else by its
+    tables.
+    """
     if measured := measured_choice(case, peers):
         return f"{measured.name}: {measured.reason}"
     dtype = DTYPES[case.dtype]
-    said = pycomm.explain(case.op, (case.m, case.n, case.k), peers.size, device=peers.device.type, dtype=dtype, activation=case.activation)
+    said = pycomm.explain(
+        case.op,
+        (case.m, case.n, case.k),
+        peers.size,
+        device=peers.device.type,
+        dtype=dtype,
+        activation=case.activation,
+    )
     return said.partition(": ")[2]
 
 
@@ -194,15 +221,17 @@ def kernel(case, tensors, peers):
     if obstacle := machine.of(ranks_of(peers), peers.device).obstacle:
         raise Unavailable(obstacle)
     found = measured_choice(case, peers)
-    return forced(case, tensors, peers, found if found and found.name == "fused" else Choice("fused", 1, None, "forced"))
+    return forced(
+        case, tensors, peers, found if found and found.name == "fused" else Choice("fused", 1, None, "forced")
+    )
 
 
 def forced(case, tensors, peers, form):
     problem, ranks = problem_of(case, peers), ranks_of(peers)
-    return lambda: (engine.run(problem, form, *tensors[:3], ranks).out,)
+    return lambda: (fused_form.run(problem, form, *tensors[:3], ranks).out,)
 
 
-# --- torch's ----------------------------------------------------------------------------------------------------------------------------
+# --- torch's --------------------
 
 
 def symmetric(case, tensors, peers):

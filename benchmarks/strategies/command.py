@@ -5,20 +5,29 @@ import importlib.util
 import sys
 import warnings
 
-from pycomm.benchmarks.channel import RankError
+from pycomm.benchmarks.common import report
+from pycomm.benchmarks.common.options import add_files
+from pycomm.benchmarks.common.ranks import RankError
 
-PLANS = "dp={n};dp={n},zero=1;dp={n},zero=2;dp={n},zero=3;tp={n};pp={n},schedule=gpipe;pp={n};pp={n},schedule=zb-h1;ulysses={n};ring={n}"
+PLANS = (
+    "dp={n};dp={n},zero=1;dp={n},zero=2;dp={n},zero=3;tp={n};"
+    "pp={n},schedule=gpipe;pp={n};pp={n},schedule=zb-h1;ulysses={n};ring={n}"
+)
 TORCH = "ddp,ddp-zero1,fsdp2-zero2,fsdp2,tp,pp-gpipe,pp-1f1b"
 DEEPSPEED_STAGES = (1, 2, 3)
-LOSS_LIMIT = 1e-4  # relative, fp32 over the steps of a run; a wrong gradient differs by more than 1e-3 after two steps
+# relative, fp32 over the steps of a run; a wrong gradient differs by more than 1e-3 after two steps
+LOSS_LIMIT = 1e-4
 DESCRIPTION = """\
-Step time and peak memory of pycomm.parallel beside torch's own strategies over pycomm and over Gloo, and DeepSpeed where it is installed:
-the same GPT, the same batches, in turns, on this machine's CPU. Losses of all variants are compared with those of one process.
+Step time and peak memory of pycomm.parallel beside torch's own strategies over pycomm and over Gloo, and
+DeepSpeed where it is installed: the same GPT, the same batches, in turns, on this machine's CPU. Losses of
+all variants are compared with those of one process.
 """
 
 
 def main(arguments):
-    """Runs the command. Returns the exit status: 0, 1 when a rank failed or a loss is wrong; argparse exits with 2."""
+    """Runs the command. Returns the exit status: 0, 1 when a rank failed or a loss is wrong; argparse exits
+    with 2.
+    """
     from pycomm.benchmarks.strategies.model import HEAD_DIM, Size
 
     parser = make_parser(Size())
@@ -27,7 +36,10 @@ def main(arguments):
     if options.dim % HEAD_DIM or min(options.ranks, options.rounds, options.steps, *options.size) < 1:
         parser.error(f"--dim must be a multiple of {HEAD_DIM}, and all numbers 1 or more")
     if options.rows % options.ranks or options.rows % options.microbatches:
-        parser.error(f"--rows {options.rows}: must be a multiple of --ranks and --microbatches; torch's strategies take equal parts")
+        parser.error(
+            f"--rows {options.rows}: must be a multiple of --ranks and --microbatches; torch's strategies "
+            "take equal parts"
+        )
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives that its own strategies call
     try:
         results = run(options, make_specs(options))
@@ -40,15 +52,11 @@ def main(arguments):
 
 
 def show(results, options):
-    from pycomm.benchmarks.strategies import results as writer
+    from pycomm.benchmarks.strategies import columns
 
-    if options.json:
-        writer.write_json(options.json, results, options)
-    if options.markdown:
-        writer.write_markdown(options.markdown, results, options)
-    if options.plot:
-        writer.write_plot(options.plot, results, options)
-    writer.print_tables(results, options)
+    content = columns.make_report(results, options)
+    report.write(content, options, columns.page, columns.draw)
+    columns.show(content)
     wrong = [row.spec.name for row in results.rows if not row.loss_error <= LOSS_LIMIT]
     if wrong:
         print(f"error: losses differ from those of one process: {', '.join(wrong)}.", file=sys.stderr)
@@ -74,9 +82,13 @@ def make_parser(size):
     add("--rounds", type=int, default=6, help="turns of each variant (default %(default)s)")
     add("--steps", type=int, default=2, help="of a turn (default %(default)s)")
     add("--no-memory", action="store_true", help="leave out the pass that measures memory")
-    add("--timeout", type=float, default=600, help="seconds that all turns together may take (default %(default)s)")
-    for kind in ("json", "markdown", "plot"):
-        add(f"--{kind}", metavar="FILE", help="ratios, a PNG or SVG" if kind == "plot" else f"write the tables as {kind}")
+    add(
+        "--timeout",
+        type=float,
+        default=600,
+        help="seconds that all turns together may take (default %(default)s)",
+    )
+    add_files(add, "ratios")
     return parser
 
 
@@ -89,12 +101,17 @@ def make_specs(options):
     specs = [Spec("one process", "one process", "", "pycomm")]
     for text in filter(None, (options.plans or PLANS.format(n=options.ranks)).split(";")):
         if (plan := Plan.parse(text)).world_size != options.ranks:
-            raise ValueError(f"--plans {text!r} is for {plan.world_size} ranks, but --ranks is {options.ranks}")
+            raise ValueError(
+                f"--plans {text!r} is for {plan.world_size} ranks, but --ranks is {options.ranks}"
+            )
         specs.append(Spec(text, "pycomm.parallel", text, "pycomm"))
     for strategy in filter(None, options.torch.split(",")):
         if strategy not in STRATEGIES:
             raise ValueError(f"--torch {strategy!r}: must be of {', '.join(STRATEGIES)}")
-        specs += [Spec(f"torch {strategy}, {backend}", "torch", strategy, backend) for backend in options.backends.split(",")]
+        specs += [
+            Spec(f"torch {strategy}, {backend}", "torch", strategy, backend)
+            for backend in options.backends.split(",")
+        ]
     return specs
 
 
@@ -102,27 +119,42 @@ def run(options, specs):
     """Results of all variants, DeepSpeed's in launches of their own. Raises RankError."""
     import torch
 
-    from pycomm.benchmarks.strategies import measure
+    from pycomm.benchmarks.strategies.columns import Results
     from pycomm.benchmarks.strategies.model import make_model
-    from pycomm.benchmarks.strategies.results import Result, Results, loss_error
-    from pycomm.benchmarks.strategies.variants import Spec
 
     torch.set_num_threads(1)  # in this process, too: its threads would not outlive the forks
-    launches, notes = [("pycomm", specs)], []
+    rows, notes = launch(options, "pycomm", specs), []
     if importlib.util.find_spec("deepspeed") is None:
         notes.append("DeepSpeed is left out: it is not installed (requirements-frameworks.txt has it).")
     else:
         for backend in options.backends.split(","):
-            theirs = [Spec(f"deepspeed zero={stage}, {backend}", "deepspeed", f"zero={stage}", backend) for stage in DEEPSPEED_STAGES]
-            launches.append((backend, [specs[0]._replace(backend=backend), *theirs]))
+            rows += launch(options, backend, [specs[0]._replace(backend=backend), *deepspeed(backend)])[1:]
         notes.append("DeepSpeed ran in processes of its own, after the others and not in turns with them.")
-    rows, arguments = [], (options.size, options.ranks)
-    for backend, chosen in launches:
-        memories = {} if options.no_memory else {s.name: measure.measure_memory(s, *arguments, backend) for s in chosen}
-        timed = measure.measure_time(chosen, *arguments, options.rounds, options.steps, backend, options.timeout)
-        expected = timed[chosen[0].name].losses
-        for spec in chosen:
-            if backend == launches[0][0] and launches[0][1] is chosen or spec is not chosen[0]:
-                rows.append(Result(spec, timed[spec.name], memories.get(spec.name), loss_error(timed[spec.name].losses, expected)))
     parameters = make_model(options.size).parameters()
     return Results(rows, sum(parameter.numel() * parameter.element_size() for parameter in parameters), notes)
+
+
+def launch(options, backend, specs):
+    """Rows of variants that take turns in the same processes; the first one is one process."""
+    from pycomm.benchmarks.strategies import measure
+    from pycomm.benchmarks.strategies.columns import Result, loss_error
+
+    memories, where = {}, (options.size, options.ranks)
+    if not options.no_memory:
+        memories = {spec.name: measure.measure_memory(spec, *where, backend) for spec in specs}
+    settings = measure.Settings(options.rounds, options.steps)
+    timed = measure.measure_time(specs, *where, settings, backend, options.timeout)
+    expected = timed[specs[0].name].losses
+    return [
+        Result(spec, timed[spec.name], memories.get(spec.name), loss_error(timed[spec.name].losses, expected))
+        for spec in specs
+    ]
+
+
+def deepspeed(backend):
+    from pycomm.benchmarks.strategies.variants import Spec
+
+    return [
+        Spec(f"deepspeed zero={stage}, {backend}", "deepspeed", f"zero={stage}", backend)
+        for stage in DEEPSPEED_STAGES
+    ]

@@ -1,20 +1,25 @@
 """Peak memory of a rank, measured in the same way for every variant.
 
-    tensors    bytes of all storages that live tensors hold, after each operation that torch dispatches: the largest sum
-    process    growth of the process' largest resident set (VmHWM of /proc/self/status) since before the model was made
+    tensors    bytes of all storages that live tensors hold, after each operation that torch dispatches: the
+               largest sum
+    process    growth of the process' largest resident set (VmHWM of /proc/self/status) since before the
+               model was made
 
-`tensors` is exact and the same from run to run. A TorchDispatchMode sees every tensor that goes in or out of an operation, wherever its
-memory comes from: ordinary memory, registered memory of a backend, optimizer state, what autograd saves, gradients. It holds its storage
-by a weak reference, and asks each for its size anew, since sharded parameters are freed by resizing storages to zero. Subclasses such as
-DTensor are let through first, so that the tensors inside are what is counted; fake tensors, by which DTensor finds shapes, hold nothing.
-What it cannot see: memory inside one operation (equal for all variants) and memory inside a backend (staging segments of pycomm, buffers
-of Gloo).
+`tensors` is exact and the same from run to run. A TorchDispatchMode sees every tensor that goes in or out of
+an operation, wherever its memory comes from: ordinary memory, registered memory of a backend, optimizer
+state, what autograd saves, gradients. It holds its storage by a weak reference, and asks each for its size
+anew, since sharded parameters are freed by resizing storages to zero. Subclasses such as DTensor are let
+through first, so that the tensors inside are what is counted; fake tensors, by which DTensor finds shapes,
+hold nothing.
+What it cannot see: memory inside one operation (equal for all variants) and memory inside a backend (staging
+segments of pycomm, buffers of Gloo).
 
-`process` has all of that, and the allocator's slack with it. Large blocks are mapped on their own (mallopt), so that freed memory goes back
-to the system at once and the figure is not a matter of heap order. Pages that ranks share are counted in each rank that touched them, so
-registered memory counts once per rank here.
+`process` has all of that, and the allocator's slack with it. Large blocks are mapped on their own (mallopt),
+so that freed memory goes back to the system at once and the figure is not a matter of heap order. Pages that
+ranks share are counted in each rank that touched them, so registered memory counts once per rank here.
 
-A profiler's allocation events were the alternative: they miss what other threads free and memory that is not from torch's allocator.
+A profiler's allocation events were the alternative: they miss what other threads free and memory that is not
+from torch's allocator.
 """
 
 import ctypes
@@ -30,7 +35,9 @@ M_MMAP_THRESHOLD, OWN_MAPPING = -3, 64 << 10  # see mallopt(3)
 
 
 class LiveBytes(TorchDispatchMode):
-    """now(): bytes of live storages of tensors that an operation has touched since the mode began. peak: the largest seen since reset()."""
+    """now(): bytes of live storages of tensors that an operation has touched since the mode began. peak: the
+    largest seen since reset().
+    """
 
     def __init__(self):
         super().__init__()

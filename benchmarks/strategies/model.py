@@ -1,8 +1,8 @@
 """The model and the batches that every variant trains on: a GPT written as one writes it for one process.
 
-Attention has q, k, v and o as separate layers and takes its number of heads from what they return, head_dim apart, since torch's
-parallelize_module can cut it in no other form. The head is not tied to the embedding, since torch's pipelines cannot have that. Both are
-limits of the peers and not of pycomm.parallel.
+Attention has q, k, v and o as separate layers and takes its number of heads from what they return, head_dim
+apart, since torch's parallelize_module can cut it in no other form. The head is not tied to the embedding,
+since torch's pipelines cannot have that. Both are limits of the peers and not of pycomm.parallel.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,10 @@ class Attention(nn.Module):
 
     def forward(self, x):
         rows, length, _ = x.shape
-        q, k, v = (f(x).view(rows, length, -1, self.head_dim).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            f(x).view(rows, length, -1, self.head_dim).transpose(1, 2)
+            for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.o_proj(y.transpose(1, 2).reshape(rows, length, -1))
 
@@ -88,8 +91,8 @@ def make_optimizer(parameters):
 
 
 def make_batch(size, number):
-    """(inputs, targets) of step `number`, (rows, length) each: a fixed successor for each token, with one in eight at random, so that
-    there is something to learn and the loss moves."""
+    """(inputs, targets) of step `number`, (rows, length) each: a fixed successor for each token, with one in
+    eight at random, so that there is something to learn and the loss moves."""
     generator = torch.Generator().manual_seed(1000 + number)
     tokens = torch.randint(size.vocab, (size.rows, size.length + 1), generator=generator)
     for place in range(1, size.length + 1):

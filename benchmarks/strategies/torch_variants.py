@@ -2,9 +2,10 @@
 
 ddp              DistributedDataParallel, gradients as views of the buckets
 ddp-zero1        the same with ZeroRedundancyOptimizer
-fsdp2-zero2      fully_shard of every block and of the model, reshard_after_forward=False: parameters stay from forward to backward
+fsdp2-zero2      fully_shard of every block and of the model, reshard_after_forward=False: parameters stay
+                 from forward to backward
 fsdp2            fully_shard of every block and of the model
-pp-gpipe, -1f1b  torch.distributed.pipelining over stages that are cut by hand, as its PipelineStage takes modules
+pp-gpipe, -1f1b  torch.distributed.pipelining over stages that are cut by hand: PipelineStage takes modules
 tp               parallelize_module, column and row parallel, logits cut by vocabulary with loss_parallel
 """
 
@@ -15,7 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm.benchmarks.strategies.model import LEARNING_RATE, loss_of, make_model, make_optimizer
@@ -39,7 +45,9 @@ class DataParallel(Variant):
 class DDP(DataParallel):
     def __init__(self, spec, size, group):
         super().__init__(spec, size, group)
-        self.model = DistributedDataParallel(make_model(size), process_group=group, gradient_as_bucket_view=True)
+        self.model = DistributedDataParallel(
+            make_model(size), process_group=group, gradient_as_bucket_view=True
+        )
         self.opt = self.make_optimizer()
 
     def make_optimizer(self):
@@ -106,9 +114,13 @@ class GPipe(Variant):
         inputs, targets = batch
         self.opt.zero_grad()
         losses, last = [], self.rank == self.world_size - 1
-        self.schedule.step(*([inputs] if self.rank == 0 else []), **({"target": targets, "losses": losses} if last else {}))
+        self.schedule.step(
+            *([inputs] if self.rank == 0 else []), **({"target": targets, "losses": losses} if last else {})
+        )
         self.opt.step()
-        return self.mean(torch.stack([loss.detach() for loss in losses]).mean() if last else torch.zeros(()), 1.0)
+        return self.mean(
+            torch.stack([loss.detach() for loss in losses]).mean() if last else torch.zeros(()), 1.0
+        )
 
 
 class OneFOneB(GPipe):
@@ -121,7 +133,11 @@ class TP(Variant):
         mesh = DeviceMesh.from_group(group, "cpu")
         self.model = make_model(size)
         column, row = ColwiseParallel, RowwiseParallel
-        block_plan = {f"attn.{name}_proj": column() for name in "qkv"} | {"attn.o_proj": row(), "up": column(), "down": row()}
+        block_plan = {f"attn.{name}_proj": column() for name in "qkv"} | {
+            "attn.o_proj": row(),
+            "up": column(),
+            "down": row(),
+        }
         for block in self.model.blocks:
             parallelize_module(block, mesh, block_plan)
         outer = {
@@ -129,7 +145,9 @@ class TP(Variant):
             "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
         }
         parallelize_module(self.model, mesh, outer)
-        self.opt = torch.optim.AdamW(self.model.parameters(), LEARNING_RATE, foreach=False)  # foreach cannot mix DTensors and tensors
+        self.opt = torch.optim.AdamW(
+            self.model.parameters(), LEARNING_RATE, foreach=False
+        )  # foreach cannot mix DTensors and tensors
 
     def step(self, batch):
         inputs, targets = batch

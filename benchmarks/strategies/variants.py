@@ -1,8 +1,9 @@
 """What a variant is, and those of pycomm.parallel and of one process.
 
-A variant is made on all ranks alike, trains the model of model.py from the same weights, and takes the whole batch in step(), of which it
-uses its part. One step is forward, backward, summing of gradients, AdamW, and the mean loss of the whole batch as a number on each rank;
-nothing clips. pycomm.parallel also finds the gradient norm and compares the batches of the ranks in each step: it has no switch for that.
+A variant is made on all ranks alike, trains the model of model.py from the same weights, and takes the whole
+batch in step(), of which it uses its part. One step is forward, backward, summing of gradients, AdamW, and
+the mean loss of the whole batch as a number on each rank; nothing clips. pycomm.parallel also finds the
+gradient norm and compares the batches of the ranks in each step: it has no switch for that.
 """
 
 from typing import NamedTuple
@@ -14,8 +15,8 @@ from pycomm.benchmarks.strategies.model import loss_of, make_model, make_optimiz
 
 
 class Spec(NamedTuple):
-    """name: unique. family: "pycomm.parallel", "torch", "deepspeed", "one process". strategy: a plan, or a key of
-    torch_variants.STRATEGIES. backend: of torch.distributed."""
+    """name: unique. family: "pycomm.parallel", "torch", "deepspeed", "one process". strategy: a plan, or a
+    key of torch_variants.STRATEGIES. backend: of torch.distributed."""
 
     name: str
     family: str
@@ -75,16 +76,6 @@ class Ours(Variant):
         self.model, self.opt = parallel.parallelize(model, make_optimizer(model.parameters()), plan)
 
     def step(self, batch):
-        return float(parallel.step(self.model, self.opt, batch, parallel.cross_entropy, microbatches=self.microbatches))
-
-
-def make_variant(spec, size, group):
-    if spec.family == "torch":
-        from pycomm.benchmarks.strategies.torch_variants import STRATEGIES
-
-        return STRATEGIES[spec.strategy](spec, size, group)
-    if spec.family == "deepspeed":
-        from pycomm.benchmarks.strategies.deepspeed_variants import DeepSpeed
-
-        return DeepSpeed(spec, size, group)
-    return {"one process": OneProcess, "pycomm.parallel": Ours}[spec.family](spec, size, group)
+        return float(
+            parallel.step(self.model, self.opt, batch, parallel.cross_entropy, microbatches=self.microbatches)
+        )

@@ -1,7 +1,9 @@
-// all_gather.cc -- out_parts[p] of every rank becomes the `in` of rank p; sizes may differ from rank to rank (uneven).
+// all_gather.cc -- out_parts[p] of every rank becomes the `in` of rank p; sizes may differ from rank to rank
+// (uneven).
 //
 //   payload  every rank publishes its part with its header.
-//   staged   every rank fills its half with a block of its part, then takes the blocks of all others. One copy in, n-1 copies out.
+//   staged   every rank fills its half with a block of its part, then takes the blocks of all others: one
+//            copy in, n-1 copies out.
 //   ring     parts travel around the ring (ring.h); n-1 steps.
 //   direct   every rank copies straight from the others' buffers: n-1 copies.
 #include "collectives.h"
@@ -30,7 +32,8 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
         for (int k = 1; k < call.world_size; ++k) {
           const int p = (call.rank + k) % call.world_size;
           Range range = piece(i, p);
-          if (range.size()) std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i), range.size());
+          if (range.size())
+            std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i), range.size());
         }
       });
 }
@@ -42,7 +45,8 @@ void ring(Call& call, int lane, size_t begin, size_t nbytes) {
   for (size_t start = 0; start < nbytes; start += block) {
     auto piece = [&](int p, int s) {
       size_t from = start + s * slot;
-      return clip(begin + from, from < nbytes ? std::min(slot, nbytes - from) : 0, op.out_parts[p].count * call.item);
+      return clip(begin + from, from < nbytes ? std::min(slot, nbytes - from) : 0,
+                  op.out_parts[p].count * call.item);
     };
     ring_pass(
         call, lane, n - 1, ring_segments,
@@ -68,7 +72,8 @@ void all_gather(Call& call, const Choice& choice, Route route) {
   if (route == Route::payload) {
     call.match();
     for (int p = 0; p < n; ++p)
-      if (op.out_parts[p].count) std::memmove(op.out_parts[p].data, call.payload(p), op.out_parts[p].count * call.item);
+      if (op.out_parts[p].count)
+        std::memmove(op.out_parts[p].data, call.payload(p), op.out_parts[p].count * call.item);
     return;
   }
   size_t longest = 0;

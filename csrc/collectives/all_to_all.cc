@@ -3,8 +3,8 @@
 //   payload  every rank publishes all its parts with its header (even sizes).
 //   staged   compartment p of a half carries a block for rank p.
 //   direct   every rank copies its parts straight from the others' buffers.
-// Uneven sizes are in the part tables, which match() compares pair by pair; all ranks then know the longest part and so the number of
-// steps.
+// Uneven sizes are in the part tables, which match() compares pair by pair; all ranks then know the longest
+// part and so the number of steps.
 #include "collectives.h"
 #include "pipeline.h"
 
@@ -21,7 +21,9 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
   }
   const Part &own_in = op.in_parts[rank], &own_out = op.out_parts[rank];
   call.on_lanes(op.uneven ? call.longest_pair() : op.nbytes(), [&](int lane, size_t begin, size_t nbytes) {
-    auto clipped = [&](size_t from, size_t length, const Part& part) { return clip(begin + from, length, part.count * call.item); };
+    auto clipped = [&](size_t from, size_t length, const Part& part) {
+      return clip(begin + from, length, part.count * call.item);
+    };
     if (choice.algorithm == Algorithm::direct) {
       call.match();
       for (int k = 1; k < n; ++k) {
@@ -39,7 +41,8 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
             for (int k = 1; k < n; ++k) {
               const int p = (rank + k) % n;
               Range range = clipped(i * block, std::min(block, nbytes - i * block), op.in_parts[p]);
-              if (range.size()) std::memcpy(half + p * block, op.in_parts[p].data + range.begin, range.size());
+              if (range.size())
+                std::memcpy(half + p * block, op.in_parts[p].data + range.begin, range.size());
             }
           },
           NoStage{},
@@ -47,7 +50,9 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
             for (int k = 1; k < n; ++k) {
               const int p = (rank + k) % n;
               Range range = clipped(i * block, std::min(block, nbytes - i * block), op.out_parts[p]);
-              if (range.size()) std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i) + rank * block, range.size());
+              if (range.size())
+                std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i) + rank * block,
+                            range.size());
             }
           });
     }

@@ -1,8 +1,8 @@
 // broadcast.cc -- every rank's `out` becomes the root's `in`.
 //
 //   payload  the root publishes the data with its header.
-//   staged   the root fills a half, all others take it while the root fills the other: each byte is copied once by the root and once by
-//            every receiver, all of them reading the same cached lines.
+//   staged   the root fills a half, all others take it while the root fills the other: each byte is copied
+//            once by the root and once by every receiver, all of them reading the same cached lines.
 //   direct   every receiver copies straight from the root's buffer: one copy.
 #include "collectives.h"
 #include "pipeline.h"

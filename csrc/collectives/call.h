@@ -1,17 +1,18 @@
 // call.h -- one operation while it runs: what all collectives share.
 //
 // Every operation begins alike, whatever its kind and size:
-//   publish   write key, count and extra (and the payload, when all of it fits) into this rank's OpSlot      no waiting
+//   publish   write key, count and extra (and the payload, when all of it fits) into this rank's OpSlot; no
+//             waiting
 //   match     wait for every rank's header and compare; a difference raises on every rank, naming both sides
-// so a mismatch of any two calls is found before any result is written, all ranks come to the same verdict, and the group goes on
-// with the next operation. After that the algorithms part.
+// so a mismatch of any two calls is found before any result is written, all ranks come to the same verdict,
+// and the group goes on with the next operation. After that the algorithms part.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 
-#include "../communicator.h"
-#include "op.h"
+#include "../communicator/communicator.h"
+#include "../op/op.h"
 
 namespace pycomm {
 
@@ -40,16 +41,20 @@ class Call {
   const std::byte* payload(int peer, size_t offset = 0) const;
 
   // Direct: buffers of peers. Valid after match(). `part` is an index into in_parts/out_parts, or 0.
-  PartRef peer_part(int peer, bool output, int part) const { return transport.parts(peer, scope.op.sequence, output)[part]; }
+  PartRef peer_part(int peer, bool output, int part) const {
+    return transport.parts(peer, scope.op.sequence, output)[part];
+  }
   std::byte* mapped(int peer, bool output, int part) const;  // nullptr where only the kernel reaches it
-  void fetch(int peer, int part, size_t offset, void* to, size_t nbytes) const;                 // from a peer's input
-  void put(int peer, int part, size_t offset, const void* from, size_t nbytes) const;           // into a peer's output
+  void fetch(int peer, int part, size_t offset, void* to, size_t nbytes) const;  // from a peer's input
+  void put(int peer, int part, size_t offset, const void* from, size_t nbytes) const;  // into a peer's output
   bool registered(int peer) const;  // all buffers of `peer` in this operation lie in a registered region
-  bool all_mapped() const;          // every buffer of this operation is addressable by every rank
+  bool all_mapped() const;  // every buffer of this operation is addressable by every rank
 
   // Staging of one lane of one rank, and its two halves that alternate by step.
   std::byte* staging(int peer, int lane) const { return transport.staging(peer) + lane * lane_bytes(); }
-  std::byte* half(int peer, int lane, uint64_t step) const { return staging(peer, lane) + (step & 1) * half_bytes(); }
+  std::byte* half(int peer, int lane, uint64_t step) const {
+    return staging(peer, lane) + (step & 1) * half_bytes();
+  }
   size_t lane_bytes() const { return transport.staging_bytes() / transport.lanes() / 4096 * 4096; }
   size_t half_bytes() const { return lane_bytes() / 2; }
 
@@ -60,8 +65,6 @@ class Call {
   void reduce_into(void* out, const void* const* sources, size_t count) const;
 
  private:
-  uint64_t key(uint64_t sequence) const;
-  uint64_t extra() const;
   void publish_parts();
   void compare(int peer) const;
   void compare_splits() const;
@@ -69,7 +72,8 @@ class Call {
   bool matched_ = false;
 };
 
-// Elements [begin, end) of chunk `index` when `count` elements are cut into `chunks` chunks of whole cache lines where possible.
+// Elements [begin, end) of chunk `index` when `count` elements are cut into `chunks` chunks of whole cache
+// lines where possible.
 struct Range {
   size_t begin, end;
   size_t size() const { return end - begin; }

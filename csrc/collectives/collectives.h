@@ -1,4 +1,5 @@
-// collectives.h -- the entry to all collectives: validation, choice of the algorithm, and the task that the communicator runs.
+// collectives.h -- the entry to all collectives: validation, choice of the algorithm, and the task that the
+// communicator runs.
 #pragma once
 
 #include <memory>
@@ -12,8 +13,8 @@ namespace pycomm {
 
 inline constexpr int max_world_size = 1024;
 
-// One per file. The header has been published; each must call match() before it writes any result, and end with all
-// its reads of peers' memory done.
+// One per file. The header has been published; each must call match() before it writes any result, and end
+// with all its reads of peers' memory done.
 void all_reduce(Call& call, const Choice& choice, Route route);
 void reduce_to_root(Call& call, const Choice& choice, Route route);
 void broadcast(Call& call, const Choice& choice, Route route);
@@ -22,16 +23,6 @@ void reduce_scatter(Call& call, const Choice& choice, Route route);
 void all_to_all(Call& call, const Choice& choice, Route route);
 void gather(Call& call, const Choice& choice, Route route);
 void scatter(Call& call, const Choice& choice, Route route);
-
-// Throws std::invalid_argument when op is malformed on this rank alone. `on_device`: its buffers are in device memory (cuda/plan.h).
-void validate(const Communicator& comm, const Op& op, bool on_device);
-
-// Which inputs overlap outputs in a way that the algorithms do not allow, so that they need copies.
-struct Overlap {
-  bool single = false;  // op.in
-  bool parts = false;   // op.in_parts
-};
-Overlap find_overlap(const Op& op, int rank);
 
 class CollectiveTask : public Task {
  public:
@@ -50,17 +41,22 @@ class CollectiveTask : public Task {
  private:
   void separate_overlap();
   Choice choose();
+  void complete(bool patient);
+  void end_group(const char* reason) const;
+  void make_room();  // for what the peers send, where only they know how much
 
   Op op_;
   Route route_;
   std::optional<Call> call_;
-  std::vector<std::byte> copy_;  // of the input, where it overlaps the output in a way the algorithms do not allow
+  std::vector<std::byte>
+      copy_;  // of the input, where it overlaps the output in a way the algorithms do not allow
 };
 
 // Runs op to completion in the caller's thread (or behind what is queued).
 void run(Communicator& comm, Op op);
 
 // Joins the group and equips it with point-to-point messages (send_recv.h).
-std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size, const TransportOptions& options);
+std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size,
+                                                const TransportOptions& options);
 
 }  // namespace pycomm

@@ -14,7 +14,8 @@ void gather(Call& call, const Choice& choice, Route route) {
   const int n = call.world_size;
   if (route == Route::payload) {
     call.match();
-    for (int p = 0; root && op.count && p < n; ++p) std::memmove(op.out_parts[p].data, call.payload(p), op.nbytes());
+    for (int p = 0; root && op.count && p < n; ++p)
+      std::memmove(op.out_parts[p].data, call.payload(p), op.nbytes());
     return;
   }
   call.on_lanes(op.nbytes(), [&](int lane, size_t begin, size_t nbytes) {
@@ -35,10 +36,12 @@ void gather(Call& call, const Choice& choice, Route route) {
           NoStage{},
           [&](size_t i, std::byte*) {
             for (int p = 0; root && p < n; ++p)
-              if (p != call.rank) std::memcpy(op.out_parts[p].data + begin + i * block, call.half(p, lane, base + i), size(i));
+              if (p != call.rank)
+                std::memcpy(op.out_parts[p].data + begin + i * block, call.half(p, lane, base + i), size(i));
           });
     }
-    if (root && op.out_parts[call.rank].data != op.in && nbytes) std::memcpy(op.out_parts[call.rank].data + begin, op.in + begin, nbytes);
+    if (root && op.out_parts[call.rank].data != op.in && nbytes)
+      std::memcpy(op.out_parts[call.rank].data + begin, op.in + begin, nbytes);
   });
 }
 

@@ -1,20 +1,23 @@
 // pipeline.h -- the staged route: data stream through two small halves of shared memory that stay in cache.
 //
-// An operation is cut into steps. In step i a rank *fills* its own half i & 1 from the user's input, may *reduce* what all
-// ranks have filled into the half's result area, and *takes* from the peers' halves into the user's output. One counter per
-// stage and rank says how far it is; counters never go back, so a step has the same number for the whole life of the group.
+// An operation is cut into steps. In step i a rank *fills* its own half i & 1 from the user's input, may
+// *reduce* what all ranks have filled into the half's result area, and *takes* from the peers' halves into
+// the user's output. One counter per stage and rank says how far it is; counters never go back, so a step has
+// the same number for the whole life of the group.
 //
 //          step 0      step 1      step 2
-//   fill   ====        ====        ====            own half  <- user input
-//   reduce       ====        ====        ====      own result <- all halves        (waits: all have filled i)
-//   take               ====        ====       ==== user output <- peers' results   (waits: all have reduced i)
+//   fill   ====        ====        ====             own half    <- user input
+//   reduce       ====        ====        ====       own result  <- all halves       waits: all have filled i
+//   take               ====        ====       ====  user output <- peers' results   waits: all have reduced i
 //
 // Order inside a rank: fill(i+1), reduce(i), take(i-1); without a reduce stage fill(i+1), take(i).
-// [Note: when a half may be overwritten] fill(i) overwrites what peers read in step i-2: it waits until all have passed the stage that
-// reads the filled area (reduce, or take without a reduce stage) of step i-2; reduce(i) waits until all have taken step i-2.
-// At the start of an operation: whoever has seen all headers of it knows that all peers completed everything before
-// ([Note: two operation slots]), so only fill(0), which runs before the headers are awaited, has to look: the half it
-// writes was last read in the previous operation but one step, or (after an algorithm that uses staging otherwise) in its very last step.
+//
+// [Note: when a half may be overwritten] fill(i) overwrites what peers read in step i-2: it waits until all
+// have passed the stage that reads the filled area (reduce, or take without a reduce stage) of step i-2;
+// reduce(i) waits until all have taken step i-2. At the start of an operation: whoever has seen all headers
+// of it knows that all peers completed everything before ([Note: two operation slots]). So only fill(0),
+// which runs before the headers are awaited, has to look: the half it writes was last read in the previous
+// operation but one step, or (after an algorithm that uses staging otherwise) in its very last step.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +36,9 @@ struct Progress {
     return &(call.transport.control(peer).*stage)[lane];
   }
   auto reached(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const {
-    return [this, stage, step](int p) { return counters(p, stage)->value.load(std::memory_order_acquire) >= step; };
+    return [this, stage, step](int p) {
+      return counters(p, stage)->value.load(std::memory_order_acquire) >= step;
+    };
   }
   // Release: what was written or read before is done when a peer sees the new value.
   void announce(PaddedCounter (RankControl::*stage)[max_lanes], uint64_t step) const {
@@ -56,8 +61,9 @@ struct NoStage {
   void operator()(size_t, std::byte*) const {}
 };
 
-// fill(i, own half), reduce(i, own half), take(i): `steps` times each. Pass NoStage for a stage that this operation has not on
-// any rank; a stage that only some ranks have is a lambda that does nothing on the others.
+// fill(i, own half), reduce(i, own half), take(i): `steps` times each. Pass NoStage for a stage that this
+// operation has not on any rank; a stage that only some ranks have is a lambda that does nothing on the
+// others.
 template <class Fill, class Reduce, class Take>
 void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce& reduce, const Take& take) {
   constexpr bool reduces = !std::is_same_v<Reduce, NoStage>;
@@ -66,7 +72,8 @@ void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce
   LaneState& state = call.comm.lane(lane);
   const uint64_t base = state.steps;
   auto half = [&](size_t i) { return call.half(call.rank, lane, base + i); };
-  constexpr auto filled = &RankControl::filled, reduced = &RankControl::reduced, drained = &RankControl::drained;
+  constexpr auto filled = &RankControl::filled, reduced = &RankControl::reduced,
+                 drained = &RankControl::drained;
   constexpr auto read_out = reduces ? reduced : drained;  // the stage after which the filled area is free
 
   auto run_fill = [&](size_t i) {
@@ -91,8 +98,8 @@ void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce
   try {
     call.match();
   } catch (...) {
-    // The group goes on after a mismatch, and this step number will be used again. Peers look at the counter only after
-    // they have matched this rank's next header, which is stored after this.
+    // The group goes on after a mismatch, and this step number will be used again. Peers look at the counter
+    // only after they have matched this rank's next header, which is stored after this.
     progress.counters(call.rank, filled)->value.store(base, std::memory_order_release);
     throw;
   }
@@ -121,18 +128,19 @@ inline void leave_direct(Call& call, int lane) {
   progress.await(&RankControl::drained, state.drained);
 }
 
-// --- the two ways of filling -------------------------------------------------------------------------------------------------------
+// --- the two ways of filling
 
 // Multicast: every rank puts the same block in front of all peers. Returns the bytes per step.
 inline size_t multicast_block(const Call& call, size_t preferred) {
   return std::min(preferred, call.half_bytes()) / cache_line * cache_line;
 }
 
-// Pairwise: a half is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage) one for the result.
+// Pairwise: a half is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage)
+// one for the result.
 inline size_t pairwise_block(const Call& call, size_t preferred, bool with_result) {
   size_t compartments = call.world_size + with_result;
-  return std::max<size_t>(cache_line,
-                          std::min(preferred, call.half_bytes() / compartments) / cache_line * cache_line);  // fits: see Layout::make
+  return std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / compartments) / cache_line *
+                                          cache_line);  // fits: see Layout::make
 }
 
 }  // namespace pycomm

@@ -1,11 +1,13 @@
 // reduce.cc -- the root's `out` becomes the reduction of all inputs.
 //
 //   payload   every rank publishes its input with its header; the root reduces all.
-//   two_shot  rank r reduces chunk r of each block, as in all_reduce; only the root takes the results. All ranks share the arithmetic.
+//   two_shot  rank r reduces chunk r of each block, as in all_reduce; only the root takes the results. All
+//             ranks share the arithmetic.
 //   direct    rank r reduces chunk r straight out of all inputs and writes it into the root's output.
-#include "../reduce/reduce.h"
+#include "../arithmetic/reduce.h"
 #include "collectives.h"
 #include "pipeline.h"
+#include "visit.h"
 
 namespace pycomm {
 
@@ -35,7 +37,8 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
       [&](size_t i, std::byte* half) {
         Range range = chunk(i, rank);
         const void* sources[max_world_size];
-        for (int p = 0; p < n; ++p) sources[p] = p == rank ? op.in + range.begin : call.half(p, lane, base + i) + rank * compartment;
+        for (int p = 0; p < n; ++p)
+          sources[p] = p == rank ? op.in + range.begin : call.half(p, lane, base + i) + rank * compartment;
         call.reduce_into(half + n * compartment, sources, range.size() / call.item);
       },
       [&](size_t i, std::byte*) {
@@ -43,7 +46,8 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
         for (int k = 0; k < n; ++k) {
           const int p = (rank + k) % n;
           Range range = chunk(i, p);
-          if (range.size()) std::memcpy(op.out + range.begin, call.half(p, lane, base + i) + n * compartment, range.size());
+          if (range.size())
+            std::memcpy(op.out + range.begin, call.half(p, lane, base + i) + n * compartment, range.size());
         }
       });
 }
@@ -56,6 +60,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
   Range mine = chunk_of(nbytes / call.item, rank, n, call.item);
   for (size_t at = mine.begin * call.item; at < mine.end * call.item; at += block) {
     const size_t length = std::min(block, mine.end * call.item - at), offset = begin + at;
+    const Visit visit(call);
     const void* sources[max_world_size];
     for (int p = 0; p < n; ++p) {
       if (p == rank) {
@@ -70,6 +75,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
     }
     std::byte* result = rank == op.root ? op.out + offset : call.staging(rank, lane) + n * block;
     call.reduce_into(result, sources, length / call.item);
+    visit.finish();
     if (rank != op.root) call.put(op.root, 0, offset, result, length);
   }
   leave_direct(call, lane);

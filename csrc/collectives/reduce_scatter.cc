@@ -1,14 +1,17 @@
-// reduce_scatter.cc -- rank r's `out` becomes the reduction of every rank's in_parts[r]; part sizes may differ (uneven).
+// reduce_scatter.cc -- rank r's `out` becomes the reduction of every rank's in_parts[r]; part sizes may
+// differ (uneven).
 //
 //   payload  every rank publishes all its parts; each reduces its own.
-//   staged   compartment p of a half carries the block of in_parts[p]; rank r reduces compartment r of all peers' halves with its own
-//            input straight into `out`. Every rank sends (n-1)/n of its input and nothing else: half the bytes of an all_reduce.
+//   staged   compartment p of a half carries the block of in_parts[p]; rank r reduces compartment r of all
+//            peers' halves with its own input straight into `out`. Every rank sends (n-1)/n of its input and
+//            nothing else: half the bytes of an all_reduce.
 //   ring     partial sums travel around the ring (ring.h), the order of summation is cyclic; n-1 steps.
 //   direct   rank r reduces part r straight out of all inputs.
-#include "../reduce/reduce.h"
+#include "../arithmetic/reduce.h"
 #include "collectives.h"
 #include "pipeline.h"
 #include "ring.h"
+#include "visit.h"
 
 namespace pycomm {
 
@@ -38,7 +41,8 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
         Range range = piece(i, rank);
         const void* sources[max_world_size];
         for (int p = 0; p < n; ++p)
-          sources[p] = p == rank ? op.in_parts[rank].data + range.begin : call.half(p, lane, base + i) + rank * block;
+          sources[p] =
+              p == rank ? op.in_parts[rank].data + range.begin : call.half(p, lane, base + i) + rank * block;
         call.reduce_into(op.out + range.begin, sources, range.size() / call.item);
       },
       NoStage{});
@@ -48,11 +52,13 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
   call.match();
   const Op& op = call.op;
   const int n = call.world_size, rank = call.rank;
-  const size_t block =
-      call.all_mapped() ? direct_block_mapped : std::min(direct_block_kernel, call.lane_bytes() / n / cache_line * cache_line);
+  const size_t block = call.all_mapped()
+                           ? direct_block_mapped
+                           : std::min(direct_block_kernel, call.lane_bytes() / n / cache_line * cache_line);
   Range mine = clip(begin, nbytes, op.in_parts[rank].count * call.item);
   for (size_t at = mine.begin; at < mine.end; at += block) {
     const size_t length = std::min(block, mine.end - at);
+    const Visit visit(call);
     const void* sources[max_world_size];
     for (int k = 0; k < n; ++k) {
       const int p = (rank + k) % n;
@@ -67,6 +73,7 @@ void direct(Call& call, int lane, size_t begin, size_t nbytes) {
       }
     }
     call.reduce_into(op.out + at, sources, length / call.item);
+    visit.finish();
   }
   leave_direct(call, lane);
 }
@@ -78,7 +85,8 @@ void ring(Call& call, int lane, size_t begin, size_t nbytes) {
   for (size_t start = 0; start < nbytes; start += block) {
     auto piece = [&](int p, int s) {
       size_t from = start + s * slot;
-      return clip(begin + from, from < nbytes ? std::min(slot, nbytes - from) : 0, op.in_parts[p].count * call.item);
+      return clip(begin + from, from < nbytes ? std::min(slot, nbytes - from) : 0,
+                  op.in_parts[p].count * call.item);
     };
     ring_pass(
         call, lane, n - 1, ring_segments,
@@ -94,7 +102,8 @@ void ring(Call& call, int lane, size_t begin, size_t nbytes) {
           const bool last = t == n - 2;
           const void* sources[2] = {from, op.in_parts[p].data + range.begin};
           ReduceOp reduce_op = op.reduce_op == ReduceOp::avg && !last ? ReduceOp::sum : op.reduce_op;
-          reduce(op.dtype, reduce_op, sources, 2, last ? op.out + range.begin : to, range.size() / call.item, n);
+          std::byte* sum = last ? op.out + range.begin : to;
+          reduce({op.dtype, reduce_op, static_cast<double>(n)}, sources, 2, sum, range.size() / call.item);
         });
   }
 }

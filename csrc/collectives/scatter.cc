@@ -34,10 +34,13 @@ void scatter(Call& call, const Choice& choice, Route route) {
           },
           NoStage{},
           [&](size_t i, std::byte*) {
-            if (!root) std::memcpy(op.out + begin + i * block, call.half(op.root, lane, base + i) + rank * block, size(i));
+            if (!root)
+              std::memcpy(op.out + begin + i * block, call.half(op.root, lane, base + i) + rank * block,
+                          size(i));
           });
     }
-    if (root && op.in_parts[rank].data != op.out && nbytes) std::memcpy(op.out + begin, op.in_parts[rank].data + begin, nbytes);
+    if (root && op.in_parts[rank].data != op.out && nbytes)
+      std::memcpy(op.out + begin, op.in_parts[rank].data + begin, nbytes);
   });
 }
 

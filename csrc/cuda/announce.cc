@@ -1,8 +1,7 @@
 // announce.cc -- see announce.h.
 #include "announce.h"
 
-#include <bit>
-#include <sstream>
+#include "../op/fingerprint.h"
 
 namespace pycomm::cuda {
 
@@ -23,8 +22,9 @@ const char* name_of(Kernel kernel) {
 }  // namespace
 
 uint64_t Meta::pack() const {
-  return static_cast<uint64_t>(kind) | static_cast<uint64_t>(dtype) << 8 | static_cast<uint64_t>(reduce_op) << 16 |
-         static_cast<uint64_t>(kernel) << 24 | static_cast<uint64_t>(root) << 32 | static_cast<uint64_t>(blocks) << 40 |
+  return static_cast<uint64_t>(kind) | static_cast<uint64_t>(dtype) << 8 |
+         static_cast<uint64_t>(reduce_op) << 16 | static_cast<uint64_t>(kernel) << 24 |
+         static_cast<uint64_t>(root) << 32 | static_cast<uint64_t>(blocks) << 40 |
          static_cast<uint64_t>(direct) << 48 | static_cast<uint64_t>(uneven) << 49;
 }
 
@@ -43,36 +43,31 @@ Meta Meta::unpack(uint64_t word) {
 
 std::string describe_difference(const Announcement& here, const Announcement& there, int peer) {
   const Meta a = Meta::unpack(here.meta), b = Meta::unpack(there.meta);
-  const std::string on = " on rank " + std::to_string(peer) + ". ";
-  auto differ = [&](const std::string& what, const std::string& x, const std::string& y, const char* rule) {
-    return what + "=" + x + " here, " + y + on + rule;
+  auto fingerprint = [](const Meta& meta, const Announcement& call) {
+    return Fingerprint{meta.kind, meta.dtype, meta.reduce_op, meta.root, meta.uneven, call.count, call.extra};
   };
-  if (a.kind != b.kind)
-    return differ("operation", to_string(a.kind), to_string(b.kind), "All ranks must call the same operations in the same order.");
-  if (a.dtype != b.dtype) return differ("dtype", to_string(a.dtype), to_string(b.dtype), "All ranks must pass equal dtypes.");
-  if (a.reduce_op != b.reduce_op)
-    return differ("reduce op", to_string(a.reduce_op), to_string(b.reduce_op), "All ranks must pass the same reduce op.");
-  if (a.root != b.root) return differ("root", std::to_string(a.root), std::to_string(b.root), "All ranks must name the same root.");
-  if (here.count != there.count)
-    return differ("count", std::to_string(here.count), std::to_string(there.count), "All ranks must pass equal sizes.");
+  const Fingerprint mine = fingerprint(a, here), other = fingerprint(b, there);
+  const std::string common = pycomm::describe_difference(mine, other, peer);
+  if (!common.empty()) return common;
   if (a.uneven != b.uneven)
-    return differ("sizes", a.uneven ? "uneven" : "even", b.uneven ? "uneven" : "even", "All ranks must use the same form of the call.");
+    return describe({"sizes", a.uneven ? "uneven" : "even", b.uneven ? "uneven" : "even",
+                     "All ranks must use the same form of the call."},
+                    peer);
   if (a.direct != b.direct)
-    return differ("buffers", a.direct ? "registered" : "plain", b.direct ? "registered" : "plain",
-                  "Pass buffers from pycomm.empty on all ranks or on none.");
+    return describe({"buffers", a.direct ? "registered" : "plain", b.direct ? "registered" : "plain",
+                     "Pass buffers from pycomm.empty on all ranks or on none."},
+                    peer);
   if (a.kernel != b.kernel || a.blocks != b.blocks)
-    return differ("algorithm", name_of(a.kernel), name_of(b.kernel), "All ranks must ask for the same algorithm.");
+    return describe_algorithms(name_of(a.kernel), name_of(b.kernel), peer);
   if (a.kind == OpKind::send)
-    return differ("tag", std::to_string(here.extra), std::to_string(there.extra), "A message's tag must be that of its receive.");
+    return describe({"tag", std::to_string(here.extra), std::to_string(there.extra),
+                     "A message's tag must be that of its receive."},
+                    peer);
   if (a.kind == OpKind::all_to_all && a.uneven)
-    return "rank " + std::to_string(peer) + " sends " + std::to_string(there.extra) + " bytes to this rank, which expects " +
-           std::to_string(here.extra) + ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.";
-  if (a.reduce_op == ReduceOp::premul_sum) {
-    std::ostringstream x, y;
-    x << std::bit_cast<double>(here.extra), y << std::bit_cast<double>(there.extra);
-    return differ("premul_sum factor", x.str(), y.str(), "All ranks must pass the same factor.");
-  }
-  return "the list of sizes differs from that of rank " + std::to_string(peer) + ". All ranks must pass the same list.";
+    return "rank " + std::to_string(peer) + " sends " + std::to_string(there.extra) +
+           " bytes to this rank, which expects " + std::to_string(here.extra) +
+           ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.";
+  return describe_extra(mine, other, peer);
 }
 
 }  // namespace pycomm::cuda

@@ -1,10 +1,11 @@
-// announce.h -- what ranks tell each other about a call, packed into Announcement::meta, and how a difference reads.
+// announce.h -- what ranks tell each other about a call, packed into Announcement::meta, and how a difference
+// reads.
 #pragma once
 
 #include <string>
 
-#include "../collectives/op.h"
-#include "layout.h"
+#include "../op/op.h"
+#include "kernels/layout.h"
 
 namespace pycomm::cuda {
 

@@ -1,29 +1,23 @@
-// choice.cc -- which algorithm a collective on CUDA tensors uses, and which kernel does its arithmetic. See plan.h.
+// choice.cc -- which algorithm a collective on CUDA tensors uses, and which kernel does its arithmetic. See
+// plan.h.
 //
 // Thresholds marked (unmeasured) are estimates until `make gpu-check` has run: benchmarks/results/.
 #include <algorithm>
 #include <stdexcept>
 
+#include "../arithmetic/families.h"
 #include "plan.h"
 
 namespace pycomm::cuda {
 
 ReductionKey reduction_key(DType dtype, ReduceOp op) {
-  const bool bitwise = op >= ReduceOp::band;
   const bool sums = op == ReduceOp::sum || op == ReduceOp::avg || op == ReduceOp::premul_sum;
-  if (dtype == DType::boolean) {
-    if (op == ReduceOp::sum || op == ReduceOp::max) op = ReduceOp::bor;
-    if (op == ReduceOp::product || op == ReduceOp::min) op = ReduceOp::band;
-    return {dtype, op};
-  }
-  if (bitwise) return {DType::u8, op};
+  if (dtype == DType::boolean) return {dtype, logical_of(op)};
+  if (is_bitwise(op)) return {DType::u8, op};
   if (sums && dtype == DType::c64) return {DType::f32, ReduceOp::sum};
   if (sums && dtype == DType::c128) return {DType::f64, ReduceOp::sum};
-  if (sums || op == ReduceOp::product) {
-    constexpr DType by_size[] = {DType::u8, DType::u8, DType::u16, DType::u8, DType::u32, DType::u8, DType::u8, DType::u8, DType::u64};
-    if (dtype >= DType::i8 && dtype <= DType::u64) return {by_size[size_of(dtype)], sums ? ReduceOp::sum : op};
-  }
-  return {dtype, sums ? ReduceOp::sum : op};
+  const bool wraps = family_of(dtype) == Family::integer && (sums || op == ReduceOp::product);
+  return {wraps ? unsigned_of(dtype) : dtype, sums ? ReduceOp::sum : op};
 }
 
 bool has_cuda_algorithm(OpKind kind, Algorithm algorithm) {
@@ -33,22 +27,26 @@ bool has_cuda_algorithm(OpKind kind, Algorithm algorithm) {
     case Algorithm::multimem:
     case Algorithm::ring: return kind == OpKind::all_reduce;
     case Algorithm::two_shot:
-      return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter || kind == OpKind::broadcast;
+      return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter ||
+             kind == OpKind::broadcast;
     case Algorithm::copy_engine: return kind == OpKind::all_gather || kind == OpKind::all_to_all;
     case Algorithm::staged:
     case Algorithm::direct:
-      return kind != OpKind::barrier && kind != OpKind::all_reduce && kind != OpKind::reduce && kind != OpKind::reduce_scatter;
+      return kind != OpKind::barrier && kind != OpKind::all_reduce && kind != OpKind::reduce &&
+             kind != OpKind::reduce_scatter;
   }
   return false;
 }
 
-CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKey& reduction, bool registered, Algorithm requested) {
+CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKey& reduction, bool registered,
+                  Algorithm requested) {
   constexpr size_t KiB = 1 << 10, MiB = 1 << 20;
   const size_t one_shot_limit = shape.group.words_bytes / 2;
   const bool resident = shape.protocol == Protocol::resident;
   auto kernel = [&](Kernel k) { return has_kernel({k, reduction.dtype, reduction.op}); };
   if (!has_cuda_algorithm(kind, requested))
-    throw std::invalid_argument(std::string(to_string(kind)) + " has no algorithm " + to_string(requested) + " for CUDA tensors");
+    throw std::invalid_argument(std::string(to_string(kind)) + " has no algorithm " + to_string(requested) +
+                                " for CUDA tensors");
   auto asked = [&](bool possible, const char* otherwise) -> CudaChoice {
     if (possible) return {requested, "asked for by the caller or PYCOMM_ALGORITHM"};
     return {Algorithm::two_shot, otherwise};
@@ -56,14 +54,17 @@ CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKe
   if (nbytes == 0) requested = Algorithm::automatic;  // an empty buffer lies nowhere
   switch (requested) {
     case Algorithm::one_shot:
-      return asked(nbytes <= one_shot_limit && kernel(Kernel::one_shot), "too large for one_shot, or of 16-byte elements");
+      return asked(nbytes <= one_shot_limit && kernel(Kernel::one_shot),
+                   "too large for one_shot, or of 16-byte elements");
     case Algorithm::ring:
       return asked(resident && shape.world_size() > 1 && kernel(Kernel::ring),
-                   "a ring needs neighbours, rounds 16-bit types at each hop, is built for sums, and needs resident kernels");
+                   "a ring needs neighbours, rounds 16-bit types at each hop, is built for sums, and needs "
+                   "resident kernels");
     case Algorithm::multimem:
       if (!shape.multicast || !kernel(Kernel::multimem) || !registered || !resident)
         throw std::invalid_argument(
-            "algorithm multimem needs NVSwitch multicast, buffers from pycomm.empty, and the sum of f32, f16 or bf16");
+            "algorithm multimem needs NVSwitch multicast, buffers from pycomm.empty, and the sum of f32, f16 "
+            "or bf16");
       return {requested, "asked for by the caller or PYCOMM_ALGORITHM"};
     case Algorithm::copy_engine:
       if (!registered) throw std::invalid_argument("algorithm copy_engine needs buffers from pycomm.empty");
@@ -86,7 +87,8 @@ CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKe
     default: break;
   }
   if ((kind == OpKind::all_gather || kind == OpKind::all_to_all) && registered && nbytes >= 4 * MiB)
-    return {Algorithm::copy_engine, "large and registered: the copy engine leaves the multiprocessors to compute"};
+    return {Algorithm::copy_engine,
+            "large and registered: the copy engine leaves the multiprocessors to compute"};
   return {plain, "every rank reads from its peers"};
 }
 

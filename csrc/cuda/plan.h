@@ -1,11 +1,13 @@
-// plan.h -- from a call to what is enqueued: pure functions, so that the tests on a CPU run the very plans that a GPU gets.
+// plan.h -- from a call to what is enqueued: pure functions, so that the tests on a CPU run the very plans
+// that a GPU gets.
 //
-//   choose    which algorithm, by size and by what the machine can do
-//   plan      the steps of this rank for a collective: launches, and between them nothing (resident), exchanges by stream memory operations
-//             (stream_ordered), or copies by the copy engine
-//   plan_message   the same for a send or a recv
+//   choose            which algorithm, by size and by what the machine can do
+//   plan_collective   the steps of this rank for a collective: launches, and between them nothing (resident),
+//                     exchanges by stream memory operations (stream_ordered), or copies by the copy engine
+//   plan_message      the same for a send or a recv
 //
-// Ranks plan alone. All that a plan depends on is equal on all ranks, or is announced and compared on the device (announce.h).
+// Ranks plan alone. All that a plan depends on is equal on all ranks, or is announced and compared on the
+// device (announce.h).
 #pragma once
 
 #include <functional>
@@ -14,8 +16,8 @@
 #include <vector>
 
 #include "announce.h"
-#include "launch.h"
-#include "topology.h"
+#include "kernels/launch.h"
+#include "protocol.h"
 
 namespace pycomm::cuda {
 
@@ -30,10 +32,14 @@ struct Shape {
   int world_size() const { return group.world_size; }
 };
 
-// Where registered memory lies. A handle for peers (session.cuh), or nothing for a plain buffer.
-struct Registry {
-  std::function<std::optional<uint64_t>(const void*, size_t)> handle = [](const void*, size_t) { return std::nullopt; };
-  std::function<std::byte*(const void*)> multicast = [](const void*) { return nullptr; };  // of registered memory
+// Where a buffer lies that a call was given.
+struct BufferLookup {
+  // A handle for peers (handle_of_region), or nothing for memory that is not registered.
+  std::function<std::optional<uint64_t>(const void*, size_t)> handle = [](const void*, size_t) {
+    return std::nullopt;
+  };
+  // Of registered memory: the address that reaches this place on all ranks; nullptr: there is none.
+  std::function<std::byte*(const void*)> multicast = [](const void*) { return nullptr; };
   // Of the same place in the registered memory of `rank`; nullptr: unknown.
   std::function<std::byte*(const void*, int)> at_peer = [](const void*, int) { return nullptr; };
 };
@@ -61,16 +67,20 @@ struct CudaChoice {
   std::string reason;
 };
 
-struct Plan {
+// What one rank enqueues for one call.
+struct LaunchPlan {
   CudaChoice choice;
+  bool sends = false;  // a message: this is the sender's end
   std::vector<Step> steps;
 };
 
 bool has_cuda_algorithm(OpKind kind, Algorithm algorithm);
 // nbytes: as select() in collectives/select.h.
-CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKey& reduction, bool registered, Algorithm requested);
+CudaChoice choose(OpKind kind, size_t nbytes, const Shape& shape, const KernelKey& reduction, bool registered,
+                  Algorithm requested);
 
-// Where the reduction of (dtype, op) is done: the kernel's types and the factor by which counts grow (complex sums).
+// Where the reduction of (dtype, op) is done: the kernel's types and the factor by which counts grow (complex
+// sums).
 struct ReductionKey {
   DType dtype;
   ReduceOp op;
@@ -78,7 +88,8 @@ struct ReductionKey {
 ReductionKey reduction_key(DType dtype, ReduceOp op);
 
 // Throws std::invalid_argument when the op cannot be done with the algorithm asked for.
-Plan plan(const Op& op, const Shape& shape, const Registry& registry, uint64_t timeout_ns);
+LaunchPlan plan_collective(const Op& op, const Shape& shape, const BufferLookup& buffers,
+                           uint64_t timeout_ns);
 
 struct MessageCall {
   bool sends;
@@ -88,10 +99,11 @@ struct MessageCall {
   size_t count;
   size_t nbytes() const { return count * size_of(dtype); }
 };
-Plan plan_message(const MessageCall& message, const Shape& shape, const Registry& registry, uint64_t timeout_ns);
+LaunchPlan plan_message(const MessageCall& message, const Shape& shape, const BufferLookup& buffers,
+                        uint64_t timeout_ns);
 
-// What plan.cc and plan_message.cc share.
-inline constexpr uint64_t whole_slice = uint64_t{1} << 40;  // segment_bytes where nothing passes through the staging
+// What the plans share. The first: segment_bytes where nothing passes through the staging.
+inline constexpr uint64_t whole_slice = uint64_t{1} << 40;
 inline constexpr uint64_t bytes_worth_a_block = 32 << 10;
 
 // Bytes and places in an arena, from the staging that is wanted per rank.

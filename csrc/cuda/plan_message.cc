@@ -5,32 +5,49 @@
 
 namespace pycomm::cuda {
 
-Plan plan_message(const MessageCall& message, const Shape& shape, const Registry& registry, uint64_t timeout_ns) {
-  const int blocks = static_cast<int>(
-      std::clamp<uint64_t>((message.nbytes() + bytes_worth_a_block - 1) / bytes_worth_a_block, 1, std::min(message_blocks, shape.blocks)));
+namespace {
+
+int blocks_of(const MessageCall& message, const Shape& shape) {
+  const uint64_t wanted = (message.nbytes() + bytes_worth_a_block - 1) / bytes_worth_a_block;
+  return static_cast<int>(std::clamp<uint64_t>(wanted, 1, std::min(message_blocks, shape.blocks)));
+}
+
+Args args_of(const MessageCall& message, const Shape& shape, const BufferLookup& buffers, int blocks) {
+  const auto handle = shape.pointers ? std::optional(reinterpret_cast<uint64_t>(message.data))
+                                     : buffers.handle(message.data, std::max<size_t>(message.nbytes(), 1));
   Meta meta;
   meta.kind = OpKind::send;
   meta.dtype = message.dtype;
   meta.kernel = Kernel::send;
   meta.blocks = blocks;
-  const auto handle = shape.pointers ? std::optional(reinterpret_cast<uint64_t>(message.data))
-                                     : registry.handle(message.data, std::max<size_t>(message.nbytes(), 1));
+  meta.direct = handle.has_value() && !shape.pointers;
   Args args{};
   args.group = shape.group;
-  args.timeout_ns = timeout_ns;
   args.resident = shape.protocol == Protocol::resident;
   args.end_segment = UINT32_MAX;
   args.peer = message.peer;
-  meta.direct = handle.has_value() && !shape.pointers;
   args.direct_in = handle.has_value();
   args.in_handle[0] = handle.value_or(0);
   args.call = {meta.pack(), message.count, static_cast<uint64_t>(message.tag), 0, 0};
   args.in_part[0] = message.data;
   args.out_part[0] = message.data;
   args.in_bytes[0] = message.nbytes();
-  args.segment_bytes = args.direct_in ? whole_slice : shape.group.message_bytes / 2 / blocks / align_bytes * align_bytes;
-  Plan plan;
-  plan.choice = {args.direct_in ? Algorithm::direct : Algorithm::staged, "the receiver reads from the sender"};
+  args.segment_bytes =
+      args.direct_in ? whole_slice : shape.group.message_bytes / 2 / blocks / align_bytes * align_bytes;
+  return args;
+}
+
+}  // namespace
+
+LaunchPlan plan_message(const MessageCall& message, const Shape& shape, const BufferLookup& buffers,
+                        uint64_t timeout_ns) {
+  const int blocks = blocks_of(message, shape);
+  Args args = args_of(message, shape, buffers, blocks);
+  args.timeout_ns = timeout_ns;
+  LaunchPlan plan;
+  plan.choice = {args.direct_in ? Algorithm::direct : Algorithm::staged,
+                 "the receiver reads from the sender"};
+  plan.sends = message.sends;
   const KernelKey key{message.sends ? Kernel::send : Kernel::recv};
   auto launch = [&](uint32_t stages) {
     Step step;

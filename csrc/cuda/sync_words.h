@@ -1,16 +1,20 @@
-// sync_words.h -- how ranks order themselves by stream memory operations: the words and what is done with them.
+// sync_words.h -- how ranks order themselves by stream memory operations: the words and what is done with
+// them.
 //
-// Words lie in host memory that all ranks share. Each has one writer of 1 and one reader, who waits for 1 and writes 0 again; so the same
-// operations can be replayed by a CUDA graph for ever, which counters could not.
+// Words lie in host memory that all ranks share. Each has one writer of 1 and one reader, who waits for 1 and
+// writes 0 again; so the same operations can be replayed by a CUDA graph for ever, which counters could not.
 //
-// exchange (all ranks)      for each peer p: word[set][me -> p] = 1       half-turn (a message)    sender:    word[s][me -> p] = 1
-//                           for each peer p: wait word[set][p -> me] == 1                          receiver:  wait == 1, then 0; copy;
-//                           for each peer p: word[set][p -> me] = 0                                           word[r][me -> p] = 1
-//                                                                                                  sender:    wait == 1, then 0
+//   exchange (all ranks)                             half-turns (a message)
 //
-// Exchanges use two sets in turn. With one, a fast rank's 1 of the next exchange could come before a slow peer writes its 0 of this one,
-// and be lost. With two, the rank has passed the exchange in between, so the peer has written that 0. Half-turns alternate by nature:
-// neither end writes 1 before it has seen the other's.
+//   for each peer p: word[set][me -> p] = 1          sender:    word[s][me -> p] = 1
+//   for each peer p: wait word[set][p -> me] == 1    receiver:  wait for that word == 1, then = 0; copy;
+//   for each peer p: word[set][p -> me] = 0                     word[r][me -> p] = 1
+//                                                    sender:    wait for that word == 1, then = 0
+//
+// Exchanges use two sets in turn. With one, a fast rank's 1 of the next exchange could come before a slow
+// peer writes its 0 of this one, and be lost. With two, the rank has passed the exchange in between, so the
+// peer has written that 0. Half-turns alternate by nature: neither end writes 1 before it has seen the
+// other's.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +30,10 @@ struct WordOperation {
 };
 
 // Two sets for exchanges, one for senders' and one for receivers' half-turns.
-inline size_t sync_words(int world_size) { return 4 * static_cast<size_t>(world_size) * world_size; }
+inline constexpr int num_sync_sets = 4;
+inline size_t sync_words(int world_size) {
+  return num_sync_sets * static_cast<size_t>(world_size) * world_size;
+}
 inline size_t sync_word(int world_size, int set, int from, int to) {
   return (static_cast<size_t>(set) * world_size + from) * world_size + to;
 }

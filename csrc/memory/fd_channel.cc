@@ -5,27 +5,16 @@
 #include <sys/random.h>
 #include <sys/socket.h>
 #include <sys/un.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <cerrno>
 #include <cstring>
-#include <stdexcept>
-#include <system_error>
 #include <thread>
 
 namespace pycomm {
 
 namespace {
 
-struct ScopedFd {
-  int fd;
-  ~ScopedFd() {
-    if (fd >= 0) ::close(fd);
-  }
-};
-
-[[noreturn]] void throw_errno(const char* what) { throw std::system_error(errno, std::generic_category(), std::string("pycomm: ") + what); }
+constexpr size_t most_fds = 4;  // in one message
 
 socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
   address = {};
@@ -34,39 +23,39 @@ socklen_t abstract_address(const std::string& name, sockaddr_un& address) {
   return static_cast<socklen_t>(offsetof(sockaddr_un, sun_path) + 1 + name.size());
 }
 
+OwnedFd new_socket() {
+  OwnedFd socket(::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC | SOCK_NONBLOCK, 0));
+  if (!socket) throw_errno("UNIX socket");
+  return socket;
+}
+
 bool same_user(int socket) {
   ucred peer{};
   socklen_t length = sizeof(peer);
   return ::getsockopt(socket, SOL_SOCKET, SO_PEERCRED, &peer, &length) == 0 && peer.uid == ::geteuid();
 }
 
-bool wait_readable(int socket, Deadline deadline) {
-  for (;;) {
-    auto left = std::chrono::duration_cast<std::chrono::milliseconds>(deadline - std::chrono::steady_clock::now()).count();
-    pollfd entry{socket, POLLIN, 0};
-    int n = ::poll(&entry, 1, static_cast<int>(std::clamp<long long>(left, 0, 1000)));
-    if (n > 0) return true;
-    if (n < 0 && errno != EINTR) return false;
-    if (left <= 0) return false;
-  }
+bool wait_readable(int socket, std::chrono::nanoseconds wait) {
+  wait = std::max(wait, std::chrono::nanoseconds(0));
+  const timespec limit{wait.count() / 1'000'000'000, wait.count() % 1'000'000'000};
+  pollfd entry{socket, POLLIN, 0};
+  return ::ppoll(&entry, 1, &limit, nullptr) > 0;
 }
 
-bool send_fd(int socket, int fd) {
+// One byte with descriptors beside it.
+struct Message {
   char byte = 1;
   iovec part{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  cmsghdr* header = CMSG_FIRSTHDR(&message);
-  header->cmsg_level = SOL_SOCKET;
-  header->cmsg_type = SCM_RIGHTS;
-  header->cmsg_len = CMSG_LEN(sizeof(int));
-  std::memcpy(CMSG_DATA(header), &fd, sizeof(int));
-  return ::sendmsg(socket, &message, MSG_NOSIGNAL) == 1;
-}
+  alignas(cmsghdr) char control[CMSG_SPACE(most_fds * sizeof(int))] = {};
+  msghdr header{};
+
+  explicit Message(size_t num_fds) {
+    header.msg_iov = &part;
+    header.msg_iovlen = 1;
+    header.msg_control = control;
+    header.msg_controllen = CMSG_SPACE(num_fds * sizeof(int));
+  }
+};
 
 }  // namespace
 
@@ -81,57 +70,70 @@ std::string random_token() {
   return hex;
 }
 
-FdServer::FdServer() : name_("pycomm-" + random_token()) {
-  socket_ = ::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
-  if (socket_ < 0) throw_errno("UNIX socket");
+Listener::Listener() : socket_(new_socket()), name_("pycomm-" + random_token()) {
   sockaddr_un address;
-  socklen_t length = abstract_address(name_, address);
-  if (::bind(socket_, reinterpret_cast<sockaddr*>(&address), length) != 0 || ::listen(socket_, 1024) != 0) {
-    int error = errno;
-    ::close(socket_);
-    throw std::system_error(error, std::generic_category(), "pycomm: UNIX socket");
-  }
+  const socklen_t length = abstract_address(name_, address);
+  if (::bind(socket_.get(), reinterpret_cast<sockaddr*>(&address), length) != 0 ||
+      ::listen(socket_.get(), 1024) != 0)
+    throw_errno("UNIX socket");
 }
 
-FdServer::~FdServer() { ::close(socket_); }
-
-int FdServer::serve(int fd, int num_peers, Deadline deadline) {
-  int served = 0;
-  while (served < num_peers && wait_readable(socket_, deadline)) {
-    ScopedFd peer{::accept4(socket_, nullptr, nullptr, SOCK_CLOEXEC)};
-    if (peer.fd >= 0 && same_user(peer.fd) && send_fd(peer.fd, fd)) ++served;
-  }
-  return served;
+OwnedFd Listener::accept(std::chrono::nanoseconds wait) {
+  if (!wait_readable(socket_.get(), wait)) return OwnedFd();
+  OwnedFd peer(::accept4(socket_.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+  if (!peer && errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+    throw_errno("accepting a rank of this node");
+  return peer && same_user(peer.get()) ? std::move(peer) : OwnedFd();
 }
 
-int receive_fd(const std::string& server_name, Deadline deadline) {
-  ScopedFd socket{::socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0)};
-  if (socket.fd < 0) throw_errno("UNIX socket");
+OwnedFd connect_to(const std::string& name, Deadline deadline) {
+  OwnedFd socket = new_socket();
   sockaddr_un address;
-  socklen_t length = abstract_address(server_name, address);
-  while (::connect(socket.fd, reinterpret_cast<sockaddr*>(&address), length) != 0) {
-    if (errno != EAGAIN && errno != EINTR) throw_errno("connecting to the leader of the node");
-    if (std::chrono::steady_clock::now() > deadline) throw_errno("connecting to the leader of the node timed out");
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  const socklen_t length = abstract_address(name, address);
+  while (::connect(socket.get(), reinterpret_cast<sockaddr*>(&address), length) != 0) {
+    if (errno == ECONNREFUSED) return OwnedFd();
+    if (errno != EAGAIN && errno != EINTR) throw_errno("connecting to a rank of this node");
+    if (std::chrono::steady_clock::now() > deadline)
+      throw TooLate("pycomm: a rank of this node did not take a connection in time");
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));  // its queue is full
   }
-  if (!same_user(socket.fd)) throw std::runtime_error("pycomm: the leader of the node belongs to another user");
-  if (!wait_readable(socket.fd, deadline))
-    throw std::runtime_error("pycomm: the leader of the node did not hand over the shared segment in time");
-  char byte = 0;
-  iovec part{&byte, 1};
-  alignas(cmsghdr) char control[CMSG_SPACE(sizeof(int))] = {};
-  msghdr message{};
-  message.msg_iov = &part;
-  message.msg_iovlen = 1;
-  message.msg_control = control;
-  message.msg_controllen = sizeof(control);
-  ssize_t received = ::recvmsg(socket.fd, &message, MSG_CMSG_CLOEXEC);
-  cmsghdr* header = received == 1 ? CMSG_FIRSTHDR(&message) : nullptr;
-  if (!header || header->cmsg_type != SCM_RIGHTS)
-    throw std::runtime_error("pycomm: the leader of the node ended before it handed over the shared segment");
-  int fd = -1;
-  std::memcpy(&fd, CMSG_DATA(header), sizeof(int));
-  return fd;
+  if (!same_user(socket.get()))
+    throw std::runtime_error("pycomm: a socket of the group belongs to another user");
+  return socket;
+}
+
+bool send_fds(int socket, const std::vector<int>& fds) {
+  if (fds.size() > most_fds) throw std::logic_error("pycomm: too many descriptors for one message");
+  Message message(fds.size());
+  cmsghdr* header = CMSG_FIRSTHDR(&message.header);
+  header->cmsg_level = SOL_SOCKET;
+  header->cmsg_type = SCM_RIGHTS;
+  header->cmsg_len = CMSG_LEN(fds.size() * sizeof(int));
+  std::memcpy(CMSG_DATA(header), fds.data(), fds.size() * sizeof(int));
+  if (::sendmsg(socket, &message.header, MSG_NOSIGNAL | MSG_DONTWAIT) == 1) return true;
+  if (errno != EPIPE && errno != ECONNRESET) throw_errno("handing out shared memory");
+  return false;
+}
+
+std::vector<OwnedFd> receive_fds(int socket, Deadline deadline) {
+  constexpr auto tick = std::chrono::milliseconds(100);  // against interruptions, which end a poll
+  while (!wait_readable(
+      socket, std::min<std::chrono::nanoseconds>(tick, deadline - std::chrono::steady_clock::now())))
+    if (std::chrono::steady_clock::now() > deadline)
+      throw TooLate("pycomm: a rank of this node did not hand over shared memory in time");
+  Message message(most_fds);
+  const ssize_t received = ::recvmsg(socket, &message.header, MSG_CMSG_CLOEXEC | MSG_DONTWAIT);
+  if (received < 0 && errno != ECONNRESET) throw_errno("receiving shared memory");
+  std::vector<OwnedFd> fds;
+  const cmsghdr* header = received == 1 ? CMSG_FIRSTHDR(&message.header) : nullptr;
+  if (header && header->cmsg_type == SCM_RIGHTS)
+    for (size_t i = 0; i < (header->cmsg_len - CMSG_LEN(0)) / sizeof(int); ++i) {
+      int fd = -1;
+      std::memcpy(&fd, CMSG_DATA(header) + i * sizeof(int), sizeof(int));
+      fds.emplace_back(fd);
+    }
+  if (message.header.msg_flags & MSG_CTRUNC) throw_errno("receiving shared memory", EMFILE);
+  return fds;
 }
 
 }  // namespace pycomm

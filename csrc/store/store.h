@@ -1,8 +1,6 @@
 // store.h -- the rendezvous interface. It is used while a communicator is created and never on the data path.
 #pragma once
 
-#include <condition_variable>
-#include <cstdint>
 #include <map>
 #include <mutex>
 #include <string>
@@ -10,15 +8,14 @@
 
 namespace pycomm {
 
-// A key-value store that all ranks of the group can reach. Implementations: torch's Store (csrc/torch/torch_store.h)
-// and LocalStore below. May throw what the underlying store throws.
+// A key-value store that all ranks of the group can reach. Implementations: torch's Store
+// (csrc/torch/torch_store.h) and LocalStore below. May throw what the underlying store throws.
 class Store {
  public:
   virtual ~Store() = default;
   virtual void set(const std::string& key, const std::string& value) = 0;
   virtual std::string get(const std::string& key) = 0;  // only after has(key)
   virtual bool has(const std::vector<std::string>& keys) = 0;
-  virtual int64_t add(const std::string& key, int64_t amount) = 0;  // returns the new value
   virtual void remove(const std::string& key) = 0;
 };
 
@@ -39,10 +36,6 @@ class LocalStore final : public Store {
       if (!values_.count(key)) return false;
     return true;
   }
-  int64_t add(const std::string& key, int64_t amount) override {
-    std::lock_guard lock(mutex_);
-    return counters_[key] += amount;
-  }
   void remove(const std::string& key) override {
     std::lock_guard lock(mutex_);
     values_.erase(key);
@@ -51,7 +44,6 @@ class LocalStore final : public Store {
  private:
   std::mutex mutex_;
   std::map<std::string, std::string> values_;
-  std::map<std::string, int64_t> counters_;
 };
 
 }  // namespace pycomm

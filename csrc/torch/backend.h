@@ -1,31 +1,30 @@
 // backend.h -- pycomm as a backend of torch.distributed: c10d::Backend over a Communicator.
 //
-// A call becomes a task (tensors.h) and is either run at once, in the caller's thread, or issued:
-//   asyncOp false   the task has run when the call returns; there is no Work (nullptr, None in Python), as with NCCL since torch 2.7:
-//                   torch's Python functions then neither wrap nor wait. An error is thrown by the call itself.
-//   asyncOp true    the default of torch's options, so what DDP, FSDP2 and functional collectives get: a TorchWork
-// Between startCoalescing() and endCoalescing() of one thread everything is issued, and endCoalescing() returns one Work for all of it.
+// A call becomes a task (tensors.h) and is either run at once, in the caller's thread, or issued (submit.h):
+//   asyncOp false   the task has run when the call returns; there is no Work (nullptr, None in Python), as
+//                   with NCCL since torch 2.7: torch's Python functions then neither wrap nor wait. An error
+//                   is thrown by the call itself.
+//   asyncOp true    the default of torch's options, so what DDP, FSDP2 and functional collectives get: a
+//                   TorchWork
+// Between startCoalescing() and endCoalescing() of one thread everything is issued, and endCoalescing()
+// returns one Work for all of it.
 //
-// Errors: std::invalid_argument for what is wrong on this rank alone (ValueError in Python); TorchCommError (torch_work.h) for the wire,
-// which becomes one of pycomm.errors in Python, also on its way through torch's own bindings: both share pybind11's translators.
+// Errors: std::invalid_argument for what is wrong on this rank alone (ValueError in Python); TorchCommError
+// (torch_work.h) for the wire, which becomes one of pycomm.errors in Python, also on its way through torch's
+// own bindings: both share pybind11's translators.
 //
-// The class overrides what torch 2.11 to 2.15 have in common. 2.14 has new names (all_gather_single, ...), which call these ones.
+// The class overrides what torch 2.11 to 2.15 have in common. 2.14 has new names (all_gather_single, ...),
+// which call these ones.
 #pragma once
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <array>
-#include <atomic>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
-#include "device.h"
-#include "flight_recorder.h"
-#include "tensors.h"
-#include "torch_work.h"
+#include "submit.h"
 
 namespace pycomm {
 
@@ -37,7 +36,9 @@ class PycommBackend final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {
     Options(std::chrono::milliseconds timeout, TransportOptions transport, Algorithms algorithms)
-        : c10d::Backend::Options(backend_name, timeout), transport(std::move(transport)), algorithms(algorithms) {}
+        : c10d::Backend::Options(backend_name, timeout),
+          transport(std::move(transport)),
+          algorithms(algorithms) {}
     // Virtual from torch 2.14 on, where the base's clone() would cut off our members.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
 
@@ -46,7 +47,8 @@ class PycommBackend final : public c10d::Backend {
   };
 
   // Blocks until all ranks of the group have come.
-  PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size, c10::intrusive_ptr<Options> options);
+  PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
+                c10::intrusive_ptr<Options> options);
   // Does not wait for peers: what is still under way fails, as after shutdown().
   ~PycommBackend() override;
 
@@ -55,7 +57,6 @@ class PycommBackend final : public c10d::Backend {
   const std::string getBackendName() const override { return backend_name; }
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
 
-  using WorkPtr = c10::intrusive_ptr<c10d::Work>;
   using Lists = std::vector<Tensors>;
 
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override;
@@ -66,18 +67,22 @@ class PycommBackend final : public c10d::Backend {
   WorkPtr allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
   WorkPtr _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override;
   WorkPtr allgather_coalesced(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
-  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override;
+  WorkPtr allgather_into_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::AllgatherOptions& opts) override;
   WorkPtr gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override;
-  WorkPtr gather_single(at::Tensor& output, at::Tensor& input, const c10d::GatherOptions& opts);  // virtual from torch 2.14 on
+  WorkPtr gather_single(at::Tensor& output, at::Tensor& input,
+                        const c10d::GatherOptions& opts);  // virtual from torch 2.14 on
   WorkPtr scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override;
   WorkPtr reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs, const c10d::ReduceScatterOptions& opts) override;
-  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits, std::vector<int64_t>& input_splits,
-                        const c10d::AllToAllOptions& opts) override;
+  WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& outputs, Tensors& inputs,
+                                          const c10d::ReduceScatterOptions& opts) override;
+  WorkPtr alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_splits,
+                        std::vector<int64_t>& input_splits, const c10d::AllToAllOptions& opts) override;
   WorkPtr alltoall(Tensors& outputs, Tensors& inputs, const c10d::AllToAllOptions& opts) override;
   WorkPtr barrier(const c10d::BarrierOptions& opts) override;
-  // Every rank names all that are missing, whatever wait_all_ranks says. On timeout the group is broken, as after any timeout.
+  // Not in the sequence of the group's operations; a timeout does not break the group.
   void monitoredBarrier(const c10d::BarrierOptions& opts, bool wait_all_ranks) override;
 
   WorkPtr send(Tensors& tensors, int dst, int tag) override;
@@ -85,8 +90,8 @@ class PycommBackend final : public c10d::Backend {
   WorkPtr recvAnysource(Tensors& tensors, int tag) override;
 
   bool supportsCoalescing() const override { return true; }
-  void startCoalescing() override;
-  WorkPtr endCoalescing() override;
+  void startCoalescing() override { submitter_.start_coalescing(); }
+  WorkPtr endCoalescing() override { return submitter_.end_coalescing(); }
 
   // Operations are numbered from 1 on all ranks alike by the communicator, so there is nothing to agree on.
   void setSequenceNumberForGroup() override {}
@@ -96,60 +101,32 @@ class PycommBackend final : public c10d::Backend {
   void abort() override;
   void shutdown() override;
 
-  // A flat tensor of zeros in registered memory (registered_tensor.h), which collectives of this group use without staging memory.
-  // Collective on the group.
+  // A flat tensor of zeros in registered memory (registered_tensor.h), which collectives of this group use
+  // without staging memory. Collective on the group.
   at::Tensor allocateTensor(long size, at::TensorOptions options = {}) override;
   // torch passes the index of the device alone: -1 for "cpu" and "cuda", 0 for "cpu:0" as for "cuda:0".
   bool supportsTensorAlloc(c10::DeviceIndex index) override;
 
-  void enableCollectivesTiming() override { timing_ = true; }
+  void enableCollectivesTiming() override { submitter_.enable_timing(); }
   void registerOnCompletionHook(std::function<void(std::shared_ptr<c10d::WorkInfo>)>&& hook) override;
-  void waitForPendingWorks() override;
+  void waitForPendingWorks() override { submitter_.wait_for_hooks(); }
 
   bool supportsSplitting() const override { return true; }
-  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
+  c10::intrusive_ptr<c10d::Backend> split(const c10::intrusive_ptr<c10d::Store>& store,
+                                          const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
 
  private:
-  struct Call {
-    c10d::OpType type;
-    const char* name;  // as torch's flight-recorder tools know it
-    std::chrono::milliseconds timeout;
-    bool async_op = true;
-  };
-  // The works of a startCoalescing() ... endCoalescing().
-  struct Batch {
-    std::thread::id owner;
-    Parts parts;
-    Tensors outputs;
-  };
-
   CallOptions call_options(OpKind kind, std::chrono::milliseconds timeout) const;
   const at::Tensor& single(OpKind kind, const Tensors& tensors) const;
   const Tensors& single(OpKind kind, const Lists& lists) const;
   [[noreturn]] void bad(OpKind kind, const std::string& text) const;
-  void check_pairs(OpKind kind, size_t outputs, size_t inputs) const;
 
-  WorkPtr submit(const Call& call, Request request, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr submit_all(const Call& call, std::vector<Request> requests, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr submit_on_device(const Call& call, std::vector<Request> requests, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr submit_device_message(c10d::OpType type, const char* name, const at::Tensor& tensor, int peer, int tag);
-  WorkPtr submit_message(c10d::OpType type, const char* name, std::shared_ptr<Work> message, int peer, const at::Tensor& tensor);
-  void run_now(const Call& call, TensorTask& task, at::TensorList inputs, at::TensorList outputs);
-  WorkPtr handle(c10d::OpType type, const char* title, uint64_t sequence, Parts parts, at::TensorList outputs);
-  uint64_t record(const char* name, uint64_t sequence, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
-  uint64_t record(FlightRecord head, std::chrono::milliseconds timeout, at::TensorList inputs, at::TensorList outputs);
-  bool coalescing() const { return coalescing_.load(std::memory_order_acquire) && batch_.owner == std::this_thread::get_id(); }
+  RecordedGroup describe() const;
 
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;
-  std::once_flag named_;
-  std::shared_ptr<const RecordedGroup> recorded_group_;
-  std::shared_ptr<CompletionHook> hook_;
-  std::atomic<bool> timing_{false};
-  std::atomic<bool> coalescing_{false};
-  std::atomic<uint64_t> num_messages_{0};
-  Batch batch_;  // of the one thread that coalesces
+  Submitter submitter_;
 };
 
 }  // namespace pycomm

@@ -9,6 +9,8 @@
 
 #include <stdexcept>
 
+#include "../op/validate.h"
+
 namespace pycomm {
 
 namespace {
@@ -20,7 +22,9 @@ c10::Stream as_torch_stream(cuda::Stream stream, c10::Device device) {
   return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<int64_t>(stream));
 }
 
-c10::Stream current_stream(c10::Device device) { return c10::impl::VirtualGuardImpl(device.type()).getStream(device); }
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
 
 cuda::Issue issue_of(c10::Device device, bool async_op, double timeout) {
   cuda::Issue issue;
@@ -31,13 +35,13 @@ cuda::Issue issue_of(c10::Device device, bool async_op, double timeout) {
   return issue;
 }
 
-// The engine of the request's device. Making it allocates, which a graph capture forbids.
-cuda::CudaGroup& engine_of(Communicator& comm, OpKind kind, c10::Device device, cuda::Stream stream) {
-  if (!comm.device_engine() && cuda::driver() && cuda::capture_of(stream).active)
-    throw std::invalid_argument(
-        comm.transport().where({kind, 0}) +
-        "the first CUDA operation of a group cannot be captured, since it sets the device side up. Run one before.");
-  return cuda::CudaGroup::of(comm, device.index());
+cuda::MessageCall call_of(const at::Tensor& dense, const MessageOptions& options, bool sends) {
+  return {sends,
+          options.peer,
+          options.tag,
+          dtype_of(dense),
+          static_cast<std::byte*>(dense.data_ptr()),
+          static_cast<size_t>(dense.numel())};
 }
 
 // Inputs that overlap outputs move to memory of their own, in stream order.
@@ -47,7 +51,9 @@ void separate_overlap(Request& request, int rank) {
   const auto bytes = at::TensorOptions().dtype(at::kByte).device(request.device);
   auto copy_of = [&](const std::byte* data, size_t nbytes) {
     at::Tensor copy = at::empty({static_cast<int64_t>(nbytes)}, bytes);
-    copy.copy_(at::from_blob(const_cast<std::byte*>(data), {static_cast<int64_t>(nbytes)}, {1}, [](void*) {}, bytes, request.device));
+    copy.copy_(at::from_blob(
+        const_cast<std::byte*>(data), {static_cast<int64_t>(nbytes)}, {1}, [](void*) {}, bytes,
+        request.device));
     request.keep.push_back(copy);
     return static_cast<std::byte*>(copy.data_ptr());
   };
@@ -59,16 +65,18 @@ void separate_overlap(Request& request, int rank) {
 
 }  // namespace
 
+c10::Device torch_device(const cuda::CudaGroup& group) {
+  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(group.device()));
+}
+
 cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched) {
   c10::NoGradGuard no_grad;
-  const auto wished = static_cast<Algorithm>(comm.default_algorithm(request.op.kind));
-  if (request.op.algorithm == Algorithm::automatic && cuda::has_cuda_algorithm(request.op.kind, wished)) request.op.algorithm = wished;
-  validate(comm, request.op, true);
+  cuda::prepare(comm, request.op);
   separate_overlap(request, comm.rank());
   const c10::Device device = request.device;
   cuda::Issue issue = issue_of(device, async_op, request.op.timeout);
   issue.watched = watched;
-  cuda::CudaGroup& group = engine_of(comm, request.op.kind, device, issue.stream);
+  cuda::CudaGroup& group = cuda::group_for(comm, request.op.kind, device.index(), issue.stream);
   if (!request.copy_back.empty())
     issue.after = [copy_back = request.copy_back, device](cuda::Stream stream) {
       c10::StreamGuard guard(as_torch_stream(stream, device));
@@ -79,51 +87,47 @@ cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool asyn
   return group.issue(request.op, issue);
 }
 
-void barrier_on_device(Communicator& comm, c10::Device device, double timeout) {
+void barrier_on_device(Communicator& comm, double timeout) {
+  const c10::Device device = torch_device(*cuda::group_of(comm));
   cuda::CudaGroup::of(comm, device.index()).barrier(issue_of(device, false, timeout));
 }
 
-cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, int dst, int tag, double timeout, bool async_op) {
+cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
+                                 bool async_op) {
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
-  cuda::Issue issue = issue_of(dense.device(), async_op, timeout);
+  cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
   if (async_op) issue.keep = [dense] {};
-  const cuda::MessageCall message{
-      true, dst, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
-  return engine_of(comm, OpKind::send, dense.device(), issue.stream).issue(message, issue);
+  return cuda::group_for(comm, OpKind::send, dense.device().index(), issue.stream)
+      .issue(call_of(dense, options, true), issue);
 }
 
-cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, int src, int tag, double timeout, bool async_op) {
+cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
+                                 bool async_op) {
   c10::NoGradGuard no_grad;
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
-  cuda::Issue issue = issue_of(dense.device(), async_op, timeout);
+  cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
   if (async_op) issue.keep = [dense, tensor] {};
   if (!dense.is_same(tensor))
     issue.after = [dense, tensor](cuda::Stream stream) {
       c10::StreamGuard guard(as_torch_stream(stream, dense.device()));
       tensor.copy_(dense);
     };
-  const cuda::MessageCall message{
-      false, src, tag, dtype_of(dense), static_cast<std::byte*>(dense.data_ptr()), static_cast<size_t>(dense.numel())};
-  return engine_of(comm, OpKind::recv, dense.device(), issue.stream).issue(message, issue);
+  return cuda::group_for(comm, OpKind::recv, dense.device().index(), issue.stream)
+      .issue(call_of(dense, options, false), issue);
 }
 
-at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
-                           c10::Device device) {
+at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,
+                           at::ScalarType dtype, c10::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);
   int64_t count = 1;
   for (int64_t size : shape) count *= size;
-  const auto registered = cuda::CudaGroup::of(*comm, device.index()).allocate(count * options.dtype().itemsize());
+  const auto registered =
+      cuda::CudaGroup::of(*comm, device.index()).allocate(count * options.dtype().itemsize());
   auto release = [registered, weak = std::weak_ptr(comm)](void*) {
     if (auto alive = weak.lock())
-      if (auto* group = static_cast<cuda::CudaGroup*>(alive->device_engine())) group->release(registered);
+      if (auto* group = cuda::group_of(*alive)) group->release(registered);
   };
   return at::from_blob(registered.data, shape, std::move(release), options, device);
-}
-
-std::optional<c10::Device> device_of(Communicator& comm) {
-  auto* group = static_cast<cuda::CudaGroup*>(comm.device_engine());
-  if (!group) return std::nullopt;
-  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(group->device()));
 }
 
 }  // namespace pycomm

@@ -14,7 +14,9 @@ namespace {
 constexpr int default_entries = 2000;  // as torch's own recorder
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::system_clock::now().time_since_epoch())
+      .count();
 }
 
 void copy_sizes(c10::SmallVector<RecordedTensor, 1>& to, at::TensorList tensors) {
@@ -46,7 +48,8 @@ FlightRecorder& FlightRecorder::instance() {
 
 // The variable is torch's, so torch's function reads it, with the meaning it has for torch's own recorder.
 FlightRecorder::FlightRecorder()
-    : num_entries_(std::max(0, c10d::getCvarInt({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, default_entries))),
+    : num_entries_(std::max(
+          0, c10d::getCvarInt({"TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"}, default_entries))),
       entries_(num_entries_ ? new Entry[num_entries_] : nullptr) {}
 
 uint64_t FlightRecorder::begin(const FlightRecord& head, at::TensorList inputs, at::TensorList outputs) {
@@ -85,7 +88,8 @@ std::vector<FlightRecord> FlightRecorder::entries() const {
     Hold hold(entries_[i]);
     if (entries_[i].record.id) found.push_back(entries_[i].record);
   }
-  std::sort(found.begin(), found.end(), [](const FlightRecord& a, const FlightRecord& b) { return a.id < b.id; });
+  std::sort(found.begin(), found.end(),
+            [](const FlightRecord& a, const FlightRecord& b) { return a.id < b.id; });
   return found;
 }
 

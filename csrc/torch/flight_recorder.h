@@ -1,9 +1,10 @@
 // flight_recorder.h -- the last operations of this process, for torch's flight-recorder tools.
 //
-// torch has a recorder of its own (c10d/FlightRecorder.hpp), but in torch 2.13 its instance is a hidden symbol of libtorch_cpu, which a
-// backend built elsewhere cannot reach, and an entry there takes the Python stack and several strings: more than a small all_reduce.
-// Ours is a ring of fixed entries; one costs about 0.1 us, so it is always on. pycomm/torch_backend.py puts the entries, in torch's
-// format, into what torch's dump functions return. TORCH_FR_BUFFER_SIZE sets the number of entries, 0 switches it off.
+// torch has a recorder of its own (c10d/FlightRecorder.hpp), but in torch 2.13 its instance is a hidden
+// symbol of libtorch_cpu, which a backend built elsewhere cannot reach, and an entry there takes the Python
+// stack and several strings: more than a small all_reduce. Ours is a ring of fixed entries; one costs about
+// 0.1 us, so it is always on. pycomm/torch_backend.py puts the entries, in torch's format, into what torch's
+// dump functions return. TORCH_FR_BUFFER_SIZE sets the number of entries, 0 switches it off.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -56,8 +57,8 @@ class FlightRecorder {
   std::vector<FlightRecord> entries() const;  // oldest first
 
  private:
-  // The lock is held for some 50 ns, by the thread that writes the entry and by a dump; two writers meet only if the ring goes
-  // round within that time.
+  // The lock is held for some 50 ns, by the thread that writes the entry and by a dump; two writers meet only
+  // if the ring goes round within that time.
   struct Entry {
     mutable std::atomic_flag busy = ATOMIC_FLAG_INIT;
     FlightRecord record;

@@ -7,17 +7,18 @@
 
 #include <stdexcept>
 
-#include "../collectives/registered.h"
+#include "../communicator/registered.h"
 #include "device.h"
 #include "tensors.h"
 
 namespace pycomm {
 
-at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape, at::ScalarType dtype,
-                            c10::Device device) {
+at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,
+                            at::ScalarType dtype, c10::Device device) {
   for (int64_t size : shape)
     if (size < 0)
-      throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "size " + std::to_string(size) + " is negative");
+      throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "size " +
+                                  std::to_string(size) + " is negative");
   const auto options = at::TensorOptions().dtype(dtype);
   dtype_of(at::empty({0}, options));
   if (device.is_cuda()) {
@@ -25,10 +26,11 @@ at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std
     return empty_on_device(comm, shape, dtype, device);
   }
   if (!device.is_cpu())
-    throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "device " + device.str() + "; expected cpu or cuda");
-  const RegisteredBuffer buffer =
-      allocate_registered(*comm, static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize());
-  auto release = [segment = buffer.segment, weak = std::weak_ptr(comm), region = buffer.region](void*) {
+    throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "device " + device.str() +
+                                "; expected cpu or cuda");
+  const RegisteredBuffer buffer = allocate_registered(
+      *comm, static_cast<size_t>(c10::multiply_integers(shape)) * options.dtype().itemsize());
+  auto release = [memory = buffer.memory, weak = std::weak_ptr(comm), region = buffer.region](void*) {
     if (const auto alive = weak.lock()) alive->transport().drop_region(region);
   };
   return at::from_blob(buffer.data, shape, std::move(release), options);
@@ -36,15 +38,17 @@ at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std
 
 std::vector<uint64_t> peer_addresses(Communicator& comm, const at::Tensor& tensor) {
   std::vector<uint64_t> addresses;
-  auto* group = tensor.is_cuda() ? static_cast<cuda::CudaGroup*>(comm.device_engine()) : nullptr;
-  const uint32_t region = tensor.is_cpu() ? comm.transport().find_region(tensor.data_ptr(), tensor.nbytes()) : 0;
+  auto* group = tensor.is_cuda() ? cuda::group_of(comm) : nullptr;
+  const uint32_t region =
+      tensor.is_cpu() ? comm.transport().find_region(tensor.data_ptr(), tensor.nbytes()) : 0;
   for (int peer = 0; peer < comm.world_size(); ++peer) {
     const std::byte* address = group    ? group->at_peer(tensor.data_ptr(), tensor.nbytes(), peer)
                                : region ? comm.transport().at_peer(region, peer, tensor.data_ptr())
                                         : nullptr;
     if (!address)
-      throw std::invalid_argument(comm.transport().where({OpKind::alloc, 0}) +
-                                  "the tensor is not in registered memory of this group; make it with Communicator.empty");
+      throw std::invalid_argument(
+          comm.transport().where({OpKind::alloc, 0}) +
+          "the tensor is not in registered memory of this group; make it with Communicator.empty");
     addresses.push_back(reinterpret_cast<uint64_t>(address));
   }
   return addresses;

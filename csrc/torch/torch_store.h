@@ -19,12 +19,11 @@ class TorchStore final : public Store {
     return {bytes.begin(), bytes.end()};
   }
   bool has(const std::vector<std::string>& keys) override { return store_->check(keys); }
-  int64_t add(const std::string& key, int64_t amount) override { return store_->add(key, amount); }
   void remove(const std::string& key) override {
     try {
       store_->deleteKey(key);
     } catch (const std::exception&) {
-      // FileStore and others cannot delete; a left-over key is never read again, its round number is unique
+      // FileStore and others cannot delete; a left-over key is never read again, its try is unique
     }
   }
 

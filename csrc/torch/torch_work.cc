@@ -6,42 +6,84 @@
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <system_error>
 #include <thread>
 
 #include "device.h"
+#include "interpreter.h"
+#include "timeouts.h"
 
 namespace pycomm {
 
 namespace {
 
-// [Note: callbacks that wait] Callbacks of a future run in the thread that completes it, often the group's worker, and may themselves issue
-// operations and wait for their futures (powerSGD's comm hook does). The worker, being inside the callback, cannot complete those. So a
-// future that is asked for inside a callback gets a thread of its own that waits for it. Gloo has two workers instead, which is enough for
-// callbacks that nest once.
+// [Note: callbacks that wait] Callbacks of a future run in the thread that completes it, often the group's
+// worker, and may themselves issue operations and wait for their futures (powerSGD's comm hook does). The
+// worker, being inside the callback, cannot complete those. So a future that is asked for inside a callback
+// gets a thread of its own that waits for it. Gloo has two workers instead, which is enough for callbacks
+// that nest once.
 thread_local int callbacks_running = 0;
 
-// Runs callback(error of the first failed part) when all parts are done, in the thread that completes the last.
+using CommPtr = std::shared_ptr<Communicator>;
+
+// Tells the group of an error that nobody can catch: what the user's own code raised on a thread of the
+// group's. The group is aborted, as NCCL's is for a hook that raises.
+void abort_for(const CommPtr& comm, const char* whose, const std::exception& error) {
+  if (comm) comm->abort(std::string(whose) + " raised: " + error.what());
+}
+
+// What is to be called when all parts of a work are done, with the error of the first failed one.
 template <class Callback>
-void when_done(const Parts& parts, Callback callback) {
-  struct State {
-    State(const Parts& parts, Callback callback) : parts(parts), callback(std::move(callback)), missing(parts.size()) {}
-    Parts parts;  // alive until all are done, whoever else lets go
-    Callback callback;
-    std::atomic<size_t> missing;
-  };
-  auto finish = [](State& state) {
+struct Completion {
+  Completion(const CommPtr& comm, const Parts& parts, Callback callback)
+      : comm(comm), parts(parts), callback(std::move(callback)), missing(parts.size()) {}
+
+  void run() {
     std::exception_ptr error;
-    for (const auto& part : state.parts)
+    for (const auto& part : parts)
       if (!error) error = part->error();
     ++callbacks_running;
-    state.callback(error);
+    try {
+      callback(error);
+    } catch (const std::exception& raised) {
+      abort_for(comm.lock(), "a callback of a future", raised);
+    }
     --callbacks_running;
-  };
-  auto state = std::make_shared<State>(parts, std::move(callback));
-  if (parts.empty()) return finish(*state);
+  }
+
+  std::weak_ptr<Communicator> comm;  // a group need not live until its last callback
+  Parts parts;  // alive until all are done, whoever else lets go
+  Callback callback;
+  std::atomic<size_t> missing;
+};
+
+// [Note: callbacks inside a wait] A thread that waits in an operation makes progress with messages beside it,
+// and so may complete one whose callback issues an operation of the same group and waits for it: behind the
+// first, for ever. Such a callback gets a thread of its own; the worker would not do, for it may be the
+// thread that waits, or be held up by another callback.
+template <class Callback>
+void complete(const std::shared_ptr<Completion<Callback>>& completion) {
+  if (python_ended()) {
+    new auto(completion);  // for ever, [Note: the end of the interpreter]
+    return;
+  }
+  if (!Communicator::progress_inside_a_wait()) return completion->run();
+  try {
+    std::thread([completion, comm = completion->comm.lock()] { completion->run(); }).detach();
+  } catch (const std::system_error&) {
+    completion->run();  // no thread to be had
+  }
+}
+
+// Runs callback(error of the first failed part) when all parts are done, in the thread that completes the
+// last, or one that it starts.
+template <class Callback>
+void when_done(const CommPtr& comm, const Parts& parts, Callback callback) {
+  auto completion = std::make_shared<Completion<Callback>>(comm, parts, std::move(callback));
+  if (parts.empty()) return complete(completion);
   for (const auto& part : parts)
-    part->on_completion([state, finish] {
-      if (state->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) finish(*state);
+    part->on_completion([completion] {
+      if (completion->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(completion);
     });
 }
 
@@ -81,9 +123,11 @@ std::exception_ptr for_torch(const std::exception_ptr& error) {
   return error;
 }
 
-TorchWork::TorchWork(std::shared_ptr<Communicator> comm, c10d::OpType type, uint64_t sequence, Parts parts, std::vector<at::Tensor> outputs,
-                     const char* profiling_title)
-    : c10d::Work(comm->rank(), type, profiling_title),
+TorchWork::TorchWork(std::shared_ptr<Communicator> comm, c10d::OpType type, uint64_t sequence, Parts parts,
+                     std::vector<at::Tensor> outputs, const char* profiling_title,
+                     at::TensorList profiled_inputs)
+    : c10d::Work(comm->rank(), type, profiling_title,
+                 profiling_title ? std::optional(profiled_inputs.vec()) : std::nullopt),
       comm_(std::move(comm)),
       parts_(std::move(parts)),
       outputs_(std::move(outputs)),
@@ -109,17 +153,22 @@ std::exception_ptr TorchWork::exception() const {
 
 int TorchWork::sourceRank() const {
   auto* message = parts_.size() == 1 ? dynamic_cast<Message*>(parts_[0].get()) : nullptr;
-  TORCH_CHECK(message, "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call.");
+  TORCH_CHECK(
+      message,
+      "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call.");
   return message->source();
 }
 
-// kNoTimeout (0) and kUnsetTimeout (-1) both mean the time limit of the operation itself: nothing in pycomm waits without one.
+// kNoTimeout (0) and kUnsetTimeout (-1) both mean the time limit of the operation itself: nothing in pycomm
+// waits without one.
 bool TorchWork::wait(std::chrono::milliseconds timeout) {
-  const auto deadline = Clock::now() + timeout;
+  HangIfPythonEnded returns_to_torch;
+  const double limit = seconds_of(timeout);
+  const auto started = Clock::now();
   for (const auto& part : parts_) {
-    const std::chrono::duration<double> left = deadline - Clock::now();
+    const std::chrono::duration<double> passed = Clock::now() - started;
     try {
-      part->wait(timeout > kNoTimeout ? std::max(left.count(), 1e-3) : 0);
+      part->wait(limit > 0 ? std::max(limit - passed.count(), 1e-3) : 0);
     } catch (const CommError& error) {
       throw TorchCommError(error);
     }
@@ -131,7 +180,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
 template <class Complete>
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type, Complete complete) {
   auto future = c10::make_intrusive<c10::ivalue::Future>(std::move(type));
-  when_done(parts_, [future, complete](const std::exception_ptr& error) { complete(*future, error); });
+  when_done(comm_, parts_, [future, complete](const std::exception_ptr& error) { complete(*future, error); });
   if (callbacks_running && !future->completed()) {
     complete_in_a_thread(comm_, parts_);
   } else {
@@ -141,27 +190,45 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type
   return future;
 }
 
-// As torch's own backends do for devices: complete at once, with the operation's place in stream order instead of its end; whoever takes
-// the value has his stream ordered behind it, and callbacks run now, in streams of their own.
+c10::TypePtr TorchWork::value_type() const {
+  c10::TypePtr list = c10::ListType::create(c10::TensorType::get());
+  return lists_ > 1 ? c10::ListType::create(list) : list;
+}
+
+// A list of tensors, or a list of such lists.
+c10::IValue TorchWork::value() const {
+  if (lists_ == 1) return outputs_;
+  const size_t length = outputs_.size() / lists_;
+  std::vector<std::vector<at::Tensor>> lists;
+  for (size_t i = 0; i < lists_; ++i)
+    lists.emplace_back(outputs_.begin() + i * length, outputs_.begin() + (i + 1) * length);
+  return lists;
+}
+
+// As torch's own backends do for devices: complete at once, with the operation's place in stream order
+// instead of its end; whoever takes the value has his stream ordered behind it, and callbacks run now, in
+// streams of their own.
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
-  const c10::Device device = *device_of(*comm_);
-  auto future = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{device});
+  const c10::Device device = torch_device(*cuda::group_of(*comm_));
+  auto future = c10::make_intrusive<c10::ivalue::Future>(value_type(), std::vector<c10::Device>{device});
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   for (const auto& part : parts_)
-    if (auto* work = dynamic_cast<cuda::CudaWork*>(part.get())) work->order(static_cast<cuda::Stream>(stream.native_handle()));
+    if (auto* work = dynamic_cast<cuda::CudaWork*>(part.get()))
+      work->order(static_cast<cuda::Stream>(stream.native_handle()));
   c10::StreamGuard guard(stream);
-  future->markCompleted(c10::IValue(outputs_));
+  future->markCompleted(value());
   return future;
 }
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   std::lock_guard lock(mutex_);
-  if (!future_ && !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get())) future_ = make_device_future();
+  if (!future_ && !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get()))
+    future_ = make_device_future();
   if (!future_)
-    future_ = make_future(c10::ListType::create(c10::TensorType::get()),
-                          [outputs = outputs_](c10::ivalue::Future& future, const std::exception_ptr& error) {
+    future_ = make_future(value_type(),
+                          [value = value()](c10::ivalue::Future& future, const std::exception_ptr& error) {
                             if (error) future.setError(for_torch(error));
-                            else future.markCompleted(c10::IValue(outputs));
+                            else future.markCompleted(value);
                           });
   return future_;
 }
@@ -169,16 +236,18 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFutureResult() {
   std::lock_guard lock(mutex_);
   if (!future_result_)
-    future_result_ = make_future(c10::IntType::get(), [](c10::ivalue::Future& future, const std::exception_ptr& error) {
-      future.markCompleted(c10::IValue(static_cast<int64_t>(result_of(error))));
-    });
+    future_result_ =
+        make_future(c10::IntType::get(), [](c10::ivalue::Future& future, const std::exception_ptr& error) {
+          future.markCompleted(c10::IValue(static_cast<int64_t>(result_of(error))));
+        });
   return future_result_;
 }
 
 float TorchWork::getDuration() const {
   const float duration = duration_ms_.load();
   TORCH_CHECK(duration >= 0,
-              "getDuration: the operation is not complete, or timing is off. Call _enable_collectives_timing() on the group first.");
+              "getDuration: the operation is not complete, or timing is off. Call "
+              "_enable_collectives_timing() on the group first.");
   return duration;
 }
 
@@ -188,18 +257,24 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     std::lock_guard lock(hook->mutex);
     ++hook->pending;
   }
-  when_done(self->parts_, [self, hook](const std::exception_ptr&) {
+  when_done(self->comm_, self->parts_, [self, hook](const std::exception_ptr&) {
     const auto now = Clock::now();
     const std::chrono::duration<float> active = now - self->started_;
     self->duration_ms_.store(active.count() * 1e3f);
     if (self->recordFunctionEndCallback_) self->recordFunctionEndCallback_();
     if (!hook) return;
-    hook->call(std::make_shared<c10d::WorkInfo>(self->retrieveOpType(), self->sequence_, self->started_, now, active));
+    try {
+      hook->call(std::make_shared<c10d::WorkInfo>(self->retrieveOpType(), self->sequence_, self->started_,
+                                                  now, active));
+    } catch (const std::exception& error) {
+      abort_for(self->comm_, "the on-completion hook", error);
+    }
     std::lock_guard lock(hook->mutex);
     if (--hook->pending == 0) hook->idle.notify_all();
   });
   if (hook)
-    for (const auto& part : self->parts_) part->help(true);  // waitForPendingWorks() does not wait for the works themselves
+    for (const auto& part : self->parts_)
+      part->help(true);  // waitForPendingWorks() does not wait for the works themselves
 }
 
 }  // namespace pycomm

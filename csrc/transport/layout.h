@@ -1,13 +1,15 @@
-// layout.h -- what lies where in the shared segment of a group.
+// layout.h -- what lies where in the shared memory of a group.
 //
 //   | GroupHeader | RankControl x n | per rank: 2 OpSlots, 2 part tables, staging | channels n x n |
 //
-// [Note: two operation slots] Operation number s of the group uses slot s & 1 of every rank. A rank publishes operation s only
-// after it has completed all operations before s. So whoever has seen every rank's header of operation s-1 knows that
-// all ranks have finished reading slot (s-2) & 1 == s & 1, and may overwrite its own without asking.
+// [Note: two operation slots] Operation number s of the group uses slot s & 1 of every rank. A rank publishes
+// operation s only after it has completed all operations before s. So whoever has seen every rank's header of
+// operation s-1 knows that all ranks have finished reading slot (s-2) & 1 == s & 1, and may overwrite its own
+// without asking.
 //
-// [Note: one line carries data and flag] The first cache line of an OpSlot holds the header that peers compare and up to 40
-// bytes of payload. `key` is stored last with release order; a reader that acquires it sees the rest, and one line travels.
+// [Note: one line carries data and flag] The first cache line of an OpSlot holds the header that peers
+// compare and up to 40 bytes of payload. `key` is stored last with release order; a reader that acquires it
+// sees the rest, and one line travels.
 #pragma once
 
 #include <algorithm>
@@ -18,21 +20,23 @@
 namespace pycomm {
 
 inline constexpr size_t cache_line = 64;
-inline constexpr size_t inline_bytes = 40;            // payload in the header's own line
-inline constexpr size_t slot_payload_bytes = 8192;    // payload behind the header: what one-shot operations can publish at issue
+inline constexpr size_t inline_bytes = 40;  // payload in the header's own line
+inline constexpr size_t slot_payload_bytes =
+    8192;  // payload behind the header: what one-shot operations can publish at issue
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
-inline constexpr uint64_t layout_version = 1;
+inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
+inline constexpr uint64_t layout_version = 6;
 
-// What must be equal on all ranks, packed so that the comparison is exact (only `extra` is a hash).
-// key = sequence (32 bits) | kind (5) | dtype (5) | reduce op (4) | algorithm (4) | root (14)
+// What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
   std::atomic<uint64_t> key;
   uint64_t count;
   uint64_t extra;
   std::byte inline_payload[inline_bytes];
 
-  // Second line: the registered regions that hold this rank's buffers; 0: not (all) in one, no_buffer: there are none.
+  // Second line: the registered regions that hold this rank's buffers; 0: not (all) in one, no_buffer: there
+  // are none.
   alignas(cache_line) uint32_t in_region;
   uint32_t out_region;
 
@@ -50,18 +54,34 @@ struct alignas(cache_line) PaddedCounter {
   std::atomic<uint64_t> value;
 };
 
+inline constexpr uint32_t keen_helper = 2;
+
 struct alignas(cache_line) RankControl {
-  // Sleepers wait on `doorbell`; see transport/wait.h.
+  // Sleepers wait on `doorbell`; see wait.h.
   std::atomic<uint32_t> doorbell;
   std::atomic<uint32_t> sleepers;
+  // The owner's worker sleeps on `helper_bell`; see wait.h, [Note: two bells].
+  std::atomic<uint32_t> helper_bell;
+  std::atomic<uint32_t> helpers;  // 0: awake, 1: asleep, keen_helper: asleep and keen
 
   alignas(cache_line) std::atomic<RankState> state;
-  std::atomic<uint32_t> cma_ok;     // this rank can read every peer's memory
-  uint64_t process_token;           // random per process: equal for ranks that are threads of one process
-  uint64_t probe_address;           // where process_token lies in the owner's address space
+  std::atomic<uint32_t> cma_ok;  // this rank can read and write every peer's memory
+  uint64_t process_token;  // random per process: equal for ranks that are threads of one process
+  uint64_t probe_address;  // where process_token lies in the owner's address space
+  uint64_t probe_target;  // where peers try to write there
   int32_t pid;
-  alignas(cache_line) std::atomic<int32_t> core;  // where the owner ran when it last published or waited; -1 unknown
-  std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC of the owner's last pass through a slow wait; see [Note: who is to blame]
+  alignas(cache_line)
+      std::atomic<int32_t> core;  // where the owner ran when it last published or waited; -1 unknown
+  std::atomic<int64_t> heartbeat_ns;  // CLOCK_MONOTONIC of the owner's last pass through a slow wait; see
+                                      // [Note: who is to blame]
+
+  // communicator/monitored_barrier.h
+  alignas(cache_line) std::atomic<uint64_t> barrier_calls;  // that this rank has begun
+  std::atomic<uint64_t> barrier_arrival;
+  std::atomic<uint64_t> barrier_verdict;  // by rank 0
+
+  // Copies from or to buffers of peers that the owner has under way; collectives/visit.h.
+  alignas(cache_line) std::atomic<uint32_t> visits;
 
   // Pipeline progress of each lane, counted in steps since the group was created; see collectives/pipeline.h.
   PaddedCounter filled[max_lanes];
@@ -72,7 +92,7 @@ struct alignas(cache_line) RankControl {
 struct alignas(cache_line) GroupHeader {
   uint64_t version;
   uint32_t world_size;
-  // Why the group is broken; written once, by whoever wins the exchange of `broken` from 0 to 1, then set to 2.
+  // Why the group is broken; see [Note: who writes the reason] in health.h.
   alignas(cache_line) std::atomic<uint32_t> broken;
   uint32_t kind;
   int32_t reporter;
@@ -80,9 +100,11 @@ struct alignas(cache_line) GroupHeader {
   uint32_t op;
   uint64_t sequence;
   char text[256];
+  // What rank 0 has to say to all (TransportOptions::write_note); complete before it says `joined`.
+  alignas(cache_line) std::byte note[note_bytes];
 };
 
-// --- point to point: one channel per ordered pair (src, dst), see collectives/send_recv.h ---------------------------------------
+// --- send and recv: one channel per ordered pair (src, dst), see collectives/send_recv.h ---
 inline constexpr int channel_slots = 8;
 inline constexpr size_t message_inline_bytes = 960;
 inline constexpr int channel_segments = 4;
@@ -92,7 +114,7 @@ enum class MessageMode : uint32_t { in_slot, streamed, in_place };
 struct alignas(cache_line) MessageSlot {
   std::atomic<uint64_t> id;  // 1, 2, ... in order of sending; stored last
   uint64_t count;
-  uint64_t address;          // in_place: in the sender's address space
+  uint64_t address;  // in_place: in the sender's address space
   int32_t tag;
   uint32_t dtype;
   MessageMode mode;
@@ -102,17 +124,19 @@ struct alignas(cache_line) MessageSlot {
 
 struct Acknowledgement {
   uint64_t id;
-  uint64_t count;   // what the receiver expected
+  uint64_t count;  // what the receiver expected
   uint32_t dtype;
   uint32_t matched;
 };
 
 struct alignas(cache_line) Channel {
-  PaddedCounter taken;            // messages that dst has taken out of `slots`
-  PaddedCounter bytes_filled;     // bytes that src has put into the data ring
-  PaddedCounter bytes_drained;    // bytes that dst has taken out of it
-  PaddedCounter acks_sent;        // by dst
-  PaddedCounter acks_seen;        // by src
+  PaddedCounter taken;  // messages that dst has taken out of `slots`
+  PaddedCounter bytes_filled;  // bytes that src has put into the data ring
+  PaddedCounter bytes_drained;  // bytes that dst has taken out of it
+  PaddedCounter acks_sent;  // by dst
+  PaddedCounter acks_seen;  // by src
+  PaddedCounter copying;  // 1 while dst copies from src's own memory; [Note: withdrawn messages], send_recv.h
+  PaddedCounter withdrawn;  // 1 when src no longer keeps the memory of its messages
   Acknowledgement acks[channel_slots];
   MessageSlot slots[channel_slots];
 };
@@ -121,14 +145,16 @@ inline constexpr size_t round_up(size_t value, size_t to) { return (value + to -
 
 struct Layout {
   int world_size;
-  size_t staging_bytes;   // per rank, for collectives
-  size_t ring_bytes;      // per channel, data ring
+  size_t staging_bytes;  // per rank, for collectives
+  size_t ring_bytes;  // per channel, data ring
 
-  // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings. Very many ranks need more than they
-  // ask for: each half of each lane must hold a cache line per rank and one for a result.
+  // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings. Very many
+  // ranks need more than they ask for: each half of each lane must hold a cache line per rank and one for a
+  // result.
   static Layout make(int world_size, size_t budget, int lanes) {
     const size_t peers = world_size > 1 ? world_size - 1 : 1;
-    const size_t least = std::max<size_t>(32 << 10, lanes * round_up(2 * (world_size + 2) * cache_line, 4096));
+    const size_t least =
+        std::max<size_t>(32 << 10, lanes * round_up(2 * (world_size + 2) * cache_line, 4096));
     const size_t fixed = 2 * sizeof(OpSlot) + peers * sizeof(Channel);
     const size_t left = std::max(budget, fixed + least) - fixed;
     Layout layout{};
@@ -145,7 +171,9 @@ struct Layout {
   size_t rank_stride() const { return round_up(2 * sizeof(OpSlot) + tables_bytes() + staging_bytes, 4096); }
   size_t channels() const { return ranks() + world_size * rank_stride(); }
   size_t channel_stride() const { return round_up(sizeof(Channel) + ring_bytes, 4096); }
-  size_t total() const { return channels() + static_cast<size_t>(world_size) * world_size * channel_stride(); }
+  size_t total() const {
+    return channels() + static_cast<size_t>(world_size) * world_size * channel_stride();
+  }
 };
 
 }  // namespace pycomm

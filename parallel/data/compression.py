@@ -1,47 +1,57 @@
-"""Compressed sums of a gradient bucket: fewer bytes, an approximate sum, and the error kept for the next step.
+"""Compressed sums of a gradient bucket: fewer bytes, an approximate sum, and the error kept for the next
+step.
 
-    x = gradients + error of last time  --compress-->  c(x)  --sum over ranks-->  new gradients          error = x - c(x), stays here
+    x = gradients + error of last time  --compress-->  c(x)  --sum over ranks-->  new gradients
+                                                       error = x - c(x) stays here
 
-Error feedback (Seide et al. 2014; Karimireddy et al. 2019) makes up for a biased compression: what was left out is sent later, so the sum
-over time of what was sent differs from the sum of the gradients by one bounded error, whatever the number of steps.
+Error feedback (Seide et al. 2014; Karimireddy et al. 2019) makes up for a biased compression: what was left
+out is sent later, so the sum over time of what was sent differs from the sum of the gradients by one bounded
+error, whatever the number of steps.
 
     name        bytes sent per rank, P elements, n ranks      error         source
     fp16, bf16  2(n-1)/n * 2 P                                rounding      feedback off by default
     int8        2(n-1)/n * (1 + 4/1024) P                     1/254 of the  a scale per 1024 elements; below
                                                               chunk's max
-    powersgd    2(n-1)/n * itemsize * (sum over matrices      all but the   Vogels et al. 2019; itemsize 4 at least, it computes
-                (rows + columns) * rank + the rest)           main part     in fp32
+    powersgd    2(n-1)/n * itemsize * (sum over matrices      all but the   Vogels et al. 2019; itemsize is 4
+                (rows + columns) * rank + the rest)           main part     at least, it computes in fp32
     topk        (n-1) * ratio * P * (itemsize + 4)            all but the   Lin et al. 2018; Stich et al. 2018
                                                               largest
 
-int8 cannot be all-reduced as it is: sums of int8 overflow, and each rank has its own scales. So, with two ranks and chunks A B C:
+int8 cannot be all-reduced as it is: sums of int8 overflow, and each rank has its own scales. So, with two
+ranks and chunks A B C:
 
-    rank 0   A0 B0 C0 -quantise-> all_to_all: B.. to its owner -> A0+A1, B0+B1 in order of rank -quantise-> all_gather -> A B C
-    rank 1   A1 B1 C1                                             C0+C1                                                   A B C
+               quantise    all_to_all, to the owners    sum in order of rank, quantise    all_gather
+    rank 0     A0 B0 C0    A0 B0  A1 B1                 A = A0+A1  B = B0+B1              A B C
+    rank 1     A1 B1 C1    C0     C1                    C = C0+C1                         A B C
 
-The owner's second rounding has an error of its own, which the owner keeps and adds next time. A row on the wire is 1024 int8 and the scale,
-so that each step is one collective. int8 of fewer than 1024 elements still sends a whole chunk.
+The owner's second rounding has an error of its own, which the owner keeps and adds next time. A row on the
+wire is 1024 int8 and the scale, so that each step is one collective. int8 of fewer than 1024 elements still
+sends a whole chunk.
 
-PowerSGD: a matrix M (rows, columns) is summed as P Q^T: P = M Q, summed over ranks and made orthonormal, Q = M^T P, summed; Q starts from
-the last step's, so the steps together are a power iteration. P is made orthonormal by Householder QR, which gives orthonormal columns even
-where P is zero: with Gram-Schmidt a gradient of zeros once would keep Q at zero for ever. What is not worth it (vectors, small matrices)
-travels uncompressed in the collective of P, so a bucket costs two collectives. The error is that of this rank's own matrix,
-M - P (M^T P)^T; the errors of all ranks add up to the error of the sum.
+PowerSGD: a matrix M (rows, columns) is summed as P Q^T: P = M Q, summed over ranks and made orthonormal, Q =
+M^T P, summed; Q starts from the last step's, so the steps together are a power iteration. P is made
+orthonormal by Householder QR, which gives orthonormal columns even where P is zero: with Gram-Schmidt a
+gradient of zeros once would keep Q at zero for ever. What is not worth it (vectors, small matrices) travels
+uncompressed in the collective of P, so a bucket costs two collectives. The error is that of this rank's own
+matrix, M - P (M^T P)^T; the errors of all ranks add up to the error of the sum.
 
-All ranks end with the same bits: what is sent is the same on all after the last collective, and what is computed from it is computed alike.
-(PowerSGD computes matrix products there: ranks on different kinds of machine would differ in the last bits.)
+All ranks end with the same bits: what is sent is the same on all after the last collective, and what is
+computed from it is computed alike. (PowerSGD computes matrix products there: ranks on different kinds of
+machine would differ in the last bits.)
 
-Not finite: an inf or nan in a gradient makes an inf or nan in the result on every rank (int8: the whole chunk, PowerSGD: the whole
-matrix), so that a loss scaler or a check of the norm sees it. The error kept is set to 0 there, else one bad step would spoil all later.
+Not finite: an inf or nan in a gradient makes an inf or nan in the result on every rank (int8: the whole
+chunk, PowerSGD: the whole matrix), so that a loss scaler or a check of the norm sees it. The error kept is
+set to 0 there, else one bad step would spoil all later.
 
-Sharing one state between buckets would mix their errors, so each bucket has an instance: see make_compression.
+Sharing one state between buckets would mix their errors, so each bucket has an instance: see
+make_compression.
 """
 
 import copy
 
 import torch
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 
 __all__ = ["Cast", "Compression", "Int8", "PowerSGD", "TopK", "make_compression"]
 
@@ -49,7 +59,9 @@ CHUNK = 1024  # elements per scale of int8: 0.4 % more bytes, and an outlier spo
 
 
 class Compression:
-    """Base: the error feedback. A subclass has `_sum`. error_feedback: keep and re-send what compression left out (memory: P elements)."""
+    """Base: the error feedback. A subclass has `_sum`. error_feedback: keep and re-send what compression left
+    out (memory: P elements).
+    """
 
     def __init__(self, *, error_feedback=True):
         self.error_feedback = error_feedback
@@ -58,16 +70,17 @@ class Compression:
     def reduce(self, flat, group, views):
         """In place: flat := about the sum of flat over the group, equal bits on all ranks. Collective.
 
-        flat: (P,) contiguous, floating. views: the gradients, as contiguous views into flat; matrices are found in them, what they do not
-        cover is summed as well. A group of one has nothing to send and leaves flat alone. Raises ValueError when P changes between calls.
+        flat: (P,) contiguous, floating. views: the gradients, as contiguous views into flat; matrices are
+        found in them, what they do not cover is summed as well. A group of one has nothing to send and leaves
+        flat alone. Raises ValueError when P changes between calls.
         """
         if group.size == 1 or flat.numel() == 0:
             return
         dtype = torch.promote_types(flat.dtype, torch.float32)
         if self.error is not None and self.error.shape != flat.shape:
             raise ValueError(
-                f"[rank {group.rank}/{group.size}] compression: this instance keeps the error of a bucket of {self.error.numel()}, "
-                f"got {flat.numel()} elements. Make one instance per bucket."
+                f"[rank {group.rank}/{group.size}] compression: this instance keeps the error of a bucket of "
+                f"{self.error.numel()}, got {flat.numel()} elements. Make one instance per bucket."
             )
         x = flat.to(dtype) if self.error is None else flat + self.error
         total, sent = self._sum(x, group, flat, views)
@@ -78,7 +91,8 @@ class Compression:
     def _sum(self, x, group, flat, views):
         """x (P,), not to be changed -> (its approximate sum over ranks, what of this rank's x is in it).
 
-        flat, views: as in reduce(); x has the values, flat tells the dtype that travels and where the views lie.
+        flat, views: as in reduce(); x has the values, flat tells the dtype that travels and where the views
+        lie.
         """
         raise NotImplementedError
 
@@ -88,9 +102,11 @@ def finite(error):
 
 
 class Cast(Compression):
-    """The all-reduce in a narrower dtype (torch.float16, torch.bfloat16). fp16 overflows to inf beyond 65504, which stays visible.
+    """The all-reduce in a narrower dtype (torch.float16, torch.bfloat16). fp16 overflows to inf beyond 65504,
+    which stays visible.
 
-    Feedback is for the rounding of this rank's gradient; the all-reduce rounds the sum once more, which nothing makes up for.
+    Feedback is for the rounding of this rank's gradient; the all-reduce rounds the sum once more, which
+    nothing makes up for.
     """
 
     def __init__(self, dtype, *, error_feedback=False):
@@ -105,11 +121,14 @@ class Cast(Compression):
 
 
 def quantise(chunks):
-    """chunks (c, 1024) -> rows (c, 1028) int8: values and the bytes of their fp32 scale. A chunk that is not finite becomes nan."""
+    """chunks (c, 1024) -> rows (c, 1028) int8: values and the bytes of their fp32 scale. A chunk that is not
+    finite becomes nan.
+    """
     scale = (chunks.abs().amax(1) / 127).float()
     divisor = torch.where(scale > 0, scale, 1.0).to(chunks.dtype)
     values = (chunks / divisor[:, None]).round_().clamp_(-127, 127).nan_to_num_(nan=0.0).to(torch.int8)
-    scale = torch.where(scale.isfinite(), scale, torch.nan)  # 0 * nan is nan: also those that were rounded to 0
+    # 0 * nan is nan: also elements that were rounded to 0 become nan.
+    scale = torch.where(scale.isfinite(), scale, torch.nan)
     return torch.cat([values, scale.view(torch.int8).view(-1, 4)], 1)
 
 
@@ -119,7 +138,9 @@ def dequantise(rows, dtype):
 
 
 class Int8(Compression):
-    """8 bits per element; see the top of the file. Error feedback holds P elements, and P/n for the owner's rounding."""
+    """8 bits per element; see the top of the file. Error feedback holds P elements, and P/n for the owner's
+    rounding.
+    """
 
     def __init__(self, *, error_feedback=True):
         super().__init__(error_feedback=error_feedback)
@@ -147,8 +168,9 @@ class Int8(Compression):
 class PowerSGD(Compression):
     """Low-rank sums of matrices.
 
-    rank: columns of P and Q. A gradient of 2 or more dimensions counts as (shape[0], rest) and is compressed where it has more than
-    min_ratio times the elements of its P and Q. seed: of the first Q, equal on all ranks.
+    rank: columns of P and Q. A gradient of 2 or more dimensions counts as (shape[0], rest) and is compressed
+    where it has more than min_ratio times the elements of its P and Q. seed: of the first Q, equal on all
+    ranks.
     """
 
     def __init__(self, *, rank=4, min_ratio=1.0, seed=0, error_feedback=True):
@@ -164,10 +186,13 @@ class PowerSGD(Compression):
         for view in views:
             if view.dim() < 2 or view.numel() == 0:
                 continue
-            if view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr() or not view.is_contiguous():
+            if (
+                view.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr()
+                or not view.is_contiguous()
+            ):
                 raise ValueError(
-                    f"[rank {group.rank}/{group.size}] PowerSGD: a gradient of shape {tuple(view.shape)} is no contiguous view into flat; "
-                    "make the views with flat[a:b].view(shape)"
+                    f"[rank {group.rank}/{group.size}] PowerSGD: a gradient of shape {tuple(view.shape)} is "
+                    "no contiguous view into flat; make the views with flat[a:b].view(shape)"
                 )
             rows, columns = view.shape[0], view.numel() // view.shape[0]
             rank = min(self.rank, rows, columns)
@@ -176,14 +201,19 @@ class PowerSGD(Compression):
         return sorted(chosen)
 
     def _first_qs(self, matrices, x):
-        generator = torch.Generator().manual_seed(self.seed)  # on the CPU, so that all devices get the same numbers
-        return [torch.randn(columns, rank, generator=generator, dtype=x.dtype).to(x.device) for _, _, columns, rank in matrices]
+        generator = torch.Generator().manual_seed(self.seed)  # of the CPU: the same numbers on all devices
+        return [
+            torch.randn(columns, rank, generator=generator, dtype=x.dtype).to(x.device)
+            for _, _, columns, rank in matrices
+        ]
 
     def _sum(self, x, group, flat, views):
         matrices = self._matrices(flat, views, group)
         if self.qs is None:
             self.qs = self._first_qs(matrices, x)
-        taken = [x.narrow(0, offset, rows * columns).view(rows, columns) for offset, rows, columns, _ in matrices]
+        taken = [
+            x.narrow(0, offset, rows * columns).view(rows, columns) for offset, rows, columns, _ in matrices
+        ]
         rest, at = [], 0
         for offset, rows, columns, _ in matrices:
             rest.append(x[at:offset])
@@ -197,7 +227,9 @@ class PowerSGD(Compression):
         qs = all_reduce_list(own_qs, group) if matrices else []
 
         total, sent, at = torch.empty_like(x), x.clone(), 0
-        for (offset, rows, columns, _), rest_sum, p, own_q, q in zip(matrices, rest_sums[:-1], ps, own_qs, qs, strict=True):
+        for (offset, rows, columns, _), rest_sum, p, own_q, q in zip(
+            matrices, rest_sums[:-1], ps, own_qs, qs, strict=True
+        ):
             total[at:offset] = rest_sum
             at = offset + rows * columns
             total[offset:at] = (p @ q.T).view(-1)
@@ -212,12 +244,15 @@ def all_reduce_list(tensors, group):
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce(flat, group)
     parts = flat.split([tensor.numel() for tensor in tensors])
-    # Copies: the same alignment for a matrix everywhere and always, which the bits of a matrix product may depend on.
+    # Copies: the same alignment for a matrix everywhere and always, which the bits of a matrix product may
+    # depend on.
     return [part.clone().view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class TopK(Compression):
-    """The ratio * P elements of largest magnitude (one at least), with their indices. Rank 0's are added first, then rank 1's."""
+    """The ratio * P elements of largest magnitude (one at least), with their indices. Rank 0's are added
+    first, then rank 1's.
+    """
 
     def __init__(self, *, ratio=0.01, error_feedback=True):
         super().__init__(error_feedback=error_feedback)
@@ -227,7 +262,10 @@ class TopK(Compression):
 
     def _sum(self, x, group, flat, views):
         if x.numel() >= 2**31:
-            raise ValueError(f"[rank {group.rank}/{group.size}] TopK: {x.numel()} elements in a bucket; indices of 32 bits end at 2**31")
+            raise ValueError(
+                f"[rank {group.rank}/{group.size}] TopK: {x.numel()} elements in a bucket; indices of 32 "
+                "bits end at 2**31"
+            )
         count = min(x.numel(), max(1, round(self.ratio * x.numel())))
         indices = x.abs().topk(count, sorted=False).indices  # nan counts as the largest
         values = x[indices].to(flat.dtype)
@@ -237,7 +275,8 @@ class TopK(Compression):
         total = torch.zeros_like(x)
         for part in arrived.split(message.numel()):
             head, tail = part.split([values.numel() * values.element_size(), 4 * count])
-            # Copies: a view of another dtype needs its alignment. Indices of one rank are distinct, so index_add_ has one order.
+            # Copies: a view of another dtype needs its alignment. Indices of one rank are distinct, so
+            # index_add_ has one order.
             total.index_add_(0, tail.clone().view(torch.int32), head.clone().view(flat.dtype).to(x.dtype))
         return total, torch.zeros_like(x).index_copy_(0, indices, values.to(x.dtype))
 
@@ -254,21 +293,28 @@ KINDS = {
 def make_compression(kind, **options):
     """A function without arguments that makes the Compression of one bucket.
 
-    kind: "fp16", "bf16", "int8", "powersgd", "topk" with the options of the class (error_feedback, rank, ratio, ...); or an instance, of
-    which each bucket gets a copy; or such a function already. Raises ValueError, here and not at the first step, for what does not fit.
+    kind: "fp16", "bf16", "int8", "powersgd", "topk" with the options of the class (error_feedback, rank,
+    ratio, ...); or an instance, of which each bucket gets a copy; or such a function already. Raises
+    ValueError, here and not at the first step, for what does not fit.
     """
     if isinstance(kind, str):
         if kind not in KINDS:
-            raise ValueError(f"compression {kind!r} is not known; choose from {', '.join(KINDS)}, or give a Compression")
+            raise ValueError(
+                f"compression {kind!r} is not known; choose from {', '.join(KINDS)}, or give a Compression"
+            )
         try:
             KINDS[kind](**options)
         except TypeError as error:
-            raise ValueError(f"compression {kind!r} does not take these options: {options} ({error})") from None
+            raise ValueError(
+                f"compression {kind!r} does not take these options: {options} ({error})"
+            ) from None
         return lambda: KINDS[kind](**options)
     if options:
         raise ValueError(f"compression: options {options} go with a name; {type(kind).__name__} has its own")
     if isinstance(kind, Compression):
         return lambda: copy.deepcopy(kind)
     if not callable(kind):
-        raise ValueError(f"compression: {kind!r} is neither a name, a Compression, nor a function that makes one")
+        raise ValueError(
+            f"compression: {kind!r} is neither a name, a Compression, nor a function that makes one"
+        )
     return kind

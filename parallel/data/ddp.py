@@ -1,19 +1,22 @@
-"""DistributedDataParallel alone: torch's class of that name, over the buckets of bucket.py. Li et al. 2020.
+"""DistributedDataParallel alone: torch's class of that name, over replicated buckets. Li et al. 2020.
 
     forward     rank 0: rows a      rank 1: rows b        same parameters everywhere
     backward    gradients of a      gradients of b        buckets are summed while backward goes on
     after it    mean of both        mean of both          in param.grad, views of the buckets
 
-Bytes per step and rank: 2(n-1)/n P for gradients of P bytes, and the module's buffers from rank 0 before a forward, where it has any.
+Bytes per step and rank: 2(n-1)/n P for gradients of P bytes, and the module's buffers from rank 0 before a
+forward, where it has any.
 
-A backward begins, for us, when a gradient reaches an output of the module, and ends with a callback that autograd runs when it is done;
-buckets that are not complete by then (parameters that this rank did not use) are started there, so that unused parameters need no search
-through the graph and may differ between ranks. The callback belongs to the backward in which it is queued. Recomputation with
-use_reentrant=True runs backwards inside that of the output, which is why the first gradient of a parameter would be too late to begin; it
-serves only where no output was recognised.
+A backward begins, for us, when a gradient reaches an output of the module, and ends with a callback that
+autograd runs when it is done; buckets that are not complete by then (parameters that this rank did not use)
+are started there, so that unused parameters need no search through the graph and may differ between ranks.
+The callback belongs to the backward in which it is queued. Recomputation with use_reentrant=True runs
+backwards inside that of the output, which is why the first gradient of a parameter would be too late to
+begin; it serves only where no output was recognised.
 
-What can go wrong: a rank that runs a backward more than others is reported by the collectives. A backward that raises ends nothing; the
-next forward notices. A parameter in two recomputed parts with use_reentrant=True has two final gradients: reported by the Reducer.
+What can go wrong: a rank that runs a backward more than others is reported by the collectives. A backward
+that raises ends nothing; the next forward notices. A parameter in two recomputed parts with
+use_reentrant=True has two final gradients: reported by the Reducer.
 """
 
 import contextlib
@@ -23,10 +26,11 @@ from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
-from pycomm.parallel import comm
-from pycomm.parallel.data.bucket import Bucket, ParamInfo, ReduceOptions, Reducer, cut_into_buckets
-from pycomm.parallel.data.compression import make_compression
-from pycomm.parallel.layout import whole
+from pycomm.parallel.data.bucket import ParamInfo, cut_into_buckets
+from pycomm.parallel.data.reducer import Reducer, weak_hook
+from pycomm.parallel.data.replicated import ReplicatedBucket, way_to_sum
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.layout import whole
 
 __all__ = ["DistributedDataParallel"]
 
@@ -41,8 +45,9 @@ class DistributedDataParallel(nn.Module):
         broadcast_buffers: take rank 0's buffers (running statistics) before each forward in training mode.
         compression: None, "fp16", "bf16", "int8", "powersgd", "topk" or a factory made by make_compression.
 
-    After backward param.grad is the mean over the ranks of what each computed; `with ddp.no_sync():` accumulates without communication.
-    Parameters that got no gradient on any rank have a gradient of zeros. Raises ValueError for a module without parameters to train.
+    After backward param.grad is the mean over the ranks of what each computed; `with ddp.no_sync():`
+    accumulates without communication. Parameters that got no gradient on any rank have a gradient of zeros.
+    Raises ValueError for a module without parameters to train.
     """
 
     def __init__(self, module, group=None, *, bucket_mb=25.0, broadcast_buffers=True, compression=None):
@@ -50,22 +55,31 @@ class DistributedDataParallel(nn.Module):
         self.module = module
         self.group = comm.as_group(group, "dp")
         self.broadcast_buffers = broadcast_buffers
-        trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
+        trained = [
+            (name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad
+        ]
         if not trained:
             raise ValueError("DistributedDataParallel: the module has no parameter that requires a gradient")
         comm.broadcast_values(module.parameters(), self.group)
         comm.broadcast_values(module.buffers(), self.group)
-        infos = [ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)]
-        options = ReduceOptions(compress=make_compression(compression) if compression else None)
-        self.reducer = Reducer([Bucket(part, options) for part in cut_into_buckets(infos, bucket_mb * 1e6)])
-        self.sync = True
-        self.queued = False
+        infos = [
+            ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)
+        ]
+        make_sum = way_to_sum(compression)
+        self.reducer = Reducer(
+            [ReplicatedBucket(part, make_sum=make_sum) for part in cut_into_buckets(infos, bucket_mb * 1e6)]
+        )
+        self.sync = True  # False inside no_sync()
+        self.queued = False  # a backward is under way: autograd will call _end
+        begin = weak_hook(self._begin)
         for _, parameter in trained:
-            parameter.register_hook(self._begin)
+            parameter.register_hook(begin)
 
     @contextlib.contextmanager
     def no_sync(self):
-        """Backward inside accumulates gradients on this rank; the next one outside sums them all. All ranks alike."""
+        """Backward inside accumulates gradients on this rank; the next one outside sums them all. All ranks
+        alike.
+        """
         before, self.sync = self.sync, False
         try:
             yield
@@ -91,12 +105,7 @@ class DistributedDataParallel(nn.Module):
             self.queued = True
             Variable._execution_engine.queue_callback(self._end)
             for bucket in self.reducer.buckets:
-                for info, view in zip(bucket.infos, bucket.views, strict=True):
-                    if info.param.grad is None:  # set so by the user: start from zero
-                        view.zero_()
-                        info.param.grad = view
-                    else:
-                        bucket.adopt(info.param)
+                bucket.restore()
             self.reducer.begin_microbatch(self.sync)
 
     def _end(self):
@@ -105,4 +114,4 @@ class DistributedDataParallel(nn.Module):
         if self.sync:
             self.reducer.wait()
             for bucket in self.reducer.buckets:
-                bucket.flat.div_(self.group.size)
+                bucket.gradient().div_(self.group.size)

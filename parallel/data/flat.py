@@ -2,10 +2,10 @@
 
     parts = 3       | chunk 0        | chunk 1        | chunk 2        |
     cut anywhere    | a a a a b b b b| b b c c c c c c| d d d d . . . .|   . = padding, always zero
-    whole           | a a a a d d d d| b b b b b b . .| c c c c c c . .|   for optimizers that look at the shape of a parameter
+    whole           | a a a a d d d d| b b b b b b . .| c c c c c c . .|   for optimizers that need shapes
 
-A Piece is what one chunk holds of one parameter. Cut anywhere, the padding is less than one element per rank; whole, the largest chunk
-decides and parameters are dealt by size, largest first, to the emptiest chunk.
+A Piece is what one chunk holds of one parameter. Cut anywhere, the padding is less than one element per rank;
+whole, the largest chunk decides and parameters are dealt by size, largest first, to the emptiest chunk.
 """
 
 import math
@@ -24,7 +24,9 @@ class Piece(NamedTuple):
 
 
 class FlatSpec:
-    """Places of parameters of these shapes in a buffer of `parts` chunks. `numel`: of the buffer; `chunk`: of one chunk."""
+    """Places of parameters of these shapes in a buffer of `parts` chunks. `numel`: of the buffer; `chunk`: of
+    one chunk.
+    """
 
     def __init__(self, shapes, parts, whole=False):
         self.shapes = [tuple(shape) for shape in shapes]
@@ -53,7 +55,9 @@ class FlatSpec:
         self.numel = self.chunk * parts
 
     def pieces(self, part=None):
-        """What chunk `part` holds, in order of parameters; None: the whole buffer, where every parameter is one piece."""
+        """What chunk `part` holds, in order of parameters; None: the whole buffer, where every parameter is
+        one piece.
+        """
         low, high = (0, self.numel) if part is None else (part * self.chunk, (part + 1) * self.chunk)
         found = []
         for index, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
@@ -64,4 +68,7 @@ class FlatSpec:
 
     def views(self, flat):
         """One view per parameter into the flat buffer, with the parameter's shape."""
-        return [flat[o : o + n].view(shape) for o, n, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)]
+        return [
+            flat[o : o + n].view(shape)
+            for o, n, shape in zip(self.offsets, self.sizes, self.shapes, strict=True)
+        ]

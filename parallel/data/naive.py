@@ -1,4 +1,5 @@
-"""Data parallelism as one would first write it, the baseline that explains why the others exist: one process does all the work.
+"""Data parallelism as one would first write it, the baseline that explains why the others exist: one process
+does all the work.
 
     rank 0   g0 <-- g1, g2, g3 (gather)      g0 + g1 + g2 + g3      --> g, g, g (broadcast)
     rank 1   g1 -->                                                 --> g
@@ -6,22 +7,25 @@
     rank 3   g3 -->                                                 --> g
 
 Order: rank 0 adds in order of rank, after backward has ended; nothing overlaps with anything.
-Cost, P bytes of gradients, n ranks: (n-1) P into rank 0 and (n-1) P out of it, and n P of memory there; every other rank sends P and
-receives P. The time grows with n, where that of an all-reduce (2 (n-1)/n P into and out of each rank) does not: Li et al. 2014 (parameter
-server) spread the sum over several servers, Patarasuk and Yuan 2009 over all ranks.
+Cost, P bytes of gradients, n ranks: (n-1) P into rank 0 and (n-1) P out of it, and n P of memory there; every
+other rank sends P and receives P. The time grows with n, where that of an all-reduce (2 (n-1)/n P into and
+out of each rank) does not: Li et al. 2014 (parameter server) spread the sum over several servers, Patarasuk
+and Yuan 2009 over all ranks.
 What can go wrong: ranks with different models. Their sizes are compared when the module is wrapped.
 """
 
 import torch
 from torch import nn
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 
 __all__ = ["NaiveDataParallel", "gather_and_broadcast"]
 
 
 def gather_and_broadcast(flat, group):
-    """In place: flat := sum over the group, added up by rank 0 in order of rank. flat: contiguous. Collective."""
+    """In place: flat := sum over the group, added up by rank 0 in order of rank. flat: contiguous.
+    Collective.
+    """
     parts = comm.gather(flat, 0, group)
     if group.rank == 0:
         total = parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)  # 16 bits: round once
@@ -34,9 +38,11 @@ def gather_and_broadcast(flat, group):
 class NaiveDataParallel(nn.Module):
     """Wraps a module that every rank of the group has; forward is the module's own.
 
-    At construction rank 0's parameters and buffers are copied to all (buffers are not followed afterwards). After backward, and before the
-    optimizer's step, call `sync_gradients()`. Names in state_dict() begin with "module.", as with torch's DistributedDataParallel.
-    group: comm.Group, torch process group, or None for the default one. Raises ValueError where the ranks' modules differ in size.
+    At construction rank 0's parameters and buffers are copied to all (buffers are not followed afterwards).
+    After backward, and before the optimizer's step, call `sync_gradients()`. Names in state_dict() begin with
+    "module.", as with torch's DistributedDataParallel.
+    group: comm.Group, torch process group, or None for the default one. Raises ValueError where the ranks'
+    modules differ in size.
     """
 
     def __init__(self, module, group=None):
@@ -58,8 +64,9 @@ class NaiveDataParallel(nn.Module):
         for rank, theirs in enumerate(sizes.view(-1, 2).tolist()):
             if theirs != own.tolist():
                 raise ValueError(
-                    f"[rank {self.group.rank}/{self.group.size}] NaiveDataParallel: {own[0]} parameters and buffers with {own[1]} elements "
-                    f"here, {theirs[0]} with {theirs[1]} on rank {rank}. All ranks must wrap the same module."
+                    f"[rank {self.group.rank}/{self.group.size}] NaiveDataParallel: {own[0]} parameters and "
+                    f"buffers with {own[1]} elements here, {theirs[0]} with {theirs[1]} on rank {rank}. All "
+                    "ranks must wrap the same module."
                 )
 
     def forward(self, *args, **kwargs):
@@ -68,7 +75,8 @@ class NaiveDataParallel(nn.Module):
     def sync_gradients(self):
         """Gradients := their mean over the group. Collective, one gather and one broadcast for each dtype.
 
-        A parameter without a gradient on some ranks counts as zero there; without one on all ranks it stays without.
+        A parameter without a gradient on some ranks counts as zero there; without one on all ranks it stays
+        without.
         """
         kinds = {}
         for parameter in self.module.parameters():
@@ -80,9 +88,10 @@ class NaiveDataParallel(nn.Module):
     @torch.no_grad()
     def _sync(self, parameters):
         first = parameters[0]
-        used = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=first.dtype, device=first.device)
+        used = torch.tensor([p.grad is not None for p in parameters], dtype=first.dtype, device=first.device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-        flat = torch.cat([used] + [grad.reshape(-1) for grad in grads])  # who has a gradient travels in the same message
+        # Who has a gradient travels in the same message.
+        flat = torch.cat([used] + [grad.reshape(-1) for grad in grads])
         gather_and_broadcast(flat, self.group)
         used, *grads = flat.split([len(parameters)] + [parameter.numel() for parameter in parameters])
         for parameter, is_used, grad in zip(parameters, used.tolist(), grads, strict=True):

@@ -1,29 +1,37 @@
-"""Tokens to the ranks that hold their experts, and back: Lepikhin et al. 2020 (GShard), without its limit of capacity.
+"""Tokens to the ranks that hold their experts, and back: Lepikhin et al. 2020 (GShard), without its limit of
+capacity.
 
-Each token (a row of x) is copied once for each of its top_k experts; a copy is called an assignment. Rank r of the group holds a run of
-consecutive experts. Two ranks, experts 0 1 | 2, top_k = 1, the experts chosen by the tokens a..d of rank 0 and e..g of rank 1:
+Each token (a row of x) is copied once for each of its top_k experts; a copy is called an assignment. Rank r
+of the group holds a run of consecutive experts. Two ranks, experts 0 1 | 2, top_k = 1, the experts chosen by
+the tokens a..d of rank 0 and e..g of rank 1:
 
                     rank 0                        rank 1
     tokens          a>2  b>0  c>1  d>0            e>0  f>2  g>0
-    order           b0 d0 c1 | a2                 e0 g0 | f2            stable sort by expert, so consecutive rows go to one rank
-    all_to_all      b0 d0 c1 e0 g0                a2 f2                 by source rank, each part sorted by expert
-    regroup         b0 d0 e0 g0 c1                a2 f2                 by expert, then source rank, then position: when the ranks hold
-                                                                        consecutive slices of a batch, the order of the single process
-    experts, then all three steps back, and for each token the sum over its assignments, weighted, in the order of its choices.
+    order           b0 d0 c1 | a2                 e0 g0 | f2            (1)
+    all_to_all      b0 d0 c1 e0 g0                a2 f2                 (2)
+    regroup         b0 d0 e0 g0 c1                a2 f2                 (3)
+    experts, then all three steps back, and for each token the sum over its assignments, weighted, in the
+    order of its choices.
 
-Cost per forward, and the same per backward without the counts: 8 bytes per expert that others hold (counts), and twice (dispatch, combine)
-dim * itemsize bytes per assignment to an expert of another rank. The sizes of the parts must be known to the host: one synchronisation with
-the device per layer. Autograd's own gradient of x[index] adds rows atomically on CUDA; here the rows are only permuted, in both directions,
-and summed in a fixed order, so reruns give the same bits.
+(1) A stable sort by expert, so that consecutive rows go to one rank. (2) By source rank, each part sorted by
+expert. (3) By expert, then source rank, then position: where the ranks hold consecutive slices of a batch,
+this is the order of the single process.
 
-What can go wrong: a rank that leaves out the backward pass (its tokens were none, say) leaves the others waiting in theirs.
+Cost per forward, and the same per backward without the counts: 8 bytes per expert that others hold (counts),
+and twice (dispatch, combine) dim * itemsize bytes per assignment to an expert of another rank. The sizes of
+the parts must be known to the host: one synchronisation with the device per layer. Autograd's own gradient of
+x[index] adds rows atomically on CUDA; here the rows are only permuted, in both directions, and summed in a
+fixed order, so reruns give the same bits.
+
+What can go wrong: a rank that leaves out the backward pass (its tokens were none, say) leaves the others
+waiting in theirs.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from pycomm.parallel import comm, differentiable
+from pycomm.parallel.ground import comm, differentiable
 
 __all__ = ["Routes", "combine", "dispatch", "make_routes"]
 
@@ -42,13 +50,17 @@ class Routes(NamedTuple):
 
 
 def inverse_of(permutation):
-    return torch.empty_like(permutation).scatter_(0, permutation, torch.arange(permutation.numel(), device=permutation.device))
+    return torch.empty_like(permutation).scatter_(
+        0, permutation, torch.arange(permutation.numel(), device=permutation.device)
+    )
 
 
 def make_routes(chosen, held, group):
-    """Routes for chosen (tokens, top_k) int64, the experts of each token, where held[r] is how many experts rank r of the group has.
+    """Routes for chosen (tokens, top_k) int64, the experts of each token, where held[r] is how many experts
+    rank r of the group has.
 
-    Returns (routes, counts): counts (experts,) int64 are the assignments of this rank's tokens. Collective on the group.
+    Returns (routes, counts): counts (experts,) int64 are the assignments of this rank's tokens. Collective on
+    the group.
     """
     flat = chosen.flatten()
     counts = flat.new_zeros(sum(held)).scatter_add_(0, flat, torch.ones_like(flat))
@@ -66,8 +78,12 @@ def make_routes(chosen, held, group):
     per_expert = [sum(arrivals[expert::own]) for expert in range(own)]
     order = torch.argsort(flat, stable=True)
     experts_of_parts = torch.arange(own, device=flat.device).repeat(group.size)
-    regroup = torch.argsort(experts_of_parts.repeat_interleave(arrived, output_size=sum(received)), stable=True)
-    return Routes(chosen.shape[1], order, inverse_of(order), sent, received, regroup, inverse_of(regroup), per_expert), counts
+    regroup = torch.argsort(
+        experts_of_parts.repeat_interleave(arrived, output_size=sum(received)), stable=True
+    )
+    return Routes(
+        chosen.shape[1], order, inverse_of(order), sent, received, regroup, inverse_of(regroup), per_expert
+    ), counts
 
 
 class _Spread(torch.autograd.Function):
@@ -103,14 +119,18 @@ class _Permute(torch.autograd.Function):
 
 
 def dispatch(x, routes, group):
-    """x (tokens, dim) -> the rows for this rank's experts (sum(routes.per_expert), dim), by expert, source rank, position. Collective."""
+    """x (tokens, dim) -> the rows for this rank's experts (sum(routes.per_expert), dim), by expert, source
+    rank, position. Collective.
+    """
     rows = _Spread.apply(x, routes.order, routes.inverse, routes.top_k)
     rows = differentiable.all_to_all(rows, routes.sent, routes.received, group)
     return _Permute.apply(rows, routes.regroup, routes.ungroup)
 
 
 def combine(rows, weights, routes, group):
-    """The converse of dispatch: rows (as dispatch gave them, after the experts), weights (tokens, top_k) -> (tokens, dim). Collective."""
+    """The converse of dispatch: rows (as dispatch gave them, after the experts), weights (tokens, top_k) ->
+    (tokens, dim). Collective.
+    """
     rows = _Permute.apply(rows, routes.ungroup, routes.regroup)
     rows = differentiable.all_to_all(rows, routes.received, routes.sent, group)
     rows = _Permute.apply(rows, routes.inverse, routes.order).view(*weights.shape, rows.shape[1])

@@ -1,25 +1,32 @@
-"""Runs this rank's part of a schedule: calls the stages in order and moves activations and gradients between ranks.
+"""Runs this rank's part of a schedule: calls the stages in order and moves activations and gradients between
+ranks.
 
     rank 0   F(0, i) --- y, "F" of stage 0 ---> F(1, i)   rank 1
-             B(0, i) <-- dx, "B" of stage 1 --- B(1, i)             per microbatch and boundary: one message of the size of y each way
-    stages of one rank that follow each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent
+             B(0, i) <-- dx, "B" of stage 1 --- B(1, i)
 
-[Note: order of messages] A send is done only when its recv has come (docs/decisions/0004), and on CUDA the messages of two ranks match in
-order of issue, so ranks that issue theirs in different orders could wait for each other. All messages of the step therefore have one
-order, known to all: by the time at which the pass that makes them ends when the schedule is played at unit cost. Each rank issues its
-sends and recvs in that order. It never has to wait for a later pass to do so: a send that precedes recv k in the order was made by a pass
-that ended before k was made, hence before k can be used here. So even if a backend worked strictly one message at a time, by induction
-over that order every message finds its other side, for every schedule that can be played at all. (Posting each recv when it
-is needed instead deadlocks such a backend already with 1F1B, where two neighbours send to each other at once.)
+Per microbatch and boundary there is one message of the size of y each way. Stages of one rank that follow
+each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent.
 
-Which recv is posted before which pass follows from the schedule alone and is computed once (plan_steps): recvs are posted AHEAD passes
-before their use, so that the transfer has the time of those passes; earlier would only hold more buffers. A tensor that was sent is kept
-until its send is waited for, and that is done where it cannot block: when a message has come that the receiver made after it had used
-ours; what is left, at most the last gradients, at the end. Held at once, beside what the stages keep: 1F1B at most pp sent gradients
-per stage, GPipe all m of them.
+[Note: order of messages] A send is done only when its recv has come (docs/decisions/0004), and on CUDA the
+messages of two ranks match in order of issue. So ranks that issue theirs in different orders could wait for
+each other. Therefore all messages of a step have one order, the same on all ranks: that of the times at which
+the passes that make them end, when every pass takes one unit of time. Each rank issues its sends and recvs in
+that order. It never has to wait for a later pass to do so: a send that precedes recv k was made by a pass
+that ended before k was made, hence before k can be used here. By induction over the order every message finds
+its other side, even on a backend that handles one message at a time, for every schedule without deadlock.
+(To post each recv only when it is needed would deadlock such a backend already with 1F1B, where two
+neighbours send to each other at once.)
 
-Errors: what a stage raises is passed on at once; the other ranks find this one missing, by the death of its process or by the time limit
-of the group. Sends and recvs carry the number of their message as tag, so that ranks with different schedules do not match silently.
+Which recv is posted before which pass follows from the schedule and is computed once (plan_steps). Recvs are
+posted AHEAD passes before their use, so that the transfer has the time of those passes; earlier would only
+hold more buffers. A tensor that was sent is kept until its send is waited for. That is done where it cannot
+block: when a message has come that the receiver made after it had used ours. What is left then, at most the
+last gradients, is waited for at the end. Held at once, beside what the stages keep: with 1F1B at most pp sent
+gradients per stage, with GPipe all m of them.
+
+Errors: what a stage raises is passed on at once. The other ranks find this one missing, by the death of its
+process or by the time limit of the group. Each message has its number as tag, so that ranks with different
+schedules do not match silently.
 """
 
 import functools
@@ -27,22 +34,29 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline.schedules import UNIT, Action, play, validate
 
 __all__ = ["Message", "StageOps", "Step", "plan_steps", "run"]
 
-AHEAD = 2  # passes between the posting of a recv and its use; 1 hides a transfer behind one pass, which may be a short W
+# Passes between the posting of a recv and its use. 1 would hide a transfer behind one pass, maybe a short W.
+AHEAD = 2
 
 
 class StageOps(Protocol):
-    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; tensors are of any shape and floating dtype."""
+    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; tensors are of any
+    shape and floating dtype.
+    """
 
     def forward(self, stage, microbatch, x):
-        """y. x is None for the first stage of the model and has no history; the last stage returns None and keeps the loss."""
+        """y. x is None for the first stage of the model and has no history; the last stage returns None and
+        keeps the loss.
+        """
 
     def backward(self, stage, microbatch, dy):
-        """The gradient of x. dy has shape and dtype of y, and is None for the last stage; the first returns None."""
+        """The gradient of x. dy has shape and dtype of y, and is None for the last stage; the first returns
+        None.
+        """
 
     def weight(self, stage, microbatch):
         """The gradients of the weights that backward() left out."""
@@ -55,7 +69,9 @@ class StageOps(Protocol):
 
 
 class Message(NamedTuple):
-    """made by `source` on rank src, used by `target` on rank dst. number: its place in the order of all, its tag."""
+    """made by `source` on rank src, used by `target` on rank dst. number: its place in the order of all, its
+    tag.
+    """
 
     number: int
     source: Action
@@ -67,8 +83,9 @@ class Message(NamedTuple):
 class Step(NamedTuple):
     """One action with what moves around it, in this order.
 
-    receives: recvs to post before it. takes: the message that it waits for. settles: sends of ours that have certainly arrived when
-    `takes` has. sends: the message that it makes. hands: the action on this rank that gets its result directly.
+    receives: recvs to post before it. takes: the message that it waits for. settles: sends of ours that have
+    certainly arrived when `takes` has. sends: the message that it makes. hands: the action on this rank that
+    gets its result directly.
     """
 
     action: Action
@@ -102,7 +119,9 @@ def _ordered_messages(schedule):
 
 @functools.lru_cache(maxsize=64)
 def plan_steps(schedule, rank):
-    """The Steps of a rank: its actions with the messages around them. Raises ValueError for a schedule that is not valid."""
+    """The Steps of a rank: its actions with the messages around them. Raises ValueError for a schedule that
+    is not valid.
+    """
     validate(schedule)
     messages = _ordered_messages(schedule)
     places = {action: place for row in schedule.actions for place, action in enumerate(row)}
@@ -112,7 +131,11 @@ def plan_steps(schedule, rank):
     unsettled, issued, steps = list(outgoing.values()), 0, []
     for place, action in enumerate(schedule.actions[rank]):
         sends, takes = outgoing.get(action), incoming.get(action)
-        due = [n for n, m in enumerate(queue) if m is sends or (m.dst == rank and places[m.target] <= place + AHEAD)]
+        due = [
+            n
+            for n, m in enumerate(queue)
+            if m is sends or (m.dst == rank and places[m.target] <= place + AHEAD)
+        ]
         receives = []
         while issued <= max(due, default=-1) and queue[issued].dst == rank:
             receives.append(queue[issued])
@@ -120,7 +143,9 @@ def plan_steps(schedule, rank):
         if sends is not None:
             assert queue[issued] is sends, f"rank {rank}: {queue[issued]} precedes {sends}"
             issued += 1
-        settles = [m for m in unsettled if takes and m.dst == takes.src and places[m.target] <= places[takes.source]]
+        settles = [
+            m for m in unsettled if takes and m.dst == takes.src and places[m.target] <= places[takes.source]
+        ]
         unsettled = [m for m in unsettled if m not in settles]
         target = _target(schedule, action)
         hands = target if target is not None and sends is None else None
@@ -140,7 +165,11 @@ class _Mail:
 
     def post(self, message):
         kind, stage, microbatch = message.target
-        like = self.stage_ops.input_like(stage, microbatch) if kind == "F" else self.like.pop((stage, microbatch))
+        like = (
+            self.stage_ops.input_like(stage, microbatch)
+            if kind == "F"
+            else self.like.pop((stage, microbatch))
+        )
         shape, dtype, device = like
         buffer = torch.empty(shape, dtype=dtype, device=device)
         self.receiving[message] = buffer, comm.irecv(buffer, message.src, self.group, tag=message.number)
@@ -165,8 +194,10 @@ class _Mail:
         kind, stage, microbatch = step.action
         if tensor is None:
             raise ValueError(
-                f"[rank {self.rank}/{self.group.size}] stage {stage} returned None from {'forward' if kind == 'F' else 'backward'} of "
-                f"microbatch {microbatch}, but stage {target.stage} needs it; only the ends of the model return None"
+                f"[rank {self.rank}/{self.group.size}] stage {stage} returned None from "
+                f"{'forward' if kind == 'F' else 'backward'} of "
+                f"microbatch {microbatch}, but stage {target.stage} needs it; only the ends of the model "
+                "return None"
             )
         tensor = tensor.detach().contiguous()
         if step.hands:
@@ -174,19 +205,26 @@ class _Mail:
             return
         if kind == "F":
             self.like[stage, microbatch] = tensor.shape, tensor.dtype, tensor.device
-        self.sending[step.sends] = tensor, comm.isend(tensor, step.sends.dst, self.group, tag=step.sends.number)
+        self.sending[step.sends] = (
+            tensor,
+            comm.isend(tensor, step.sends.dst, self.group, tag=step.sends.number),
+        )
 
 
 def run(schedule, rank, group, stage_ops):
-    """Executes the actions of `rank` with the StageOps of this rank; collective over the group, whose rank r is rank r of the schedule.
+    """Executes the actions of `rank` with the StageOps of this rank; collective over the group, whose rank r
+    is rank r of the schedule.
 
-    group: comm.Group of the pp axis, of size schedule.pp. Returns nothing: what is wanted of a step the stages keep. All messages have been
-    sent and received when it returns. Raises ValueError for a group that does not fit, and what the stages and the backend raise.
+    group: comm.Group of the pp axis, of size schedule.pp. Returns nothing: what is wanted of a step the
+    stages keep. All messages have been sent and received when it returns. Raises ValueError for a group that
+    does not fit, and what the stages and the backend raise.
     """
     if (group.size, group.rank) != (schedule.pp, rank):
         raise ValueError(
-            f"[rank {group.rank}/{group.size}] schedule {schedule.name!r} is for pp={schedule.pp} and was asked for rank {rank}; group "
-            f"{group.name!r} has {group.size} ranks and this is rank {group.rank}. Make the schedule with pp={group.size}."
+            f"[rank {group.rank}/{group.size}] schedule {schedule.name!r} is for pp={schedule.pp} and was "
+            f"asked for rank {rank}; group "
+            f"{group.name!r} has {group.size} ranks and this is rank {group.rank}. Make the schedule with "
+            f"pp={group.size}."
         )
     mail = _Mail(rank, group, stage_ops)
     for step in plan_steps(schedule, rank):

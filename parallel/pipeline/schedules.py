@@ -1,50 +1,68 @@
-"""Pipeline schedules: for every rank, the order in which it runs the passes of its stages. Data only; nothing is executed here.
+"""Pipeline schedules: for every rank, the order in which it runs the passes of its stages. Data only; nothing
+is executed here.
 
-The layers of a model are cut into pp * chunks virtual stages. A microbatch passes each of them three times: F (forward), B (gradient of the
-input) and W (gradient of the weights); PipeDream adds U (optimizer update). What a schedule may choose is the order on each rank; that is
-what Schedule.actions holds, and what decides idle time (bubble) and memory, never the result: see [Note: order].
+The layers of a model are cut into pp * chunks virtual stages. A microbatch passes each of them three times: F
+(forward), B (gradient of the input) and W (gradient of the weights); PipeDream adds U (optimizer update).
+What a schedule may choose is the order on each rank; that is what Schedule.actions holds, and what decides
+idle time (bubble) and memory, never the result: see [Note: order].
 
     print(make_schedule("1f1b", 3, 4).text())
     rank 0  F0 F1 F2 .  .  .  .  B0 W0 F3 B1 W1 .  B2 W2 .  B3 W3
     rank 1  .  F0 F1 .  .  B0 W0 F2 B1 W1 F3 B2 W2 .  B3 W3
     rank 2  .  .  F0 B0 W0 F1 B1 W1 F2 B2 W2 F3 B3 W3
     print(make_schedule("zb-h1", 3, 4).text())
-    rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3           W postponed into the gaps at the end; a gradient
-    rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3           goes on before the W of its microbatch
+    rank 0  F0 F1 F2 .  .  B0 W0 F3 B1 W1 B2 W2 B3 W3       W postponed into the gaps at the end; a
+    rank 1  .  F0 F1 .  B0 F2 B1 W0 F3 B2 W1 B3 W2 W3       gradient goes on before the W of its microbatch
     rank 2  .  .  F0 B0 F1 B1 F2 B2 W0 F3 B3 W1 W2 W3
 
-    name         source                    virtual stages per rank   bubble at unit cost (F = B = W)   live activations, rank r
-    gpipe        Huang et al. 2019         1                         (p-1)/(m+p-1)                     m
-    1f1b         Narayanan et al. 2019     1                         (p-1)/(m+p-1)                     min(m, p-r)
-    interleaved  Narayanan et al. 2021     v >= 2                    (p-1)/(vm+p-1)                    more than 1f1b by (p-1)/(pv)
-    zb-h1        Qi et al. 2024            1                         (p-1)/(3m+p-1)                    min(m, p)
-    zbv          Qi et al. 2024, sec. 6    2, placed as a V          0 from m = 2p-1 on                2p halves
-    pipedream    Narayanan et al. 2019     1                         as 1f1b, without the flush        min(m, p-r)
+                                           virtual stages      bubble at unit       live activations,
+    name         source                    per rank            cost (F = B = W)     rank r
+    gpipe        Huang et al. 2019         1                   (p-1)/(m+p-1)        m
+    1f1b         Narayanan et al. 2019     1                   (p-1)/(m+p-1)        min(m, p-r)
+    interleaved  Narayanan et al. 2021     v >= 2              (p-1)/(vm+p-1)       1f1b + (p-1)/(pv) of it
+    zb-h1        Qi et al. 2024            1                   (p-1)/(3m+p-1)       min(m, p)
+    zbv          Qi et al. 2024, sec. 6    2, placed as a V    0 from m = 2p-1 on   2p halves
+    pipedream    Narayanan et al. 2019     1                   as 1f1b, no flush    min(m, p-r)
 
-[Note: order] Floating-point sums depend on their order, so in every schedule the F, the B and the W of one stage come in order of
-microbatch. Gradients are then added in the same order, and all schedules give the same bits (as long as every contribution is a pass of its
-own, which is what split_backward.py sees to). The generators number the passes of a stage by counting them, so it holds by construction.
+[Note: order] Floating-point sums depend on their order, so in every schedule the F, the B and the W of one
+stage come in order of microbatch. Gradients are then added in the same order, and all schedules give the same
+bits (as long as every contribution is a pass of its own, which is what split_backward.py sees to). The
+generators number the passes of a stage by counting them, so it holds by construction.
 
-[Note: dropping] The patterns of interleaved and zbv need m >= p and m >= 2p-1. For fewer microbatches the pattern of the least possible m
-is made and the passes of the surplus microbatches are left out. Passes of different microbatches depend on each other only
-through their order on a rank, so what is left of a schedule without deadlock has none, and needs no more memory.
+[Note: dropping] The patterns of interleaved and zbv need m >= p and m >= 2p-1. For fewer microbatches the
+pattern of the least possible m is made and the passes of the surplus microbatches are left out. Passes of
+different microbatches depend on each other only through their order on a rank, so what is left of a schedule
+without deadlock has none, and needs no more memory.
 
-Schedules that do not split the backward have W directly behind its B, as data; the gradient of the input then leaves after both.
+Schedules that do not split the backward have W directly behind its B, as data; the gradient of the input then
+leaves after both.
 """
 
 import functools
 from typing import NamedTuple
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.plan import ScheduleName
 
-__all__ = ["NAMES", "Action", "Schedule", "make_schedule", "peak_activations", "play", "source_of", "validate"]
+__all__ = [
+    "NAMES",
+    "Action",
+    "Schedule",
+    "make_schedule",
+    "peak_activations",
+    "play",
+    "source_of",
+    "validate",
+]
 
-NAMES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "pipedream")
+NAMES = tuple(name.value for name in ScheduleName)
 UNIT = {"F": 1, "B": 1, "W": 1, "U": 1}
 
 
 class Action(NamedTuple):
-    """One pass. kind: "F", "B" (gradient of the input), "W" (gradient of the weights) or "U" (update); stage: of the whole model."""
+    """One pass. kind: "F", "B" (gradient of the input), "W" (gradient of the weights) or "U" (update); stage:
+    of the whole model.
+    """
 
     kind: str
     stage: int
@@ -52,7 +70,9 @@ class Action(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """actions[rank]: what the rank does, in order. placement[stage]: the rank that holds a virtual stage. split: W may leave its B."""
+    """actions[rank]: what the rank does, in order. placement[stage]: the rank that holds a virtual stage.
+    split: W may leave its B.
+    """
 
     name: str
     pp: int
@@ -71,7 +91,9 @@ class Schedule(NamedTuple):
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
     def text(self):
-        """A grid, one line per rank and one column per unit of time: `F3` is F of microbatch 3, and `F3.1` that of chunk 1."""
+        """A grid, one line per rank and one column per unit of time: `F3` is F of microbatch 3, and `F3.1`
+        that of chunk 1.
+        """
         rows = []
         for rank, spans in enumerate(play(self, UNIT)):
             mine, cells = self.stages_of(rank), {}
@@ -81,12 +103,17 @@ class Schedule(NamedTuple):
             rows.append([cells.get(time, ".") for time in range(spans[-1][1])])
         width = max(len(cell) for row in rows for cell in row)
         lines = [f"{self.name}: pp {self.pp}, chunks {self.chunks}, microbatches {self.microbatches}"]
-        lines += [f"rank {rank:<2} " + " ".join(cell.ljust(width) for cell in row).rstrip() for rank, row in enumerate(rows)]
+        lines += [
+            f"rank {rank:<2} " + " ".join(cell.ljust(width) for cell in row).rstrip()
+            for rank, row in enumerate(rows)
+        ]
         return "\n".join(lines)
 
 
 class _Row:
-    """The actions of one rank while they are made; counts the passes of each stage to number them, see [Note: order]."""
+    """The actions of one rank while they are made; counts the passes of each stage to number them, see [Note:
+    order].
+    """
 
     def __init__(self):
         self.actions, self.counts = [], {}
@@ -107,7 +134,9 @@ def _gpipe(row, pp, chunks, m, rank):
 
 
 def _one_forward_one_backward(row, pp, m, rank, backward):
-    """Forwards until the pipe is full, then in turn; backward(i): the passes that follow F once the i-th backward can run."""
+    """Forwards until the pipe is full, then in turn; backward(i): the passes that follow F once the i-th
+    backward can run.
+    """
     warm_up = min(m, pp - rank - 1)
     row.add("F" * warm_up, rank)
     for i in range(m):
@@ -124,16 +153,20 @@ def _pipedream(row, pp, chunks, m, rank):
 
 
 def _zb_h1(row, pp, chunks, m, rank):
-    """W stays `rank` microbatches behind B: every rank then holds pp activations, and the later ranks have W left when B has run out."""
+    """W stays `rank` microbatches behind B: every rank then holds pp activations, and the later ranks have W
+    left when B has run out.
+    """
     _one_forward_one_backward(row, pp, m, rank, lambda i: "BW" if i >= rank else "B")
     row.add("W" * min(m, rank), rank)
 
 
 def _interleaved(row, pp, chunks, m, rank):
-    """Groups of microbatches go through all chunks in turn; the rank with the longest way back starts with the most forwards.
+    """Groups of microbatches go through all chunks in turn; the rank with the longest way back starts with
+    the most forwards.
 
-    The published groups are of pp. Where pp does not divide m they are up to twice as long, the longer ones first: a group shorter than pp
-    leaves gaps, a later group longer than the first one can deadlock, and this has the bubble of the table for every m >= pp.
+    The published groups are of pp. Where pp does not divide m they are up to twice as long, the longer ones
+    first: a group shorter than pp leaves gaps, a later group longer than the first one can deadlock, and this
+    has the bubble of the table for every m >= pp.
     """
     groups = comm.even_sizes(max(m, pp), max(1, m // pp))
     stages = [chunk * pp + rank for chunk in range(chunks)]
@@ -149,7 +182,9 @@ def _interleaved(row, pp, chunks, m, rank):
 
 
 def _zbv(row, pp, chunks, m, rank):
-    """Down one side of the V and up the other; all ranks fill with forwards until the first B reaches them, and W ends the pipe."""
+    """Down one side of the V and up the other; all ranks fill with forwards until the first B reaches them,
+    and W ends the pipe.
+    """
     down, up = rank, 2 * pp - 1 - rank
     padded = max(m, 2 * pp - 1)
     row.add("F" * (2 * (pp - rank) - 1), down)
@@ -170,46 +205,68 @@ def _zbv(row, pp, chunks, m, rank):
     row.add("W" * (padded - row.count("W", down)), down)
 
 
-_GENERATORS = {"gpipe": _gpipe, "1f1b": _1f1b, "interleaved": _interleaved, "zb-h1": _zb_h1, "zbv": _zbv, "pipedream": _pipedream}
+_GENERATORS = {
+    ScheduleName.GPIPE: _gpipe,
+    ScheduleName.ONE_F_ONE_B: _1f1b,
+    ScheduleName.INTERLEAVED: _interleaved,
+    ScheduleName.ZB_H1: _zb_h1,
+    ScheduleName.ZBV: _zbv,
+    ScheduleName.PIPEDREAM: _pipedream,
+}
 
 
 def _checked_chunks(name, pp, microbatches, chunks):
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known; choose one of {', '.join(NAMES)}")
     if pp < 1 or microbatches < 1:
-        raise ValueError(f"schedule {name!r}: pp={pp} and microbatches={microbatches}, both must be at least 1")
-    if name == "interleaved":
+        raise ValueError(
+            f"schedule {name!r}: pp={pp} and microbatches={microbatches}, both must be at least 1"
+        )
+    if name == ScheduleName.INTERLEAVED:
         if chunks is not None and chunks < 2:
-            raise ValueError(f"schedule 'interleaved': chunks={chunks} per rank, needs at least 2; '1f1b' is the schedule with 1")
+            raise ValueError(
+                f"schedule 'interleaved': chunks={chunks} per rank, needs at least 2; '1f1b' is the schedule "
+                "with 1"
+            )
         return chunks or 2
-    only = 2 if name == "zbv" else 1
+    only = 2 if name == ScheduleName.ZBV else 1
     if chunks not in (None, only):
-        raise ValueError(f"schedule {name!r}: chunks={chunks} per rank, it has {only}; leave chunks out or choose 'interleaved'")
+        raise ValueError(
+            f"schedule {name!r}: chunks={chunks} per rank, it has {only}; leave chunks out or choose "
+            "'interleaved'"
+        )
     return only
 
 
 @functools.lru_cache(maxsize=256)
 def make_schedule(name, pp, microbatches, chunks=None):
-    """The schedule `name` (see NAMES) for pp ranks and any number of microbatches >= 1, also fewer than stages.
+    """The schedule `name` (see NAMES) for pp ranks and any number of microbatches >= 1, also fewer than
+    stages.
 
-    chunks: virtual stages per rank; only "interleaved" leaves a choice (>= 2, default 2). Raises ValueError for what cannot be.
+    chunks: virtual stages per rank; only "interleaved" leaves a choice (>= 2, default 2). Raises ValueError
+    for what cannot be.
     """
     chunks = _checked_chunks(name, pp, microbatches, chunks)
     rows = []
     for rank in range(pp):
         row = _Row()
         _GENERATORS[name](row, pp, chunks, microbatches, rank)
-        rows.append(tuple(action for action in row.actions if action.microbatch < microbatches))  # [Note: dropping]
+        rows.append(
+            tuple(action for action in row.actions if action.microbatch < microbatches)
+        )  # [Note: dropping]
     placement = [stage % pp for stage in range(pp * chunks)]
-    if name == "zbv":
+    if name == ScheduleName.ZBV:
         placement[pp:] = reversed(placement[:pp])
-    return Schedule(name, pp, chunks, microbatches, name in ("zb-h1", "zbv"), tuple(rows), tuple(placement))
+    split = name in (ScheduleName.ZB_H1, ScheduleName.ZBV)
+    return Schedule(name, pp, chunks, microbatches, split, tuple(rows), tuple(placement))
 
 
 def source_of(schedule, action):
-    """The action that must have ended before `action` can start, beside those before it on its rank; None for the first forward.
+    """The action that must have ended before `action` can start, beside those before it on its rank; None for
+    the first forward.
 
-    In a schedule that does not split, the gradient of the input is there when B and W of the stage behind are both done.
+    In a schedule that does not split, the gradient of the input is there when B and W of the stage behind are
+    both done.
     """
     kind, stage, microbatch = action
     if kind == "F":
@@ -222,10 +279,11 @@ def source_of(schedule, action):
 
 
 def play(schedule, duration, message=0):
-    """(start, end) of every action, per rank in its order, when each starts as soon as its rank is free and its input has come.
+    """(start, end) of every action, per rank in its order, when each starts as soon as its rank is free and
+    its input has come.
 
-    duration: time of each kind, {"F": ..., "B": ..., "W": ..., "U": ...}; message: time from one rank to another, which occupies neither.
-    Raises ValueError when the actions wait for each other for ever.
+    duration: time of each kind, {"F": ..., "B": ..., "W": ..., "U": ...}; message: time from one rank to
+    another, which occupies neither. Raises ValueError when the actions wait for each other for ever.
     """
     spans = [[] for _ in schedule.actions]
     ended = {}  # action -> (time, rank)
@@ -247,42 +305,60 @@ def play(schedule, duration, message=0):
         if len(spans[rank]) < len(row):
             stuck = row[len(spans[rank])]
             raise ValueError(
-                f"[rank {rank}/{schedule.pp}] schedule {schedule.name!r}: {stuck} waits for {source_of(schedule, stuck)}, which never "
-                "ends: the orders of the ranks contradict each other. Reorder them so that no action precedes what it needs."
+                f"[rank {rank}/{schedule.pp}] schedule {schedule.name!r}: {stuck} waits for "
+                f"{source_of(schedule, stuck)}, which never "
+                "ends: the orders of the ranks contradict each other. Reorder them so that no action "
+                "precedes what it needs."
             )
     return spans
 
 
 def validate(schedule):
-    """Raises ValueError unless the schedule is complete, placed, in order of microbatch per stage and kind, and free of deadlock."""
+    """Raises ValueError unless the schedule is complete, placed, in order of microbatch per stage and kind,
+    and free of deadlock.
+    """
     where = f"schedule {schedule.name!r} for pp={schedule.pp}, microbatches={schedule.microbatches}"
     held = [schedule.placement.count(rank) for rank in range(schedule.pp)]
     if len(schedule.actions) != schedule.pp or held != [schedule.chunks] * schedule.pp:
-        raise ValueError(f"{where}: {len(schedule.actions)} rows of actions; ranks hold {held} stages, each must hold {schedule.chunks}")
-    kinds = "FBWU" if schedule.name == "pipedream" else "FBW"
+        raise ValueError(
+            f"{where}: {len(schedule.actions)} rows of actions; ranks hold {held} stages, each must hold "
+            f"{schedule.chunks}"
+        )
+    kinds = "FBWU" if schedule.name == ScheduleName.PIPEDREAM else "FBW"
     wanted = list(range(schedule.microbatches))
     for rank, row in enumerate(schedule.actions):
         for action in row:
-            if action.kind not in kinds or not 0 <= action.stage < schedule.num_stages or schedule.placement[action.stage] != rank:
-                raise ValueError(f"{where}: rank {rank} has {action}; kinds are {', '.join(kinds)}, its stages {schedule.stages_of(rank)}")
+            if (
+                action.kind not in kinds
+                or not 0 <= action.stage < schedule.num_stages
+                or schedule.placement[action.stage] != rank
+            ):
+                raise ValueError(
+                    f"{where}: rank {rank} has {action}; kinds are {', '.join(kinds)}, its stages "
+                    f"{schedule.stages_of(rank)}"
+                )
         for stage in schedule.stages_of(rank):
             for kind in kinds:
                 got = [action.microbatch for action in row if action[:2] == (kind, stage)]
                 if got != wanted:
                     raise ValueError(
-                        f"{where}: {kind} of stage {stage} on rank {rank} runs microbatches {got}; must be each once, in order"
+                        f"{where}: {kind} of stage {stage} on rank {rank} runs microbatches {got}; must be "
+                        "each once, in order"
                     )
         if not schedule.split:
             for action, behind in zip(row, (*row[1:], None), strict=True):
                 if action.kind == "B" and behind != Action("W", *action[1:]):
                     raise ValueError(
-                        f"{where}: {action} on rank {rank} is followed by {behind}; W must follow unless the schedule is split"
+                        f"{where}: {action} on rank {rank} is followed by {behind}; W must follow unless the "
+                        "schedule is split"
                     )
     play(schedule, UNIT)
 
 
 def peak_activations(schedule):
-    """Per rank, the largest number of (stage, microbatch) pairs between F and W: activations of one virtual stage held at once."""
+    """Per rank, the largest number of (stage, microbatch) pairs between F and W: activations of one virtual
+    stage held at once.
+    """
     peaks = []
     for row in schedule.actions:
         live = peak = 0

@@ -1,34 +1,47 @@
 """A model's own forward, run for a part of its blocks.
 
-Each rank keeps the whole module tree and runs the model's forward unchanged, so masks, rotary tables and whatever else the forward makes
-for its blocks exist on every stage. Modules of other stages are absent: their parameters are on the meta device.
+Each rank keeps the whole module tree and runs the model's forward unchanged, so masks, rotary tables and
+whatever else the forward makes for its blocks exist on every stage. Modules of other stages are absent: their
+parameters are on the meta device.
 
-    stage 1 of 3      tok_emb  pos_emb   block 0  block 1 | block 2   block 3 | block 4  block 5   norm  head
-    does              absent:            passes its       | gets the  sends   | not reached: the forward is left
-                      zeros of the right input on         | received  its     | by an exception
+    stage 1 of 3      tok_emb  pos_emb   block 0  block 1 | block 2   block 3 | block 4  block 5  norm  head
+    does              absent:            passes its       | gets the  sends   | not reached: the forward is
+                      zeros of the right input on         | received  its     | left by an exception
                       shape, no memory                    | hidden    output  |
 
-An absent module before the trunk gives zeros of the shape that its forward computes on the meta device (once for each shape of the
-input), with all strides 0. Absent blocks do the same, so that the shape of what is to be received is known before it arrives, for blocks
-that change the width too.
+An absent module before the trunk gives zeros of the shape that its forward computes on the meta device (once
+for each shape of the input), with all strides 0. Absent blocks do the same, so that the shape of what is to
+be received is known before it arrives, for blocks that change the width too.
 
-A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks, and blocks may return no second tensor with
-a gradient. Both are checked in the first pass: the tensor that a block gets must be the one that the block before it returned. Blocks run
-once each in the order in which they are registered, which is checked in every pass.
+A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks, and blocks
+may return no second tensor with a gradient. Both are checked in the first pass: the tensor that a block gets
+must be the one that the block before it returned. Blocks run once each in the order in which they are
+registered, which is checked in every pass.
 
-Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `run` says which is active.
+Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `run` says which is
+active.
 """
 
 import contextlib
 import copy
+import enum
 import functools
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from pycomm.parallel.trunk import hidden_of, owners, replace_hidden
+from pycomm.parallel.ground.trunk import Side, hidden_of, owners, replace_hidden
 
-__all__ = ["StageModel", "cut_blocks"]
+__all__ = ["StageModel", "is_absent"]
+
+
+class _Place(enum.Enum):
+    """Where in the model its forward is."""
+
+    IDLE = "not running"
+    BEFORE = "before the blocks of this stage"
+    INSIDE = "in a block of this stage"
+    AFTER = "behind the last block of this stage"
 
 
 class _Left(BaseException):
@@ -39,68 +52,71 @@ class _Left(BaseException):
         self.hidden = hidden
 
 
-def cut_blocks(nblocks, stages, sizes=None):
-    """(first, last + 1) block of each stage. Without sizes as even as possible, the later stages being the longer ones.
-
-    Raises ValueError when there are fewer blocks than stages or sizes do not add up.
-    """
-    if sizes is None:
-        if nblocks < stages:
-            raise ValueError(f"{stages} pipeline stages for {nblocks} blocks: each stage needs one block at least")
-        sizes = [nblocks // stages + (stage >= stages - nblocks % stages) for stage in range(stages)]
-    if sum(sizes) != nblocks:
-        raise ValueError(f"stages={tuple(sizes)} are {sum(sizes)} blocks, but the model has {nblocks}")
-    bounds, start = [], 0
-    for size in sizes:
-        bounds.append((start, start + size))
-        start += size
-    return bounds
-
-
 class StageModel:
     """The model with the stages that this rank holds.
 
-    bounds: (first, last + 1) block of every stage of the pipeline; mine: the stages here, in rising order. split: entry.SequenceSplit or
-    None. Making it takes the other stages' parameters away; install() then changes the forwards, after others have wrapped the blocks.
+    stages: Stages. split: SequenceSplit or None. Making it takes the other stages' parameters away;
+    install() then changes the forwards, after others have wrapped the blocks.
     """
 
-    def __init__(self, model, trunk, bounds, mine, split=None):
-        self.model, self.trunk, self.bounds, self.mine, self.split = model, trunk, bounds, mine, split
-        self.stage, self.received, self.phase = 0, None, "idle"
-        self.checked = False
-        self.previous = None
-        self.at = None  # the block that ran last in this pass
-        self.templates = {}
-        self.present = {index for stage in mine for index in range(*bounds[stage])}
+    def __init__(self, model, trunk, stages, split=None):
+        self.model, self.trunk, self.stages, self.split = model, trunk, stages, split
+        self.stage = 0  # the one that runs
+        self.place = _Place.IDLE
+        self.received = None  # hidden state from the stage before, or a function that is given its stand-in
+        self.checked = False  # a whole pass has gone well: no need to look at every block again
+        self.previous = None  # output of the block that ran last, until `checked`
+        self.at = None  # index of the block that ran last in this pass
+        self.on_pieces = None  # see install()
+        self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
         self.owners = owners(model, trunk)
-        self.pristine = {}  # block or module that some stage here passes over -> a copy without data that nothing wraps, for shapes
-        for index, block in enumerate(trunk.blocks):
-            if index not in self.present:
+        # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
+        # shapes.
+        self.pristine = {}
+        self._leave_blocks()
+        self._leave_owners()
+        if 0 in stages.mine and self.last in stages.mine and self.last > 0:
+            self._untie()
+
+    def _leave_blocks(self):
+        bounds, mine = self.stages.bounds, self.stages.mine
+        present = {index for stage in mine for index in range(*bounds[stage])}
+        for index, block in enumerate(self.trunk.blocks):
+            if index not in present:
                 block.to("meta")
             if index < max(bounds[stage][0] for stage in mine):
                 self.pristine[index] = copy.deepcopy(block).to("meta")
+
+    def _leave_owners(self):
         for name, module, side in self.owners:
-            if side == "around" and 0 not in mine and self.last not in mine:
-                self._hollow(module)
-            elif (side == "before" and 0 not in mine) or (side == "after" and self.last not in mine):
-                for key, parameter in module._parameters.items():  # not .to("meta"): children have their own entry
+            if not self.stages.here(side):
+                replace = _hollow if side is Side.AROUND else _to_meta
+                # Not module.to("meta"): its children have entries of their own.
+                for key, parameter in module._parameters.items():
                     if parameter is not None:
-                        module._parameters[key] = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
-            if side == "before":
+                        module._parameters[key] = replace(parameter)
+            if side is Side.BEFORE:
                 self.pristine[name] = copy.deepcopy(module).to("meta")
-        if 0 in mine and self.last in mine and self.last > 0:
-            self._untie()
 
     def _untie(self):
-        """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that gradients add up alike."""
-        first = {id(parameter) for _, module, side in self.owners if side == "before" for parameter in module.parameters()}
+        """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
+        gradients add up alike.
+        """
+        first = {
+            id(parameter)
+            for _, module, side in self.owners
+            if side is Side.BEFORE
+            for parameter in module.parameters()
+        }
         for _, module, side in self.owners:
-            if side == "after":
+            if side is Side.AFTER:
                 for key, parameter in module._parameters.items():
                     if id(parameter) in first:
-                        module._parameters[key] = torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
+                        module._parameters[key] = torch.nn.Parameter(
+                            parameter.detach().clone(), requires_grad=parameter.requires_grad
+                        )
 
-    def install(self, on_pieces=lambda: None):
+    def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces
         container = self.model.get_submodule(self.trunk.name)
@@ -108,34 +124,32 @@ class StageModel:
         for index, block in enumerate(self.trunk.blocks):
             block.forward = functools.partial(self._block, index, block.forward)
         for name, module, side in self.owners:
-            if side in ("before", "after"):
+            if side is not Side.AROUND:
                 module = self.model.get_submodule(name)
                 module.forward = functools.partial(self._outside, name, side, module.forward)
 
-    @staticmethod
-    def _hollow(module):
-        for key, parameter in module._parameters.items():
-            if parameter is not None:
-                zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-                module._parameters[key] = torch.nn.Parameter(zeros, requires_grad=False)
-                module._parameters[key].absent = True
-
     @property
     def last(self):
-        return len(self.bounds) - 1
+        return self.stages.last
 
     def run(self, stage, call, received=None):
-        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves it, or the result."""
-        self.stage, self.received, self.phase, self.previous, self.at = stage, received, "before", None, None
+        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves
+        it, or the result.
+        """
+        self._begin(stage, received)
         try:
             out = call()
         except _Left as left:
             out = left.hidden
         finally:
-            self.phase, self.received, self.previous = "idle", None, None
+            self.place, self.received, self.previous = _Place.IDLE, None, None
         if stage == self.last:
             self.checked = True
         return out
+
+    def _begin(self, stage, received):
+        self.stage, self.received, self.place = stage, received, _Place.BEFORE
+        self.previous = self.at = None
 
     def shape_of_input(self, stage, call):
         """(shape, dtype) of the hidden state that `stage` receives, found without data."""
@@ -146,7 +160,7 @@ class StageModel:
         def stop(hidden):
             raise Found(hidden)
 
-        self.stage, self.received, self.phase, self.at = stage, stop, "before", None
+        self._begin(stage, stop)
         try:
             with torch.no_grad():
                 call()
@@ -157,18 +171,21 @@ class StageModel:
                 shape[1] = self.split.local_length(shape[1])
             return tuple(shape), hidden.dtype
         finally:
-            self.phase, self.received = "idle", None
-        raise RuntimeError(f"the forward never reached block {self.bounds[stage][0]} of {self.trunk.name!r}")
+            self.place, self.received = _Place.IDLE, None
+        first = self.stages.bounds[stage][0]
+        raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
 
     def _block(self, index, forward, *args, **kwargs):
         self._check_running()
-        first, end = self.bounds[self.stage]
+        first, end = self.stages.bounds[self.stage]
         if index < first:
             return self._absent(index, forward, args, kwargs)
         if index != first if self.at is None else index <= self.at:
             raise ValueError(
-                f"block {index} of {self.trunk.name!r} runs {'first' if self.at is None else f'after block {self.at}'}: pipeline stages "
-                "and a split sequence need the blocks to run once each, in the order in which they are registered"
+                f"block {index} of {self.trunk.name!r} runs "
+                f"{'first' if self.at is None else f'after block {self.at}'}: pipeline stages "
+                "and a split sequence need the blocks to run once each, in the order in which they are "
+                "registered"
             )
         self.at = index
         hidden = hidden_of(args, kwargs)
@@ -179,12 +196,14 @@ class StageModel:
             if not isinstance(self.received, torch.Tensor):
                 self.received(hidden)
             given = self.received
-        elif index > first and len(self.bounds) > 1 and not self.checked and hidden is not self.previous:
+        elif index > first and self.last > 0 and not self.checked and hidden is not self.previous:
             raise ValueError(
-                f"the model changes the hidden state between blocks {index - 1} and {index} of {self.trunk.name!r}: a stage hands on "
-                "the output of its last block only. Move that into a block, or name another list with Plan(blocks=...)"
+                f"the model changes the hidden state between blocks {index - 1} and {index} of "
+                f"{self.trunk.name!r}: a stage hands on "
+                "the output of its last block only. Move that into a block, or name another list with "
+                "Plan(blocks=...)"
             )
-        self.phase = "inside"
+        self.place = _Place.INSIDE
         if given is not hidden:
             args, kwargs = replace_hidden(args, kwargs, hidden, given)
         if self.split is not None:
@@ -195,62 +214,99 @@ class StageModel:
         if not self.checked and self.last > 0:
             self._check_single(index, out)
         if index == end - 1:
-            self.phase = "after"
+            self.place = _Place.AFTER
             if self.stage < self.last:
                 raise _Left(hidden_of(out if isinstance(out, torch.Tensor) else tuple(out)))
-            if self.split is not None and self.split.megatron and not any(side == "after" for _, _, side in self.owners):
+            if (
+                self.split is not None
+                and self.split.megatron
+                and not any(side is Side.AFTER for _, _, side in self.owners)
+            ):
                 out = self.split.leave(out)  # no head comes that would do it
         if not self.checked:
             self.previous = hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
         return out
 
     def _check_single(self, index, out):
-        """A second result with a gradient (a loss of the block) would be lost on the way from stage to stage."""
+        """A second result with a gradient (a loss of the block) would be lost on the way from stage
+        to stage.
+        """
         tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if len(tensors) > 1 and torch.is_grad_enabled():
             raise ValueError(
-                f"block {index} of {self.trunk.name!r} returns {len(tensors)} tensors with a gradient, of shapes "
-                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. Return the hidden state "
+                f"block {index} of {self.trunk.name!r} returns {len(tensors)} tensors with a gradient, of "
+                "shapes "
+                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. "
+                "Return the hidden state "
                 "alone (without a cache, and losses of a block as parallel.MoE gives them)"
             )
 
     def _check_running(self):
-        if self.phase == "idle":
+        if self.place is _Place.IDLE:
             raise RuntimeError(
-                "this model is cut into pipeline stages or along the sequence: call it through parallel.step or parallel.evaluate"
+                "this model is cut into pipeline stages or along the sequence: call it through parallel.step "
+                "or parallel.evaluate"
             )
 
     def _outside(self, name, side, forward, *args, **kwargs):
         self._check_running()
-        if side == "before" and self.phase == "after":
+        if side is Side.BEFORE and self.place is _Place.AFTER:
             raise ValueError(
-                f"{name!r} is registered before the blocks of {self.trunk.name!r} but called after them: register it after them"
+                f"{name!r} is registered before the blocks of {self.trunk.name!r} but called after them: "
+                "register it after them"
             )
-        if side == "after" and self.phase == "before":
+        if side is Side.AFTER and self.place is _Place.BEFORE:
             raise ValueError(
-                f"{name!r} is registered after the blocks of {self.trunk.name!r} but called before them: register it before them"
+                f"{name!r} is registered after the blocks of {self.trunk.name!r} but called before them: "
+                "register it before them"
             )
-        if side == "before" and self.stage != 0:
+        if side is Side.BEFORE and self.stage != 0:
             return self._absent(name, forward, args, kwargs)
         return forward(*args, **kwargs)
 
     def _absent(self, key, forward, args, kwargs):
-        """Zeros in the shape of what the module would return; of a block, its input goes on where the shapes allow."""
+        """Zeros in the shape of what the module would return; of a block, its input goes on where the shapes
+        allow.
+        """
         leaves, spec = tree_flatten((args, kwargs))
         if key in self.pristine:
             forward = self.pristine[key].forward
-        key = (key, tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves))
+        key = (
+            key,
+            tuple(
+                (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+            ),
+        )
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
         if key not in self.templates:
             meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            modes = torch.overrides._get_current_function_mode_stack()  # they would take meta tensors for hidden states
+            modes = (
+                torch.overrides._get_current_function_mode_stack()
+            )  # they would take meta tensors for hidden states
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for _ in modes:
                     stack.enter_context(torch.overrides._pop_mode_temporarily())
                 with torch.device("meta"):  # tensors that the module makes itself
                     self.templates[key] = forward(*meta_args, **meta_kwargs)
         return tree_map(functools.partial(_zeros_like, device=device), self.templates[key])
+
+
+def _to_meta(parameter):
+    return torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _hollow(parameter):
+    """A stand-in of zeros without memory. It is marked, as unlike a parameter on meta it has a device."""
+    zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    stand_in = torch.nn.Parameter(zeros, requires_grad=False)
+    stand_in.absent = True
+    return stand_in
+
+
+def is_absent(parameter):
+    """Whether a parameter belongs to stages of other ranks."""
+    return parameter.is_meta or getattr(parameter, "absent", False)
 
 
 def _zeros_like(value, device):

@@ -1,13 +1,17 @@
-"""When each pass of a schedule would run, given the time that a pass takes: the bubble as a number and the schedule as a picture.
+"""When each pass of a schedule would run, given the time that a pass takes: the bubble as a number and the
+schedule as a picture.
 
-Every virtual stage takes the same time per microbatch; a rank runs its actions in order, each as soon as its input has come; a message
-takes `comm` from the end of the pass that made it, and occupies no rank (play in schedules.py).
+Every virtual stage takes the same time per microbatch; a rank runs its actions in order, each as soon as its
+input has come; a message takes `comm` from the end of the pass that made it, and occupies no rank (play in
+schedules.py).
 
-    bubble = (makespan - m v (F + B + W)) / makespan,     makespan = max over ranks of (its last end - its own first start)
+    bubble = (makespan - m v (F + B + W)) / makespan
+    makespan = max over ranks of (its last end - its own first start)
 
-m microbatches, v virtual stages per rank. This is the definition behind the tables of Qi et al. 2024 (arXiv 2401.10241): with the measured
-times of their table 9 it gives the 24 rates that their table 5 has for 1F1B and ZB-H1, to all four digits. It leaves out the optimizer:
-PipeDream's U takes no time. Stages of unlike size, and links that are shared, are not modelled.
+m microbatches, v virtual stages per rank. This is the definition behind the tables of Qi et al. 2024 (arXiv
+2401.10241): with the measured times of their table 9 it gives the 24 rates that their table 5 has for 1F1B
+and ZB-H1, to all four digits. It leaves out the optimizer: PipeDream's U takes no time. Stages of unlike
+size, and links that are shared, are not modelled.
 """
 
 from typing import NamedTuple
@@ -47,15 +51,21 @@ class Timeline(NamedTuple):
         return (self.makespan - self.work) / self.makespan
 
     def plot(self, path):
-        """Draws the timeline into a file (the suffix says which format): a row per rank, a box with the microbatch's number per pass.
+        """Draws the timeline into a file (the suffix says which format): a row per rank, a box with the
+        microbatch's number per pass.
 
         Later chunks of a rank have a lighter colour. Needs matplotlib.
         """
         from matplotlib.figure import Figure
 
         end = max(row[-1].end for row in self.spans)
-        boxes = end / min(span.end - span.start for row in self.spans for span in row if span.action.kind in COLOURS)
-        figure = Figure(figsize=(min(max(0.30 * boxes + 1.2, 6.5), 40), 0.46 * len(self.spans) + 1.25), layout="constrained")
+        boxes = end / min(
+            span.end - span.start for row in self.spans for span in row if span.action.kind in COLOURS
+        )
+        figure = Figure(
+            figsize=(min(max(0.30 * boxes + 1.2, 6.5), 40), 0.46 * len(self.spans) + 1.25),
+            layout="constrained",
+        )
         axes = figure.add_subplot()
         for rank in range(len(self.spans)):
             self._plot_rank(axes, rank, end)
@@ -64,8 +74,10 @@ class Timeline(NamedTuple):
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.set_facecolor("#f4f4f2")
-        of_chunks = f", {self.schedule.chunks} chunks per rank" if self.schedule.chunks > 1 else ""
-        title = f"{self.schedule.name}: {self.schedule.microbatches} microbatches{of_chunks}, bubble {100 * self.bubble:.1f}%"
+        schedule = self.schedule
+        of_chunks = f", {schedule.chunks} chunks per rank" if schedule.chunks > 1 else ""
+        bubble = f"bubble {100 * self.bubble:.1f}%"
+        title = f"{schedule.name}: {schedule.microbatches} microbatches{of_chunks}, {bubble}"
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold", pad=24)
         self._plot_legend(axes)
         figure.savefig(path, dpi=150)
@@ -77,15 +89,38 @@ class Timeline(NamedTuple):
             if action.kind not in COLOURS:
                 continue
             chunk = mine.index(action.stage) / max(len(mine) - 1, 1)
-            axes.barh(rank, stop - start, left=start, height=0.86, color=_lighter(COLOURS[action.kind], LIGHTER * chunk), edgecolor="white")
+            axes.barh(
+                rank,
+                stop - start,
+                left=start,
+                height=0.86,
+                color=_lighter(COLOURS[action.kind], LIGHTER * chunk),
+                edgecolor="white",
+            )
             if (stop - start) / end * width_of_axes > 0.11 * len(str(action.microbatch)):
                 colour = "#222" if chunk > 0.5 else "white"
-                axes.text((start + stop) / 2, rank, action.microbatch, ha="center", va="center", fontsize=8, color=colour)
+                axes.text(
+                    (start + stop) / 2,
+                    rank,
+                    action.microbatch,
+                    ha="center",
+                    va="center",
+                    fontsize=8,
+                    color=colour,
+                )
 
     def _plot_legend(self, axes):
         for kind, colour in COLOURS.items():
             axes.barh(0, 0, color=colour, label=MEANINGS[kind])
-        axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False, fontsize=8, handlelength=1, borderaxespad=0.2)
+        axes.legend(
+            loc="lower left",
+            bbox_to_anchor=(0, 1),
+            ncols=3,
+            frameon=False,
+            fontsize=8,
+            handlelength=1,
+            borderaxespad=0.2,
+        )
 
 
 def _lighter(colour, white):
@@ -95,12 +130,22 @@ def _lighter(colour, white):
 
 
 def simulate(schedule, forward, backward, weight, comm=0.0):
-    """A Timeline. forward, backward, weight: time of F, B, W of one virtual stage and one microbatch; comm: of a message between two ranks.
+    """A Timeline. forward, backward, weight: time of F, B, W of one virtual stage and one microbatch; comm:
+    of a message between two ranks.
 
-    All in one unit, forward, backward and weight above 0. Raises ValueError for other times and for a schedule that deadlocks.
+    All in one unit, forward, backward and weight above 0. Raises ValueError for other times and for a
+    schedule that deadlocks.
     """
     if min(forward, backward, weight) <= 0 or comm < 0:
-        raise ValueError(f"times must be above 0, got forward={forward}, backward={backward}, weight={weight}, comm={comm} (may be 0)")
+        raise ValueError(
+            f"times must be above 0, got forward={forward}, backward={backward}, weight={weight}, "
+            f"comm={comm} (may be 0)"
+        )
     rows = play(schedule, {"F": forward, "B": backward, "W": weight, "U": 0}, comm)
-    spans = (tuple(Span(a, *t) for a, t in zip(row, times, strict=True)) for row, times in zip(schedule.actions, rows, strict=True))
-    return Timeline(schedule, tuple(spans), schedule.microbatches * schedule.chunks * (forward + backward + weight))
+    spans = (
+        tuple(Span(a, *t) for a, t in zip(row, times, strict=True))
+        for row, times in zip(schedule.actions, rows, strict=True)
+    )
+    return Timeline(
+        schedule, tuple(spans), schedule.microbatches * schedule.chunks * (forward + backward + weight)
+    )

@@ -2,7 +2,15 @@
 
 from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.ring import ring_attention, ring_ulysses_attention
-from pycomm.parallel.sequence.split import cut, lengths, local_length, positions, ring_spans, spans, ulysses_sizes
+from pycomm.parallel.sequence.split import (
+    cut,
+    lengths,
+    local_length,
+    positions,
+    ring_spans,
+    spans,
+    ulysses_sizes,
+)
 from pycomm.parallel.sequence.ulysses import ulysses_attention
 
 __all__ = [

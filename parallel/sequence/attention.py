@@ -1,26 +1,34 @@
-"""SequenceAttention: a model's own calls of F.scaled_dot_product_attention, computed over the whole sequence while each rank runs its
-piece.
+"""SequenceAttention: a model's own calls of F.scaled_dot_product_attention, computed over the whole sequence
+while each rank runs its piece.
 
-    model(x piece)  ->  F.scaled_dot_product_attention(q, k, v)  ->  SequenceAttention.__torch_function__
-                        q, k, v of this rank's positions              ring_ulysses_attention(q, k, v, ring, ulysses)
+    model(x piece)
+      F.scaled_dot_product_attention(q, k, v)              with q, k, v of this rank's positions
+        SequenceAttention.__torch_function__
+          ring_ulysses_attention(q, k, v, ring, ulysses)
 
-A TorchFunctionMode sees every call of torch's Python API in the block `with mode:`; it changes attention and passes on the rest, so that
-the model's code stays as it is. Cost: that of ring.py and ulysses.py, and about a microsecond of host time per torch call.
+A TorchFunctionMode sees every call of torch's Python API in the block `with mode:`; it changes attention and
+passes on the rest, so that the model's code stays as it is. Cost: that of ring.py and ulysses.py, and about a
+microsecond of host time per torch call.
 
-[Note: calls inside calls] While a mode handles a call, torch has switched that mode off, so attention inside F.multi_head_attention_forward
-(all of nn.MultiheadAttention) or inside backward() (recomputed checkpoints) would not be seen. These functions are run as copies that do
-not ask whether a mode is active, with the mode switched on again.
+[Note: calls inside calls] While a mode handles a call, torch has switched that mode off, so attention inside
+F.multi_head_attention_forward (all of nn.MultiheadAttention) or inside backward() (recomputed checkpoints)
+would not be seen. These functions are run as copies that do not ask whether a mode is active, with the mode
+switched on again.
 
-[Note: recomputation] torch.utils.checkpoint runs the forward again in backward, where the mode must be active with the same `length`, or
-else the rank would attend to its own piece alone, silently. Two ways, which may be used together:
-    - checkpoint(block, x, use_reentrant=False, context_fn=mode.context_fn), which also keeps the length of its own forward: what a pipeline
-      with several microbatches under way needs;
-    - loss.backward() inside `with mode:` (torch hands modes on to the threads of autograd); the only way with use_reentrant=True.
-Forgetting both fails with use_reentrant=False, as what is saved is different then; with use_reentrant=True nothing can tell.
+[Note: recomputation] torch.utils.checkpoint runs the forward again in backward, where the mode must be active
+with the same `length`, or else the rank would attend to its own piece alone, silently. Two ways, which may be
+used together:
+    - checkpoint(block, x, use_reentrant=False, context_fn=mode.context_fn), which also keeps the length of
+      its own forward: what a pipeline with several microbatches under way needs;
+    - loss.backward() inside `with mode:` (torch hands modes on to the threads of autograd); the only way with
+      use_reentrant=True.
+Forgetting both fails with use_reentrant=False, as what is saved is different then; with use_reentrant=True
+nothing can tell.
 
-What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax, flex_attention) is not seen and
-stays local. `calls` counts what was seen, so that an engine can tell. Masks cannot be cut here, since only the model knows what they mean
-along the sequence: is_causal or none. Source: the mode is torch.overrides; the attention Fang and Zhao, USP, 2024.
+What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax,
+flex_attention) is not seen and stays local. `calls` counts what was seen, so that the caller can tell. Masks
+cannot be cut here, since only the model knows what they mean along the sequence: is_causal or none. Source:
+the mode is torch.overrides; the attention Fang and Zhao, USP, 2024.
 """
 
 import contextlib
@@ -39,13 +47,17 @@ __all__ = ["SequenceAttention"]
 def _unasking(function):
     """A copy of a Python function of torch to which no mode and no tensor subclass is ever active."""
     names = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
-    copy = types.FunctionType(function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__)
+    copy = types.FunctionType(
+        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+    )
     copy.__kwdefaults__ = function.__kwdefaults__
     return copy
 
 
 ATTENTION, MULTI_HEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
-UNASKING = {f: _unasking(f) for f in (MULTI_HEAD, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)}
+UNASKING = {
+    f: _unasking(f) for f in (MULTI_HEAD, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+}
 
 
 class _PerThread(threading.local):
@@ -55,7 +67,9 @@ class _PerThread(threading.local):
 
 
 class _Again:
-    """The mode active once more, with the length of another time. It can be entered again: retain_graph can make torch recompute twice."""
+    """The mode active once more, with the length of another time. It can be entered again: retain_graph can
+    make torch recompute twice.
+    """
 
     def __init__(self, mode, length):
         self.mode, self.length = mode, length
@@ -70,13 +84,16 @@ class _Again:
 
 
 class SequenceAttention(TorchFunctionMode):
-    """While active, F.scaled_dot_product_attention attends over the whole sequence that the ranks of ring x ulysses hold pieces of.
+    """While active, F.scaled_dot_product_attention attends over the whole sequence that the ranks of ring x
+    ulysses hold pieces of.
 
-    ring, ulysses: comm.Group, of one rank where unused. zigzag: the ring's cut (split.py); without effect in a ring of one.
-    length: the whole length of the sequence of the coming forward; the engine sets it. calls: how many attentions were computed so far.
+    ring, ulysses: comm.Group, of one rank where unused. zigzag: the ring's cut (split.py); without effect in
+    a ring of one.
+    length: the whole length of the sequence of the coming forward; set by the caller. calls: how many
+    attentions were computed so far.
 
-    Raises ValueError at an attention with a mask, dropout, keys of another length than the queries or pieces of another length than
-    split.lengths() says. q, k, v may be (B, H, T, D) or (H, T, D).
+    Raises ValueError at an attention with a mask, dropout, keys of another length than the queries or pieces
+    of another length than split.lengths() says. q, k, v may be (B, H, T, D) or (H, T, D).
     """
 
     def __init__(self, ring, ulysses, zigzag):
@@ -89,7 +106,8 @@ class SequenceAttention(TorchFunctionMode):
     def __torch_function__(self, func, classes, args=(), kwargs=None):
         kwargs = kwargs or {}
         if self._thread.inside:
-            return func(*args, **kwargs)  # active twice (see [Note: recomputation]): the outer one has done the work
+            # Active twice (see [Note: recomputation]): the outer one has done the work.
+            return func(*args, **kwargs)
         if func is ATTENTION:
             return self._attention(*args, **kwargs)
         if func is MULTI_HEAD and kwargs.get("need_weights", True):
@@ -100,22 +118,37 @@ class SequenceAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def context_fn(self):
-        """For torch.utils.checkpoint's argument of this name: (context of the forward, context of the recomputation)."""
+        """For torch.utils.checkpoint's argument of this name: (context of the forward, context of the
+        recomputation).
+        """
         return contextlib.nullcontext(), _Again(self, self.length)
 
     def _refuse(self, what):
-        ring, ulysses = (f"rank {group.rank}/{group.size} of {group.name}" for group in (self.ring, self.ulysses))
+        ring, ulysses = (
+            f"rank {group.rank}/{group.size} of {group.name}" for group in (self.ring, self.ulysses)
+        )
         raise ValueError(f"[{ring}, {ulysses}] scaled_dot_product_attention on a split sequence: {what}")
 
-    def _attention(self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
+    # signature of F.scaled_dot_product_attention
+    def _attention(
+        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
+    ):
         if attn_mask is not None:
-            self._refuse(f"attn_mask of shape {tuple(attn_mask.shape)} cannot be split; use is_causal=True or no mask")
+            self._refuse(
+                f"attn_mask of shape {tuple(attn_mask.shape)} cannot be split; use is_causal=True or no mask"
+            )
         if dropout_p:
             self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
         if self.length is None:
-            self._refuse("the length of the whole sequence is not known; set SequenceAttention.length before the forward")
+            self._refuse(
+                "the length of the whole sequence is not known; set SequenceAttention.length before the "
+                "forward"
+            )
         if query.dim() != key.dim() or query.dim() not in (3, 4):
-            self._refuse(f"query {tuple(query.shape)}, key {tuple(key.shape)}; both must be (batch, heads, T, D) or (heads, T, D)")
+            self._refuse(
+                f"query {tuple(query.shape)}, key {tuple(key.shape)}; both must be (batch, heads, T, D) or "
+                "(heads, T, D)"
+            )
         if query.shape[-3] != key.shape[-3] and not enable_gqa:
             self._refuse(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads; pass enable_gqa=True")
         if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:

@@ -1,33 +1,53 @@
-"""Attention of some queries to one block of keys, with what is needed to merge blocks exactly: the rows' log-sum-exp.
+"""Attention of some queries to one block of keys, with what is needed to merge blocks exactly: the rows'
+log-sum-exp.
 
 With S = scale * q k^T, over the keys of block b and over all keys:
 
     lse_b = log sum_b exp S        out_b = sum_b exp(S - lse_b) v
     lse   = log sum_b exp lse_b    out   = sum_b exp(lse_b - lse) out_b               forward: merge()
-    P_b   = exp(S - lse)           dv = P^T dout    dS = P * (dout v^T - delta)       backward, delta = rowsum(dout * out)
+    P_b   = exp(S - lse)           dv = P^T dout                                      backward;
+                                   dS = P * (dout v^T - delta)       delta = rowsum(dout * out)
                                    dq = scale dS k  dk = scale dS^T q
 
-The backward of a block needs out and lse of the whole row and no other block, so that blocks are recomputed one at a time. No exponent is
-ever positive but by rounding, whatever the size of the scores.
+The backward of a block needs out and lse of the whole row and no other block, so that blocks are recomputed
+one at a time. No exponent is ever positive but by rounding, whatever the size of the scores.
 
-Everything here is in the accumulation type: fp64 for fp64, else fp32; 16-bit inputs are widened block by block and rounded once at the end,
-since rounding each block's result (what fused kernels of one device do) makes an error that grows with the number of blocks.
+Everything here is in the accumulation type: fp64 for fp64, else fp32; 16-bit inputs are widened block by
+block and rounded once at the end, since rounding each block's result (what fused kernels of one device do)
+makes an error that grows with the number of blocks.
 
-Two kernels, chosen by what the tensors are: on CPU torch's flash kernel, which returns lse and does not write S to memory (1.8 times as
-fast as the other at 512 x 512, head size 64, one core), where the head sizes of q and v are equal; else plain matrix products, which hold
-S. The plain one takes STRIP query rows at a time, so that its memory grows with the keys and not with their square.
+Two kernels, chosen by what the tensors are: on CPU torch's flash kernel, which returns lse and does not write
+S to memory (1.8 times as fast as the other at 512 x 512, head size 64, one core), where the head sizes of q
+and v are equal; else plain matrix products, which hold S. The plain one takes STRIP query rows at a time, so
+that its memory grows with the keys and not with their square.
 
-What can go wrong: flash on CPU divides by zero on an empty tensor (a signal, not an error), so callers leave empty blocks out.
-Source: Dao et al., FlashAttention, 2022 (the gradient through lse); Milakov and Gimelshein 2018 (online softmax).
+What can go wrong: flash on CPU divides by zero on an empty tensor (a signal, not an error), so callers leave
+empty blocks out.
+Source: Dao et al., FlashAttention, 2022 (the gradient through lse); Milakov and Gimelshein 2018 (online
+softmax).
 """
+
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["backward", "forward", "merge", "wide_dtype"]
+__all__ = ["Rows", "backward", "forward", "merge", "wide_dtype"]
 
 STRIP = 1024  # query rows at a time in the plain kernel; not tuned on a device
 FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
 FLASH_BACKWARD = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu_backward", None)
+
+
+class Rows(NamedTuple):
+    """What backward needs of some query rows, in the accumulation type."""
+
+    q: torch.Tensor  # (B, Hq, Tq, D)
+    out: torch.Tensor  # (B, Hq, Tq, Dv), over all keys
+    lse: torch.Tensor  # (B, Hq, Tq), over all keys
+    dout: torch.Tensor  # gradient of out
+
+    def part(self, rows):
+        return Rows(*(x[:, :, rows] for x in self))
 
 
 def wide_dtype(dtype):
@@ -35,7 +55,12 @@ def wide_dtype(dtype):
 
 
 def _uses_flash(q, v):
-    return q.device.type == "cpu" and FLASH is not None and FLASH_BACKWARD is not None and q.shape[3] == v.shape[3]
+    return (
+        q.device.type == "cpu"
+        and FLASH is not None
+        and FLASH_BACKWARD is not None
+        and q.shape[3] == v.shape[3]
+    )
 
 
 def _strips(q, k, causal):
@@ -44,7 +69,11 @@ def _strips(q, k, causal):
     for start in range(0, rows, STRIP):
         stop = min(start + STRIP, rows)
         keys = stop if causal else k.shape[2]
-        hidden = torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).triu_(start + 1) if causal else None
+        hidden = (
+            torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).triu_(start + 1)
+            if causal
+            else None
+        )
         yield start, stop, keys, hidden
 
 
@@ -63,33 +92,37 @@ def _plain_forward(q, k, v, causal, scale):
     return out, lse
 
 
-def _plain_backward(dout, q, k, v, out, lse, causal, scale):
-    dq, dk, dv = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
-    for start, stop, keys, hidden in _strips(q, k, causal):
-        rows = slice(start, stop)
-        probabilities = _scores(q[:, :, rows], k[:, :, :keys], scale, hidden).sub_(lse[:, :, rows].unsqueeze(-1)).exp_()
-        dv[:, :, :keys] += torch.matmul(probabilities.mT, dout[:, :, rows])
-        delta = (dout[:, :, rows] * out[:, :, rows]).sum(-1, keepdim=True)
-        dscores = torch.matmul(dout[:, :, rows], v[:, :, :keys].mT).sub_(delta).mul_(probabilities).mul_(scale)
-        dq[:, :, rows] = torch.matmul(dscores, k[:, :, :keys])
-        dk[:, :, :keys] += torch.matmul(dscores.mT, q[:, :, rows])
+def _plain_backward(rows, k, v, causal, scale):
+    dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
+    for start, stop, keys, hidden in _strips(rows.q, k, causal):
+        q, out, lse, dout = rows.part(slice(start, stop))
+        probabilities = _scores(q, k[:, :, :keys], scale, hidden).sub_(lse.unsqueeze(-1)).exp_()
+        dv[:, :, :keys] += torch.matmul(probabilities.mT, dout)
+        delta = (dout * out).sum(-1, keepdim=True)
+        dscores = torch.matmul(dout, v[:, :, :keys].mT).sub_(delta).mul_(probabilities).mul_(scale)
+        dq[:, :, start:stop] = torch.matmul(dscores, k[:, :, :keys])
+        dk[:, :, :keys] += torch.matmul(dscores.mT, q)
     return dq, dk, dv
 
 
 def _fold(tensor, k_heads):
-    """(B, Hq, T, ...) -> (B, Hkv, Hq/Hkv * T, ...): the queries of one key head as rows of one matrix, so that k is not repeated."""
+    """(B, Hq, T, ...) -> (B, Hkv, Hq/Hkv * T, ...): the queries of one key head as rows of one matrix, so
+    that k is not repeated.
+    """
     return tensor.reshape(tensor.shape[0], k_heads, -1, *tensor.shape[3:])
 
 
 def forward(q, k, v, causal, scale):
-    """(out, lse) of one block. q: (B, Hq, Tq, D), k: (B, Hkv, Tk, D), v: (B, Hkv, Tk, Dv), not empty, in the accumulation type.
+    """(out, lse) of one block. q: (B, Hq, Tq, D), k: (B, Hkv, Tk, D), v: (B, Hkv, Tk, Dv), not empty, in the
+    accumulation type.
 
     causal: query i sees keys 0..i (then Tq = Tk), else all. out: (B, Hq, Tq, Dv), lse: (B, Hq, Tq).
     """
     shape, k_heads = q.shape[:3], k.shape[1]
     shared = shape[1] // k_heads
     if shared > 1 and causal:
-        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)  # folded rows would have no triangular mask
+        # Folded rows would have no triangular mask.
+        k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
         q = _fold(q, k_heads)
     if _uses_flash(q, v):
@@ -99,21 +132,22 @@ def forward(q, k, v, causal, scale):
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def backward(dout, q, k, v, out, lse, causal, scale):
-    """(dq, dk, dv) that come from one block; shapes as in forward(), out and lse of the whole rows."""
-    shape, k_shape, v_shape = q.shape, k.shape, v.shape
-    shared = shape[1] // k_shape[1]
+def backward(rows, k, v, causal, scale):
+    """(dq, dk, dv) that come from one block; rows: Rows, k, v: as in forward()."""
+    q_shape, k_shape, v_shape = rows.q.shape, k.shape, v.shape
+    shared = q_shape[1] // k_shape[1]
     if shared > 1 and causal:
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
-        dout, q, out, lse = (_fold(x, k_shape[1]) for x in (dout, q, out, lse))
-    if _uses_flash(q, v):
+        rows = Rows(*(_fold(x, k_shape[1]) for x in rows))
+    if _uses_flash(rows.q, v):
+        q, out, lse, dout = rows
         dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
-        dq, dk, dv = _plain_backward(dout, q, k, v, out, lse, causal, scale)
+        dq, dk, dv = _plain_backward(rows, k, v, causal, scale)
     if shared > 1 and causal:
         dk, dv = (x.unflatten(1, (k_shape[1], shared)).sum(2) for x in (dk, dv))
-    return dq.reshape(shape), dk.reshape(k_shape), dv.reshape(v_shape)
+    return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(v_shape)
 
 
 def merge(out, lse, part, part_lse):

@@ -1,36 +1,41 @@
-"""Ring attention: every rank keeps its queries while the blocks of keys and values travel around the ring; the softmax is merged on the
-way.
+"""Ring attention: every rank keeps its queries while the blocks of keys and values travel around the ring;
+the softmax is merged on the way.
 
-    step            rank 0        rank 1        rank 2        rank 3
-      0 (own)       kv 0          kv 1          kv 2          kv 3         each block goes to the next rank while attention to it is
-      1             kv 3          kv 0          kv 1          kv 2         computed: isend and irecv are posted before the compute
-      2             kv 2          kv 3          kv 0          kv 1         and waited for after it
-      3             kv 1          kv 2          kv 3          kv 0
+    step       rank 0    rank 1    rank 2    rank 3
+    0 (own)    kv 0      kv 1      kv 2      kv 3      each block goes to the next rank while attention to it
+    1          kv 3      kv 0      kv 1      kv 2      is computed: isend and irecv are posted before the
+    2          kv 2      kv 3      kv 0      kv 1      compute and waited for after it
+    3          kv 1      kv 2      kv 3      kv 0
 
-Causal, zigzag (split.py): rank r holds chunks r and 2R-1-r. Which chunks of the queries (rows) see which of the keys, R = 2:
+Causal, zigzag (split.py): rank r holds chunks r and 2R-1-r. Which chunks of the queries (rows) see which of
+the keys, R = 2:
 
     own block, rank 0     block of an earlier rank (1 <- 0)     block of a later rank (0 <- 1)
            k0  k3                k0  k3                                k1  k2
       q0    \\   .            q1   #   .     all queries,          q0    .   .     late half of the queries,
       q3    #   \\            q2   #   .     early half of keys    q3    #   #     all keys
 
-# is a full square, \\ a triangle, . nothing. Positions increase along the local piece, so the own block is one plain causal call, and
-every other is one full rectangle of two chunk squares: no mask is made, and all ranks do equal work in each step. tiles() finds these from
-the positions alone, for all lengths, uneven chunks and contiguous pieces (there the first rank idles in all steps but one).
+# is a full square, \\ a triangle, . nothing. Positions increase along the local piece, so the own block is
+one plain causal call, and every other is one full rectangle of two chunk squares: no mask is made, and all
+ranks do equal work in each step. tiles() finds these from the positions alone, for all lengths, uneven chunks
+and contiguous pieces (there the first rank idles in all steps but one).
 
-Backward goes around again: blocks are recomputed from lse (block.py), dq stays, and the gradients of a block follow it one step behind,
-each rank adding its own, until they come home; the owner adds its own part last. The order of every sum is fixed: the bits are the same in
-each run.
+Backward goes around again: blocks are recomputed from lse (block.py), dq stays, and the gradients of a block
+follow it one step behind, each rank adding its own, until they come home; the owner adds its own part last.
+The order of every sum is fixed: the bits are the same in each run.
 
-Cost per rank, n elements in k and v of a piece, R ranks: forward R-1 sends of n; backward R-1 sends of n and R-1 of n gradients in the
-accumulation type (fp32 for 16-bit inputs). With GQA n counts key heads only. Memory: own piece, two blocks on the way, no full sequence.
+Cost per rank, n elements in k and v of a piece, R ranks: forward R-1 sends of n; backward R-1 sends of n and
+R-1 of n gradients in the accumulation type (fp32 for 16-bit inputs). With GQA n counts key heads only.
+Memory: own piece, two blocks on the way, no full sequence.
 
-Deadlock. A send waits for its recv (docs/decisions/0004), and NCCL runs what two ranks post to each other in order: so even ranks post the
-send first and odd ranks the recv. Empty messages are not sent, and both sides know the lengths.
+Deadlock. A send waits for its recv (docs/decisions/0004), and NCCL runs what two ranks post to each other in
+order: so even ranks post the send first and odd ranks the recv. Empty messages are not sent, and both sides
+know the lengths.
 
-What can go wrong: pieces cut by another rule than split.py's give wrong masks; lengths are checked, contents cannot be.
-Source: Liu et al., Ring Attention, 2023; zigzag: see split.py; Brandon et al., Striped Attention, 2023, is the alternative: it balances as
-well but every block then needs a triangular mask.
+What can go wrong: pieces cut by another rule than split.py's give wrong masks; lengths are checked, contents
+cannot be.
+Source: Liu et al., Ring Attention, 2023; zigzag: see split.py; Brandon et al., Striped Attention, 2023, is
+the alternative: it balances as well but every block then needs a triangular mask.
 """
 
 import math
@@ -39,7 +44,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import block, split
 from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
 
@@ -47,7 +52,9 @@ __all__ = ["ring_attention", "ring_ulysses_attention"]
 
 
 class Tile(NamedTuple):
-    """Local query rows start..stop see the local keys 0..keys of a block; causal: row start+i only keys 0..i."""
+    """Local query rows start..stop see the local keys 0..keys of a block; causal: row start+i only
+    keys 0..i.
+    """
 
     start: int
     stop: int
@@ -56,7 +63,9 @@ class Tile(NamedTuple):
 
 
 def tiles(q_spans, k_spans, causal):
-    """What must be computed of a block: a list of Tile, none of them empty. Spans of two ranks are equal or disjoint."""
+    """What must be computed of a block: a list of Tile, none of them empty. Spans of two ranks are equal or
+    disjoint.
+    """
     rows, keys = (sum(stop - start for start, stop in spans) for spans in (q_spans, k_spans))
     if not rows or not keys:
         return []
@@ -73,7 +82,7 @@ def tiles(q_spans, k_spans, causal):
     return out
 
 
-class _Plan(NamedTuple):
+class _RingSpec(NamedTuple):
     """spans: of every ring rank."""
 
     group: comm.Group
@@ -112,7 +121,9 @@ def _unpack(flat, k, v, length):
 
 
 def _pass_on(flat, count, group):
-    """Starts to send `flat` to the next rank and to receive `count` elements from the one before. Returns (works, what will have come)."""
+    """Starts to send `flat` to the next rank and to receive `count` elements from the one before. Returns
+    (works, what will have come).
+    """
     incoming = flat.new_empty(count)
     works = []
     for sends in (True, False) if group.rank % 2 == 0 else (False, True):
@@ -128,52 +139,57 @@ def _wait(works):
         work.wait()
 
 
-def _blocks(k, v, plan):
+def _blocks(k, v, spec):
     """Yields (source, flat block) of every step; the next block travels between one yield and the next."""
     flat = _pack(k, v)
-    for step in range(plan.group.size):
+    for step in range(spec.group.size):
         works, incoming = (), None
-        if step + 1 < plan.group.size:
-            works, incoming = _pass_on(flat, _width(k, v) * plan.length(plan.source(step + 1)), plan.group)
-        yield plan.source(step), flat
+        if step + 1 < spec.group.size:
+            works, incoming = _pass_on(flat, _width(k, v) * spec.length(spec.source(step + 1)), spec.group)
+        yield spec.source(step), flat
         _wait(works)
         flat = incoming
 
 
-def _forward(q, k, v, plan):
+def _forward(q, k, v, spec):
     """(out, lse) in the accumulation type."""
     wide = block.wide_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     lse = q.new_zeros(q.shape[:3], dtype=wide)
     queries = q.to(wide)
-    for source, flat in _blocks(k, v, plan):
-        k_block, v_block = _unpack(flat, k, v, plan.length(source))
-        for tile in plan.tiles(source) if q.numel() else ():
+    for source, flat in _blocks(k, v, spec):
+        k_block, v_block = _unpack(flat, k, v, spec.length(source))
+        for tile in spec.tiles(source) if q.numel() else ():
             rows, keys = slice(tile.start, tile.stop), slice(tile.keys)
-            part = block.forward(queries[:, :, rows], k_block[:, :, keys].to(wide), v_block[:, :, keys].to(wide), tile.causal, plan.scale)
-            if source == plan.group.rank:  # the first, and it covers all rows
+            part = block.forward(
+                queries[:, :, rows],
+                k_block[:, :, keys].to(wide),
+                v_block[:, :, keys].to(wide),
+                tile.causal,
+                spec.scale,
+            )
+            if source == spec.group.rank:  # the first, and it covers all rows
                 out, lse = part
             else:
                 block.merge(out[:, :, rows], lse[:, :, rows], *part)
     return out, lse
 
 
-def _backward(dout, q, k, v, out, lse, plan):
-    """(dq, dk, dv) in the accumulation type."""
-    wide, group = block.wide_dtype(q.dtype), plan.group
-    dq, own = torch.zeros_like(q, dtype=wide), None
-    queries, dout = q.to(wide), dout.to(wide).contiguous()
+def _backward(rows, k, v, spec):
+    """(dq, dk, dv) in the accumulation type. rows: block.Rows, all of this rank."""
+    wide, group = rows.q.dtype, spec.group
+    dq, own = torch.zeros_like(rows.q), None
     works, incoming = (), None
-    for step, (source, flat) in enumerate(_blocks(k, v, plan)):
-        k_block, v_block = _unpack(flat, k, v, plan.length(source))
+    for step, (source, flat) in enumerate(_blocks(k, v, spec)):
+        k_block, v_block = _unpack(flat, k, v, spec.length(source))
         grads = torch.zeros_like(flat, dtype=wide)
-        dk_block, dv_block = _unpack(grads, k, v, plan.length(source))
-        for tile in plan.tiles(source) if q.numel() else ():
-            rows, keys = slice(tile.start, tile.stop), slice(tile.keys)
-            block_in = queries[:, :, rows], k_block[:, :, keys].to(wide), v_block[:, :, keys].to(wide)
-            row_out, row_lse = out[:, :, rows], lse[:, :, rows]
-            part = block.backward(dout[:, :, rows], *block_in, row_out, row_lse, tile.causal, plan.scale)
-            for total, piece in zip((dq[:, :, rows], dk_block[:, :, keys], dv_block[:, :, keys]), part, strict=True):
+        dk_block, dv_block = _unpack(grads, k, v, spec.length(source))
+        for tile in spec.tiles(source) if rows.q.numel() else ():
+            here, keys = slice(tile.start, tile.stop), slice(tile.keys)
+            kv = k_block[:, :, keys].to(wide), v_block[:, :, keys].to(wide)
+            part = block.backward(rows.part(here), *kv, tile.causal, spec.scale)
+            totals = dq[:, :, here], dk_block[:, :, keys], dv_block[:, :, keys]
+            for total, piece in zip(totals, part, strict=True):
                 total += piece
         if step == 0:
             own = grads
@@ -182,7 +198,7 @@ def _backward(dout, q, k, v, out, lse, plan):
         if incoming is not None:
             grads += incoming
         outgoing = grads
-        works, incoming = _pass_on(outgoing, _width(k, v) * plan.length(plan.source(step + 1)), group)
+        works, incoming = _pass_on(outgoing, _width(k, v) * spec.length(spec.source(step + 1)), group)
     _wait(works)
     if incoming is not None:
         own += incoming
@@ -191,32 +207,39 @@ def _backward(dout, q, k, v, out, lse, plan):
 
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, plan):
+    def forward(ctx, q, k, v, spec):
         with torch.autocast(q.device.type, enabled=False):  # the products here are in the accumulation type
-            out, lse = _forward(q, k, v, plan)
-        # the last one makes this differ from what torch's own attention saves, so that a checkpoint recomputed with that one is an error
+            out, lse = _forward(q, k, v, spec)
+        # the last one makes this differ from what torch's own attention saves, so that a checkpoint
+        # recomputed with that one is an error
         ctx.save_for_backward(q, k, v, out, lse, q.new_empty(0))
-        ctx.plan = plan
+        ctx.spec = spec
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
         q, k, v, out, lse, _ = ctx.saved_tensors
+        wide = block.wide_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
-            grads = _backward(dout, q, k, v, out, lse, ctx.plan)
+            rows = block.Rows(q.to(wide), out, lse, dout.to(wide).contiguous())
+            grads = _backward(rows, k, v, ctx.spec)
         return *(grad.to(q.dtype) for grad in grads), None
 
 
 def ring_attention(q, k, v, group=None, *, is_causal=False, scale=None, zigzag=None, length=None):
-    """Attention over the sequence whose pieces the ranks of `group` hold, as split.positions(length, group, one rank, zigzag) says.
+    """Attention over the sequence whose pieces the ranks of `group` hold, as split.positions(length, group,
+    one rank, zigzag) says.
 
-    q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a multiple of Hkv; B, heads and D
-    equal on all ranks. Returns (B, Hq, T_local, Dv). Collective on the group; so is its backward.
+    q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a
+    multiple of Hkv; B, heads and D equal on all ranks. Returns (B, Hq, T_local, Dv). Collective on the group;
+    so is its backward.
     group: comm.Group, process group or None (default group). scale: of the scores, 1/sqrt(D) by default.
     zigzag: how the pieces are cut; by default as is_causal, since only a causal mask needs the balance.
-    length: of the whole sequence; without it one all_gather of 8 bytes asks for the pieces, and the host waits.
-    ValueError: shapes or dtypes that do not fit, pieces of other lengths than split.py gives. Source: Liu et al. 2023.
+    length: of the whole sequence; without it one all_gather of 8 bytes asks for the pieces, and the host
+    waits.
+    ValueError: shapes or dtypes that do not fit, pieces of other lengths than split.py gives. Source: Liu et
+    al. 2023.
     """
     group = comm.as_group(group, "ring")
     zigzag = is_causal if zigzag is None else zigzag
@@ -227,19 +250,30 @@ def ring_attention(q, k, v, group=None, *, is_causal=False, scale=None, zigzag=N
         expected = [row[0] for row in split.lengths(length, group, comm.ALONE, zigzag)]
         if sizes != expected:
             who = f"[rank {group.rank}/{group.size} of {group.name}] ring_attention"
-            way = "contiguous pieces" if not zigzag else "zigzag=False, or pieces as sequence.positions(..., zigzag=True) gives them"
-            raise ValueError(f"{who}: the ranks hold {sizes} positions, a sequence of {length} is cut into {expected}; use {way}")
+            way = (
+                "contiguous pieces"
+                if not zigzag
+                else "zigzag=False, or pieces as sequence.positions(..., zigzag=True) gives them"
+            )
+            raise ValueError(
+                f"{who}: the ranks hold {sizes} positions, a sequence of {length} is cut into {expected}; "
+                f"use {way}"
+            )
     split.check_pieces(q, k, v, group, split.local_length(length, group, comm.ALONE, zigzag))
     spans = tuple(split.ring_spans(length, group.size, rank, zigzag) for rank in range(group.size))
-    plan = _Plan(group, spans, is_causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
-    return _Ring.apply(q, k, v, plan)
+    spec = _RingSpec(group, spans, is_causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    return _Ring.apply(q, k, v, spec)
 
 
-def ring_ulysses_attention(q, k, v, ring=None, ulysses=None, *, is_causal=False, scale=None, zigzag=None, length=None):
-    """Attention over a sequence cut over ring x ulysses (split.positions): all-to-all inside `ulysses`, blocks around `ring`.
+def ring_ulysses_attention(
+    q, k, v, ring=None, ulysses=None, *, is_causal=False, scale=None, zigzag=None, length=None
+):
+    """Attention over a sequence cut over ring x ulysses (split.positions): all-to-all inside `ulysses`,
+    blocks around `ring`.
 
-    Arguments, result and errors as in ring_attention; a group of None is this rank alone. In a ring of one, zigzag is without effect.
-    The ulysses group should be the one with the faster links: its volume does not hide behind compute.
+    Arguments, result and errors as in ring_attention; a group of None is this rank alone. In a ring of one,
+    zigzag is without effect. The ulysses group should be the one with the faster links: its volume does not
+    hide behind compute.
     Source: Fang and Zhao, USP, 2024.
     """
     ring = comm.ALONE if ring is None else comm.as_group(ring, "ring")

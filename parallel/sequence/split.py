@@ -1,23 +1,26 @@
-"""Which positions of a sequence each rank of ring x ulysses holds: arithmetic that every rank can do for every other, without
-communication.
+"""Which positions of a sequence each rank of ring x ulysses holds: arithmetic that every rank can do for
+every other, without communication.
 
-The ring is outer. Under a causal mask a later query sees more keys, so contiguous pieces would give the last ring rank nearly all the work.
-Zigzag cuts the sequence into 2R chunks and gives rank r the chunks r and 2R-1-r: an early and a late one, in this order.
+The ring is outer. Under a causal mask a later query sees more keys, so contiguous pieces would give the last
+ring rank nearly all the work. Zigzag cuts the sequence into 2R chunks and gives rank r the chunks r and
+2R-1-r: an early and a late one, in this order.
 
     length 23, ring 2 (zigzag), ulysses 2          chunks of 6, 6, 6, 5 positions
 
     chunk              0                 1                 2                3
     positions          0 1 2 3 4 5       6 7 8 9 10 11     12 .. 17         18 19 20 21 22
     ring rank          0                 1                 1                0
-    held by ring 0     0 1 2 3 4 5 18 19 20 21 22          -> ulysses 0: 0 1 2 3 4 5    ulysses 1: 18 19 20 21 22
-    held by ring 1     6 7 .. 17                           -> ulysses 0: 6 .. 11        ulysses 1: 12 .. 17
+    held by ring 0     0 1 2 3 4 5 18 19 20 21 22      ulysses 0: 0 1 2 3 4 5    ulysses 1: 18 19 20 21 22
+    held by ring 1     6 7 .. 17                       ulysses 0: 6 .. 11        ulysses 1: 12 .. 17
 
-A ring rank's positions, in order, are then cut contiguously over ulysses: when the Ulysses all-to-all joins the pieces again, they come out
-in increasing order, and a causal mask inside one ring rank is the plain one. All cuts are comm.even_sizes: no length has to divide, and
-when there are fewer positions than ranks some ranks hold none.
+A ring rank's positions, in order, are then cut contiguously over ulysses: when the Ulysses all-to-all joins
+the pieces again, they come out in increasing order, and a causal mask inside one ring rank is the plain one.
+All cuts are comm.even_sizes: no length has to divide, and when there are fewer positions than ranks some
+ranks hold none.
 
-Positions are kept as spans, pairs (start, stop) in increasing order; a rank has at most two. Cost: no bytes. What can go wrong: a tensor
-whose piece was cut by another rule, which check_pieces() turns into an error. Source: zigzag is Zhu, ring-flash-attention, 2024 (its issue
+Positions are kept as spans, pairs (start, stop) in increasing order; a rank has at most two. Cost: no bytes.
+What can go wrong: a tensor whose piece was cut by another rule, which check_pieces() turns into an error.
+Source: zigzag is Zhu, ring-flash-attention, 2024 (its issue
 2), also in Llama 3 (Dubey et al. 2024, 3.3.2); ring over Ulysses is Fang and Zhao, USP, 2024.
 """
 
@@ -25,9 +28,18 @@ import itertools
 
 import torch
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 
-__all__ = ["cut", "exchange_lengths", "lengths", "local_length", "positions", "ring_spans", "spans", "ulysses_sizes"]
+__all__ = [
+    "cut",
+    "exchange_lengths",
+    "lengths",
+    "local_length",
+    "positions",
+    "ring_spans",
+    "spans",
+    "ulysses_sizes",
+]
 
 
 def _cut_spans(spans_, start, stop):
@@ -46,7 +58,9 @@ def _total(spans_):
 
 
 def ring_spans(length, size, rank, zigzag):
-    """Spans of rank `rank` of a ring of `size`: a tuple of (start, stop), increasing, none empty, adjacent ones joined."""
+    """Spans of rank `rank` of a ring of `size`: a tuple of (start, stop), increasing, none empty, adjacent
+    ones joined.
+    """
     chunks = comm.even_sizes(length, 2 * size if zigzag else size)
     edges = [0, *itertools.accumulate(chunks)]
     held = [rank, 2 * size - 1 - rank] if zigzag else [rank]
@@ -61,7 +75,9 @@ def ring_spans(length, size, rank, zigzag):
 
 
 def ulysses_sizes(length, ring, ulysses, zigzag, ring_rank=None):
-    """How many positions each ulysses rank holds in ring rank `ring_rank` (this rank's own by default): a list of ulysses.size."""
+    """How many positions each ulysses rank holds in ring rank `ring_rank` (this rank's own by default): a
+    list of ulysses.size.
+    """
     ring_rank = ring.rank if ring_rank is None else ring_rank
     return comm.even_sizes(_total(ring_spans(length, ring.size, ring_rank, zigzag)), ulysses.size)
 
@@ -75,8 +91,10 @@ def spans(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None):
     return _cut_spans(ring_spans(length, ring.size, ring_rank, zigzag), start, start + sizes[ulysses_rank])
 
 
-def positions(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None, device=None):
-    """Positions in the full sequence that a rank (by default this one) holds, in local order: int64, (local length,)."""
+def positions(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None, *, device=None):
+    """Positions in the full sequence that a rank (by default this one) holds, in local order: int64, (local
+    length,).
+    """
     held = spans(length, ring, ulysses, zigzag, ring_rank, ulysses_rank)
     return torch.cat([torch.arange(*span, device=device) for span in held or ((0, 0),)])
 
@@ -93,13 +111,17 @@ def lengths(length, ring, ulysses, zigzag):
 
 
 def cut(tensor, dim, held):
-    """The part of a full tensor at the spans `held` along `dim`: a view where there is one span, else a copy. Differentiable."""
+    """The part of a full tensor at the spans `held` along `dim`: a view where there is one span, else a copy.
+    Differentiable.
+    """
     pieces = [tensor.narrow(dim, start, stop - start) for start, stop in held or ((0, 0),)]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
 def exchange_lengths(local, group, device):
-    """The number `local` of every rank of the group, as a list. Collective: one all_gather of 8 bytes, and the host waits for it."""
+    """The number `local` of every rank of the group, as a list. Collective: one all_gather of 8 bytes, and
+    the host waits for it.
+    """
     if group.size == 1:
         return [local]
     out = torch.empty(group.size, dtype=torch.int64, device=device)
@@ -108,7 +130,8 @@ def exchange_lengths(local, group, device):
 
 
 def check_pieces(q, k, v, group, local=None):
-    """ValueError unless q, k, v are what a sequence-parallel attention takes; local: length that this rank must hold, None for any.
+    """ValueError unless q, k, v are what a sequence-parallel attention takes; local: length that this rank
+    must hold, None for any.
 
     q: (B, Hq, T, D), k: (B, Hkv, T, D), v: (B, Hkv, T, Dv) of one dtype, Hq a multiple of Hkv.
     """
@@ -117,12 +140,20 @@ def check_pieces(q, k, v, group, local=None):
     if not q.dim() == k.dim() == v.dim() == 4:
         raise ValueError(f"{who}: {shapes}; all must be (batch, heads, local length, head size)")
     if q.shape[2] != k.shape[2] or k.shape[2] != v.shape[2]:
-        raise ValueError(f"{who}: {shapes}; query and key lengths differ; cross-attention and key caches cannot be split")
+        raise ValueError(
+            f"{who}: {shapes}; query and key lengths differ; cross-attention and key caches cannot be split"
+        )
     if q.shape[0] != k.shape[0] or k.shape[:2] != v.shape[:2] or q.shape[3] != k.shape[3]:
         raise ValueError(f"{who}: {shapes}; batch, key heads and head size must agree")
     if not k.shape[1] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{who}: {q.shape[1]} query heads and {k.shape[1]} key heads; the first must be a multiple of the second")
+        raise ValueError(
+            f"{who}: {q.shape[1]} query heads and {k.shape[1]} key heads; the first must be a multiple of "
+            "the second"
+        )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"{who}: q is {q.dtype}, k {k.dtype}, v {v.dtype}; they must have one dtype")
     if local is not None and q.shape[2] != local:
-        raise ValueError(f"{who}: this rank has {q.shape[2]} positions, sequence.lengths() says {local}; cut with sequence.cut()")
+        raise ValueError(
+            f"{who}: this rank has {q.shape[2]} positions, sequence.lengths() says {local}; cut with "
+            "sequence.cut()"
+        )

@@ -1,5 +1,5 @@
-"""Ulysses attention: an all-to-all turns "all heads, my positions" into "my heads, all positions", attention runs as on one rank, and a
-second all-to-all turns the result back.
+"""Ulysses attention: an all-to-all turns "all heads, my positions" into "my heads, all positions", attention
+runs as on one rank, and a second all-to-all turns the result back.
 
     4 heads, 2 ranks             rank 0          rank 1                        rank 0          rank 1
                             positions 0..3   positions 4..7               positions 0..7   positions 0..7
@@ -8,21 +8,24 @@ second all-to-all turns the result back.
               head 2             e                f      <- to_sequence --                      e f
               head 3             g                h                                             g h
 
-Order. forward: to_heads(q, k, v), attention, to_sequence(out); backward: to_heads(grad of out), attention's backward, to_sequence(grads of
-q, k, v). q, k and v travel in one call: it carries the bytes of three and costs one latency, and the copies that bring a rank's rows
-together are needed either way.
+Order. forward: to_heads(q, k, v), attention, to_sequence(out); backward: to_heads(grad of out), attention's
+backward, to_sequence(grads of q, k, v). q, k and v travel in one call: it carries the bytes of three and
+costs one latency, and the copies that bring a rank's rows together are needed either way.
 
-Cost. N tokens in all, h = heads * head size, P ranks: each of q, k, v, out is N*h/P elements on a rank, of which (P-1)/P go to others: in
-total 4 N h/P (P-1)/P forward and the same backward, in 2 calls each. The volume shrinks with P, where the all-gather of Megatron's sequence
-parallelism does not.
+Cost. N tokens in all, h = heads * head size, P ranks: each of q, k, v, out is N*h/P elements on a rank, of
+which (P-1)/P go to others: in total 4 N h/P (P-1)/P forward and the same backward, in 2 calls each. The
+volume shrinks with P, where the all-gather of Megatron's sequence parallelism does not.
 
-Heads that do not divide. Query heads are cut by comm.even_sizes; with fewer heads than ranks some ranks compute none and only take part in
-the exchanges. A rank gets the key heads that its query heads use: when several ranks use one key head it is sent to each of them (this adds
-bytes), and to_sequence sums its gradients, in order of rank, 16-bit types in fp32.
+Heads that do not divide. Query heads are cut by comm.even_sizes; with fewer heads than ranks some ranks
+compute none and only take part in the exchanges. A rank gets the key heads that its query heads use: when
+several ranks use one key head it is sent to each of them (this adds bytes), and to_sequence sums its
+gradients, in order of rank, 16-bit types in fp32.
 
-    6 query heads, 2 key heads, 4 ranks     rank 0: q 0 1, k 0     rank 1: q 2 3, k 0 1     rank 2: q 4, k 1     rank 3: q 5, k 1
+    6 query heads, 2 key heads, 4 ranks
+    rank 0: q 0 1, k 0     rank 1: q 2 3, k 0 1     rank 2: q 4, k 1     rank 3: q 5, k 1
 
-What can go wrong: ranks that disagree about the lengths of the pieces; so they are exchanged unless the caller knows them (`sizes`).
+What can go wrong: ranks that disagree about the lengths of the pieces; so they are exchanged unless the
+caller knows them (`sizes`).
 Source: Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
@@ -32,14 +35,16 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import split
 
 __all__ = ["ulysses_attention"]
 
 
 class _Cut(NamedTuple):
-    """sizes: positions of each rank; heads: for each tensor that travels, the (start, stop) of the heads of each rank."""
+    """sizes: positions of each rank; heads: for each tensor that travels, the (start, stop) of the heads of
+    each rank.
+    """
 
     group: comm.Group
     sizes: list
@@ -64,10 +69,15 @@ def _views(flat, shapes):
 
 
 def _head_shapes(tensors, cut):
-    """Shapes of what rank r's heads have at this rank's positions, for all r, and of what this rank's heads have at theirs."""
+    """Shapes of what rank r's heads have at this rank's positions, for all r, and of what this rank's heads
+    have at theirs.
+    """
 
     def shapes(ranges, size):
-        return [(t.shape[0], stop - start, size, t.shape[3]) for t, (start, stop) in zip(tensors, ranges, strict=True)]
+        return [
+            (t.shape[0], stop - start, size, t.shape[3])
+            for t, (start, stop) in zip(tensors, ranges, strict=True)
+        ]
 
     away = [shapes(ranges, cut.sizes[cut.group.rank]) for ranges in zip(*cut.heads, strict=True)]
     here = [shapes([ranges[cut.group.rank] for ranges in cut.heads], size) for size in cut.sizes]
@@ -134,9 +144,10 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToSequence(torch.autograd.Function):
-    """[Note: checkpoints in step] torch.utils.checkpoint recomputes when the first saved tensor is asked for and stops when the last is
-    back. Ranks without heads save nothing in attention, so that they would do either at another place than the others, and one rank's
-    forward exchange would meet another's backward. An empty tensor saved here and asked for before the exchange keeps all ranks in step.
+    """[Note: checkpoints in step] torch.utils.checkpoint recomputes when the first saved tensor is asked for
+    and stops when the last is back. Ranks without heads save nothing in attention, so that they would do
+    either at another place than the others, and one rank's forward exchange would meet another's backward. An
+    empty tensor saved here and asked for before the exchange keeps all ranks in step.
     """
 
     @staticmethod
@@ -153,17 +164,25 @@ class _ToSequence(torch.autograd.Function):
 
 
 def _repeat(tensor, repeats):
-    """Head i of dim 1, repeats[i] times. By cat, whose gradient is summed in a fixed order on every device."""
-    return torch.cat([tensor[:, i : i + 1].expand(-1, count, -1, -1) for i, count in enumerate(repeats)], dim=1)
+    """Head i of dim 1, repeats[i] times. By cat, whose gradient is summed in a fixed order on every
+    device.
+    """
+    return torch.cat(
+        [tensor[:, i : i + 1].expand(-1, count, -1, -1) for i, count in enumerate(repeats)], dim=1
+    )
 
 
 def nothing(q, k, v):
-    """The result for no heads or no positions, joined to the graph: this rank must take part in backward's exchanges too."""
+    """The result for no heads or no positions, joined to the graph: this rank must take part in backward's
+    exchanges too.
+    """
     return q.new_zeros((*q.shape[:3], v.shape[3])) + (q.sum() + k.sum() + v.sum())
 
 
 def through_heads(q, k, v, group, kernel, sizes):
-    """kernel(q, k, v, enable_gqa=) on this rank's heads and the positions of all ranks of the group, in order of rank; sizes: of each."""
+    """kernel(q, k, v, enable_gqa=) on this rank's heads and the positions of all ranks of the group, in order
+    of rank; sizes: of each.
+    """
     q_ranges, k_ranges = _head_ranges(q.shape[1], k.shape[1], group.size)
     shared = q.shape[1] // k.shape[1]
     used = [head // shared for head in range(*q_ranges[group.rank])]
@@ -183,10 +202,12 @@ def through_heads(q, k, v, group, kernel, sizes):
 def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, attention=None, sizes=None):
     """Attention over the sequence whose contiguous pieces the ranks of `group` hold, in order of rank.
 
-    q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a multiple of Hkv; B, heads and D
-    equal on all ranks, T_local free. Returns (B, Hq, T_local, Dv). Collective on the group; so is its backward.
+    q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a
+    multiple of Hkv; B, heads and D equal on all ranks, T_local free. Returns (B, Hq, T_local, Dv). Collective
+    on the group; so is its backward.
     group: comm.Group, process group or None (default group). scale: of the scores, 1/sqrt(D) by default.
-    attention: function (q, k, v, is_causal=, scale=, enable_gqa=) for whole sequences, by default F.scaled_dot_product_attention.
+    attention: function (q, k, v, is_causal=, scale=, enable_gqa=) for whole sequences, by default
+    F.scaled_dot_product_attention.
     sizes: T_local of every rank; without it one all_gather of 8 bytes asks for them, and the host waits.
     ValueError: shapes or dtypes that do not fit. Source: Jacobs et al. 2023; the head cut is described above.
     """
@@ -196,6 +217,10 @@ def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, atten
     sizes = split.exchange_lengths(q.shape[2], group, q.device) if sizes is None else sizes
 
     def whole(q, k, v, enable_gqa):
-        return attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa) if q.shape[2] else nothing(q, k, v)
+        return (
+            attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
+            if q.shape[2]
+            else nothing(q, k, v)
+        )
 
     return through_heads(q, k, v, group, whole, sizes)

@@ -1,15 +1,19 @@
-"""Mean cross-entropy over the targets that count, from whole logits or from logits that are cut by vocabulary.
+"""Mean cross-entropy over the targets that count, from whole logits or from logits that are cut by
+vocabulary.
 
-    loss = mean over t of  log(sum_v exp(x_tv)) - x_t,target         gradient of x_tv = (softmax_tv - [v = target_t]) / count
+    loss = mean over t of  log(sum_v exp(x_tv)) - x_t,target
+    gradient of x_tv = (softmax_tv - [v = target_t]) / count
 
-A column-parallel head may leave its output cut: rank r has the columns [start, stop). Then three numbers per token cross ranks instead of
-V:
+A column-parallel head may leave its output cut: rank r has the columns [start, stop). Then three numbers per
+token cross ranks instead of V:
 
     all_reduce MAX    m_t = max_v x_tv                                  N numbers
-    all_reduce SUM    sum_v exp(x_tv - m_t), and x_t,target - m_t       2N numbers, from the rank that has the target's column; else 0
+    all_reduce SUM    sum_v exp(x_tv - m_t), and x_t,target - m_t       2N numbers; the second is 0 but on the
+                                                                        rank with the target's column
 
-Backward needs nothing from others. Only the logits and one number per token are kept for it. Whether logits are cut cannot be told from
-their size, so the head marks its output (attribute `vocab_shard`); any operation on it loses the mark, which `head` detects.
+Backward needs nothing from others. Only the logits and one number per token are kept for it. Whether logits
+are cut cannot be told from their size, so the head marks its output (attribute `vocab_shard`); any operation
+on it loses the mark, which `head` detects.
 Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """
 
@@ -17,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 
 __all__ = ["cross_entropy"]
 
@@ -54,26 +58,40 @@ class _ShardedSum(torch.autograd.Function):
 
 
 def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
-    """The mean over targets != ignore_index, as torch.nn.functional.cross_entropy gives it; 0 with zero gradient where no target counts.
+    """The mean over targets != ignore_index, as torch.nn.functional.cross_entropy gives it; 0 with zero
+    gradient where no target counts.
 
-    logits: (..., V) floating point, or (..., V_local) as a column-parallel head left them; targets: (...) integers, the same on all ranks.
-    head: the object `TensorParallel.head`, to detect cut logits that were changed after the head. Raises ValueError for those, for shapes
-    that do not fit, and (on CPU) for targets outside of the vocabulary. All ranks of tp call it, and get the same value.
+    logits: (..., V) floating point, or (..., V_local) as a column-parallel head left them; targets: (...)
+    integers, the same on all ranks.
+    head: the object `TensorParallel.head`, to detect cut logits that were changed after the head. Raises
+    ValueError for those, for shapes that do not fit, and (on CPU) for targets outside of the vocabulary. All
+    ranks of tp call it, and get the same value.
     """
     shard = getattr(logits, "vocab_shard", None)
     if logits.shape[:-1] != targets.shape:
-        raise ValueError(f"cross_entropy: logits of shape {tuple(logits.shape)} do not fit targets of shape {tuple(targets.shape)}")
-    if shard is None and head is not None and head.sharded_output and logits.shape[-1] == head.local_size != head.full_size:
         raise ValueError(
-            f"cross_entropy: logits have {logits.shape[-1]} columns, this rank's part of {head.full_size}, but no longer the mark of the "
-            f"head {head.fqn!r}: the model or the loss function changed them (view, slice, float, ...). Pass the head's output itself with "
-            "targets of the same leading shape, or leave the logits whole: head.sharded_output = False"
+            f"cross_entropy: logits of shape {tuple(logits.shape)} do not fit targets of shape "
+            f"{tuple(targets.shape)}"
+        )
+    if (
+        shard is None
+        and head is not None
+        and head.sharded_output
+        and logits.shape[-1] == head.local_size != head.full_size
+    ):
+        raise ValueError(
+            f"cross_entropy: logits have {logits.shape[-1]} columns, this rank's part of {head.full_size}, "
+            f"but no longer the mark of the head {head.fqn!r}: the model or the loss function changed them "
+            "(view, slice, float, ...). Pass the head's output itself with targets of the same leading "
+            "shape, or leave the logits whole: head.sharded_output = False"
         )
     vocab = logits.shape[-1] if shard is None else shard.full_size
     targets = targets.reshape(-1)
     counts = targets != ignore_index
     if targets.device.type == "cpu" and bool((counts & ((targets < 0) | (targets >= vocab))).any()):
-        raise ValueError(f"cross_entropy: targets must lie in 0..{vocab - 1} or be ignore_index={ignore_index}")
+        raise ValueError(
+            f"cross_entropy: targets must lie in 0..{vocab - 1} or be ignore_index={ignore_index}"
+        )
     flat = logits.reshape(targets.numel(), logits.shape[-1])
     if shard is None:
         total = F.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="sum")

@@ -1,27 +1,36 @@
 """Which query and key/value heads each rank holds, for any number of heads.
 
-Query head i reads kv head i // g, where g = q_heads // kv_heads (grouped queries; g = 1 is ordinary attention). A rank must hold the kv
-head of each of its query heads, and every rank must hold at least one query head.
+Query head i reads kv head i // g, where g = q_heads // kv_heads (grouped queries; g = 1 is ordinary
+attention). A rank must hold the kv head of each of its query heads, and every rank must hold at least one
+query head.
 
-    kv_heads >= ranks: kv heads are dealt unevenly, each with all its query heads      kv_heads < ranks: ranks are dealt to kv heads
-    q 6, kv 3, 2 ranks                                                                 q 8, kv 2, 3 ranks
-        rank 0   kv 0 1   q 0 1 2 3                                                        rank 0   kv 0   q 0 1     counts kv 0
-        rank 1   kv 2     q 4 5                                                            rank 1   kv 0   q 2 3
-                                                                                           rank 2   kv 1   q 4 5 6 7 counts kv 1
+    kv_heads >= ranks: kv heads are dealt unevenly, each with all its query heads; q 6, kv 3, 2 ranks
 
-In the second case a kv head's weights are held by several ranks, each with the part of the gradient that its own query heads give
-(Layout.overlap); the first of them counts it. Cost: ranks wait for the one with most heads. Grouped queries: Ainslie et al., 2023.
+        rank 0   kv 0 1   q 0 1 2 3
+        rank 1   kv 2     q 4 5
+
+    kv_heads < ranks: ranks are dealt to kv heads; q 8, kv 2, 3 ranks
+
+        rank 0   kv 0     q 0 1        counts kv 0
+        rank 1   kv 0     q 2 3
+        rank 2   kv 1     q 4 5 6 7    counts kv 1
+
+In the second case a kv head's weights are held by several ranks, each with the part of the gradient that its
+own query heads give (Layout.overlap); the first of them counts it. Cost: ranks wait for the one with most
+heads. Grouped queries: Ainslie et al., 2023.
 """
 
 from typing import NamedTuple
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 
 __all__ = ["RankHeads", "split_heads"]
 
 
 class RankHeads(NamedTuple):
-    """Heads [start, stop) of one rank. counts_kv: this rank stands for its kv heads; shares_kv: some rank of the group shares kv heads."""
+    """Heads [start, stop) of one rank. counts_kv: this rank stands for its kv heads; shares_kv: some rank of
+    the group shares kv heads.
+    """
 
     q: tuple[int, int]
     kv: tuple[int, int]
@@ -40,18 +49,22 @@ class RankHeads(NamedTuple):
 def split_heads(q_heads, kv_heads, parts, where="attention"):
     """The heads of each of `parts` ranks, as a list of RankHeads.
 
-    Raises ValueError when there are fewer query heads than ranks, or when kv heads do not divide the query heads; `where` names the module.
+    Raises ValueError when there are fewer query heads than ranks, or when kv heads do not divide the query
+    heads; `where` names the module.
     """
     if kv_heads < 1 or q_heads % kv_heads:
         raise ValueError(f"{where}: {q_heads} query heads are not a multiple of {kv_heads} kv heads")
     if q_heads < parts:
         raise ValueError(
-            f"{where}: {q_heads} query heads cannot be split over {parts} ranks of tp. Use tp <= {q_heads}, or "
-            f"rules={{{where!r}: 'replicate'}}"
+            f"{where}: {q_heads} query heads cannot be split over {parts} ranks of tp. Use tp <= {q_heads}, "
+            f"or rules={{{where!r}: 'replicate'}}"
         )
     per_kv = q_heads // kv_heads
     if kv_heads >= parts:
-        return [RankHeads((start * per_kv, stop * per_kv), (start, stop)) for start, stop in spans(comm.even_sizes(kv_heads, parts))]
+        return [
+            RankHeads((start * per_kv, stop * per_kv), (start, stop))
+            for start, stop in spans(comm.even_sizes(kv_heads, parts))
+        ]
     ranks = []
     for kv, sharers in enumerate(comm.even_sizes(parts, kv_heads)):
         for index, (start, stop) in enumerate(spans(comm.even_sizes(per_kv, sharers))):

@@ -1,46 +1,65 @@
-"""How an attention module's own forward runs unchanged on fewer heads: the module is made to see itself as a narrower attention.
+"""How an attention module's own forward runs unchanged on fewer heads: the module is made to see itself as a
+narrower attention.
 
-    what the forward reads                    one process      rank with 2 of 5 heads of 4
-    self.n_head, config.num_attention_heads   5                2                             narrow_attributes, NarrowConfig
+    what the forward reads                    one process      2 of 5 heads of 4
+    self.n_head, config.num_attention_heads   5                2                   narrow_attributes,
+                                                                                   NarrowConfig
     self.n_embd, split_size, embed_dim        20               8
-    B, T, C = x.size()                        C = 20           C = 8                         NarrowView
+    B, T, C = x.size()                        C = 20           C = 8               NarrowView
     self.c_attn(x), any operation on x        the data         the data, all 20 columns
 
-so that `q, k, v = self.c_attn(x).split(self.n_embd, 2)`, `k.view(B, T, self.n_head, C // self.n_head)` and `y.view(B, T, C)` fit, also with
-uneven heads. With sequence parallelism x holds a piece of the sequence, and T reads as the whole, which the column layers return.
+so that `q, k, v = self.c_attn(x).split(self.n_embd, 2)`, `k.view(B, T, self.n_head, C // self.n_head)` and
+`y.view(B, T, C)` fit, also with uneven heads. With sequence parallelism x holds a piece of the sequence, and
+T reads as the whole, which the column layers return.
 
-Nothing is computed here, and nothing is communicated. What can go wrong: a forward that uses a width for something else than a shape (a
-scale C ** -0.5), or that reads a shape from something derived from x. The first is found by probe.py where the module can be run alone; the
-second ends in a shape error, which RegionForward turns into one that names the module and the way out. Alternative that lost: rewriting the
+Nothing is computed here, and nothing is communicated. What can go wrong: a forward that uses a width for
+something else than a shape (a scale C ** -0.5), or that reads a shape from something derived from x. The
+first is found by probe.py where the module can be run alone; the second ends in a shape error, which
+SublayerForward turns into one that names the module and the way out. Alternative that lost: rewriting the
 forward (torch.fx), which fails on the data-dependent Python that attention modules are full of.
 """
 
 import re
+from typing import NamedTuple
 
 import torch
 
-__all__ = ["NarrowConfig", "NarrowView", "RegionForward", "head_counts", "narrow_attributes", "plain"]
+from pycomm.parallel.tensor.heads import RankHeads
 
-Q_HEADS = re.compile(r"^_?(n_?heads?|num_heads|num_attention_heads|nhead|heads|n_q_heads|num_q_heads|num_query_heads|n_local_heads)$")
+__all__ = ["NarrowConfig", "NarrowView", "SublayerForward", "head_counts", "narrow_attributes", "plain"]
+
+Q_HEADS = re.compile(
+    r"^_?(n_?heads?|num_heads|num_attention_heads|nhead|heads|"
+    r"n_q_heads|num_q_heads|num_query_heads|n_local_heads)$"
+)
 KV_HEADS = re.compile(r"^_?(n_kv_heads?|num_key_value_heads|num_kv_heads|kv_heads|n_local_kv_heads)$")
-GROUPS = re.compile(r"^_?(num_key_value_groups|n_rep|n_groups|num_groups|num_queries_per_kv|kv_groups|q_per_kv)$")
+GROUPS = re.compile(
+    r"^_?(num_key_value_groups|n_rep|n_groups|num_groups|num_queries_per_kv|kv_groups|q_per_kv)$"
+)
 KV_WIDTH = re.compile(r"^_?(kv|k|v|key|value|key_value)_(dim|size|width|channels|embed_dim)$")
 WIDTH = re.compile(
-    r"^_?(n_embd|n_embed|embd|embed_dim|embedding_dim|emb_dim|split_size|all_head_size|hidden_size|hidden_dim|d_model|dim|inner_dim|width|"
+    r"^_?(n_embd|n_embed|embd|embed_dim|embedding_dim|emb_dim|split_size|all_head_size|"
+    r"hidden_size|hidden_dim|d_model|dim|inner_dim|width|"
     r"model_dim|attn_dim|op_size|(q|query)_(dim|size|width|channels))$"
 )
 
 SHAPE = torch.Tensor.shape.__get__  # a new object at each access, so compared and not identified
 
 
-class HeadCounts:
-    """Heads and widths of a whole attention and of this rank's part: what an attribute that counts them is set to."""
+class HeadCounts(NamedTuple):
+    """Heads and widths of a whole attention and of this rank's part: what an attribute that counts them is
+    set to.
+    """
 
-    def __init__(self, q_heads, kv_heads, head_dim, mine=None):
-        self.q_heads, self.kv_heads, self.head_dim, self.mine = q_heads, kv_heads, head_dim, mine
+    q_heads: int
+    kv_heads: int
+    head_dim: int
+    mine: RankHeads | None = None  # None: not cut yet
 
     def local(self, name, value):
-        """The local value of an attribute, or None when it does not count heads or widths of this attention."""
+        """The local value of an attribute, or None when it does not count heads or widths of this
+        attention.
+        """
         q, kv = self.mine.q_count, self.mine.kv_count
         rules = (
             (Q_HEADS, self.q_heads, q),
@@ -59,21 +78,34 @@ def is_int(value):
 def configs(module):
     """(attribute name, object) of the configurations that a module keeps."""
     kept = ((name, module.__dict__.get(name)) for name in ("config", "cfg", "args"))
-    return [(name, value) for name, value in kept if value is not None and not isinstance(value, (dict, torch.nn.Module))]
+    return [
+        (name, value)
+        for name, value in kept
+        if value is not None and not isinstance(value, (dict, torch.nn.Module))
+    ]
 
 
 def head_counts(module):
-    """(query heads or None, kv heads or None) as the attributes of a module, then of its configuration, say."""
+    """(query heads or None, kv heads or None) as the attributes of a module, then of its
+    configuration, say.
+    """
     found = []
     for pattern in (Q_HEADS, KV_HEADS):
         places = [module.__dict__] + [attributes(config) for _, config in configs(module)]
-        values = [value for place in places for name, value in place.items() if pattern.match(name) and is_int(value)]
+        values = [
+            value
+            for place in places
+            for name, value in place.items()
+            if pattern.match(name) and is_int(value)
+        ]
         found.append(values[0] if values else None)
     return tuple(found)
 
 
 def attributes(config):
-    """Plain attributes of a configuration, with the common names that its class only maps (transformers' attribute_map)."""
+    """Plain attributes of a configuration, with the common names that its class only maps (transformers'
+    attribute_map).
+    """
     values = {name: value for name, value in getattr(config, "__dict__", {}).items() if is_int(value)}
     for name in ("num_attention_heads", "num_key_value_heads"):
         if name not in values and is_int(getattr(config, name, None)):
@@ -82,7 +114,9 @@ def attributes(config):
 
 
 class NarrowConfig:
-    """A configuration with some values replaced, for one module; everything else is read from, and written to, the configuration itself."""
+    """A configuration with some values replaced, for one module; everything else is read from, and written
+    to, the configuration itself.
+    """
 
     def __init__(self, config, values):
         object.__setattr__(self, "_whole", config)
@@ -104,7 +138,9 @@ def narrow_attributes(module, counts):
         if local is not None:
             setattr(module, name, local)
     for name, config in configs(module):
-        names = set(attributes(config)) | {n for n in ("n_head", "n_embd", "hidden_size") if is_int(getattr(config, n, None))}
+        names = set(attributes(config)) | {
+            n for n in ("n_head", "n_embd", "hidden_size") if is_int(getattr(config, n, None))
+        }
         values = {n: counts.local(n, getattr(config, n)) for n in names}
         values = {n: value for n, value in values.items() if value is not None}
         if values:
@@ -141,14 +177,15 @@ def plain(value):
     return value
 
 
-class RegionForward:
-    """Takes the place of a region module's forward: shows it narrow inputs, and names the module when it does not fit.
+class SublayerForward:
+    """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
+    it does not fit.
 
     width: (full, local) of the last dimension of inputs that are to look narrow, None for none.
     """
 
-    def __init__(self, inner, fqn, entry, width=None):
-        self.inner, self.fqn, self.entry, self.width = inner, fqn, entry, width
+    def __init__(self, inner, fqn, source, width=None):
+        self.inner, self.fqn, self.source, self.width = inner, fqn, source, width
 
     def view(self, x, views):
         if (
@@ -160,22 +197,24 @@ class RegionForward:
         ):
             return x
         if id(x) not in views:  # the same tensor must stay the same: attention(x, x, x)
-            length = x.shape[1] if self.entry.sequence is None else sum(self.entry.sequence.sizes)
+            length = x.shape[1] if self.source.sequence is None else sum(self.source.sequence.sizes)
             views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.width[1]))
         return views[id(x)]
 
     def __call__(self, *args, **kwargs):
-        self.entry.clear()
+        self.source.clear()
         views = {}
         args = [self.view(x, views) for x in args]
         kwargs = {name: self.view(x, views) for name, x in kwargs.items()}
         try:
             return self.inner(*args, **kwargs)
         except (RuntimeError, ValueError, AssertionError) as error:
-            if type(error) not in (RuntimeError, ValueError, AssertionError) or str(error).startswith("[rank"):
-                raise  # of the communication, or one that says already what is wrong
-            group = self.entry.group
+            of_communication = type(error) not in (RuntimeError, ValueError, AssertionError)
+            if of_communication or str(error).startswith("[rank"):  # the latter says already what is wrong
+                raise
+            group = self.source.group
             raise ValueError(
-                f"[rank {group.rank}/{group.size}] {self.fqn} does not run on its part of the heads or features: {error}. If it runs "
-                f"without tp, pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
+                f"[rank {group.rank}/{group.size}] {self.fqn} does not run on its part of the heads or "
+                f"features: {error}. If it runs without tp, "
+                f"pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
             ) from error

@@ -1,14 +1,17 @@
-"""Runs a region whole and in parts on this rank alone, to see that what was found by names computes the same.
+"""Runs a sublayer whole and in parts on this rank alone, to see that what was found by names computes the
+same.
 
-Names say nothing of what a forward does between the Linears: a softmax over the hidden features, a scale taken from a width, a fused
-projection that is interleaved per head. So the owner of a region is copied, given random weights, and run on a random input (1, 5, h)
+Names say nothing of what a forward does between the Linears: a softmax over the hidden features, a scale
+taken from a width, a fused projection that is interleaved per head. So the owner of a sublayer is copied,
+given random weights, and run on a random input (1, 5, h)
 
     whole       y
-    in parts    rank 0 .. n-1 up to the exit: p_r;    once more with the exit giving sum_r p_r: y'          accept when y' = y
+    in parts    rank 0 .. n-1 up to the output edge: p_r; once more, where the edge gives sum_r p_r: y'
+                accept when y' = y
 
-without communication, alike on all ranks because weights and input come from one seed. One owner of each kind is run, not every block. An
-owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of one owner in float32, n + 2 small
-forwards.
+without communication, alike on all ranks because weights and input come from one seed. One owner of each kind
+is run, not every block. An owner that cannot be run on x alone (it asks for more arguments) is accepted
+unseen. Cost: two copies of one owner in float32, n + 2 small forwards.
 """
 
 import copy
@@ -18,20 +21,22 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pycomm.parallel import comm
-from pycomm.parallel.tensor.cut_region import cut_region
-from pycomm.parallel.tensor.layers import cut
+from pycomm.parallel.ground import comm
+from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer
+from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from pycomm.parallel.tensor.slices import cut
 
 __all__ = ["probe"]
 
-KNOWN = (nn.MultiheadAttention, nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)  # forwards that need no proof
+# Owners whose forwards need no proof.
+KNOWN = (nn.MultiheadAttention, nn.Sequential, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 LENGTH = 5
 TOLERANCE = 1e-3  # of the largest output; float32 sums in another order are off by 1e-6
 LARGEST = 1 << 28  # parameters of an owner that is still copied
 
 
 class _Left(BaseException):
-    """The exit was reached. Not an Exception, so that nothing on the way takes it for an error."""
+    """The output edge was reached. Not an Exception, so that nothing on the way takes it for an error."""
 
     def __init__(self, part):
         super().__init__()
@@ -52,9 +57,14 @@ def run(module, x):
 
 
 def prepared(owner):
-    """A copy in evaluation mode with random weights, and a generator for the input; None for an owner that cannot be copied."""
+    """A copy in evaluation mode with random weights, and a generator for the input; None for an owner that
+    cannot be copied.
+    """
     parameters = list(owner.parameters())
-    if any(parameter.is_meta for parameter in parameters) or sum(parameter.numel() for parameter in parameters) > LARGEST:
+    if (
+        any(parameter.is_meta for parameter in parameters)
+        or sum(parameter.numel() for parameter in parameters) > LARGEST
+    ):
         return None
     try:
         twin = copy.deepcopy(owner).float().eval()
@@ -66,22 +76,27 @@ def prepared(owner):
     return twin, generator
 
 
-def relative(region):
-    skip = len(region.owner) + 1 if region.owner else 0
-    return region._replace(owner="", columns=tuple(name[skip:] for name in region.columns), row=region.row[skip:])
+def relative(sublayer):
+    """The sublayer with names as seen from its owner."""
+    skip = len(sublayer.owner) + 1 if sublayer.owner else 0
+    return sublayer._replace(
+        owner="", columns=tuple(name[skip:] for name in sublayer.columns), row=sublayer.row[skip:]
+    )
 
 
-def probe(model, region, parts):
-    """None when the region computes the same in parts, or cannot be run alone; else the reason why it must not be cut."""
-    owner = model.get_submodule(region.owner)
-    if type(owner) in KNOWN or region.owner and not region.row.startswith(region.owner + "."):
+def probe(model, sublayer, parts):
+    """None when the sublayer computes the same in parts, or cannot be run alone; else the reason why it must
+    not be cut.
+    """
+    owner = model.get_submodule(sublayer.owner)
+    if type(owner) in KNOWN or sublayer.owner and not sublayer.row.startswith(sublayer.owner + "."):
         return None
     with torch.no_grad():
         ready = prepared(owner)
         if ready is None:
             return None
         twin, generator = ready
-        first = twin.get_submodule(relative(region).columns[0])
+        first = twin.get_submodule(relative(sublayer).columns[0])
         hidden = first.in_features if hasattr(first, "in_features") else first.nx
         x = torch.randn((1, LENGTH, hidden), generator=generator).to(first.weight.device)
         try:
@@ -90,15 +105,16 @@ def probe(model, region, parts):
             return None
         if not isinstance(expected, torch.Tensor):
             return None
-        return compare(twin, relative(region), parts, x, expected)
+        return compare(twin, relative(sublayer), parts, x, expected)
 
 
-def compare(twin, region, parts, x, expected):
+def compare(twin, sublayer, parts, x, expected):
     total = 0
     for rank in itertools.chain(range(parts), [None]):
         piece = copy.deepcopy(twin)
-        leave = cut_region(piece, region, comm.Group("probe", parts, rank or 0, None), None, cut)
-        leave_region(piece, leave, stop_here if rank is not None else give(total))
+        group = comm.Group("probe", parts, rank or 0, None)
+        output = cut_sublayer(piece, sublayer, Cutter(group, None, cut))
+        replace_edges(piece, output, stop_here if rank is not None else give(total))
         try:
             out = run(piece, x)
         except _Left as left:
@@ -107,15 +123,18 @@ def compare(twin, region, parts, x, expected):
             return f"does not run in parts: {error.__cause__ or error}"
     if not (out.shape == expected.shape and (out - expected).abs().max() <= TOLERANCE * expected.abs().max()):
         return (
-            "computes something else in parts (what happens between its Linear layers mixes heads or features, or uses a width as a number)"
+            "computes something else in parts (what happens between its Linear layers mixes heads or "
+            "features, or uses a width as a number)"
         )
     return None
 
 
-def leave_region(piece, leave, instead):
-    """Replaces the exit `leave`, and entries by nothing: there is no group here."""
+def replace_edges(piece, output, instead):
+    """`instead` in the place of SublayerOutput `output`, and no communication at inputs: there is no group
+    here.
+    """
     for module in piece.modules():
-        if getattr(module, "exit", None) is leave:
-            module.exit = instead
-        if hasattr(module, "entry"):
-            module.entry.group = comm.ALONE
+        if isinstance(module, RowParallelLinear) and module.output_edge is output:
+            module.give_output_to(instead)
+        if isinstance(module, ColumnParallelLinear):
+            module.input_edge.leave_group()

@@ -1,68 +1,96 @@
-"""ZeRO-3: parameters that exist whole only while a unit of the model computes with them.
+"""Units of ZeRO 3: parameters that exist whole only while a part of the model computes with them.
 
-A unit is one block of the trunk, or outside the trunk one module with parameters of its own; parameters that two modules share are one
-unit with two places. Life of a unit's values (n ranks, P bytes), three transfers of (n-1)/n P per microbatch:
+A unit is one block of the trunk, or outside the trunk one module with parameters of its own; parameters that
+two modules share are one unit with two places. Life of a unit's values (n ranks, P bytes), three transfers of
+(n-1)/n P per microbatch:
 
-    forward     all_gather | compute | free          the next unit's all_gather starts before the compute
-    backward    all_gather | compute | free          starts when the gradient of the unit's output arrives; the unit before is fetched ahead
-                             reduce_scatter          as in data/bucket.py
+    forward     all_gather | compute | free      the next unit's all_gather starts before the compute
+    backward    all_gather | compute | free      starts when the gradient of the unit's output arrives, and
+                                                 the unit before it is fetched ahead
+                             reduce_scatter      of the gradients, see streamed.py
 
-The order in which units are used is recorded in the first pass, and a later pass fetches ahead by that record; a wrong guess costs memory
-and is dropped at the end of the pass. The guess must be the same on all ranks of the group (ranks that take different branches in forward
-would wait for each other; the collective's error then names the operation).
+The order in which units are used is recorded in the first pass, and a later pass fetches ahead by that
+record; a wrong guess costs memory and is dropped at the end of the pass. The guess must be the same on all
+ranks of the group (ranks that take different branches in forward would wait for each other; the collective's
+error then names the operation).
 
-In backward a unit is freed when the next one begins: autograd runs a later block's nodes before an earlier block's. Shared units, and
-those of parameters that lie directly in a module that contains the trunk, stay until the pass ends.
+In backward a unit is freed when the next one begins: autograd runs a later block's nodes before an earlier
+block's. Shared units, and those of parameters that lie directly in a module that contains the trunk, stay
+until the pass ends.
 """
 
 import contextlib
+import enum
 import functools
 
 import torch
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Unit", "Units"]
+__all__ = ["Phase", "Unit", "Units"]
+
+
+class Phase(enum.Enum):
+    """What a rank is doing with its model."""
+
+    IDLE = "idle"  # nothing: the values are sharded
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    EVALUATE = "evaluate"  # a forward without gradients
+
+
+class State(enum.Enum):
+    """Of the whole values of a unit."""
+
+    SHARDED = enum.auto()  # they do not exist
+    GATHERING = enum.auto()  # the all_gather is under way
+    GATHERED = enum.auto()
 
 
 class Unit:
-    """Buckets that are gathered and freed together. sticky: kept to the end of a backward pass."""
+    """Buckets that are gathered and freed together. shards: their StreamedShards. sticky: kept to the end of
+    a backward pass.
+    """
 
     def __init__(self, name, shards, sticky=False):
         self.name, self.shards, self.sticky = name, shards, sticky
-        self.state = "sharded"  # then "gathering", "gathered"
+        self.state = State.SHARDED
 
     def start(self):
-        if self.state == "sharded":
-            for shard in self.shards:
-                shard.start_gather()
-            self.state = "gathering"
+        if self.state == State.SHARDED:
+            for shards in self.shards:
+                shards.start_gather()
+            self.state = State.GATHERING
 
     def gather(self):
         self.start()
-        if self.state == "gathering":
-            for shard in self.shards:
-                shard.finish_gather()
-            self.state = "gathered"
+        if self.state == State.GATHERING:
+            for shards in self.shards:
+                shards.finish_gather()
+            self.state = State.GATHERED
 
     def free(self):
-        if self.state == "gathering":
+        if self.state == State.GATHERING:
             self.gather()
-        if self.state == "gathered":
-            for shard in self.shards:
-                shard.free()
-            self.state = "sharded"
+        if self.state == State.GATHERED:
+            for shards in self.shards:
+                shards.free()
+            self.state = State.SHARDED
 
 
 class Units:
-    """All units of a rank. begin(phase, stage) starts the forward or backward of one microbatch, end() frees what is left."""
+    """All units of a rank. begin(phase, stage) starts the forward or backward of one microbatch, end() frees
+    what is left.
+    """
 
     def __init__(self):
         self.units = []
-        self.always = []  # needed from the beginning of every pass
-        self.phase = "idle"
-        self.orders = {}  # (phase, stage) -> the units in order of use
-        self.order, self.position, self.recording = [], 0, False
-        self.active = None
+        self.always = []  # those that are gathered from the beginning of every pass to its end
+        self.phase = Phase.IDLE
+        self.orders = {}  # (phase, stage) -> its units, in the order in which they are used
+        self.order = []  # that of the pass that is running
+        self.position = 0  # how many of `order` have been used
+        self.recording = False  # this is the first pass of its kind: it writes `order`
+        self.active = None  # the unit whose backward is running
 
     def add(self, unit, modules=(), always=False):
         """modules: those whose forward uses the unit."""
@@ -74,29 +102,32 @@ class Units:
 
     def begin(self, phase, stage=0):
         self.phase, self.active = phase, None
-        self.recording = (phase, stage) not in self.orders
-        self.order = self.orders.setdefault((phase, stage), [])
+        key = self.phase, stage
+        self.recording = key not in self.orders
+        self.order = self.orders.setdefault(key, [])
         self.position = 0
         for unit in self.always:
             unit.gather()
 
     def end(self):
-        self.phase = "idle"
+        self.phase = Phase.IDLE
         for unit in self.units:
             unit.free()
 
+    def forget_orders(self):
+        """After a pass that was interrupted: its record is incomplete."""
+        self.orders.clear()
+
     @contextlib.contextmanager
     def stand_ins(self):
-        """Between passes, for a forward that is run for shapes: parameters around the trunk are zeros that take no memory."""
-        infos = [info for unit in self.always for shard in unit.shards for info in shard.bucket.infos]
-        before = [info.param.data for info in infos]
-        for info in infos:
-            info.param.data = info.param.data.new_zeros(()).expand(info.shape)
-        try:
+        """Between passes, for a forward that is run for shapes: parameters around the trunk are zeros that
+        take no memory.
+        """
+        with contextlib.ExitStack() as stack:
+            for unit in self.always:
+                for shards in unit.shards:
+                    stack.enter_context(shards.stand_ins())
             yield
-        finally:
-            for info, data in zip(infos, before, strict=True):
-                info.param.data = data
 
     def use(self, unit):
         unit.gather()
@@ -110,12 +141,14 @@ class Units:
                 self.order[self.position].start()
 
     def _call(self, unit, forward, *args, **kwargs):
-        if self.phase == "idle":
-            raise RuntimeError("parameters are sharded (zero=3): call the model through parallel.step or parallel.evaluate")
-        inside_backward = self.phase == "backward"  # recomputation of activations
+        if self.phase == Phase.IDLE:
+            raise RuntimeError(
+                "parameters are sharded (zero=3): call the model through parallel.step or parallel.evaluate"
+            )
+        is_recomputation = self.phase == Phase.BACKWARD  # of activations
         self.use(unit)
         out = forward(*args, **kwargs)
-        if inside_backward:
+        if is_recomputation:
             return out
         if torch.is_grad_enabled():
             for tensor in tree_leaves(out):

@@ -1,21 +1,23 @@
-"""The four public functions: checks of the arguments, flattening to matrices, gradients. What is computed where is engine.py's.
+"""The four public functions: checks of the arguments, flattening to matrices, gradients. What is computed
+where is dispatch.py's.
 
-Gradients, with dz the gradient at the preactivation z (before the activation, after the bias), [] the rows of a piece, G and S the whole
-gathered from, and summed and cut among, the ranks:
+Gradients, with dz the gradient at the preactivation z (before the activation, after the bias), [] the rows of
+a piece, G and S the whole gathered from, and summed and cut among, the ranks:
 
-    matmul                  grad_a = dz b^T          grad_b = a^T dz           grad_bias = sum of rows of dz
-    all_gather_matmul       grad_a = S(dz b^T)       grad_b = G(a)^T dz        grad_bias = sum of rows of dz
-    matmul_reduce_scatter   grad_a = G(dz) b^T       grad_b = a^T G(dz)        grad_bias = sum of rows of G(dz)
+    matmul                  grad_a = dz b^T         grad_b = a^T dz          grad_bias = sum of rows of dz
+    all_gather_matmul       grad_a = S(dz b^T)      grad_b = G(a)^T dz       grad_bias = sum of rows of dz
+    matmul_reduce_scatter   grad_a = G(dz) b^T      grad_b = a^T G(dz)       grad_bias = sum of rows of G(dz)
     matmul_all_reduce       as matmul: the gradient of the result is taken to be equal on all ranks
 
-So the backward pass of one of the two in the middle is the other one, fused like it. all_gather_matmul gathers a again instead of keeping
-it (Megatron's sequence parallelism, Korthikanti et al. 2022), while the product for grad_a runs.
+So the backward pass of one of the two in the middle is the other one, fused like it. all_gather_matmul
+gathers a again instead of keeping it (Megatron's sequence parallelism, Korthikanti et al. 2022), while the
+product for grad_a runs.
 """
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from pycomm.fused import engine
+from pycomm.fused import dispatch
 from pycomm.fused.arguments import DTYPES, plan
 from pycomm.fused.plain import activation_backward, product
 from pycomm.fused.problem import join_rows
@@ -29,14 +31,16 @@ def matmul(a, b, bias=None, activation=None):
 
     Args:
         a: (..., K), at least one leading dimension.
-        b: (K, N), any strides: the weight of a torch.nn.Linear is passed as weight.t(). For "swiglu" (K, 2N): the columns of the gate,
-            then those of the up projection.
+        b: (K, N), any strides: the weight of a torch.nn.Linear is passed as weight.t(). For "swiglu" (K, 2N):
+            the columns of the gate, then those of the up projection.
         bias: (N,), "swiglu": (2N,); or None.
-        activation: None, "relu", "silu", "gelu" (by erf, torch's default), "gelu_tanh", or "swiglu": silu(gate) * up.
+        activation: None, "relu", "silu", "gelu" (by erf, torch's default), "gelu_tanh", or "swiglu":
+        silu(gate) * up.
 
-    a, b and bias have one device and one dtype of float32, float16, bfloat16, on the CPU also float64; under autocast they are converted
-    to its dtype, as for torch's products. Products accumulate in float32 (float64 for float64). Returns (..., N). Differentiable once.
-    Raises ValueError or TypeError for arguments that do not fit.
+    a, b and bias have one device and one dtype of float32, float16, bfloat16, on the CPU also float64; under
+    autocast they are converted to its dtype, as for torch's products. Products accumulate in float32 (float64
+    for float64). Returns (..., N). Differentiable once. Raises ValueError or TypeError for arguments that do
+    not fit.
     """
     return _run("matmul", a, b, bias, activation, ALONE)
 
@@ -45,33 +49,45 @@ def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=
     """matmul(all_gather(a, dim), b, bias, activation), the gathering overlapped with the product.
 
     Args:
-        a: this rank's piece along `dim`, which is one of the leading dimensions; negative counts from the end.
+        a: this rank's piece along `dim`, which is one of the leading dimensions; negative counts from the
+        end.
         b, bias, activation: as in matmul. Each rank has its own, e.g. its columns of a weight.
-        group: torch ProcessGroup, pycomm.Communicator, or None: torch's default group, this process alone where there is none.
-        sizes: the length of every rank's piece along dim, equal on all ranks; None: all as here. A piece may be empty.
-        shards: the columns of every rank's b, equal on all ranks; None: all as here. Forms are chosen by the longest, so that all ranks
-            choose alike.
+        group: torch ProcessGroup, pycomm.Communicator, or None: torch's default group, this process alone
+        where there is none.
+        sizes: the length of every rank's piece along dim, equal on all ranks; None: all as here. A piece may
+        be empty.
+        shards: the columns of every rank's b, equal on all ranks; None: all as here. Forms are chosen by the
+            longest, so that all ranks choose alike.
 
-    Returns the product with sum(sizes) along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on
-    all ranks. Raises ValueError or TypeError before anything is sent; MismatchError where ranks disagree.
+    Returns the product with sum(sizes) along dim. Backward: collective on the group, so requires_grad of a, b
+    and bias must be the same on all ranks. Raises ValueError or TypeError before anything is sent;
+    MismatchError where ranks disagree.
     """
-    return _run("all_gather_matmul", a, b, bias, activation, _ranks(group, a), dim, sizes, shards)
+    return _run(
+        "all_gather_matmul", a, b, bias, activation, _ranks(group, a), dim=dim, sizes=sizes, shards=shards
+    )
 
 
 def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=None, activation=None):
-    """This rank's piece along `dim` of activation(sum over ranks of a @ b, + bias), the reduction overlapped with the product.
+    """This rank's piece along `dim` of activation(sum over ranks of a @ b, + bias), the reduction overlapped
+    with the product.
 
     Args:
-        a: (..., K) where K is this rank's part of the inner dimension; whole along `dim`, which is one of its leading dimensions.
+        a: (..., K) where K is this rank's part of the inner dimension; whole along `dim`, which is one of its
+        leading dimensions.
         b: (K, N). bias, activation: as in matmul; applied after the sum, so all ranks pass the same bias.
         group: as in all_gather_matmul.
-        sizes: the length of every rank's piece of the result; None: cut like torch.tensor_split, longer pieces first.
+        sizes: the length of every rank's piece of the result; None: cut like torch.tensor_split, longer
+        pieces first.
         shards: every rank's K, as in all_gather_matmul.
 
-    Returns the piece: sizes[rank] along dim. Backward: collective on the group, so requires_grad of a, b and bias must be the same on all
-    ranks; grad_bias is that of the whole result, equal on all ranks. Raises as all_gather_matmul.
+    Returns the piece: sizes[rank] along dim. Backward: collective on the group, so requires_grad of a, b and
+    bias must be the same on all ranks; grad_bias is that of the whole result, equal on all ranks. Raises as
+    all_gather_matmul.
     """
-    return _run("matmul_reduce_scatter", a, b, bias, activation, _ranks(group, a), dim, sizes, shards)
+    return _run(
+        "matmul_reduce_scatter", a, b, bias, activation, _ranks(group, a), dim=dim, sizes=sizes, shards=shards
+    )
 
 
 def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=None):
@@ -79,8 +95,9 @@ def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=No
 
     Args: as in matmul_reduce_scatter.
 
-    Backward: no communication; the gradient of the result is taken to be equal on all ranks, as it is where they all go on with the same
-    computation (Megatron). Whether a gradient is needed must be the same on all ranks. Raises as all_gather_matmul.
+    Backward: no communication; the gradient of the result is taken to be equal on all ranks, as it is where
+    they all go on with the same computation (Megatron). Whether a gradient is needed must be the same on all
+    ranks. Raises as all_gather_matmul.
     """
     return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a), shards=shards)
 
@@ -89,23 +106,28 @@ def _ranks(group, a):
     return of(group, a.device if isinstance(a, torch.Tensor) else "cpu")
 
 
-def _run(op, a, b, bias, activation, ranks, dim=None, sizes=None, shards=None):
+def _run(op, a, b, bias, activation, ranks, **cut):
     if isinstance(a, torch.Tensor) and a.device.type in DTYPES and torch.is_autocast_enabled(a.device.type):
         a, b, bias = (_lowered(x, torch.get_autocast_dtype(a.device.type)) for x in (a, b, bias))
         with torch.autocast(a.device.type, enabled=False):
-            return _run(op, a, b, bias, activation, ranks, dim, sizes, shards)
-    problem, rows, shape = plan(op, a, b, bias, activation, ranks, dim, sizes, shards)
+            return _run(op, a, b, bias, activation, ranks, **cut)
+    problem, rows, shape = plan(op, a, b, bias, activation, ranks, **cut)
     # Kernels and collectives read memory as it is.
     a, b, bias = (x.resolve_neg() if x is not None and x.is_neg() else x for x in (a, b, bias))
     a = a.reshape(rows, problem.k)
-    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+    if torch.is_grad_enabled() and (
+        a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         kept = None
-        if problem.activation is None and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
+        if (
+            problem.activation is None
+            and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+        ):
             a, b = _Keep.apply(a, b)
             kept = a.grad_fn or b.grad_fn
         out = _FUNCTIONS[problem.op].apply(a, b, bias, kept, problem, ranks)
     else:
-        out = engine.forward(problem, a, b, bias, ranks).out
+        out = dispatch.forward(problem, a, b, bias, ranks).out
     return out.view(shape)
 
 
@@ -115,20 +137,22 @@ def _lowered(x, dtype):
     return x.to(dtype) if narrows else x
 
 
-# --- gradients ----------------------------------------------------------------------------------------------------------------------
+# --- gradients --------------------
 
 
 class _Keep(torch.autograd.Function):
-    """a and b as they are, saved before anything is computed. A Function's own are saved behind its forward, where the recomputation of
-    a checkpoint (torch.utils.checkpoint, by hooks on what is saved), which ends when it has all of it, would do a last product and its
-    collective for nothing."""
+    """a and b as they are, saved before anything is computed. A Function's own are saved behind its forward,
+    where the recomputation of a checkpoint (torch.utils.checkpoint, by hooks on what is saved), which ends
+    when it has all of it, would do a last product and its collective for nothing."""
 
     @staticmethod
     def forward(ctx, a, b):
         ctx.save_for_backward(a, b)
         ctx.set_materialize_grads(False)
         views = a.view_as(a), b.view_as(b)
-        ctx.mark_non_differentiable(*(view for view, needed in zip(views, ctx.needs_input_grad, strict=True) if not needed))
+        ctx.mark_non_differentiable(
+            *(view for view, needed in zip(views, ctx.needs_input_grad, strict=True) if not needed)
+        )
         return views
 
     @staticmethod
@@ -137,7 +161,7 @@ class _Keep(torch.autograd.Function):
 
 
 def _forward(ctx, a, b, bias, kept, problem, ranks):
-    result = engine.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
+    result = dispatch.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
     ctx.kept = kept
     ctx.save_for_backward(*(() if kept else (a, b)), result.z)
     ctx.problem, ctx.ranks = problem, ranks
@@ -150,7 +174,9 @@ def _saved(ctx):
 
 
 def _gradient_of_b(a, b, dz):
-    """a^T dz in the layout of b: that of a weight (N, K) passed as weight.t() is then dense, and added to .grad without a transposition."""
+    """a^T dz in the layout of b: that of a weight (N, K) passed as weight.t() is then dense, and added to
+    .grad without a transposition.
+    """
     return product(dz.t(), a).t() if b.stride(0) < b.stride(1) else product(a.t(), dz)
 
 
@@ -192,7 +218,9 @@ class _AllGatherMatmul(torch.autograd.Function):
             own = a.contiguous()  # alive until the work is done
             work = ranks.all_gather(list(pieces.split(problem.piece_rows)), own)
         if need_a:
-            grad_a = engine.forward(_backward_problem(problem, "matmul_reduce_scatter"), dz, b.t(), None, ranks).out
+            grad_a = dispatch.forward(
+                _backward_problem(problem, "matmul_reduce_scatter"), dz, b.t(), None, ranks
+            ).out
         if need_b:
             work.wait()
             grad_b = _gradient_of_b(join_rows(problem, pieces), b, dz)
@@ -210,7 +238,14 @@ class _MatmulReduceScatter(torch.autograd.Function):
         dz = activation_backward(problem, grad, z)
         grad_a = None
         if need_a:
-            result = engine.forward(_backward_problem(problem, "all_gather_matmul"), dz, b.t(), None, ranks, keep=need_b or need_bias)
+            result = dispatch.forward(
+                _backward_problem(problem, "all_gather_matmul"),
+                dz,
+                b.t(),
+                None,
+                ranks,
+                keep=need_b or need_bias,
+            )
             grad_a, dz = result.out, result.gathered
         else:
             pieces = dz.new_empty(problem.m, problem.columns)

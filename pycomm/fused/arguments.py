@@ -1,7 +1,8 @@
-"""Checks of the arguments of pycomm.fused, and what follows from them: the Problem and the shape of the result.
+"""Checks of the arguments of pycomm.fused, and what follows from them: the Problem and the shape of the
+result.
 
-All that is looked at are shapes, dtypes, devices and lists of lengths, so the outcome is remembered: a model passes the same ones in each
-step.
+All that is looked at are shapes, dtypes, devices and lists of lengths, so the outcome is remembered: a model
+passes the same ones in each step.
 """
 
 import functools
@@ -9,11 +10,15 @@ from typing import NamedTuple
 
 import torch
 
-from pycomm.fused.problem import ACTIVATIONS, Problem, even_sizes
+from pycomm.fused.problem import ACTIVATIONS, Problem
+from pycomm.groups import even_sizes
 
 __all__ = ["DTYPES", "Plan", "plan"]
 
-DTYPES = {"cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64), "cuda": (torch.float32, torch.float16, torch.bfloat16)}
+DTYPES = {
+    "cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    "cuda": (torch.float32, torch.float16, torch.bfloat16),
+}
 
 
 class Facts(NamedTuple):
@@ -32,8 +37,10 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
 
 
-def plan(op, a, b, bias, activation, ranks, dim, sizes, shards):
-    """The Plan of a call. Raises ValueError or TypeError, with the rank, for what does not fit; dim None: op cuts no rows."""
+def plan(op, a, b, bias, activation, ranks, *, dim=None, sizes=None, shards=None):
+    """The Plan of a call. Raises ValueError or TypeError, with the rank, for what does not fit; dim None: op
+    cuts no rows.
+    """
     tensors = {"a": a, "b": b} if bias is None else {"a": a, "b": b, "bias": bias}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -41,11 +48,13 @@ def plan(op, a, b, bias, activation, ranks, dim, sizes, shards):
     facts = tuple([(name, Facts(x.shape, x.dtype, x.device)) for name, x in tensors.items()])
     sizes = None if sizes is None else tuple(map(int, sizes))
     shards = None if shards is None else tuple(map(int, shards))
-    return _plan(op, facts, activation, ranks.rank, ranks.size, dim, sizes, shards)
+    return _plan(op, facts, activation, (ranks.rank, ranks.size), (dim, sizes, shards))
 
 
 @functools.lru_cache(4096)
-def _plan(op, facts, activation, rank, world_size, dim, sizes, shards):
+def _plan(op, facts, activation, place, cut):
+    (rank, world_size), (dim, sizes, shards) = place, cut
+
     def wrong(text, kind=ValueError):
         return kind(f"[rank {rank}/{world_size}] {op}: {text}")
 
@@ -59,13 +68,27 @@ def _plan(op, facts, activation, rank, world_size, dim, sizes, shards):
     result = list(lead)
     if dim is not None:
         at = _check_dim(wrong, a, dim)
-        sizes = _check_sizes(wrong, op, lead[at], sizes, rank, world_size, at)
+        sizes = _check_sizes(wrong, op == "all_gather_matmul", lead[at], at, sizes, place)
         outer, inner = lead[:at].numel(), lead[at + 1 :].numel()
         rows = outer * sum(sizes) * inner
         result[at] = sum(sizes) if op == "all_gather_matmul" else sizes[rank]
     n = b.shape[1] // panels
     shards = _check_shards(wrong, b.shape[1] if op == "all_gather_matmul" else k, shards, rank, world_size)
-    problem = Problem(op, rows, n, k, a.dtype, world_size, rank, activation, bias is not None, outer, inner, sizes or (), shards)
+    problem = Problem(
+        op,
+        rows,
+        n,
+        k,
+        a.dtype,
+        world_size,
+        rank,
+        activation,
+        bias is not None,
+        outer,
+        inner,
+        sizes or (),
+        shards,
+    )
     if world_size == 1:  # nothing is cut or added
         problem = problem._replace(op="matmul", outer=1, inner=1, sizes=(), shards=())
     return Plan(problem, lead.numel(), (*result, n))
@@ -82,20 +105,29 @@ def _check_kinds(wrong, facts):
         raise wrong(f"tensors are on {a.device}; the CPU and CUDA devices are supported")
     if a.dtype not in DTYPES[a.device.type]:
         allowed = ", ".join(_name(dtype) for dtype in DTYPES[a.device.type])
-        raise wrong(f"dtype {_name(a.dtype)} is not supported on {a.device.type}; use one of {allowed}", TypeError)
+        raise wrong(
+            f"dtype {_name(a.dtype)} is not supported on {a.device.type}; use one of {allowed}", TypeError
+        )
 
 
 def _check_shapes(wrong, a, b, bias, activation):
     if activation is not None and activation not in ACTIVATIONS:
         raise wrong(f"unknown activation {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
     if len(a.shape) < 2 or len(b.shape) != 2:
-        raise wrong(f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; expected (..., K) with a leading dimension, and (K, N)")
+        raise wrong(
+            f"a has shape {tuple(a.shape)}, b {tuple(b.shape)}; expected (..., K) with a leading dimension, "
+            "and (K, N)"
+        )
     if a.shape[-1] != b.shape[0]:
         raise wrong(
-            f"a {tuple(a.shape)} has K={a.shape[-1]}, b {tuple(b.shape)} has K={b.shape[0]}. A weight (N, K) is passed as weight.t()."
+            f"a {tuple(a.shape)} has K={a.shape[-1]}, b {tuple(b.shape)} has K={b.shape[0]}. A weight (N, K) "
+            "is passed as weight.t()."
         )
     if activation == "swiglu" and b.shape[1] % 2:
-        raise wrong(f"b {tuple(b.shape)} has an odd number of columns; swiglu takes those of the gate, then as many of the up projection")
+        raise wrong(
+            f"b {tuple(b.shape)} has an odd number of columns; swiglu takes those of the gate, then as many "
+            "of the up projection"
+        )
     if bias is not None and tuple(bias.shape) != (b.shape[1],):
         raise wrong(f"bias has shape {tuple(bias.shape)}, b {tuple(b.shape)}; expected ({b.shape[1]},)")
 
@@ -105,14 +137,16 @@ def _check_dim(wrong, a, dim):
     at = dim + len(a.shape) if dim < 0 else dim
     if not 0 <= at < last:
         what = "is the inner dimension" if at == last else "is out of range"
-        raise wrong(f"dim={dim} {what} of a {tuple(a.shape)}; expected 0 to {last - 1}, or {-len(a.shape)} to -2")
+        raise wrong(
+            f"dim={dim} {what} of a {tuple(a.shape)}; expected 0 to {last - 1}, or {-len(a.shape)} to -2"
+        )
     return at
 
 
-def _check_sizes(wrong, op, length, sizes, rank, world_size, at):
-    gathers = op == "all_gather_matmul"
+def _check_sizes(wrong, gathers, length, at, sizes, place):
+    rank, world_size = place
     if sizes is None:
-        return (length,) * world_size if gathers else even_sizes(length, world_size)
+        return (length,) * world_size if gathers else tuple(even_sizes(length, world_size))
     sizes = tuple(int(size) for size in sizes)
     if len(sizes) != world_size:
         raise wrong(f"sizes has {len(sizes)} entries for {world_size} ranks")

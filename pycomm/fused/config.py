@@ -1,7 +1,9 @@
-"""Shapes of tiles and numbers of programs: what may be chosen about a kernel without changing what it computes.
+"""Shapes of tiles and numbers of programs: what may be chosen about a kernel without changing what it
+computes.
 
-All ranks must use the same Config in one call, since tiles travel. The shipped ones are for the architectures that tests/fused/ compiles
-ahead of time; the tuner (tuner.py) measures those of `candidates` on the machine and remembers the fastest.
+All ranks must use the same Config in one call, since tiles travel. The shipped ones are for the architectures
+that tests/fused/ compiles ahead of time; the tuner (tuner.py) measures those of `candidates` on the machine
+and remembers the fastest.
 """
 
 from typing import NamedTuple
@@ -14,11 +16,12 @@ __all__ = ["Config", "candidates", "default", "fitting"]
 class Config(NamedTuple):
     """A choice for one kernel.
 
-    block_m, block_n, block_k: the tile of a program, and how much of K it takes at a time. Powers of two, 16 or more.
+    block_m, block_n, block_k: the tile of a program, and how much of K it takes at a time. Powers of two, 16
+    or more.
     group_m: rows of tiles that are visited together (L2).
     warps, stages: of a program; loads that are under way at once.
-    movers: programs that push, reduce or finish beside those that multiply (each of these roles); where they are more than the GPU has
-        multiprocessors they start when those that multiply end.
+    movers: programs that push, reduce or finish beside those that multiply (each of these roles); where they
+        are more than the GPU has multiprocessors they start when those that multiply end.
     tma: operands by the tensor memory accelerator where their strides allow it (sm_90 and later).
     flatten: one loop over tiles and K, so that loads run on from tile to tile (matmul alone, with tma).
     specialize: loads by a warp of their own (Triton's warp_specialize; matmul alone).
@@ -42,14 +45,18 @@ class Config(NamedTuple):
 SHARED_BYTES = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 103: 232_448, 120: 101_376}
 
 WIDE, SQUARE, NARROW, SMALL = (128, 256, 64), (128, 128, 64), (128, 64, 64), (64, 64, 64)
-# For sm_80, where operands of the tensor cores are in registers too: half of K at a time, half the registers for it.
+# For sm_80, where operands of the tensor cores are in registers too: half of K at a time, half the registers
+# for it.
 WIDE_SHALLOW = (128, 256, 32)
-FP32 = Config(64, 64, 32, warps=4, stages=3)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
+FP32 = Config(
+    64, 64, 32, warps=4, stages=3
+)  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
 
 
 def candidates(op, dtype, arch, panels=1, activation=None):
-    """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90; panels: 2 for swiglu;
-    activation: as in Problem, because the polynomials of erf need registers that the widest tiles have not left."""
+    """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90;
+    panels: 2 for swiglu; activation: as in Problem, because the polynomials of erf need registers that the
+    widest tiles have not left."""
     if dtype == torch.float32:
         base = FP32._replace(warps=4 * panels)  # as many sums per thread with two panels as with one
         return [base, base._replace(movers=32)]
@@ -90,16 +97,20 @@ def default(op, dtype, arch, world_size=1, panels=1, activation=None):
 
 
 def fitting(problem, config, save=False):
-    """The Config with a tile that leaves enough registers for what this call needs besides; the same on all ranks.
+    """The Config with a tile that leaves enough registers for what this call needs besides; the same on all
+    ranks.
 
-    Rows that do not begin at multiples of 16 bytes come element by element, by way of registers. A preactivation that is saved is held
-    together with the result. Without tma (sm_80) registers hold the operands of the tensor cores too. The bounds come from
-    tests/fused/test_aot.py under Triton 3.6 to 3.9. Fitting again what was fitted changes nothing.
+    Rows that do not begin at multiples of 16 bytes come element by element, by way of registers. A
+    preactivation that is saved is held together with the result. Without tma (sm_80) registers hold the
+    operands of the tensor cores too. The bounds come from tests/fused/test_aot.py under Triton 3.6 to 3.9.
+    Fitting again what was fitted changes nothing.
     """
     shared, saved = problem.shared(), save and problem.activation is not None
     if saved:  # Triton 3.7.1 for sm_100 spills with it, and cannot compile swiglu
         config = config._replace(specialize=False)
-    if saved and problem.activation == "gelu":  # sm_100, 128x128: 255 registers and spills of 16 bytes instead of 204
+    if (
+        saved and problem.activation == "gelu"
+    ):  # sm_100, 128x128: 255 registers and spills of 16 bytes instead of 204
         config = config._replace(flatten=False)
     unaligned = shared.k * problem.dtype.itemsize % 16 or shared.n * problem.dtype.itemsize % 16
     if unaligned and problem.dtype.itemsize == 2:
@@ -119,8 +130,8 @@ def fitting(problem, config, save=False):
 
 
 def _fitting_float32(problem, config, saved, unaligned):
-    """Without tensor cores operands are in registers, element by element where rows are unaligned. Which of these spilled differs between
-    architectures and versions of ptxas, by 8 to 112 bytes."""
+    """Without tensor cores operands are in registers, element by element where rows are unaligned. Which of
+    these spilled differs between architectures and versions of ptxas, by 8 to 112 bytes."""
     narrow, low = min(config.block_n, 64 // problem.panels), min(config.block_m, 32)
     if problem.op == "matmul":
         spills = unaligned and (saved or problem.panels == 1)
@@ -129,4 +140,8 @@ def _fitting_float32(problem, config, saved, unaligned):
         return config._replace(block_m=low, warps=4)
     if problem.op == "all_gather_matmul" and problem.panels == 1 and saved:
         return config._replace(block_m=low, warps=4)
-    return config._replace(block_n=narrow if saved else config.block_n, warps=8) if unaligned or saved else config
+    return (
+        config._replace(block_n=narrow if saved else config.block_n, warps=8)
+        if unaligned or saved
+        else config
+    )

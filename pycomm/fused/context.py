@@ -1,21 +1,26 @@
-"""What the kernels of one group share on one device: memory that all ranks have mapped, the number of the launch, the error record.
+"""What the kernels of one group share on one device: memory that all ranks have mapped, the number of the
+launch, the error record.
 
-    block of a rank     [ hello, fingerprints ] [ flags | staging ] [ flags | staging ]       kernels/signal.py says what they mean
+    block of a rank     [ hello, fingerprints ] [ flags | staging ] [ flags | staging ]
+                        kernels/signal.py says what they mean
     table               address of every rank's block, in this process
     local               number of the last launch, programs ended, failed
-    record              what went wrong: what a wait that ended in vain waited for, or two fingerprints that differ; in host memory, so that
-                        the host sees it without waiting for the device
+    record              what went wrong: what a wait that ended in vain waited for, or two fingerprints that
+                        differ; in host memory, so that the host sees it without waiting for the device
 
-A Context is made at the first call of a group and reused by all later ones. A block grows when a problem needs more: all ranks come to that
-together, because they call the same problems in the same order; it waits for the device and for all ranks. Blocks that a CUDA graph has
-captured are kept, with their own `local`, as long as the context, so that a replay finds what it was captured with.
+A Context is made at the first call of a group and reused by all later ones. A block grows when a problem
+needs more: all ranks come to that together, because they call the same problems in the same order; it waits
+for the device and for all ranks. Blocks that a CUDA graph has captured are kept, with their own `local`, as
+long as the context, so that a replay finds what it was captured with.
 
-Calls of one group run one after the other on every rank, in order of issue: a call in another stream waits for the one before by an
-event. In a capture, whose calls must be in one stream, that is their order; a replay runs where and when the program says.
+Calls of one group run one after the other on every rank, in order of issue: a call in another stream waits
+for the one before by an event. In a capture, whose calls must be in one stream, that is their order; a replay
+runs where and when the program says.
 
-Ranks compare a problem when they meet it first. Later launches compare its fingerprint, so that ranks that call known problems in
-different orders find out. A launch that gave up a wait, or found a peer at another problem, leaves wrong results and a record; the next
-call on the context raises CommTimeoutError or MismatchError. The context is broken then, on this rank; the peers' waits end likewise.
+Ranks compare a problem when they meet it first. Later launches compare its fingerprint, so that ranks that
+call known problems in different orders find out. A launch that gave up a wait, or found a peer at another
+problem, leaves wrong results and a record; the next call on the context raises CommTimeoutError or
+MismatchError. The context is broken then, on this rank; the peers' waits end likewise.
 """
 
 import zlib
@@ -33,8 +38,8 @@ MAX_RANKS = 32  # words for hello and for each half's fingerprints, as in kernel
 WORD_BYTES = 4 * 3 * MAX_RANKS
 ALIGNMENT = 4096
 WHAT, OTHER = {1: "the launch", 2: "tiles", 3: "the result of a tile"}, 4  # codes in the record
-# Looks at a word of this GPU's memory per second of a wait: about 1 us each on an H100-class GPU. The bound on a wait is of this order,
-# not exact.
+# Looks at a word of this GPU's memory per second of a wait: about 1 us each on an H100-class GPU. The bound
+# on a wait is of this order, not exact.
 LOOKS_PER_SECOND = 1_000_000
 LOOKS_PER_SECOND_INTERPRETED = 2_000
 
@@ -65,8 +70,10 @@ def aligned(nbytes, to=ALIGNMENT):
 
 def describe(problem, config, flags, nbytes):
     """What ranks compare, and what an error says of it."""
-    shape = f"rows={problem.m}, n={problem.n}, k={problem.k}, {problem.dtype}, activation={problem.activation}, bias={problem.bias}"
-    cut = f"outer={problem.outer}, inner={problem.inner}, sizes={list(problem.sizes)}, shards={list(problem.shards)}"
+    shape = f"rows={problem.m}, n={problem.n}, k={problem.k}, {problem.dtype}"
+    shape += f", activation={problem.activation}, bias={problem.bias}"
+    cut = f"outer={problem.outer}, inner={problem.inner}"
+    cut += f", sizes={list(problem.sizes)}, shards={list(problem.shards)}"
     return f"{problem.op}({shape}, {cut}) in {config} with {flags} flags and {nbytes} bytes"
 
 
@@ -82,7 +89,9 @@ class Context:
         if self.world_size > MAX_RANKS:
             raise ValueError(f"[rank {self.rank}/{self.world_size}] fused kernels: at most {MAX_RANKS} ranks")
         cuda = self.device.type == "cuda"
-        self.record = torch.zeros(4, dtype=torch.int32, device="cpu", pin_memory=cuda)  # code, own fingerprint, the peer's
+        self.record = torch.zeros(
+            4, dtype=torch.int32, device="cpu", pin_memory=cuda
+        )  # code, own fingerprint, the peer's
         self.spans = {}
         self.agreed = {}  # (problem, config, flags, bytes) -> fingerprint
         self.started = set()  # kernels that all ranks have loaded
@@ -102,15 +111,17 @@ class Context:
         return f"[rank {self.rank}/{self.world_size}] {op} #{self.launches}"
 
     def enter(self, problem, config, flags, nbytes):
-        """Before a launch that needs so many flags and bytes of staging: raises what an earlier one left, compares the problem with the
-        other ranks' at its first use, makes room, and orders the current stream behind the last launch. Returns (Block, fingerprint)."""
+        """Before a launch that needs so many flags and bytes of staging: raises what an earlier one left,
+        compares the problem with the other ranks' at its first use, makes room, and orders the current stream
+        behind the last launch. Returns (Block, fingerprint)."""
         self.check(problem.op)
         mark = self.agree(problem, config, flags, nbytes)
         capturing = self.capturing()
         if self.block is None or flags > self.block.flags or nbytes > self.block.staging:
             if capturing:
                 raise ValueError(
-                    f"{self.where(problem.op)}: the first call with a problem of this size cannot be captured, since it allocates"
+                    f"{self.where(problem.op)}: the first call with a problem of this size cannot be "
+                    "captured, since it allocates"
                 )
             self.grow(flags, nbytes)
         if self.device.type == "cuda":
@@ -135,29 +146,38 @@ class Context:
     def grow(self, flags, nbytes):
         """Collective. A new block for at least so many flags and bytes of staging."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # no kernel of ours may still write to a peer's old block; the peers do the same
+            torch.cuda.synchronize(
+                self.device
+            )  # no kernel of ours may still write to a peer's old block; the peers do the same
         old = self.block
         flags = aligned(max(flags, old.flags if old else 0), ALIGNMENT // 4)
         staging = aligned(max(nbytes, old.staging if old else 0))
-        tensor = self.communicator.empty([aligned(WORD_BYTES) + 2 * (4 * flags + staging)], torch.uint8, self.device)
+        tensor = self.communicator.empty(
+            [aligned(WORD_BYTES) + 2 * (4 * flags + staging)], torch.uint8, self.device
+        )
         table = torch.tensor(self.communicator.peer_addresses(tensor), dtype=torch.int64, device=self.device)
-        self.block = Block(tensor, table, torch.zeros(4, dtype=torch.int32, device=self.device), flags, staging)
+        self.block = Block(
+            tensor, table, torch.zeros(4, dtype=torch.int32, device=self.device), flags, staging
+        )
 
     def spans_of(self, problem):
-        """Where the pieces of the cut dimension begin, in rows of `inner`, as an int32 tensor on the device."""
+        """Where the pieces of the cut dimension begin, in rows of `inner`, as an int32 tensor on
+        the device.
+        """
         key = (problem.sizes, problem.inner)
         if key not in self.spans:
             if self.capturing():
                 raise ValueError(
-                    f"{self.where(problem.op)}: the first call with sizes={list(problem.sizes)} cannot be captured, since it copies"
+                    f"{self.where(problem.op)}: the first call with sizes={list(problem.sizes)} cannot be "
+                    "captured, since it copies"
                 )
             begins = [sum(problem.sizes[:rank]) * problem.inner for rank in range(self.world_size + 1)]
             self.spans[key] = torch.tensor(begins, dtype=torch.int32, device=self.device)
         return self.spans[key]
 
     def agree(self, problem, config, flags, nbytes):
-        """Collective at the first use of a problem: all ranks must have the same. Raises MismatchError on all. Returns its fingerprint: 31
-        bits."""
+        """Collective at the first use of a problem: all ranks must have the same. Raises MismatchError on
+        all. Returns its fingerprint: 31 bits."""
         key = (problem.shared(), config, flags, nbytes)
         if key in self.agreed:
             return self.agreed[key]
@@ -167,10 +187,15 @@ class Context:
                 raise MismatchError(
                     f"{self.where(problem.op)}: {text} here, {theirs} on rank {peer}. "
                     "All ranks must pass fitting shapes, dtypes and sizes, and need gradients alike.",
-                    rank=self.rank, world_size=self.world_size, op=problem.op, sequence=self.launches, peer=peer,
-                )  # fmt: skip
+                    **self._place(problem.op, peer),
+                )
         self.agreed[key] = zlib.crc32(text.encode()) & 0x7FFFFFFF
         return self.agreed[key]
+
+    def _place(self, op, peer):
+        """What an error has as attributes."""
+        place = {"rank": self.rank, "world_size": self.world_size, "op": op}
+        return {**place, "sequence": self.launches, "peer": peer}
 
     def check(self, op):
         """Raises what a launch has left in the record."""
@@ -179,16 +204,19 @@ class Context:
             return
         if self.broken is None:
             what, peer = divmod(code, MAX_RANKS)
-            place = {"rank": self.rank, "world_size": self.world_size, "op": op, "sequence": self.launches, "peer": peer}
+            place = self._place(op, peer)
             if what == OTHER:
                 known = {mark: describe(*key) for key, mark in self.agreed.items()}
                 self.broken = MismatchError(
                     f"{self.where(op)}: a launch before this computed {known[ours]}, on rank {peer} "
-                    f"{known.get(theirs, 'another problem')}. All ranks must call the same operations in the same order.", **place,
-                )  # fmt: skip
+                    f"{known.get(theirs, 'another problem')}. "
+                    "All ranks must call the same operations in the same order.",
+                    **place,
+                )
             else:
                 self.broken = CommTimeoutError(
-                    f"{self.where(op)}: a launch before this waited for {WHAT[what]} of rank {peer} for about {self.timeout:g} s. "
+                    f"{self.where(op)}: a launch before this waited for {WHAT[what]} of rank {peer} for "
+                    f"about {self.timeout:g} s. "
                     "Its results are wrong and the group's fused kernels are broken.", **place,
                 )  # fmt: skip
         raise self.broken

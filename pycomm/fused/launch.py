@@ -1,8 +1,9 @@
 """Launches the kernels: which arguments, how many programs, which way each operand is loaded.
 
-A rank has `context.programs` programs that run at the same time (its share of the GPU's multiprocessors). Of these Config.movers push,
-reduce or finish, the others multiply; with more movers than that, all multiply and the movers come after them, which is allowed because
-who waits has a higher id than who is waited for (kernels/signal.py, [Note: who may wait]).
+A rank has `context.programs` programs that run at the same time (its share of the GPU's multiprocessors). Of
+these Config.movers push, reduce or finish, the others multiply; with more movers than that, all multiply and
+the movers come after them, which is allowed because who waits has a higher id than who is waited for
+(kernels/signal.py, [Note: who may wait]).
 
 Every call returns what pycomm.fused.plain returns for it, so that the two can be exchanged.
 """
@@ -48,8 +49,9 @@ def interpreted():
 def roles(config, context, others=1):
     """How many programs of each role; others: how many roles there are beside those that multiply.
 
-    [Note: ranks that share a GPU] Its multiprocessors must hold all programs of all these ranks at once. Else those of one rank that wait
-    could take the place of those of another that they wait for, which then never begin. So all roles fit into a rank's share.
+    [Note: ranks that share a GPU] Its multiprocessors must hold all programs of all these ranks at once. Else
+    those of one rank that wait could take the place of those of another that they wait for, which then never
+    begin. So all roles fit into a rank's share.
     """
     programs, movers = context.programs, max(1, config.movers)
     if context.shares_device:
@@ -61,8 +63,9 @@ def roles(config, context, others=1):
 def _start(context, use, kernel, programs, *arguments, **options):
     """Launches. use: names the compiled kernel, alike on all ranks.
 
-    [Note: loading] A driver may have to wait for running kernels before it can load another, and ranks that are threads share one: so a
-    kernel is compiled and loaded, by one thread at a time, before any rank is in it and could wait for this one.
+    [Note: loading] A driver may have to wait for running kernels before it can load another, and ranks that
+    are threads share one: so a kernel is compiled and loaded, by one thread at a time, before any rank is in
+    it and could wait for this one.
     """
     if use not in context.started:
         if not interpreted():
@@ -81,44 +84,64 @@ def _load(kernel, programs, arguments, options):
 @functools.cache
 def _processors(device):
     """Programs of a kernel that has the device for itself."""
-    return INTERPRETED_PROGRAMS if interpreted() else torch.cuda.get_device_properties(device).multi_processor_count
+    return (
+        INTERPRETED_PROGRAMS
+        if interpreted()
+        else torch.cuda.get_device_properties(device).multi_processor_count
+    )
 
 
 def _operand(x, rows, columns, allowed):
-    """(how to load tiles of `rows` x `columns` of a matrix, the argument for it). Rows that overlap, as in a tensor that was expanded,
-    are not what the accelerator's driver has promised to take."""
+    """(how to load tiles of `rows` x `columns` of a matrix, the argument for it). Rows that overlap, as in a
+    tensor that was expanded, are not what the accelerator's driver has promised to take."""
     if allowed and x.numel():
         unit = 16 // x.element_size()
-        if x.stride(1) == 1 and x.stride(0) >= x.shape[1] and x.stride(0) % unit == 0 and x.data_ptr() % 16 == 0:
+        if (
+            x.stride(1) == 1
+            and x.stride(0) >= x.shape[1]
+            and x.stride(0) % unit == 0
+            and x.data_ptr() % 16 == 0
+        ):
             return DESCRIPTOR, TensorDescriptor(x, list(x.shape), list(x.stride()), [rows, columns])
-        if x.stride(0) == 1 and x.stride(1) >= x.shape[0] and x.stride(1) % unit == 0 and x.data_ptr() % 16 == 0:
-            return TRANSPOSED, TensorDescriptor(x.t(), list(x.t().shape), list(x.t().stride()), [columns, rows])
+        if (
+            x.stride(0) == 1
+            and x.stride(1) >= x.shape[0]
+            and x.stride(1) % unit == 0
+            and x.data_ptr() % 16 == 0
+        ):
+            return TRANSPOSED, TensorDescriptor(
+                x.t(), list(x.t().shape), list(x.t().stride()), [columns, rows]
+            )
     return POINTERS, x
 
 
-def _tile_arguments(problem, config, bias, save, device):
-    """What all kernels take by keyword."""
+def _compiled_for(problem, config, bias, save, device, **fields):
+    """What all kernels take by keyword: the Tile, of which `fields` are as given, and options for Triton's
+    compiler.
+    """
     fp32 = problem.dtype == torch.float32
-    return {
-        "BLOCK_M": config.block_m,
-        "BLOCK_N": config.block_n,
-        "BLOCK_K": config.block_k,
-        "GROUP_M": config.group_m,
-        "PANELS": problem.panels,
-        "ACTIVATION": problem.activation or "none",
-        "HAS_BIAS": bias is not None,
-        "SAVE": save and problem.activation is not None,
-        "EVEN_K": problem.k % config.block_k == 0,
-        "UPCAST": interpreted(),
-        "PRECISION": "tf32" if fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        **({} if interpreted() else _options(config, problem.op, fp32, device)),
-    }
+    compiled = tile.Tile(
+        block_m=config.block_m,
+        block_n=config.block_n,
+        block_k=config.block_k,
+        group_m=config.group_m,
+        panels=problem.panels,
+        activation=problem.activation or "none",
+        has_bias=bias is not None,
+        save=save and problem.activation is not None,
+        even_k=problem.k % config.block_k == 0,
+        upcast=interpreted(),
+        precision="tf32" if fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
+        **fields,
+    )
+    return {"TILE": compiled, **({} if interpreted() else _options(config, problem.op, fp32, device))}
 
 
 @functools.cache
 def _options(config, op, fp32, device):
-    """For Triton's compiler. On sm_80, and on sm_100 in two kernels, ptxas spills registers to come down to 96, 128 or 168, so that more
-    programs fit on a multiprocessor; here one is on each, and it may have all. Elsewhere a bound made the code worse."""
+    """For Triton's compiler. On sm_80, and on sm_100 in two kernels, ptxas spills registers to come down to
+    96, 128 or 168, so that more programs fit on a multiprocessor; here one is on each, and it may have all.
+    Elsewhere a bound made the code worse."""
     major, bound = torch.cuda.get_device_properties(device).major, {}
     if major < 9:
         bound = {"maxnreg": 255 if config.warps == 8 else 200}
@@ -134,33 +157,42 @@ def _outputs(problem, a, rows, save):
 
 
 def matmul(problem, a, b, bias, config, *, save=False):
-    """(activation(a @ b + bias), preactivation or None) by the Triton kernel. a: (m, k), b: (k, panels * n), any strides."""
+    """(activation(a @ b + bias), preactivation or None) by the Triton kernel. a: (m, k), b: (k, panels * n),
+    any strides.
+    """
     config = fitting(problem, config, save)
     out, z = _outputs(problem, a, problem.m, save)
     if not out.numel():
         return out, z
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
-    # The accelerator stores whole tiles and cuts them at the edge of the tensor; with a preactivation to save there is no room for both.
-    out_mode, out_operand = _operand(out, config.block_m, config.block_n, config.tma and z is None and problem.n > 1)
+    # The accelerator stores whole tiles and cuts them at the edge of the tensor; with a preactivation to save
+    # there is no room for both.
+    out_mode, out_operand = _operand(
+        out, config.block_m, config.block_n, config.tma and z is None and problem.n > 1
+    )
     tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
     matmul_kernel[(min(tiles, _processors(a.device)),)](
         a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
-        A_MODE=a_mode, B_MODE=b_mode, OUT_MODE=out_mode,
-        FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize, **_tile_arguments(problem, config, bias, save, a.device),
+        OUT_MODE=out_mode, FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize,
+        **_compiled_for(problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode),
     )  # fmt: skip
     return out, z
 
 
 def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=False):
-    """(result, preactivation or None, gathered a or None). a: this rank's rows (outer, piece, inner); results: all rows."""
+    """(result, preactivation or None, gathered a or None). a: this rank's rows (outer, piece, inner);
+    results: all rows.
+    """
     config = fitting(problem, config, save)
     unit = 16 // a.element_size()
     most_rows = max(problem.piece_rows)
     most_rows += -most_rows % unit  # so that every piece in the staging begins at a multiple of 16 bytes
     row_tiles = triton.cdiv(most_rows, config.block_m)
     half = problem.world_size * most_rows * problem.k * a.element_size()
-    whole = _whole_units(a, unit)  # first: at the first call no rank is in its kernel yet while another loads that of a copy
+    whole = _whole_units(
+        a, unit
+    )  # first: at the first call no rank is in its kernel yet while another loads that of a copy
     block, mark = context.enter(problem, config, problem.world_size * row_tiles, half)
     out, z = _outputs(problem, a, problem.m, save)
     kept = a.new_empty(problem.m, problem.k) if keep else None
@@ -168,19 +200,23 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     keepers = counts.movers if keep else 0
     _start(
-        context, (mark, z is not None, keep), all_gather_matmul_kernel, counts.movers + counts.multipliers + keepers,
-        whole, b_operand, bias, out, z, kept, block.table, block.local, context.record, context.spans_of(problem),
+        context, (mark, z is not None, keep), all_gather_matmul_kernel,
+        counts.movers + counts.multipliers + keepers, whole, b_operand, bias, out, z, kept,
+        block.table, block.local, context.record, context.spans_of(problem),
         mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
         block.staging_offset, block.half, *b.stride(),
-        WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers, UNIT=unit, COPY=COPY_UNITS,
-        B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
+        WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers,
+        UNIT=unit, COPY=COPY_UNITS,
+        **_compiled_for(problem, config, bias, save, a.device, a_mode=POINTERS, b_mode=b_mode),
     )  # fmt: skip
     context.leave()
     return out, z, kept
 
 
 def _whole_units(a, unit):
-    """a as dense rows that begin at a multiple of 16 bytes and may be read up to the next one; itself where it is that already."""
+    """a as dense rows that begin at a multiple of 16 bytes and may be read up to the next one; itself where
+    it is that already.
+    """
     a = a.contiguous()
     if a.numel() % unit == 0 and a.data_ptr() % 16 == 0 and a.numel():
         return a
@@ -195,18 +231,22 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     most_rows = max(problem.piece_rows)
     slots = triton.cdiv(most_rows, config.block_m) * triton.cdiv(problem.n, config.block_n) * problem.panels
     slot_bytes = config.block_m * config.block_n * a.element_size()
-    block, mark = context.enter(problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes)
+    block, mark = context.enter(
+        problem, config, problem.world_size * slots, problem.world_size * slots * slot_bytes
+    )
     out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
     counts = roles(config, context)
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     _start(
         context, (mark, z is not None), matmul_reduce_scatter_kernel, counts.multipliers + counts.movers,
-        a_operand, b_operand, bias, out, z, block.table, block.local, context.record, context.spans_of(problem),
-        mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
-        block.staging_offset, block.half, *a.stride(), *b.stride(),
-        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, WIRE=WIRES[problem.dtype],
-        A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
+        a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
+        context.spans_of(problem), mark, context.limit, problem.rank, problem.outer, problem.n, problem.k,
+        most_rows, block.staging_offset, block.half, *a.stride(), *b.stride(),
+        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers,
+        **_compiled_for(
+            problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
+        ),
     )  # fmt: skip
     context.leave()
     return out, z
@@ -221,19 +261,25 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     if not config.one_shot:  # behind the partial tiles the results, and preactivations
         flags += tiles
         staged += tiles * (1 + (problem.panels if save and problem.activation is not None else 0))
-    block, mark = context.enter(problem, config, flags, staged * config.block_m * config.block_n * a.element_size())
+    block, mark = context.enter(
+        problem, config, flags, staged * config.block_m * config.block_n * a.element_size()
+    )
     out, z = _outputs(problem, a, problem.m, save)
     counts = roles(config, context, others=2 - config.one_shot)
     finishers = 0 if config.one_shot else counts.movers
     a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
     b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     _start(
-        context, (mark, z is not None), matmul_all_reduce_kernel, counts.multipliers + counts.movers + finishers,
-        a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
+        context, (mark, z is not None), matmul_all_reduce_kernel,
+        counts.multipliers + counts.movers + finishers, a_operand, b_operand, bias, out, z,
+        block.table, block.local, context.record,
         mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
         block.staging_offset, block.half, *a.stride(), *b.stride(),
-        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers, WIRE=WIRES[problem.dtype],
-        ONE_SHOT=config.one_shot, A_MODE=a_mode, B_MODE=b_mode, **_tile_arguments(problem, config, bias, save, a.device),
+        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers,
+        ONE_SHOT=config.one_shot,
+        **_compiled_for(
+            problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
+        ),
     )  # fmt: skip
     context.leave()
     return out, z

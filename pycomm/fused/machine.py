@@ -1,4 +1,5 @@
-"""What the kernels of a group find on a device: its architecture, how much of it a rank may use, whether the ranks' kernels can talk.
+"""What the kernels of a group find on a device: its architecture, how much of it a rank may use, whether the
+ranks' kernels can talk.
 
 Asked once for each group and device; collective then, because all ranks must come to the same answer.
 """
@@ -18,9 +19,9 @@ MOST_BYTES = 4096  # of a value that is exchanged
 
 
 class Machine(NamedTuple):
-    """arch: compute capability, 90 for sm_90; 80 in the interpreter. ranks_on_device: of the group, most on any device. programs: of a rank
-    that run at the same time: its share of the multiprocessors. obstacle: why kernels of different ranks cannot signal each other, or
-    ""."""
+    """arch: compute capability, 90 for sm_90; 80 in the interpreter. ranks_on_device: of the group, most on
+    any device. programs: of a rank that run at the same time: its share of the multiprocessors. obstacle: why
+    kernels of different ranks cannot signal each other, or ""."""
 
     arch: int
     ranks_on_device: int
@@ -29,15 +30,19 @@ class Machine(NamedTuple):
 
 
 def exchange(communicator, value):
-    """Every rank's value (JSON), in order of rank; [value] without a communicator. Collective, over the CPU side of the group, so it
-    neither waits for a device nor is captured."""
+    """Every rank's value (JSON), in order of rank; [value] without a communicator. Collective, over the CPU
+    side of the group, so it neither waits for a device nor is captured."""
     if communicator is None or communicator.world_size == 1:
         return [value]
     text = json.dumps(value).encode()
     if len(text) > MOST_BYTES:
         place = f"[rank {communicator.rank}/{communicator.world_size}]"
-        raise ValueError(f"{place} a value of {len(text)} bytes is too long to exchange, at most {MOST_BYTES}")
-    mine = torch.full((1, MOST_BYTES), ord(" "), dtype=torch.uint8, device="cpu")  # whatever torch's default device is
+        raise ValueError(
+            f"{place} a value of {len(text)} bytes is too long to exchange, at most {MOST_BYTES}"
+        )
+    mine = torch.full(
+        (1, MOST_BYTES), ord(" "), dtype=torch.uint8, device="cpu"
+    )  # whatever torch's default device is
     mine[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everyone = torch.empty(communicator.world_size, MOST_BYTES, dtype=torch.uint8, device="cpu")
     communicator.all_gather_flat(mine, everyone, False, 0, 0.0)
@@ -45,13 +50,17 @@ def exchange(communicator, value):
 
 
 def of(ranks, device):
-    """The Machine of a group (pycomm.fused.ranks.Ranks) on a device. Its backend must be pycomm, unless it has one rank."""
+    """The Machine of a group (pycomm.fused.ranks.Ranks) on a device. Its backend must be pycomm, unless it
+    has one rank.
+    """
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     key = ("machine", device)
     if key not in ranks.cache:
-        ranks.cache[key] = _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, 1, INTERPRETED_PROGRAMS, "")
+        ranks.cache[key] = (
+            _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, 1, INTERPRETED_PROGRAMS, "")
+        )
     return ranks.cache[key]
 
 
@@ -68,25 +77,36 @@ def _on_cuda(ranks, device):
     said = exchange(ranks.communicator, {"resident": resident, "deaf": deaf, "arch": arch})
     obstacle = ""
     if not all(one["resident"] for one in said):
-        obstacle = "ranks share a GPU from several processes, so their kernels do not run together and may not wait for each other"
+        obstacle = (
+            "ranks share a GPU from several processes, so their kernels do not run together and may not wait "
+            "for each other"
+        )
     elif any(one["deaf"] for one in said):
         rank = next(rank for rank, one in enumerate(said) if one["deaf"])
-        obstacle = f"rank {rank}'s GPU has no native atomics on a peer's memory (no NVLink between them, or hidden from the process)"
+        obstacle = (
+            f"rank {rank}'s GPU has no native atomics on a peer's memory (no NVLink between them, or hidden "
+            "from the process)"
+        )
     elif others := [rank for rank, one in enumerate(said) if one["arch"] != said[0]["arch"]]:
         found = f"sm_{said[0]['arch']} on rank 0, sm_{said[others[0]]['arch']} on rank {others[0]}"
         obstacle = f"the ranks' GPUs are not alike ({found}), so no configuration is for all"
     most = max(uuids.count(uuid) for uuid in uuids)
     programs = facts.multi_processor_count // most
     if programs < ROLES:
-        obstacle = obstacle or f"{most} ranks share {facts.multi_processor_count} multiprocessors; a rank's kernels need {ROLES}"
+        have = f"{most} ranks share {facts.multi_processor_count} multiprocessors"
+        obstacle = obstacle or f"{have}; a rank's kernels need {ROLES}"
     return Machine(arch, most, max(1, programs), obstacle)
 
 
 def _native_atomics(device, uuid):
-    """Whether `device` can do atomics on the memory of the GPU with this uuid. False if this process does not see it."""
+    """Whether `device` can do atomics on the memory of the GPU with this uuid. False if this process does not
+    see it.
+    """
     for peer in range(torch.cuda.device_count()):
         if str(torch.cuda.get_device_properties(peer).uuid) == uuid:
             value = ctypes.c_int()
-            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(ctypes.byref(value), NATIVE_ATOMICS, device.index, peer)
+            failed = ctypes.CDLL("libcuda.so.1").cuDeviceGetP2PAttribute(
+                ctypes.byref(value), NATIVE_ATOMICS, device.index, peer
+            )
             return not failed and bool(value.value)
     return False

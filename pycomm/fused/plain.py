@@ -1,20 +1,27 @@
-"""The fused operations made of a matrix product and a collective: on any device, with any backend; what the kernels are checked against.
+"""The fused operations made of a matrix product and a collective: on any device, with any backend; what the
+kernels are checked against.
 
-chunks=1: one product, one collective, one after the other. With more chunks the collective of a chunk runs while the product of the next
-one does; two ranks, all_gather_matmul (the first chunk is the own piece, which needs no peer) and the two that reduce:
+chunks=1: one product, one collective, one after the other. With more chunks the collective of a chunk runs
+while the product of the next one does; two ranks, all_gather_matmul (the first chunk is the own piece, which
+needs no peer) and the two that reduce:
 
-    gather   | others, 1st half | others, 2nd half |                       product | chunk 0 | chunk 1 | chunk 2 |
-    product  | own piece        | 1st half         | 2nd half |            reduce            | chunk 0 | chunk 1 | chunk 2 |
+    gather    | others, 1st half | others, 2nd half |
+    product   | own piece        | 1st half         | 2nd half |
+
+    product   | chunk 0 | chunk 1 | chunk 2 |
+    reduce              | chunk 0 | chunk 1 | chunk 2 |
 
 A chunk of matmul_reduce_scatter holds chunk i of the rows of every destination.
 
-Partial sums on the CPU lie in memory that the group keeps and has registered (_staging): the collective then reads the peers' sums where
-they are, and no pages are mapped anew in each call. It pays where the result is somewhere else anyway: in matmul_reduce_scatter, and in
-matmul_all_reduce when a bias or an activation writes the result. It holds all of a call, or two chunks of it.
+Partial sums on the CPU lie in memory that the group keeps and has registered (_staging): the collective then
+reads the peers' sums where they are, and no pages are mapped anew in each call. It pays where the result is
+somewhere else anyway: in matmul_reduce_scatter, and in matmul_all_reduce when a bias or an activation writes
+the result. It holds all of a call, or two chunks of it.
 
-Cost: product and collective; every chunk adds a smaller, slower product. choice.py has the table and what was measured. The bits do not
-depend on chance: all ranks cut alike and pycomm's collectives add in the order of the ranks. A different number of chunks may change the
-last bit, since BLAS does not promise that a row comes out alike in matrices of different heights.
+Cost: product and collective; every chunk adds a smaller, slower product. choice.py has the table and what was
+measured. The bits do not depend on chance: all ranks cut alike and pycomm's collectives add in the order of
+the ranks. A different number of chunks may change the last bit, since BLAS does not promise that a row comes
+out alike in matrices of different heights.
 """
 
 from collections import deque
@@ -25,14 +32,24 @@ import torch.nn.functional as F
 
 from pycomm.fused.problem import cut, join_rows, split_rows
 
-__all__ = ["Result", "activation_backward", "all_gather_matmul", "matmul", "matmul_all_reduce", "matmul_reduce_scatter", "product"]
+__all__ = [
+    "Result",
+    "activation_backward",
+    "all_gather_matmul",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+    "product",
+]
 
 # Bytes of partial sums. Below the least, ordinary memory is not slower; the most bounds what a group keeps.
 LEAST_STAGING, MOST_STAGING = 256 << 10, 16 << 20
 
 
 class Result(NamedTuple):
-    """Rows of the result; of the preactivation, if it was to be saved; of the gathered input, if it was to be kept."""
+    """Rows of the result; of the preactivation, if it was to be saved; of the gathered input, if it was to be
+    kept.
+    """
 
     out: torch.Tensor
     z: torch.Tensor | None = None
@@ -48,7 +65,9 @@ def all_gather_matmul(problem, ranks, a, b, bias, chunks, *, save=False, keep=Fa
     if chunks == 1:
         ranks.all_gather(_pieces(problem, pieces), a, async_op=False)
         whole = join_rows(problem, pieces)
-        return _finish(problem, product(whole, b, bias), None, save)._replace(gathered=whole if keep else None)
+        return _finish(problem, product(whole, b, bias), None, save)._replace(
+            gathered=whole if keep else None
+        )
     parts, bounds = pieces.split(problem.piece_rows), [cut(rows, chunks - 1) for rows in problem.piece_rows]
     works = []
     for i in range(chunks - 1):
@@ -72,7 +91,9 @@ def matmul_reduce_scatter(problem, ranks, a, b, bias, chunks, *, save=False):
     a = split_rows(problem, a)
     if chunks == 1:
         slots = _staging(ranks, a, problem.m * problem.columns, 1)
-        partial = slots[0].view(problem.m, problem.columns) if slots else a.new_empty(problem.m, problem.columns)
+        partial = (
+            slots[0].view(problem.m, problem.columns) if slots else a.new_empty(problem.m, problem.columns)
+        )
         ranks.reduce_scatter(z, _pieces(problem, product(a, b, out=partial)), async_op=False)
     else:
         _reduce_scatter_in_chunks(problem, ranks, a, _operand(b), z, chunks)
@@ -81,7 +102,9 @@ def matmul_reduce_scatter(problem, ranks, a, b, bias, chunks, *, save=False):
 
 def _reduce_scatter_in_chunks(problem, ranks, a, b, z, chunks):
     parts, bounds = a.split(problem.piece_rows), [cut(rows, chunks) for rows in problem.piece_rows]
-    counts = [[stop - start for start, stop in chunk] for chunk in zip(*bounds, strict=True)]  # rows of a chunk for every destination
+    counts = [
+        [stop - start for start, stop in chunk] for chunk in zip(*bounds, strict=True)
+    ]  # rows of a chunk for every destination
     slots = _staging(ranks, a, max(map(sum, counts)) * problem.columns, 2)
     works = deque()
     for i, rows in enumerate(counts):
@@ -105,12 +128,14 @@ def matmul_all_reduce(problem, ranks, a, b, bias, chunks, *, save=False):
         ranks.all_reduce(product(a, b, out=z), async_op=False)
     else:
         b, bounds = _operand(b), cut(problem.m, chunks)
-        for work in [ranks.all_reduce(product(a[start:stop], b, out=z[start:stop])) for start, stop in bounds]:
+        for work in [
+            ranks.all_reduce(product(a[start:stop], b, out=z[start:stop])) for start, stop in bounds
+        ]:
             work.wait()
     return _finish(problem, z, bias, save, borrowed=slots is not None)
 
 
-# --- parts ----------------------------------------------------------------------------------------------------------------------------
+# --- parts --------------------
 
 
 def product(a, b, bias=None, out=None):
@@ -128,8 +153,14 @@ def _operand(b):
 
 
 def _slow_half(x):
-    """Float16 on a CPU without instructions for it: torch multiplies 10 to 100 times slower than float32, and conversions are cheap."""
-    return x.dtype == torch.float16 and x.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    """Float16 on a CPU without instructions for it: torch multiplies 10 to 100 times slower than float32, and
+    conversions are cheap.
+    """
+    return (
+        x.dtype == torch.float16
+        and x.device.type == "cpu"
+        and not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    )
 
 
 def _pieces(problem, matrix):
@@ -138,7 +169,8 @@ def _pieces(problem, matrix):
 
 
 def _staging(ranks, like, count, slots):
-    """`slots` flat tensors of `count` elements in the group's registered memory. None where ordinary memory will do, on all ranks alike.
+    """`slots` flat tensors of `count` elements in the group's registered memory. None where ordinary memory
+    will do, on all ranks alike.
 
     Collective where the memory has to grow.
     """
@@ -147,18 +179,26 @@ def _staging(ranks, like, count, slots):
         return None
     memory = ranks.cache.get("staging")
     if memory is None or memory.numel() < nbytes:
-        with torch.inference_mode(False):  # kept for calls outside it, which may not write to a tensor made inside
-            memory = ranks.cache["staging"] = ranks.empty(1 << (nbytes - 1).bit_length(), torch.uint8, like.device)
+        with torch.inference_mode(
+            False
+        ):  # kept for calls outside it, which may not write to a tensor made inside
+            memory = ranks.cache["staging"] = ranks.empty(
+                1 << (nbytes - 1).bit_length(), torch.uint8, like.device
+            )
     return memory[:nbytes].view(like.dtype).split(count)
 
 
 def _finish(problem, z, bias, save, borrowed=False):
-    """Bias and activation. borrowed: z is staging memory, which must not be in the result; there is a bias or an activation then."""
+    """Bias and activation. borrowed: z is staging memory, which must not be in the result; there is a bias or
+    an activation then.
+    """
     if bias is not None:
         z, borrowed = (z + bias, False) if borrowed else (z.add_(bias), False)
     if problem.activation is None:
         return Result(z)
-    return Result(_activate(problem, z, not save and not borrowed), (z.clone() if borrowed else z) if save else None)
+    return Result(
+        _activate(problem, z, not save and not borrowed), (z.clone() if borrowed else z) if save else None
+    )
 
 
 def _activate(problem, z, in_place):

@@ -1,11 +1,13 @@
 """What one call computes, as numbers: the key of tables and tuned configurations, and the arithmetic of rows.
 
-A tensor a of shape (d0, ..., dim, ..., K) is handled as a matrix of K columns. The dimension that is cut among the ranks sorts its rows:
+A tensor a of shape (d0, ..., dim, ..., K) is handled as a matrix of K columns. The dimension that is cut
+among the ranks sorts its rows:
 
     a  (d0, d1, | dim, | d3, K)   ->   rows (outer = d0*d1, piece = dim, inner = d3)
 
-so rank r's piece is `outer` blocks of sizes[r]*inner neighbouring rows, `block` rows apart in the whole. With outer == 1, the usual case, a
-piece is one run of rows and the pieces joined in order of rank are the whole; otherwise rows are moved once (split_rows, join_rows).
+so rank r's piece is `outer` blocks of sizes[r]*inner neighbouring rows, `block` rows apart in the whole. With
+outer == 1, the usual case, a piece is one run of rows and the pieces joined in order of rank are the whole;
+otherwise rows are moved once (split_rows, join_rows).
 """
 
 import math
@@ -13,7 +15,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["OPS", "ACTIVATIONS", "Problem", "cut", "even_sizes", "join_rows", "split_rows"]
+__all__ = ["OPS", "ACTIVATIONS", "Problem", "cut", "join_rows", "split_rows"]
 
 OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "swiglu")
@@ -34,10 +36,14 @@ class Problem(NamedTuple):
     outer: int = 1
     inner: int = 1
     sizes: tuple[int, ...] = ()  # length of every rank's piece; () where nothing is cut
-    shards: tuple[int, ...] = ()  # length, on every rank, of b's dimension that is cut among the ranks; (): all as here
+    shards: tuple[
+        int, ...
+    ] = ()  # length, on every rank, of b's dimension that is cut among the ranks; (): all as here
 
     def shared(self):
-        """This problem in numbers that are equal on all ranks, so that all decide alike: the longest shard for their own, no rank."""
+        """This problem in numbers that are equal on all ranks, so that all decide alike: the longest shard
+        for their own, no rank.
+        """
         if not self.shards:
             return self._replace(rank=0) if self.rank else self
         longest = max(self.shards)
@@ -66,11 +72,6 @@ class Problem(NamedTuple):
         return [self.outer * size * self.inner for size in self.sizes]
 
 
-def even_sizes(length, parts):
-    """How torch.tensor_split cuts `length`: pieces that differ by at most one, longer ones first."""
-    return tuple(length // parts + (part < length % parts) for part in range(parts))
-
-
 def cut(length, parts):
     """The bounds (start, stop) of `parts` pieces of range(length), of which some may be empty."""
     bounds = [length * part // parts for part in range(parts + 1)]
@@ -83,7 +84,12 @@ def split_rows(problem, whole):
         return whole
     columns = whole.shape[1]
     blocks = whole.reshape(problem.outer, sum(problem.sizes), problem.inner * columns)
-    return torch.cat([block.reshape(rows, columns) for block, rows in zip(blocks.split(problem.sizes, 1), problem.piece_rows, strict=True)])
+    return torch.cat(
+        [
+            block.reshape(rows, columns)
+            for block, rows in zip(blocks.split(problem.sizes, 1), problem.piece_rows, strict=True)
+        ]
+    )
 
 
 def join_rows(problem, pieces):
@@ -91,5 +97,8 @@ def join_rows(problem, pieces):
     if problem.outer == 1:
         return pieces
     columns, parts = pieces.shape[1], pieces.split(problem.piece_rows)
-    blocks = [part.reshape(problem.outer, size, problem.inner * columns) for part, size in zip(parts, problem.sizes, strict=True)]
+    blocks = [
+        part.reshape(problem.outer, size, problem.inner * columns)
+        for part, size in zip(parts, problem.sizes, strict=True)
+    ]
     return torch.cat(blocks, 1).view(math.prod((problem.outer, sum(problem.sizes), problem.inner)), columns)

@@ -1,11 +1,12 @@
-"""The ranks of a fused operation: one face for a torch process group, a pycomm.Communicator, and a process alone.
+"""The ranks of a fused operation: a Group as it is reached from one device, and its collectives on pieces.
 
-An asynchronous collective returns a work with wait(); the tensors must live, and stay as they are, until then. Parts are matrices of
-contiguous rows, one per rank, and may differ in their number of rows. pycomm takes such a list as it is. Other backends (Gloo, NCCL) want
-equal parts in one buffer: where the parts are not that already, they go through a padded copy, taken in wait().
+An asynchronous collective returns a work with wait(); the tensors must live, and stay as they are, until
+then. Parts are matrices of contiguous rows, one per rank, and may differ in their number of rows. pycomm
+takes such a list as it is. Other backends (Gloo, NCCL) want equal parts in one buffer: where the parts are
+not that already, they go through a padded copy (groups.py, [Note: uneven pieces]), taken in wait().
 
-Memory that belongs to a group, such as registered buffers, is kept in `Ranks.cache`, which lives as long as the group's object. Nothing
-in it may refer to that object, or neither would ever be freed.
+Memory that belongs to a group, such as registered buffers, is kept in `Ranks.cache`, which lives as long as
+the process group. Nothing in it may refer to that object, or neither would ever be freed.
 """
 
 import weakref
@@ -14,16 +15,13 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pycomm import _C
+from pycomm import _C, groups
 from pycomm.communicator import Communicator
+from pycomm.groups import Group, all_gather_flat, pad_pieces, reduce_scatter_flat, unpad_pieces
 
 __all__ = ["ALONE", "Ranks", "of"]
 
-# torch 2.13 renames these two.
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-_caches = weakref.WeakKeyDictionary()  # group -> what Ranks.cache says
+_caches = weakref.WeakKeyDictionary()  # process group -> what Ranks.cache says
 
 
 class Then:
@@ -44,90 +42,92 @@ def _then(work, copies, async_op):
 
 
 class Ranks(NamedTuple):
-    """This rank and its peers. group: None alone; communicator: the native one (pycomm._C), None where another backend moves the bytes.
+    """This rank and its peers. communicator: the native one (pycomm._C) of the device; None where another
+    backend moves the bytes. cache: see above.
 
-    The collectives return a work when async_op, else when they are done: without a hand-off to another thread, where the group is idle.
+    The collectives return a work when async_op, else when they are done: without a hand-off to another
+    thread, where the group is idle.
     """
 
-    group: object
-    rank: int
-    size: int
+    group: Group
     communicator: object
     cache: dict
 
     @property
-    def name(self):
-        if self.group is None:
-            return "alone"
-        return self.group.name if isinstance(self.group, Communicator) else self.group.group_name
+    def rank(self):
+        return self.group.rank
+
+    @property
+    def size(self):
+        return self.group.size
 
     def __str__(self):
         return f"[rank {self.rank}/{self.size}]"
 
     def all_gather(self, parts, x, async_op=True):
         """parts[r] = x of rank r. parts: one matrix where all have as many rows, else a list."""
-        if isinstance(self.group, Communicator):
-            work = self.group.all_gather(x, parts, async_op=async_op)
+        pg = self.group.pg
+        if isinstance(pg, Communicator):
+            work = pg.all_gather(x, parts, async_op=async_op)
         elif (joined := _joined(parts)) is not None:
-            work = _gather_flat(joined, x, group=self.group, async_op=async_op)
+            work = all_gather_flat(joined, x, group=pg, async_op=async_op)
         elif self.communicator is not None:
-            work = dist.all_gather(parts, x, group=self.group, async_op=async_op)
+            work = dist.all_gather(parts, x, group=pg, async_op=async_op)
         else:
-            longest = max(part.shape[0] for part in parts)
-            buffer = x.new_empty(self.size * longest, x.shape[1])
-            work = _gather_flat(buffer, _padded([x], longest), group=self.group, async_op=True)
-            return _then(work, [(part, buffer[r * longest :][: part.shape[0]]) for r, part in enumerate(parts)], async_op)
+            sizes = [part.shape[0] for part in parts]
+            buffer = x.new_empty(self.size * max(sizes), x.shape[1])
+            work = all_gather_flat(buffer, pad_pieces([x], max(sizes)), group=pg, async_op=True)
+            copies = list(zip(parts, unpad_pieces(buffer, sizes), strict=True))
+            return _then(work, copies, async_op)
         return work if async_op else None
 
     def reduce_scatter(self, out, parts, async_op=True):
         """out = the sum over all ranks of their parts[this rank]. parts: as in all_gather."""
-        if isinstance(self.group, Communicator):
-            work = self.group.reduce_scatter(parts, out, async_op=async_op)
+        pg = self.group.pg
+        if isinstance(pg, Communicator):
+            work = pg.reduce_scatter(parts, out, async_op=async_op)
         elif (joined := _joined(parts)) is not None:
-            work = _scatter_flat(out, joined, group=self.group, async_op=async_op)
+            work = reduce_scatter_flat(out, joined, group=pg, async_op=async_op)
         elif self.communicator is not None:
-            work = dist.reduce_scatter(out, parts, group=self.group, async_op=async_op)
+            work = dist.reduce_scatter(out, parts, group=pg, async_op=async_op)
         else:
             longest = max(part.shape[0] for part in parts)
             buffer = out.new_empty(longest, out.shape[1])
-            work = _scatter_flat(buffer, _padded(parts, longest), group=self.group, async_op=True)
+            work = reduce_scatter_flat(buffer, pad_pieces(parts, longest), group=pg, async_op=True)
             return _then(work, [(out, buffer[: out.shape[0]])], async_op)
         return work if async_op else None
 
     def all_reduce(self, x, async_op=True):
         """x = the sum of all ranks' x, in place."""
-        if isinstance(self.group, Communicator):
-            work = self.group.all_reduce(x, async_op=async_op)
+        pg = self.group.pg
+        if isinstance(pg, Communicator):
+            work = pg.all_reduce(x, async_op=async_op)
         else:
-            work = dist.all_reduce(x, group=self.group, async_op=async_op)
+            work = dist.all_reduce(x, group=pg, async_op=async_op)
         return work if async_op else None
 
     def empty(self, count, dtype, device):
-        """Collective: a flat tensor in memory that all ranks have mapped. Only where there is a communicator."""
+        """Collective: a flat tensor in memory that all ranks have mapped. Only where there is a
+        communicator.
+        """
         return self.communicator.empty([count], dtype, device)
 
 
-ALONE = Ranks(None, 0, 1, None, {})
+ALONE = Ranks(groups.ALONE, None, {})
 
 
 def of(group=None, device="cpu"):
-    """The ranks of a torch process group, a Communicator, or None: torch's default group, this process alone where there is none.
-
-    Raises TypeError for anything else, ValueError where this rank is not in the group.
+    """The Ranks of a torch process group, a Communicator, or None: torch's default group, this process alone
+    where there is none. Raises as groups.as_group.
     """
-    if isinstance(group, Communicator):
-        return Ranks(group, group.rank, group.world_size, group._comm, _cache(group))
-    if group is None:
-        if not (dist.is_available() and dist.is_initialized()):
-            return ALONE
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            raise ValueError(f"[rank {dist.get_rank()}/{dist.get_world_size()}] this rank is not in the group that was given")
-        raise TypeError(f"group must be a torch ProcessGroup, a pycomm.Communicator or None, not {type(group).__name__}")
-    backend = group._get_backend(torch.device(device))
+    group = groups.as_group(group, native=True)
+    if group.pg is None:
+        return ALONE
+    if isinstance(group.pg, Communicator):
+        return Ranks(group, group.pg._comm, _cache(group.pg))
+    backend = group.pg._get_backend(torch.device(device))
     communicator = backend.communicator if isinstance(backend, _C.Backend) else None
-    return Ranks(group, group.rank(), group.size(), communicator, _cache(group))
+    return Ranks(group, communicator, _cache(group.pg))
 
 
 def _cache(group):
@@ -140,14 +140,9 @@ def _joined(parts):
     if isinstance(parts, torch.Tensor):
         return parts
     first, nbytes = parts[0], parts[0].numel() * parts[0].element_size()
-    if any(part.shape != first.shape or part.data_ptr() != first.data_ptr() + r * nbytes for r, part in enumerate(parts)):
+    if any(
+        part.shape != first.shape or part.data_ptr() != first.data_ptr() + r * nbytes
+        for r, part in enumerate(parts)
+    ):
         return None
     return first.as_strided((len(parts) * first.shape[0], first.shape[1]), (first.shape[1], 1))
-
-
-def _padded(parts, longest):
-    """The parts, each with zeros behind it up to `longest` rows, in one buffer."""
-    buffer = parts[0].new_zeros(len(parts) * longest, parts[0].shape[1])
-    for r, part in enumerate(parts):
-        buffer[r * longest :][: part.shape[0]] = part
-    return buffer

@@ -1,16 +1,20 @@
-"""Measures which form of a problem is fastest on this machine, and remembers it on disk: what makes "never slower" true.
+"""Measures which form of a problem is fastest on this machine, and remembers it on disk: what makes "never
+slower" true.
 
-At the first call of a problem on a CUDA device all ranks of the group compare what their caches say (decide). If they agree, that is it:
-a few hundred bytes over the CPU side of the group, once. Otherwise all measure, together: the plain form and each configuration of the
-kernel (config.candidates), in turns, on the tensors of the call. The slowest rank's median counts, and a kernel must beat plain by
-MARGIN. While a graph is captured nothing can be measured: then the table of choice.py decides, and a kernel runs only if it does so on
-all ranks.
+At the first call of a problem on a CUDA device all ranks of the group compare what their caches say (decide).
+If they agree, that is it: a few hundred bytes over the CPU side of the group, once. Otherwise all measure,
+together: the plain form and each configuration of the kernel (config.candidates), in turns, on the tensors of
+the call. The slowest rank's median counts, and a kernel must beat plain by MARGIN. While a graph is captured
+nothing can be measured: then the table of choice.py decides, and a kernel runs only if it does so on all
+ranks.
 
-    cache file   {"H100 80GB HBM3, sm_90, triton 3.7.1, torch 2.13.0": {"<problem>": {"form": "fused", "config": [...], "us": {...}}}}
+    cache file   {"H100 80GB HBM3, sm_90, triton 3.7.1, torch 2.13.0":
+                     {"<problem>": {"form": "fused", "config": [...], "us": {...}}}}
 
-Problems that differ little in m share an entry: m is rounded up to two significant bits, so that batches of many lengths do not measure
-each. The file (PYCOMM_CACHE, else ~/.cache/pycomm/fused.json) is replaced as a whole by rename; writers take turns by a lock on a file
-beside it. A file that cannot be read or written is as good as none: then the process measures for itself.
+Problems that differ little in m share an entry: m is rounded up to two significant bits, so that batches of
+many lengths do not measure each. The file (PYCOMM_CACHE, else ~/.cache/pycomm/fused.json) is replaced as a
+whole by rename; writers take turns by a lock on a file beside it. A file that cannot be read or written is as
+good as none: then the process measures for itself.
 """
 
 import fcntl
@@ -27,6 +31,8 @@ from pycomm import env
 from pycomm.fused import machine
 from pycomm.fused.choice import Choice
 from pycomm.fused.config import Config, candidates, fitting
+from pycomm.fused.form import on_device_of
+from pycomm.fused.form import run as run_form
 from pycomm.fused.machine import exchange
 
 __all__ = ["cache_path", "decide", "lookup", "tune"]
@@ -34,7 +40,8 @@ __all__ = ["cache_path", "decide", "lookup", "tune"]
 MARGIN = 1.02
 ROUNDS = 5
 ROUND_SECONDS = 0.01  # of calls of one form in a round
-# Of staging, half of what it takes: one-shot is for small results, and what a form takes when it is measured the group keeps.
+# Of staging, half of what it takes: one-shot is for small results, and what a form takes when it is measured
+# the group keeps.
 MOST_ONE_SHOT_BYTES = 64 << 20
 
 # In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory.
@@ -53,7 +60,9 @@ def place(device, ranks_on_device=1):
     if device.type != "cuda":
         return f"cpu, {versions}"
     major, minor = torch.cuda.get_device_capability(device)
-    return f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {ranks_on_device} ranks on it, {versions}"
+    return (
+        f"{torch.cuda.get_device_name(device)}, sm_{major}{minor}, {ranks_on_device} ranks on it, {versions}"
+    )
 
 
 def rounded(m):
@@ -63,9 +72,18 @@ def rounded(m):
 
 
 def key_of(problem):
-    """What of a problem an entry is for, in numbers that all ranks have alike; of m and the pieces only the size."""
+    """What of a problem an entry is for, in numbers that all ranks have alike; of m and the pieces only the
+    size.
+    """
     problem = problem.shared()
-    parts = [problem.op, rounded(problem.m), problem.n, problem.k, str(problem.dtype).partition(".")[2], problem.world_size]
+    parts = [
+        problem.op,
+        rounded(problem.m),
+        problem.n,
+        problem.k,
+        str(problem.dtype).partition(".")[2],
+        problem.world_size,
+    ]
     return " ".join(map(str, [*parts, problem.activation or "none", "bias" if problem.bias else "no_bias"]))
 
 
@@ -80,7 +98,8 @@ def lookup(problem, device, ranks_on_device=1):
 def decide(problem, ranks, device, here, fallback, run):
     """The Choice of all ranks for a problem; collective at its first use in the group.
 
-    here: the machine.Machine; fallback: this rank's Choice by the table; run(choice): computes the call in that form.
+    here: the machine.Machine; fallback: this rank's Choice by the table; run(choice): computes the call in
+    that form.
     """
     decided = ranks.cache.setdefault("decided", {})
     key = (device, key_of(problem))  # a process may have different GPUs
@@ -88,24 +107,39 @@ def decide(problem, ranks, device, here, fallback, run):
         found = lookup(problem, device, here.ranks_on_device)
         known = exchange(ranks.communicator, _entry(found) if found else None)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if all(entry is not None and entry["form"] == known[0]["form"] and entry["config"] == known[0]["config"] for entry in known):
+        if all(
+            entry is not None and entry["form"] == known[0]["form"] and entry["config"] == known[0]["config"]
+            for entry in known
+        ):
             decided[key] = found
         elif capturing:
             said = exchange(ranks.communicator, _entry(fallback))
-            alike = all((entry["form"], entry["config"]) == (said[0]["form"], said[0]["config"]) for entry in said)
-            return fallback if alike else Choice("plain", 1, None, "the ranks' tables differ, and nothing can be measured during a capture")
+            alike = all(
+                (entry["form"], entry["config"]) == (said[0]["form"], said[0]["config"]) for entry in said
+            )
+            return (
+                fallback
+                if alike
+                else Choice(
+                    "plain", 1, None, "the ranks' tables differ, and nothing can be measured during a capture"
+                )
+            )
         else:
             decided[key] = measure(problem, ranks, device, here, run)
     return decided[key]
 
 
 def tune(problem, a, b, bias, ranks):
-    """Collective. Measures all forms of a problem on these tensors (as engine.forward takes them) and returns the best, which is from
-    then on used and cached. Raises what the forms raise."""
-    from pycomm.fused import engine
-
-    with engine.on_device_of(a):
-        choice = measure(problem, ranks, a.device, machine.of(ranks, a.device), lambda form: engine.run(problem, form, a, b, bias, ranks))
+    """Collective. Measures all forms of a problem on these tensors (as dispatch.forward takes them) and
+    returns the best, which is from then on used and cached. Raises what the forms raise."""
+    with on_device_of(a):
+        choice = measure(
+            problem,
+            ranks,
+            a.device,
+            machine.of(ranks, a.device),
+            lambda form: run_form(problem, form, a, b, bias, ranks),
+        )
     ranks.cache.setdefault("decided", {})[a.device, key_of(problem)] = choice
     return choice
 
@@ -114,15 +148,26 @@ def measure(problem, ranks, device, here, run):
     """Collective: see tune."""
     plain = Choice("plain", 1, None, "")
     configs = candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
-    configs = list(dict.fromkeys(fitting(problem, config) for config in configs))  # what comes to the same is measured once
+    configs = list(
+        dict.fromkeys(fitting(problem, config) for config in configs)
+    )  # what comes to the same is measured once
     if here.ranks_on_device > 1:  # there movers are cut to a rank's share, so these would be the same
-        configs = [config for config in configs if config.movers <= max(here.programs // 2, configs[0].movers)]
-    if problem.world_size > 2 and problem.world_size * problem.m * problem.columns * problem.dtype.itemsize > MOST_ONE_SHOT_BYTES:
+        configs = [
+            config for config in configs if config.movers <= max(here.programs // 2, configs[0].movers)
+        ]
+    if (
+        problem.world_size > 2
+        and problem.world_size * problem.m * problem.columns * problem.dtype.itemsize > MOST_ONE_SHOT_BYTES
+    ):
         configs = [config for config in configs if not config.one_shot]
     forms = [plain] + [Choice("fused", 1, config, "") for config in configs]
-    seconds = [_once(run, form, device) for form in forms]  # compiles, grows contexts, and tells how many calls a round takes
+    seconds = [
+        _once(run, form, device) for form in forms
+    ]  # compiles, grows contexts, and tells how many calls a round takes
     usable = [
-        form for form, times in zip(forms, zip(*exchange(ranks.communicator, seconds), strict=True), strict=True) if None not in times
+        form
+        for form, times in zip(forms, zip(*exchange(ranks.communicator, seconds), strict=True), strict=True)
+        if None not in times
     ]
     calls = max(1, min(100, int(ROUND_SECONDS / max(1e-6, _slowest(ranks, seconds[0] or ROUND_SECONDS)))))
     samples = {form: [] for form in usable}
@@ -135,7 +180,9 @@ def measure(problem, ranks, device, here, run):
     if times[best] * MARGIN > times[plain]:
         best = plain
     fastest = min((form for form in times if form.name == "fused"), key=times.get, default=None)
-    said = f"plain {1e6 * times[plain]:.4g} us" + (f", best kernel {1e6 * times[fastest]:.4g} us" if fastest else ", no kernel compiles")
+    said = f"plain {1e6 * times[plain]:.4g} us" + (
+        f", best kernel {1e6 * times[fastest]:.4g} us" if fastest else ", no kernel compiles"
+    )
     choice = best._replace(reason=f"measured on this machine: {said}")
     where, key = place(device, here.ranks_on_device), key_of(problem)
     _memory[where, key] = choice
@@ -146,7 +193,9 @@ def measure(problem, ranks, device, here, run):
 
 
 def _once(run, form, device):
-    """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers, room for the staging)."""
+    """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers,
+    room for the staging).
+    """
     try:
         run(form)
     except (triton.OutOfResources, triton.CompilationError, PTXASError):
@@ -180,14 +229,20 @@ def _slowest(ranks, seconds):
 
 
 def _entry(choice):
-    return {"form": choice.name, "config": list(choice.config) if choice.config else None, "reason": choice.reason}
+    return {
+        "form": choice.name,
+        "config": list(choice.config) if choice.config else None,
+        "reason": choice.reason,
+    }
 
 
 def _find(found, where, key):
     """The Choice of an entry of the cache; None if there is none, or one that another version wrote."""
     try:
         entry = found[where][key]
-        return Choice(entry["form"], 1, Config(*entry["config"]) if entry["config"] else None, entry["reason"])
+        return Choice(
+            entry["form"], 1, Config(*entry["config"]) if entry["config"] else None, entry["reason"]
+        )
     except (KeyError, TypeError):
         return None
 

@@ -1,9 +1,9 @@
-// reduce_test.cc -- csrc/reduce against a scalar oracle, every SIMD level against the first one bit by bit.
+// reduce_test.cc -- csrc/arithmetic against a scalar oracle; every SIMD level equals the first bit by bit.
 //
-//   g++ -O3 -std=c++20 tests/cpp/reduce_test.cc csrc/reduce/*.cc -o reduce_test && ./reduce_test [bench]
+//   g++ -O3 -std=c++20 tests/cpp/reduce_test.cc csrc/arithmetic/*.cc -o reduce_test && ./reduce_test [bench]
 //
-// The oracle works on one element at a time and shares nothing with the kernels: it converts 16-bit floats through double with ldexp
-// and nearbyint.
+// The oracle works on one element at a time and shares nothing with the kernels: it converts 16-bit floats
+// through double with ldexp and nearbyint.
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -16,7 +16,7 @@
 #include <type_traits>
 #include <vector>
 
-#include "../../csrc/reduce/reduce.h"
+#include "../../csrc/arithmetic/reduce.h"
 
 using namespace pycomm;
 
@@ -29,7 +29,8 @@ void check(bool ok, const std::string& what) {
   if (!ok && failed <= 20) std::printf("FAILED %s\n", what.c_str());
 }
 
-// ---- 16-bit floats: `digits` bits of mantissa, `bias` of the exponent ----------------------------------------------------------
+// ---- 16-bit floats: `digits` bits of mantissa, `bias` of the exponent
+// ----------------------------------------------------------
 
 template <int digits, int bias>
 struct Small {
@@ -39,8 +40,8 @@ struct Small {
   operator float() const {
     int exponent = (bits & 0x7fff) >> digits, mantissa = bits & ((1 << digits) - 1);
     double magnitude = exponent == max_exponent ? (mantissa ? NAN : INFINITY)
-                       : exponent               ? std::ldexp(mantissa + (1 << digits), exponent - bias - digits)
-                                                : std::ldexp(mantissa, 1 - bias - digits);
+                       : exponent ? std::ldexp(mantissa + (1 << digits), exponent - bias - digits)
+                                  : std::ldexp(mantissa, 1 - bias - digits);
     return static_cast<float>(bits & 0x8000 ? -magnitude : magnitude);
   }
 
@@ -79,18 +80,21 @@ void put(void* p, size_t i, T value) {
   std::memcpy(static_cast<char*>(p) + i * sizeof(T), &value, sizeof(T));
 }
 
-// ---- oracle --------------------------------------------------------------------------------------------------------------------
+// ---- oracle
+// ------------------------------------------------------------
 
 template <class A>
 A multiply(A a, A b) {
-  if constexpr (std::is_integral_v<A>) return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
+  if constexpr (std::is_integral_v<A>)
+    return static_cast<A>(static_cast<uint64_t>(a) * static_cast<uint64_t>(b));
   volatile A product = a * b;  // volatile: must not become part of a fused multiply-add
   return product;
 }
 
 template <class A>
 A add(A a, A b) {
-  if constexpr (std::is_integral_v<A>) return static_cast<A>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
+  if constexpr (std::is_integral_v<A>)
+    return static_cast<A>(static_cast<uint64_t>(a) + static_cast<uint64_t>(b));
   return a + b;
 }
 
@@ -128,8 +132,9 @@ void oracle(ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t
     if (op == ReduceOp::avg) {
       if constexpr (std::is_floating_point_v<A>) acc /= static_cast<A>(factor);
       else
-        acc = static_cast<A>(std::is_signed_v<A> ? static_cast<A>(static_cast<int64_t>(acc) / static_cast<int64_t>(factor))
-                                                 : static_cast<A>(static_cast<uint64_t>(acc) / static_cast<uint64_t>(factor)));
+        acc = static_cast<A>(
+            std::is_signed_v<A> ? static_cast<A>(static_cast<int64_t>(acc) / static_cast<int64_t>(factor))
+                                : static_cast<A>(static_cast<uint64_t>(acc) / static_cast<uint64_t>(factor)));
     }
     if constexpr (is_small<T>) put(out, i, T::round(acc));
     else put(out, i, one_nan(acc));
@@ -146,7 +151,8 @@ void oracle_bool(ReduceOp op, const std::vector<const void*>& srcs, void* out, s
 }
 
 template <class T>
-void oracle_complex(ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t count, double factor) {
+void oracle_complex(ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t count,
+                    double factor) {
   if (op != ReduceOp::product) return oracle<T>(op, srcs, out, 2 * count, factor);
   for (size_t i = 0; i < count; i++) {
     T re = at<T>(srcs[0], 2 * i), im = at<T>(srcs[0], 2 * i + 1);
@@ -161,7 +167,8 @@ void oracle_complex(ReduceOp op, const std::vector<const void*>& srcs, void* out
   }
 }
 
-void oracle(DType dtype, ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t count, double factor) {
+void oracle(DType dtype, ReduceOp op, const std::vector<const void*>& srcs, void* out, size_t count,
+            double factor) {
   switch (dtype) {
     case DType::f64: return oracle<double>(op, srcs, out, count, factor);
     case DType::f32: return oracle<float>(op, srcs, out, count, factor);
@@ -181,7 +188,8 @@ void oracle(DType dtype, ReduceOp op, const std::vector<const void*>& srcs, void
   }
 }
 
-// ---- inputs: mostly moderate values, some NaNs of any payload, extremes and arbitrary bits --------------------------------------
+// ---- inputs: mostly moderate values, some NaNs of any payload, extremes and arbitrary bits
+// --------------------------------------
 
 template <class T>
 void fill(char* p, size_t count, std::mt19937_64& random) {
@@ -202,7 +210,8 @@ void fill(char* p, size_t count, std::mt19937_64& random) {
         bits |= exponent;
         std::memcpy(&value, &bits, sizeof value);
       } else if (kind > 3) {
-        value = convert(kind < 8 ? extremes[bits >> 61] : static_cast<float>(static_cast<int64_t>(bits % 4001) - 2000) / 512);
+        value = convert(kind < 8 ? extremes[bits >> 61]
+                                 : static_cast<float>(static_cast<int64_t>(bits % 4001) - 2000) / 512);
       }
     } else if (kind < 8) {
       value = bits >> 63 ? std::numeric_limits<T>::max() : std::numeric_limits<T>::min();
@@ -226,7 +235,8 @@ void fill(DType dtype, char* p, size_t count, std::mt19937_64& random) {
   }
 }
 
-// ---- the table -----------------------------------------------------------------------------------------------------------------
+// ---- the table
+// ------------------------------------------------------------
 
 std::vector<const char*> levels() {
   std::vector<const char*> found;
@@ -237,30 +247,44 @@ std::vector<const char*> levels() {
   return found;
 }
 
-// One shape on every level: `shift` bytes of misalignment; out is sources[alias], or separate where alias is -1.
-void test_shape(DType dtype, ReduceOp op, int num_srcs, size_t count, int shift, int alias, double factor, std::mt19937_64& random) {
+struct Shape {
+  int num_srcs;
+  size_t count;
+  int shift;  // bytes of misalignment
+  int alias;  // out is sources[alias], or separate where this is -1
+};
+
+// One shape on every level.
+void test_shape(DType dtype, ReduceOp op, Shape shape, double factor, std::mt19937_64& random) {
+  const auto [num_srcs, count, shift, alias] = shape;
   constexpr size_t margin = 16;
   const size_t nbytes = count * size_of(dtype);
   std::vector<std::vector<char>> inputs(num_srcs, std::vector<char>(nbytes + 2 * margin, 0x5a));
-  for (int s = 0; s < num_srcs; s++) fill(dtype, inputs[s].data() + (shift + 3 * s * (shift != 0)) % margin, count, random);
+  for (int s = 0; s < num_srcs; s++)
+    fill(dtype, inputs[s].data() + (shift + 3 * s * (shift != 0)) % margin, count, random);
   std::vector<const void*> srcs;
-  for (int s = 0; s < num_srcs; s++) srcs.push_back(inputs[s].data() + (shift + 3 * s * (shift != 0)) % margin);
+  for (int s = 0; s < num_srcs; s++)
+    srcs.push_back(inputs[s].data() + (shift + 3 * s * (shift != 0)) % margin);
   std::vector<char> expected(nbytes + 1), first;
   oracle(dtype, op, srcs, expected.data(), count, factor);
 
   for (const char* level : levels()) {
     set_simd_limit(level);
     std::vector<char> target = alias < 0 ? std::vector<char>(nbytes + 2 * margin, 0x5a) : inputs[alias];
-    const size_t offset = alias < 0 ? static_cast<size_t>(shift) : static_cast<const char*>(srcs[alias]) - inputs[alias].data();
+    const size_t offset =
+        alias < 0 ? static_cast<size_t>(shift) : static_cast<const char*>(srcs[alias]) - inputs[alias].data();
     std::vector<const void*> level_srcs = srcs;
     if (alias >= 0) level_srcs[alias] = target.data() + offset;
-    reduce(dtype, op, level_srcs.data(), num_srcs, target.data() + offset, count, factor);
+    reduce({dtype, op, factor}, level_srcs.data(), num_srcs, target.data() + offset, count);
 
-    std::string what = std::string(to_string(dtype)) + " " + to_string(op) + " " + level + " num_srcs=" + std::to_string(num_srcs) +
-                       " count=" + std::to_string(count) + " shift=" + std::to_string(shift) + " alias=" + std::to_string(alias);
-    check(std::memcmp(target.data() + offset, expected.data(), nbytes) == 0, what + ": differs from the oracle");
+    std::string what = std::string(to_string(dtype)) + " " + to_string(op) + " " + level +
+                       " num_srcs=" + std::to_string(num_srcs) + " count=" + std::to_string(count) +
+                       " shift=" + std::to_string(shift) + " alias=" + std::to_string(alias);
+    check(std::memcmp(target.data() + offset, expected.data(), nbytes) == 0,
+          what + ": differs from the oracle");
     bool intact = true;
-    for (size_t i = 0; i < target.size(); i++) intact &= (i >= offset && i < offset + nbytes) || target[i] == 0x5a;
+    for (size_t i = 0; i < target.size(); i++)
+      intact &= (i >= offset && i < offset + nbytes) || target[i] == 0x5a;
     check(intact, what + ": wrote outside of out");
     std::vector<char> result(target.begin() + offset, target.begin() + offset + nbytes);
     if (first.empty()) first = result;
@@ -277,7 +301,7 @@ void test_table() {
       if (!reduce_supported(dtype, op)) {
         bool threw = false;
         try {
-          reduce(dtype, op, nullptr, 1, nullptr, 0, 1);
+          reduce({dtype, op}, nullptr, 1, nullptr, 0);
         } catch (const std::invalid_argument&) {
           threw = true;
         }
@@ -288,10 +312,10 @@ void test_table() {
         double factor = op == ReduceOp::premul_sum ? 0.3 : num_srcs;
         for (size_t count : {0, 1, 3, 15, 16, 17, 63, 64, 65, 1000}) {
           if (num_srcs == 200 && count != 65) continue;
-          test_shape(dtype, op, num_srcs, count, 0, -1, factor, random);
-          test_shape(dtype, op, num_srcs, count, 1, -1, factor, random);
-          test_shape(dtype, op, num_srcs, count, 0, 0, factor, random);
-          test_shape(dtype, op, num_srcs, count, 5, num_srcs - 1, factor, random);
+          test_shape(dtype, op, {num_srcs, count, 0, -1}, factor, random);
+          test_shape(dtype, op, {num_srcs, count, 1, -1}, factor, random);
+          test_shape(dtype, op, {num_srcs, count, 0, 0}, factor, random);
+          test_shape(dtype, op, {num_srcs, count, 5, num_srcs - 1}, factor, random);
         }
       }
     }
@@ -313,8 +337,9 @@ void test_all_patterns(DType dtype) {
     oracle(dtype, ReduceOp::sum, srcs, expected.data(), a.size(), 1);
     for (const char* level : levels()) {
       set_simd_limit(level);
-      reduce(dtype, ReduceOp::sum, srcs.data(), 2, out.data(), a.size(), 1);
-      check(std::memcmp(out.data(), expected.data(), 2 * a.size()) == 0, std::string("all patterns of ") + to_string(dtype) + " " + level);
+      reduce({dtype, ReduceOp::sum}, srcs.data(), 2, out.data(), a.size());
+      check(std::memcmp(out.data(), expected.data(), 2 * a.size()) == 0,
+            std::string("all patterns of ") + to_string(dtype) + " " + level);
     }
   }
 }
@@ -335,7 +360,8 @@ void test_copy() {
   }
 }
 
-// ---- bench: GB/s of one source's bytes (algbw), best of several runs ---------------------------------------------------------------
+// ---- bench: GB/s of one source's bytes (algbw), best of several runs
+// ------------------------------------------------------------
 
 template <class Work>
 double best_gbps(size_t nbytes, Work work) {
@@ -355,8 +381,11 @@ void bench() {
   for (size_t nbytes : {size_t{16} << 10, size_t{1} << 20}) {
     std::vector<char> buffer(9 * (nbytes + 320) + 64, 0);
     char* base = buffer.data() + (-reinterpret_cast<uintptr_t>(buffer.data()) & 63);
-    auto block = [&](int i) { return base + i * (nbytes + 320); };  // 320: no two blocks at the same offset in a page
-    std::printf("%7zu bytes  memcpy %6.1f   streamed copy %6.1f\n", nbytes, best_gbps(nbytes, [&] { copy(block(8), block(0), nbytes); }),
+    auto block = [&](int i) {
+      return base + i * (nbytes + 320);
+    };  // 320: no two blocks at the same offset in a page
+    std::printf("%7zu bytes  memcpy %6.1f   streamed copy %6.1f\n", nbytes,
+                best_gbps(nbytes, [&] { copy(block(8), block(0), nbytes); }),
                 best_gbps(nbytes, [&] { copy(block(8), block(0), nbytes, true); }));
     for (const char* level : levels()) {
       for (DType dtype : {DType::f32, DType::bf16, DType::f16, DType::i32, DType::f64}) {
@@ -365,8 +394,9 @@ void bench() {
           const void* srcs[8];
           for (int s = 0; s < num_srcs; s++) srcs[s] = block(s);
           set_simd_limit(level);
-          std::printf("  %d srcs %6.1f", num_srcs,
-                      best_gbps(nbytes, [&] { reduce(dtype, ReduceOp::sum, srcs, num_srcs, block(8), nbytes / size_of(dtype), 1); }));
+          std::printf("  %d srcs %6.1f", num_srcs, best_gbps(nbytes, [&] {
+                        reduce({dtype, ReduceOp::sum}, srcs, num_srcs, block(8), nbytes / size_of(dtype));
+                      }));
         }
         std::printf("\n");
       }

@@ -1,70 +1,34 @@
-// stress.cc -- random collectives and messages among ranks that are threads of this process, for ThreadSanitizer and AddressSanitizer.
+// stress.cc -- random collectives and messages among ranks that are threads of this process, for
+// ThreadSanitizer and AddressSanitizer.
 //
 //   stress SEED RANKS ROUNDS REACH ENDING     REACH: pointer none kernel; ENDING: close abort leave timeout
 //
-// All ranks draw the same plan from the seed: two groups, synchronous and asynchronous collectives of every kind, size and algorithm, calls
-// that do not match, messages with tags and from any source, and an ending. Every result is compared with what it must be, and buffers are
-// written again as soon as an operation is over, so that a peer that still reads them is seen.
+// All ranks draw the same plan from the seed: two groups, synchronous and asynchronous collectives of every
+// kind, size and algorithm, calls that do not match, messages with tags and from any source, several threads
+// of a rank on one group, groups of a moment (stress_life.h), and an ending.
+// Every result is compared with what it must be, and buffers are written again as soon as an operation is
+// over, so that a peer that still reads them is seen.
 //
-// [Note: what ThreadSanitizer sees] It tracks virtual addresses, but each rank maps the group's segment at an address of its own: flags and
-// staged data would be unrelated memory to it, and data that go from buffer to buffer would seem unordered. mmap and munmap are
-// therefore wrapped (ld --wrap): all mappings of one file are the same mapping here. Then it sees every access and every flag.
+// [Note: what ThreadSanitizer sees] It tracks virtual addresses, but each rank maps the group's segment at an
+// address of its own: flags and staged data would be unrelated memory to it, and data that go from buffer to
+// buffer would seem unordered. mmap and munmap are therefore wrapped (one_mapping.h): all mappings of one
+// file are the same mapping here. Then it sees every access and every flag.
 //
-// Threads reach each other by pointer. Transport::reach_ is set to another value right after the group is made, to drive the staged
-// routes and streamed messages as between processes.
-#include <sys/mman.h>
-#include <sys/stat.h>
-
+// Threads reach each other by pointer. Transport::reach_ is set to another value right after the group is
+// made, to drive the staged routes and streamed messages as between processes.
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <random>
 #include <thread>
 
 #include "../../csrc/collectives/collectives.h"
 #include "../../csrc/collectives/send_recv.h"
+#include "one_mapping.h"
+#include "stress_life.h"
 
 using namespace pycomm;
-
-// --- one mapping per file
-// -----------------------------------------------------------------------------------------------------------------
-
-extern "C" void* __real_mmap(void*, size_t, int, int, int, off_t);
-extern "C" int __real_munmap(void*, size_t);
-
-namespace {
-
-struct Mapping {
-  ino_t file;
-  int users;
-};
-std::mutex mappings_mutex;
-std::map<void*, Mapping> mappings;
-
-}  // namespace
-
-extern "C" void* __wrap_mmap(void* at, size_t nbytes, int protection, int flags, int fd, off_t offset) {
-  struct stat info{};
-  if (!(flags & MAP_SHARED) || ::fstat(fd, &info) != 0) return __real_mmap(at, nbytes, protection, flags, fd, offset);
-  std::lock_guard lock(mappings_mutex);
-  for (auto& [address, mapping] : mappings)
-    if (mapping.file == info.st_ino) return ++mapping.users, address;
-  void* address = __real_mmap(at, nbytes, protection, flags, fd, offset);
-  if (address != MAP_FAILED) mappings[address] = {info.st_ino, 1};
-  return address;
-}
-
-extern "C" int __wrap_munmap(void* address, size_t nbytes) {
-  std::lock_guard lock(mappings_mutex);
-  auto found = mappings.find(address);
-  if (found != mappings.end()) {
-    if (--found->second.users > 0) return 0;
-    mappings.erase(found);
-  }
-  return __real_munmap(address, nbytes);
-}
 
 // --- a key to Transport::reach_: access is not checked in an explicit instantiation
 // -------------------------------------------------------
@@ -87,7 +51,7 @@ struct Settings {
   std::string ending;
 };
 
-std::atomic<long> operations{0}, messages{0}, wrong{0}, expected_errors{0};
+std::atomic<long> operations{0}, num_messages{0}, wrong{0}, expected_errors{0};
 
 void fail(const std::string& what) {
   if (wrong.fetch_add(1) < 20) std::printf("WRONG %s\n", what.c_str());
@@ -106,9 +70,11 @@ size_t pick_count(Random& random) {
 }
 
 // --- values: small integers, exact in every dtype
-// -----------------------------------------------------------------------------------------
+// ------------------------------------------------------------
 
-unsigned value(unsigned salt, int rank, size_t i) { return (salt * 31 + rank * 7 + static_cast<unsigned>(i) * 5) % 11; }
+unsigned value(unsigned salt, int rank, size_t i) {
+  return (salt * 31 + rank * 7 + static_cast<unsigned>(i) * 5) % 11;
+}
 
 void put(std::byte* at, DType dtype, size_t i, unsigned v) {
   switch (dtype) {
@@ -129,13 +95,15 @@ double get(const std::byte* at, DType dtype, size_t i) {
 }
 
 // --- one collective
-// -----------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------
 
-constexpr OpKind kinds[] = {OpKind::all_reduce, OpKind::reduce, OpKind::broadcast, OpKind::all_gather, OpKind::reduce_scatter,
-                            OpKind::all_to_all, OpKind::gather, OpKind::scatter,   OpKind::barrier};
+constexpr OpKind kinds[] = {OpKind::all_reduce, OpKind::reduce,         OpKind::broadcast,
+                            OpKind::all_gather, OpKind::reduce_scatter, OpKind::all_to_all,
+                            OpKind::gather,     OpKind::scatter,        OpKind::barrier};
 constexpr DType dtypes[] = {DType::f64, DType::f32, DType::i32, DType::u8};
 
-// The plan of a call, equal on all ranks. counts[r]: of the part that belongs to rank r; equal ones unless uneven.
+// The plan of a call, equal on all ranks. counts[r]: of the part that belongs to rank r; equal ones unless
+// uneven.
 struct Plan {
   OpKind kind;
   DType dtype;
@@ -161,8 +129,12 @@ struct Plan {
       for (size_t& count : counts) count = pick_count(random);
     }
   }
-  bool splits_input() const { return kind == OpKind::reduce_scatter || kind == OpKind::all_to_all || kind == OpKind::scatter; }
-  bool joins_output() const { return kind == OpKind::all_gather || kind == OpKind::all_to_all || kind == OpKind::gather; }
+  bool splits_input() const {
+    return kind == OpKind::reduce_scatter || kind == OpKind::all_to_all || kind == OpKind::scatter;
+  }
+  bool joins_output() const {
+    return kind == OpKind::all_gather || kind == OpKind::all_to_all || kind == OpKind::gather;
+  }
 };
 
 class Run {
@@ -184,7 +156,8 @@ class Run {
     grow(buffers.out, out_count_ * item);
     for (size_t i = 0; i < in_count_; ++i) put(in(), plan.dtype, i, value(plan.salt, rank_, i));
     for (size_t i = 0; i < out_count_; ++i) put(buffers.out.data(), plan.dtype, i, 99);
-    const bool can_be_in_place = plan.kind == OpKind::all_reduce || plan.kind == OpKind::reduce || plan.kind == OpKind::broadcast;
+    const bool can_be_in_place =
+        plan.kind == OpKind::all_reduce || plan.kind == OpKind::reduce || plan.kind == OpKind::broadcast;
     in_place_ = can_be_in_place && (plan.in_place || plan.kind == OpKind::broadcast);
     task_ = std::make_shared<CollectiveTask>(comm, make(total));
     operations.fetch_add(1, std::memory_order_relaxed);
@@ -205,8 +178,9 @@ class Run {
       while (plan_.joins_output() && i - base >= plan_.counts[part]) base += plan_.counts[part++];
       const double expected = oracle(i, static_cast<int>(part), i - base), found = get(out(), plan_.dtype, i);
       if (expected == found) continue;
-      return fail(std::string(to_string(plan_.kind)) + " " + to_string(plan_.algorithm) + " rank " + std::to_string(rank_) + " element " +
-                  std::to_string(i) + " of " + std::to_string(out_count_) + ": " + std::to_string(found) + ", expected " +
+      return fail(std::string(to_string(plan_.kind)) + " " + to_string(plan_.algorithm) + " rank " +
+                  std::to_string(rank_) + " element " + std::to_string(i) + " of " +
+                  std::to_string(out_count_) + ": " + std::to_string(found) + ", expected " +
                   std::to_string(expected));
     }
   }
@@ -217,7 +191,9 @@ class Run {
   }
   std::byte* in() { return buffers_.in.data(); }
   std::byte* out() { return in_place_ ? in() : buffers_.out.data(); }
-  bool has_result() const { return rank_ == plan_.root || (plan_.kind != OpKind::reduce && plan_.kind != OpKind::gather); }
+  bool has_result() const {
+    return rank_ == plan_.root || (plan_.kind != OpKind::reduce && plan_.kind != OpKind::gather);
+  }
 
   std::vector<Part> cut(std::byte* data) const {
     std::vector<Part> parts;
@@ -232,7 +208,8 @@ class Run {
     Op op;
     op.kind = plan_.kind;
     op.dtype = plan_.dtype;
-    op.reduce_op = plan_.kind == OpKind::reduce_scatter || plan_.kind == OpKind::reduce || plan_.kind == OpKind::all_reduce
+    op.reduce_op = plan_.kind == OpKind::reduce_scatter || plan_.kind == OpKind::reduce ||
+                           plan_.kind == OpKind::all_reduce
                        ? plan_.reduce_op
                        : ReduceOp::sum;
     op.algorithm = plan_.algorithm;
@@ -280,7 +257,8 @@ class Run {
     }
   }
 
-  // What element i of the output must be; it is element `within` of part `part` where the output is joined from parts.
+  // What element i of the output must be; it is element `within` of part `part` where the output is joined
+  // from parts.
   double oracle(size_t i, int part, size_t within) const {
     size_t offset = 0;  // of this rank's part in every input that is split
     for (int p = 0; p < rank_; ++p) offset += plan_.counts[p];
@@ -313,11 +291,13 @@ class Run {
 };
 
 // --- messages
-// -----------------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------
 
-// Posts this rank's share of a random set of messages in an order of its own, runs something else meanwhile, then waits and compares.
-void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, const std::function<void()>& meanwhile) {
-  auto& engine = static_cast<PointToPoint&>(*comm.background());
+// Posts this rank's share of a random set of messages in an order of its own, runs something else meanwhile,
+// then waits and compares.
+void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt,
+              const std::function<void()>& meanwhile) {
+  SendRecv& messages = messages_of(comm);
   struct Post {
     bool sending;
     int src, dst, tag;
@@ -329,18 +309,23 @@ void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, cons
   std::vector<Post> posts;
   for (int m = 0, num = 1 + pick(plan, 24); m < num; ++m) {
     const int src = pick(plan, comm.world_size()), dst = pick(plan, comm.world_size());
-    const size_t count = pick(plan, 3) ? pick_count(plan) : pick_count(plan) % 240;  // i32: a third fits a slot
+    const size_t count =
+        pick(plan, 3) ? pick_count(plan) : pick_count(plan) % 240;  // i32: a third fits a slot
     const bool any = pick(plan, 3) == 0;
     if (src == dst || (src != comm.rank() && dst != comm.rank())) continue;
-    const int tag =
-        static_cast<int>(salt) + m;  // unique: a rank may be ahead by one exchange, and a recv from any source must not take its messages
-    posts.push_back({src == comm.rank(), src, dst, tag, count, any, std::vector<std::byte>(count * 4 + 1), nullptr});
+    const int tag = static_cast<int>(salt) + m;  // unique: a rank may be ahead by one exchange, and a recv
+                                                 // from any source must not take its messages
+    posts.push_back(
+        {src == comm.rank(), src, dst, tag, count, any, std::vector<std::byte>(count * 4 + 1), nullptr});
   }
   std::shuffle(posts.begin(), posts.end(), own);
   for (Post& post : posts) {
-    for (size_t i = 0; i < post.count; ++i) put(post.data.data(), DType::i32, i, post.sending ? value(post.tag, post.src, i) : 99);
-    post.message = post.sending ? engine.send(post.data.data(), post.count, DType::i32, post.dst, post.tag, 0, {})
-                                : engine.recv(post.data.data(), post.count, DType::i32, post.any ? any_source : post.src, post.tag, 0, {});
+    for (size_t i = 0; i < post.count; ++i)
+      put(post.data.data(), DType::i32, i, post.sending ? value(post.tag, post.src, i) : 99);
+    const int peer = post.sending ? post.dst : post.any ? any_source : post.src;
+    const MessageSpec spec{DType::i32, post.count, peer, post.tag, 0};
+    post.message =
+        post.sending ? messages.send(post.data.data(), spec, {}) : messages.recv(post.data.data(), spec, {});
     post.message->help();  // as the front ends do: this rank may turn to something else
   }
   meanwhile();
@@ -348,16 +333,17 @@ void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt, cons
   for (Post& post : posts) {
     for (int i = pick(own, 2) * 50; i > 0 && !post.message->poll(); --i) std::this_thread::yield();
     post.message->wait();
-    messages.fetch_add(1, std::memory_order_relaxed);
+    num_messages.fetch_add(1, std::memory_order_relaxed);
     if (post.sending) continue;
     if (post.message->source() != post.src) fail("source of message " + std::to_string(post.tag));
     for (size_t i = 0; i < post.count; ++i)
-      if (get(post.data.data(), DType::i32, i) != value(post.tag, post.src, i)) return fail("message " + std::to_string(post.tag));
+      if (get(post.data.data(), DType::i32, i) != value(post.tag, post.src, i))
+        return fail("message " + std::to_string(post.tag));
   }
 }
 
 // --- one rank
-// -----------------------------------------------------------------------------------------------------------------------------
+// ------------------------------------------------------------
 
 // Runs `body`, which must throw one of these kinds.
 template <class Body>
@@ -366,7 +352,8 @@ void expect(std::initializer_list<ErrorKind> kinds, const char* what, const Body
     body();
     fail(std::string(what) + ": no error");
   } catch (const CommError& error) {
-    if (std::find(kinds.begin(), kinds.end(), error.kind) == kinds.end()) return fail(std::string(what) + ": " + error.what());
+    if (std::find(kinds.begin(), kinds.end(), error.kind) == kinds.end())
+      return fail(std::string(what) + ": " + error.what());
     expected_errors.fetch_add(1, std::memory_order_relaxed);
   }
 }
@@ -427,6 +414,17 @@ void end(const Settings& settings, Communicator& comm, Communicator& other) {
   other.close();
 }
 
+// What a thread may ask of a group that others use: torch sets a timeout, a callback lets go of a reference.
+std::jthread look_on(std::shared_ptr<Communicator> (&comms)[2]) {
+  return std::jthread([&comms](std::stop_token over) {
+    for (; !over.stop_requested(); std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+      for (auto& comm : comms) {
+        comm->transport().set_timeout(20);
+        if (comm->on_own_thread()) fail("an onlooker is taken for the worker");
+      }
+  });
+}
+
 void rank_body(const Settings& settings, Store& store, int rank) {
   Random plan(settings.seed), own(settings.seed * 1000 + rank);
   TransportOptions options;
@@ -440,10 +438,12 @@ void rank_body(const Settings& settings, Store& store, int rank) {
     comms[g] = make_communicator(store, rank, settings.ranks, options);
     reach_of(comms[g]->transport()) = settings.reach;
   }
+  std::jthread onlooker = look_on(comms);
   for (int round = 0; round < settings.rounds; ++round) {
     const int g = pick(plan, 2);
     const unsigned salt = settings.seed + round * 100;
-    if (pick(own, 20) == 0) std::this_thread::sleep_for(std::chrono::milliseconds(1));  // others go to sleep in their waits
+    if (pick(own, 20) == 0)
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));  // others go to sleep in their waits
     auto collectives = [&] {
       std::vector<std::pair<int, std::unique_ptr<Run>>> runs;
       for (int i = 0, num = 1 + pick(plan, 5); i < num; ++i) {
@@ -455,21 +455,26 @@ void rank_body(const Settings& settings, Store& store, int rank) {
       std::shuffle(runs.begin(), runs.end(), own);
       for (auto& [group, run] : runs) run->finish(own);
     };
-    switch (pick(plan, 8)) {
+    options.name = "moment" + std::to_string(round);
+    switch (pick(plan, 10)) {
       case 0: mismatch(*comms[g], plan, salt, buffers[g][0]); break;
       case 1:
       case 2: exchange(*comms[g], plan, own, salt, collectives); break;
       case 3: exchange(*comms[g], plan, own, salt, [] {}); break;
+      case 4: life::several_threads(*comms[g], static_cast<int>(salt), fail); break;
+      case 5: life::short_life(store, rank, settings.ranks, options, fail); break;
       default: collectives();
     }
   }
+  onlooker = {};  // ends it
   end(settings, *comms[0], *comms[1]);
 }
 
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 6) return std::puts("usage: stress SEED RANKS ROUNDS pointer|none|kernel close|abort|leave|timeout"), 2;
+  if (argc != 6)
+    return std::puts("usage: stress SEED RANKS ROUNDS pointer|none|kernel close|abort|leave|timeout"), 2;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string reach = argv[4];
   const Settings settings{static_cast<unsigned>(std::atoi(argv[1])), std::atoi(argv[2]), std::atoi(argv[3]),
@@ -488,7 +493,7 @@ int main(int argc, char** argv) {
       }
     });
   for (auto& rank : ranks) rank.join();
-  std::printf("%ld collectives, %ld messages, %ld expected errors, %ld wrong\n", operations.load(), messages.load(), expected_errors.load(),
-              wrong.load());
+  std::printf("%ld collectives, %ld messages, %ld expected errors, %ld wrong\n", operations.load(),
+              num_messages.load(), expected_errors.load(), wrong.load());
   return wrong.load() != 0;
 }

@@ -1,13 +1,15 @@
-"""Compiles the kernels of pycomm.fused ahead of time, for GPUs that are not here, as launch.py would launch them.
+"""Compiles the kernels of pycomm.fused ahead of time, for GPUs that are not here, as launch.py would launch
+them.
 
     python tests/fused/aot.py quick|all --arch 80,90,100 --out records.jsonl
 
-launch.py runs unchanged: its tensors have no memory (device "meta"), its communicator answers as if all ranks agreed, and where it launches
-a kernel, Triton compiles instead, from the very arguments, with its own rules of specialisation (integers that are 1 or divisible by 16,
-aligned pointers). A process of its own, since Triton decides when a kernel is decorated whether it is for the interpreter.
+launch.py runs unchanged: its tensors have no memory (device "meta"), its communicator answers as if all ranks
+agreed, and where it launches a kernel, Triton compiles instead, from the very arguments, with its own rules
+of specialisation (integers that are 1 or divisible by 16, aligned pointers). A process of its own, since
+Triton decides when a kernel is decorated whether it is for the interpreter.
 
-One record (a line of JSON) per kernel: what it is, what ptxas says of registers and spills, shared memory, instructions of the tensor
-cores, violations of ptx_check. tests/fused/test_aot.py has the rules for them.
+One record (a line of JSON) per kernel: what it is, what ptxas says of registers and spills, shared memory,
+instructions of the tensor cores, violations of ptx_check. tests/fused/test_aot.py has the rules for them.
 """
 
 import argparse
@@ -30,7 +32,8 @@ from pycomm.fused import launch
 from pycomm.fused.config import SHARED_BYTES, Config, candidates, fitting
 from pycomm.fused.context import Context
 from pycomm.fused.machine import Machine
-from pycomm.fused.problem import OPS, Problem, even_sizes
+from pycomm.fused.problem import OPS, Problem
+from pycomm.groups import even_sizes
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 PROGRAMS = {80: 108, 90: 132, 100: 148}  # multiprocessors of A100, H100, B200
@@ -57,10 +60,21 @@ class Case(NamedTuple):
     def __str__(self):
         config = "x".join(map(str, self.config[:3])) + f" {self.config.warps}/{self.config.stages}"
         more = [name for name in ("tma", "flatten", "specialize", "one_shot") if getattr(self.config, name)]
-        more += [name for name in ("save", "keep", "ragged") if getattr(self, name)] + ([] if self.bias else ["no bias"])
+        more += [name for name in ("save", "keep", "ragged") if getattr(self, name)] + (
+            [] if self.bias else ["no bias"]
+        )
         where = f"rank {self.rank}/{self.world_size}" + (f" outer {self.outer}" if self.outer > 1 else "")
         return " ".join(
-            [f"sm_{self.arch}", self.op, self.dtype, config, self.activation or "none", *more, f"movers={self.config.movers}", where]
+            [
+                f"sm_{self.arch}",
+                self.op,
+                self.dtype,
+                config,
+                self.activation or "none",
+                *more,
+                f"movers={self.config.movers}",
+                where,
+            ]
         )
 
 
@@ -107,24 +121,42 @@ def tensors(case, m, n, k):
 
 def problem_of(case):
     m, n, k = RAGGED if case.ragged else ROUND
-    sizes = () if case.op in ("matmul", "matmul_all_reduce") else even_sizes(m // case.outer, case.world_size)
+    sizes = (
+        ()
+        if case.op in ("matmul", "matmul_all_reduce")
+        else tuple(even_sizes(m // case.outer, case.world_size))
+    )
     m = case.outer * sum(sizes) if sizes else m
     return Problem(
-        case.op, m, n, k, DTYPES[case.dtype], case.world_size, case.rank, case.activation, case.bias, outer=case.outer, sizes=sizes
+        case.op,
+        m,
+        n,
+        k,
+        DTYPES[case.dtype],
+        case.world_size,
+        case.rank,
+        case.activation,
+        case.bias,
+        outer=case.outer,
+        sizes=sizes,
     )
 
 
 def run(case):
-    """Calls the operation as the engine would."""
+    """Calls the operation as form.py does."""
     problem = problem_of(case)
     a, b, bias = tensors(case, problem.m, problem.n, problem.k)
     if case.op == "matmul":
         return launch.matmul(problem, a, b, bias, case.config, save=case.save)
-    context = Context(Agreement(case.rank, case.world_size), "meta", Machine(case.arch, 1, PROGRAMS[case.arch], ""))
+    context = Context(
+        Agreement(case.rank, case.world_size), "meta", Machine(case.arch, 1, PROGRAMS[case.arch], "")
+    )
     if case.op != "all_gather_matmul":
         return getattr(launch, case.op)(problem, context, a, b, bias, case.config, save=case.save)
     piece = a[: problem.piece_rows[case.rank]]
-    return launch.all_gather_matmul(problem, context, piece, b, bias, case.config, save=case.save, keep=case.keep)
+    return launch.all_gather_matmul(
+        problem, context, piece, b, bias, case.config, save=case.save, keep=case.keep
+    )
 
 
 def compile_case(case):
@@ -136,7 +168,9 @@ def compile_case(case):
 
     triton.runtime.driver.set_active(Device(case.arch))
     triton.JITFunction.__getitem__ = compile_only
-    torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=PROGRAMS[case.arch], major=case.arch // 10)
+    torch.cuda.get_device_properties = lambda device: SimpleNamespace(
+        multi_processor_count=PROGRAMS[case.arch], major=case.arch // 10
+    )
     launch._options.cache_clear()
     launch._load = lambda *arguments: None  # there is no driver to load anything
     with contextlib.redirect_stdout(said):
@@ -174,34 +208,78 @@ def record(case):
 
 
 def configs(op, dtype, arch, activation):
-    """The shipped ones; those that differ by the number of programs alone once: it is a number in the kernel."""
+    """The shipped ones; those that differ by the number of programs alone once: it is a number in
+    the kernel.
+    """
     found = candidates(op, DTYPES[dtype], arch, 2 if activation == "swiglu" else 1, activation)
     return list(dict.fromkeys(config._replace(movers=16) for config in found))
 
 
 def quick(arch):
-    """Every shipped configuration in bfloat16, and with the first of them what else the code of a kernel depends on."""
+    """Every shipped configuration in bfloat16, and with the first of them what else the code of a kernel
+    depends on.
+    """
     cases = []
     for op in OPS:
         shipped = configs(op, "bfloat16", arch, "gelu_tanh")
         cases += [Case(op, arch, "bfloat16", config, "gelu_tanh", rank=1) for config in shipped]
-        cases.append(Case(op, arch, "bfloat16", configs(op, "bfloat16", arch, "swiglu")[0], "swiglu", save=True, rank=3))
+        cases.append(
+            Case(
+                op, arch, "bfloat16", configs(op, "bfloat16", arch, "swiglu")[0], "swiglu", save=True, rank=3
+            )
+        )
         cases.append(Case(op, arch, "bfloat16", configs(op, "bfloat16", arch, None)[-2], None, bias=False))
-        cases.append(Case(op, arch, "float16", shipped[0], "gelu_tanh", save=True, keep=op == "all_gather_matmul"))
+        cases.append(
+            Case(op, arch, "float16", shipped[0], "gelu_tanh", save=True, keep=op == "all_gather_matmul")
+        )
         outer = 2 if op in ("all_gather_matmul", "matmul_reduce_scatter") else 1
         cases.append(Case(op, arch, "float16", shipped[0], "silu", ragged=True, world_size=3, outer=outer))
-        if arch == 80:  # the fewest registers per sum: two panels, a preactivation, and rows that come element by element
+        if (
+            arch == 80
+        ):  # the fewest registers per sum: two panels, a preactivation, and rows that come element by element
             for dtype in ("float32", "float16"):
-                cases.append(Case(op, arch, dtype, configs(op, dtype, arch, "swiglu")[0], "swiglu", save=True, ragged=True))
+                cases.append(
+                    Case(
+                        op,
+                        arch,
+                        dtype,
+                        configs(op, dtype, arch, "swiglu")[0],
+                        "swiglu",
+                        save=True,
+                        ragged=True,
+                    )
+                )
         if arch != 100:  # compiled like sm_90
-            cases.append(Case(op, arch, "float32", configs(op, "float32", arch, "gelu")[0], "gelu", save=True, world_size=2))
+            cases.append(
+                Case(
+                    op,
+                    arch,
+                    "float32",
+                    configs(op, "float32", arch, "gelu")[0],
+                    "gelu",
+                    save=True,
+                    world_size=2,
+                )
+            )
     return cases
 
 
 def everything(arch):
-    """Every configuration with everything that it is shipped for, as launch.py fits it to the case; what comes to the same once."""
+    """Every configuration with everything that it is shipped for, as launch.py fits it to the case; what
+    comes to the same once.
+    """
     cases = [
-        Case(op, arch, dtype, config, activation, save=save, keep=keep, ragged=ragged, world_size=2 if config.one_shot else 8)
+        Case(
+            op,
+            arch,
+            dtype,
+            config,
+            activation,
+            save=save,
+            keep=keep,
+            ragged=ragged,
+            world_size=2 if config.one_shot else 8,
+        )
         for op in OPS
         for dtype in DTYPES
         for activation in (None, "gelu", "silu", "swiglu")
@@ -210,7 +288,11 @@ def everything(arch):
         for ragged in (False, True)
         for keep in ((False, True) if op == "all_gather_matmul" else (False,))
     ]
-    return list(dict.fromkeys(case._replace(config=fitting(problem_of(case), case.config, case.save)) for case in cases))
+    return list(
+        dict.fromkeys(
+            case._replace(config=fitting(problem_of(case), case.config, case.save)) for case in cases
+        )
+    )
 
 
 def main():
@@ -219,7 +301,10 @@ def main():
     parser.add_argument("--arch", default="80,90,100")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, options.out.open("w") as out:  # ptxas says nothing of what Triton finds in its cache
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        options.out.open("w") as out,
+    ):  # ptxas says nothing of what Triton finds in its cache
         triton.knobs.cache.dir, triton.knobs.nvidia.dump_ptxas_log = folder, True
         for arch in map(int, options.arch.split(",")):
             for case in (quick if options.cases == "quick" else everything)(arch):

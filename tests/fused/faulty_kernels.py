@@ -1,4 +1,5 @@
-"""Kernels with planted faults, compiled for test_ptx_check.py, which must find each; and clean ones, whose PTX it edits.
+"""Kernels with planted faults, compiled for test_ptx_check.py, which must find each; and clean ones, whose
+PTX it edits.
 
 python tests/fused/faulty_kernels.py folder         writes kernels.json
 """
@@ -18,7 +19,8 @@ from pycomm.fused.kernels.signal import post, staging_of, wait_for, words_of
 
 ARCH = 90
 
-# What the kernel below does wrong, and the rule that says so. Without a barrier: by an edit of the PTX, since Triton 3.9 adds one itself.
+# What the kernel below does wrong, and the rule that says so. Without a barrier: by an edit of the PTX, since
+# Triton 3.9 adds one itself.
 FAULTS = {
     "none": None,
     "release of the gpu": "post",
@@ -36,7 +38,9 @@ FAULTS = {
 
 
 @triton.jit
-def exchange(x, out, table, local, record, limit, rank, epoch, offset, SIZE: tl.constexpr, FAULT: tl.constexpr):
+def exchange(
+    x, out, table, local, record, limit, rank, epoch, offset, SIZE: tl.constexpr, FAULT: tl.constexpr
+):
     """Two ranks give each other SIZE elements."""
     peer = 1 - rank
     lanes = tl.arange(0, SIZE)
@@ -87,13 +91,31 @@ def compile_exchange(fault):
     triton.runtime.driver.set_active(aot.Device(ARCH))
     words, data = torch.empty(16, dtype=torch.int32, device="meta"), torch.empty(1024, device="meta")
     table = torch.empty(2, dtype=torch.int64, device="meta")
-    return exchange.run(data, data, table, words, words, 5, 0, 3, 4096, SIZE=1024, FAULT=fault, num_warps=4, grid=(1,), warmup=True)
+    return exchange.run(
+        data,
+        data,
+        table,
+        words,
+        words,
+        5,
+        0,
+        3,
+        4096,
+        SIZE=1024,
+        FAULT=fault,
+        num_warps=4,
+        grid=(1,),
+        warmup=True,
+    )
 
 
-# Configurations that nobody ships. Spills: an accumulator of 256 x 256 by four warps. Shared memory: five stages of 96 KiB.
+# Configurations that nobody ships. Spills: an accumulator of 256 x 256 by four warps. Shared memory: five
+# stages of 96 KiB.
 OVERSIZED = {
     "spilled": aot.Case("matmul_reduce_scatter", 90, "bfloat16", Config(256, 256, 64, warps=4, tma=True)),
-    "shared memory": aot.Case("matmul_reduce_scatter", 90, "bfloat16", Config(128, 256, 128, stages=5, tma=True)),
+    "shared memory": aot.Case(
+        "matmul_reduce_scatter", 90, "bfloat16", Config(128, 256, 128, stages=5, tma=True)
+    ),
 }
 
 
@@ -110,7 +132,11 @@ def main(folder):
         triton.knobs.nvidia.dump_ptxas_log = False
         for fault in FAULTS:
             kernel = compile_exchange(fault)
-            found["exchange"][fault] = {"ptx": kernel.asm["ptx"], "pointers": aot.pointers_of(kernel), "rule": FAULTS[fault]}
+            found["exchange"][fault] = {
+                "ptx": kernel.asm["ptx"],
+                "pointers": aot.pointers_of(kernel),
+                "rule": FAULTS[fault],
+            }
     (folder / "kernels.json").write_text(json.dumps(found))
 
 

@@ -1,7 +1,8 @@
-"""What test_kernels.py breaks on purpose: signals that get lost, ranks that do not come, come with something else, or die.
+"""What test_kernels.py breaks on purpose: signals that get lost, ranks that do not come, come with something
+else, or die.
 
-Every wait of a kernel is bounded, so each rank's launches end, and its next call raises an error that names the rank waited for. All other
-ranks then wait for the one that has raised, and end likewise.
+Every wait of a kernel is bounded, so each rank's launches end, and its next call raises an error that names
+the rank waited for. All other ranks then wait for the one that has raised, and end likewise.
 """
 
 import os
@@ -14,13 +15,17 @@ from kernel_jobs import GATHER, REDUCE, SCATTER, TILE, Job, call, check, context
 
 from pycomm.errors import CommError, CommTimeoutError, MismatchError
 
-WAIT = 0.2  # seconds that a kernel waits, about; a look of the interpreter takes longer than context.py supposes
+WAIT = (
+    0.2  # seconds that a kernel waits, about; a look of the interpreter takes longer than context.py supposes
+)
 LIMIT = 15.0  # for all calls of a rank until it has its error
 ONE_SHOT = TILE._replace(one_shot=True)
 
 
 def until_error(job, world_size, rank, calls=4):
-    """Calls until one raises: (error, how many calls ended before). What comes then must be the same error, at once."""
+    """Calls until one raises: (error, how many calls ended before). What comes then must be the same error,
+    at once.
+    """
     start = time.monotonic()
     for count in range(calls):
         try:
@@ -45,7 +50,7 @@ def expect(error, kind, peer, *texts):
     assert not missing, f"{missing} are not in: {error}"
 
 
-# --- a signal is lost -------------------------------------------------------------------------------------------------------------------
+# --- a signal is lost --------------------
 
 
 def without_signal(rank, world_size, job, module, skipped):
@@ -80,11 +85,15 @@ def without_signal(rank, world_size, job, module, skipped):
 def lost_signal(world_size):
     torch_ranks.spawn(world_size, without_signal, Job(GATHER, n=32, k=8, keep=True), "all_gather_matmul", 1)
     torch_ranks.spawn(world_size, without_signal, Job(SCATTER, n=40, k=8), "matmul_reduce_scatter", 2)
-    torch_ranks.spawn(world_size, without_signal, Job(REDUCE, n=40, k=8, config=ONE_SHOT), "matmul_reduce_scatter", 3)
-    torch_ranks.spawn(world_size, without_signal, Job(REDUCE, n=150, k=8, sizes=lambda n: (10,) * n), "matmul_all_reduce", 1)
+    torch_ranks.spawn(
+        world_size, without_signal, Job(REDUCE, n=40, k=8, config=ONE_SHOT), "matmul_reduce_scatter", 3
+    )
+    torch_ranks.spawn(
+        world_size, without_signal, Job(REDUCE, n=150, k=8, sizes=lambda n: (10,) * n), "matmul_all_reduce", 1
+    )
 
 
-# --- a rank does not come, or dies ------------------------------------------------------------------------------------------------------
+# --- a rank does not come, or dies --------------------
 
 
 def without_rank(rank, world_size, op):
@@ -142,7 +151,7 @@ def killed_rank(world_size):
     torch_ranks.spawn(world_size, kill_in_the_middle, expect_deaths=(world_size - 1,))
 
 
-# --- ranks that compute different things ------------------------------------------------------------------------------------------------
+# --- ranks that compute different things --------------------
 
 
 def disagree(rank, world_size, job, other, texts):
@@ -151,7 +160,13 @@ def disagree(rank, world_size, job, other, texts):
     try:
         call(mine, world_size, rank)
     except MismatchError as error:
-        expect(error, MismatchError, 0 if rank == world_size - 1 else world_size - 1, f"[rank {rank}/{world_size}] {mine.op} #0", *texts)
+        expect(
+            error,
+            MismatchError,
+            0 if rank == world_size - 1 else world_size - 1,
+            f"[rank {rank}/{world_size}] {mine.op} #0",
+            *texts,
+        )
     else:
         raise AssertionError("no error")
     assert context_of().block is None
@@ -194,4 +209,7 @@ def other_problem(world_size):
     torch_ranks.spawn(world_size, cross, Job(SCATTER), Job(GATHER), (SCATTER, GATHER))
 
 
-FAULTS = {case.__name__: case for case in (lost_signal, absent_rank, absent_without_data, killed_rank, other_shapes, other_problem)}
+FAULTS = {
+    case.__name__: case
+    for case in (lost_signal, absent_rank, absent_without_data, killed_rank, other_shapes, other_problem)
+}

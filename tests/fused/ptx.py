@@ -1,10 +1,12 @@
 """PTX of one kernel as instructions, the paths between them, and where each address comes from.
 
-Enough of the language for what Triton writes: one entry function, no calls, virtual registers that are assigned where they are defined and
-at the ends of branches. Inline assembly may open scopes with names of their own.
+Enough of the language for what Triton writes: one entry function, no calls, virtual registers that are
+assigned where they are defined and at the ends of branches. Inline assembly may open scopes with names of
+their own.
 
-    origins      of a register: the pointer parameters it was computed from; PEER: an address loaded from the parameter `table`;
-                 DESCRIPTOR: a tensor descriptor among the parameters; UNKNOWN: it came out of shared memory
+    origins      of a register: the pointer parameters it was computed from; PEER: an address loaded from the
+                 parameter `table`; DESCRIPTOR: a tensor descriptor among the parameters; UNKNOWN: it came out
+                 of shared memory
     successors   per instruction; loops are natural loops, found by dominators
 """
 
@@ -15,8 +17,10 @@ PEER, DESCRIPTOR, UNKNOWN = "address from the table", "descriptor", "unknown"
 REGISTER = re.compile(r"%[\w.@]+")
 # Instructions that write no register, whatever their first operand is.
 SILENT = re.compile(
-    r"(st|red|bra|brx|bar|barrier|cp|prefetch|prefetchu|fence|membar|ret|exit|stmatrix|setmaxnreg|griddepcontrol|nanosleep|trap|clusterlaunchcontrol)\b"
-    r"|mbarrier\.(init|inval|expect_tx|arrive|complete_tx)|wgmma\.(fence|commit|wait)|tcgen05\.(st|mma|commit|alloc|dealloc|wait|cp|fence|relinq)"
+    r"(st|red|bra|brx|bar|barrier|cp|prefetch|prefetchu|fence|membar|ret|exit|stmatrix|setmaxnreg|"
+    r"griddepcontrol|nanosleep|trap|clusterlaunchcontrol)\b"
+    r"|mbarrier\.(init|inval|expect_tx|arrive|complete_tx)|wgmma\.(fence|commit|wait)"
+    r"|tcgen05\.(st|mma|commit|alloc|dealloc|wait|cp|fence|relinq)"
 )
 
 
@@ -65,9 +69,14 @@ class Kernel:
         self.threads = int(re.search(r"\.(?:reqntid|maxntid)\s+(\d+)", header)[1])
         parameters = re.findall(r"\.param \.u64 \.ptr \.global[^,)]*?(\w+_param_\d+)", header)
         if not len(pointers) <= len(parameters) <= len(pointers) + 2:  # Triton's own two follow
-            raise ValueError(f"{len(parameters)} pointer parameters in the PTX, {len(pointers)} in the signature: {pointers}")
+            raise ValueError(
+                f"{len(parameters)} pointer parameters in the PTX, {len(pointers)} in the signature: "
+                f"{pointers}"
+            )
         self.parameters = dict(zip(parameters, pointers, strict=False))
-        self.parameters |= dict.fromkeys(re.findall(r"\.param [^,)]*\.b8 (\w+_param_\d+)\[\d+\]", header), DESCRIPTOR)
+        self.parameters |= dict.fromkeys(
+            re.findall(r"\.param [^,)]*\.b8 (\w+_param_\d+)\[\d+\]", header), DESCRIPTOR
+        )
         self.instructions, self.labels = parse(body, first_line)
         tables = re.findall(r"([\w$]+):\s*\.branchtargets\s+([^;]+);", body)
         self.tables = {label: [target.strip() for target in targets.split(",")] for label, targets in tables}
@@ -119,7 +128,13 @@ class Kernel:
 
     def look_up(self, operand, origins):
         found = {name for symbol, name in self.parameters.items() if re.search(rf"\b{symbol}\b", operand)}
-        return found.union(*(origins.get(register, ()) for register in REGISTER.findall(operand) if not is_predicate(register)))
+        return found.union(
+            *(
+                origins.get(register, ())
+                for register in REGISTER.findall(operand)
+                if not is_predicate(register)
+            )
+        )
 
     def origins_of_address(self, instruction):
         return self.look_up(instruction.address, self.origins)
@@ -130,7 +145,9 @@ class Kernel:
             return False
         definitions = self.definitions[instruction.guard]
         return all(
-            definition.opcode.startswith("setp.eq.") and definition.operands[2] == "0" and self.is_thread_id(definition.operands[1])
+            definition.opcode.startswith("setp.eq.")
+            and definition.operands[2] == "0"
+            and self.is_thread_id(definition.operands[1])
             for definition in definitions
         )
 
@@ -143,7 +160,9 @@ class Kernel:
                 return False
             if register not in seen:
                 seen.add(register)
-                pending += [other for definition in self.definitions.get(register, ()) for other in definition.read]
+                pending += [
+                    other for definition in self.definitions.get(register, ()) for other in definition.read
+                ]
         return True
 
     def is_thread_id(self, operand):
@@ -157,12 +176,14 @@ class Kernel:
         ) and operand in self.definitions  # fmt: skip
 
     def holds(self, gained, lost):
-        """Per instruction whether, on every path from the entry to just before it, something that `gained` accepts came after everything
-        that `lost` accepts. An instruction that both accept counts as lost."""
+        """Per instruction whether, on every path from the entry to just before it, something that `gained`
+        accepts came after everything that `lost` accepts. An instruction that both accept counts as lost."""
         return self.solve(gained, lost, self.predecessors, self.successors, [0])
 
     def will_hold(self, gained):
-        """Per instruction whether every path from just behind it to the end meets one that `gained` accepts."""
+        """Per instruction whether every path from just behind it to the end meets one that `gained`
+        accepts.
+        """
         ends = [index for index, followers in enumerate(self.successors) if not followers]
         return self.solve(gained, lambda instruction: False, self.successors, self.predecessors, ends)
 
@@ -221,8 +242,9 @@ class Kernel:
         return True
 
     def values_from(self, index):
-        """Registers, predicates too, whose value depends on what an instruction loads: by computation, or by way of shared memory to the
-        threads of the program (a store there, then loads in the same run of instructions)."""
+        """Registers, predicates too, whose value depends on what an instruction loads: by computation, or by
+        way of shared memory to the threads of the program (a store there, then loads in the same run of
+        instructions)."""
         found = set(self.instructions[index].written)
         size = -1
         while len(found) != size:
@@ -289,8 +311,8 @@ def parse(body, first_line):
 
 
 def read_location(code, comment, parents):
-    """(site, calls) of a .loc. The calls are in the comment, or (Triton 3.9) given by `inlined_at`, the place of another .loc before, which
-    may be inlined itself; parents: the calls of every place so far."""
+    """(site, calls) of a .loc. The calls are in the comment, or (Triton 3.9) given by `inlined_at`, the place
+    of another .loc before, which may be inlined itself; parents: the calls of every place so far."""
     place, at = re.match(r"\s*\.loc\s+(\d+ \d+ \d+)(?:.*\binlined_at (\d+ \d+ \d+))?", code).groups()
     site, _, calls = comment.partition(" @[ ")
     if at:

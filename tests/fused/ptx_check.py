@@ -1,18 +1,23 @@
-"""Rules for the order of data and signals (pycomm/fused/kernels/signal.py), looked for in the PTX of a compiled kernel.
+"""Rules for the order of data and signals (pycomm/fused/kernels/signal.py), looked for in the PTX of a
+compiled kernel.
 
-The interpreter cannot show that an order is missing, and a GPU shows it once in a million launches. The text of the compiled kernel shows
-it every time. What goes to a peer or comes from it is known by its address: it was loaded from the parameter `table` (ptx.py, origins).
+The interpreter cannot show that an order is missing, and a GPU shows it once in a million launches. The text
+of the compiled kernel shows it every time. What goes to a peer or comes from it is known by its address: it
+was loaded from the parameter `table` (ptx.py, origins).
 
-    post    every release at a peer has .sys and on every path a bar.sync just before it: no store since. Every store of data to a peer
-            has such a release on every path behind it
-    wait    every acquire at a peer has .sys; it, or one of the same wait, is in a loop that ends by what it loads; a bar.sync comes before
-            data is loaded; no data of peers alone is loaded where no acquire came before
+    post    every release at a peer has .sys and on every path a bar.sync just before it: no store since.
+            Every store of data to a peer has such a release on every path behind it
+    wait    every acquire at a peer has .sys; it, or one of the same wait, is in a loop that ends by what it
+            loads; a bar.sync comes before data is loaded; no data of peers alone is loaded where no acquire
+            came before
     width   data to and from peers moves 16 bytes at a time, but for single words
-    ways    peers' memory is touched by no relaxed or volatile access, and by no asynchronous copy of the tensor memory accelerator
+    ways    peers' memory is touched by no relaxed or volatile access, and by no asynchronous copy of the
+            tensor memory accelerator
     known   every store and atomic has an address of known origin
     counts  posts, waits and single words in the source, however often the compiler has copied them (EXPECTED)
 
-What it cannot see: that an index is wrong, or that a program waits for the wrong word. The interpreter sees that.
+What it cannot see: that an index is wrong, or that a program waits for the wrong word. The interpreter sees
+that.
 """
 
 import re
@@ -35,7 +40,8 @@ def expected(op, *, one_shot=False, keep=False):
     """Counts of a kernel of pycomm.fused."""
     return {
         "matmul": Counts(0, 0, 0),
-        # begin, push | the wait of the multipliers, that of the keepers, meet | the fingerprint in begin and in meet
+        # begin, push | the waits of the multipliers, of the keepers, of meet | the fingerprint in begin and
+        # in meet
         "all_gather_matmul": Counts(2, 3 if keep else 2, 2),
         # begin, send_tile | sum_when_here, meet
         "matmul_reduce_scatter": Counts(2, 2, 2),
@@ -54,9 +60,17 @@ class Violation(NamedTuple):
 
 
 def check(text, pointers, counts=None):
-    """Violations in the PTX of a kernel, a list of Violation. pointers: names of its pointer parameters, in order; counts: Counts."""
+    """Violations in the PTX of a kernel, a list of Violation. pointers: names of its pointer parameters, in
+    order; counts: Counts.
+    """
     checker = Checker(Kernel(text, pointers))
-    for rule in (checker.check_known, checker.check_posts, checker.check_waits, checker.check_width, checker.check_ways):
+    for rule in (
+        checker.check_known,
+        checker.check_posts,
+        checker.check_waits,
+        checker.check_width,
+        checker.check_ways,
+    ):
         rule()
     if counts is not None:
         checker.check_counts(counts)
@@ -68,19 +82,33 @@ class Checker:
         self.kernel = kernel
         self.violations = []
         self.origins = {
-            index: frozenset(kernel.origins_of_address(x)) for index, x in enumerate(kernel.instructions) if x.address and is_global(x)
+            index: frozenset(kernel.origins_of_address(x))
+            for index, x in enumerate(kernel.instructions)
+            if x.address and is_global(x)
         }
-        self.at_peer = {index: kernel.instructions[index] for index, origins in self.origins.items() if PEER in origins}
+        self.at_peer = {
+            index: kernel.instructions[index] for index, origins in self.origins.items() if PEER in origins
+        }
         self.posts = {index: x for index, x in self.at_peer.items() if is_release(x)}
         self.polls = {index: x for index, x in self.at_peer.items() if is_acquire(x)}
         self.words = {
             index: x
             for index, x in self.at_peer.items()
-            if x.nbytes == 4 and (is_plain(x, "st") and kernel.only_one_thread(x) or is_plain(x, "ld") and kernel.same_in_all_threads(x))
+            if x.nbytes == 4
+            and (
+                is_plain(x, "st")
+                and kernel.only_one_thread(x)
+                or is_plain(x, "ld")
+                and kernel.same_in_all_threads(x)
+            )
         }
 
     def report(self, instruction, rule, text):
-        self.violations.append(Violation(instruction.line, rule, f"{text} ({instruction.opcode} at {instruction.site.split(' ')[0]})"))
+        self.violations.append(
+            Violation(
+                instruction.line, rule, f"{text} ({instruction.opcode} at {instruction.site.split(' ')[0]})"
+            )
+        )
 
     def check_known(self):
         for index, origins in self.origins.items():
@@ -91,7 +119,11 @@ class Checker:
                 self.report(x, "known", f"address may be a peer's or another: {sorted(origins)}")
 
     def check_posts(self):
-        stores = {id(self.kernel.instructions[index]) for index in self.origins if writes(self.kernel.instructions[index])}
+        stores = {
+            id(self.kernel.instructions[index])
+            for index in self.origins
+            if writes(self.kernel.instructions[index])
+        }
         fresh = self.kernel.holds(self.is_barrier, lambda x: id(x) in stores)
         posts = {id(x) for x in self.posts.values()}
         released = self.kernel.will_hold(lambda x: id(x) in posts)
@@ -100,7 +132,11 @@ class Checker:
             if not is_release(x):
                 continue
             if not x.has("sys") and origins != {"local"}:
-                self.report(x, "post", f"release to {' or '.join(sorted(origins)) or 'an unknown address'} without .sys")
+                self.report(
+                    x,
+                    "post",
+                    f"release to {' or '.join(sorted(origins)) or 'an unknown address'} without .sys",
+                )
             if not fresh[index] and "record" not in origins:
                 self.report(x, "post", "no bar.sync between the last store and this release, on some path")
         for index, x in self.at_peer.items():
@@ -110,20 +146,26 @@ class Checker:
     def check_waits(self):
         kernel = self.kernel
         spinning = {index for index in self.polls if self.spins(index)}
-        found = {(place_of(kernel.instructions[index]), kernel.instructions[index].address) for index in spinning}
+        found = {
+            (place_of(kernel.instructions[index]), kernel.instructions[index].address) for index in spinning
+        }
         for x in self.polls.values():
             if not x.has("sys"):
                 self.report(x, "wait", "acquire at a peer's word without .sys")
             if (place_of(x), x.address) not in found:
                 self.report(x, "wait", "acquire that no loop repeats until the word has come")
         polls = {id(x) for x in self.polls.values()}
-        ordered = kernel.holds(lambda x: self.is_barrier(x) or id(x) == id(kernel.instructions[0]), lambda x: id(x) in polls)
+        ordered = kernel.holds(
+            lambda x: self.is_barrier(x) or id(x) == id(kernel.instructions[0]), lambda x: id(x) in polls
+        )
         seen = kernel.holds(lambda x: id(x) in polls, lambda x: False)
         for index, x in self.at_peer.items():
             if not is_plain(x, "ld") and not x.has("cp", "async"):
                 continue
             if not ordered[index]:
-                self.report(x, "wait", "data of a peer is loaded with no bar.sync behind the acquire, on some path")
+                self.report(
+                    x, "wait", "data of a peer is loaded with no bar.sync behind the acquire, on some path"
+                )
             if self.origins[index] == {PEER} and not seen[index]:
                 self.report(x, "wait", "data of a peer is loaded with no acquire before, on some path")
 
@@ -134,7 +176,12 @@ class Checker:
         for position in loop:
             branch = self.kernel.instructions[position]
             leaves = any(follower not in loop for follower in self.kernel.successors[position])
-            if branch.opcode.startswith("bra") and branch.guard and leaves and branch.guard.lstrip("!") in values:
+            if (
+                branch.opcode.startswith("bra")
+                and branch.guard
+                and leaves
+                and branch.guard.lstrip("!") in values
+            ):
                 return True
         return False
 
@@ -156,10 +203,16 @@ class Checker:
                 self.report(x, "ways", "a peer's memory by an asynchronous copy, which no signal orders")
 
     def check_counts(self, counts):
-        found = Counts(*(len({place_of(x) for x in group.values()}) for group in (self.posts, self.polls, self.words)))
+        found = Counts(
+            *(len({place_of(x) for x in group.values()}) for group in (self.posts, self.polls, self.words))
+        )
         for name in Counts._fields:
             if getattr(found, name) != getattr(counts, name):
-                self.violations.append(Violation(0, "counts", f"{getattr(found, name)} {name}, the source has {getattr(counts, name)}"))
+                self.violations.append(
+                    Violation(
+                        0, "counts", f"{getattr(found, name)} {name}, the source has {getattr(counts, name)}"
+                    )
+                )
 
     def is_barrier(self, x):
         """Of the whole program: bar.sync 0, by all of its threads."""
@@ -198,7 +251,9 @@ def writes(x):
 
 
 def place_of(x):
-    """The call of the function, post or wait_for, that the instruction is part of; by itself where it is in none."""
+    """The call of the function, post or wait_for, that the instruction is part of; by itself where it is in
+    none.
+    """
     return x.calls or x.site
 
 

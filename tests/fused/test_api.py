@@ -4,40 +4,50 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from fused_cases import draw
+from oracle import draw
 from torch_ranks import spawn
 
 import pycomm
 from pycomm import fused
-from pycomm.fused import engine, ranks
+from pycomm.fused import dispatch, ranks
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
 
 # (function, arguments, keywords, error, its text) on rank 1 of 2
 WRONG = [
-    ("matmul", (A, torch.ones(32, 8)), {}, ValueError, r"\[rank 0/1\] matmul: a \(6, 5, 64\) has K=64, b \(32, 8\) has K=32"),
+    ("matmul", (A, torch.ones(32, 8)), {}, ValueError,
+     r"\[rank 0/1\] matmul: a \(6, 5, 64\) has K=64, b \(32, 8\) has K=32"),
     ("matmul", (A, B.double()), {}, TypeError, "a is float32, b is float64"),
     ("matmul", (A, B, torch.ones(8).half()), {}, TypeError, "a is float32, bias is float16"),
     ("matmul", (A, B, torch.ones(7)), {}, ValueError, r"bias has shape \(7,\), b \(64, 8\); expected \(8,\)"),
     ("matmul", (A, B.numpy()), {}, TypeError, "b must be a torch tensor, not ndarray"),
-    ("matmul", (A.long(), B.long()), {}, TypeError, "dtype int64 is not supported on cpu; use one of float32"),
+    ("matmul", (A.long(), B.long()), {}, TypeError,
+     "dtype int64 is not supported on cpu; use one of float32"),
     ("matmul", (A.to("meta"), B), {}, ValueError, "a is on meta, b is on cpu"),
     ("matmul", (A.to("meta"), B.to("meta")), {}, ValueError, "tensors are on meta; the CPU and CUDA"),
-    ("matmul", (A[0, 0], B), {}, ValueError, r"a has shape \(64,\), b \(64, 8\); expected \(..., K\) with a leading dimension"),
+    ("matmul", (A[0, 0], B), {}, ValueError,
+     r"a has shape \(64,\), b \(64, 8\); expected \(..., K\) with a leading dimension"),
     ("matmul", (A, B[0]), {}, ValueError, r"b \(8,\)"),
-    ("matmul", (A, B), {"activation": "tanh"}, ValueError, "unknown activation 'tanh'; expected None or one of relu, silu, gelu"),
-    ("matmul", (A, B[:, :7]), {"activation": "swiglu"}, ValueError, r"b \(64, 7\) has an odd number of columns"),
-    ("all_gather_matmul", (A, B), {"dim": 2}, ValueError, r"\[rank 1/2\] all_gather_matmul: dim=2 is the inner dimension"),
+    ("matmul", (A, B), {"activation": "tanh"}, ValueError,
+     "unknown activation 'tanh'; expected None or one of relu, silu, gelu"),
+    ("matmul", (A, B[:, :7]), {"activation": "swiglu"}, ValueError,
+     r"b \(64, 7\) has an odd number of columns"),
+    ("all_gather_matmul", (A, B), {"dim": 2}, ValueError,
+     r"\[rank 1/2\] all_gather_matmul: dim=2 is the inner dimension"),
     ("all_gather_matmul", (A, B), {"dim": -1}, ValueError, "dim=-1 is the inner dimension"),
-    ("all_gather_matmul", (A, B), {"dim": 3}, ValueError, "dim=3 is out of range of a .*expected 0 to 1, or -3 to -2"),
+    ("all_gather_matmul", (A, B), {"dim": 3}, ValueError,
+     "dim=3 is out of range of a .*expected 0 to 1, or -3 to -2"),
     ("all_gather_matmul", (A, B), {"dim": -4}, ValueError, "dim=-4 is out of range"),
     ("all_gather_matmul", (A, B), {"sizes": [6]}, ValueError, "sizes has 1 entries for 2 ranks"),
     ("all_gather_matmul", (A, B), {"sizes": [6, 5]}, ValueError, r"sizes\[1\]=5, but a has 6 along dim 0"),
     ("all_gather_matmul", (A, B), {"sizes": [-1, 6]}, ValueError, r"sizes=\[-1, 6\] must not be negative"),
-    ("matmul_reduce_scatter", (A, B), {"sizes": [3, 4]}, ValueError, r"sizes=\[3, 4\] sum to 7, but a has 6 along dim 0"),
-    ("matmul_reduce_scatter", (A, B, 5), {}, TypeError, "group must be a torch ProcessGroup, a pycomm.Communicator or None, not int"),
-    ("matmul_all_reduce", (A, B.double()), {}, TypeError, r"\[rank 1/2\] matmul_all_reduce: a is float32, b is float64"),
+    ("matmul_reduce_scatter", (A, B), {"sizes": [3, 4]}, ValueError,
+     r"sizes=\[3, 4\] sum to 7, but a has 6 along dim 0"),
+    ("matmul_reduce_scatter", (A, B, 5), {}, TypeError,
+     "group must be a torch ProcessGroup, a pycomm.Communicator or None, not int"),
+    ("matmul_all_reduce", (A, B.double()), {}, TypeError,
+     r"\[rank 1/2\] matmul_all_reduce: a is float32, b is float64"),
 ]  # fmt: skip
 
 
@@ -56,7 +66,10 @@ def test_wrong_arguments():
 
 
 def disagree(rank, world_size):
-    with pytest.raises(pycomm.MismatchError, match=rf"\[rank {rank}/2 .*count={32 + 8 * rank} here, {40 - 8 * rank} on rank {1 - rank}"):
+    with pytest.raises(
+        pycomm.MismatchError,
+        match=rf"\[rank {rank}/2 .*count={32 + 8 * rank} here, {40 - 8 * rank} on rank {1 - rank}",
+    ):
         fused.matmul_all_reduce(torch.ones(4 + rank, 8), torch.ones(8, 8))
 
 
@@ -72,7 +85,7 @@ def of_groups(rank, world_size):
     assert torch.equal(fused.matmul_all_reduce(x, w), torch.full((2, 3), 12.0))
     if rank < 2:
         assert torch.equal(fused.all_gather_matmul(x, w, half)[:, 0], torch.tensor([0.0, 0.0, 4.0, 4.0]))
-        assert ranks.of(half).size == 2 and ranks.of(half).name == half.group_name
+        assert ranks.of(half).size == 2 and ranks.of(half).group.name == half.group_name
     else:
         with pytest.raises(ValueError, match=r"\[rank 2/3\] this rank is not in the group"):
             fused.matmul_all_reduce(x, w, half)
@@ -90,9 +103,13 @@ def test_groups():
 
 def test_alone():
     """No group, and a group of one: what matmul does, without a collective."""
-    a, b, bias = draw(0, 6, 5, dtype=torch.float32), draw(1, 5, 8, dtype=torch.float32), draw(2, 8, dtype=torch.float32)
+    a, b, bias = (
+        draw(0, 6, 5, dtype=torch.float32),
+        draw(1, 5, 8, dtype=torch.float32),
+        draw(2, 8, dtype=torch.float32),
+    )
     expected = fused.matmul(a, b, bias, "swiglu")
-    assert ranks.of(None).name == "alone"
+    assert ranks.of(None).group.name == "alone"
 
     def all_three(group):
         options = {"bias": bias, "activation": "swiglu"}
@@ -113,7 +130,9 @@ def test_only_what_is_needed_has_a_gradient():
             needed.requires_grad_()
             for function in (fused.all_gather_matmul, fused.matmul_reduce_scatter, fused.matmul_all_reduce):
                 function(a, b, comm, bias=bias, activation="gelu").sum().backward()
-                assert needed.grad is not None and sum(x.grad is not None for x in (a, b, bias)) == 1, function
+                assert needed.grad is not None and sum(x.grad is not None for x in (a, b, bias)) == 1, (
+                    function
+                )
                 needed.grad = None
             needed.requires_grad_(False)
         assert fused.matmul(a, b, bias).grad_fn is None
@@ -130,8 +149,13 @@ def test_gradients_are_those_of_finite_differences():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
-    """As torch's products: operands of any of its dtypes, results in that of autocast, gradients in those of the operands."""
-    b, bias = draw(1, 5, 4, dtype=torch.float32).requires_grad_(), draw(2, 4, dtype=torch.float32).requires_grad_()
+    """As torch's products: operands of any of its dtypes, results in that of autocast, gradients in those of
+    the operands.
+    """
+    b, bias = (
+        draw(1, 5, 4, dtype=torch.float32).requires_grad_(),
+        draw(2, 4, dtype=torch.float32).requires_grad_(),
+    )
 
     def body(comm):
         a = draw(comm.rank, 6, 5, dtype=torch.bfloat16).requires_grad_()
@@ -179,9 +203,12 @@ def test_the_callers_tensors_are_unchanged():
 
 def recomputed_products(rank, world_size):
     """How many products a checkpoint computes again of two, and the gradients' layout."""
-    calls, forward = [], engine.forward
-    engine.forward = lambda *args, **options: calls.append(args[0].op) or forward(*args, **options)
-    a, (first, second) = torch.randn(6, 4, requires_grad=True), [torch.randn(4, 4, requires_grad=True) for _ in range(2)]
+    calls, forward = [], dispatch.forward
+    dispatch.forward = lambda *args, **options: calls.append(args[0].op) or forward(*args, **options)
+    a, (first, second) = (
+        torch.randn(6, 4, requires_grad=True),
+        [torch.randn(4, 4, requires_grad=True) for _ in range(2)],
+    )
 
     def block(x):
         return fused.matmul_all_reduce(fused.matmul_all_reduce(x, first.t()).relu(), second.t())
@@ -189,11 +216,13 @@ def recomputed_products(rank, world_size):
     torch.utils.checkpoint.checkpoint(block, a, use_reentrant=False).sum().backward()
     got = [x.grad.clone() for x in (first, second)]
     block(a.detach().requires_grad_()).sum().backward()
-    engine.forward = forward
+    dispatch.forward = forward
     same = all(torch.equal(2 * mine, x.grad) for mine, x in zip(got, (first, second), strict=True))
     return calls.count("matmul_all_reduce"), same, first.grad.is_contiguous() and second.grad.is_contiguous()
 
 
 def test_a_checkpoint_recomputes_only_what_it_needs():
-    """Forward twice 2 calls; the checkpoint's recomputation needs the first alone, since the second's inputs are then known."""
+    """Forward twice 2 calls; the checkpoint's recomputation needs the first alone, since the second's inputs
+    are then known.
+    """
     assert spawn(2, recomputed_products) == [(5, True, True)] * 2

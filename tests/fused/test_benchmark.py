@@ -1,29 +1,51 @@
-"""The benchmark of pycomm.fused: the command on tiny shapes, its exact results against one process, wrong results, ranks that fail."""
+"""The benchmark of pycomm.fused: the command on tiny shapes, its exact results against one process, wrong
+results, ranks that fail.
+"""
 
 import json
 import time
 
 import pytest
 import torch
-from fused_cases import ACTIVATIONS
+from oracle import ACTIVATIONS
 
 from pycomm.benchmarks import __main__ as cli
-from pycomm.benchmarks.channel import RankError
-from pycomm.benchmarks.fused import command, ranks, results, variants
+from pycomm.benchmarks.common import turns
+from pycomm.benchmarks.common.ranks import RankError
+from pycomm.benchmarks.fused import columns, command, peers, variants
 from pycomm.benchmarks.fused.cases import EPILOGUES, OPS, Case, make_tensors, parse_shapes
 
 QUICK = "--rounds 2 --seconds 0.002 --timeout 20".split()
-THREADS = ranks.Place("threads", "cpu", timeout=30)
+THREADS = peers.Place("threads", "cpu", timeout=30)
 
 
 def test_command(tmp_path, capsys):
     files = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "plot": tmp_path / "a.png"}
     options = [f"--{kind}={path}" for kind, path in files.items()]
-    assert cli.main(["fused", *QUICK, "--shapes", "8x12x16", "--dtype", "f32,bf16", "--activation", "swiglu", *options]) == 0
+    assert (
+        cli.main(
+            [
+                "fused",
+                *QUICK,
+                "--shapes",
+                "8x12x16",
+                "--dtype",
+                "f32,bf16",
+                "--activation",
+                "swiglu",
+                *options,
+            ]
+        )
+        == 0
+    )
     found = json.loads(files["json"].read_text())
     rows = {(row["op"], row["dtype"], row["variant"]): row for row in found["rows"]}
     for op in OPS:
-        names = ["plain", "pycomm.fused"] if op == "matmul" else ["plain", "torch, gloo", "chunked", "fused", "pycomm.fused"]
+        names = (
+            ["plain", "pycomm.fused"]
+            if op == "matmul"
+            else ["plain", "torch, gloo", "chunked", "fused", "pycomm.fused"]
+        )
         for dtype in ("f32", "bf16"):
             assert [name for o, d, name in rows if (o, d) == (op, dtype)] == names
     for (op, dtype, name), row in rows.items():
@@ -37,18 +59,33 @@ def test_command(tmp_path, capsys):
         assert row["times_faster"][name] == 1.0 and row["times_faster"]["plain"] > 0
         assert row["choice"].startswith("plain")
     text = files["markdown"].read_text()
-    assert "| 8x12x16 | bf16 | swiglu | torch, gloo |" in text and "n/a: all_gather_matmul, fused: the kernels need a GPU" in text
+    assert (
+        "| 8x12x16 | bf16 | swiglu | torch, gloo |" in text
+        and "n/a: all_gather_matmul, fused: the kernels need a GPU" in text
+    )
     assert files["plot"].read_bytes().startswith(b"\x89PNG")
     assert "## matmul_reduce_scatter, 2 ranks, forward" in capsys.readouterr().out
 
 
 def test_backward_and_threads(tmp_path):
     path = tmp_path / "a.json"
-    more = ["--backward", "--ranks-as", "threads", "--ranks", "3", "--json", str(path), "--activation", "gelu,none"]
+    more = [
+        "--backward",
+        "--ranks-as",
+        "threads",
+        "--ranks",
+        "3",
+        "--json",
+        str(path),
+        "--activation",
+        "gelu,none",
+    ]
     assert cli.main(["fused", *QUICK, "--shapes", "9x12x16", *more]) == 0
     rows = json.loads(path.read_text())["rows"]
     assert {row["missing"] for row in rows if row["variant"] in ("chunked", "fused")} == {"forward only"}
-    assert all(row["error"] < 1e-5 for row in rows if row["missing"] is None) and "torch, gloo" not in {row["variant"] for row in rows}
+    assert all(row["error"] < 1e-5 for row in rows if row["missing"] is None) and "torch, gloo" not in {
+        row["variant"] for row in rows
+    }
 
 
 @pytest.mark.parametrize(
@@ -83,7 +120,7 @@ def test_parse_shapes():
     assert parse_shapes("1x2x3, 64x128x256") == [(1, 2, 3), (64, 128, 256)]
 
 
-# --- the exact result -------------------------------------------------------------------------------------------------------------------
+# --- the exact result --------------------
 
 
 def in_one_process(case, n, rank):
@@ -96,12 +133,19 @@ def in_one_process(case, n, rank):
     if case.op == "all_gather_matmul":
         outs = [torch.cat(a) @ b[r] for r in range(n)]
     else:
-        outs = list(sum(x @ y for x, y in zip(a, b, strict=True)).tensor_split(n)) if case.op == "matmul_reduce_scatter" else None
+        outs = (
+            list(sum(x @ y for x, y in zip(a, b, strict=True)).tensor_split(n))
+            if case.op == "matmul_reduce_scatter"
+            else None
+        )
         outs = outs or [sum(x @ y for x, y in zip(a, b, strict=True))] * n
     outs = [ACTIVATIONS[case.activation](z if own[r] is None else z + own[r]) for r, z in enumerate(outs)]
     counted = [rank] if case.op in ("matmul", "matmul_all_reduce") else range(n)
     loss = sum((outs[r] * everyone[r].weights).sum() for r in counted)
-    return [outs[rank].detach(), *torch.autograd.grad(loss, [x for x in (a[rank], b[rank], bias) if x is not None])]
+    return [
+        outs[rank].detach(),
+        *torch.autograd.grad(loss, [x for x in (a[rank], b[rank], bias) if x is not None]),
+    ]
 
 
 def compare_exact(peers, cases):
@@ -111,14 +155,21 @@ def compare_exact(peers, cases):
         want = in_one_process(case, peers.size, peers.rank)
         assert len(got) == len(want) == 3 + case.bias
         for mine, theirs in zip(got, want, strict=True):
-            assert mine.dtype == torch.float64 and torch.allclose(mine, theirs, rtol=1e-9, atol=1e-11), str(case)
+            assert mine.dtype == torch.float64 and torch.allclose(mine, theirs, rtol=1e-9, atol=1e-11), str(
+                case
+            )
         assert torch.equal(variants.exact(case, tensors, peers)[0], got[0])
 
 
 @pytest.mark.parametrize("n", [1, 3])
 def test_exact_results(n):
     ops = ["matmul"] if n == 1 else OPS[1:]
-    ranks.run(n, THREADS, compare_exact, [Case(op, 12, 5, 7, "f32", epilogue) for op in ops for epilogue in EPILOGUES])
+    peers.run(
+        n,
+        THREADS,
+        compare_exact,
+        [Case(op, 12, 5, 7, "f32", epilogue) for op in ops for epilogue in EPILOGUES],
+    )
 
 
 def apart(peers):
@@ -130,7 +181,7 @@ def apart(peers):
 
 
 def test_loading_kernels_waits_for_nobody():
-    ranks.run(2, THREADS._replace(operation_timeout=2.0), apart)
+    peers.run(2, THREADS._replace(operation_timeout=2.0), apart)
 
 
 def test_wrong_results_fail_the_command(monkeypatch, capsys):
@@ -154,7 +205,7 @@ def test_wrong_results_fail_the_command(monkeypatch, capsys):
     assert "plain:" not in shown.err
 
 
-# --- ranks, records ---------------------------------------------------------------------------------------------------------------------
+# --- ranks, records --------------------
 
 
 def test_what_was_measured_before_an_error_is_kept(monkeypatch, capsys):
@@ -173,7 +224,23 @@ def test_what_was_measured_before_an_error_is_kept(monkeypatch, capsys):
 
 
 def test_limit(capsys):
-    assert cli.main(["fused", *QUICK, "--ranks-as", "threads", "--op", "matmul", "--shapes", "8x8x8", "--limit", "1e-9"]) == 1
+    assert (
+        cli.main(
+            [
+                "fused",
+                *QUICK,
+                "--ranks-as",
+                "threads",
+                "--op",
+                "matmul",
+                "--shapes",
+                "8x8x8",
+                "--limit",
+                "1e-9",
+            ]
+        )
+        == 1
+    )
     assert "not reached within 1e-09 s" in capsys.readouterr().err
 
 
@@ -185,11 +252,11 @@ def fail(peers, hang):
 
 def test_ranks_that_fail_are_named():
     began = time.monotonic()
-    for place in (ranks.Place("processes", "cpu", timeout=20), THREADS):
+    for place in (peers.Place("processes", "cpu", timeout=20), THREADS):
         with pytest.raises(RankError, match=r"(?s)rank 1: .*ValueError: bad luck"):
-            ranks.run(2, place, fail, place.mode == "processes")
+            peers.run(2, place, fail, place.mode == "processes")
     with pytest.raises(RankError, match="rank 0 did not end in time"):
-        ranks.run(1, ranks.Place("processes", "cpu", timeout=1.5), lambda peers: time.sleep(30))
+        peers.run(1, peers.Place("processes", "cpu", timeout=1.5), lambda peers: time.sleep(30))
     assert time.monotonic() - began < 25
 
 
@@ -198,12 +265,30 @@ def test_merge():
     case = Case("matmul_all_reduce", 8, 8, 8, "f32", "none")
 
     def rank(scale):
-        found = {"plain": [[2.0 * scale, 4.0], [20.0, 20.0]], "pycomm.fused": [[1.0, 3.0 * scale], [5.0, 5.0]]}
-        return [{"choice": "c", "variants": {name: {"rounds": rounds, "error": scale / 10} for name, rounds in found.items()}}], ""
+        found = {
+            "plain": [[2.0 * scale, 4.0], [20.0, 20.0]],
+            "pycomm.fused": [[1.0, 3.0 * scale], [5.0, 5.0]],
+        }
+        return [
+            {
+                "choice": "c",
+                "variants": {name: {"rounds": rounds, "error": scale / 10} for name, rounds in found.items()},
+            }
+        ], ""
 
-    rows, stopped = results.merge([case, case], 2, [rank(1), rank(2)])
-    assert [row.rounds for row in rows] == [[[4.0, 4.0], [20.0, 20.0]], [[1.0, 6.0], [5.0, 5.0]]] and stopped == ""
-    assert rows[1].error == 0.2 and rows[1].wrong and rows[1].seconds == 5.0
-    assert results.times_faster(rows[1], rows[0]) == pytest.approx(((4 / 3.5 + 4) / 2, 4 / 3.5, 4))
-    assert (rows[0].percentile(0.1), rows[0].percentile(0.9)) == (4.0, 20.0)
-    assert results.merge([case], 2, [rank(1), ([], "lost")]) == ([], "rank 1/2: lost")
+    rows, stopped = columns.merge([case, case], 2, [rank(1), rank(2)])
+    assert turns.slowest(
+        [found[0]["variants"]["pycomm.fused"]["rounds"] for found, _ in (rank(1), rank(2))]
+    ) == [
+        [1.0, 6.0],
+        [5.0, 5.0],
+    ]
+    assert [row["rounds_us"] for row in rows] == [[4.0e6, 20.0e6], [3.5e6, 5.0e6]] and stopped == ""
+    assert rows[1]["error"] == 0.2 and rows[1]["wrong"] and rows[1]["time_us"] == 5.0e6
+    speed = rows[1]["times_faster_of_rounds"]["plain"]
+    assert (
+        speed == pytest.approx(((4 / 3.5 + 4) / 2, 4 / 3.5, 4))
+        and rows[1]["times_faster"]["plain"] == speed[0]
+    )
+    assert (rows[0]["p10_us"], rows[0]["p90_us"]) == (4.0e6, 20.0e6)
+    assert columns.merge([case], 2, [rank(1), ([], "lost")]) == ([], "rank 1/2: lost")

@@ -7,12 +7,25 @@ import torch
 
 import pycomm
 from pycomm.fused import choice, ranks
-from pycomm.fused.problem import Problem, cut, even_sizes, join_rows, split_rows
+from pycomm.fused.problem import Problem, cut, join_rows, split_rows
+from pycomm.groups import even_sizes
 
 
-def problem(op="matmul_reduce_scatter", m=8192, n=8192, k=8192, dtype=torch.bfloat16, world_size=4, activation=None, **options):
-    sizes = even_sizes(m, world_size) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
-    return Problem(op, m, n, k, dtype, world_size, 0, activation, activation is not None, sizes=sizes, **options)
+def problem(
+    op="matmul_reduce_scatter",
+    m=8192,
+    n=8192,
+    k=8192,
+    dtype=torch.bfloat16,
+    world_size=4,
+    *,
+    activation=None,
+    **options,
+):
+    sizes = tuple(even_sizes(m, world_size)) if op in ("all_gather_matmul", "matmul_reduce_scatter") else ()
+    return Problem(
+        op, m, n, k, dtype, world_size, 0, activation, activation is not None, sizes=sizes, **options
+    )
 
 
 CUDA = [
@@ -30,7 +43,12 @@ CUDA = [
     (problem(), {"forced": "plain"}, "plain", "PYCOMM_FUSED=plain"),
     (problem(), {"forced": "chunked"}, "chunked", "PYCOMM_FUSED=chunked"),
     (problem("matmul"), {"peer_memory": False, "obstacle": "no way"}, "plain", "no bias with an activation"),
-    (problem("matmul", activation="gelu"), {"peer_memory": False, "obstacle": "no way"}, "fused", "an epilogue"),
+    (
+        problem("matmul", activation="gelu"),
+        {"peer_memory": False, "obstacle": "no way"},
+        "fused",
+        "an epilogue",
+    ),
     (problem("matmul", m=64, activation="gelu"), {}, "plain", "8.59 GFLOP, below 10"),
     (problem("matmul", activation="gelu", dtype=torch.float32), {}, "plain", "float32"),
     (problem(world_size=1), {}, "plain", "cuBLAS"),
@@ -44,7 +62,12 @@ CPU = [
     (problem("matmul"), {}, "plain", "one process"),
     (problem(world_size=1), {}, "plain", "one process"),
     (problem("matmul"), {"forced": "chunked"}, "plain", "nothing is communicated"),
-    (problem(m=4096, n=2048, world_size=2, dtype=torch.float32), {"forced": "plain"}, "plain", "PYCOMM_FUSED=plain"),
+    (
+        problem(m=4096, n=2048, world_size=2, dtype=torch.float32),
+        {"forced": "plain"},
+        "plain",
+        "PYCOMM_FUSED=plain",
+    ),
     (problem(m=0), {"forced": "chunked"}, "chunked", ""),
     (problem(), {"forced": "fused"}, "plain", "TRITON_INTERPRET=1"),
     (problem(), {"forced": "fused", "interpreted": True}, "fused", "PYCOMM_FUSED=fused"),
@@ -52,7 +75,9 @@ CPU = [
 ]
 
 
-@pytest.mark.parametrize(("case", "device"), [(case, "cuda") for case in CUDA] + [(case, "cpu") for case in CPU])
+@pytest.mark.parametrize(
+    ("case", "device"), [(case, "cuda") for case in CUDA] + [(case, "cpu") for case in CPU]
+)
 def test_choose(case, device):
     what, options, name, reason = case
     chosen = choice.choose(what, device, **options)
@@ -62,7 +87,9 @@ def test_choose(case, device):
 
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 def test_cpu_choice_is_the_same_on_all_ranks(op):
-    """Whatever differs between ranks that hold uneven parts of a weight: their k where sums travel, their n where rows are gathered."""
+    """Whatever differs between ranks that hold uneven parts of a weight: their k where sums travel, their n
+    where rows are gathered.
+    """
     for m, n, k in [(4096, 2048, 64), (4096, 2047, 2048), (512, 65536, 8), (8192, 8192, 1)]:
         here = problem(op, m, n, k, torch.float32, 2)
         there = here._replace(rank=1, **({"n": 3 * n + 1} if op == "all_gather_matmul" else {"k": 3 * k + 1}))
@@ -72,11 +99,14 @@ def test_cpu_choice_is_the_same_on_all_ranks(op):
 @pytest.mark.parametrize(
     ("op", "options", "expected"),
     [
-        ("all_gather_matmul", {"dtype": "bfloat16"}, r"^all_gather_matmul of \(8192, 4096, 2048\) in bfloat16 on 4 ranks: plain, because"),
+        ("all_gather_matmul", {"dtype": "bfloat16"},
+         r"^all_gather_matmul of \(8192, 4096, 2048\) in bfloat16 on 4 ranks: plain, because"),
         ("matmul_reduce_scatter", {}, "in float32 on 4 ranks: plain, because: 16 chunks would have 128 rows"),
-        ("matmul_reduce_scatter", {"device": "cuda", "dtype": "float16"}, "fused, because: 137 GFLOP on this rank and 8192 rows"),
+        ("matmul_reduce_scatter", {"device": "cuda", "dtype": "float16"},
+         "fused, because: 137 GFLOP on this rank and 8192 rows"),
         ("matmul_all_reduce", {"device": "cuda"}, "plain, because: float32"),
-        ("matmul", {"device": "cuda", "dtype": "float16", "activation": "swiglu"}, "fused, because: an epilogue on 275 GFLOP"),
+        ("matmul", {"device": "cuda", "dtype": "float16", "activation": "swiglu"},
+         "fused, because: an epilogue on 275 GFLOP"),
     ],
 )  # fmt: skip
 def test_explain(op, options, expected):
@@ -86,7 +116,9 @@ def test_explain(op, options, expected):
 
 def test_explain_says_what_is_forced(monkeypatch):
     monkeypatch.setenv("PYCOMM_FUSED", "chunked")
-    assert "chunked in 3 chunks, because: PYCOMM_FUSED=chunked." in pycomm.explain("matmul_all_reduce", (1, 1, 1), 2)
+    assert "chunked in 3 chunks, because: PYCOMM_FUSED=chunked." in pycomm.explain(
+        "matmul_all_reduce", (1, 1, 1), 2
+    )
 
 
 def test_explain_of_collectives():
@@ -102,7 +134,11 @@ def test_explain_of_collectives():
         (("matmul", (1, 1, 1), 2), {"dtype": "int8"}, "dtype='int8': must be one of float32"),
         (("matmul", (1, 1, 1), 2), {"activation": "tanh"}, "activation='tanh': must be None or one of relu"),
         (("matmul", (1, 1, 1), 2), {"device": "tpu"}, "device='tpu'"),
-        (("matmol", (1, 1, 1), 2), {}, "unknown op 'matmol'; expected one of .*all_reduce.* matmul, all_gather_matmul"),
+        (
+            ("matmol", (1, 1, 1), 2),
+            {},
+            "unknown op 'matmol'; expected one of .*all_reduce.* matmul, all_gather_matmul",
+        ),
         (("send", 64, 2), {}, "unknown op 'send'"),
     ],
 )
@@ -112,13 +148,18 @@ def test_explain_refuses(args, options, text):
 
 
 def test_problem():
-    swiglu = problem("all_gather_matmul", 10, 6, 4, activation="swiglu", world_size=4, outer=2, inner=3)._replace(sizes=(3, 0, 1, 2))
+    swiglu = problem(
+        "all_gather_matmul", 10, 6, 4, activation="swiglu", world_size=4, outer=2, inner=3
+    )._replace(sizes=(3, 0, 1, 2))
     assert (swiglu.panels, swiglu.columns, swiglu.flops) == (2, 12, 2 * 10 * 6 * 4 * 2)
     assert swiglu.piece_rows == [18, 0, 6, 12]
     whole = torch.arange(36 * 5).view(36, 5)
     sorted_rows = split_rows(swiglu, whole)
     cube = whole.view(2, 6, 3, 5)
-    assert torch.equal(sorted_rows, torch.cat([cube[:, :3].reshape(-1, 5), cube[:, 3:4].reshape(-1, 5), cube[:, 4:].reshape(-1, 5)]))
+    assert torch.equal(
+        sorted_rows,
+        torch.cat([cube[:, :3].reshape(-1, 5), cube[:, 3:4].reshape(-1, 5), cube[:, 4:].reshape(-1, 5)]),
+    )
     assert torch.equal(join_rows(swiglu, sorted_rows), whole)
 
 

@@ -1,7 +1,9 @@
-"""The Triton kernels of pycomm.fused in Triton's interpreter: 2 processes over shared memory, 4 of them in the slow tests.
+"""The Triton kernels of pycomm.fused in Triton's interpreter: 2 processes over shared memory, 4 of them in
+the slow tests.
 
-The cases are bodies in kernel_cases.py, which runs in a process of its own; a test here reads the line that tells how its case went. The
-process runs the cases of the tests that were selected, in their order, so a single one can be run by -k.
+The cases are bodies in kernel_cases.py, which runs in a process of its own; a test here reads the line that
+tells how its case went. The process runs the cases of the tests that were selected, in their order, so a
+single one can be run by -k.
 """
 
 import json
@@ -23,14 +25,32 @@ LIMIT = {2: 100.0, 4: 600.0}  # seconds that a test waits for its line
 
 
 class Process:
-    """kernel_cases.py with some cases. Its forked ranks are in its session, so that they can be ended with it."""
+    """kernel_cases.py with some cases. Its forked ranks are in its session, so that they can be ended with
+    it.
+    """
 
     def __init__(self, world_size, names):
-        environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        environment["PYTHONPATH"] = os.pathsep.join([str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")])
+        environment = {
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+        }
+        environment["PYTHONPATH"] = os.pathsep.join(
+            [str(HERE.parent.parent), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+        )
         # The logistic function of large values: exp is infinite, the result right.
-        command = [sys.executable, "-W", "ignore:overflow encountered in exp", str(HERE / "kernel_cases.py"), str(world_size), *names]
-        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, start_new_session=True)
+        command = [
+            sys.executable,
+            "-W",
+            "ignore:overflow encountered in exp",
+            str(HERE / "kernel_cases.py"),
+            str(world_size),
+            *names,
+        ]
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, start_new_session=True
+        )
         self.text, self.records, self.late = b"", {}, False
 
     def record(self, name, limit):
@@ -62,7 +82,11 @@ def processes(request):
     def get(world_size):
         if world_size not in started:
             items = [item for item in request.session.items if item.module is request.module]
-            names = [item.callspec.params["name"] for item in items if item.callspec.params["world_size"] == world_size]
+            names = [
+                item.callspec.params["name"]
+                for item in items
+                if item.callspec.params["world_size"] == world_size
+            ]
             started[world_size] = Process(world_size, names)
         return started[world_size]
 
@@ -72,7 +96,9 @@ def processes(request):
 
 
 @pytest.mark.parametrize(
-    "world_size", [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(LIMIT[4] + 10)])], ids=["2_ranks", "4_ranks"]
+    "world_size",
+    [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(LIMIT[4] + 10)])],
+    ids=["2_ranks", "4_ranks"],
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels(name, world_size, processes):

@@ -1,4 +1,6 @@
-"""What kernels find on a device, with the driver and the peers played by lists: who shares a GPU, who may signal whom."""
+"""What kernels find on a device, with the driver and the peers played by lists: who shares a GPU, who may
+signal whom.
+"""
 
 from types import SimpleNamespace
 
@@ -9,7 +11,9 @@ from pycomm.fused import machine, ranks
 
 
 class Peers:
-    """A communicator whose exchanges have the answers of all ranks in store; what this rank says goes in its place."""
+    """A communicator whose exchanges have the answers of all ranks in store; what this rank says goes in its
+    place.
+    """
 
     def __init__(self, rank, answers):
         self.rank, self.world_size, self.answers = rank, len(answers[0]), list(answers)
@@ -32,9 +36,30 @@ CASES = {
     "few processors for each": (["A"] * 44, [], {}, 44, 3, ""),
     "too few": (["A"] * 45, [], {}, 45, 2, "45 ranks share 132 multiprocessors; a rank's kernels need 3"),
     "no atomics here": (["A", "B"], ["B"], {}, 1, 132, "rank 0's GPU has no native atomics"),
-    "no atomics there": (["A", "B"], [], {1: ALIKE | {"deaf": ["A"]}}, 1, 132, "rank 1's GPU has no native atomics"),
-    "a peer in stream order": (["A", "A"], [], {1: ALIKE | {"resident": False}}, 2, 66, "do not run together"),
-    "another architecture": (["A", "B"], [], {1: ALIKE | {"arch": 80}}, 1, 132, "not alike (sm_90 on rank 0, sm_80 on rank 1)"),
+    "no atomics there": (
+        ["A", "B"],
+        [],
+        {1: ALIKE | {"deaf": ["A"]}},
+        1,
+        132,
+        "rank 1's GPU has no native atomics",
+    ),
+    "a peer in stream order": (
+        ["A", "A"],
+        [],
+        {1: ALIKE | {"resident": False}},
+        2,
+        66,
+        "do not run together",
+    ),
+    "another architecture": (
+        ["A", "B"],
+        [],
+        {1: ALIKE | {"arch": 80}},
+        1,
+        132,
+        "not alike (sm_90 on rank 0, sm_80 on rank 1)",
+    ),
 }
 
 
@@ -43,7 +68,11 @@ def test_of(case, monkeypatch):
     uuids, deaf, said, shared, programs, obstacle = CASES[case]
     peers = Peers(0, [uuids, [said.get(rank, ALIKE) for rank in range(len(uuids))]])
     group = SimpleNamespace(
-        rank=0, size=len(uuids), communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", True)
+        rank=0,
+        size=len(uuids),
+        communicator=peers,
+        cache={},
+        all_reduce=lambda x, async_op: setattr(peers, "used", True),
     )
     facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid=uuids[0])
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -64,7 +93,10 @@ def test_alone(monkeypatch):
 
 def body(comm):
     first = machine.exchange(comm._comm, {"rank": comm.rank, "text": "ä" * comm.rank})
-    with pytest.raises(ValueError, match=rf"\[rank {comm.rank}/3\] a value of 5002 bytes is too long to exchange, at most 4096"):
+    with pytest.raises(
+        ValueError,
+        match=rf"\[rank {comm.rank}/3\] a value of 5002 bytes is too long to exchange, at most 4096",
+    ):
         machine.exchange(comm._comm, "x" * 5000)
     with torch.device("meta"):  # a default device is not for what is exchanged
         return first, machine.exchange(comm._comm, None)

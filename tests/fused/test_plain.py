@@ -1,23 +1,26 @@
-"""The operations on CPU tensors, results and gradients, against a product in one process in float64: ugly sizes, every dimension that can
-be cut, all activations and dtypes, torch groups of pycomm and Gloo, Communicators, whole and in chunks."""
+"""The operations on CPU tensors, results and gradients, against a product in one process in float64: ugly
+sizes, every dimension that can be cut, all activations and dtypes, torch groups of pycomm and Gloo,
+Communicators, whole and in chunks."""
 
 from typing import NamedTuple
 
-import fused_cases as oracle
+import oracle
 import pytest
 import torch
 import torch.distributed as dist
-from fused_cases import ACTIVATIONS, close, draw
+from oracle import ACTIVATIONS, close, draw
 from torch_ranks import spawn
 
 from pycomm import fused
 from pycomm.fused import plain, ranks
-from pycomm.fused.problem import even_sizes
+from pycomm.groups import even_sizes
 from pycomm.testing import run_ranks
 
 
 class Case(NamedTuple):
-    """lead: leading dimensions of the whole a; its `dim` is cut into `sizes` (None: as torch.tensor_split does)."""
+    """lead: leading dimensions of the whole a; its `dim` is cut into `sizes` (None: as torch.tensor_split
+    does).
+    """
 
     lead: tuple = (24,)
     k: int = 16
@@ -50,19 +53,25 @@ CASES = [
     Case(lead=(2, 0, 3), dim=-3, sizes=ragged, strided=True),
     Case(lead=(3, 0), dim=-2, sizes=ragged, bias=True, activation="swiglu"),
     *[Case(lead=(40,), bias=bias, activation=name) for name in ACTIVATIONS for bias in (True, False)],
-    *[Case(lead=(12, 4), k=33, n=20, dim=1, bias=True, activation="gelu_tanh", dtype=t) for t in (torch.float16, torch.bfloat16)],
+    *[
+        Case(lead=(12, 4), k=33, n=20, dim=1, bias=True, activation="gelu_tanh", dtype=t)
+        for t in (torch.float16, torch.bfloat16)
+    ],
     *[
         Case(lead=(36,), k=33, n=20, sizes=None, activation=name, dtype=t)
         for name in ("swiglu", "silu")
         for t in (torch.float16, torch.bfloat16)
     ],
-    *[Case(lead=(48,), k=64, n=40, bias=True, activation=name, dtype=torch.float32, strided=True) for name in (None, "relu", "swiglu")],
+    *[
+        Case(lead=(48,), k=64, n=40, bias=True, activation=name, dtype=torch.float32, strided=True)
+        for name in (None, "relu", "swiglu")
+    ],
 ]
 
 
 def sizes_of(case, world_size):
     length = case.lead[case.dim if case.dim >= 0 else case.dim + len(case.lead) + 1]
-    return tuple(case.sizes(world_size)) if case.sizes else even_sizes(length, world_size)
+    return tuple(case.sizes(world_size)) if case.sizes else tuple(even_sizes(length, world_size))
 
 
 def tensor(case, seed, *shape):
@@ -73,10 +82,14 @@ def tensor(case, seed, *shape):
 
 
 def compare(out, expected, weights, loss, mine, theirs):
-    """Results, then gradients of sum(out * weights): those of `mine` against those that the oracle's loss gives `theirs`."""
+    """Results, then gradients of sum(out * weights): those of `mine` against those that the oracle's loss
+    gives `theirs`.
+    """
     close(out, expected.detach())
     grads = torch.autograd.grad(out, mine, weights.to(out.dtype))
-    for name, actual, wanted in zip("a b bias".split(), grads, torch.autograd.grad(loss, theirs, allow_unused=True), strict=False):
+    for name, actual, wanted in zip(
+        "a b bias".split(), grads, torch.autograd.grad(loss, theirs, allow_unused=True), strict=False
+    ):
         try:
             close(actual, torch.zeros_like(actual, dtype=torch.float64) if wanted is None else wanted)
         except AssertionError as error:
@@ -100,12 +113,20 @@ def run_all_gather(case, group, rank, n):
     pieces = [tensor(case, 10 + r, *shape) for r, shape in enumerate(shapes)]
     bs = [tensor(case, 20 + r, case.k, panels * case.n) for r in range(n)]
     biases = [tensor(case, 30 + r, panels * case.n) if case.bias else None for r in range(n)]
-    exact = [double(piece) for piece in pieces], [double(b) for b in bs], [None if x is None else double(x) for x in biases]
-    outs = [oracle.all_gather_matmul(exact[0], exact[1][r], at, exact[2][r], case.activation) for r in range(n)]
+    exact = (
+        [double(piece) for piece in pieces],
+        [double(b) for b in bs],
+        [None if x is None else double(x) for x in biases],
+    )
+    outs = [
+        oracle.all_gather_matmul(exact[0], exact[1][r], at, exact[2][r], case.activation) for r in range(n)
+    ]
     weights = [draw(40 + r, *outs[r].shape, dtype=case.dtype) for r in range(n)]
     loss = sum((out * w.double()).sum() for out, w in zip(outs, weights, strict=True))
     told = sizes if len(set(sizes)) > 1 else None
-    out = fused.all_gather_matmul(pieces[rank], bs[rank], group, dim=case.dim, sizes=told, bias=biases[rank], activation=case.activation)
+    out = fused.all_gather_matmul(
+        pieces[rank], bs[rank], group, dim=case.dim, sizes=told, bias=biases[rank], activation=case.activation
+    )
     mine, theirs = given(pieces[rank], bs[rank], biases[rank]), given(*(x[rank] for x in exact))
     return compare(out, outs[rank], weights[rank], loss, mine, theirs)
 
@@ -123,11 +144,19 @@ def run_reduce(case, group, rank, n, scatter):
     mine, theirs = given(a_parts[rank], b_parts[rank], bias), given(exact[0][rank], exact[1][rank], exact[2])
     loss = (whole * weights.double()).sum()
     if not scatter:
-        out = fused.matmul_all_reduce(a_parts[rank], b_parts[rank], group, bias=bias, activation=case.activation)
+        out = fused.matmul_all_reduce(
+            a_parts[rank], b_parts[rank], group, bias=bias, activation=case.activation
+        )
         return compare(out, whole, weights, loss, mine, theirs)
     given_sizes = sizes if case.sizes else None
     out = fused.matmul_reduce_scatter(
-        a_parts[rank], b_parts[rank], group, dim=case.dim, sizes=given_sizes, bias=bias, activation=case.activation
+        a_parts[rank],
+        b_parts[rank],
+        group,
+        dim=case.dim,
+        sizes=given_sizes,
+        bias=bias,
+        activation=case.activation,
     )
     return compare(out, whole.split(sizes, at)[rank], weights.split(sizes, at)[rank], loss, mine, theirs)
 
@@ -158,24 +187,43 @@ def test_torch_group(world_size, form, monkeypatch):
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 def test_gloo_group(form, monkeypatch):
     monkeypatch.setenv("PYCOMM_FUSED", form)
-    spawn(3, in_process, [case for case in CASES if case.dtype in (torch.float64, torch.float32)], backend="gloo")
+    spawn(
+        3,
+        in_process,
+        [case for case in CASES if case.dtype in (torch.float64, torch.float32)],
+        backend="gloo",
+    )
 
 
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_communicator(world_size, form, monkeypatch):
     monkeypatch.setenv("PYCOMM_FUSED", form)
-    run_ranks(world_size, lambda comm: [run_case(case, comm, comm.rank, comm.world_size) for case in CASES] and None)
+    run_ranks(
+        world_size, lambda comm: [run_case(case, comm, comm.rank, comm.world_size) for case in CASES] and None
+    )
 
 
-# --- what tables choose ---------------------------------------------------------------------------------------------------------------
+# --- what tables choose --------------------
 
 
 def large(rank, world_size):
-    """Partial sums in registered memory (reduce_scatter, and all_reduce with a bias), and more of them than fit, so in chunks."""
+    """Partial sums in registered memory (reduce_scatter, and all_reduce with a bias), and more of them than
+    fit, so in chunks.
+    """
     for rows in (1024, 24576):
-        a, b, bias = draw(rank, rows, 4, dtype=torch.float32), draw(rank + 9, 4, 384, dtype=torch.float32), torch.ones(384)
-        whole = sum(draw(r, rows, 4).float().double() @ draw(r + 9, 4, 384).float().double() for r in range(world_size)) + 1.0
+        a, b, bias = (
+            draw(rank, rows, 4, dtype=torch.float32),
+            draw(rank + 9, 4, 384, dtype=torch.float32),
+            torch.ones(384),
+        )
+        whole = (
+            sum(
+                draw(r, rows, 4).float().double() @ draw(r + 9, 4, 384).float().double()
+                for r in range(world_size)
+            )
+            + 1.0
+        )
         for _ in range(2):  # the second time the memory is there already
             piece = fused.matmul_reduce_scatter(a, b, bias=bias)
             close(piece, whole.tensor_split(world_size)[rank])
@@ -194,7 +242,12 @@ def test_registered_partial_sums(world_size):
 def results_of_their_own(rank, world_size):
     """A result, or what is saved for its backward pass, must not lie in memory that the next call uses."""
     a, b, bias = draw(1, 512, 8, dtype=torch.float32), draw(2, 8, 256, dtype=torch.float32), torch.ones(256)
-    for options in ({"bias": bias}, {"activation": "relu"}, {"activation": "gelu"}, {"bias": bias, "activation": "silu"}):
+    for options in (
+        {"bias": bias},
+        {"activation": "relu"},
+        {"activation": "gelu"},
+        {"bias": bias, "activation": "silu"},
+    ):
         for function in (fused.matmul_all_reduce, fused.matmul_reduce_scatter):
             result = function(a, b, **options)
             before = result.clone()
@@ -207,7 +260,9 @@ def results_of_their_own(rank, world_size):
                 between()
                 out.sum().backward()
                 gradients.append(w.grad)
-            assert torch.equal(*gradients), f"{function.__name__} {options}: the gradient was changed by the next call"
+            assert torch.equal(*gradients), (
+                f"{function.__name__} {options}: the gradient was changed by the next call"
+            )
 
 
 def test_results_do_not_lie_in_reused_memory():
@@ -230,15 +285,17 @@ def test_memory_that_inference_mode_made():
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_sixteen_bits_accumulate_in_float32(dtype):
-    """4096 products of 1: a sum in 16 bits would stop at 2048 (f16) or 256 (bf16). Three ranks: 1 and twice half of its last bit, which
-    are lost if each is added and rounded by itself."""
+    """4096 products of 1: a sum in 16 bits would stop at 2048 (f16) or 256 (bf16). Three ranks: 1 and twice
+    half of its last bit, which are lost if each is added and rounded by itself."""
     ones = torch.ones(1, 4096, dtype=dtype)
     assert fused.matmul(ones, ones.t()).item() == 4096
     step = 2.0 ** (-11 if dtype == torch.float16 else -8)
     outs = run_ranks(
         3,
         lambda comm: fused.matmul_all_reduce(
-            torch.tensor([[1.0, step, step][comm.rank]]).to(dtype)[:, None], torch.ones(1, 1, dtype=dtype), comm
+            torch.tensor([[1.0, step, step][comm.rank]]).to(dtype)[:, None],
+            torch.ones(1, 1, dtype=dtype),
+            comm,
         ),
     )
     assert [out.item() for out in outs] == [1 + 2 * step] * 3

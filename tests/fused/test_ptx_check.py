@@ -1,6 +1,7 @@
 """Every rule of ptx_check finds the fault that it is for, and clean kernels give no report.
 
-Faults are planted in the source of a small kernel (faulty_kernels.py) and, by edits of the text, in the PTX of the real ones.
+Faults are planted in the source of a small kernel (faulty_kernels.py) and, by edits of the text, in the PTX
+of the real ones.
 """
 
 import json
@@ -22,7 +23,12 @@ pytest.importorskip("triton")
 def kernels(tmp_path_factory):
     folder = tmp_path_factory.mktemp("faulty")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, str(HERE / "faulty_kernels.py"), str(folder)], env=environment, check=True, timeout=110)
+    subprocess.run(
+        [sys.executable, str(HERE / "faulty_kernels.py"), str(folder)],
+        env=environment,
+        check=True,
+        timeout=110,
+    )
     return json.loads((folder / "kernels.json").read_text())
 
 
@@ -32,8 +38,8 @@ def rules(violations):
 
 SOURCE_FAULTS = (
     "none", "release of the gpu", "relaxed signal", "signal before the data", "address without alignment",
-    "plain load, whose loop is deleted", "volatile load", "acquire of the gpu", "relaxed loop", "one look", "loop that ends by a counter",
-    "no wait",
+    "plain load, whose loop is deleted", "volatile load", "acquire of the gpu", "relaxed loop", "one look",
+    "loop that ends by a counter", "no wait",
 )  # fmt: skip
 
 
@@ -82,7 +88,9 @@ def store_behind_barrier(text):
 
 
 def no_loop(text):
-    """Takes away the branch back of every loop around an acquire: the next one that a label before the acquire is the target of."""
+    """Takes away the branch back of every loop around an acquire: the next one that a label before the
+    acquire is the target of.
+    """
     lines = text.split("\n")
     for index, line in enumerate(lines):
         if ".acquire" in line:
@@ -101,15 +109,19 @@ def no_barrier_behind_acquire(text):
 
 def narrow(text):
     """Every wide store as four."""
+    each = "st.global.b32 [ {} + {} ], {{ {} }}".format
     return re.sub(
         r"st\.global\.v4\.b32 \[ (%rd\d+) \+ 0 \], \{ (%r\d+), (%r\d+), (%r\d+), (%r\d+) \}",
-        lambda found: "; ".join(f"st.global.b32 [ {found[1]} + {4 * i} ], {{ {found[2 + i]} }}" for i in range(4)), text,
-    )  # fmt: skip
+        lambda found: "; ".join(each(found[1], 4 * i, found[2 + i]) for i in range(4)),
+        text,
+    )
 
 
 def asynchronous(text):
     return re.sub(
-        r"st\.global\.v4\.b32 \[ (%rd\d+) \+ 0 \], [^;]*", r"cp.async.bulk.global.shared::cta.bulk_group [ \1 ], [ %r1 ], 16", text
+        r"st\.global\.v4\.b32 \[ (%rd\d+) \+ 0 \], [^;]*",
+        r"cp.async.bulk.global.shared::cta.bulk_group [ \1 ], [ %r1 ], 16",
+        text,
     )
 
 
@@ -127,8 +139,10 @@ EDITS = {
     "no barrier behind the acquire": (no_barrier_behind_acquire, "wait"),
     "stores of 4 bytes": (narrow, "width"),
     "asynchronous stores": (asynchronous, "ways"),
-    "release of the local counter without a barrier": (lambda text: no_barrier_before(text, "acq_rel"), "post"),
-    "record at the scope of the gpu": (lambda text: re.sub(r"release\.sys\.(cas|exch)", r"release.gpu.\1", text), "post"),
+    "release of the local counter without a barrier":
+        (lambda text: no_barrier_before(text, "acq_rel"), "post"),
+    "record at the scope of the gpu":
+        (lambda text: re.sub(r"release\.sys\.(cas|exch)", r"release.gpu.\1", text), "post"),
 }  # fmt: skip
 
 

@@ -1,4 +1,6 @@
-"""The tuner with forms whose times are given: which one it takes, what all ranks agree on, what it writes and reads."""
+"""The tuner with forms whose times are given: which one it takes, what all ranks agree on, what it writes and
+reads.
+"""
 
 import collections
 import itertools
@@ -58,7 +60,10 @@ def test_takes_the_fastest(seconds, form, one_shot, cache):
     assert found.name == form and (found.config and found.config.one_shot) == one_shot
     assert "measured on this machine: plain" in found.reason and "best kernel" in found.reason
     entries = next(iter(json.loads(cache.read_text()).values()))
-    assert list(entries) == ["matmul_all_reduce 512 256 64 bfloat16 1 none no_bias"] and entries.popitem()[1]["form"] == form
+    assert (
+        list(entries) == ["matmul_all_reduce 512 256 64 bfloat16 1 none no_bias"]
+        and entries.popitem()[1]["form"] == form
+    )
     called = len(run.calls)
     assert tuner.decide(problem(m=510), alone, CPU, HERE, FALLBACK, run) is found  # rounded to the same m
     tuner._memory.clear()  # as in a new process
@@ -83,7 +88,11 @@ def test_forms_that_do_not_compile_are_left_out():
 
 
 @pytest.mark.parametrize(
-    "error", [RuntimeError("PassManager::run failed"), CommError("rank 1: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)")]
+    "error",
+    [
+        RuntimeError("PassManager::run failed"),
+        CommError("rank 1: cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)"),
+    ],
 )
 def test_forms_that_fail_are_left_out(error):
     def run(form):
@@ -104,10 +113,14 @@ def test_other_errors_of_a_form_are_raised():
         tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
 
 
-@pytest.mark.parametrize(("m", "world_size", "tried"), [(512, 4, True), (1 << 17, 4, False), (1 << 17, 2, True)])
+@pytest.mark.parametrize(
+    ("m", "world_size", "tried"), [(512, 4, True), (1 << 17, 4, False), (1 << 17, 2, True)]
+)
 def test_one_shot_is_for_small_results(m, world_size, tried):
     run = forms({"plain": 0.0, "one-shot": 0.0, "other": 0.0})
-    tuner.decide(problem(m=m, world_size=world_size), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    tuner.decide(
+        problem(m=m, world_size=world_size), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run
+    )
     assert ("one-shot" in run.calls) == tried and "other" in run.calls
 
 
@@ -117,19 +130,36 @@ def test_what_comes_to_the_same_is_measured_once():
     shipped = config.candidates(ragged.op, ragged.dtype, HERE.arch)
     different = {config.fitting(ragged, candidate) for candidate in shipped}
     assert len(different) < len(shipped)
-    tuner.decide(ragged, ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, lambda form: measured.update([form.config]))
+    tuner.decide(
+        ragged,
+        ranks.ALONE._replace(cache={}),
+        CPU,
+        HERE,
+        FALLBACK,
+        lambda form: measured.update([form.config]),
+    )
     assert measured == dict.fromkeys([None, *different], 2 + tuner.ROUNDS)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 @pytest.mark.parametrize("op", OPS)
 def test_a_fitted_configuration_fits(op, arch):
-    """launch.py fits again what the tuner has fitted and remembered, in a call that may save a preactivation."""
-    for dtype, activation, k in itertools.product((torch.float32, torch.bfloat16), (None, "gelu", "silu", "swiglu"), (64, 65)):
+    """launch.py fits again what the tuner has fitted and remembered, in a call that may save a
+    preactivation.
+    """
+    for dtype, activation, k in itertools.product(
+        (torch.float32, torch.bfloat16), (None, "gelu", "silu", "swiglu"), (64, 65)
+    ):
         one = problem(op, k=k, dtype=dtype, activation=activation)
-        for shipped, save in itertools.product(config.candidates(op, dtype, arch, one.panels, activation), (False, True)):
+        for shipped, save in itertools.product(
+            config.candidates(op, dtype, arch, one.panels, activation), (False, True)
+        ):
             once = config.fitting(one, shipped, save)
-            assert once == config.fitting(one, once, save) == config.fitting(one, config.fitting(one, shipped), save)
+            assert (
+                once
+                == config.fitting(one, once, save)
+                == config.fitting(one, config.fitting(one, shipped), save)
+            )
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
@@ -144,7 +174,9 @@ def test_a_broken_cache_is_none(text, cache):
 
 def test_a_foreign_entry_is_none(cache):
     cache.parent.mkdir()
-    cache.write_text(json.dumps({tuner.place(CPU): {tuner.key_of(problem()): {"form": "fused", "config": [1, 2]}}}))
+    cache.write_text(
+        json.dumps({tuner.place(CPU): {tuner.key_of(problem()): {"form": "fused", "config": [1, 2]}}})
+    )
     assert tuner.lookup(problem(), CPU) is None
 
 
@@ -187,11 +219,26 @@ def test_caches_that_differ():
 
 def test_uneven_shards_share_an_entry():
     keys = {
-        tuner.key_of(problem("all_gather_matmul", n=n, world_size=2, rank=rank, sizes=(256, 256), shards=(8, 7)))
+        tuner.key_of(
+            problem("all_gather_matmul", n=n, world_size=2, rank=rank, sizes=(256, 256), shards=(8, 7))
+        )
         for rank, n in ((0, 8), (1, 7))
     }
     assert len(keys) == 1
 
 
 def test_rounded():
-    assert [tuner.rounded(m) for m in (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 4096, 4097)] == [0, 1, 2, 3, 4, 6, 8, 8, 12, 16, 4096, 6144]
+    assert [tuner.rounded(m) for m in (0, 1, 2, 3, 4, 5, 7, 8, 9, 13, 4096, 4097)] == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        6,
+        8,
+        8,
+        12,
+        16,
+        4096,
+        6144,
+    ]

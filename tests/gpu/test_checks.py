@@ -1,9 +1,11 @@
-"""The checks of gpu-check, one test each; every one runs in a process of its own. Without a GPU each is skipped, with the reason."""
+"""The checks of gpu-check, one test each; every one runs in a process of its own. Without a GPU each is
+skipped, with the reason.
+"""
 
 import pytest
 
-from pycomm.benchmarks import device
-from pycomm.benchmarks.gpu_check import checks, steps
+from gpu import checks, steps
+from pycomm.benchmarks.common import device
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(200)]
 NAMES = list(checks.CHECKS)

@@ -1,14 +1,16 @@
-"""Every strategy alone, and hybrids of them, against a single process: the same loss, gradients and parameters.
+"""Every strategy alone, and hybrids of them, against a single process: the same loss, gradients and
+parameters.
 
     python tests/parallel/equality.py          runs all plans in fp32 and fp64 and writes docs/equality.md
 
-Each run is 10 steps on batches of 13 rows in 3 microbatches (so that ranks and microbatches differ in rows), with a third of the targets
-ignored at random (so that they differ in tokens), clipping that acts, tied weights, and sizes that nothing divides. The reference is plain
-torch in one process. fp32 runs use SGD with momentum; fp64 runs AdamW, which divides by the size of each gradient and so shows errors
-in small ones.
+Each run is 10 steps on batches of 13 rows in 3 microbatches (so that ranks and microbatches differ in rows),
+with a third of the targets ignored at random (so that they differ in tokens), clipping that acts, tied
+weights, and sizes that nothing divides. The reference is plain torch in one process. fp32 runs use SGD with
+momentum; fp64 runs AdamW, which divides by the size of each gradient and so shows errors in small ones.
 
-An error is the L2 norm of the difference of a tensor over the L2 norm of that tensor in the reference; the largest over all tensors,
-ranks and steps is shown. (The reference in fp32 itself differs from its fp64 run by up to 6e-7.)
+An error is the L2 norm of the difference of a tensor over the L2 norm of that tensor in the reference; the
+largest over all tensors, ranks and steps is shown. (The reference in fp32 itself differs from its fp64 run by
+up to 6e-7.)
 """
 
 import sys
@@ -115,7 +117,13 @@ def make_model(kind, dtype):
         model = nn.Sequential(nn.Embedding(37, 24), *blocks, nn.LayerNorm(24), nn.Linear(24, 37))
     else:
         model = models.Llama(
-            mlp=lambda: par.MoE(24, lambda: nn.Sequential(nn.Linear(24, 20), nn.SiLU(), nn.Linear(20, 24)), 5, top_k=2, aux_loss=0.05)
+            mlp=lambda: par.MoE(
+                24,
+                lambda: nn.Sequential(nn.Linear(24, 20), nn.SiLU(), nn.Linear(20, 24)),
+                5,
+                top_k=2,
+                aux_loss=0.05,
+            )
         )
     return model.to(dtype)
 
@@ -146,7 +154,10 @@ def reference(kind, dtype):
     losses, norms = [], []
     for inputs, targets in batches():
         opt.zero_grad()
-        total, sizes = (targets != -100).sum(), [ROWS // MICROBATCHES + (i < ROWS % MICROBATCHES) for i in range(MICROBATCHES)]
+        total, sizes = (
+            (targets != -100).sum(),
+            [ROWS // MICROBATCHES + (i < ROWS % MICROBATCHES) for i in range(MICROBATCHES)],
+        )
         losses.append(0.0)
         for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
             loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / total
@@ -155,7 +166,12 @@ def reference(kind, dtype):
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), CLIP).item())
         opt.step()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    return losses, norms, gradients, {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return (
+        losses,
+        norms,
+        gradients,
+        {name: parameter.detach() for name, parameter in model.named_parameters()},
+    )
 
 
 def run_plan(rank, world_size, kind, dtype, plan):
@@ -163,10 +179,17 @@ def run_plan(rank, world_size, kind, dtype, plan):
     model, opt = par.parallelize(model, make_optimizer(model, dtype), plan)
     losses, norms = [], []
     for batch in batches():
-        losses.append(par.step(model, opt, batch, par.cross_entropy, microbatches=MICROBATCHES, clip=CLIP).item())
+        losses.append(
+            par.step(model, opt, batch, par.cross_entropy, microbatches=MICROBATCHES, clip=CLIP).item()
+        )
         norms.append(par.grad_norm(model).item())
     gradients, parameters = par.full_gradients(model), par.full_state_dict(model)
-    return losses, norms, gradients if rank in (0, world_size - 1) else None, parameters if rank in (0, world_size - 1) else None
+    return (
+        losses,
+        norms,
+        gradients if rank in (0, world_size - 1) else None,
+        parameters if rank in (0, world_size - 1) else None,
+    )
 
 
 def relative(actual, expected):
@@ -196,7 +219,8 @@ def compare(kind, text, dtype):
 
 TABLE_HEAD = """# Equality with a single process
 
-Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12 (fp64).
+Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12
+(fp64).
 
 {about}
 
@@ -205,7 +229,8 @@ Written by `python tests/parallel/equality.py`. The same runs are tests, with th
 - moe: llama with 5 experts, 2 per token, and load-balance loss
 - sequential: an nn.Sequential of embedding, 3 blocks, norm and Linear
 
-| | model | plan | ranks | fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |
+| | model | plan | ranks | \
+fp32: loss | norm | gradients | parameters | fp64: loss | norm | gradients | parameters |
 |---|---|---|---|---|---|---|---|---|---|---|---|
 """
 

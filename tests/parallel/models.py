@@ -1,4 +1,6 @@
-"""Small models for the tests of the strategies: plain torch modules that know nothing of ranks, with ugly sizes."""
+"""Small models for the tests of the strategies: plain torch modules that know nothing of ranks, with ugly
+sizes.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +39,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Learned positions, pre-norm blocks, head tied to the token embedding unless tied=False."""
 
-    def __init__(self, vocab=37, dim=24, heads=3, layers=4, hidden=40, length=32, tied=True):
+    def __init__(self, vocab=37, dim=24, heads=3, layers=4, *, hidden=40, length=32, tied=True):
         super().__init__()
         self.tok, self.pos = nn.Embedding(vocab, dim), nn.Embedding(length, dim)
         self.blocks = nn.ModuleList(Block(dim, heads, hidden) for _ in range(layers))
@@ -102,12 +104,16 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Rotary, grouped-query attention, SwiGLU, untied head; `mlp` makes another feed-forward (a mixture of experts)."""
+    """Rotary, grouped-query attention, SwiGLU, untied head; `mlp` makes another feed-forward (a mixture of
+    experts).
+    """
 
-    def __init__(self, vocab=29, dim=24, heads=6, kv_heads=2, layers=3, hidden=28, mlp=None):
+    def __init__(self, vocab=29, dim=24, heads=6, kv_heads=2, layers=3, *, hidden=28, mlp=None):
         super().__init__()
         self.embed = nn.Embedding(vocab, dim)
-        self.layers = nn.ModuleList(LlamaBlock(dim, heads, kv_heads, mlp() if mlp else GatedMLP(dim, hidden)) for _ in range(layers))
+        self.layers = nn.ModuleList(
+            LlamaBlock(dim, heads, kv_heads, mlp() if mlp else GatedMLP(dim, hidden)) for _ in range(layers)
+        )
         self.norm = nn.RMSNorm(dim)
         self.lm_head = nn.Linear(dim, vocab, bias=False)
         self.head_dim = dim // heads
@@ -115,7 +121,9 @@ class Llama(nn.Module):
     def forward(self, idx):
         x = self.embed(idx)
         positions = torch.arange(idx.shape[1], device=idx.device, dtype=x.dtype)
-        angles = positions[:, None] * 50.0 ** (-torch.arange(0, self.head_dim, 2, device=idx.device, dtype=x.dtype) / self.head_dim)
+        angles = positions[:, None] * 50.0 ** (
+            -torch.arange(0, self.head_dim, 2, device=idx.device, dtype=x.dtype) / self.head_dim
+        )
         cos, sin = (f(angles).repeat(1, 2) for f in (torch.cos, torch.sin))
         for layer in self.layers:
             x = layer(x, cos, sin)

@@ -1,4 +1,4 @@
-"""Models, optimizers and batches that are not the plain ones, for the tests of the engine."""
+"""Models, optimizers and batches that are not the plain ones, for the tests of steps."""
 
 import models
 import torch
@@ -67,7 +67,12 @@ class Positions(nn.Module):
 
 
 def sequential():
-    return nn.Sequential(nn.Embedding(29, 16), *[models.Block(16, 2, 20) for _ in range(3)], nn.LayerNorm(16), nn.Linear(16, 29))
+    return nn.Sequential(
+        nn.Embedding(29, 16),
+        *[models.Block(16, 2, 20) for _ in range(3)],
+        nn.LayerNorm(16),
+        nn.Linear(16, 29),
+    )
 
 
 class PairBlock(models.Block):
@@ -120,7 +125,9 @@ class Loud(Positions):
 
 
 class Tangle(nn.Module):
-    """No list of blocks; a weight in three modules; two dtypes, whole numbers, nothing, and a scalar among the parameters."""
+    """No list of blocks; a weight in three modules; two dtypes, whole numbers, nothing, and a scalar among
+    the parameters.
+    """
 
     def __init__(self):
         super().__init__()
@@ -160,7 +167,9 @@ def some(model):
 
 def groups(model):
     kinds = [[p for p in model.parameters() if (p.dim() > 1) is wide] for wide in (True, False)]
-    return torch.optim.AdamW([{"params": kinds[0], "weight_decay": 0.2}, {"params": kinds[1], "lr": 0.003}], lr=0.01)
+    return torch.optim.AdamW(
+        [{"params": kinds[0], "weight_decay": 0.2}, {"params": kinds[1], "lr": 0.003}], lr=0.01
+    )
 
 
 def scheduled(model):

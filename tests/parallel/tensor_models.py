@@ -1,11 +1,19 @@
-"""Tiny models in the styles that people write, and the comparison of a tensor-parallel model with one process; for test_tensor_*.py."""
+"""Tiny models in the styles that people write, and the comparison of a tensor-parallel model with one
+process; for test_tensor_*.py.
+"""
 
+from typing import NamedTuple
+
+import tolerance
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pycomm.parallel import comm, differentiable
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.tensor import cross_entropy, parallelize_tensor
+
+# What is allowed between two orders of computing a model of two blocks; 11 were seen, in fp32 and fp64.
+ROUNDINGS = 32
 
 
 class FusedAttention(nn.Module):
@@ -50,7 +58,9 @@ class Gpt(nn.Module):
         super().__init__()
         self.wte, self.wpe = nn.Embedding(vocab, width), nn.Embedding(16, width)
         norm = lambda: nn.LayerNorm(width)  # noqa: E731
-        self.h = nn.ModuleList(Block(FusedAttention(width, heads), Mlp(width, mlp), norm) for _ in range(layers))
+        self.h = nn.ModuleList(
+            Block(FusedAttention(width, heads), Mlp(width, mlp), norm) for _ in range(layers)
+        )
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocab, bias=False)
         if tied:
@@ -64,7 +74,9 @@ class Gpt(nn.Module):
 
 
 class GroupedAttention(nn.Module):
-    """As Llama: separate projections, fewer kv heads, a norm over each head, and a residual-free forward that uses -1 and attributes."""
+    """As Llama: separate projections, fewer kv heads, a norm over each head, and a residual-free forward that
+    uses -1 and attributes.
+    """
 
     def __init__(self, width, heads, kv_heads, head_dim):
         super().__init__()
@@ -80,9 +92,21 @@ class GroupedAttention(nn.Module):
     def forward(self, x):
         B, T, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(B, T, self.num_heads, self.head_dim)).transpose(1, 2)
-        k = self.k_proj(x).view(B, T, self.num_key_value_heads, -1).transpose(1, 2).repeat_interleave(self.num_key_value_groups, 1)
-        v = self.v_proj(x).view(B, T, self.num_key_value_heads, -1).transpose(1, 2).repeat_interleave(self.num_key_value_groups, 1)
-        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5 + torch.full((T, T), -1e9, dtype=x.dtype).triu(1)
+        k = (
+            self.k_proj(x)
+            .view(B, T, self.num_key_value_heads, -1)
+            .transpose(1, 2)
+            .repeat_interleave(self.num_key_value_groups, 1)
+        )
+        v = (
+            self.v_proj(x)
+            .view(B, T, self.num_key_value_heads, -1)
+            .transpose(1, 2)
+            .repeat_interleave(self.num_key_value_groups, 1)
+        )
+        scores = q @ k.transpose(-2, -1) * self.head_dim**-0.5 + torch.full((T, T), -1e9, dtype=x.dtype).triu(
+            1
+        )
         sinks = self.sinks.view(1, -1, 1, 1).expand(B, -1, T, 1)
         scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
         return self.o_proj((scores @ v).transpose(1, 2).reshape(B, T, self.num_heads * self.head_dim))
@@ -91,7 +115,10 @@ class GroupedAttention(nn.Module):
 class SwiGlu(nn.Module):
     def __init__(self, width, features):
         super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(width, features, bias=False), nn.Linear(width, features, bias=False)
+        self.gate_proj, self.up_proj = (
+            nn.Linear(width, features, bias=False),
+            nn.Linear(width, features, bias=False),
+        )
         self.down_proj = nn.Linear(features, width, bias=False)
 
     def forward(self, x):
@@ -104,7 +131,8 @@ class Llama(nn.Module):
         self.embed_tokens = nn.Embedding(vocab, width, padding_idx=3)
         norm = lambda: nn.RMSNorm(width)  # noqa: E731
         self.layers = nn.ModuleList(
-            Block(GroupedAttention(width, heads, kv_heads, head_dim), SwiGlu(width, features), norm) for _ in range(2)
+            Block(GroupedAttention(width, heads, kv_heads, head_dim), SwiGlu(width, features), norm)
+            for _ in range(2)
         )
         self.norm, self.lm_head = nn.RMSNorm(width), nn.Linear(width, vocab, bias=False)
 
@@ -121,7 +149,9 @@ class Encoder(nn.Module):
     def __init__(self, norm_first, heads=4, bias=True, width=16):
         super().__init__()
         self.embed = nn.Embedding(13, width)
-        layer = nn.TransformerEncoderLayer(width, heads, 23, 0.0, "gelu", batch_first=True, norm_first=norm_first, bias=bias)
+        layer = nn.TransformerEncoderLayer(
+            width, heads, 23, 0.0, "gelu", batch_first=True, norm_first=norm_first, bias=bias
+        )
         self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
         self.head = nn.Linear(width, 13)
 
@@ -146,7 +176,10 @@ def make(build, kwargs, dtype=torch.float64):
 
 def batch(vocab, length=7):
     generator = torch.Generator().manual_seed(3)
-    ids, targets = torch.randint(0, vocab, (2, length), generator=generator), torch.randint(0, vocab, (2, length), generator=generator)
+    ids, targets = (
+        torch.randint(0, vocab, (2, length), generator=generator),
+        torch.randint(0, vocab, (2, length), generator=generator),
+    )
     targets[0, length // 3] = targets[1, -1] = -100
     return ids, targets
 
@@ -155,14 +188,29 @@ def logits_of(out):
     return out if isinstance(out, torch.Tensor) else out.logits
 
 
+class Expected(NamedTuple):
+    """What one process computes; dictionaries are by every name of a parameter."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+    grads: dict
+    parameters: dict
+    sizes: dict  # of the gradients, see tolerance.py
+
+
 def single(model, ids, targets):
-    """(loss, logits, gradients by every name, parameters by name) of one process."""
-    logits = logits_of(model(ids))
-    loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
-    loss.backward()
+    with tolerance.gradient_sizes(model) as of_layers:
+        logits = logits_of(model(ids))
+        loss = F.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
-    grads = {name: p.grad for name, p in named.items()}
-    return loss.detach(), logits.detach(), grads, {name: p.detach().clone() for name, p in named.items()}
+    return Expected(
+        loss.detach(),
+        logits.detach(),
+        {name: p.grad for name, p in named.items()},
+        {name: p.detach().clone() for name, p in named.items()},
+        {name: of_layers.get(id(p), p.grad) for name, p in named.items()},
+    )
 
 
 def tensor_step(rank, world_size, build, kwargs, options):
@@ -171,13 +219,17 @@ def tensor_step(rank, world_size, build, kwargs, options):
     model = make(build, kwargs, options.get("dtype", torch.float64))
     sequence = Sizes() if options.get("sequence") else None
     with comm.count_traffic() as silent:
-        done = parallelize_tensor(model, group, rules=options.get("rules"), blocks=options.get("blocks"), sequence=sequence)
+        done = parallelize_tensor(
+            model, group, rules=options.get("rules"), blocks=options.get("blocks"), sequence=sequence
+        )
     assert not silent.log, "construction communicates"
     ids, targets = batch(options["vocab"], options.get("length", 7))
     if sequence is not None:
         sequence.sizes = comm.even_sizes(ids.shape[1], world_size)
         first = next(iter(model.get_submodule(options["blocks"]).children()))
-        first.register_forward_pre_hook(lambda module, args: (differentiable.scatter_to(args[0], 1, sequence.sizes, group), *args[1:]))
+        first.register_forward_pre_hook(
+            lambda module, args: (differentiable.scatter_to(args[0], 1, sequence.sizes, group), *args[1:])
+        )
     if done.head is not None:
         done.head.sharded_output = options.get("sharded", False)
     with comm.count_traffic() as forward:
@@ -200,7 +252,9 @@ def tensor_step(rank, world_size, build, kwargs, options):
 
 
 def put_together(layouts, locals_):
-    """The full tensor of every rank's layout and part: partial gradients are summed, else the rank that counts an index gives it."""
+    """The full tensor of every rank's layout and part: partial gradients are summed, else the rank that
+    counts an index gives it.
+    """
     full = locals_[0].new_zeros(layouts[0].full_shape)
     for layout, local in zip(layouts, locals_, strict=True):
         mask = layout.counted_mask(local)
@@ -209,15 +263,16 @@ def put_together(layouts, locals_):
     return full
 
 
-def compare(results, expected, tolerance=1e-12):
-    """All ranks' results against one process: parameters are exact parts, each is counted once, loss and gradients agree."""
-    loss, logits, grads, parameters = expected
+def compare(results, expected, roundings=ROUNDINGS):
+    """All ranks' results against one process: parameters are exact parts, each is counted once, loss and
+    gradients agree.
+    """
     for result in results:
-        assert abs(result["loss"] - loss) <= tolerance * abs(loss), (result["loss"], loss)
+        tolerance.near("loss", result["loss"], expected.loss, expected.loss, roundings)
         if result["logits"] is not None:
-            torch.testing.assert_close(result["logits"], logits, rtol=tolerance, atol=tolerance * float(logits.abs().max()))
-        assert result["layouts"].keys() == parameters.keys()
-    for name, full in parameters.items():
+            tolerance.near("logits", result["logits"], expected.logits, expected.logits, roundings)
+        assert result["layouts"].keys() == expected.parameters.keys()
+    for name, full in expected.parameters.items():
         layouts = [result["layouts"][name] for result in results]
         local = [result["parameters"][name] for result in results]
         for layout, part in zip(layouts, local, strict=True):
@@ -227,11 +282,10 @@ def compare(results, expected, tolerance=1e-12):
             mask = layout.counted_mask(part)
             layout.put(counted, torch.ones_like(part) if mask is None else mask)
         assert torch.equal(counted, torch.ones_like(full)), f"{name} is not counted exactly once"
-        assert all(result["grads"][name] is not None for result in results), name
+        grads, size = [result["grads"][name] for result in results], expected.sizes[name]
+        assert all(grad is not None for grad in grads), name
         if layouts[0].dim is None and not layouts[0].partial:
-            for result in results[1:]:
-                assert torch.allclose(result["grads"][name], results[0]["grads"][name], rtol=tolerance, atol=tolerance), f"{name} differs"
-        got = put_together(layouts, [result["grads"][name] for result in results])
-        scale = float(grads[name].abs().max())
-        error = float((got - grads[name]).abs().max())
-        assert error <= tolerance * max(scale, 1e-3), f"{name}: gradient off by {error} of {scale}"
+            for grad in grads[1:]:
+                tolerance.near(f"gradient of {name} on another rank", grad, grads[0], size, roundings)
+        got = put_together(layouts, grads)
+        tolerance.near(f"gradient of {name}", got, expected.grads[name], size, roundings)

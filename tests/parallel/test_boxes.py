@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch_ranks import equal
 
-from pycomm.parallel.boxes import boxes_of, cover
-from pycomm.parallel.layout import Layout
+from pycomm.parallel.checkpoint.boxes import boxes_of, cover
+from pycomm.parallel.ground.layout import Layout
 
 
 @pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2)])
@@ -26,8 +26,14 @@ def test_cover(shape):
 LAYOUTS = [
     [Layout((4, 6))],
     [Layout((4, 6), 0, ((0, 1),), ((0, 1),)), Layout((4, 6), 0, ((1, 4),), ((1, 4),))],
-    [Layout((4, 6), 1, ((0, 2), (4, 5)), ((0, 2), (4, 5))), Layout((4, 6), 1, ((2, 4), (5, 6)), ((2, 4), (5, 6)))],
-    [Layout((4, 6), 0, ((0, 3),), ((0, 3),), overlap=True), Layout((4, 6), 0, ((1, 4),), ((3, 4),), overlap=True)],
+    [
+        Layout((4, 6), 1, ((0, 2), (4, 5)), ((0, 2), (4, 5))),
+        Layout((4, 6), 1, ((2, 4), (5, 6)), ((2, 4), (5, 6))),
+    ],
+    [
+        Layout((4, 6), 0, ((0, 3),), ((0, 3),), overlap=True),
+        Layout((4, 6), 0, ((1, 4),), ((3, 4),), overlap=True),
+    ],
     [Layout((2, 6, 3), 1, ((3, 6), (0, 2)), ((3, 6), (0, 1))), Layout((2, 6, 3), 1, ((0, 3),), ((1, 3),))],
     [Layout((2, 3), 0, ((0, 2),), ((0, 2),)), Layout((2, 3), 0, ((2, 2),), ((2, 2),))],
     [Layout((5,), counted=((0, 1),)), Layout((5,), counted=())],

@@ -1,11 +1,13 @@
-"""pycomm.parallel.data.compression: sums against the exact sum, error feedback, bytes, equal bits on all ranks."""
+"""pycomm.parallel.data.compression: sums against the exact sum, error feedback, bytes, equal bits on all
+ranks.
+"""
 
 import pytest
 import torch
 from torch_ranks import data, spawn
 
-from pycomm.parallel import comm
 from pycomm.parallel.data.compression import CHUNK, Cast, Compression, Int8, PowerSGD, TopK, make_compression
+from pycomm.parallel.ground import comm
 
 KINDS = {
     "fp16": {},
@@ -15,12 +17,21 @@ KINDS = {
     "powersgd": {"rank": 2},
     "topk": {"ratio": 0.1},
 }
-SHAPES = [(24, 20), (7,), (6, 5, 8), (1, 3), (2, 2), (33, 40)]  # the last ones are followed by elements that no view covers
+SHAPES = [
+    (24, 20),
+    (7,),
+    (6, 5, 8),
+    (1, 3),
+    (2, 2),
+    (33, 40),
+]  # the last ones are followed by elements that no view covers
 SIZES = [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5]
 
 
 def bucket(shapes=SHAPES, padding=3, dtype=torch.float32):
-    """A flat tensor with the views into it; a vector lies before the first matrix and padding after the last."""
+    """A flat tensor with the views into it; a vector lies before the first matrix and padding after
+    the last.
+    """
     flat = torch.zeros(2 + sum(torch.Size(shape).numel() for shape in shapes) + padding, dtype=dtype)
     views, at = [], 2
     for shape in shapes:
@@ -57,7 +68,9 @@ def body_all(rank, world_size, backend):
     return results
 
 
-@pytest.mark.parametrize("world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")])
+@pytest.mark.parametrize(
+    "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
+)
 def test_equal_bits_on_all_ranks_and_near_the_sum(world_size, backend):
     results = spawn(world_size, body_all, backend, backend=backend)
     for key, first in results[0].items():
@@ -70,7 +83,9 @@ def test_equal_bits_on_all_ranks_and_near_the_sum(world_size, backend):
             assert (first - exact).abs().max() <= (0 if world_size == 1 else 0.02 * world_size * scale), key
     if world_size == 1:
         for (_, case), value in results[0].items():
-            assert torch.equal(value, gradient(0, value.numel(), 0 if isinstance(case, int) else 2, value.dtype))
+            assert torch.equal(
+                value, gradient(0, value.numel(), 0 if isinstance(case, int) else 2, value.dtype)
+            )
 
 
 def body_exact(rank, world_size):
@@ -91,7 +106,11 @@ def body_exact(rank, world_size):
             for number, view in enumerate(views):
                 matrix = view.view(view.shape[0], -1)
                 matrix.copy_(data(100 + number, matrix.shape[0], 3) @ data(rank, 3, matrix.shape[1]))
-        if name == "int8":  # at each step some element is 127, so the scale is 1 and values are kept; sums are then multiples of world_size
+        if (
+            name == "int8"
+            # at each step some element is 127, so the scale is 1 and values are kept; sums are then multiples
+            # of world_size
+        ):
             flat.copy_(data(0, flat.numel()))
             flat[::CHUNK] = 127
         before = flat.clone()
@@ -136,13 +155,15 @@ def body_constant(rank, world_size, error_feedback):
 def test_feedback_makes_the_mean_converge():
     with_feedback, without = spawn(3, body_constant, True)[0], spawn(3, body_constant, False)[0]
     for name, (early, late) in with_feedback.items():
-        # The error of the sum over time is bounded, so that of the mean falls as 1/steps, here to 1/4; low rank is slower.
+        # The error of the sum over time is bounded, so that of the mean falls as 1/steps, here to 1/4; low
+        # rank is slower.
         assert late < (0.4 if name == "powersgd" else 0.3) * early, f"{name}: {early} -> {late}"
         assert late < 0.25 * without[name][1], f"{name}: {late} with, {without[name][1]} without feedback"
         assert without[name][1] > 0.99 * without[name][0], f"{name} without feedback: {without[name]}"
 
 
-# name, options; loss after training, relative to training with exact sums: at most with feedback, at least without
+# name, options; loss after training, relative to training with exact sums: at most with feedback, at least
+# without
 TRAININGS = [
     ("topk", {"ratio": 0.1}, 1 + 1e-4, 1.2),
     ("powersgd", {"rank": 1}, 1 + 1e-4, 1.2),
@@ -151,11 +172,15 @@ TRAININGS = [
 
 
 def train(rank, world_size, name, options):
-    """The loss of a least-squares problem after training, rows dealt to ranks; the step size falls, so that feedback can settle."""
+    """The loss of a least-squares problem after training, rows dealt to ranks; the step size falls, so that
+    feedback can settle.
+    """
     group = comm.as_group()
     generator = torch.Generator().manual_seed(5)
     a = torch.randn(60, 12, generator=generator, dtype=torch.float64)
-    b = a @ torch.randn(12, 10, generator=generator, dtype=torch.float64) + torch.randn(60, 10, generator=generator, dtype=torch.float64)
+    b = a @ torch.randn(12, 10, generator=generator, dtype=torch.float64) + torch.randn(
+        60, 10, generator=generator, dtype=torch.float64
+    )
     weight = torch.zeros(12, 10, dtype=torch.float64)
     mine = slice(rank, None, world_size)
     compression = make_compression(name, **options)() if name else None
@@ -172,7 +197,12 @@ def train(rank, world_size, name, options):
 def body_train(rank, world_size):
     both = []
     for name, options, _, _ in TRAININGS:
-        both.append([train(rank, world_size, name, {**options, "error_feedback": feedback}) for feedback in (True, False)])
+        both.append(
+            [
+                train(rank, world_size, name, {**options, "error_feedback": feedback})
+                for feedback in (True, False)
+            ]
+        )
     return train(rank, world_size, None, {}), both
 
 
@@ -201,12 +231,17 @@ def test_bytes(world_size):
     for found in spawn(world_size, body_bytes):
         count = found["fp16"][0]
         for name in ("fp16", "bf16", "bf16 with feedback"):
-            assert found[name][1:] == [2 * (n - 1) * 2 * count // n, ("all_reduce", 2 * (n - 1) * 2 * count // n)], name
+            assert found[name][1:] == [
+                2 * (n - 1) * 2 * count // n,
+                ("all_reduce", 2 * (n - 1) * 2 * count // n),
+            ], name
         elements, total, *calls = found["int8"]
         each = (n - 1) * elements * (CHUNK + 4) // (n * CHUNK)
         assert total == 2 * each and calls == [("all_to_all", each), ("all_gather", each)]
         rest, p, q = 2 + 64, (64 + 30) * 2, (96 + 32) * 2
-        assert found["powersgd"][2:] == [("all_reduce", 2 * (n - 1) * 4 * size // n) for size in (rest + p, q)]
+        assert found["powersgd"][2:] == [
+            ("all_reduce", 2 * (n - 1) * 4 * size // n) for size in (rest + p, q)
+        ]
         assert found["topk"][2:] == [("all_gather", (n - 1) * round(0.1 * count) * 8)]
 
 
@@ -271,7 +306,9 @@ def test_state_and_choices():
     assert max(spawn(2, body_zero)) < 1e-5
     spawn(2, body_state)
     assert make_compression(Int8) is Int8
-    assert isinstance(make_compression("bf16")(), Cast) and isinstance(make_compression("int8")(), Compression)
+    assert isinstance(make_compression("bf16")(), Cast) and isinstance(
+        make_compression("int8")(), Compression
+    )
     for kind, options, message in [
         ("int4", {}, "choose from fp16"),
         ("topk", {"ratio": 0}, "0 < ratio"),

@@ -1,4 +1,6 @@
-"""DistributedDataParallel: against torch's class of that name beside it, and against a single process where torch has no equal."""
+"""DistributedDataParallel: against torch's class of that name beside it, and against a single process where
+torch has no equal.
+"""
 
 import contextlib
 
@@ -9,18 +11,25 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel import comm
 from pycomm.parallel.data.ddp import DistributedDataParallel
+from pycomm.parallel.ground import comm
 
 TORCH = nn.parallel.DistributedDataParallel
 
 
 class Net(nn.Module):
-    """Branches that a rank may leave out, a frozen layer, a buffer, parameters without dimensions and without elements."""
+    """Branches that a rank may leave out, a frozen layer, a buffer, parameters without dimensions and without
+    elements.
+    """
 
     def __init__(self, norm=False, recompute=None):
         super().__init__()
-        self.first, self.left, self.right, self.never = nn.Linear(7, 11), nn.Linear(11, 11), nn.Linear(11, 11), nn.Linear(3, 5)
+        self.first, self.left, self.right, self.never = (
+            nn.Linear(7, 11),
+            nn.Linear(11, 11),
+            nn.Linear(11, 11),
+            nn.Linear(3, 5),
+        )
         self.frozen, self.last = nn.Linear(11, 11).requires_grad_(False), nn.Linear(11, 3)
         self.scale, self.nothing = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.empty(0, 4))
         self.norm = nn.BatchNorm1d(11) if norm else nn.Identity()
@@ -29,7 +38,11 @@ class Net(nn.Module):
     def forward(self, x, branch="both"):
         x = self.norm(torch.tanh(self.first(x)))
         if branch != "right":
-            x = x + (checkpoint(self.left, x, use_reentrant=self.recompute == "reentrant") if self.recompute else self.left(x))
+            x = x + (
+                checkpoint(self.left, x, use_reentrant=self.recompute == "reentrant")
+                if self.recompute
+                else self.left(x)
+            )
         if branch != "left":
             x = x + self.right(x)
         return self.last(torch.relu(self.frozen(x))) * self.scale
@@ -38,7 +51,9 @@ class Net(nn.Module):
 def batch(rank, step, rows=4):
     generator = torch.Generator().manual_seed(100 * rank + step)
     rows += rank  # ranks differ in rows; DDP averages the ranks all the same
-    return torch.randn(rows, 7, generator=generator, dtype=torch.float64), torch.randn(rows, 3, generator=generator, dtype=torch.float64)
+    return torch.randn(rows, 7, generator=generator, dtype=torch.float64), torch.randn(
+        rows, 3, generator=generator, dtype=torch.float64
+    )
 
 
 def build(kind, **options):
@@ -78,7 +93,9 @@ def accumulate_synced(model, opt, rank, none):
 
 
 def branches(model, opt, rank, none):
-    """Parameters that only some ranks use. (One that none uses has a gradient of zeros here, and with torch the one it had before.)"""
+    """Parameters that only some ranks use. (One that none uses has a gradient of zeros here, and with torch
+    the one it had before.)
+    """
     for step in range(3 if comm.as_group().size > 1 else 0):
         opt.zero_grad(set_to_none=none)
         loss_of(model, rank, step, ("left", "right", "both")[(rank + step) % 3]).backward()
@@ -118,17 +135,24 @@ def beside_torch(rank, world_size):
             results = []
             for kind in (TORCH, DistributedDataParallel):
                 model = build(kind, **options)
-                opt = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9)
+                opt = torch.optim.SGD(
+                    [p for p in model.parameters() if p.requires_grad], lr=0.1, momentum=0.9
+                )
                 scenario(model, opt, rank, none)
                 results.append(model.state_dict())
             theirs, ours = results
             assert theirs.keys() == ours.keys()
-            difference = max(((theirs[name] - ours[name]).abs().max().item() for name in theirs if theirs[name].numel()), default=0.0)
+            difference = max(
+                ((theirs[name] - ours[name]).abs().max().item() for name in theirs if theirs[name].numel()),
+                default=0.0,
+            )
             worst.append((scenario.__name__, options, none, difference))
     return worst
 
 
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")])
+@pytest.mark.parametrize(
+    ("world_size", "backend"), [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")]
+)
 def test_beside_torch(world_size, backend):
     for found in spawn(world_size, beside_torch, backend=backend):
         for name, options, none, difference in found:
@@ -163,12 +187,17 @@ def alone(rank, world_size):
     loss.backward(retain_graph=True)
     loss.backward()
     out["backward twice"] = gradients(model)
-    model = build(DistributedDataParallel, norm=True)  # the second forward brings rank 0's averages while the first's graph lives
+    model = build(
+        DistributedDataParallel, norm=True
+    )  # the second forward brings rank 0's averages while the first's graph lives
     (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
     model = build(DistributedDataParallel, recompute="reentrant")
     with comm.count_traffic() as traffic:
         loss_of(model, rank, 0).backward()
-    out["reentrant"], out["calls"] = gradients(model), (traffic.calls("all_reduce"), len(model.reducer.buckets))
+    out["reentrant"], out["calls"] = (
+        gradients(model),
+        (traffic.calls("all_reduce"), len(model.reducer.buckets)),
+    )
     return out
 
 
@@ -212,7 +241,9 @@ def bytes_sent(rank, world_size):
     found = []
     for bucket_mb in (0.0002, 0.001, 25.0):
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 5)), bucket_mb=bucket_mb)
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 5)), bucket_mb=bucket_mb
+        )
         with comm.count_traffic() as traffic:
             with model.no_sync():
                 model(torch.ones(2, 13)).sum().backward()
@@ -228,7 +259,9 @@ def test_bytes(world_size):
     """2(n-1)/n P, with less than an element per rank of padding in each bucket; nothing inside no_sync."""
     count = 13 * 17 + 17 + 17 * 5 + 5
     for found in spawn(world_size, bytes_sent):
-        assert [len(sizes) for *_, sizes in found] == sorted((len(sizes) for *_, sizes in found), reverse=True)
+        assert [len(sizes) for *_, sizes in found] == sorted(
+            (len(sizes) for *_, sizes in found), reverse=True
+        )
         for quiet, calls, all_calls, nbytes, sizes in found:
             assert quiet == 0 and calls == all_calls == len(sizes)
             assert count <= sum(sizes) < count + world_size * len(sizes)
@@ -239,7 +272,9 @@ def compressed(rank, world_size):
     errors = {}
     for kind, steps in ((None, 1), ("fp16", 1), ("bf16", 1), ("int8", 30), ("powersgd", 30), ("topk", 60)):
         torch.manual_seed(0)
-        model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 3)), compression=kind)
+        model = DistributedDataParallel(
+            nn.Sequential(nn.Linear(16, 24), nn.Tanh(), nn.Linear(24, 3)), compression=kind
+        )
         start = [p.detach().clone() for p in model.parameters()]
         total = [torch.zeros_like(p) for p in start]
         x = torch.randn(8, 16, generator=torch.Generator().manual_seed(rank))
@@ -253,7 +288,9 @@ def compressed(rank, world_size):
 
 
 def test_compression():
-    """The mean over steps of what error feedback lets through comes close to the gradient; all ranks get the same bits."""
+    """The mean over steps of what error feedback lets through comes close to the gradient; all ranks get the
+    same bits.
+    """
     first, second = spawn(2, compressed)
     limits = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-3, "powersgd": 0.05, "topk": 0.3}
     for kind, limit in limits.items():
@@ -263,7 +300,9 @@ def test_compression():
 
 def buffers(rank, world_size):
     model = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
-    other = DistributedDataParallel(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), broadcast_buffers=False)
+    other = DistributedDataParallel(
+        nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), broadcast_buffers=False
+    )
     for each in (model, other):
         each(torch.randn(5, 3, generator=torch.Generator().manual_seed(rank)))
         each.eval()
@@ -275,7 +314,9 @@ def buffers(rank, world_size):
 
 
 def test_buffers_follow_rank_0():
-    (mine, mine_off), (theirs, theirs_off) = spawn(2, lambda rank, world_size: list(buffers(rank, world_size)))
+    (mine, mine_off), (theirs, theirs_off) = spawn(
+        2, lambda rank, world_size: list(buffers(rank, world_size))
+    )
     assert not torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
     assert not torch.equal(mine_off[1], theirs_off[1])
 

@@ -17,16 +17,34 @@ def make(kind):
     if kind == "gpt2":
         rates = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
         config = GPT2Config(
-            vocab_size=41, n_positions=16, n_embd=24, n_layer=4, n_head=3, use_cache=False, bos_token_id=0, eos_token_id=0, **rates
+            vocab_size=41,
+            n_positions=16,
+            n_embd=24,
+            n_layer=4,
+            n_head=3,
+            use_cache=False,
+            bos_token_id=0,
+            eos_token_id=0,
+            **rates,
         )
         return GPT2LMHeadModel(config).double()
-    sizes = {"vocab_size": 41, "hidden_size": 24, "intermediate_size": 28, "num_hidden_layers": 4, "use_cache": False}
-    config = LlamaConfig(num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=kind == "llama-tied", **sizes)
+    sizes = {
+        "vocab_size": 41,
+        "hidden_size": 24,
+        "intermediate_size": 28,
+        "num_hidden_layers": 4,
+        "use_cache": False,
+    }
+    config = LlamaConfig(
+        num_attention_heads=6, num_key_value_heads=2, tie_word_embeddings=kind == "llama-tied", **sizes
+    )
     return LlamaForCausalLM(config).double()
 
 
 def make_optimizer(model):
-    """Not Adam: GPT-2's key bias has a gradient of zero but for rounding, which Adam would scale up to a step like any other."""
+    """Not Adam: GPT-2's key bias has a gradient of zero but for rounding, which Adam would scale up to a step
+    like any other.
+    """
     return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
 
 
@@ -79,7 +97,9 @@ def test_transformers_model(kind, text):
     if kind not in _alone:
         _alone[kind] = train_alone(kind)
     losses, parameters = _alone[kind]
-    for found, state in spawn(par.Plan.parse(text).world_size, train, kind, text)[:: par.Plan.parse(text).world_size - 1]:
+    for found, state in spawn(par.Plan.parse(text).world_size, train, kind, text)[
+        :: par.Plan.parse(text).world_size - 1
+    ]:
         assert equality.relative(found, losses) < 1e-12
         for name, value in parameters.items():
             assert equality.relative(state[name], value) < 1e-12, name

@@ -1,4 +1,6 @@
-"""Peak memory per rank against the closed forms of ZeRO, by the program that docs/strategies.md shows the picture of."""
+"""Peak memory per rank against the closed forms of ZeRO, by the program that docs/strategies.md shows the
+picture of.
+"""
 
 import pytest
 
@@ -13,7 +15,13 @@ def test_within_five_percent(ranks, zero):
 
 def test_closed_forms():
     """The table of the paper for 7.5e9 parameters, GB per rank."""
-    published = {1: (120, 120, 120), 4: (52.5, 41.3, 30), 16: (35.6, 21.6, 7.5), 64: (31.4, 16.6, 1.88), 256: (30.4, 15.4, 0.47)}
+    published = {
+        1: (120, 120, 120),
+        4: (52.5, 41.3, 30),
+        16: (35.6, 21.6, 7.5),
+        64: (31.4, 16.6, 1.88),
+        256: (30.4, 15.4, 0.47),
+    }
     for ranks, values in published.items():
         for zero, value in enumerate(values, 1):
             assert 7.5 * zero_memory.closed_form(zero, ranks) == pytest.approx(value, rel=0.01)
@@ -21,6 +29,17 @@ def test_closed_forms():
 
 def test_the_picture(tmp_path):
     zero_memory.main(
-        ["--ranks", "1,2", "--layers", "8", "--dim", "16", "--out", str(tmp_path / "memory.png"), "--json", str(tmp_path / "memory.json")]
+        [
+            "--ranks",
+            "1,2",
+            "--layers",
+            "8",
+            "--dim",
+            "16",
+            "--out",
+            str(tmp_path / "memory.png"),
+            "--json",
+            str(tmp_path / "memory.json"),
+        ]
     )
     assert (tmp_path / "memory.png").stat().st_size > 10_000 and (tmp_path / "memory.json").exists()

@@ -1,4 +1,4 @@
-"""pycomm.parallel.model_parallel against the same layers in one process."""
+"""pycomm.parallel.pipeline.model_parallel against the same layers in one process."""
 
 import collections
 
@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch_ranks import spawn
 
-from pycomm.parallel import comm
-from pycomm.parallel.model_parallel import ModelParallel
+from pycomm.parallel.ground import comm
+from pycomm.parallel.pipeline.model_parallel import ModelParallel
 
 HEADER = 80
 
@@ -23,7 +23,12 @@ class Double(nn.Module):
 def make_layers(dtype=torch.float64):
     torch.manual_seed(3)
     names = collections.OrderedDict(
-        embed=nn.Embedding(11, 6), up=nn.Linear(6, 16), act=nn.GELU(), twice=Double(), norm=nn.LayerNorm(16), head=nn.Linear(16, 11)
+        embed=nn.Embedding(11, 6),
+        up=nn.Linear(6, 16),
+        act=nn.GELU(),
+        twice=Double(),
+        norm=nn.LayerNorm(16),
+        head=nn.Linear(16, 11),
     )
     return nn.Sequential(names).to(dtype)
 
@@ -39,7 +44,9 @@ def loss_fn(out, target):
 
 
 def train(model, steps=5):
-    """Returns losses, gradients of the last step, parameters. Two microbatches per step, so gradients accumulate."""
+    """Returns losses, gradients of the last step, parameters. Two microbatches per step, so gradients
+    accumulate.
+    """
     parameters = list(model.parameters())
     optimizer = torch.optim.Adam(parameters, lr=0.03) if parameters else None
     losses = []
@@ -83,7 +90,9 @@ CASES = [
 
 @pytest.mark.parametrize("world_size, balance, dtype, broadcast_output, backend", CASES)
 def test_equals_single_process(world_size, balance, dtype, broadcast_output, backend):
-    losses, grads, state, out = train(make_layers(dtype))  # before the ranks fork: torch.optim imports much at its first use
+    losses, grads, state, out = train(
+        make_layers(dtype)
+    )  # before the ranks fork: torch.optim imports much at its first use
     results = spawn(world_size, body_train, balance, dtype, broadcast_output, backend=backend)
     tolerance = 1e-12 if dtype == torch.float64 else 1e-6
     seen = set()
@@ -103,7 +112,9 @@ def test_equals_single_process(world_size, balance, dtype, broadcast_output, bac
 
 
 def test_traffic():
-    """Activations and their gradients once per microbatch; the shape once for each of the two shapes of the input."""
+    """Activations and their gradients once per microbatch; the shape once for each of the two shapes of the
+    input.
+    """
     results = spawn(3, body_train, [1, 3, 2], torch.float64, True)
     tokens = sum(batch(step).numel() // 2 for step in range(5))  # in all microbatches of 5 steps
     tokens_evaluated = batch(0)[0, 0].numel()
@@ -120,7 +131,9 @@ def test_traffic():
 
 
 def body_graphs(rank, world_size):
-    """What needs a gradient differs by rank; the last rank's loss alone counts; several graphs live at once; mp.backward."""
+    """What needs a gradient differs by rank; the last rank's loss alone counts; several graphs live at once;
+    mp.backward.
+    """
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)]
     layers[0].requires_grad_(False)
@@ -144,7 +157,9 @@ def test_graphs():
     layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     layers[0].requires_grad_(False)
     x = torch.ones(2, 4)
-    for number, loss in enumerate([lambda: layers(x).sum() + layers(2 * x).square().sum(), lambda: layers(x).sum()]):
+    for number, loss in enumerate(
+        [lambda: layers(x).sum() + layers(2 * x).square().sum(), lambda: layers(x).sum()]
+    ):
         layers.zero_grad()
         loss().backward()
         for result, layer in zip(results, layers, strict=True):

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch_ranks import data, equal, spawn
 
-from pycomm.parallel import comm
 from pycomm.parallel.data.naive import NaiveDataParallel, gather_and_broadcast
+from pycomm.parallel.ground import comm
 
 
 class Net(nn.Module):
@@ -54,16 +54,22 @@ def body(rank, world_size):
     return net.state_dict(), {name: p.grad for name, p in net.module.named_parameters()}, traffic
 
 
-@pytest.mark.parametrize("world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")])
+@pytest.mark.parametrize(
+    "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")]
+)
 def test_equals_single_process(world_size, backend):
     net = make(0)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, weight_decay=0.1)
     for step in range(3):
         optimizer.zero_grad()
         parts = batch(world_size).split(4)
-        sum(loss(net, part + step, rank == world_size - 1) / world_size for rank, part in enumerate(parts)).backward()
+        sum(
+            loss(net, part + step, rank == world_size - 1) / world_size for rank, part in enumerate(parts)
+        ).backward()
         optimizer.step()
-    results = spawn(world_size, body, backend=backend)  # after torch.optim has imported what it imports at its first use
+    results = spawn(
+        world_size, body, backend=backend
+    )  # after torch.optim has imported what it imports at its first use
     elements = {8: 0, 4: 0}
     for parameter in net.parameters():
         if parameter.requires_grad:
@@ -72,13 +78,17 @@ def test_equals_single_process(world_size, backend):
     for rank, (state, grads, traffic) in enumerate(results):
         for name, value in net.state_dict().items():
             tolerance = 1e-12 if value.dtype == torch.float64 else 1e-6
-            torch.testing.assert_close(state["module." + name], value, rtol=tolerance, atol=tolerance, msg=name)
+            torch.testing.assert_close(
+                state["module." + name], value, rtol=tolerance, atol=tolerance, msg=name
+            )
             equal(state["module." + name], results[0][0]["module." + name])
         for name, parameter in net.named_parameters():
             assert (grads[name] is None) == (parameter.grad is None), name
         if world_size > 1:
             assert [call.op for call in traffic.log] == ["gather", "broadcast"] * 2
-            assert traffic.nbytes("gather") == (0 if rank == 0 else sent) and traffic.nbytes("broadcast") == (sent if rank == 0 else 0)
+            assert traffic.nbytes("gather") == (0 if rank == 0 else sent) and traffic.nbytes("broadcast") == (
+                sent if rank == 0 else 0
+            )
 
 
 def body_sum(rank, world_size):

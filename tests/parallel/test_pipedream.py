@@ -1,4 +1,6 @@
-"""PipeDream: weight stashing keeps forward and backward of a microbatch on one version; a whole run equals its rule in one process."""
+"""PipeDream: weight stashing keeps forward and backward of a microbatch on one version; a whole run equals
+its rule in one process.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline import DeferWeights, WeightStash, WeightStore, make_schedule, run
 
 WIDTH, RATE = 6, 0.05
@@ -93,8 +95,12 @@ def batch(microbatch):
 
 
 def oracle(schedule):
-    """The rule, without any pipeline: version v(s, i) is the number of updates that stage s has had when it runs F of microbatch i."""
-    params = [[[p.detach() for p in make_layer(stage).parameters()]] for stage in range(schedule.pp)]  # [stage][version]
+    """The rule, without any pipeline: version v(s, i) is the number of updates that stage s has had when it
+    runs F of microbatch i.
+    """
+    params = [
+        [[p.detach() for p in make_layer(stage).parameters()]] for stage in range(schedule.pp)
+    ]  # [stage][version]
     for microbatch in range(schedule.microbatches):
         used, x = [], batch(microbatch)
         for stage, row in enumerate(schedule.actions):

@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.pipeline.stage import cut_blocks
+from pycomm.parallel.pipeline.placement import cut_blocks
 
 ROWS, LENGTH, RATE = 12, 7, 0.2
 
@@ -28,7 +28,11 @@ def batches(steps=2):
 
 def stage_of(name, stages):
     if name.startswith("blocks."):
-        return next(s for s, (first, end) in enumerate(cut_blocks(4, stages)) if first <= int(name.split(".")[1]) < end)
+        return next(
+            s
+            for s, (first, end) in enumerate(cut_blocks(4, stages))
+            if first <= int(name.split(".")[1]) < end
+        )
     return 0 if name.startswith(("tok", "pos")) else stages - 1
 
 
@@ -39,18 +43,24 @@ def by_hand(stages, microbatches):
     actions = par.make_schedule("pipedream", stages, microbatches).actions
     losses = []
     for inputs, targets in batches():
-        versions = [[{name: v for name, v in latest.items() if stage_of(name, stages) == s}] for s in range(stages)]
+        versions = [
+            [{name: v for name, v in latest.items() if stage_of(name, stages) == s}] for s in range(stages)
+        ]
         losses.append(0.0)
         for i, (x, y) in enumerate(zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True)):
             used = {}
             for s in range(stages):
                 order = [(action.kind, action.microbatch) for action in actions[s]]
                 updates = sum(kind == "U" for kind, _ in order[: order.index(("F", i))])
-                used.update({name: value.clone().requires_grad_() for name, value in versions[s][updates].items()})
+                used.update(
+                    {name: value.clone().requires_grad_() for name, value in versions[s][updates].items()}
+                )
             loss = F.cross_entropy(functional_call(model, used, (x,)).flatten(0, 1), y.flatten())
             gradients = dict(zip(used, torch.autograd.grad(loss, list(used.values())), strict=True))
             for s in range(stages):
-                versions[s].append({name: value - RATE * gradients[name] for name, value in versions[s][-1].items()})
+                versions[s].append(
+                    {name: value - RATE * gradients[name] for name, value in versions[s][-1].items()}
+                )
             losses[-1] += loss.item() / microbatches
         latest = {name: value for s in range(stages) for name, value in versions[s][-1].items()}
     return losses, latest

@@ -1,4 +1,6 @@
-"""The pipeline executor: gradients of every schedule against the single process and each other, messages, order, errors."""
+"""The pipeline executor: gradients of every schedule against the single process and each other, messages,
+order, errors.
+"""
 
 import time
 
@@ -7,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch_ranks import spawn
 
-from pycomm.parallel import comm
+from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline import NAMES, DeferWeights, WeightStore, make_schedule, run
 from pycomm.parallel.pipeline.executor import Step, plan_steps
 
@@ -19,7 +21,9 @@ MICROBATCHES = (1, 2, 3, 5, 8)
 def make_layers(dtype):
     torch.manual_seed(3)
     ends = zip(WIDTHS[:-1], WIDTHS[1:], strict=True)
-    return nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in ends).to(dtype)
+    return nn.ModuleList(nn.Sequential(nn.Linear(a, b), nn.LayerNorm(b), nn.Tanh()) for a, b in ends).to(
+        dtype
+    )
 
 
 def rows_of(microbatch):
@@ -32,7 +36,9 @@ def inputs(microbatch, dtype):
 
 
 class Chain:
-    """The layers cut into stages as evenly as they go; StageOps of one rank, which holds all layers but uses its own."""
+    """The layers cut into stages as evenly as they go; StageOps of one rank, which holds all layers but uses
+    its own.
+    """
 
     def __init__(self, schedule, dtype):
         self.layers, self.dtype = make_layers(dtype), dtype
@@ -94,7 +100,12 @@ def run_all(rank, world_size, names, microbatches, dtype):
             with comm.count_traffic() as traffic:
                 run(schedule, rank, group, chain)
             assert not chain.live and not chain.store.pending
-            results[name, m] = chain.gradients(), traffic.calls("send", "pp"), traffic.nbytes("send", "pp"), chain.losses
+            results[name, m] = (
+                chain.gradients(),
+                traffic.calls("send", "pp"),
+                traffic.nbytes("send", "pp"),
+                chain.losses,
+            )
     return results
 
 
@@ -107,15 +118,21 @@ def check(results, world_size, names, microbatches, dtype, tolerance):
             assert merged.keys() == expected.keys()
             for key, grad in merged.items():
                 torch.testing.assert_close(grad, expected[key], rtol=tolerance, atol=tolerance)
-                assert first is None or torch.equal(grad, first[key]), f"{name} m={m}: {key} differs in bits from {names[0]}"
+                assert first is None or torch.equal(grad, first[key]), (
+                    f"{name} m={m}: {key} differs in bits from {names[0]}"
+                )
             first = merged
             cuts = Chain(schedule, dtype).cuts
             rows = sum(rows_of(microbatch) for microbatch in range(m))
-            nbytes = sum(2 * rows * WIDTHS[cuts[stage + 1]] * dtype.itemsize for stage in boundaries(schedule))
+            nbytes = sum(
+                2 * rows * WIDTHS[cuts[stage + 1]] * dtype.itemsize for stage in boundaries(schedule)
+            )
             assert sum(of_rank[name, m][1] for of_rank in results) == 2 * m * len(boundaries(schedule))
             assert sum(of_rank[name, m][2] for of_rank in results) == nbytes
             losses = [of_rank[name, m][3] for of_rank in results]
-            assert [len(row) for row in losses] == [m if rank == schedule.placement[-1] else 0 for rank in range(world_size)]
+            assert [len(row) for row in losses] == [
+                m if rank == schedule.placement[-1] else 0 for rank in range(world_size)
+            ]
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -167,7 +184,8 @@ def test_large_messages_reach_their_microbatch(backend):
 
 
 def finishes_in_strict_order(schedule):
-    """Plays the Steps on a backend that does one message at a time: it moves when it is the first that is left on both of its ranks.
+    """Plays the Steps on a backend that does one message at a time: it moves when it is the first that is
+    left on both of its ranks.
 
     With recvs that are posted when they are needed this says no for every schedule but gpipe.
     """
@@ -189,7 +207,11 @@ def finishes_in_strict_order(schedule):
                 queues[rank] += [step.sends] if step.sends else []
                 places[rank], posted[rank], progress = place + 1, False, True
         for rank in range(schedule.pp):
-            while queues[rank] and (message := queues[rank][0]) in queues[message.dst if rank == message.src else message.src][:1]:
+            while (
+                queues[rank]
+                and (message := queues[rank][0])
+                in queues[message.dst if rank == message.src else message.src][:1]
+            ):
                 queues[message.src].pop(0)
                 queues[message.dst].pop(0)
                 moved.add(message)
@@ -260,7 +282,11 @@ def returns_nothing(rank, world_size):
     schedule = make_schedule("gpipe", world_size, 1)
     chain = Chain(schedule, torch.float64)
     chain.forward = lambda stage, microbatch, x: None
-    error, text = (ValueError, "stage 0 returned None from forward of microbatch 0") if rank == 0 else (RuntimeError, "")
+    error, text = (
+        (ValueError, "stage 0 returned None from forward of microbatch 0")
+        if rank == 0
+        else (RuntimeError, "")
+    )
     with pytest.raises(error, match=text):
         run(schedule, rank, comm.as_group(name="pp"), chain)
 

@@ -1,4 +1,6 @@
-"""Linear layers with their collectives through pycomm.fused: against F.linear and the collective apart, and that plans really use them."""
+"""Linear layers with their collectives through pycomm.fused: against F.linear and the collective apart, and
+that plans really use them.
+"""
 
 import functools
 
@@ -11,11 +13,12 @@ from torch_ranks import spawn
 
 import pycomm.parallel as par
 from pycomm import fused
-from pycomm.parallel import comm, products
+from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline import DeferWeights, WeightStore
-from pycomm.parallel.tensor import split_heads
-from pycomm.parallel.tensor.cut_region import head_shards
+from pycomm.parallel.tensor import products, split_heads
+from pycomm.parallel.tensor.cut_sublayer import head_slices
 from pycomm.parallel.tensor.narrow import HeadCounts
+from pycomm.parallel.tensor.slices import Pieces
 
 ROWS, LENGTH, LAYERS, STEPS = 4, 8, 2, 3
 NAMES = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -40,26 +43,38 @@ def count_fused():
     return calls
 
 
-def operands(name, group, batch, sizes, shards, width, bias):
-    """x, weight and bias of this rank for one function of products.py, leaves of their own."""
+def operands(name, group, shape):
+    """x, weight and bias of this rank for one function of products.py, leaves of their own.
+
+    shape: (batch, sizes, shards, width, bias); sizes and shards of all ranks, bias: whether there is one.
+    """
+    batch, sizes, shards, width, bias = shape
     generator = torch.Generator().manual_seed(7)
     draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)  # noqa: E731
-    weights = [draw(shard, width) if name in ("copy_linear", "gather_linear") else draw(width, shard) for shard in shards]
+    weights = [
+        draw(shard, width) if name in ("copy_linear", "gather_linear") else draw(width, shard)
+        for shard in shards
+    ]
     lengths = sizes if name == "gather_linear" else [sum(sizes)] * group.size
     inputs = [draw(batch, length, weight.shape[1]) for length, weight in zip(lengths, weights, strict=True)]
     x = inputs[0] if name == "copy_linear" else inputs[group.rank]
     vector = draw(weights[group.rank].shape[0])
-    return [tensor.clone().requires_grad_() for tensor in (x, weights[group.rank], vector)[: 3 if bias else 2]]
+    return [
+        tensor.clone().requires_grad_() for tensor in (x, weights[group.rank], vector)[: 3 if bias else 2]
+    ]
 
 
-def outcome(name, group, batch, sizes, shards, width, bias, frozen=()):
-    """[output, gradients] and the calls that were recorded."""
-    tensors = operands(name, group, batch, sizes, shards, width, bias)
+def outcome(name, group, shape, frozen=()):
+    """[output, gradients] and the calls that were recorded. shape: as operands() takes it."""
+    _, sizes, shards, _, bias = shape
+    tensors = operands(name, group, shape)
     for index in frozen:
         tensors[index].requires_grad_(False)
-    along = (1, sizes) if name in ("gather_linear", "linear_reduce_scatter") else ()
+    along = [Pieces(1, sizes)] if name in ("gather_linear", "linear_reduce_scatter") else []
     with par.count_traffic() as traffic:
-        out = getattr(products, name)(tensors[0], tensors[1], tensors[2] if bias else None, group, *along, shards)
+        out = getattr(products, name)(
+            tensors[0], tensors[1], tensors[2] if bias else None, group, *along, shards
+        )
         pull = torch.randn(out.shape, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
         (out * pull).sum().backward()
     return [out.detach(), *(tensor.grad for tensor in tensors)], [tuple(call) for call in traffic.log]
@@ -68,19 +83,27 @@ def outcome(name, group, batch, sizes, shards, width, bias, frozen=()):
 def products_body(rank, world_size):
     group = comm.as_group(None, "tp")
     calls, fits = count_fused(), products._fits
-    cuts = [([3] * world_size, [4] * world_size), (comm.even_sizes(7, world_size), comm.even_sizes(5, world_size))]
-    cuts.append(([2] + [0] * (world_size - 1), [0] * (world_size - 1) + [3]))  # ranks without positions, ranks without features
+    cuts = [
+        ([3] * world_size, [4] * world_size),
+        (comm.even_sizes(7, world_size), comm.even_sizes(5, world_size)),
+    ]
+    # Ranks without positions, ranks without features.
+    cuts.append(([2] + [0] * (world_size - 1), [0] * (world_size - 1) + [3]))
     for name in products.__all__:
         for sizes, shards in cuts:
             for bias, frozen in ((True, ()), (False, ()), (True, (0,)), (True, (1, 2))):
                 for again in (False, True) if name == "gather_linear" else (False,):
-                    case = (name, group, 2, sizes, shards, 6, bias, frozen)
+                    case = (name, group, (2, sizes, shards, 6, bias), frozen)
                     products._fits, products.gathers_again = (lambda *args: False), lambda x: False
                     expected, log = outcome(*case)
                     assert not any(calls.values())
                     products._fits, products.gathers_again = fits, lambda x, again=again: again
                     found, found_log = outcome(*case)
-                    assert any(calls.values()) == (name != "gather_linear" or again) if frozen != (0,) or name != "copy_linear" else True
+                    assert (
+                        any(calls.values()) == (name != "gather_linear" or again)
+                        if frozen != (0,) or name != "copy_linear"
+                        else True
+                    )
                     calls.update(dict.fromkeys(NAMES, 0))
                     for a, b in zip(found, expected, strict=True):
                         assert (a is None) == (b is None), case
@@ -106,25 +129,27 @@ def alone_body(rank, world_size):
     """A group of one: F.linear and nothing else."""
     calls = count_fused()
     for name in products.__all__:
-        (out, *grads), log = outcome(name, comm.as_group(None, "tp"), 2, [5], [4], 6, True)
-        x, weight, bias = operands(name, comm.ALONE, 2, [5], [4], 6, True)
-        assert torch.equal(out, F.linear(x, weight, bias).detach()) or torch.allclose(out, F.linear(x, weight) + bias, rtol=0, atol=1e-12)
+        (out, *grads), log = outcome(name, comm.as_group(None, "tp"), (2, [5], [4], 6, True))
+        x, weight, bias = operands(name, comm.ALONE, (2, [5], [4], 6, True))
+        assert torch.equal(out, F.linear(x, weight, bias).detach()) or torch.allclose(
+            out, F.linear(x, weight) + bias, rtol=0, atol=1e-12
+        )
         assert log == [] and not any(calls.values()) and all(grad is not None for grad in grads)
 
 
 @pytest.mark.parametrize("q_heads, kv_heads, parts", [(5, 5, 3), (6, 3, 2), (8, 2, 3), (7, 1, 5)])
 @pytest.mark.parametrize("joined", [False, True])
-def test_lengths_of_head_shards(q_heads, kv_heads, parts, joined):
+def test_lengths_of_head_slices(q_heads, kv_heads, parts, joined):
     """Every rank knows what all hold, of each layer of an attention."""
     heads = split_heads(q_heads, kv_heads, parts)
     counts = HeadCounts(q_heads, kv_heads, 4)
     of_ranks = []
     for rank in range(parts):
-        columns, row = head_shards(counts, heads, rank, joined)
+        columns, row = head_slices(counts, heads, rank, joined)
         of_ranks.append([*columns, row])
     for layer in zip(*of_ranks, strict=True):
-        held = tuple(sum(stop - start for start, stop in shards.ranges) for shards in layer)
-        assert all(shards.lengths == held for shards in layer)
+        held = tuple(sum(stop - start for start, stop in slices.ranges) for slices in layer)
+        assert all(slices.lengths == held for slices in layer)
 
 
 def losses_of(rank, world_size, text, again=False):
@@ -144,11 +169,22 @@ def losses_of(rank, world_size, text, again=False):
     return losses, calls
 
 
-PLANS = [  # plan, x gathered again, calls per block, calls of the head (its input enters in the form of a column layer)
+# plan, x gathered again, calls per block, calls of the head (its input enters in the form of a column layer)
+PLANS = [
     ("tp=2", False, {"matmul_all_reduce": 4}, {"matmul_all_reduce": 1}),
     ("tp=2,megatron_sp", False, {"matmul_reduce_scatter": 2}, {}),
-    ("tp=2,megatron_sp", True, {"matmul_reduce_scatter": 2, "all_gather_matmul": 2}, {"all_gather_matmul": 1}),
-    ("tp=3,megatron_sp", True, {"matmul_reduce_scatter": 2, "all_gather_matmul": 2}, {"all_gather_matmul": 1}),
+    (
+        "tp=2,megatron_sp",
+        True,
+        {"matmul_reduce_scatter": 2, "all_gather_matmul": 2},
+        {"all_gather_matmul": 1},
+    ),
+    (
+        "tp=3,megatron_sp",
+        True,
+        {"matmul_reduce_scatter": 2, "all_gather_matmul": 2},
+        {"all_gather_matmul": 1},
+    ),
 ]
 
 
@@ -165,14 +201,16 @@ def test_plans_go_through_fused(monkeypatch, text, again, per_block, of_head, fo
 
 
 def postponed_body(rank, world_size):
-    """Under DeferWeights backward leaves the weights' gradients to flush, with the values of the fused form."""
+    """Under DeferWeights backward leaves the weights' gradients to flush, with the values of the
+    fused form.
+    """
     group = comm.as_group(None, "tp")
     calls, sequence = count_fused(), ([3, 4], [5, 2])
     for name in products.__all__:
-        expected, _ = outcome(name, group, 2, *sequence, 6, True)
-        tensors = operands(name, group, 2, *sequence, 6, True)
+        expected, _ = outcome(name, group, (2, *sequence, 6, True))
+        tensors = operands(name, group, (2, *sequence, 6, True))
         x, weight, bias = tensors[0], *map(nn.Parameter, (tensor.detach() for tensor in tensors[1:]))
-        along = (1, sequence[0]) if name in ("gather_linear", "linear_reduce_scatter") else ()
+        along = [Pieces(1, sequence[0])] if name in ("gather_linear", "linear_reduce_scatter") else []
         store = WeightStore()
         calls.update(dict.fromkeys(NAMES, 0))
         with DeferWeights(store, 0):
@@ -190,7 +228,9 @@ def test_weight_gradients_are_postponed_under_zero_bubble():
 
 
 def other_inputs_body(rank, world_size):
-    """What pycomm.fused does not take runs apart: vectors, autocast; and a width that does not fit is F.linear's error."""
+    """What pycomm.fused does not take runs apart: vectors, autocast; and a width that does not fit is
+    F.linear's error.
+    """
     group, calls = comm.as_group(None, "tp"), count_fused()
     x, weight = torch.ones(4), torch.full((3, 4), 0.5)
     assert torch.equal(products.linear_reduce(x, weight, None, group, [4, 4]), torch.full((3,), 4.0))

@@ -1,4 +1,6 @@
-"""Rows dealt by torch's DistributedSampler through a DataLoader: the same training as one process with the whole batches."""
+"""Rows dealt by torch's DistributedSampler through a DataLoader: the same training as one process with the
+whole batches.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Pipeline schedules as data: complete, in order, free of deadlock; published orders and bubbles; broken ones are refused."""
+"""Pipeline schedules as data: complete, in order, free of deadlock; published orders and bubbles; broken ones
+are refused.
+"""
 
 import pytest
 
@@ -21,7 +23,9 @@ def test_every_schedule_is_complete_in_order_and_free_of_deadlock():
             for stage in range(schedule.num_stages):
                 for kind in "FBW":
                     got = [a.microbatch for a in row if a[:2] == (kind, stage)]
-                    assert got == (list(range(schedule.microbatches)) if schedule.placement[stage] == rank else [])
+                    assert got == (
+                        list(range(schedule.microbatches)) if schedule.placement[stage] == rank else []
+                    )
 
 
 def test_placement():
@@ -72,7 +76,9 @@ def test_bubbles_at_unit_cost():
             assert unit_bubble("zb-h1", p, m) == pytest.approx((p - 1) / (3 * m + p - 1), abs=1e-12)
             assert unit_bubble("zbv", p, m) == 0 or m < 2 * p - 1
             for v in (2, 4):
-                assert unit_bubble("interleaved", p, m, v) == pytest.approx((p - 1) / (v * m + p - 1), abs=1e-12)
+                assert unit_bubble("interleaved", p, m, v) == pytest.approx(
+                    (p - 1) / (v * m + p - 1), abs=1e-12
+                )
 
 
 def test_live_activations():
@@ -87,7 +93,8 @@ def test_live_activations():
                 assert peaks["interleaved"] == [min(2 * m, 2 * (p - rank - 1) + p + 1) for rank in range(p)]
 
 
-# Qi et al. 2024, tables 9 and 5: pp, microbatches, ms for F, B, W and a message; bubble rates of 1F1B and ZB-H1.
+# Qi et al. 2024, tables 9 and 5: pp, microbatches, ms for F, B, W and a message; bubble rates of 1F1B and
+# ZB-H1.
 PUBLISHED = [
     (8, 24, 18.522, 18.086, 9.337, 0.601, 0.2431, 0.1585),
     (8, 32, 18.513, 18.086, 9.331, 0.626, 0.1985, 0.1242),
@@ -117,7 +124,9 @@ def test_timeline_spans_and_picture(tmp_path):
         (Action("B", 1, 0), 2.25, 4.25),
         (Action("W", 1, 0), 4.25, 4.75),
     ]
-    assert timeline.spans[0][2].start == 5.0  # the whole backward of rank 1 and a message later: this schedule does not split
+    assert (
+        timeline.spans[0][2].start == 5.0
+    )  # the whole backward of rank 1 and a message later: this schedule does not split
     assert simulate(make_schedule("zb-h1", 2, 2), 1.0, 2.0, 0.5, comm=0.25).spans[0][2].start == 4.5
     pytest.importorskip("matplotlib")
     for name in ("pipedream", "zbv"):

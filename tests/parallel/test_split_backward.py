@@ -1,4 +1,6 @@
-"""The split backward against the plain one: every kind of call bit for bit, ties, checkpointing, autocast, freed weights, callbacks."""
+"""The split backward against the plain one: every kind of call bit for bit, ties, checkpointing, autocast,
+freed weights, callbacks.
+"""
 
 import copy
 
@@ -88,9 +90,17 @@ CASES = {
     "method": (lambda: Matmul(6, 5, lambda x, w: x.matmul(w)), floats(4, 6), set()),
     "through a view": (lambda: Matmul(5, 6, lambda x, w: x @ w.t()), floats(4, 6), {"weight"}),
     "keywords": (lambda: Matmul(6, 5, lambda x, w: torch.matmul(input=x, other=w)), floats(4, 6), set()),
-    "addmm with beta": (lambda: Matmul(6, 5, lambda x, w: torch.addmm(w[:1], x, w, beta=2)), floats(4, 6), {"weight"}),
+    "addmm with beta": (
+        lambda: Matmul(6, 5, lambda x, w: torch.addmm(w[:1], x, w, beta=2)),
+        floats(4, 6),
+        {"weight"},
+    ),
     "embedding": (lambda: nn.Embedding(11, 4, padding_idx=-2), indices(3, 5), set()),
-    "embedding by frequency": (lambda: nn.Embedding(11, 4, scale_grad_by_freq=True), indices(3, 5), {"weight"}),
+    "embedding by frequency": (
+        lambda: nn.Embedding(11, 4, scale_grad_by_freq=True),
+        indices(3, 5),
+        {"weight"},
+    ),
     "norm": (lambda: nn.Sequential(nn.Linear(6, 5), nn.LayerNorm(5)), floats(4, 6), {"1.weight", "1.bias"}),
     "tied": (Tied, indices(2, 5), {"norm.weight", "norm.bias"}),
     "checkpointed": (Checkpointed, floats(3, 6), set()),
@@ -162,12 +172,14 @@ def test_accumulates_in_place_and_in_order_of_backward():
     assert torch.equal(flat, torch.ones_like(flat))
     store.flush(0)
     assert torch.equal(flat[-2:], torch.tensor([6.0, 6.0]))
-    assert [id(param) for param in order] == [id(param) for param in (module[1].weight, module[1].bias, module[0].weight, module[0].bias)]
+    assert [id(param) for param in order] == [
+        id(param) for param in (module[1].weight, module[1].bias, module[0].weight, module[0].bias)
+    ]
     store.flush(7)  # nothing is pending: a stage without weights
 
 
 def test_weight_may_be_freed_and_gathered_again():
-    """As ZeRO-3 does: no data between forward and backward, none at W; the gradient goes to the engine."""
+    """As ZeRO-3 does: no data between forward and backward, none at W; the gradient goes to the reducer."""
     layer, got = nn.Linear(3, 4), {}
     x, full = torch.randn(5, 3, requires_grad=True), layer.weight.detach().clone()
     expected = torch.autograd.grad(layer(x).square().sum(), [x, layer.weight])
@@ -181,7 +193,11 @@ def test_weight_may_be_freed_and_gathered_again():
     loss.backward()
     layer.weight.data = torch.empty(0)
     store.flush(0)
-    assert torch.equal(x.grad, expected[0]) and torch.equal(got[layer.weight], expected[1]) and layer.weight.grad is None
+    assert (
+        torch.equal(x.grad, expected[0])
+        and torch.equal(got[layer.weight], expected[1])
+        and layer.weight.grad is None
+    )
 
 
 def test_an_update_between_forward_and_backward_is_noticed():

@@ -1,6 +1,8 @@
-"""Runs every example of a strategy as a user would and checks what it prints. They compare themselves with a single process and fail.
+"""Runs every example of a strategy as a user would and checks what it prints. They compare themselves with a
+single process and fail.
 
-Each runs in a fork of this process, which has torch imported, and starts its own ranks from there; one runs under torchrun too.
+Each runs in a fork of this process, which has torch imported, and starts its own ranks from there; one runs
+under torchrun too.
 """
 
 import importlib
@@ -21,20 +23,39 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 from pycomm.parallel.pipeline import NAMES
 
-torch.optim.SGD([torch.zeros(1)], lr=0.1)  # the first optimizer imports half a second of modules: once, and not in every fork
+torch.optim.SGD(
+    [torch.zeros(1)], lr=0.1
+)  # the first optimizer imports half a second of modules: once, and not in every fork
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SECONDS = 60
 ALONE = "equals? one process: losses differ by"
-TEXT = ["--text-bytes=200000", "--layers=2", "--dim=32", "--heads=2", "--sequence=32", "--batch=8", "--validate-every=9"]
+TEXT = [
+    "--text-bytes=200000",
+    "--layers=2",
+    "--dim=32",
+    "--heads=2",
+    "--sequence=32",
+    "--batch=8",
+    "--validate-every=9",
+]
 
 PRINTED = {  # example -> patterns of what it prints
     "04_naive_data_parallel": [r"492,352 bytes into rank 0", ALONE],
     "05_ddp": [r"7 buckets, 245,760 bytes sent = 1\.00 x the gradients", ALONE],
     "06_model_parallel": [r"5248 \+ 3120 \+ 392 = 8760", ALONE],
-    "07_pipeline": [r"5 schedules on 2 ranks give the same bits", r"rank 3  \.  \.  \.  F0 B0 W0 F1", r"bubble 27%", r"bubble 0%"],
+    "07_pipeline": [
+        r"5 schedules on 2 ranks give the same bits",
+        r"rank 3  \.  \.  \.  F0 B0 W0 F1",
+        r"bubble 27%",
+        r"bubble 0%",
+    ],
     "08_tensor_parallel": [r"blocks\.3\.attention +attention", r"20 all_reduce over tp", ALONE],
-    "09_megatron_sequence_parallel": [r"55,296 bytes with tp, 27,648 with megatron_sp", r"'all_reduce': 4, 'all_gather': 18", ALONE],
+    "09_megatron_sequence_parallel": [
+        r"55,296 bytes with tp, 27,648 with megatron_sp",
+        r"'all_reduce': 4, 'all_gather': 18",
+        ALONE,
+    ],
     "10_ulysses": [r"16 all_to_all", ALONE],
     "11_ring_attention": [r"rank 0 holds positions \[0, 1, 2, 3, 20, 21, 22, 23\]", ALONE],
     "12_zero": [r"zero=0: sends .* = 2\.00 P", r"zero=1: .* 0\.67 P", r"zero=3: sends .* = 3\.0\d P", ALONE],
@@ -86,7 +107,13 @@ def test_example(name, tmp_path):
     for pattern in PRINTED[name]:
         assert re.search(pattern, printed), f"{pattern!r} is not in\n{printed}"
     if name == "07_pipeline":
-        assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == ["1f1b", "gpipe", "interleaved", "zb-h1", "zbv"]
+        assert sorted(path.stem for path in (tmp_path / "pictures").iterdir()) == [
+            "1f1b",
+            "gpipe",
+            "interleaved",
+            "zb-h1",
+            "zbv",
+        ]
 
 
 def test_each_example_is_here_and_short():
@@ -98,7 +125,14 @@ def test_each_example_is_here_and_short():
 
 
 def test_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(EXAMPLES / "05_ddp.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(EXAMPLES / "05_ddp.py"),
+    ]
     done = subprocess.run(command, cwd=tmp_path, timeout=SECONDS, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("DDP on 2 ranks equals one process") == 1
@@ -106,13 +140,19 @@ def test_under_torchrun(tmp_path):
 
 def losses(printed):
     """{"train": (first, last), "validation": (first, last)} as train_gpt.py prints them."""
-    return {kind: (float(a), float(b)) for kind, a, b in re.findall(r"(train|validation) loss +([\d.]+) -> ([\d.]+)", printed)}
+    return {
+        kind: (float(a), float(b))
+        for kind, a, b in re.findall(r"(train|validation) loss +([\d.]+) -> ([\d.]+)", printed)
+    }
 
 
 def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
     script, flags = EXAMPLES / "train_gpt.py", [*TEXT, "--steps=3"]
     alone = losses(run_in_fork(script, "--plan=", *flags, "--plot=", cwd=tmp_path))
-    assert alone["train"][0] == pytest.approx(5.55, abs=0.05) and alone["validation"][1] < alone["validation"][0] - 0.05
+    assert (
+        alone["train"][0] == pytest.approx(5.55, abs=0.05)
+        and alone["validation"][1] < alone["validation"][0] - 0.05
+    )
     for plan in ("dp=2,tp=2,pp=2,zero=1", "ring=2,zero=3,checkpoint"):
         printed = run_in_fork(script, f"--plan={plan}", *flags, "--plot=loss.png", cwd=tmp_path)
         for kind, values in losses(printed).items():
@@ -122,15 +162,31 @@ def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
 
 def test_train_gpt_goes_on_from_a_checkpoint_of_another_plan(tmp_path):
     script = EXAMPLES / "train_gpt.py"
-    first = losses(run_in_fork(script, "--plan=dp=2,zero=1", *TEXT, "--steps=2", "--save=saved", "--plot=", cwd=tmp_path))
-    printed = run_in_fork(script, "--plan=tp=2", *TEXT, "--steps=4", "--resume=saved", "--plot=", cwd=tmp_path)
+    first = losses(
+        run_in_fork(script, "--plan=dp=2,zero=1", *TEXT, "--steps=2", "--save=saved", "--plot=", cwd=tmp_path)
+    )
+    printed = run_in_fork(
+        script, "--plan=tp=2", *TEXT, "--steps=4", "--resume=saved", "--plot=", cwd=tmp_path
+    )
     then = losses(printed)
-    assert "4 steps" in printed and then["train"][0] == first["train"][0] and then["validation"][0] == first["validation"][0]
+    assert (
+        "4 steps" in printed
+        and then["train"][0] == first["train"][0]
+        and then["validation"][0] == first["validation"][0]
+    )
     assert then["validation"][1] < first["validation"][1]
 
 
 def test_train_gpt_in_bf16(tmp_path):
-    printed = run_in_fork(EXAMPLES / "train_gpt.py", "--plan=dp=2", "--precision=bf16", *TEXT, "--steps=2", "--plot=", cwd=tmp_path)
+    printed = run_in_fork(
+        EXAMPLES / "train_gpt.py",
+        "--plan=dp=2",
+        "--precision=bf16",
+        *TEXT,
+        "--steps=2",
+        "--plot=",
+        cwd=tmp_path,
+    )
     assert "dp=2,precision=bf16" in printed and losses(printed)["validation"][1] < 5.6
 
 
@@ -138,13 +194,21 @@ DOCS = (EXAMPLES.parent / "docs" / "strategies.md").read_text()
 
 
 def test_schedules_in_the_docs():
-    grids = re.findall(r"```\n(\S+: pp 3, chunks \d, microbatches 5\n.*?)\n```", DOCS, re.DOTALL)
-    assert grids == [par.make_schedule(name, 3, 5).text() for name in NAMES]
+    grids = re.findall(r"```\n((\S+): pp (\d), chunks \d, microbatches (\d)\n.*?)\n```", DOCS, re.DOTALL)
+    assert [name for _, name, _, _ in grids] == list(NAMES)
+    for text, name, stages, microbatches in grids:
+        assert text == par.make_schedule(name, int(stages), int(microbatches)).text()
 
 
-@pytest.mark.parametrize("text", sorted(set(re.findall(r"(?<!\w)(?:par\.)?(Plan\((?:[^()]|\([^()]*\))*\))", DOCS))))
+@pytest.mark.parametrize(
+    "text", sorted(set(re.findall(r"(?<!\w)(?:par\.)?(Plan\((?:[^()]|\([^()]*\))*\))", DOCS)))
+)
 def test_plans_in_the_docs(text):
-    if "make_compression" not in text and "blocks=...)" not in text and "compression='int8', zero=1" not in text:
+    if (
+        "make_compression" not in text
+        and "blocks=...)" not in text
+        and "compression='int8', zero=1" not in text
+    ):
         assert eval(text, {"Plan": par.Plan}).world_size >= 1
 
 
@@ -162,7 +226,9 @@ def traffic_of(rank, world_size, plans):
 
 
 def test_bytes_in_the_docs():
-    """The closed forms of docs/strategies.md on 3 ranks; small parts of a step that they leave out are written out here."""
+    """The closed forms of docs/strategies.md on 3 ranks; small parts of a step that they leave out are
+    written out here.
+    """
     n, layers, e, vocab, width, tokens, microbatches = 3, 6, 8, 50, 24, 12 * 24, 3
     tied = vocab * width * e
     size = tied + e * (24 * width + layers * (12 * width**2 + 13 * width) + 2 * width)
@@ -172,8 +238,14 @@ def test_bytes_in_the_docs():
         "dp=3": (gradients, 0),
         "dp=3,zero=1": (gradients, 0),
         "dp=3,zero=2": ((microbatches + 1) * share * size, 0),
-        "dp=3,zero=3": (microbatches * share * (3 * size + tied), 0),  # the tied weight is gathered for each of its places
-        "tp=3": (8 * share * layers * hidden + 2 * 2 * share * hidden + 2 * share * 3 * tokens * e, 0),  # and embedding, head, loss
+        "dp=3,zero=3": (
+            microbatches * share * (3 * size + tied),
+            0,
+        ),  # the tied weight is gathered for each of its places
+        "tp=3": (
+            8 * share * layers * hidden + 2 * 2 * share * hidden + 2 * share * 3 * tokens * e,
+            0,
+        ),  # and embedding, head, loss
         "pp=3": (None, (hidden + tied, 2 * hidden, hidden + tied)),
         "ulysses=3": (layers * 8 * hidden / n * share + gradients, 0),
         "ring=3": (None, layers * 3 * (n - 1) * 2 * hidden / n),

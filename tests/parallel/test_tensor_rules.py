@@ -4,14 +4,27 @@ import re
 
 import pytest
 import torch
-from tensor_models import Encoder, FusedAttention, Gpt, Llama, Mlp, Sizes, batch, compare, make, single, tensor_step
+from tensor_models import (
+    Encoder,
+    FusedAttention,
+    Gpt,
+    Llama,
+    Mlp,
+    Sizes,
+    batch,
+    compare,
+    make,
+    single,
+    tensor_step,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel import comm
-from pycomm.parallel.tensor import parallelize_tensor, regions
+from pycomm.parallel.ground import comm
+from pycomm.parallel.tensor import parallelize_tensor
+from pycomm.parallel.tensor.find import find
 
 GPT, LLAMA, ENCODER = (Gpt, 19, "h"), (Llama, 17, "layers"), (Encoder, 13, "encoder.layers")
 CASES = [  # model, its arguments, options
@@ -30,20 +43,51 @@ CASES = [  # model, its arguments, options
     (ENCODER, {"norm_first": False, "bias": False}, {}),
     (GPT, {}, {"rules": {"h.*.mlp": "replicate", "h.0.attn": "replicate"}}),
     (GPT, {}, {"sequence": True, "rules": {"h.*.mlp": "replicate", "h.0.attn": "replicate"}}),
-    (GPT, {}, {"sequence": True, "rules": {"h.*.mlp.c_fc": "column", "h.*.mlp.c_proj": "row", "wte": "replicate", "lm_head": "replicate"}}),
-    (LLAMA, {}, {"sequence": True, "rules": {"lm_head": "column", "layers.0.mlp.*": "column", "embed_tokens": "replicate"}}),
-    (LLAMA, {}, {"sequence": True, "rules": {"lm_head": "row", "layers.1.mlp.down_proj": "row", "embed_tokens": "vocab"}}),
+    (
+        GPT,
+        {},
+        {
+            "sequence": True,
+            "rules": {
+                "h.*.mlp.c_fc": "column",
+                "h.*.mlp.c_proj": "row",
+                "wte": "replicate",
+                "lm_head": "replicate",
+            },
+        },
+    ),
+    (
+        LLAMA,
+        {},
+        {
+            "sequence": True,
+            "rules": {"lm_head": "column", "layers.0.mlp.*": "column", "embed_tokens": "replicate"},
+        },
+    ),
+    (
+        LLAMA,
+        {},
+        {
+            "sequence": True,
+            "rules": {"lm_head": "row", "layers.1.mlp.down_proj": "row", "embed_tokens": "vocab"},
+        },
+    ),
 ]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def slow_imports():
     """What torch loads at the first use of these, loaded here and not in every forked rank."""
-    torch.testing.assert_close(checkpoint(torch.exp, torch.zeros(1, requires_grad=True), use_reentrant=False), torch.ones(1))
+    torch.testing.assert_close(
+        checkpoint(torch.exp, torch.zeros(1, requires_grad=True), use_reentrant=False), torch.ones(1)
+    )
 
 
 def expected_of(build, kwargs, options):
-    return single(make(build, kwargs, options.get("dtype", torch.float64)), *batch(options["vocab"], options.get("length", 7)))
+    return single(
+        make(build, kwargs, options.get("dtype", torch.float64)),
+        *batch(options["vocab"], options.get("length", 7)),
+    )
 
 
 def many_steps(rank, world_size, cases):
@@ -55,7 +99,9 @@ def complete(case):
     return build, kwargs, {"vocab": vocab, "blocks": blocks, **options}
 
 
-@pytest.mark.parametrize("world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")])
+@pytest.mark.parametrize(
+    "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
+)
 def test_models_equal_one_process(world_size, backend):
     cases = [complete(case) for case in CASES]
     if backend == "gloo":
@@ -70,22 +116,32 @@ def test_models_equal_one_process(world_size, backend):
 
 def test_five_ranks_and_single_precision():
     case = Gpt, {}, {"vocab": 19, "blocks": "h", "dtype": torch.float32, "sharded": True}
-    compare(spawn(5, tensor_step, *case), expected_of(*case), 1e-6 * 8)  # 8: gradients of one element are sums of hundreds of others
+    compare(spawn(5, tensor_step, *case), expected_of(*case))
 
 
 def test_megatrons_counts():
-    """Two blocks: 2 + 2 collectives each way in a block, one for the embedding, one for the head, two for the cut loss."""
+    """Two blocks: 2 + 2 collectives each way in a block, one for the embedding, one for the head, two for the
+    cut loss.
+    """
     block, sequence_block = ["all_reduce"] * 4, ["all_gather", "reduce_scatter"] * 4
     case = Gpt, {}, {"vocab": 19, "blocks": "h", "sharded": True}
     for result in spawn(2, tensor_step, *case):
         assert result["counts"] == [["all_reduce", *block], ["all_reduce"] * 2, ["all_reduce", *block]]
-    case = Llama, {}, {"vocab": 17, "blocks": "layers", "sharded": True}  # q, k and v share one entry, and so do gate and up
+    case = (
+        Llama,
+        {},
+        {"vocab": 17, "blocks": "layers", "sharded": True},
+    )  # q, k and v share one entry, and so do gate and up
     for result in spawn(2, tensor_step, *case):
         assert result["counts"] == [["all_reduce", *block], ["all_reduce"] * 2, ["all_reduce", *block]]
     case = Gpt, {}, {"vocab": 19, "blocks": "h", "sharded": True, "sequence": True}
     for result in spawn(2, tensor_step, *case):
         forward, loss, backward = result["counts"]
-        assert forward == ["all_reduce", *sequence_block, "all_gather"]  # embedding, blocks, entry of the head
+        assert forward == [
+            "all_reduce",
+            *sequence_block,
+            "all_gather",
+        ]  # embedding, blocks, entry of the head
         assert loss == ["all_reduce"] * 2
         assert backward == [
             "reduce_scatter",
@@ -95,7 +151,7 @@ def test_megatrons_counts():
 
 
 def found(model, **options):
-    return {line.fqn: (line.rule, line.detail) for line in regions.find(model, **options).found}
+    return {line.fqn: (line.rule, line.detail) for line in find(model, **options).found}
 
 
 def test_found_is_printable():
@@ -107,7 +163,11 @@ def test_found_is_printable():
         "lm_head": ("vocab", "19 rows, tied to wte"),
     }
     done = parallelize_tensor(Gpt(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
-    assert "h.0.attn" in str(done) and done.head.fqn == "lm_head" and (done.head.full_size, done.head.local_size) == (19, 4)
+    assert (
+        "h.0.attn" in str(done)
+        and done.head.fqn == "lm_head"
+        and (done.head.full_size, done.head.local_size) == (19, 4)
+    )
 
 
 class Between(Mlp):
@@ -122,7 +182,9 @@ class Between(Mlp):
 
 
 class PerHead(FusedAttention):
-    """[q k v] of each head side by side in the projection: the same names and sizes, another meaning of the rows."""
+    """[q k v] of each head side by side in the projection: the same names and sizes, another meaning of the
+    rows.
+    """
 
     def forward(self, x):
         B, T, C = x.size()
@@ -133,8 +195,12 @@ class PerHead(FusedAttention):
 class WidthScale(FusedAttention):
     def forward(self, x):
         B, T, C = x.size()
-        q, k, v = (t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, 2))
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v, scale=C**-0.5).transpose(1, 2).reshape(B, T, C))
+        q, k, v = (
+            t.view(B, T, self.n_head, -1).transpose(1, 2) for t in self.c_attn(x).split(self.n_embd, 2)
+        )
+        return self.c_proj(
+            F.scaled_dot_product_attention(q, k, v, scale=C**-0.5).transpose(1, 2).reshape(B, T, C)
+        )
 
 
 class Gated(FusedAttention):
@@ -169,13 +235,19 @@ def test_what_does_not_fit_is_replicated_or_refused(model, why):
 def test_elementwise_functions_between_are_cut():
     for what in (nn.GELU(), nn.Dropout(0.5), nn.SiLU(), torch.tanh, lambda x: x * torch.sigmoid(1.7 * x)):
         model = Between(what)
-        assert parallelize_tensor(model, comm.Group("tp", 2, 1, None)).layouts["c_fc.weight"].ranges == ((12, 24),)
+        assert parallelize_tensor(model, comm.Group("tp", 2, 1, None)).layouts["c_fc.weight"].ranges == (
+            (12, 24),
+        )
 
 
 @pytest.mark.parametrize(
     "build, options, text",
     [
-        (lambda: Gpt(heads=2), {}, r"h.0.attn: 2 query heads cannot be split over 3 ranks of tp.*'replicate'"),
+        (
+            lambda: Gpt(heads=2),
+            {},
+            r"h.0.attn: 2 query heads cannot be split over 3 ranks of tp.*'replicate'",
+        ),
         (Gpt, {"rules": {"h.7.*": "mlp"}}, r"\['h.7.\*'\] match no module"),
         (Gpt, {"rules": {"h.*": "rows"}}, "'rows'.* not among attention, column"),
         (Gpt, {"rules": {"h.0": "column"}}, "'h.0': it is a Block, not a Linear"),
@@ -208,7 +280,10 @@ class Unprobed(FusedAttention):
 def test_first_forward_names_the_module_and_the_way_out():
     model = nn.ModuleDict({"attn": Unprobed(8, 4)})
     parallelize_tensor(model, comm.Group("tp", 2, 1, None))
-    with pytest.raises(ValueError, match=r"\[rank 1/2\] attn does not run on its part.*rules=\{'attn': 'replicate'\}, or 'column'"):
+    with pytest.raises(
+        ValueError,
+        match=r"\[rank 1/2\] attn does not run on its part.*rules=\{'attn': 'replicate'\}, or 'column'",
+    ):
         model["attn"](torch.randn(1, 3, 8), 0.0)
 
 
@@ -218,7 +293,9 @@ def test_a_group_of_one_changes_nothing():
     done = parallelize_tensor(model, None, blocks="h")
     assert all(parameter is before[name] for name, parameter in model.named_parameters())
     assert classes == [type(module) for module in model.modules()] and done.head is None
-    assert all(layout.dim is None and layout.counted and not layout.partial for layout in done.layouts.values())
+    assert all(
+        layout.dim is None and layout.counted and not layout.partial for layout in done.layouts.values()
+    )
 
 
 def test_frozen_parameters_stay_frozen_and_tied_ones_stay_one():
@@ -227,7 +304,9 @@ def test_frozen_parameters_stay_frozen_and_tied_ones_stay_one():
     done = parallelize_tensor(model, comm.Group("tp", 3, 0, None), blocks="h")
     assert not model.h[0].mlp.c_fc.weight.requires_grad and model.h[1].mlp.c_fc.weight.requires_grad
     assert model.wte.weight is model.lm_head.weight
-    assert done.layouts["wte.weight"] == done.layouts["lm_head.weight"] and done.layouts["wte.weight"].ranges == ((0, 7),)
+    assert done.layouts["wte.weight"] == done.layouts["lm_head.weight"] and done.layouts[
+        "wte.weight"
+    ].ranges == ((0, 7),)
     assert set(done.layouts) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
 
 
@@ -249,7 +328,12 @@ def test_a_norm_registered_in_the_wrong_place_is_noticed():
 MULTIHEAD = [  # constructor, shapes of query and key/value (batch_first as constructed), call
     ({}, (5, 2, 8), (5, 2, 8), {}),
     ({"batch_first": True, "add_bias_kv": True}, (2, 5, 8), (2, 6, 8), {"average_attn_weights": False}),
-    ({"batch_first": True, "bias": False, "add_zero_attn": True}, (2, 5, 8), (2, 5, 8), {"need_weights": False}),
+    (
+        {"batch_first": True, "bias": False, "add_zero_attn": True},
+        (2, 5, 8),
+        (2, 5, 8),
+        {"need_weights": False},
+    ),
     ({"kdim": 5, "vdim": 3}, (4, 2, 8), (6, 2), {}),
     ({}, (5, 8), (5, 8), {}),
 ]
@@ -267,9 +351,15 @@ def multihead_cases(group):
         generator = torch.Generator().manual_seed(3)
         query = torch.randn(q_shape, generator=generator, dtype=torch.float64)
         if "kdim" in options:
-            key, value = (torch.randn((*kv_shape, n), generator=generator, dtype=torch.float64) for n in (5, 3))
+            key, value = (
+                torch.randn((*kv_shape, n), generator=generator, dtype=torch.float64) for n in (5, 3)
+            )
         else:
-            key = value = query if q_shape == kv_shape else torch.randn(kv_shape, generator=generator, dtype=torch.float64)
+            key = value = (
+                query
+                if q_shape == kv_shape
+                else torch.randn(kv_shape, generator=generator, dtype=torch.float64)
+            )
         L, S = (q_shape[1], kv_shape[1]) if options.get("batch_first") else (q_shape[0], kv_shape[0])
         batches = 1 if query.dim() == 2 else 2
         mask = torch.rand((batches * 4, L, S), generator=generator) < 0.3
@@ -292,7 +382,9 @@ def multihead_cases(group):
             module.zero_grad()
             module(query, key, value, **call)[0].square().sum().backward()
         for name, parameter in whole.named_parameters():
-            torch.testing.assert_close(mine.get_parameter(name).grad, done.layouts[name].take(parameter.grad), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                mine.get_parameter(name).grad, done.layouts[name].take(parameter.grad), rtol=1e-12, atol=1e-12
+            )
 
 
 def inference_case(group):
@@ -308,7 +400,11 @@ def inference_case(group):
 def sequential_case(group):
     torch.manual_seed(1)
     widths = (5, 9, 3, 7, 2)
-    layers = [layer for i, o in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(i, o, dtype=torch.float64), nn.Tanh())][:-1]
+    layers = [
+        layer
+        for i, o in zip(widths, widths[1:], strict=False)
+        for layer in (nn.Linear(i, o, dtype=torch.float64), nn.Tanh())
+    ][:-1]
     whole = nn.Sequential(*layers)
     x = torch.randn(4, 5, dtype=torch.float64)
     expected = whole(x)
@@ -323,11 +419,13 @@ def sequential_case(group):
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
     out.square().sum().backward()
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(parameter.grad, done.layouts[name].take(grads[name]), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            parameter.grad, done.layouts[name].take(grads[name]), rtol=1e-12, atol=1e-12
+        )
 
 
 def checkpoint_case(group):
-    """Recomputation in backward runs regions again, up to the point where enough is known."""
+    """Recomputation in backward runs sublayers again, up to the point where enough is known."""
     model, whole = (make(Gpt, {}) for _ in range(2))
     done = parallelize_tensor(model, group, blocks="h")
     for block in model.h:
@@ -336,7 +434,9 @@ def checkpoint_case(group):
     whole(ids).square().mean().backward()
     model(ids).square().mean().backward()
     for name, parameter in whole.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, done.layouts[name].take(parameter.grad), rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(
+            model.get_parameter(name).grad, done.layouts[name].take(parameter.grad), rtol=1e-11, atol=1e-12
+        )
 
 
 def parts_body(rank, world_size):

@@ -1,6 +1,8 @@
-"""Calls and bytes of one step against the closed forms of docs/strategies.md, and the counter against torch's own.
+"""Calls and bytes of one step against the closed forms of docs/strategies.md, and the counter against torch's
+own.
 
-What belongs to one block is the difference between models of 4 and 3 blocks; bytes are those that a rank sends.
+What belongs to one block is the difference between models of 4 and 3 blocks; bytes are those that a rank
+sends.
 """
 
 import pytest
@@ -30,7 +32,9 @@ class SeenByTorch(TorchDispatchMode):
 
 
 def traffic_of_step(rank, world_size, make, text, microbatches=1):
-    """[(op, group, bytes)] of the second step of this rank, and the number of parameters of the whole model."""
+    """[(op, group, bytes)] of the second step of this rank, and the number of parameters of the
+    whole model.
+    """
     torch.manual_seed(0)
     model = make()
     count = sum(parameter.numel() for parameter in model.parameters())
@@ -58,21 +62,29 @@ def padding(ranks, buckets):
 
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_data_parallel_sends_two_p(ranks):
-    """2P (n-1)/n for DDP and for ZeRO 1 and 2, whatever the number of microbatches (ZeRO-2 reduces in each)."""
+    """2P (n-1)/n for DDP and for ZeRO 1 and 2, whatever the number of microbatches (ZeRO-2 reduces
+    in each).
+    """
     share = (ranks - 1) / ranks
     for microbatches in (1, 2):
         rows = lambda text, m=microbatches: spawn(ranks, traffic_of_step, gpt(), text, m)[1][:2]  # noqa: E731
         if ROWS < microbatches * ranks:
             continue
         log, count = rows(f"dp={ranks}")
-        assert total(log, "all_reduce", "dp")[1] == pytest.approx(2 * share * count * ITEM, abs=padding(ranks, 9))
+        assert total(log, "all_reduce", "dp")[1] == pytest.approx(
+            2 * share * count * ITEM, abs=padding(ranks, 9)
+        )
         names = len(dict(gpt()().named_parameters()))
-        calls, nbytes = total(log, "all_reduce", "world")  # norm, loss, marks of the batch, and which parameters were used
+        calls, nbytes = total(
+            log, "all_reduce", "world"
+        )  # norm, loss, marks of the batch, and which parameters were used
         assert calls == 1 and nbytes == pytest.approx(2 * share * 8 * (names + 4), abs=1)
         assert len(log) == total(log, "all_reduce")[0]
         for zero, reduces in ((1, 1), (2, microbatches)):
             log, count = rows(f"dp={ranks},zero={zero}")
-            assert total(log, "reduce_scatter")[1] == pytest.approx(reduces * share * count * ITEM, abs=padding(ranks, 9))
+            assert total(log, "reduce_scatter")[1] == pytest.approx(
+                reduces * share * count * ITEM, abs=padding(ranks, 9)
+            )
             assert total(log, "all_gather")[1] == pytest.approx(share * count * ITEM, abs=padding(ranks, 9))
 
 
@@ -109,7 +121,9 @@ def test_tensor_parallel_two_and_two(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_sequence_parallel_moves_the_same_bytes(ranks):
-    """2 all_gather and 2 reduce_scatter forward, the same backward, in the place of 4 all_reduce; norms are summed with the gradients."""
+    """2 all_gather and 2 reduce_scatter forward, the same backward, in the place of 4 all_reduce; norms are
+    summed with the gradients.
+    """
     hidden, share = ROWS * LENGTH * DIM * ITEM, (ranks - 1) / ranks
     added = per_block(ranks, f"tp={ranks},megatron_sp")
     assert added["all_gather"] == (4, 4 * share * hidden)
@@ -120,7 +134,9 @@ def test_megatron_sequence_parallel_moves_the_same_bytes(ranks):
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses_four_nh_over_p(ranks):
-    """4 N h / P elements per rank and block forward (q, k, v, out), of which (P-1)/P go to others, and the same backward."""
+    """4 N h / P elements per rank and block forward (q, k, v, out), of which (P-1)/P go to others, and the
+    same backward.
+    """
     tokens = ROWS * LENGTH
     calls, nbytes = per_block(ranks, f"ulysses={ranks}")["all_to_all"]
     assert nbytes == 2 * 4 * tokens * DIM // ranks * (ranks - 1) // ranks * ITEM
@@ -128,17 +144,29 @@ def test_ulysses_four_nh_over_p(ranks):
 
 
 def test_ring_sends_keys_and_values_around():
-    """k and v of a rank's positions n-1 times forward, and n-1 times backward with as many bytes of their gradients."""
+    """k and v of a rank's positions n-1 times forward, and n-1 times backward with as many bytes of their
+    gradients.
+    """
     ranks = 2
     piece = 2 * ROWS * LENGTH // ranks * DIM * ITEM  # k and v
     assert per_block(ranks, f"ring={ranks}")["send"][1] == 3 * (ranks - 1) * piece
 
 
 @pytest.mark.parametrize(
-    "text", ["pp=2", "pp=2,schedule=gpipe", "pp=2,schedule=zb-h1", "pp=4", "pp=2,schedule=interleaved", "pp=2,schedule=zbv"]
+    "text",
+    [
+        "pp=2",
+        "pp=2,schedule=gpipe",
+        "pp=2,schedule=zb-h1",
+        "pp=4",
+        "pp=2,schedule=interleaved",
+        "pp=2,schedule=zbv",
+    ],
 )
 def test_pipeline_sends_one_tensor_per_boundary(text):
-    """One activation forward and one gradient back per microbatch and boundary between ranks; a tied weight's gradient once."""
+    """One activation forward and one gradient back per microbatch and boundary between ranks; a tied weight's
+    gradient once.
+    """
     plan, microbatches = par.Plan.parse(text), 4
     logs = spawn(plan.pp, traffic_of_step, gpt(), text, microbatches)
     placement = par.make_schedule(plan.schedule, plan.pp, microbatches, plan.chunks_per_rank).placement
@@ -169,7 +197,9 @@ NAMES = {
 }
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "ulysses=2"])
+@pytest.mark.parametrize(
+    "text", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "ulysses=2"]
+)
 def test_the_counter_agrees_with_torch(text):
     for log, _, seen in spawn(2, traffic_of_step, gpt(), text):
         ours = {}

@@ -1,7 +1,8 @@
-"""Lets the suite's tests that want one GPU per rank, most of those of DDP, run on CPU tensors: "cuda" means the CPU.
+"""Lets the suite's tests that want one GPU per rank, most of those of DDP, run on CPU tensors: "cuda" means
+the CPU.
 
-Nothing here touches torch.distributed, except that DDP is not told of GPUs. Which of these tests then still mean something is decided by
-Gloo: gloo_passes.txt has those that it passes in the same way.
+Nothing here touches torch.distributed, except that DDP is not told of GPUs. Which of these tests then still
+mean something is decided by Gloo: gloo_passes.txt has those that it passes in the same way.
 """
 
 import contextlib
@@ -15,7 +16,9 @@ def install(common_distributed):
     """Before the suite is imported; enter CpuDevice() in the process that runs a test."""
     common_distributed.skip_if_lt_x_gpu = lambda *args, **kwargs: lambda function: function
     common_distributed.skip_if_no_gpu = lambda function: function
-    common_distributed.init_multigpu_helper = lambda world_size, backend: {rank: [rank] for rank in range(world_size)}
+    common_distributed.init_multigpu_helper = lambda world_size, backend: {
+        rank: [rank] for rank in range(world_size)
+    }
     torch.cuda.set_device = lambda device: None
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.manual_seed = lambda seed: None

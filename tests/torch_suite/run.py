@@ -1,9 +1,10 @@
-"""Runs PyTorch's own distributed suite on pycomm, or on Gloo to learn what passes there. See docs/torch_suite.md.
+"""Runs PyTorch's own distributed suite on pycomm, or on Gloo to learn what passes there. See
+docs/torch_suite.md.
 
 python tests/torch_suite/run.py                    # all tests that Gloo passes, on pycomm
 python tests/torch_suite/run.py test_all_reduce    # those whose names contain this
 python tests/torch_suite/run.py --backend gloo     # the same on Gloo
-python tests/torch_suite/run.py --regenerate 3     # runs everything on Gloo three times and writes gloo_passes.txt
+python tests/torch_suite/run.py --regenerate 3     # all on Gloo three times; writes gloo_passes.txt
 """
 
 import argparse
@@ -19,11 +20,24 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PASSES = HERE / "gloo_passes.txt"
+FLAGS = {"gpus": ["--gpus"], "rpc": ["--rpc"]}
 ANSWER_LIMIT = 180  # seconds; the worker has a limit of its own per test
 
-# In this order: a test runs where it is first not skipped. (what the suite's conditions take the backend for, or "gpus" for those that
-# want GPUs, see cuda_on_cpu.py; ranks)
-SETTINGS = [("gloo", 3), ("gloo", 2), ("gloo", 4), ("gloo", 8), ("mpi", 3), ("mpi", 4), ("gpus", 3), ("gpus", 2), ("gpus", 4)]
+# In this order: a test runs where it is first not skipped. (what the suite's conditions take the backend for,
+# or "gpus" for those that want GPUs, see cuda_on_cpu.py; ranks)
+SETTINGS = [
+    ("gloo", 3),
+    ("gloo", 2),
+    ("gloo", 4),
+    ("gloo", 8),
+    ("mpi", 3),
+    ("mpi", 4),
+    ("gpus", 3),
+    ("gpus", 2),
+    ("gpus", 4),
+]
+# Another suite of its own, with its own number of ranks.
+RPC = ("rpc", 4)
 
 
 class Case(NamedTuple):
@@ -33,20 +47,28 @@ class Case(NamedTuple):
 
 
 class Worker:
-    """A worker.py with its settings. What it and its ranks print is in the file `log`, which stays when the worker dies."""
+    """A worker.py with its settings. What it and its ranks print is in the file `log`, which stays when the
+    worker dies.
+    """
 
     def __init__(self, backend, conditions, world_size):
-        self.log = tempfile.NamedTemporaryFile("w+", prefix=f"torch_suite-{backend}-{world_size}-", suffix=".log", delete=False)
+        self.log = tempfile.NamedTemporaryFile(
+            "w+", prefix=f"torch_suite-{backend}-{world_size}-", suffix=".log", delete=False
+        )
         environment = {
-            **{name: value for name, value in os.environ.items() if not name.startswith(("TORCH_", "PYCOMM_", "GLOO_"))},
-            "BACKEND": "gloo" if conditions == "gpus" else conditions,
+            **{
+                name: value
+                for name, value in os.environ.items()
+                if not name.startswith(("TORCH_", "PYCOMM_", "GLOO_"))
+            },
+            "BACKEND": "gloo" if conditions in FLAGS else conditions,
             "WORLD_SIZE": str(world_size),
             "OMP_NUM_THREADS": "1",
         }
         if backend == "pycomm":
             environment["PYCOMM_REPLACE"] = "gloo"
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "worker.py", backend, *(["--gpus"] if conditions == "gpus" else [])],
+            [sys.executable, HERE / "worker.py", backend, *FLAGS.get(conditions, [])],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -108,7 +130,11 @@ def read_passes():
 
 
 def report(case, result, out=sys.stdout):
-    print(f"{result['outcome']:8}{result['seconds']:7.2f} s  {case.conditions} {case.world_size} {case.name}", file=out, flush=True)
+    print(
+        f"{result['outcome']:8}{result['seconds']:7.2f} s  {case.conditions} {case.world_size} {case.name}",
+        file=out,
+        flush=True,
+    )
 
 
 def last_error(text):
@@ -116,6 +142,14 @@ def last_error(text):
     lines = [line for line in text.splitlines() if re.match(r"[\w.]*(Error|Exception|Interrupt)\b.*: ", line)]
     lines = [line for line in lines if "exited with error code" not in line]
     return (lines or text.strip().splitlines()[-1:])[0]
+
+
+def sort_out(case, results, kept, dropped):
+    failures = [last_error(result["reason"]) for result in results if result["outcome"] != "passed"]
+    if failures:
+        dropped.append((case, len(failures), failures[0]))
+    else:
+        kept.append(case)
 
 
 def regenerate(times):
@@ -134,17 +168,26 @@ def regenerate(times):
                 skipped[name] = reasons.setdefault(name, results[0]["reason"].splitlines()[0])
                 continue
             results += [workers.run(case) for _ in range(times - 1)]
-            failures = [last_error(result["reason"]) for result in results if result["outcome"] != "passed"]
-            if failures:
-                dropped.append((case, len(failures), failures[0]))
-            else:
-                kept.append(case)
+            sort_out(case, results, kept, dropped)
         undecided = sorted(skipped)
         worker.close()
-    lines = [f"# Written by run.py --regenerate {times}: the tests that Gloo passes on a CPU, each with the suite's conditions and ranks."]
+    worker = workers.of(*RPC)
+    for name in worker.names:
+        case = Case(*RPC, name)
+        results = [workers.run(case) for _ in range(times)]
+        report(case, results[0])
+        sort_out(case, results, kept, dropped)
+    worker.close()
+    lines = [
+        f"# Written by run.py --regenerate {times}: the tests that Gloo passes on a CPU, each with the "
+        "suite's conditions and ranks."
+    ]
     lines += [f"{case.conditions} {case.world_size} {case.name}" for case in kept]
     lines += ["", f"# Failed on Gloo in some of {times} runs:"]
-    lines += [f"#   {case.conditions} {case.world_size} {case.name}: {count} of {times}: {text[:140]}" for case, count, text in dropped]
+    lines += [
+        f"#   {case.conditions} {case.world_size} {case.name}: {count} of {times}: {text[:140]}"
+        for case, count, text in dropped
+    ]
     lines += ["", "# Skipped in every setting:"]
     lines += [f"#   {name}: {reason[:120]}" for name, reason in sorted(skipped.items())]
     PASSES.write_text("\n".join(lines) + "\n")
@@ -152,10 +195,16 @@ def regenerate(times):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("words", nargs="*", help="run the tests whose names contain one of these")
     parser.add_argument("--backend", choices=("pycomm", "gloo"), default="pycomm")
-    parser.add_argument("--profiler", action="store_true", help="let tests also check what torch's profiler shows of our operations")
+    parser.add_argument(
+        "--profiler",
+        action="store_true",
+        help="let tests also check what torch's profiler shows of our operations",
+    )
     parser.add_argument("--regenerate", type=int, metavar="TIMES")
     parser.add_argument("--json", type=Path, help="write all results there")
     arguments = parser.parse_args()

@@ -1,14 +1,16 @@
 """Runs tests of PyTorch's own distributed suite, each in freshly forked ranks; started by run.py.
 
-The suite (torch.testing._internal.distributed.distributed_test) starts a new interpreter for every rank of every test, which costs seconds
-of `import torch`. This process imports it once and forks the ranks. Everything else is the suite's: init_process_group and
-destroy_process_group per test, the time limits of groups, the comparison of exit codes.
+The suite (torch.testing._internal.distributed.distributed_test) starts a new interpreter for every rank of
+every test, which costs seconds of `import torch`. This process imports it once and forks the ranks.
+Everything else is the suite's: init_process_group and destroy_process_group per test, the time limits of
+groups, the comparison of exit codes.
 
-    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus]
+    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus | --rpc]
 
-Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler shows. Answers each with a
-line of JSON: test, outcome (passed, failed, skipped), reason, seconds. BACKEND and WORLD_SIZE are what the suite's decorators look at when
-they decide which tests there are; --gpus: see cuda_on_cpu.py.
+Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler
+shows. Answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds. BACKEND and
+WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see
+cuda_on_cpu.py; --rpc: instead of the suite, DDP under distributed autograd.
 """
 
 import contextlib
@@ -24,7 +26,10 @@ import unittest
 import cuda_on_cpu
 
 TIME_LIMIT = 100  # seconds per test; the longest on a free machine takes 20
-NAME_TESTS = {"test_get_backend", "test_Backend_enum_class"}  # these compare BACKEND with what torch says, which is "pycomm"
+NAME_TESTS = {
+    "test_get_backend",
+    "test_Backend_enum_class",
+}  # these compare BACKEND with what torch says, which is "pycomm"
 
 
 def import_suite(with_gpus):
@@ -39,7 +44,9 @@ def import_suite(with_gpus):
         sys.modules["expecttest"] = types.SimpleNamespace(TestCase=unittest.TestCase, ACCEPT=False)
     from torch.testing._internal import common_distributed
 
-    common_distributed.DistTestCases.backend_feature["plugin"].add("pycomm")  # what "gloo" means under PYCOMM_REPLACE
+    common_distributed.DistTestCases.backend_feature["plugin"].add(
+        "pycomm"
+    )  # what "gloo" means under PYCOMM_REPLACE
     if with_gpus:
         cuda_on_cpu.install(common_distributed)
     from torch.testing._internal.distributed import distributed_test
@@ -71,6 +78,31 @@ def make_suite(suite, backend, with_gpus):
     return Suite
 
 
+def make_rpc_suites(common_distributed):
+    """DDP whose backward pass goes through RPC; the ranks' groups are ours, RPC itself has no backend."""
+    from torch.testing._internal.distributed import ddp_under_dist_autograd_test as tests
+    from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import (
+        TensorPipeRpcAgentTestFixture,
+    )
+
+    class Forked(TensorPipeRpcAgentTestFixture, common_distributed.MultiProcessTestCase):
+        def setUp(self):
+            super().setUp()
+            self._start_processes(multiprocessing.get_context("fork").Process)
+
+    class UnderAutograd(tests.DdpUnderDistAutogradTest, Forked):
+        pass
+
+    class Comparison(tests.DdpComparisonTest, Forked):
+        pass
+
+    return [UnderAutograd, Comparison]
+
+
+def names_of(suite_class):
+    return sorted(name for name in dir(suite_class) if name.startswith("test_"))
+
+
 def run(suite, suite_class, line):
     name, _, profiler = line.partition("+")
     for backends in (suite.PROFILING_SUPPORTED_BACKENDS, suite.SEND_RECV_PROFILING_SUPPORTED_BACKENDS):
@@ -80,7 +112,12 @@ def run(suite, suite_class, line):
     suite_class(name).run(result)
     seconds = round(time.monotonic() - start, 2)
     if result.failures or result.errors:
-        return {"test": name, "outcome": "failed", "reason": readable((result.failures + result.errors)[0][1]), "seconds": seconds}
+        return {
+            "test": name,
+            "outcome": "failed",
+            "reason": readable((result.failures + result.errors)[0][1]),
+            "seconds": seconds,
+        }
     if result.skipped:
         return {"test": name, "outcome": "skipped", "reason": result.skipped[0][1], "seconds": seconds}
     return {"test": name, "outcome": "passed", "reason": "", "seconds": seconds}
@@ -99,13 +136,20 @@ def main():
     suite = import_suite(with_gpus)
     if backend == "pycomm":
         import pycomm  # noqa: F401
-    suite_class = make_suite(suite, backend, with_gpus)
-    suite_class.setUpClass()
-    names = sorted(name for name in dir(suite_class) if name.startswith("test_"))
-    print(json.dumps(names), file=answers)
+    if "--rpc" in sys.argv:
+        from torch.testing._internal import common_distributed
+
+        suites = make_rpc_suites(common_distributed)
+    else:
+        suites = [make_suite(suite, backend, with_gpus)]
+    home = {name: suite_class for suite_class in suites for name in names_of(suite_class)}
+    for suite_class in suites:
+        suite_class.setUpClass()
+    print(json.dumps(sorted(home)), file=answers)
     for line in sys.stdin:
         print(f"=== {line.strip()}", file=sys.stderr, flush=True)
-        print(json.dumps(run(suite, suite_class, line.strip())), file=answers)
+        name = line.strip().partition("+")[0]
+        print(json.dumps(run(suite, home[name], line.strip())), file=answers)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,45 @@
-"""What happens to one tile of a product: which tile comes next, the product itself, bias and activation, the reduction over ranks.
+"""What happens to one tile of a product: which tile comes next, the product itself, bias and activation, the
+reduction over ranks.
 
-A product (M, K) x (K, N) is computed in tiles of BLOCK_M x BLOCK_N by few programs, each of which goes through many tiles. Operands come
-in one of three modes, chosen by the host:
+A product (M, K) x (K, N) is computed in tiles of BLOCK_M x BLOCK_N by few programs, each of which goes
+through many tiles. Operands come in one of three modes, chosen by the host:
 
     POINTERS      any strides; ragged edges by masks
-    DESCRIPTOR    by the tensor memory accelerator (TMA): the last dimension is dense and rows start at multiples of 16 bytes
+    DESCRIPTOR    by the tensor memory accelerator (TMA): the last dimension is dense and rows start at
+                  multiples of 16 bytes
     TRANSPOSED    the same of the transposed tensor, e.g. the weight (N, K) of a linear layer
+
+[Note: arguments] All that is fixed when a kernel is compiled is in one Tile, a constexpr. A shape of
+tl.zeros, and a word passed to a function, are made constexprs of their own: Triton 3.6 takes no field of a
+tuple there. The values of a launch stay single arguments of a kernel, since it is for each argument that
+Triton decides whether its value may become a constant (OF_A_RANK in signal.py). Inside a kernel those that go
+together are tuples.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for. See [Note: arguments]."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    group_m: int  # rows of tiles that are visited together
+    panels: int  # 2 for swiglu: the gate and, n columns to its right, the up projection
+    activation: str
+    has_bias: bool
+    save: bool  # the preactivation is stored too
+    even_k: bool  # K is a multiple of block_k
+    upcast: bool  # in the interpreter: operands are widened before a product
+    precision: str
+    a_mode: int
+    b_mode: int
+    wire: object = None  # dtype of partial tiles that travel; None where there are none
+
 
 POINTERS, DESCRIPTOR, TRANSPOSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -22,7 +52,9 @@ def wide(x):
 
 @triton.jit
 def place(index, row_tiles, column_tiles, GROUP_M: tl.constexpr):
-    """Row and column of the index-th tile: GROUP_M rows at a time, column by column, so that neighbours in time share operands in L2."""
+    """Row and column of the index-th tile: GROUP_M rows at a time, column by column, so that neighbours in
+    time share operands in L2.
+    """
     per_group = GROUP_M * column_tiles
     first = index // per_group * GROUP_M
     rows = min(row_tiles - first, GROUP_M)
@@ -31,7 +63,9 @@ def place(index, row_tiles, column_tiles, GROUP_M: tl.constexpr):
 
 @triton.jit
 def spread(index, period, full, first):
-    """Row of the whole tensor that is row `index` of a piece: the piece has `period` of every `full` rows, from `first` on."""
+    """Row of the whole tensor that is row `index` of a piece: the piece has `period` of every `full` rows,
+    from `first` on.
+    """
     period = max(period, 1)
     return (index // period).to(tl.int64) * full + first + index % period
 
@@ -39,15 +73,19 @@ def spread(index, period, full, first):
 @triton.jit
 def multiply(
     a, rows, row_mask, first_row, stride_ak, b, columns, first_column, n, k, stride_bk, stride_bn,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PANELS: tl.constexpr,
-    A_MODE: tl.constexpr, B_MODE: tl.constexpr, EVEN_K: tl.constexpr, UPCAST: tl.constexpr, PRECISION: tl.constexpr,
+    PANELS: tl.constexpr, A_MODE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of a @ b in fp32, and with PANELS = 2 the tile n columns to its right (else zeros that nobody uses).
+    """A tile of a @ b in fp32, and with PANELS = 2 the tile n columns to its right (else zeros that nobody
+    uses).
 
-    rows: int64 offsets of the tile's rows in a (POINTERS); first_row: of the tile (DESCRIPTOR, TRANSPOSED); columns: of the tile.
+    rows: int64 offsets of the tile's rows in a (POINTERS); first_row: of the tile (DESCRIPTOR, TRANSPOSED);
+    columns: of the tile.
     """
-    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    acc_up = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    shape: tl.constexpr = (TILE.block_m, TILE.block_n)
+    BLOCK_K: tl.constexpr = TILE.block_k
+    B_MODE: tl.constexpr = TILE.b_mode
+    acc = tl.zeros(shape, tl.float32)
+    acc_up = tl.zeros(shape, tl.float32)
     ks = tl.arange(0, BLOCK_K)
     column_mask = columns < n
     if A_MODE == POINTERS:
@@ -57,7 +95,7 @@ def multiply(
     for step in range(0, tl.cdiv(k, BLOCK_K)):
         k_mask = ks < k - step * BLOCK_K
         if A_MODE == POINTERS:
-            if EVEN_K:
+            if TILE.even_k:
                 x = tl.load(a_tile, row_mask[:, None], 0.0)
             else:
                 x = tl.load(a_tile, row_mask[:, None] & k_mask[None, :], 0.0)
@@ -67,7 +105,7 @@ def multiply(
         else:
             x = tl.trans(a.load([step * BLOCK_K, first_row]))
         if B_MODE == POINTERS:
-            if EVEN_K:
+            if TILE.even_k:
                 mask = column_mask[None, :]
             else:
                 mask = column_mask[None, :] & k_mask[:, None]
@@ -83,20 +121,22 @@ def multiply(
             y = tl.trans(b.load([first_column, step * BLOCK_K]))
             if PANELS == 2:
                 y_up = tl.trans(b.load([n + first_column, step * BLOCK_K]))
-        if UPCAST:
+        if TILE.upcast:
             x = x.to(tl.float32)
             y = y.to(tl.float32)
-        acc = tl.dot(x, y, acc, input_precision=PRECISION)
+        acc = tl.dot(x, y, acc, input_precision=TILE.precision)
         if PANELS == 2:
-            if UPCAST:
+            if TILE.upcast:
                 y_up = y_up.to(tl.float32)
-            acc_up = tl.dot(x, y_up, acc_up, input_precision=PRECISION)
+            acc_up = tl.dot(x, y_up, acc_up, input_precision=TILE.precision)
     return acc, acc_up
 
 
 @triton.jit
 def narrow(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
-    """fp32 as DTYPE, rounded to nearest even. The interpreter (UPCAST) cuts bf16 off instead, so there the bits are rounded first."""
+    """fp32 as DTYPE, rounded to nearest even. The interpreter (UPCAST) cuts bf16 off instead, so there the
+    bits are rounded first.
+    """
     if UPCAST and DTYPE == tl.bfloat16:
         bits = x.to(tl.int32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
@@ -106,7 +146,9 @@ def narrow(x, DTYPE: tl.constexpr, UPCAST: tl.constexpr):
 
 @triton.jit
 def activate(z, ACTIVATION: tl.constexpr):
-    """In fp32. relu keeps NaN; tanh is written by the logistic function, which Triton has: tanh(x) = 2 sigmoid(2x) - 1."""
+    """In fp32. relu keeps NaN; tanh is written by the logistic function, which Triton has: tanh(x) = 2
+    sigmoid(2x) - 1.
+    """
     if ACTIVATION == "relu":
         return tl.where(z < 0, 0.0, z)
     elif ACTIVATION == "silu":
@@ -120,52 +162,54 @@ def activate(z, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def complete(
-    z, z_up, bias, columns, n, HAS_BIAS: tl.constexpr, PANELS: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
+def complete(z, z_up, bias, columns, n, TILE: tl.constexpr):
     """(z + bias, z_up + bias, result) of a tile, in fp32."""
-    if HAS_BIAS:
+    if TILE.has_bias:
         z += tl.load(bias + columns, columns < n, 0.0).to(tl.float32)[None, :]
-        if PANELS == 2:
+        if TILE.panels == 2:
             z_up += tl.load(bias + n + columns, columns < n, 0.0).to(tl.float32)[None, :]
-    if PANELS == 2:
+    if TILE.panels == 2:
         y = activate(z, "silu") * z_up
     else:
+        ACTIVATION: tl.constexpr = TILE.activation
         y = activate(z, ACTIVATION)
     return z, z_up, y
 
 
 @triton.jit
-def store_tile(
-    z, z_up, bias, out, z_out, rows, row_mask, columns, n,
-    HAS_BIAS: tl.constexpr, PANELS: tl.constexpr, ACTIVATION: tl.constexpr, SAVE: tl.constexpr,
-    UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Bias, activation and the result's place in out (dense rows of n); with SAVE also the preactivation in z_out (PANELS * n).
+def store_tile(z, z_up, bias, out, z_out, rows, row_mask, columns, n, TILE: tl.constexpr):
+    """Bias, activation and the result's place in out (dense rows of n); with TILE.save also the preactivation
+    in z_out (panels * n).
 
     rows: int64 indices of rows in out.
     """
-    z, z_up, y = complete(z, z_up, bias, columns, n, HAS_BIAS, PANELS, ACTIVATION)
+    z, z_up, y = complete(z, z_up, bias, columns, n, TILE)
     mask = row_mask[:, None] & (columns < n)[None, :]
-    if SAVE:
-        place_of_z = z_out + rows[:, None] * (PANELS * n) + columns[None, :]
-        tl.store(place_of_z, narrow(z, z_out.dtype.element_ty, UPCAST), mask)
-        if PANELS == 2:
-            tl.store(place_of_z + n, narrow(z_up, z_out.dtype.element_ty, UPCAST), mask)
-    tl.store(out + rows[:, None] * n + columns[None, :], narrow(y, out.dtype.element_ty, UPCAST), mask)
+    if TILE.save:
+        place_of_z = z_out + rows[:, None] * (TILE.panels * n) + columns[None, :]
+        tl.store(place_of_z, narrow(z, z_out.dtype.element_ty, TILE.upcast), mask)
+        if TILE.panels == 2:
+            tl.store(place_of_z + n, narrow(z_up, z_out.dtype.element_ty, TILE.upcast), mask)
+    tl.store(out + rows[:, None] * n + columns[None, :], narrow(y, out.dtype.element_ty, TILE.upcast), mask)
 
 
 @triton.jit
-def inside(BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Offsets of a tile that is stored by itself, densely, all of it: nothing to mask, and 16 bytes in one access."""
-    return tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+def inside(TILE: tl.constexpr):
+    """Offsets of a tile that is stored by itself, densely, all of it: nothing to mask, and 16 bytes in one
+    access.
+    """
+    return tl.arange(0, TILE.block_m)[:, None] * TILE.block_n + tl.arange(0, TILE.block_n)[None, :]
 
 
 @triton.jit
-def sum_of_partials(partials, slot, slots, WORLD: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The sum over ranks of their tiles for this slot, in fp32 and in order of rank. partials: [rank][slot] tiles."""
-    tile = partials + wide(slot) * (BLOCK_M * BLOCK_N) + inside(BLOCK_M, BLOCK_N)
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+def sum_of_partials(partials, slot, slots, WORLD: tl.constexpr, TILE: tl.constexpr):
+    """The sum over ranks of their tiles for this slot, in fp32 and in order of rank. partials: [rank][slot]
+    tiles.
+    """
+    shape: tl.constexpr = (TILE.block_m, TILE.block_n)
+    size: tl.constexpr = TILE.block_m * TILE.block_n
+    tile = partials + wide(slot) * size + inside(TILE)
+    total = tl.zeros(shape, tl.float32)
     for source in range(WORLD):
-        total += tl.load(tile + source * wide(slots) * (BLOCK_M * BLOCK_N)).to(tl.float32)
+        total += tl.load(tile + source * wide(slots) * size).to(tl.float32)
     return total

@@ -1,19 +1,21 @@
-// driver_abi_test.cc -- csrc/cuda/driver.h against cuda.h, at compile time: the program has nothing to run.
+// driver_abi_test.cc -- cuda/device/driver.h against cuda.h, at compile time: the program has nothing to run.
 #include <cuda.h>
 #include <cudaTypedefs.h>
 
 #include <type_traits>
 
-#include "../../../csrc/cuda/driver.h"
+#include "../../../csrc/cuda/device/driver.h"
 
 namespace pycomm::cuda {
 
-// Whether a caller that believes the one and a callee that believes the other agree: pointers to whatever, numbers of equal size, structs
-// of equal size and alignment that go through the same registers (checked member by member below).
+// Whether a caller that believes the one and a callee that believes the other agree: pointers to whatever,
+// numbers of equal size, structs of equal size and alignment that go through the same registers (checked
+// member by member below).
 template <class Ours, class Theirs>
 constexpr bool same_value() {
   if constexpr (std::is_same_v<Ours, Theirs>) return true;
-  else if constexpr (std::is_pointer_v<Ours> || std::is_pointer_v<Theirs>) return std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>;
+  else if constexpr (std::is_pointer_v<Ours> || std::is_pointer_v<Theirs>)
+    return std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>;
   else if constexpr (std::is_class_v<Ours>)
     return std::is_class_v<Theirs> && sizeof(Ours) == sizeof(Theirs) && alignof(Ours) == alignof(Theirs);
   else return (std::is_integral_v<Theirs> || std::is_enum_v<Theirs>) && sizeof(Ours) == sizeof(Theirs);
@@ -25,7 +27,8 @@ constexpr bool same_parameter() {
   if constexpr (std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>) {
     using A = std::remove_cv_t<std::remove_pointer_t<Ours>>;
     using B = std::remove_cv_t<std::remove_pointer_t<Theirs>>;
-    if constexpr (std::is_void_v<A> || std::is_void_v<B> || std::is_function_v<A>) return std::is_same_v<A, B>;
+    if constexpr (std::is_void_v<A> || std::is_void_v<B> || std::is_function_v<A>)
+      return std::is_same_v<A, B>;
     else if constexpr (std::is_class_v<A> && !std::is_same_v<A, B>) return same_value<A, B>();
     else if constexpr (std::is_class_v<A>) return true;  // opaque: the very same struct
     else return same_parameter<A, B>();
@@ -44,8 +47,9 @@ template <class... Ours, class... Theirs>
   requires(sizeof...(Ours) != sizeof...(Theirs))
 struct SameFunction<int (*)(Ours...), CUresult (*)(Theirs...)> : std::false_type {};
 
-#define CHECK_FUNCTION(name, version, parameters) \
-  static_assert(SameFunction<decltype(Driver::name), PFN_##name##_v##version>::value, #name " differs from cuda.h");
+#define CHECK_FUNCTION(name, version, parameters)                                     \
+  static_assert(SameFunction<decltype(Driver::name), PFN_##name##_v##version>::value, \
+                #name " differs from cuda.h");
 PYCOMM_CUDA_DRIVER_FUNCTIONS(CHECK_FUNCTION)
 
 // --- a check of the check ---
@@ -59,8 +63,10 @@ static_assert(!SameFunction<int (*)(int), CUresult (*)(int, int)>::value);
                 #ours "::" #member " differs from cuda.h")
 
 static_assert(sizeof(Uuid) == sizeof(CUuuid) && sizeof(IpcHandle) == sizeof(CUipcMemHandle));
-static_assert(sizeof(MemAllocationProp) == sizeof(CUmemAllocationProp) && sizeof(MulticastProp) == sizeof(CUmulticastObjectProp));
-static_assert(std::is_same_v<Stream, CUstream> && std::is_same_v<Event, CUevent> && std::is_same_v<Context, CUcontext>);
+static_assert(sizeof(MemAllocationProp) == sizeof(CUmemAllocationProp) &&
+              sizeof(MulticastProp) == sizeof(CUmulticastObjectProp));
+static_assert(std::is_same_v<Stream, CUstream> && std::is_same_v<Event, CUevent> &&
+              std::is_same_v<Context, CUcontext>);
 static_assert(std::is_same_v<DevicePtr, CUdeviceptr> && std::is_same_v<Device, CUdevice>);
 static_assert(std::is_same_v<MemHandle, CUmemGenericAllocationHandle>);
 SAME_MEMBER(MemLocation, type, CUmemLocation, type);
@@ -77,7 +83,8 @@ SAME_MEMBER(MulticastProp, size, CUmulticastObjectProp, size);
 SAME_MEMBER(MulticastProp, handle_types, CUmulticastObjectProp, handleTypes);
 SAME_MEMBER(MulticastProp, flags, CUmulticastObjectProp, flags);
 
-#define SAME(ours, theirs) static_assert(static_cast<long>(ours) == static_cast<long>(theirs), #ours " differs from cuda.h")
+#define SAME(ours, theirs) \
+  static_assert(static_cast<long>(ours) == static_cast<long>(theirs), #ours " differs from cuda.h")
 SAME(result::success, CUDA_SUCCESS);
 SAME(result::invalid_value, CUDA_ERROR_INVALID_VALUE);
 SAME(result::out_of_memory, CUDA_ERROR_OUT_OF_MEMORY);

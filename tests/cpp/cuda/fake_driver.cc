@@ -59,8 +59,8 @@ void violation(FakeState& state, const std::string& text) {
 bool stays_alive(int pid) {
   for (int tries = 0; tries < 100; ++tries) {
     std::string text;
-    if (::kill(pid, 0) != 0 ||
-        (std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), text), text.find(") Z ") != text.npos))
+    if (::kill(pid, 0) != 0 || (std::getline(std::ifstream("/proc/" + std::to_string(pid) + "/stat"), text),
+                                text.find(") Z ") != text.npos))
       return false;
     ::usleep(2000);
   }
@@ -78,18 +78,19 @@ void* as_host(DevicePtr address) { return reinterpret_cast<void*>(address); }
 // --- devices and contexts ---
 
 int cuGetErrorName(int error, const char** text) {
-  static const std::map<int, const char*> names = {{result::success, "CUDA_SUCCESS"},
-                                                   {result::invalid_value, "CUDA_ERROR_INVALID_VALUE"},
-                                                   {result::out_of_memory, "CUDA_ERROR_OUT_OF_MEMORY"},
-                                                   {result::invalid_device, "CUDA_ERROR_INVALID_DEVICE"},
-                                                   {result::invalid_context, "CUDA_ERROR_INVALID_CONTEXT"},
-                                                   {result::map_failed, "CUDA_ERROR_MAP_FAILED"},
-                                                   {result::peer_access_unsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
-                                                   {result::invalid_handle, "CUDA_ERROR_INVALID_HANDLE"},
-                                                   {result::illegal_state, "CUDA_ERROR_ILLEGAL_STATE"},
-                                                   {result::launch_timeout, "CUDA_ERROR_LAUNCH_TIMEOUT"},
-                                                   {result::peer_access_already_enabled, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"},
-                                                   {result::not_supported, "CUDA_ERROR_NOT_SUPPORTED"}};
+  static const std::map<int, const char*> names = {
+      {result::success, "CUDA_SUCCESS"},
+      {result::invalid_value, "CUDA_ERROR_INVALID_VALUE"},
+      {result::out_of_memory, "CUDA_ERROR_OUT_OF_MEMORY"},
+      {result::invalid_device, "CUDA_ERROR_INVALID_DEVICE"},
+      {result::invalid_context, "CUDA_ERROR_INVALID_CONTEXT"},
+      {result::map_failed, "CUDA_ERROR_MAP_FAILED"},
+      {result::peer_access_unsupported, "CUDA_ERROR_PEER_ACCESS_UNSUPPORTED"},
+      {result::invalid_handle, "CUDA_ERROR_INVALID_HANDLE"},
+      {result::illegal_state, "CUDA_ERROR_ILLEGAL_STATE"},
+      {result::launch_timeout, "CUDA_ERROR_LAUNCH_TIMEOUT"},
+      {result::peer_access_already_enabled, "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"},
+      {result::not_supported, "CUDA_ERROR_NOT_SUPPORTED"}};
   const auto found = names.find(error);
   *text = found == names.end() ? nullptr : found->second;
   return *text ? result::success : result::invalid_value;
@@ -201,7 +202,8 @@ int cuMemFree(DevicePtr address) {
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto found = state.mappings.find(address);
-  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated) return result::invalid_value;
+  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated)
+    return result::invalid_value;
   FakeFile& file = *found->second.file;
   for (auto& user : file.tail->users)
     if (const int pid = user.load(); pid && stays_alive(pid))
@@ -217,7 +219,8 @@ int cuIpcGetMemHandle(IpcHandle* handle, DevicePtr address) {
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto found = state.mappings.find(address);  // the base of an allocation, nothing inside it
-  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated) return result::invalid_value;
+  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated)
+    return result::invalid_value;
   const Handle inside{magic, ::getpid(), found->second.file->fd, found->second.nbytes};
   *handle = {};
   std::memcpy(handle, &inside, sizeof(inside));
@@ -243,7 +246,8 @@ int cuIpcOpenMemHandle(DevicePtr* address, IpcHandle handle, unsigned int flags)
   const int fd = ::open(path.c_str(), O_RDWR | O_CLOEXEC);
   auto file = fd < 0 ? nullptr : fake_open_file(fd);
   if (!file || file->tail->magic != magic) return result::invalid_handle;
-  if (!fake_may_address(machine_device(context()->device), file->tail->device)) return result::peer_access_unsupported;
+  if (!fake_may_address(machine_device(context()->device), file->tail->device))
+    return result::peer_access_unsupported;
   for (auto& user : file->tail->users) {
     int32_t nobody = 0;
     if (user.compare_exchange_strong(nobody, state.pid)) break;
@@ -258,7 +262,8 @@ int cuIpcCloseMemHandle(DevicePtr address) {
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto found = state.mappings.find(address);
-  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::ipc) return result::invalid_value;
+  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::ipc)
+    return result::invalid_value;
   if (--found->second.opened > 0) return result::success;
   ::munmap(as_host(address), found->second.nbytes);
   for (auto& user : found->second.file->tail->users) {
@@ -286,7 +291,8 @@ int cuMemFreeHost(void* address) {
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto found = state.mappings.find(as_device(address));
-  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::host) return result::invalid_value;
+  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::host)
+    return result::invalid_value;
   ::munmap(address, found->second.nbytes);
   state.mappings.erase(found);
   return result::success;
@@ -331,7 +337,8 @@ int fake_enter(const char* function) {
   std::lock_guard lock(state.mutex);
   const int call = ++state.calls[function];
   const auto found = state.failures.find(function);
-  return found != state.failures.end() && found->second.first == call ? found->second.second : result::success;
+  return found != state.failures.end() && found->second.first == call ? found->second.second
+                                                                      : result::success;
 }
 
 bool fake_has_context() { return context() != nullptr; }
@@ -344,7 +351,8 @@ std::shared_ptr<FakeFile> fake_open_file(int fd) {
   file->fd = fd;
   if (::fstat(fd, &info) != 0 || static_cast<size_t>(info.st_size) <= tail_bytes) return nullptr;
   file->nbytes = info.st_size - tail_bytes;
-  void* tail = ::mmap(nullptr, tail_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(file->nbytes));
+  void* tail =
+      ::mmap(nullptr, tail_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(file->nbytes));
   if (tail == MAP_FAILED) return nullptr;
   file->tail = static_cast<FakeFile::Tail*>(tail);
   return file;
@@ -362,7 +370,9 @@ std::shared_ptr<FakeFile> fake_create_file(size_t nbytes, int device, bool is_mu
   return file;
 }
 
-bool fake_may_address(int device, int memory_device) { return device == memory_device || settings.peer_access; }
+bool fake_may_address(int device, int memory_device) {
+  return device == memory_device || settings.peer_access;
+}
 
 bool fake_take_memory(FakeState& state, FakeFile& file, int device) {
   if (state.used[device] + file.nbytes > settings.memory_bytes) return false;
@@ -378,8 +388,10 @@ std::string FakeCounts::describe() const {
   auto add = [&](int n, const char* what) {
     if (n) text += std::to_string(n) + " " + what + "; ";
   };
-  add(allocations, "allocations"), add(ipc_mappings, "IPC mappings"), add(reservations, "reservations"), add(mappings, "mappings");
-  add(handles, "handles"), add(bindings, "bindings"), add(registrations, "registrations"), add(streams, "streams"), add(events, "events");
+  add(allocations, "allocations"), add(ipc_mappings, "IPC mappings"), add(reservations, "reservations"),
+      add(mappings, "mappings");
+  add(handles, "handles"), add(bindings, "bindings"), add(registrations, "registrations"),
+      add(streams, "streams"), add(events, "events");
   return text;
 }
 

@@ -1,51 +1,56 @@
-// fake_driver.h -- a CUDA driver without a GPU, for tests of the host code of csrc/cuda: use_driver(fake_driver()).
+// fake_driver.h -- a CUDA driver without a GPU, for tests of the host code of csrc/cuda:
+// use_driver(fake_driver()).
 //
-// What is real in it: memory that processes share (a memfd per block), streams (one thread each), events, waiting, and the rules that a
-// caller can break: no current context, an IPC handle opened by the process that made it, memory freed while another process has it
-// mapped, a multicast object bound before all its devices are in. Kernels are functions given to fake_enqueue.
+// What is real in it: memory that processes share (a memfd per block), streams (one thread each), events,
+// waiting, and the rules that a caller can break: no current context, an IPC handle opened by the process
+// that made it, memory freed while another process has it mapped, a multicast object bound before all its
+// devices are in. Kernels are functions given to fake_enqueue.
 //
-// A forked child starts with a driver of its own: the settings are kept, all objects are gone. The parent should have used no
-// stream before, as with CUDA.
+// A forked child starts with a driver of its own: the settings are kept, all objects are gone. The parent
+// should have used no stream before, as with CUDA.
 //
-// Not modelled: what multimem instructions do with a multicast address (it is plain memory), graph capture beyond its status,
-// the order of unsynchronised host copies, the legacy stream's implicit synchronisation.
+// Not modelled: what multimem instructions do with a multicast address (it is plain memory), graph capture
+// beyond its status, the order of unsynchronised host copies, the legacy stream's implicit synchronisation.
 #pragma once
 
 #include <functional>
 #include <string>
 
-#include "../../../csrc/cuda/driver.h"
+#include "../../../csrc/cuda/device/driver.h"
 
 namespace pycomm::cuda {
 
 struct FakeSettings {
   int devices = 1;
-  int first_device = 0;                 // as CUDA_VISIBLE_DEVICES does: device 0 of this process is that one of the machine
+  int first_device = 0;  // as CUDA_VISIBLE_DEVICES does: device 0 of this process is that one of the machine
   int multiprocessors = 16;
   int capability = 90;
   bool mps = false;
   bool stream_memory_operations = true;
-  bool ipc = true;                      // false: cuIpcOpenMemHandle fails
-  bool vmm = true;                      // false: no file descriptors of memory
+  bool ipc = true;  // false: cuIpcOpenMemHandle fails
+  bool vmm = true;  // false: no file descriptors of memory
   bool multicast = false;
-  bool peer_access = true;              // between devices
+  bool peer_access = true;  // between devices
   size_t memory_bytes = size_t{1} << 30;  // of each device
-  double longest_wait = 10;             // seconds; a stream that waits longer goes on with an error
+  double longest_wait = 10;  // seconds; a stream that waits longer goes on with an error
 };
 
 // What is alive in this process; all 0 when everything was given back.
 struct FakeCounts {
-  int allocations = 0;   // cuMemAlloc, cuMemHostAlloc
+  int allocations = 0;  // cuMemAlloc, cuMemHostAlloc
   int ipc_mappings = 0;
   int reservations = 0;  // of addresses
-  int mappings = 0;      // of handles to addresses
+  int mappings = 0;  // of handles to addresses
   int handles = 0;
-  int bindings = 0;      // of memory to multicast objects
+  int bindings = 0;  // of memory to multicast objects
   int registrations = 0;
   int streams = 0;
   int events = 0;
 
-  int total() const { return allocations + ipc_mappings + reservations + mappings + handles + bindings + registrations + streams + events; }
+  int total() const {
+    return allocations + ipc_mappings + reservations + mappings + handles + bindings + registrations +
+           streams + events;
+  }
   std::string describe() const;
 };
 

@@ -1,13 +1,15 @@
-// fake_launch.cc -- csrc/cuda/launch.h over the fake driver: a launch runs the very kernel on fibers in the thread of its stream.
+// fake_launch.cc -- cuda/kernels/launch.h over the fake driver: a launch runs the very kernel on fibers,
+// in the thread of its stream.
 //
-// Threads per block are few, since fibers take turns. Of the reductions only those named in `built` are there (minutes of compiling else);
-// launching another fails. Not modelled: multimem, which needs to know the members of a multicast object.
-#include "../../../csrc/cuda/launch.h"
+// Threads per block are few, since fibers take turns. Of the reductions only those named in `built` are there
+// (minutes of compiling else); launching another fails. Not modelled: multimem, which needs to know the
+// members of a multicast object.
+#include "../../../csrc/cuda/kernels/launch.h"
 
 #include <algorithm>
 #include <stdexcept>
 
-#include "../../../csrc/cuda/kernels.cuh"
+#include "../../../csrc/cuda/kernels/kernels.cuh"
 #include "fake_state.h"
 #include "fiber.h"
 
@@ -19,8 +21,9 @@ constexpr int most_threads = 32;  // not fewer than max_ranks
 
 template <Kernel kernel, class T, ReduceOp op>
 constexpr bool built = !reduces(kernel) ||
-                       (kernel != Kernel::multimem && ((op == ReduceOp::sum && (std::is_same_v<T, float> || std::is_same_v<T, uint32_t>)) ||
-                                                       (op == ReduceOp::max && std::is_same_v<T, float>)));
+                       (kernel != Kernel::multimem &&
+                        ((op == ReduceOp::sum && (std::is_same_v<T, float> || std::is_same_v<T, uint32_t>)) ||
+                         (op == ReduceOp::max && std::is_same_v<T, float>)));
 
 void violate(const std::string& text) {
   FakeState& state = fake_state();
@@ -31,8 +34,8 @@ void violate(const std::string& text) {
 
 template <Kernel kernel, class T, ReduceOp op>
 void run(const Args& args, int blocks, int threads) {
-  const fiber::Outcome outcome =
-      fiber::run_launch(args.group.rank, blocks, threads, [&args](fiber::FiberCtx& c) { run_kernel<kernel, T, op>(c, args); });
+  const fiber::Outcome outcome = fiber::run_launch(
+      args.group.rank, blocks, threads, [&args](fiber::FiberCtx& c) { run_kernel<kernel, T, op>(c, args); });
   if (!outcome.ok) violate(outcome.text);
 }
 
@@ -52,10 +55,13 @@ void load_kernels() { refuse("cudaFuncGetAttributes"); }
 void launch(const KernelKey& key, const Args& args, int blocks, int threads, Stream stream) {
   refuse("cudaLaunchKernel");
   if (!fake_has_context()) violate("a launch without a context");
-  if (blocks < 1 || blocks > max_blocks || threads < 1 || threads > max_threads) violate("a launch with a bad shape");
+  if (blocks < 1 || blocks > max_blocks || threads < 1 || threads > max_threads)
+    violate("a launch with a bad shape");
   const bool found = visit_kernel(key, [&]<Kernel kernel, class T, ReduceOp op>() {
     if constexpr (built<kernel, T, op>)
-      fake_enqueue(stream, [args, blocks, threads] { run<kernel, T, op>(args, blocks, std::min(threads, most_threads)); });
+      fake_enqueue(stream, [args, blocks, threads] {
+        run<kernel, T, op>(args, blocks, std::min(threads, most_threads));
+      });
     else throw std::logic_error("a kernel that fake_launch.cc does not build");
   });
   if (!found) throw std::logic_error("pycomm: there is no such kernel");

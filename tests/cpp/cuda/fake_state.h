@@ -19,7 +19,8 @@ struct CUctx_st {
 
 namespace pycomm::cuda {
 
-// Memory behind addresses: a file, which other processes open. A page behind the data says what it is and who has it mapped by IPC.
+// Memory behind addresses: a file, which other processes open. A page behind the data says what it is and who
+// has it mapped by IPC.
 struct FakeFile {
   struct Tail {
     uint64_t magic;

@@ -71,10 +71,12 @@ void submit(FakeStream& stream, std::function<void()> body) {
 // In a stream's thread. Nobody waits for ever in a test.
 template <class Ready>
 void wait_until(FakeStream& stream, const Ready& ready, const char* what) {
-  const auto limit = std::chrono::steady_clock::now() + std::chrono::duration<double>(fake_settings().longest_wait);
+  const auto limit =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(fake_settings().longest_wait);
   for (int spins = 0; !ready(); ++spins) {
     if (std::chrono::steady_clock::now() > limit) {
-      std::fprintf(stderr, "fake driver: a stream gave up after %g s: %s\n", fake_settings().longest_wait, what);
+      std::fprintf(stderr, "fake driver: a stream gave up after %g s: %s\n", fake_settings().longest_wait,
+                   what);
       stream.error = result::launch_timeout;
       return;
     }
@@ -103,7 +105,8 @@ int cuStreamDestroy(Stream stream) {
 }
 
 int cuStreamSynchronize(Stream handle) {
-  const int failure = fake_enter("cuStreamSynchronize");  // returned late: the work must not outlive the memory that it uses
+  // Returned late: the work must not outlive the memory that it uses.
+  const int failure = fake_enter("cuStreamSynchronize");
   if (!fake_has_context()) return result::invalid_context;
   const auto stream = stream_of(handle);
   std::unique_lock lock(stream->mutex);
@@ -120,8 +123,9 @@ int cuStreamQuery(Stream handle) {
   return stream->completed == stream->submitted ? result::success : result::not_ready;
 }
 
-int cuStreamGetCaptureInfo(Stream handle, int* status, uint64_t* id, CUgraph_st**, CUgraphNode_st* const**, const CUgraphEdgeData_st**,
-                           size_t*) {
+// signature of cuda.h
+int cuStreamGetCaptureInfo(Stream handle, int* status, uint64_t* id, CUgraph_st**, CUgraphNode_st* const**,
+                           const CUgraphEdgeData_st**, size_t*) {
   FAKE_ENTER(cuStreamGetCaptureInfo);
   const auto stream = stream_of(handle);
   std::lock_guard lock(stream->mutex);
@@ -138,7 +142,9 @@ int cuMemsetD8Async(DevicePtr address, unsigned char value, size_t nbytes, Strea
 
 int cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t nbytes, Stream stream) {
   FAKE_ENTER_IN_CONTEXT(cuMemcpyAsync);
-  fake_enqueue(stream, [=] { std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes); });
+  fake_enqueue(stream, [=] {
+    std::memmove(reinterpret_cast<void*>(to), reinterpret_cast<const void*>(from), nbytes);
+  });
   return result::success;
 }
 
@@ -146,7 +152,9 @@ int cuStreamWriteValue32(Stream stream, DevicePtr address, uint32_t value, unsig
   FAKE_ENTER_IN_CONTEXT(cuStreamWriteValue32);
   if (!fake_settings().stream_memory_operations) return result::not_supported;
   if (address % 4) return result::invalid_value;
-  fake_enqueue(stream, [=] { std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).store(value, std::memory_order_release); });
+  fake_enqueue(stream, [=] {
+    std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).store(value, std::memory_order_release);
+  });
   return result::success;
 }
 
@@ -157,8 +165,11 @@ int cuStreamWaitValue32(Stream handle, DevicePtr address, uint32_t value, unsign
   FakeStream* const stream = stream_of(handle).get();  // lives as long as its work
   fake_enqueue(handle, [=] {
     auto ready = [=] {
-      const uint32_t now = std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).load(std::memory_order_acquire);
-      return flags == flag::wait_geq ? static_cast<int32_t>(now - value) >= 0 : flags == flag::wait_eq ? now == value : (now & value) != 0;
+      const uint32_t now =
+          std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).load(std::memory_order_acquire);
+      return flags == flag::wait_geq  ? static_cast<int32_t>(now - value) >= 0
+             : flags == flag::wait_eq ? now == value
+                                      : (now & value) != 0;
     };
     wait_until(*stream, ready, "cuStreamWaitValue32");
   });
@@ -213,7 +224,8 @@ int cuEventQuery(Event event) {
 int cuEventSynchronize(Event event) {
   FAKE_ENTER(cuEventSynchronize);
   const auto reached = last_record(event);
-  while (reached && !reached->load(std::memory_order_acquire)) std::this_thread::sleep_for(std::chrono::microseconds(20));
+  while (reached && !reached->load(std::memory_order_acquire))
+    std::this_thread::sleep_for(std::chrono::microseconds(20));
   return result::success;
 }
 
@@ -222,7 +234,9 @@ int cuStreamWaitEvent(Stream handle, Event event, unsigned int) {
   const auto reached = last_record(event);
   FakeStream* const stream = stream_of(handle).get();
   if (reached)
-    fake_enqueue(handle, [=] { wait_until(*stream, [&] { return reached->load(std::memory_order_acquire); }, "cuStreamWaitEvent"); });
+    fake_enqueue(handle, [=] {
+      wait_until(*stream, [&] { return reached->load(std::memory_order_acquire); }, "cuStreamWaitEvent");
+    });
   return result::success;
 }
 

@@ -30,7 +30,8 @@ struct Shared {
 
 Shared& shared() {
   static std::mutex mutex;
-  static Shared* now = nullptr;  // a former one is left alone: a thread that did not come along may hold its mutex
+  // A former one is left alone: a thread that did not come along may hold its mutex.
+  static Shared* now = nullptr;
   std::lock_guard lock(mutex);
   if (!now || now->pid != ::getpid()) {
     now = new Shared;
@@ -54,7 +55,9 @@ InThread& in_thread() {
   return state;
 }
 
-c10::Device cuda_device(c10::DeviceIndex index) { return {c10::kCUDA, index < 0 ? in_thread().device : index}; }
+c10::Device cuda_device(c10::DeviceIndex index) {
+  return {c10::kCUDA, index < 0 ? in_thread().device : index};
+}
 Stream native(const c10::Stream& stream) { return reinterpret_cast<Stream>(stream.id()); }
 c10::Stream as_torch(Stream stream, c10::Device device) {
   return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<c10::StreamId>(stream));
@@ -126,7 +129,8 @@ class TorchAllocator final : public c10::Allocator {
     ContextGuard guard(device.index());
     DevicePtr address = 0;
     PYCOMM_CUDA_CHECK(require_driver(), cuMemAlloc, &address, nbytes);
-    auto* block = new Block{::getpid(), address, nbytes, device.index(), native(fake_current_stream(device)), {}};
+    auto* block =
+        new Block{::getpid(), address, nbytes, device.index(), native(fake_current_stream(device)), {}};
     return {reinterpret_cast<void*>(address), block, &release, device};
   }
   void copy_data(void* to, const void* from, size_t nbytes) const override {
@@ -146,17 +150,22 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
   }
   c10::Device getDevice() const override { return cuda_device(-1); }
   void setDevice(c10::Device device) const override {
-    TORCH_CHECK(device.index() >= 0 && device.index() < deviceCount(), "invalid device ordinal ", device.index());
+    TORCH_CHECK(device.index() >= 0 && device.index() < deviceCount(), "invalid device ordinal ",
+                device.index());
     in_thread().device = device.index();
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override { in_thread().device = device.index(); }
   c10::Stream getStream(c10::Device device) const override { return fake_current_stream(device); }
-  c10::Stream getDefaultStream(c10::Device device) const override { return as_torch(nullptr, cuda_device(device.index())); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return as_torch(nullptr, cuda_device(device.index()));
+  }
   c10::Stream getStreamFromGlobalPool(c10::Device device, bool high_priority) const override {
     device = cuda_device(device.index());
     return as_torch(from_pool(device.index(), high_priority), device);
   }
-  c10::Stream getNewStream(c10::Device device, int priority) const override { return getStreamFromGlobalPool(device, priority < 0); }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return getStreamFromGlobalPool(device, priority < 0);
+  }
   c10::Stream exchangeStream(c10::Stream stream) const override {
     const c10::Stream before = fake_current_stream(stream.device());
     in_thread().streams.at(stream.device_index()) = stream.id();
@@ -171,9 +180,12 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     return require_driver().cuStreamQuery(native(stream)) == result::success;
   }
   void synchronizeStream(const c10::Stream& stream) const override { fake_synchronize(stream); }
-  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override { fake_record_stream(data, stream); }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    fake_record_stream(data, stream);
+  }
 
-  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex, const c10::EventFlag) const override {
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag) const override {
     ContextGuard guard(stream.device_index());
     Event made = static_cast<Event>(*event);
     if (!made) PYCOMM_CUDA_CHECK(require_driver(), cuEventCreate, &made, flag::event_disable_timing);
@@ -215,7 +227,9 @@ void fake_synchronize(const c10::Stream& stream) {
   PYCOMM_CUDA_CHECK(require_driver(), cuStreamSynchronize, native(stream));
 }
 
-void fake_run(const c10::Stream& stream, std::function<void()> body) { fake_enqueue(native(stream), std::move(body)); }
+void fake_run(const c10::Stream& stream, std::function<void()> body) {
+  fake_enqueue(native(stream), std::move(body));
+}
 
 void fake_record_stream(const c10::DataPtr& data, const c10::Stream& stream) {
   if (data.get_deleter() != &release) return;  // memory of somebody else

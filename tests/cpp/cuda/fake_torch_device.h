@@ -1,9 +1,11 @@
-// fake_torch_device.h -- torch's CUDA device over the fake driver: for a torch without CUDA, in the variant of pycomm._C for tests
-// (tests/fake_cuda.py). Only that module may have it: it registers itself with c10 when it is loaded.
+// fake_torch_device.h -- torch's CUDA device over the fake driver: for a torch without CUDA, in the variant
+// of pycomm._C for tests (tests/fake_cuda.py). Only that module may have it: it registers itself with c10
+// when it is loaded.
 //
-// As in torch: a current device and a current stream per device in each thread; stream 0 is the default one, other ids are handles of the
-// driver; streams come from a pool and stay. Memory is given back in the order of the stream that it was allocated in, and of those that
-// record_stream named, with its content spoilt: what reads it too late computes wrong values.
+// As in torch: a current device and a current stream per device in each thread; stream 0 is the default one,
+// other ids are handles of the driver; streams come from a pool and stay. Memory is given back in the order
+// of the stream that it was allocated in, and of those that record_stream named, with its content spoilt:
+// what reads it too late computes wrong values.
 #pragma once
 
 #include <c10/core/Allocator.h>

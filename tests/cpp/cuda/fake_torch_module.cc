@@ -1,8 +1,9 @@
-// fake_torch_module.cc -- what torch calls on CUDA tensors in the variant of pycomm._C for tests, and the second Python module in the same
-// file, _fake_cuda, with which tests rule the fake driver. See fake_torch_device.h.
+// fake_torch_module.cc -- what torch calls on CUDA tensors in the variant of pycomm._C for tests, and the
+// second Python module in the same file, _fake_cuda, with which tests rule the fake driver. See
+// fake_torch_device.h.
 //
-// Copies and fills run in stream order over the memory of the tensors, which is the host's. All else is torch's CPU fallback: it waits for
-// the current stream, computes on copies and copies back.
+// Copies and fills run in stream order over the memory of the tensors, which is the host's. All else is
+// torch's CPU fallback: it waits for the current stream, computes on copies and copies back.
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/native/CPUFallback.h>
@@ -23,7 +24,7 @@
 #include <torch/library.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 
-#include "../../../csrc/cuda/peer_memory.h"
+#include "../../../csrc/cuda/device/peer_memory.h"
 #include "fake_driver.h"
 #include "fake_torch_device.h"
 
@@ -35,22 +36,28 @@ namespace {
 
 constexpr c10::DispatchKeySet cuda_key(c10::DispatchKey::CUDA);
 
-at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>, std::optional<at::Device> device,
-                 std::optional<bool>, std::optional<at::MemoryFormat> format) {
+at::Tensor empty(at::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                 std::optional<at::Device> device, std::optional<bool>,
+                 std::optional<at::MemoryFormat> format) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_generic(size, fake_torch_allocator(), cuda_key, c10::dtype_or_default(dtype), format);
+  return at::detail::empty_generic(size, fake_torch_allocator(), cuda_key, c10::dtype_or_default(dtype),
+                                   format);
 }
 
-at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-                         std::optional<at::Device> device, std::optional<bool>) {
+at::Tensor empty_strided(at::IntArrayRef size, at::IntArrayRef stride, std::optional<at::ScalarType> dtype,
+                         std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::OptionalDeviceGuard guard(device);
-  return at::detail::empty_strided_generic(size, stride, fake_torch_allocator(), cuda_key, c10::dtype_or_default(dtype));
+  return at::detail::empty_strided_generic(size, stride, fake_torch_allocator(), cuda_key,
+                                           c10::dtype_or_default(dtype));
 }
 
 // A tensor on the CPU over the same memory; for use in stream order.
 struct View {
   explicit View(const at::Tensor& tensor)
-      : data(tensor.data_ptr()), sizes(tensor.sizes().vec()), strides(tensor.strides().vec()), dtype(tensor.scalar_type()) {}
+      : data(tensor.data_ptr()),
+        sizes(tensor.sizes().vec()),
+        strides(tensor.strides().vec()),
+        dtype(tensor.scalar_type()) {}
   at::Tensor on_cpu() const { return at::from_blob(data, sizes, strides, at::TensorOptions().dtype(dtype)); }
   void* data;
   std::vector<int64_t> sizes, strides;
@@ -91,7 +98,8 @@ const at::Tensor& resize_(const at::Tensor& self, at::IntArrayRef size, std::opt
   if (needed > self.storage().nbytes()) {
     c10::DeviceGuard guard(self.device());
     const c10::DataPtr old = self.storage().set_data_ptr(fake_torch_allocator()->allocate(needed));
-    if (const size_t nbytes = self.storage().nbytes()) fake_torch_allocator()->copy_data(self.storage().mutable_data(), old.get(), nbytes);
+    if (const size_t nbytes = self.storage().nbytes())
+      fake_torch_allocator()->copy_data(self.storage().mutable_data(), old.get(), nbytes);
     self.storage().set_nbytes(needed);
   }
   return self;
@@ -104,9 +112,13 @@ at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& to) {
 
 at::Scalar local_scalar(const at::Tensor& self) { return self.cpu().item(); }
 
-void record_stream(at::Tensor& self, at::Stream stream) { fake_record_stream(self.storage().data_ptr(), stream); }
+void record_stream(at::Tensor& self, at::Stream stream) {
+  fake_record_stream(self.storage().data_ptr(), stream);
+}
 
-void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) { at::native::cpu_fallback(op, stack); }
+void fall_back(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
 
 // Without them torch has no device whose streams its autograd engine could respect.
 struct Hooks final : at::CUDAHooksInterface {
@@ -117,9 +129,13 @@ struct Hooks final : at::CUDAHooksInterface {
   bool isAvailable() const override { return true; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
   bool isPinnedPtr(const void*) const override { return false; }
-  c10::DeviceIndex deviceCount() const override { return c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount(); }
+  c10::DeviceIndex deviceCount() const override {
+    return c10::impl::VirtualGuardImpl(c10::kCUDA).deviceCount();
+  }
   c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
-  c10::DeviceIndex current_device() const override { return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index(); }
+  c10::DeviceIndex current_device() const override {
+    return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index();
+  }
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
@@ -156,7 +172,9 @@ C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, Timer)
 
 // --- Python ---
 
-c10::Stream stream_of(int64_t id, int device) { return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, device), id); }
+c10::Stream stream_of(int64_t id, int device) {
+  return c10::Stream(c10::Stream::UNSAFE, c10::Device(c10::kCUDA, device), id);
+}
 
 template <class T>
 void set(const py::dict& values, const char* name, T& field) {
@@ -204,16 +222,25 @@ class Gate {
 PYBIND11_MODULE(_fake_cuda, module) {
   module.def("use", &use);
   module.def("new_stream", [](int device) {
-    return c10::impl::VirtualGuardImpl(c10::kCUDA).getStreamFromGlobalPool(c10::Device(c10::kCUDA, device), false).id();
+    return c10::impl::VirtualGuardImpl(c10::kCUDA)
+        .getStreamFromGlobalPool(c10::Device(c10::kCUDA, device), false)
+        .id();
   });
-  module.def("exchange_stream",
-             [](int64_t id, int device) { return c10::impl::VirtualGuardImpl(c10::kCUDA).exchangeStream(stream_of(id, device)).id(); });
-  module.def("current_stream", [](int device) { return fake_current_stream(c10::Device(c10::kCUDA, device)).id(); });
+  module.def("exchange_stream", [](int64_t id, int device) {
+    return c10::impl::VirtualGuardImpl(c10::kCUDA).exchangeStream(stream_of(id, device)).id();
+  });
+  module.def("current_stream",
+             [](int device) { return fake_current_stream(c10::Device(c10::kCUDA, device)).id(); });
   module.def("current_device", [] { return c10::impl::VirtualGuardImpl(c10::kCUDA).getDevice().index(); });
-  module.def("set_device", [](int device) { c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(c10::Device(c10::kCUDA, device)); });
-  module.def("query", [](int64_t id, int device) { return c10::impl::VirtualGuardImpl(c10::kCUDA).queryStream(stream_of(id, device)); });
+  module.def("set_device", [](int device) {
+    c10::impl::VirtualGuardImpl(c10::kCUDA).setDevice(c10::Device(c10::kCUDA, device));
+  });
+  module.def("query", [](int64_t id, int device) {
+    return c10::impl::VirtualGuardImpl(c10::kCUDA).queryStream(stream_of(id, device));
+  });
   module.def(
-      "synchronize", [](int64_t id, int device) { fake_synchronize(stream_of(id, device)); }, py::call_guard<py::gil_scoped_release>());
+      "synchronize", [](int64_t id, int device) { fake_synchronize(stream_of(id, device)); },
+      py::call_guard<py::gil_scoped_release>());
   module.def("finish", &finish, py::call_guard<py::gil_scoped_release>());
   module.def("left_over", [] { return fake_counts().total() ? fake_counts().describe() : std::string(); });
   module.def("violations", &fake_violations);

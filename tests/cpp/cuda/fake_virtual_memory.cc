@@ -30,7 +30,8 @@ int cuMemGetAllocationGranularity(size_t* nbytes, const MemAllocationProp*, int)
 int cuMemCreate(MemHandle* handle, size_t nbytes, const MemAllocationProp* prop, unsigned long long) {
   FAKE_ENTER(cuMemCreate);
   if (!fake_settings().vmm) return result::not_supported;
-  if (nbytes % granularity || prop->type != flag::allocation_pinned || prop->location.type != flag::location_device)
+  if (nbytes % granularity || prop->type != flag::allocation_pinned ||
+      prop->location.type != flag::location_device)
     return result::invalid_value;
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
@@ -47,7 +48,8 @@ int cuMemRelease(MemHandle handle) {
   std::lock_guard lock(state.mutex);
   const auto file = file_of(state, handle);
   if (!file) return result::invalid_value;
-  if (file->counted) state.used[file->tail->device] -= file->nbytes;  // mappings that outlive the handle are not counted
+  if (file->counted)
+    state.used[file->tail->device] -= file->nbytes;  // mappings that outlive the handle are not counted
   state.handles.erase(handle);
   return result::success;
 }
@@ -57,9 +59,11 @@ int cuMemAddressReserve(DevicePtr* address, size_t nbytes, size_t alignment, Dev
   if (nbytes % granularity || (alignment & (alignment - 1))) return result::invalid_value;
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
-  void* const at = ::mmap(nullptr, nbytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* const at =
+      ::mmap(nullptr, nbytes + alignment, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (at == MAP_FAILED) return result::out_of_memory;
-  const auto first = reinterpret_cast<DevicePtr>(at), aligned = (first + alignment - 1) / alignment * alignment;
+  const auto first = reinterpret_cast<DevicePtr>(at),
+             aligned = (first + alignment - 1) / alignment * alignment;
   if (aligned > first) ::munmap(at, aligned - first);
   if (first + alignment > aligned) ::munmap(as_host(aligned + nbytes), first + alignment - aligned);
   *address = aligned;
@@ -69,7 +73,8 @@ int cuMemAddressReserve(DevicePtr* address, size_t nbytes, size_t alignment, Dev
 
 FakeMapping* reservation(FakeState& state, DevicePtr address, size_t nbytes) {
   const auto found = state.mappings.find(address);
-  const bool fits = found != state.mappings.end() && found->second.kind == FakeMapping::Kind::reserved && found->second.nbytes == nbytes;
+  const bool fits = found != state.mappings.end() && found->second.kind == FakeMapping::Kind::reserved &&
+                    found->second.nbytes == nbytes;
   return fits ? &found->second : nullptr;
 }
 
@@ -91,8 +96,10 @@ int cuMemMap(DevicePtr address, size_t nbytes, size_t offset, MemHandle handle, 
   FakeMapping* const mapping = reservation(state, address, nbytes);
   const auto file = file_of(state, handle);
   if (!mapping || mapping->file || !file || offset || nbytes != file->nbytes) return result::invalid_value;
-  if (file->tail->is_multicast && file->tail->added != file->tail->num_devices) return result::illegal_state;  // would block
-  if (::mmap(as_host(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->fd, 0) == MAP_FAILED) return result::map_failed;
+  if (file->tail->is_multicast && file->tail->added != file->tail->num_devices)
+    return result::illegal_state;  // would block
+  if (::mmap(as_host(address), nbytes, PROT_NONE, MAP_SHARED | MAP_FIXED, file->fd, 0) == MAP_FAILED)
+    return result::map_failed;
   mapping->file = file;
   return result::success;
 }
@@ -115,12 +122,14 @@ int cuMemSetAccess(DevicePtr address, size_t nbytes, const MemAccessDesc* access
   const FakeMapping* const mapping = reservation(state, address, nbytes);
   if (!mapping || !mapping->file || !count) return result::invalid_value;
   for (size_t i = 0; i < count; ++i) {
-    if (access[i].flags != flag::access_read_write || access[i].location.type != flag::location_device) return result::invalid_value;
-    const bool may =
-        mapping->file->tail->is_multicast || fake_may_address(machine_device(access[i].location.id), mapping->file->tail->device);
+    if (access[i].flags != flag::access_read_write || access[i].location.type != flag::location_device)
+      return result::invalid_value;
+    const bool may = mapping->file->tail->is_multicast ||
+                     fake_may_address(machine_device(access[i].location.id), mapping->file->tail->device);
     if (!may) return result::invalid_device;
   }
-  return ::mprotect(as_host(address), nbytes, PROT_READ | PROT_WRITE) == 0 ? result::success : result::unknown;
+  return ::mprotect(as_host(address), nbytes, PROT_READ | PROT_WRITE) == 0 ? result::success
+                                                                           : result::unknown;
 }
 
 int cuMemExportToShareableHandle(void* shareable, MemHandle handle, int type, unsigned long long) {
@@ -175,12 +184,14 @@ int cuMulticastAddDevice(MemHandle handle, Device) {
   return result::success;
 }
 
-int cuMulticastBindMem(MemHandle handle, size_t offset, MemHandle memory, size_t memory_offset, size_t nbytes, unsigned long long) {
+int cuMulticastBindMem(MemHandle handle, size_t offset, MemHandle memory, size_t memory_offset, size_t nbytes,
+                       unsigned long long) {
   FAKE_ENTER_IN_CONTEXT(cuMulticastBindMem);
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto file = file_of(state, handle), bound = file_of(state, memory);
-  if (!file || !bound || offset || memory_offset || nbytes % (2 * granularity) || nbytes > bound->nbytes || nbytes > file->nbytes)
+  if (!file || !bound || offset || memory_offset || nbytes % (2 * granularity) || nbytes > bound->nbytes ||
+      nbytes > file->nbytes)
     return result::invalid_value;
   if (file->tail->added != file->tail->num_devices) return result::illegal_state;  // would block
   ++state.bindings[{handle, bound->tail->device}];
@@ -190,7 +201,8 @@ int cuMulticastBindMem(MemHandle handle, size_t offset, MemHandle memory, size_t
 int cuMulticastUnbind(MemHandle handle, Device device, size_t, size_t) {
   FAKE_ENTER(cuMulticastUnbind);
   std::lock_guard lock(fake_state().mutex);
-  return fake_state().bindings.erase({handle, machine_device(device)}) ? result::success : result::invalid_value;
+  return fake_state().bindings.erase({handle, machine_device(device)}) ? result::success
+                                                                       : result::invalid_value;
 }
 
 }  // namespace

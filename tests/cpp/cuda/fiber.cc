@@ -1,13 +1,15 @@
-// fiber.cc -- the scheduler of the fibers. Compiled WITHOUT -fsanitize=thread, and without STL: [Note: instrumented and not].
+// fiber.cc -- the scheduler of the fibers. Compiled WITHOUT -fsanitize=thread, and without STL: [Note:
+// instrumented and not].
 //
-// A fiber runs until it waits (relax, sync, shuffle), ends, or its budget of operations is used up (options.preempt). Then the next one
-// is taken from the ring of runnable fibers, directly, without a return to the caller of run(). That caller, `main`, is switched to when
-// a launch must be started (new fibers are created in its name, so that creation gives no edge between fibers), when nobody can run, and
-// at the end.
+// A fiber runs until it waits (relax, sync, shuffle), ends, or its budget of operations is used up
+// (options.preempt). Then the next one is taken from the ring of runnable fibers, directly, without a return
+// to the caller of run(). That caller, `main`, is switched to when a launch must be started (new fibers are
+// created in its name, so that creation gives no edge between fibers), when nobody can run, and at the end.
 //
-// [Note: idle] A fiber sleeps until a store to its word. It may have looked at the word before it gave way for another reason, and missed
-// the store. So when nobody can run, all sleepers look again, and only when that changes nothing (no store, no end, no barrier) several
-// times is it a deadlock; or, with options.timeouts, the clock goes on by 100 ms and they look again, until 300 s have gone by.
+// [Note: idle] A fiber sleeps until a store to its word. It may have looked at the word before it gave way
+// for another reason, and missed the store. So when nobody can run, all sleepers look again, and only when
+// that changes nothing (no store, no end, no barrier) several times is it a deadlock; or, with
+// options.timeouts, the clock goes on by 100 ms and they look again, until 300 s have gone by.
 #include <pthread.h>
 #include <sched.h>
 #include <sys/mman.h>
@@ -29,7 +31,8 @@ __attribute__((weak)) void __tsan_switch_to_fiber(void* fiber, unsigned flags);
 __attribute__((weak)) void __tsan_set_fiber_name(void* fiber, const char* name);
 // Of libasan, which must know the bounds of the stack.
 __attribute__((weak)) void __sanitizer_start_switch_fiber(void** fake_stack, const void* bottom, size_t size);
-__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** old_bottom, size_t* old_size);
+__attribute__((weak)) void __sanitizer_finish_switch_fiber(void* fake_stack, const void** old_bottom,
+                                                           size_t* old_size);
 }
 
 namespace pycomm::cuda::fiber {
@@ -38,7 +41,8 @@ namespace {
 
 constexpr size_t page = 4096;
 constexpr size_t stack_bytes = 256 << 10;   // lazily touched; the lowest page is a guard
-constexpr uint32_t operations_without_preemption = 4096;  // then a fiber gives way all the same: it may be polling without relax()
+// Then a fiber gives way all the same: it may be polling without relax().
+constexpr uint32_t operations_without_preemption = 4096;
 constexpr uint64_t steps_of_a_busy_fiber = 64;            // what that counts against max_steps
 constexpr int idle_rounds = 4;
 constexpr uint64_t clock_step_ns = 100'000'000, clock_bound_ns = 300'000'000'000;
@@ -56,7 +60,7 @@ uint32_t next_budget(Scheduler& s) {
   return 1 + static_cast<uint32_t>(next_random(s) % (2 * uint64_t{s.options.preempt} - 1));
 }
 
-// ---- who runs --------------------------------------------------------------------------------------------------------------------
+// ---- who runs
 
 }  // namespace
 
@@ -67,7 +71,8 @@ void make_runnable(Scheduler& s, Fiber* f) {
 
 namespace {
 
-// For a while one rank, or none, gets no turn if another can have it: equal speeds would hide faults between calls.
+// For a while one rank, or none, gets no turn if another can have it: equal speeds would hide faults between
+// calls.
 size_t random_place(Scheduler& s) {
   if (s.steps >= s.held_until) {
     s.held_until = s.steps + 64 + next_random(s) % 4096;
@@ -131,7 +136,7 @@ void trap(Fiber* f, const char* what, const void* p, size_t bytes) {
 
 namespace {
 
-// ---- launches --------------------------------------------------------------------------------------------------------------------
+// ---- launches
 
 void end_fiber(Fiber* f) {
   Scheduler& s = *f->scheduler;
@@ -140,7 +145,8 @@ void end_fiber(Fiber* f) {
   s.progress++;
   s.live--;
   if (--f->stream->live == 0) s.start_pending = true;
-  if (--b->live > 0 && b->arrived == b->live) complete_barrier(s, b);  // as on the GPU: a barrier waits for threads that have not exited
+  if (--b->live > 0 && b->arrived == b->live)
+    complete_barrier(s, b);  // as on the GPU: a barrier waits for threads that have not exited
   switch_away(f);
 }
 
@@ -165,8 +171,9 @@ void destroy_fiber(Fiber* f) {
   std::free(f);
 }
 
-// Fibers of Machines that are gone, linked by next_sleeper: ThreadSanitizer needs about 1 ms to create one. Whatever they did happens
-// before the next Machine starts, since run() acquires it all, so they carry no edge that does not exist.
+// Fibers of Machines that are gone, linked by next_sleeper: ThreadSanitizer needs about 1 ms to create one.
+// Whatever they did happens before the next Machine starts, since run() acquires it all, so they carry no
+// edge that does not exist.
 struct IdleFibers {
   Fiber* first;
   ~IdleFibers() {
@@ -207,7 +214,8 @@ void name_fiber(Fiber* f) {
   if (!__tsan_set_fiber_name || (f->named_block == f->block->index && f->named_thread == f->thread)) return;
   char name[64], stream[24] = "";
   if (f->stream->index) std::snprintf(stream, sizeof stream, ".stream%d", f->stream->index);
-  std::snprintf(name, sizeof name, "rank%d%s.block%d.thread%d", f->stream->rank, stream, f->block->index, f->thread);
+  std::snprintf(name, sizeof name, "rank%d%s.block%d.thread%d", f->stream->rank, stream, f->block->index,
+                f->thread);
   __tsan_set_fiber_name(f->tsan, name);
   f->named_block = f->block->index;
   f->named_thread = f->thread;
@@ -273,7 +281,7 @@ void start_launches(Scheduler* s) {
   }
 }
 
-// ---- when nobody can run ---------------------------------------------------------------------------------------------------------
+// ---- when nobody can run
 
 int wake_all(Scheduler* s) {
   int woken = 0;
@@ -319,7 +327,8 @@ void find_stack(Fiber* main) {
   main->stack = static_cast<std::byte*>(bottom);
 }
 
-// After a run that was cut short, the caller may free what fibers have used: they release, as if they had ended.
+// After a run that was cut short, the caller may free what fibers have used: they release, as if they had
+// ended.
 void release_all(Scheduler* s) {
   if (!__tsan_switch_to_fiber) return;
   for (StreamQueue* stream = s->streams; stream; stream = stream->next) {
@@ -333,7 +342,7 @@ void release_all(Scheduler* s) {
 
 }  // namespace
 
-// ---- for machine.cc --------------------------------------------------------------------------------------------------------------
+// ---- for machine.cc
 
 Scheduler* create_scheduler(int ranks, const Options& options, bool polling) {
   auto* s = static_cast<Scheduler*>(std::calloc(1, sizeof(Scheduler)));

@@ -3,23 +3,27 @@
 //   Machine machine(2, {.seed = 7, .preempt = 4});
 //   for (int rank = 0; rank < 2; rank++) {
 //     machine.host(machine.stream(rank), [=] { fill_input(rank); });
-//     machine.launch(machine.stream(rank), blocks, threads, [=](FiberCtx& c) { all_reduce_kernel<float>(c, params[rank]); });
+//     machine.launch(machine.stream(rank), blocks, threads,
+//                    [=](FiberCtx& c) { all_reduce_kernel<float>(c, params[rank]); });
 //     machine.host(machine.stream(rank), [=] { check_output(rank); });      // throw to fail
 //   }
 //   Outcome outcome = machine.run();
 //   if (!outcome.ok) puts(outcome.text.c_str());
 //
-// Why fibers: blocks that wait for each other need all threads to make progress, which thread pools and emulators that run one block
-// after the other do not give; one OS thread per CUDA thread is 5 to 150 times slower and hangs. Here waiting costs nothing, the order
-// is a function of the seed, and "nobody can run" is a proof of deadlock, reported with rank, block, thread and address.
+// Why fibers: blocks that wait for each other need all threads to make progress, which thread pools and
+// emulators that run one block after the other do not give; one OS thread per CUDA thread is 5 to 150 times
+// slower and hangs. Here waiting costs nothing, the order is a function of the seed, and "nobody can run" is
+// a proof of deadlock, reported with rank, block, thread and address.
 //
-// Streams: a stream starts launch k+1 as soon as its launch k has ended, whatever other ranks do. That is what exposes missing end
-// barriers and flags used again too early. All blocks of a launch are resident together; how many fit on a GPU is not modelled.
+// Streams: a stream starts launch k+1 as soon as its launch k has ended, whatever other ranks do. That is
+// what exposes missing end barriers and flags used again too early. All blocks of a launch are resident
+// together; how many fit on a GPU is not modelled.
 //
-// Under -fsanitize=thread (kernels and machine.cc with it, fiber.cc and fiber_ops.cc never: [Note: instrumented and not]) fibers are
-// threads to ThreadSanitizer and a switch between them orders nothing. Flags are relaxed accesses, and happens-before edges are drawn by
-// hand, per word and scope: what a rank releases at gpu scope, other ranks do not acquire. So it finds orders that are too weak on a
-// machine, x86, that never shows them.
+// Under -fsanitize=thread (kernels and machine.cc with it, fiber.cc and fiber_ops.cc never: [Note:
+// instrumented and not]) fibers are threads to ThreadSanitizer and a switch between them orders nothing.
+// Flags are relaxed accesses, and happens-before edges are drawn by hand, per word and scope: what a rank
+// releases at gpu scope, other ranks do not acquire. So it finds orders that are too weak on a machine, x86,
+// that never shows them.
 #pragma once
 
 #include <cstring>
@@ -34,14 +38,17 @@
 namespace pycomm::cuda::fiber {
 
 #ifdef __SANITIZE_THREAD__
-inline constexpr int load_order = __ATOMIC_RELAXED, store_order = __ATOMIC_RELAXED, add_order = __ATOMIC_RELAXED;
+inline constexpr int load_order = __ATOMIC_RELAXED, store_order = __ATOMIC_RELAXED,
+                     add_order = __ATOMIC_RELAXED;
 inline constexpr bool draw_edges = true;
 #else
-inline constexpr int load_order = __ATOMIC_ACQUIRE, store_order = __ATOMIC_RELEASE, add_order = __ATOMIC_ACQ_REL;
+inline constexpr int load_order = __ATOMIC_ACQUIRE, store_order = __ATOMIC_RELEASE,
+                     add_order = __ATOMIC_ACQ_REL;
 inline constexpr bool draw_edges = false;
 #endif
 
-// How multimem_reduce adds elements of type T: in Sum, rounded once. Specialise it for a type without conversions to and from float.
+// How multimem_reduce adds elements of type T: in Sum, rounded once. Specialise it for a type without
+// conversions to and from float.
 template <class T>
 struct MultimemType {
   using Sum = std::conditional_t<std::is_arithmetic_v<T>, T, float>;
@@ -52,7 +59,8 @@ struct MultimemType {
 template <class T>
 inline constexpr char shared_tag = 0;  // its address tells one kernel's shared struct from another's
 
-// The context of ctx.cuh. Every memory operation may give way to another fiber; none but sync and shuffle needs the others to arrive.
+// The context of ctx.cuh. Every memory operation may give way to another fiber; none but sync and shuffle
+// needs the others to arrive.
 class FiberCtx {
  public:
   static constexpr uint32_t polls = 1;
@@ -107,7 +115,8 @@ class FiberCtx {
     const uint64_t a = __atomic_load_n(&words[0], __ATOMIC_RELAXED);
     step(p, 16, "ld_words");
     const uint64_t b = __atomic_load_n(&words[1], __ATOMIC_RELAXED);
-    return {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b), static_cast<uint32_t>(b >> 32)};
+    return {static_cast<uint32_t>(a), static_cast<uint32_t>(a >> 32), static_cast<uint32_t>(b),
+            static_cast<uint32_t>(b >> 32)};
   }
   void st_words(void* p, U4 v) {
     auto* words = static_cast<AnyWord*>(p);
@@ -156,7 +165,8 @@ class FiberCtx {
       const U4 part = load_quad(area->members[member] + offset);
       T values[items];
       std::memcpy(values, &part, 16);
-      for (int i = 0; i < items; i++) sums[i] = static_cast<typename MultimemType<T>::Sum>(sums[i] + MultimemType<T>::widen(values[i]));
+      for (int i = 0; i < items; i++)
+        sums[i] = static_cast<typename MultimemType<T>::Sum>(sums[i] + MultimemType<T>::widen(values[i]));
     }
     T results[items];
     for (int i = 0; i < items; i++) results[i] = MultimemType<T>::narrow(sums[i]);
@@ -174,7 +184,8 @@ class FiberCtx {
  private:
   friend class Machine;
   using AnyWord [[gnu::may_alias]] = uint64_t;
-  typedef uint32_t Quad __attribute__((vector_size(16), may_alias));  // one access of 16 bytes, of memory of any type
+  typedef uint32_t Quad
+      __attribute__((vector_size(16), may_alias));  // one access of 16 bytes, of memory of any type
 
   static U4 load_quad(const void* p) {
     const Quad v = *static_cast<const Quad*>(p);
@@ -229,7 +240,8 @@ struct Event {
   uint64_t* word;
 };
 
-// All ranks of one test. Calls enqueue; run() executes. Not thread-safe; lives until the memory it works on is no longer needed.
+// All ranks of one test. Calls enqueue; run() executes. Not thread-safe; lives until the memory it works on
+// is no longer needed.
 class Machine {
  public:
   explicit Machine(int ranks, const Options& options = {});
@@ -242,13 +254,15 @@ class Machine {
   void launch(Stream& stream, int blocks, int threads, Kernel kernel);
   // Runs a function as the rank's one thread; an exception ends the run.
   void host(Stream& stream, std::function<void()> function);
-  // Stream memory operations, as cuStreamWriteValue32 and cuStreamWaitValue32 (equal): release and acquire at system scope.
+  // Stream memory operations, as cuStreamWriteValue32 and cuStreamWaitValue32 (equal): release and acquire at
+  // system scope.
   void write_value(Stream& stream, uint32_t* word, uint32_t value);
   void wait_value(Stream& stream, const uint32_t* word, uint32_t value);
   Event record(Stream& stream);
   void wait(Stream& stream, Event event);
 
-  // multimem_* on [base, base + bytes) act on the same offset of every member. `base` is an address range that nothing else uses.
+  // multimem_* on [base, base + bytes) act on the same offset of every member. `base` is an address range
+  // that nothing else uses.
   void add_multicast(void* base, size_t bytes, std::vector<std::byte*> members);
   // Reports say `name` + offset for addresses in this range.
   void name_range(const void* begin, size_t bytes, std::string name);
@@ -263,10 +277,11 @@ class Machine {
   std::unique_ptr<Impl> impl_;
 };
 
-// One launch, run to its end inside the calling OS thread; for a CUDA driver made of host threads or processes. Others, in this process
-// or not, may store to the same memory at the same time: a fiber in relax() polls, with sched_yield when all fibers wait, and now_ns() is
-// the real clock. Safe to call from any number of OS threads. It ends when the kernel ends: bound the kernel's own waits.
-// Of `options`, timeouts and max_steps have no meaning here.
+// One launch, run to its end inside the calling OS thread; for a CUDA driver made of host threads or
+// processes. Others, in this process or not, may store to the same memory at the same time: a fiber in
+// relax() polls, with sched_yield when all fibers wait, and now_ns() is the real clock. Safe to call from any
+// number of OS threads. It ends when the kernel ends: bound the kernel's own waits. Of `options`, timeouts
+// and max_steps have no meaning here.
 Outcome run_launch(int rank_label, int blocks, int threads, const Kernel& kernel, const Options& options = {},
                    const std::vector<Multicast>& multicasts = {});
 

@@ -1,23 +1,26 @@
-// fiber_core.h -- what the scheduler (fiber.cc), the streams (machine.cc) and the kernels' context (fiber.h) share.
+// fiber_core.h -- what the scheduler (fiber.cc), the streams (machine.cc) and the kernels' context (fiber.h)
+// share.
 //
 //   Scheduler -- StreamQueue (one per stream: launches in order, and a pool of Fibers and Blocks)
 //                    +-- Block 0: Fiber 0 .. threads-1, barrier, warps, shared memory
 //                    +-- Block 1 ...
 //
-// [Note: instrumented and not] fiber.cc and fiber_ops.cc are compiled without -fsanitize=thread: what it does while it runs on the stack of
-// a fiber must not count as an access by that fiber. So it uses no STL either: an inline function of a template that kernels also use
-// exists once in the program, and the linker may choose the instrumented copy, which then reports races inside the scheduler. For the same
-// reason they call no memset, memcpy, malloc or mmap on behalf of a fiber: ThreadSanitizer intercepts them. Structs here are plain data.
+// [Note: instrumented and not] fiber.cc and fiber_ops.cc are compiled without -fsanitize=thread: what it does
+// while it runs on the stack of a fiber must not count as an access by that fiber. So it uses no STL either:
+// an inline function of a template that kernels also use exists once in the program, and the linker may
+// choose the instrumented copy, which then reports races inside the scheduler. For the same reason they call
+// no memset, memcpy, malloc or mmap on behalf of a fiber: ThreadSanitizer intercepts them. Structs here are
+// plain data.
 //
-// [Note: fibers belong to a stream] A fiber that has run a launch is used again by later launches of the same stream alone, where stream
-// order gives the happens-before edge anyway, and by other Machines when its own is gone. Used elsewhere, it would carry an edge that
-// does not exist, and hide races.
+// [Note: fibers belong to a stream] A fiber that has run a launch is used again by later launches of the same
+// stream alone, where stream order gives the happens-before edge anyway, and by other Machines when its own
+// is gone. Used elsewhere, it would carry an edge that does not exist, and hide races.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
-#include "../../../csrc/cuda/ctx.cuh"
+#include "../../../csrc/cuda/kernels/ctx.cuh"
 
 namespace pycomm::cuda::fiber {
 
@@ -35,7 +38,8 @@ struct StreamQueue;
 
 enum class State : uint8_t { runnable, asleep, in_sync, in_shuffle, ended };
 
-// Sleepers on 16 aligned bytes (two words of one st_words), and the happens-before keys of its two words: [word][rank].
+// Sleepers on 16 aligned bytes (two words of one st_words), and the happens-before keys of its two words:
+// [word][rank].
 struct Granule {
   uintptr_t address;
   Granule* next;
@@ -146,7 +150,7 @@ struct Scheduler {
   int num_multicasts;
 };
 
-// ---- between fiber.cc and fiber_ops.cc -------------------------------------------------------------------------------------------
+// ---- between fiber.cc and fiber_ops.cc
 void make_runnable(Scheduler& s, Fiber* f);
 void switch_away(Fiber* f);  // to whoever is next; returns when `f` is switched to
 void complete_barrier(Scheduler& s, Block* b);
@@ -157,7 +161,7 @@ void create_words(Scheduler& s);
 void free_words(Scheduler& s);
 inline constexpr size_t shared_bytes = 228 << 10;  // per block, as on sm_90; lazily touched
 
-// ---- for machine.cc --------------------------------------------------------------------------------------------------------------
+// ---- for machine.cc
 Scheduler* create_scheduler(int ranks, const Options& options, bool polling);
 void destroy_scheduler(Scheduler* s);
 StreamQueue* create_stream(Scheduler* s, int rank, int index);
@@ -165,7 +169,7 @@ void enqueue(StreamQueue* stream, Launch* launch);
 Ending run(Scheduler* s);
 Launch* launch_of(const Fiber* f);
 
-// ---- for FiberCtx: `f` is the running fiber --------------------------------------------------------------------------------------
+// ---- for FiberCtx: `f` is the running fiber
 uint32_t give_way(Fiber* f);  // operations until the next call
 void sleep_on(Fiber* f, const void* word);
 void stored(Fiber* f, const void* word);  // wakes who sleeps on it

@@ -1,9 +1,10 @@
-// fiber_ops.cc -- what a running fiber does to others: words with their sleepers and edges, the barrier, shuffle, shared memory. Compiled
-// WITHOUT -fsanitize=thread, and without STL: [Note: instrumented and not].
+// fiber_ops.cc -- what a running fiber does to others: words with their sleepers and edges, the barrier,
+// shuffle, shared memory. Compiled WITHOUT -fsanitize=thread, and without STL: [Note: instrumented and not].
 //
-// [Note: edges] With ThreadSanitizer flags are relaxed accesses, and the happens-before edges of release and acquire are drawn by hand, to
-// and from keys: the word's address for system scope, a cell per word and rank for gpu scope. Two operations pair if each one's scope
-// includes the other's thread, so system and gpu meet within a rank only.
+// [Note: edges] With ThreadSanitizer flags are relaxed accesses, and the happens-before edges of release and
+// acquire are drawn by hand, to and from keys: the word's address for system scope, a cell per word and rank
+// for gpu scope. Two operations pair if each one's scope includes the other's thread, so system and gpu meet
+// within a rank only.
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <time.h>
@@ -50,7 +51,7 @@ void edge_to(void* key) {
   if (__tsan_release) __tsan_release(key);
 }
 
-// ---- words -----------------------------------------------------------------------------------------------------------------------
+// ---- words
 
 namespace {
 
@@ -81,12 +82,15 @@ Granule* granule_of(Scheduler& s, const void* word, bool create) {
 }
 
 // Keys of happens-before edges. system: the word's own address. gpu: one per word and rank.
-void* system_key(const void* word) { return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(word) & ~uintptr_t{7}); }
+void* system_key(const void* word) {
+  return reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(word) & ~uintptr_t{7});
+}
 
 void* rank_key(Fiber* f, const void* word) {
   Scheduler& s = *f->scheduler;
   const int rank = f->stream->rank;
-  if (s.polling) return static_cast<std::byte*>(system_key(word)) + 1 + rank % 7;  // the same in all OS threads
+  if (s.polling)
+    return static_cast<std::byte*>(system_key(word)) + 1 + rank % 7;  // the same in all OS threads
   Granule* g = granule_of(s, word, true);
   if (!g->keys) g->keys = static_cast<uint64_t*>(from_arena(s, 2 * s.ranks * sizeof(uint64_t)));
   return &g->keys[(reinterpret_cast<uintptr_t>(word) >> 3 & 1) * s.ranks + rank];
@@ -145,7 +149,7 @@ void release(Fiber* f, const void* word, Scope scope) {
   edge_to(rank_key(f, word));
 }
 
-// ---- barriers --------------------------------------------------------------------------------------------------------------------
+// ---- barriers
 
 void complete_barrier(Scheduler& s, Block* b) {
   b->result[b->generation & 1] = b->any;
@@ -161,7 +165,9 @@ void complete_barrier(Scheduler& s, Block* b) {
 bool barrier(Fiber* f, bool flag) {
   Scheduler& s = *f->scheduler;
   Block* b = f->block;
-  const unsigned phase = b->generation & 1;  // two keys: who is early at the next barrier must not give an edge to who leaves this one
+  const unsigned phase =
+      b->generation &
+      1;  // two keys: who is early at the next barrier must not give an edge to who leaves this one
   edge_to(&b->keys[phase]);
   b->any |= flag;
   if (++b->arrived == b->live) {
@@ -178,7 +184,8 @@ uint64_t shuffle(Fiber* f, uint64_t value, int lane) {
   Scheduler& s = *f->scheduler;
   const int first = f->thread / 32 * 32;
   Warp& warp = f->block->warps[f->thread / 32];
-  if (lane < 0 || lane >= warp.lanes) trap(f, "shuffle: no such lane in this warp", nullptr, static_cast<size_t>(lane));
+  if (lane < 0 || lane >= warp.lanes)
+    trap(f, "shuffle: no such lane in this warp", nullptr, static_cast<size_t>(lane));
   const unsigned phase = warp.generation & 1;
   f->offered[phase] = value;
   if (++warp.arrived == warp.lanes) {
@@ -217,7 +224,8 @@ const Multicast* find_multicast(Fiber* f, const void* p) {
   const Scheduler& s = *f->scheduler;
   const auto address = static_cast<const std::byte*>(p);
   for (int i = 0; i < s.num_multicasts; i++) {
-    if (address >= s.multicasts[i].base && address < s.multicasts[i].base + s.multicasts[i].bytes) return &s.multicasts[i];
+    if (address >= s.multicasts[i].base && address < s.multicasts[i].base + s.multicasts[i].bytes)
+      return &s.multicasts[i];
   }
   trap(f, "multimem: no multicast address", p, 16);
 }

@@ -1,8 +1,9 @@
 // fiber_switch.h -- leaving one stack for another: x86-64 and aarch64.
 //
-// fiber_switch(&from, to) pushes the registers that a callee must preserve, stores the stack pointer in `from`, loads `to` and pops
-// the same registers there. The rest is saved by the compiler, as around any call. swapcontext does the same with two system calls for
-// the signal mask, 50 times slower. The floating-point control words are not saved: nothing here changes them.
+// fiber_switch(&from, to) pushes the registers that a callee must preserve, stores the stack pointer in
+// `from`, loads `to` and pops the same registers there. The rest is saved by the compiler, as around any
+// call. swapcontext does the same with two system calls for the signal mask, 50 times slower. The
+// floating-point control words are not saved: nothing here changes them.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +11,8 @@
 
 extern "C" {
 __attribute__((visibility("hidden"))) void pycomm_fiber_switch(void** from, void* to);
-__attribute__((visibility("hidden"))) void pycomm_fiber_start();  // the first return address of a stack: calls function(argument)
+__attribute__((visibility("hidden"))) void
+pycomm_fiber_start();  // the first return address of a stack: calls function(argument)
 }
 
 #if defined(__x86_64__)
@@ -106,12 +108,15 @@ pycomm_fiber_start:
 
 namespace pycomm::cuda::fiber {
 
-// The stack pointer to switch to, for a new stack that ends at `top` (a multiple of 16) and shall run function(argument).
+// The stack pointer to switch to, for a new stack that ends at `top` (a multiple of 16) and shall run
+// function(argument).
 inline void* prepare_stack(std::byte* top, void (*function)(void*), void* argument) {
 #if defined(__x86_64__)
-  constexpr int words = 9, argument_word = 4, function_word = 3, return_word = 6;  // r15 r14 r13 r12 rbx rbp return - -
+  constexpr int words = 9, argument_word = 4, function_word = 3,
+                return_word = 6;  // r15 r14 r13 r12 rbx rbp return - -
 #else
-  constexpr int words = 20, argument_word = 0, function_word = 1, return_word = 11;  // x19 x20 ... x29 x30 d8 ... d15
+  constexpr int words = 20, argument_word = 0, function_word = 1,
+                return_word = 11;  // x19 x20 ... x29 x30 d8 ... d15
 #endif
   auto* frame = reinterpret_cast<uintptr_t*>(top) - words;
   for (int i = 0; i < words; i++) frame[i] = 0;

@@ -1,7 +1,8 @@
-// fiber_test.cc -- the runtime of fiber.h on small kernels. `fiber_test CASE` runs one case; it ends with "CASE ok" or says what is wrong.
+// fiber_test.cc -- the runtime of fiber.h on small kernels. `fiber_test CASE` runs one case; it ends with
+// "CASE ok" or says what is wrong.
 //
-// The exchange kernel is the model of the collectives: fill, post a flag to every rank, wait for all flags, read from all, end barrier.
-// The cases fault_* leave out one of its orderings: under ThreadSanitizer each must be reported as a data race.
+// The cases fault_* leave out one ordering of the exchange kernel (fiber_exchange.h): under ThreadSanitizer
+// each must be reported as a data race.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -12,7 +13,7 @@
 #include <stdexcept>
 #include <thread>
 
-#include "fiber.h"
+#include "fiber_exchange.h"
 
 using namespace pycomm::cuda;
 using namespace pycomm::cuda::fiber;
@@ -28,101 +29,14 @@ void check(bool ok, const std::string& what) {
 void check_outcome(const Outcome& outcome) { check(outcome.ok, outcome.text); }
 
 void check_text(const Outcome& outcome, const std::string& expected) {
-  check(!outcome.ok && outcome.text.find(expected) != std::string::npos, "expected '" + expected + "', got: " + outcome.text);
+  check(!outcome.ok && outcome.text.find(expected) != std::string::npos,
+        "expected '" + expected + "', got: " + outcome.text);
 }
 
-// ---- exchange --------------------------------------------------------------------------------------------------------------------
+// Then SIGALRM ends a process: the waits of run_launch have no bound of their own.
+constexpr int seconds = 50;
 
-constexpr int seconds = 50;  // then SIGALRM ends a process: the waits of run_launch have no bound of their own
-constexpr int max_ranks = 4, max_blocks = 2, words_of_block = 70;
-
-enum class Bug {
-  none,
-  sync_before_post,
-  sync_after_wait,
-  relaxed_post,
-  relaxed_wait,
-  gpu_post,
-  gpu_wait,
-  shared_race,
-  no_end_barrier,
-};
-
-struct alignas(64) RankMemory {
-  uint64_t data[max_blocks * words_of_block], result[max_blocks * words_of_block];
-  uint64_t arrived[max_blocks][max_ranks], finished[max_blocks][max_ranks];
-};
-
-struct Exchange {
-  RankMemory* ranks;
-  int rank, num_ranks;
-  uint64_t epoch;
-  Bug bug;
-};
-
-struct PartialSums {
-  uint64_t of[128];
-};
-
-void post_and_wait(FiberCtx& c, const Exchange& m, uint64_t (RankMemory::*flags)[max_blocks][max_ranks], bool faulty) {
-  const int peer = c.thread();
-  if (peer >= m.num_ranks) return;
-  uint64_t* theirs = &(m.ranks[peer].*flags)[c.block()][m.rank];
-  const uint64_t* mine = &(m.ranks[m.rank].*flags)[c.block()][peer];
-  if (faulty && m.bug == Bug::relaxed_post) c.store_relaxed(theirs, m.epoch, Scope::system);
-  else c.store_release(theirs, m.epoch, faulty && m.bug == Bug::gpu_post ? Scope::gpu : Scope::system);
-  const auto load = [&] {
-    if (faulty && m.bug == Bug::relaxed_wait) return c.load_relaxed(mine, Scope::system);
-    return c.load_acquire(mine, faulty && m.bug == Bug::gpu_wait ? Scope::gpu : Scope::system);
-  };
-  while (load() < m.epoch) c.relax(mine);
-}
-
-uint64_t value_of(int rank, int i, uint64_t epoch) { return 1000 * epoch + 100 * rank + i; }
-
-void exchange_kernel(FiberCtx& c, const Exchange& m) {
-  const int begin = c.block() * words_of_block, end = begin + words_of_block;
-  RankMemory& own = m.ranks[m.rank];
-  for (int i = begin + c.thread(); i < end; i += c.threads()) c.st(&own.data[i], value_of(m.rank, i, m.epoch));
-  if (m.bug != Bug::sync_before_post) c.sync();
-  post_and_wait(c, m, &RankMemory::arrived, true);
-  if (m.bug != Bug::sync_after_wait) c.sync();
-
-  auto& sums = c.shared<PartialSums>();
-  for (int i = begin; i < end; i++) {  // a thread reads from another rank than it has waited for; thread 0 adds
-    if (c.thread() < m.num_ranks) c.st(&sums.of[c.thread()], c.ld(&m.ranks[(c.thread() + 1) % m.num_ranks].data[i]));
-    if (m.bug != Bug::shared_race) c.sync();
-    if (c.thread() == 0) {
-      uint64_t sum = 0;
-      for (int peer = 0; peer < m.num_ranks; peer++) sum += c.ld(&sums.of[peer]);
-      c.st(&own.result[i], sum);
-    }
-    c.sync();
-  }
-  if (m.bug != Bug::no_end_barrier) post_and_wait(c, m, &RankMemory::finished, false);
-}
-
-void check_result(const Exchange& m, int blocks) {
-  for (int i = 0; i < blocks * words_of_block; i++) {
-    uint64_t expected = 0;
-    for (int rank = 0; rank < m.num_ranks; rank++) expected += value_of(rank, i, m.epoch);
-    if (m.ranks[m.rank].result[i] == expected || m.bug != Bug::none) continue;
-    throw std::runtime_error("rank " + std::to_string(m.rank) + " word " + std::to_string(i) + " is wrong");
-  }
-}
-
-Outcome run_exchange(int ranks, int blocks, int threads, Bug bug, const Options& options) {
-  std::vector<RankMemory> memory(ranks);
-  Machine machine(ranks, options);
-  for (int rank = 0; rank < ranks; rank++) {
-    for (uint64_t epoch = 1; epoch <= 3; epoch++) {
-      const Exchange m{memory.data(), rank, ranks, epoch, bug};
-      machine.launch(machine.stream(rank), blocks, threads, [=](FiberCtx& c) { exchange_kernel(c, m); });
-      machine.host(machine.stream(rank), [=] { check_result(m, blocks); });
-    }
-  }
-  return machine.run();
-}
+// ---- exchange
 
 void exchange() {
   for (int ranks : {1, 2, 4}) {
@@ -161,12 +75,13 @@ void values_show_fault() {
 
 void same_seed_same_run() {
   const Options options{.seed = 5, .preempt = 2};
-  const Outcome first = run_exchange(3, 2, 16, Bug::none, options), second = run_exchange(3, 2, 16, Bug::none, options);
+  const Outcome first = run_exchange(3, 2, 16, Bug::none, options),
+                second = run_exchange(3, 2, 16, Bug::none, options);
   check_outcome(first);
   check(first.steps == second.steps, "the same seed must give the same run");
 }
 
-// ---- streams ---------------------------------------------------------------------------------------------------------------------
+// ---- streams
 
 void two_streams(bool with_event) {
   int value = 0, seen = 0;
@@ -199,7 +114,7 @@ void stream_values() {
   check_outcome(machine.run());
 }
 
-// ---- one block -------------------------------------------------------------------------------------------------------------------
+// ---- one block
 
 struct Scratch {
   uint8_t bytes[100];
@@ -219,7 +134,8 @@ void block_functions() {
         scratch.bytes[99] = 1;
       }
       c.sync();
-      check(c.shared<Scratch>().bytes[99] == 1 && c.shared<OtherScratch>().word == 1, "one shared struct per type and block");
+      check(c.shared<Scratch>().bytes[99] == 1 && c.shared<OtherScratch>().word == 1,
+            "one shared struct per type and block");
       const int lanes = c.thread() < 32 ? 32 : 8;
       for (int i = 0; i < 5; i++) {
         const uint64_t from = c.shuffle(uint64_t(100 * i + c.thread()), (c.thread() + i) % lanes);
@@ -235,12 +151,16 @@ void block_functions() {
 
 void multimem() {
   alignas(16) float memory[2][8] = {{1, 2, 3, 4}, {10, 20, 30, 40}};
-  std::byte* window = static_cast<std::byte*>(mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  std::byte* window =
+      static_cast<std::byte*>(mmap(nullptr, 4096, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
   Machine machine(2);
-  machine.add_multicast(window, sizeof memory[0], {reinterpret_cast<std::byte*>(memory[0]), reinterpret_cast<std::byte*>(memory[1])});
-  machine.launch(machine.stream(1), 1, 1, [=](FiberCtx& c) { c.multimem_store(window + 16, c.multimem_reduce<float>(window)); });
+  machine.add_multicast(window, sizeof memory[0],
+                        {reinterpret_cast<std::byte*>(memory[0]), reinterpret_cast<std::byte*>(memory[1])});
+  machine.launch(machine.stream(1), 1, 1,
+                 [=](FiberCtx& c) { c.multimem_store(window + 16, c.multimem_reduce<float>(window)); });
   check_outcome(machine.run());
-  for (auto& copy : memory) check(copy[4] == 11 && copy[5] == 22 && copy[6] == 33 && copy[7] == 44, "multimem");
+  for (auto& copy : memory)
+    check(copy[4] == 11 && copy[5] == 22 && copy[6] == 33 && copy[7] == 44, "multimem");
   machine.launch(machine.stream(0), 1, 1, [=](FiberCtx& c) { c.multimem_reduce<float>(window + 32); });
   check_text(machine.run(), "rank 0 kernel #0 block 0 thread 0: multimem: no multicast address");
 }
@@ -248,7 +168,8 @@ void multimem() {
 void words() {
   alignas(16) U4 slot{};
   Machine machine(2, {.seed = 4, .preempt = 1});
-  for (int rank = 0; rank < 2; rank++) {  // rank 0 sends 1, 3, .. and rank 1 answers 2, 4, ..: data and flag in each 8-byte word
+  for (int rank = 0; rank < 2;
+       rank++) {  // rank 0 sends 1, 3, .. and rank 1 answers 2, 4, ..: data and flag in each 8-byte word
     machine.launch(machine.stream(rank), 1, 1, [&slot, rank](FiberCtx& c) {
       for (uint32_t i = 1; i <= 40; i++) {
         if (i % 2 == uint32_t(1 - rank)) {
@@ -279,7 +200,8 @@ void counter() {
   check_outcome(machine.run());
 }
 
-// A loop that looks at a second word between the flag and relax(): a store in between wakes nobody. [Note: idle]
+// A loop that looks at a second word between the flag and relax(): a store in between wakes nobody. [Note:
+// idle]
 void missed_store() {
   for (uint64_t seed = 0; seed < 20; seed++) {
     alignas(16) uint64_t flags[2][2] = {};  // those of the two ranks on different 16 bytes
@@ -289,7 +211,8 @@ void missed_store() {
       machine.launch(machine.stream(rank), 1, 1, [&, rank](FiberCtx& c) {
         for (uint64_t i = 1; i <= 50; i++) {
           c.store_release(flags[1 - rank], i, Scope::system);
-          while (c.load_acquire(flags[rank], Scope::system) < i && !c.load_relaxed(&error, Scope::system)) c.relax(flags[rank]);
+          while (c.load_acquire(flags[rank], Scope::system) < i && !c.load_relaxed(&error, Scope::system))
+            c.relax(flags[rank]);
         }
       });
     }
@@ -315,7 +238,7 @@ void gpu_scope_in_rank() {
   check(value == 3, "gpu scope");
 }
 
-// ---- runs that must not succeed --------------------------------------------------------------------------------------------------
+// ---- runs that must not succeed
 
 void deadlock() {
   struct alignas(64) Control {
@@ -365,7 +288,8 @@ void traps() {
   };
   const std::string who = "FAULT: rank 1 kernel #0 block 1 thread 3: ";
   check_text(run_one([&](FiberCtx& c) { c.ld16(memory + 8); }), who + "ld16 at 0x");
-  check_text(run_one([&](FiberCtx& c) { c.st16(memory + 8, {}); }), "which is misaligned: it must be a multiple of 16");
+  check_text(run_one([&](FiberCtx& c) { c.st16(memory + 8, {}); }),
+             "which is misaligned: it must be a multiple of 16");
   check_text(run_one([&](FiberCtx& c) { c.ld(reinterpret_cast<uint32_t*>(memory + 2)); }), who + "ld at 0x");
   check_text(run_one([&](FiberCtx& c) { c.shuffle(0, 7); }), who + "shuffle: no such lane");
   check_text(run_one([&](FiberCtx&) { throw std::runtime_error("reason"); }), who + "threw: reason");
@@ -380,7 +304,7 @@ void traps() {
   }
 }
 
-// ---- run_launch ------------------------------------------------------------------------------------------------------------------
+// ---- run_launch
 
 void exchange_in_rank(RankMemory* memory, int rank, int ranks) {
   for (uint64_t epoch = 1; epoch <= 20; epoch++) {
@@ -396,10 +320,14 @@ void os_threads() {
   exchange_in_rank(memory.data(), 0, 2);
   other.join();
   uint64_t word = 0, elapsed = 0;
-  check_text(run_launch(5, 1, 1, [&](FiberCtx& c) { c.ld(reinterpret_cast<int*>(reinterpret_cast<char*>(&word) + 1)); }), "rank 5 kernel");
+  check_text(
+      run_launch(5, 1, 1,
+                 [&](FiberCtx& c) { c.ld(reinterpret_cast<int*>(reinterpret_cast<char*>(&word) + 1)); }),
+      "rank 5 kernel");
   check_outcome(run_launch(5, 1, 1, [&](FiberCtx& c) {
     const uint64_t begin = c.now_ns();
-    while (!c.load_acquire(&word, Scope::system) && (elapsed = c.now_ns() - begin) < 20'000'000) c.relax(&word);
+    while (!c.load_acquire(&word, Scope::system) && (elapsed = c.now_ns() - begin) < 20'000'000)
+      c.relax(&word);
   }));
   check(elapsed >= 20'000'000, "the clock is real");
   check_text(run_launch(0, 1, 2,
@@ -410,7 +338,8 @@ void os_threads() {
 }
 
 void processes() {
-  void* shared = mmap(nullptr, 2 * sizeof(RankMemory), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+  void* shared =
+      mmap(nullptr, 2 * sizeof(RankMemory), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
   auto* memory = static_cast<RankMemory*>(shared);
   const pid_t child = fork();
   if (child == 0) {

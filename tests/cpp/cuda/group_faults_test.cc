@@ -1,5 +1,6 @@
-// group_faults_test.cc -- csrc/cuda/group.h over the fake driver: calls that differ, ranks that do not come, die, abort or close, driver
-// calls that fail. Everything becomes an error on every rank within a bounded time, and nothing is left over.
+// group_faults_test.cc -- csrc/cuda/group.h over the fake driver: calls that differ, ranks that do not come,
+// die, abort or close, driver calls that fail. Everything becomes an error on every rank within a bounded
+// time, and nothing is left over.
 #include "group_ranks.h"
 
 using namespace pycomm;
@@ -7,21 +8,28 @@ using namespace pycomm::cuda;
 
 namespace {
 
-const Setting together{3, 3}, apart{3, 1, 1, true}, in_order{3, 1}, in_order_together{3, 3, 1, false, "stream_ordered"}, mixed{4, 2, 4};
+const Setting together{3, 3}, apart{3, 1, 1, true}, in_order{3, 1},
+    in_order_together{3, 3, 1, false, "stream_ordered"}, mixed{4, 2, 4};
 const std::vector<Setting> all_settings = {together, apart, in_order, in_order_together, mixed};
 
 bool resident(const Member& me) { return description(me.group, "protocol") == "resident"; }
-std::string kind_of(const CommError& error) { return std::to_string(static_cast<int>(error.kind)) + ": " + error.what(); }
-void require_kind(const CommError& error, ErrorKind kind) { require(error.kind == kind, "the kind of the error, " + kind_of(error)); }
+std::string kind_of(const CommError& error) {
+  return std::to_string(static_cast<int>(error.kind)) + ": " + error.what();
+}
+void require_kind(const CommError& error, ErrorKind kind) {
+  require(error.kind == kind, "the kind of the error, " + kind_of(error));
+}
 
 // Streams end, works end, memory goes back, although the group is broken.
 void finish_broken(Member& me, const Setting& setting) {
   static std::atomic<int> stopped{0};  // ranks of this process
   require(seconds_of([&] { me.own.synchronize(); }) < 1, "the device has stopped waiting");
   ++stopped;
-  for (int i = 0; i < 1000 && stopped < setting.threads; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (int i = 0; i < 1000 && stopped < setting.threads; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
   require(seconds_of([&] { me.group.close(); }) < 1, "close() is quick");
-  for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
 }
 
 // Until the group throws; polling calls nothing that could put this rank out of step.
@@ -34,7 +42,7 @@ CommError error_soon(const CudaWorkPtr& work) {
   });
 }
 
-// --- calls that differ -------------------------------------------------------------------------------------------------------------------
+// --- calls that differ
 
 struct Difference {
   const char* name;
@@ -46,8 +54,10 @@ struct Difference {
 const std::vector<Difference>& differences() {
   static const std::vector<Difference> list = {
       {"count", [](Op& op) { op.count = 4; }, "count=8 here, 4 on rank 1", "count=4 here, 8 on rank 0"},
-      {"dtype", [](Op& op) { op.dtype = DType::i32; }, "dtype=f32 here, i32 on rank 1", "dtype=i32 here, f32 on rank 0"},
-      {"op", [](Op& op) { op.reduce_op = ReduceOp::max; }, "reduce op=sum here, max on rank 1", "reduce op=max here, sum on rank 0"},
+      {"dtype", [](Op& op) { op.dtype = DType::i32; }, "dtype=f32 here, i32 on rank 1",
+       "dtype=i32 here, f32 on rank 0"},
+      {"op", [](Op& op) { op.reduce_op = ReduceOp::max; }, "reduce op=sum here, max on rank 1",
+       "reduce op=max here, sum on rank 0"},
       {"kind", [](Op& op) { op.kind = OpKind::reduce; }, "operation=all_reduce here, reduce on rank 1",
        "operation=reduce here, all_reduce on rank 0"},
       {"root", [](Op& op) { op.root = 1; }, "root=0 here, 1 on rank 1", "root=1 here, 0 on rank 0"}};
@@ -77,7 +87,8 @@ void test_mismatches() {
                                                  else me.group.issue(op, me.issue());
                                                });
         require_kind(error, ErrorKind::mismatch);
-        require(error.op.kind == (rank.rank == 1 || i == 4 ? op.kind : OpKind::all_reduce) || !resident(me), "the operation");
+        require(error.op.kind == (rank.rank == 1 || i == 4 ? op.kind : OpKind::all_reduce) || !resident(me),
+                "the operation");
         if (resident(me)) {
           require_contains(error.what(), rank.rank == 1 ? difference.there : difference.text);
           require(error.op.sequence == 2, "its number");
@@ -87,12 +98,14 @@ void test_mismatches() {
           me.finish();
         } else {
           require_contains(error.what(), "The group is broken");
-          require(contains(error.what(), difference.text) || contains(error.what(), difference.there), error.what());
+          require(contains(error.what(), difference.text) || contains(error.what(), difference.there),
+                  error.what());
           require_kind(comm_error_of([&] { me.group.issue(trial.op(), me.issue()); }), ErrorKind::mismatch);
           finish_broken(me, setting);
         }
       };
-      expect(std::string("mismatch of ") + difference.name + ": " + setting.text(), run_ranks(run_options(setting), body));
+      expect(std::string("mismatch of ") + difference.name + ": " + setting.text(),
+             run_ranks(run_options(setting), body));
     }
 }
 
@@ -103,11 +116,17 @@ void test_message_mismatches() {
       for (bool by_tag : {true, false}) {
         std::vector<float> data(10);
         const size_t count = rank.rank && !by_tag ? 9 : 10;
-        const MessageCall call{rank.rank == 0, 1 - rank.rank, by_tag ? rank.rank : 0, DType::f32, reinterpret_cast<std::byte*>(data.data()),
+        const MessageCall call{rank.rank == 0,
+                               1 - rank.rank,
+                               by_tag ? rank.rank : 0,
+                               DType::f32,
+                               reinterpret_cast<std::byte*>(data.data()),
                                count};
         const CommError error = comm_error_of([&] { me.group.issue(call, me.issue())->wait(5); });
         require_kind(error, ErrorKind::mismatch);
-        require(error.op.kind == (rank.rank == 0 ? OpKind::send : OpKind::recv) && error.peer == 1 - rank.rank, "who and what");
+        require(
+            error.op.kind == (rank.rank == 0 ? OpKind::send : OpKind::recv) && error.peer == 1 - rank.rank,
+            "who and what");
         const std::string here = by_tag ? std::to_string(rank.rank) : std::to_string(count);
         const std::string there = by_tag ? std::to_string(1 - rank.rank) : std::to_string(19 - count);
         require_contains(error.what(), (by_tag ? "tag=" : "count=") + here + " here, " + there + " on rank ");
@@ -116,10 +135,11 @@ void test_message_mismatches() {
     me.exercise();
     me.finish();
   };
-  for (const Setting& setting : {together, apart}) expect("messages that differ: " + setting.text(), run_ranks(run_options(setting), body));
+  for (const Setting& setting : {together, apart})
+    expect("messages that differ: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
-// --- ranks that do not come ------------------------------------------------------------------------------------------------------------
+// --- ranks that do not come
 
 void test_late_rank() {
   for (const Setting& setting : all_settings)
@@ -136,7 +156,8 @@ void test_late_rank() {
         Trial trial(me.group, rank, {.count = 8});
         if (rank.rank == absent) {
           const CommError error = comm_error_of([&] {
-            for (int i = 0; i < 5000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1))) rank.comm.transport().check({});
+            for (int i = 0; i < 5000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+              rank.comm.transport().check({});
           });
           require_kind(error, ErrorKind::timeout);
           require_kind(comm_error_of([&] { me.group.issue(trial.op(), me.issue()); }), ErrorKind::timeout);
@@ -154,7 +175,8 @@ void test_late_rank() {
         require(seconds < 1.5, "in time: " + std::to_string(seconds));
         finish_broken(me, setting);
       };
-      expect("a late rank: " + setting.text() + (message ? ", a message" : ""), run_ranks(run_options(setting), body));
+      expect("a late rank: " + setting.text() + (message ? ", a message" : ""),
+             run_ranks(run_options(setting), body));
     }
 }
 
@@ -171,11 +193,13 @@ void test_busy_for_long() {
     op.count = 16;
     op.in = reinterpret_cast<std::byte*>(data.data());
     std::vector<float> out(16 * rank.world_size);
-    for (int p = 0; p < rank.world_size; ++p) op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
+    for (int p = 0; p < rank.world_size; ++p)
+      op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1000);
     for (bool more = true; more;) {
       for (int i = 0; i < 50; ++i) me.group.issue(op, issue);
-      for (bool each : all_gather_value<uint8_t>(rank.comm, std::chrono::steady_clock::now() < end)) more = more && each;
+      for (bool each : all_gather_value<uint8_t>(rank.comm, std::chrono::steady_clock::now() < end))
+        more = more && each;
       if (fake_calls("cuStreamWriteValue32") > 200000) me.own.synchronize();
     }
     me.finish();
@@ -200,7 +224,8 @@ void test_killed() {
       std::vector<CudaWorkPtr> works;
       const double seconds = seconds_of([&] {
         for (int i = 0; i < 3; ++i)
-          works.push_back(me.group.issue(trials.emplace_back(me.group, rank, Spec{.count = 100}).op(), me.issue(true)));
+          works.push_back(
+              me.group.issue(trials.emplace_back(me.group, rank, Spec{.count = 100}).op(), me.issue(true)));
         const CommError error = comm_error_of([&] { me.group.barrier(me.issue()); });
         require_kind(error, ErrorKind::peer);
         require(error.peer == victim, "who died");
@@ -242,20 +267,22 @@ void test_abort_and_close() {
               me.group.barrier(me.issue());
             });
             require_kind(error, aborts ? ErrorKind::aborted : ErrorKind::peer);
-            require_contains(error.what(), aborts ? "rank 0 aborted the group: enough" : "rank 0 closed the group");
+            require_contains(error.what(),
+                             aborts ? "rank 0 aborted the group: enough" : "rank 0 closed the group");
           });
           require(seconds < 1.5, "in time: " + std::to_string(seconds));
           other.join();
           finish_broken(me, setting);
           require(!work || (work->done() && work->error()), "the work ends with the error");
         }
-        for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i)
+          std::this_thread::sleep_for(std::chrono::milliseconds(1));
       };
       expect((aborts ? "abort: " : "closed early: ") + setting.text(), run_ranks(run_options(setting), body));
     }
 }
 
-// --- the driver fails ------------------------------------------------------------------------------------------------------------------
+// --- the driver fails
 
 void test_failing_set_up() {
   const std::vector<std::pair<const char*, int>> calls = {{"cuDeviceGetCount", 1},
@@ -298,7 +325,8 @@ void test_failing_set_up() {
         } catch (const std::exception& e) {
           error = e.what();
         }
-        for (uint8_t well : all_gather_value<uint8_t>(rank.comm, error.empty())) require(well == error.empty(), "all alike: " + error);
+        for (uint8_t well : all_gather_value<uint8_t>(rank.comm, error.empty()))
+          require(well == error.empty(), "all alike: " + error);
         if (!error.empty()) require(contains(error, "rank 1") && contains(error, function), error);
         if (rank.rank == 1) fake_fail(function, 1 << 30, 0);
         Member me(rank);  // again, and well
@@ -316,12 +344,19 @@ void test_failing_issue() {
     int nth;
     bool async_op, in_order_only;
   };
-  const std::vector<Failure> failures = {
-      {"cuEventRecord", 1, false, false},       {"cuEventRecord", 1, true, false},       {"cuEventRecord", 2, true, false},
-      {"cuEventCreate", 1, true, false},        {"cuStreamWaitEvent", 1, true, false},   {"cuStreamGetCaptureInfo", 1, false, false},
-      {"cudaLaunchKernel", 1, false, false},    {"cudaLaunchKernel", 1, true, false},    {"cuStreamCreateWithPriority", 1, true, false},
-      {"cuStreamWriteValue32", 1, false, true}, {"cuStreamWriteValue32", 3, true, true}, {"cuStreamWaitValue32", 1, false, true},
-      {"cudaLaunchKernel", 2, true, true}};
+  const std::vector<Failure> failures = {{"cuEventRecord", 1, false, false},
+                                         {"cuEventRecord", 1, true, false},
+                                         {"cuEventRecord", 2, true, false},
+                                         {"cuEventCreate", 1, true, false},
+                                         {"cuStreamWaitEvent", 1, true, false},
+                                         {"cuStreamGetCaptureInfo", 1, false, false},
+                                         {"cudaLaunchKernel", 1, false, false},
+                                         {"cudaLaunchKernel", 1, true, false},
+                                         {"cuStreamCreateWithPriority", 1, true, false},
+                                         {"cuStreamWriteValue32", 1, false, true},
+                                         {"cuStreamWriteValue32", 3, true, true},
+                                         {"cuStreamWaitValue32", 1, false, true},
+                                         {"cudaLaunchKernel", 2, true, true}};
   for (const Setting& setting : {together, in_order})
     for (const Failure& failure : failures) {
       if (failure.in_order_only && setting.threads > 1) continue;
@@ -342,7 +377,8 @@ void test_failing_issue() {
         require_contains(error.what(), "rank 1 aborted the group: all_reduce could not be enqueued: ");
         finish_broken(me, setting);
       };
-      expect("issue without " + std::string(failure.function) + " " + std::to_string(failure.nth) + ": " + setting.text(),
+      expect("issue without " + std::string(failure.function) + " " + std::to_string(failure.nth) + ": " +
+                 setting.text(),
              run_ranks(run_options(setting), body));
     }
 }
@@ -357,10 +393,12 @@ void test_failing_device() {
     if (rank.rank == 1) fake_fail("cuEventQuery", 1, result::launch_timeout);
     const CommError error = comm_error_of([&] {
       me.group.issue(trial.op(), me.issue(true));
-      for (int i = 0; i < 2000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1))) rank.comm.transport().check({});
+      for (int i = 0; i < 2000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+        rank.comm.transport().check({});
     });
     require_kind(error, ErrorKind::aborted);
-    require_contains(error.what(), "the device of rank 1 has failed: cuEventQuery failed: CUDA_ERROR_LAUNCH_TIMEOUT");
+    require_contains(error.what(),
+                     "the device of rank 1 has failed: cuEventQuery failed: CUDA_ERROR_LAUNCH_TIMEOUT");
     finish_broken(me, apart);
   };
   expect("a device that fails", run_ranks(run_options(apart), body));

@@ -1,4 +1,5 @@
-// group_ranks.h -- CUDA groups over the fake driver, for tests: where ranks sit, collectives with their oracle, a rank with its stream.
+// group_ranks.h -- CUDA groups over the fake driver, for tests: where ranks sit, collectives with their
+// oracle, a rank with its stream.
 #pragma once
 
 #include "../../../csrc/cuda/group.h"
@@ -14,8 +15,9 @@ struct Setting {
   int multiprocessors = 4;
 
   std::string text() const {
-    return std::to_string(ranks) + " ranks, " + std::to_string(threads) + " per process, " + std::to_string(devices) + " devices" +
-           (mps ? ", MPS" : "") + (protocol.empty() ? "" : ", " + protocol);
+    return std::to_string(ranks) + " ranks, " + std::to_string(threads) + " per process, " +
+           std::to_string(devices) + " devices" + (mps ? ", MPS" : "") +
+           (protocol.empty() ? "" : ", " + protocol);
   }
 };
 
@@ -34,7 +36,8 @@ inline RunOptions run_options(const Setting& setting, double timeout = 10) {
 class OwnStream {
  public:
   explicit OwnStream(Device device) : guard_(device) {
-    check(fake_driver()->cuStreamCreateWithPriority(&stream, flag::stream_non_blocking, 0), "cuStreamCreateWithPriority");
+    check(fake_driver()->cuStreamCreateWithPriority(&stream, flag::stream_non_blocking, 0),
+          "cuStreamCreateWithPriority");
   }
   ~OwnStream() { fake_driver()->cuStreamDestroy(stream); }
   OwnStream(const OwnStream&) = delete;
@@ -130,7 +133,8 @@ class Trial {
     return op;
   }
 
-  // In stream order around the operation. The buffers are written over when they have been checked, as a caller may.
+  // In stream order around the operation. The buffers are written over when they have been checked, as a
+  // caller may.
   void fill(Stream stream) {
     fake_enqueue(stream, [this] {
       for (size_t i = 0; i < in_count(me_); ++i) in_[i] = value(me_, i);
@@ -142,7 +146,8 @@ class Trial {
       const std::vector<float> wanted = expected(me_);
       for (size_t i = 0; i < wanted.size() && wrong_.empty(); ++i)
         if (out_[i] != wanted[i])
-          wrong_ = text() + ": element " + std::to_string(i) + " is " + std::to_string(out_[i]) + ", not " + std::to_string(wanted[i]);
+          wrong_ = text() + ": element " + std::to_string(i) + " is " + std::to_string(out_[i]) + ", not " +
+                   std::to_string(wanted[i]);
       std::fill_n(in_, in_count(me_), -77.0f);
       std::fill_n(out_, out_count_, -77.0f);
       ++looked_;
@@ -150,19 +155,23 @@ class Trial {
   }
   // After the stream was synchronised.
   void check(int times = 1) const {
-    require(looked_ == times, text() + " was looked at " + std::to_string(times) + " times, not " + std::to_string(looked_));
+    require(looked_ == times,
+            text() + " was looked at " + std::to_string(times) + " times, not " + std::to_string(looked_));
     require(wrong_.empty(), wrong_);
   }
 
   std::string text() const {
-    return std::string(to_string(spec_.kind)) + " " + to_string(spec_.algorithm) + " count=" + std::to_string(spec_.count) +
-           (spec_.uneven ? " uneven" : "") + (registered_.memory ? " registered" : "");
+    return std::string(to_string(spec_.kind)) + " " + to_string(spec_.algorithm) +
+           " count=" + std::to_string(spec_.count) + (spec_.uneven ? " uneven" : "") +
+           (registered_.memory ? " registered" : "");
   }
 
  private:
   float value(int src, size_t i) const { return static_cast<float>((src * 7 + i * 3 + salt_) % 11) - 3; }
   size_t part(int q) const { return spec_.uneven ? spec_.count * (q % 3) / 2 + (q == 1) : spec_.count; }
-  size_t pair(int src, int dst) const { return spec_.uneven ? spec_.count * ((src + 2 * dst) % 4) / 3 + (src == dst) : spec_.count; }
+  size_t pair(int src, int dst) const {
+    return spec_.uneven ? spec_.count * ((src + 2 * dst) % 4) / 3 + (src == dst) : spec_.count;
+  }
   template <class Count>
   size_t total(Count count_of, int end = -1) const {
     size_t sum = 0;
@@ -191,7 +200,8 @@ class Trial {
     auto append_reduced = [&](size_t first, size_t count) {
       for (size_t i = first; i < first + count; ++i) {
         float sum = value(0, i);
-        for (int p = 1; p < n_; ++p) sum = spec_.op == ReduceOp::max ? std::max(sum, value(p, i)) : sum + value(p, i);
+        for (int p = 1; p < n_; ++p)
+          sum = spec_.op == ReduceOp::max ? std::max(sum, value(p, i)) : sum + value(p, i);
         wanted.push_back(sum);
       }
     };
@@ -219,7 +229,7 @@ class Trial {
   const Spec spec_;
   const int n_, me_;
   const uint64_t salt_;
-  CudaGroup::Registered registered_{};
+  Registered registered_{};
   std::vector<float> plain_;
   size_t out_count_ = 0;
   float *in_ = nullptr, *out_ = nullptr;
@@ -231,7 +241,11 @@ class Trial {
 class Member {
  public:
   explicit Member(Rank& rank, int devices = 1)
-      : rank(rank), device(rank.rank % devices), group(CudaGroup::of(rank.comm, device)), own(device), stream(own.stream) {}
+      : rank(rank),
+        device(rank.rank % devices),
+        group(CudaGroup::of(rank.comm, device)),
+        own(device),
+        stream(own.stream) {}
 
   Issue issue(bool async_op = false, Stream on = nullptr) const {
     const Stream current = on ? on : stream;

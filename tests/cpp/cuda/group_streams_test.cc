@@ -34,7 +34,8 @@ void test_host_is_free(const Setting& setting) {
     Member me(rank);
     me.exercise();
     std::atomic<int> kept{2};
-    Trial sync(me.group, rank, {.count = 10}), async(me.group, rank, {OpKind::all_gather, 10}), third(me.group, rank, {.count = 7});
+    Trial sync(me.group, rank, {.count = 10}), async(me.group, rank, {OpKind::all_gather, 10}),
+        third(me.group, rank, {.count = 7});
     rank.barrier();
     {
       Gate gate(me.stream);
@@ -70,7 +71,8 @@ void test_two_streams(const Setting& setting) {
     Member me(rank);
     OwnStream other(me.device);
     std::vector<std::unique_ptr<Trial>> trials;
-    for (int i = 0; i < 30; ++i) trials.push_back(std::make_unique<Trial>(me.group, rank, Spec{.count = 50}, false, i));
+    for (int i = 0; i < 30; ++i)
+      trials.push_back(std::make_unique<Trial>(me.group, rank, Spec{.count = 50}, false, i));
     std::vector<std::unique_ptr<Gate>> gates;
     for (int i = 0; i < 30; ++i) {
       const Stream on = i % 2 ? other.stream : me.stream;
@@ -137,17 +139,18 @@ void test_recycling(const Setting& setting, int operations) {
     me.own.synchronize();
     other.synchronize();
     require(most < 2 * 150, "events are used again, there were " + std::to_string(most));
-    require(fake_counts().streams - before.streams <= 2, "a group has one stream for asynchronous collectives");
+    require(fake_counts().streams - before.streams <= 2,
+            "a group has one stream for asynchronous collectives");
     require(data[0] == 1.0f, "the result");
     me.finish();
   };
   expect("recycling: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
-// --- capture -----------------------------------------------------------------------------------------------------------------------------
+// --- capture
 
-// The fake driver with the rules of capture: which events were recorded in which, and that these must not be asked for or waited for
-// elsewhere. A stream that waits for an event of a capture joins it.
+// The fake driver with the rules of capture: which events were recorded in which, and that these must not be
+// asked for or waited for elsewhere. A stream that waits for an event of a capture joins it.
 struct Capturing {
   std::mutex mutex;
   std::map<Event, uint64_t> events;  // last record: id of the capture, 0 for none
@@ -221,8 +224,10 @@ void test_capture(const Setting& setting) {
       inside.fill(graph.stream);
       const auto late = me.group.issue(inside.op(), me.issue(true, graph.stream));
       require(!late->poll(), "a captured operation has not run");
-      require_contains(error_of([&] { late->order(me.stream); }), "in the graph capture in which it was issued");
-      require_contains(error_of([&] { eager->order(graph.stream); }), "in the graph capture in which it was issued");
+      require_contains(error_of([&] { late->order(me.stream); }),
+                       "in the graph capture in which it was issued");
+      require_contains(error_of([&] { eager->order(graph.stream); }),
+                       "in the graph capture in which it was issued");
       late->wait();
       inside.look(graph.stream);
       graph.synchronize();
@@ -235,7 +240,8 @@ void test_capture(const Setting& setting) {
       inside.check();
     }
     for (const Trial& trial : trials) trial.check();
-    std::this_thread::sleep_for(std::chrono::milliseconds(20));  // the watching thread looks at what it looks at
+    std::this_thread::sleep_for(
+        std::chrono::milliseconds(20));  // the watching thread looks at what it looks at
     me.finish();
     std::lock_guard lock(capturing.mutex);
     require(capturing.broken.empty(), capturing.broken.empty() ? "" : capturing.broken[0]);
@@ -279,7 +285,7 @@ void test_capture_does_not_hide_work() {
   expect("release() waits", run_ranks(run_options(together), body));
 }
 
-// --- the end -----------------------------------------------------------------------------------------------------------------------------
+// --- the end
 
 void test_barrier(const Setting& setting) {
   const auto body = [&](Rank& rank) {
@@ -311,8 +317,10 @@ void test_close_under_way(const Setting& setting) {
     me.group.close();
     me.own.synchronize();
     for (const Trial& trial : trials) trial.check();
-    for (size_t i = 1; i < works.size(); i += 2) require(works[i]->done() && !works[i]->error(), "every work is done");
-    require_contains(error_of([&] { me.group.issue(trials.front().op(), me.issue()); }), "the communicator is closed");
+    for (size_t i = 1; i < works.size(); i += 2)
+      require(works[i]->done() && !works[i]->error(), "every work is done");
+    require_contains(error_of([&] { me.group.issue(trials.front().op(), me.issue()); }),
+                     "the communicator is closed");
     trials.clear();
     rank.barrier();
     PeerMemory::free_parked();
@@ -325,7 +333,7 @@ void test_destruction() {
   RunOptions options = run_options(together);
   const auto body = [](Rank& rank) {
     CudaWorkPtr work;
-    CudaGroup::Registered registered;
+    Registered registered;
     {
       Member me(rank);
       registered = me.group.allocate(1000);
@@ -365,7 +373,7 @@ void test_close_in_callback() {
 void test_release_under_way(const Setting& setting) {
   const auto body = [](Rank& rank) {
     Member me(rank);
-    CudaGroup::Registered registered = me.group.allocate(4000);
+    Registered registered = me.group.allocate(4000);
     auto* data = reinterpret_cast<float*>(registered.data);
     std::fill_n(data, 1000, 1.0f + rank.rank);
     Op op;

@@ -64,7 +64,7 @@ void test_collectives() {
   }
 }
 
-// --- messages ----------------------------------------------------------------------------------------------------------------------------
+// --- messages
 
 // A message of `count` floats in plain or registered memory, filled or looked at in stream order.
 struct Letter {
@@ -78,7 +78,8 @@ struct Letter {
     });
   }
   void check() const {
-    for (size_t i = 0; i < data.size(); ++i) require(data[i] == first + static_cast<float>(i % 1000), "element " + std::to_string(i));
+    for (size_t i = 0; i < data.size(); ++i)
+      require(data[i] == first + static_cast<float>(i % 1000), "element " + std::to_string(i));
   }
   std::vector<float> data;
   float first;
@@ -137,14 +138,16 @@ void test_messages() {
       if (rank.world_size > 1)
         for (size_t count : {7, 30000}) ping_pong(me, count);
       self_send(me);
-      require_contains(error_of([&] { me.group.issue(Letter(1, 0).call(true, rank.world_size), me.issue()); }), "is not in this group of");
+      require_contains(
+          error_of([&] { me.group.issue(Letter(1, 0).call(true, rank.world_size), me.issue()); }),
+          "is not in this group of");
       me.finish();
     };
     expect("messages: " + setting.text(), run_ranks(run_options(setting), body));
   }
 }
 
-// --- which protocol, and what cannot be ------------------------------------------------------------------------------------------------
+// --- which protocol, and what cannot be
 
 void test_protocols() {
   struct Wanted {
@@ -153,8 +156,14 @@ void test_protocols() {
   };
   const std::vector<Wanted> table = {
       {{2, 2}, "resident", "the ranks on a device are threads of one process", "any, by pointer"},
-      {{2, 1, 1, true}, "resident", "the processes on a device run together under MPS", "registered ones in place"},
-      {{2, 1}, "stream_ordered", "ranks 0 and 1 are processes that share a device without MPS", "registered ones in place"},
+      {{2, 1, 1, true},
+       "resident",
+       "the processes on a device run together under MPS",
+       "registered ones in place"},
+      {{2, 1},
+       "stream_ordered",
+       "ranks 0 and 1 are processes that share a device without MPS",
+       "registered ones in place"},
       {{2, 2, 2}, "resident", "every rank has its own device", "registered ones in place"},
       {{4, 1, 4}, "resident", "every rank has its own device", "registered ones in place"},
       {{3, 3, 1, false, "stream_ordered"}, "stream_ordered", "as requested", "any, by pointer"},
@@ -167,7 +176,8 @@ void test_protocols() {
       require_contains(description(me.group, "buffers"), wanted.buffers);
       require(description(me.group, "device") == "cuda:" + std::to_string(me.device), "the device");
       me.exercise();
-      require_contains(error_of([&] { CudaGroup::of(rank.comm, me.device + 1); }), "A rank of a group uses one device.");
+      require_contains(error_of([&] { CudaGroup::of(rank.comm, me.device + 1); }),
+                       "A rank of a group uses one device.");
       me.finish();
     };
     expect("protocol: " + wanted.setting.text(), run_ranks(run_options(wanted.setting), body));
@@ -175,7 +185,8 @@ void test_protocols() {
 }
 
 void test_refusals() {
-  auto refused = [](const std::string& name, Setting setting, const std::string& text, const std::function<void(RunOptions&)>& change) {
+  auto refused = [](const std::string& name, Setting setting, const std::string& text,
+                    const std::function<void(RunOptions&)>& change) {
     RunOptions options = run_options(setting);
     change(options);
     const auto body = [&](Rank& rank) {
@@ -186,11 +197,15 @@ void test_refusals() {
     };
     expect(name, run_ranks(options, body));
   };
-  refused("hardware queues", {8, 8}, "need 16 hardware queues, and there are 8", [](RunOptions& o) { o.device.connections = 0; });
+  refused("hardware queues", {8, 8}, "need 16 hardware queues, and there are 8",
+          [](RunOptions& o) { o.device.connections = 0; });
   refused("17 ranks", {17, 17}, "at most 16 ranks, this one has 17", [](RunOptions&) {});
-  refused("a protocol that cannot work", {2, 1, 1, false, "resident"}, "protocol resident cannot work", [](RunOptions&) {});
-  refused("an unknown protocol", {2, 1, 1, false, "fast"}, "PYCOMM_CUDA_PROTOCOL=fast: must be", [](RunOptions&) {});
-  refused("settings that differ", {2, 1, 1, true}, "staging_bytes=65536 protocol=resident blocks=2 on rank 0", [](RunOptions&) {});
+  refused("a protocol that cannot work", {2, 1, 1, false, "resident"}, "protocol resident cannot work",
+          [](RunOptions&) {});
+  refused("an unknown protocol", {2, 1, 1, false, "fast"}, "PYCOMM_CUDA_PROTOCOL=fast: must be",
+          [](RunOptions&) {});
+  refused("settings that differ", {2, 1, 1, true}, "staging_bytes=65536 protocol=resident blocks=2 on rank 0",
+          [](RunOptions&) {});
 }
 
 void test_shared_stream() {
@@ -203,7 +218,8 @@ void test_shared_stream() {
     if (rank.rank == 0) me.run(trial);
     rank.barrier();
     if (rank.rank == 1) {
-      require_contains(error_of([&] { me.group.issue(trial.op(), me.issue(false, shared)); }), "use the same CUDA stream");
+      require_contains(error_of([&] { me.group.issue(trial.op(), me.issue(false, shared)); }),
+                       "use the same CUDA stream");
       me.run(trial);  // the group is as before
     }
     me.own.synchronize();

@@ -1,8 +1,9 @@
-// host_test.cc -- csrc/cuda/driver.h and topology.h over the fake driver, and the fake driver's own streams and events.
+// host_test.cc -- csrc/cuda/device/driver.h, topology.h and ../protocol.h over the fake driver, and the fake
+// driver's own streams and events.
 #include <cstring>
 
-#include "../../../csrc/cuda/launch.h"
-#include "../../../csrc/cuda/topology.h"
+#include "../../../csrc/cuda/device/driver.h"
+#include "../../../csrc/cuda/protocol.h"
 #include "ranks.h"
 
 using namespace pycomm;
@@ -10,7 +11,7 @@ using namespace pycomm::cuda;
 
 namespace {
 
-// --- choose_protocol: which ranks sit where -> the verdict ----------------------------------------------------------------------
+// --- choose_protocol: which ranks sit where -> the verdict
 
 struct Seat {
   int process, device;
@@ -57,37 +58,59 @@ void small(Place& place) { place.multiprocessors = 7; }
 void one_small(Place& place) { place.multiprocessors = place.process == 101 ? 20 : 132; }
 void tiny_mps(Place& place) { place.multiprocessors = 3, place.mps = 1; }
 
-void test_choose_protocol() {
+std::vector<Case> protocol_cases() {
   using enum Requested;
-  const Case cases[] = {
+  return {
       {"one rank", seats(1, 1, 1), as_is, automatic, "resident 64", "own device"},
       {"own devices, processes", seats(4, 1, 1), as_is, automatic, "resident 64", "own device"},
       {"own devices, threads", seats(4, 4, 1), as_is, automatic, "resident 64", "own device"},
-      {"own devices, one connection is enough", seats(4, 1, 1), few_connections, automatic, "resident 64", "own device"},
+      {"own devices, one connection is enough", seats(4, 1, 1), few_connections, automatic, "resident 64",
+       "own device"},
       {"own devices, one of them small", seats(4, 1, 1), one_small, automatic, "resident 20", "own device"},
       {"threads on one device", seats(4, 4, 4), as_is, automatic, "resident 33", "threads of one process"},
-      {"threads on one small device", seats(4, 4, 4), small, automatic, "resident 1", "threads of one process"},
+      {"threads on one small device", seats(4, 4, 4), small, automatic, "resident 1",
+       "threads of one process"},
       {"threads on two devices", seats(8, 8, 4), as_is, automatic, "resident 33", "threads of one process"},
-      {"too few connections", seats(5, 5, 5), as_is, automatic, "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first CUDA call", ""},
-      {"too few connections, requested", seats(2, 2, 2), few_connections, resident, "need 4 hardware queues, and there are 2", ""},
-      {"too few connections, stream_ordered", seats(5, 5, 5), as_is, stream_ordered, "CUDA_DEVICE_MAX_CONNECTIONS", ""},
-      {"enough connections", seats(8, 8, 8), many_connections, automatic, "resident 16", "threads of one process"},
+      {"too few connections", seats(5, 5, 5), as_is, automatic,
+       "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first CUDA call", ""},
+      {"too few connections, requested", seats(2, 2, 2), few_connections, resident,
+       "need 4 hardware queues, and there are 2", ""},
+      {"too few connections, stream_ordered", seats(5, 5, 5), as_is, stream_ordered,
+       "CUDA_DEVICE_MAX_CONNECTIONS", ""},
+      {"enough connections", seats(8, 8, 8), many_connections, automatic, "resident 16",
+       "threads of one process"},
       {"16 threads", seats(16, 16, 16), many_connections, automatic, "resident 8", "threads of one process"},
-      {"17 threads", seats(17, 17, 17), too_many_connections, automatic, "use 16 ranks per device and process or fewer", ""},
-      {"processes on one device", seats(2, 1, 2), as_is, automatic, "stream_ordered 64", "ranks 0 and 1 are processes"},
-      {"processes of two threads on one device", seats(4, 2, 4), as_is, automatic, "stream_ordered 64", "ranks 0 and 2 are processes"},
-      {"some ranks share", {{0, 0}, {1, 1}, {2, 1}}, as_is, automatic, "stream_ordered 64", "ranks 1 and 2 are processes"},
+      {"17 threads", seats(17, 17, 17), too_many_connections, automatic,
+       "use 16 ranks per device and process or fewer", ""},
+      {"processes on one device", seats(2, 1, 2), as_is, automatic, "stream_ordered 64",
+       "ranks 0 and 1 are processes"},
+      {"processes of two threads on one device", seats(4, 2, 4), as_is, automatic, "stream_ordered 64",
+       "ranks 0 and 2 are processes"},
+      {"some ranks share",
+       {{0, 0}, {1, 1}, {2, 1}},
+       as_is,
+       automatic,
+       "stream_ordered 64",
+       "ranks 1 and 2 are processes"},
       {"processes on one device, resident", seats(2, 1, 2), as_is, resident, "Start MPS", ""},
-      {"processes on one device, no memory operations", seats(2, 1, 2), no_memory_operations, automatic, "stream memory operations", ""},
+      {"processes on one device, no memory operations", seats(2, 1, 2), no_memory_operations, automatic,
+       "stream memory operations", ""},
       {"processes under MPS", seats(4, 1, 4), mps, automatic, "resident 33", "under MPS"},
       {"processes under MPS, resident", seats(4, 1, 4), mps, resident, "resident 33", "as requested"},
       {"MPS in one process alone", seats(2, 1, 2), mps_in_one, automatic, "stream_ordered 64", "without MPS"},
-      {"more ranks than multiprocessors", seats(4, 1, 4), tiny_mps, automatic, "stream_ordered 3", "than it has multiprocessors"},
-      {"more ranks than multiprocessors, resident", seats(4, 1, 4), tiny_mps, resident, "Use fewer ranks per device", ""},
-      {"stream_ordered on request", seats(4, 1, 1), as_is, stream_ordered, "stream_ordered 64", "as requested"},
-      {"stream_ordered on request, impossible", seats(4, 1, 1), no_memory_operations, stream_ordered, "stream memory operations", ""},
+      {"more ranks than multiprocessors", seats(4, 1, 4), tiny_mps, automatic, "stream_ordered 3",
+       "than it has multiprocessors"},
+      {"more ranks than multiprocessors, resident", seats(4, 1, 4), tiny_mps, resident,
+       "Use fewer ranks per device", ""},
+      {"stream_ordered on request", seats(4, 1, 1), as_is, stream_ordered, "stream_ordered 64",
+       "as requested"},
+      {"stream_ordered on request, impossible", seats(4, 1, 1), no_memory_operations, stream_ordered,
+       "stream memory operations", ""},
   };
-  for (const Case& each : cases) {
+}
+
+void test_choose_protocol() {
+  for (const Case& each : protocol_cases()) {
     const std::vector<Place> all = places(each.seats, each.change);
     std::string first_verdict;
     for (int rank = 0; rank < static_cast<int>(all.size()); ++rank) {
@@ -103,26 +126,34 @@ void test_choose_protocol() {
         else verdict = "no rank in: " + verdict;
       }
       if (rank == 0) first_verdict = verdict;
-      const bool as_wanted = std::isdigit(each.verdict[std::strlen(each.verdict) - 1]) && *each.reason ? verdict == each.verdict
-                                                                                                       : contains(verdict, each.verdict);
+      const bool as_wanted = std::isdigit(each.verdict[std::strlen(each.verdict) - 1]) && *each.reason
+                                 ? verdict == each.verdict
+                                 : contains(verdict, each.verdict);
       expect(std::string("choose_protocol: ") + each.name + ": " + verdict + " (" + reason + ")",
              as_wanted && contains(reason, each.reason) && verdict == first_verdict);
     }
   }
 }
 
-// --- Topology::gather -----------------------------------------------------------------------------------------------------------
+// --- Topology::gather
 
 void test_gather() {
   const auto four = [](int) { fake_settings().devices = 4, fake_settings().mps = true; };
   const auto body = [](Rank& rank) {
     const Topology topology = Topology::gather(rank.comm, rank.rank / 2 + rank.rank % 2, 5);
-    require(topology.rank == rank.rank && topology.here().device == rank.rank / 2 + rank.rank % 2, "own place");
-    require(topology.ranks_on_device(0) == 1 && topology.ranks_on_device(1) == 2 && topology.ranks_on_device(2) == 2, "ranks on devices");
-    require(topology.places[0].same_process(topology.places[1]) && !topology.places[1].same_process(topology.places[2]), "processes");
+    require(topology.rank == rank.rank && topology.here().device == rank.rank / 2 + rank.rank % 2,
+            "own place");
+    require(topology.ranks_on_device(0) == 1 && topology.ranks_on_device(1) == 2 &&
+                topology.ranks_on_device(2) == 2,
+            "ranks on devices");
+    require(topology.places[0].same_process(topology.places[1]) &&
+                !topology.places[1].same_process(topology.places[2]),
+            "processes");
     require(!topology.one_process() && !topology.own_devices(), "shape of the group");
-    require(topology.here().mps && topology.here().connections == 5 && topology.here().capability == 90, "attributes");
-    require_contains(topology.describe(), "4 ranks, 2 processes, 3 devices; here sm_90, 16 multiprocessors, MPS");
+    require(topology.here().mps && topology.here().connections == 5 && topology.here().capability == 90,
+            "attributes");
+    require_contains(topology.describe(),
+                     "4 ranks, 2 processes, 3 devices; here sm_90, 16 multiprocessors, MPS");
   };
   expect("Topology::gather", run_ranks({.ranks = 4, .threads = 2, .before_threads = four}, body));
 
@@ -130,14 +161,16 @@ void test_gather() {
     const std::string error = error_of([&] { Topology::gather(rank.comm, rank.rank == 1 ? 7 : 0, 0); });
     require_contains(error, "rank 1: device 7 does not exist; this process sees 1");
     if (rank.rank == 2) use_driver(nullptr);
-    require_contains(error_of([&] { Topology::gather(rank.comm, 0, 0); }), "rank 2: pycomm was built without CUDA");
+    require_contains(error_of([&] { Topology::gather(rank.comm, 0, 0); }),
+                     "rank 2: pycomm was built without CUDA");
     use_driver(fake_driver());
     require(Topology::gather(rank.comm, 0, 0).places.size() == 3, "the group is usable after an error");
   };
-  expect("Topology::gather on a wrong device", run_ranks({.ranks = 3, .before_threads = [](int) { fake_settings() = {}; }}, wrong));
+  expect("Topology::gather on a wrong device",
+         run_ranks({.ranks = 3, .before_threads = [](int) { fake_settings() = {}; }}, wrong));
 }
 
-// --- driver.h, and the streams of the fake --------------------------------------------------------------------------------------
+// --- driver.h, and the streams of the fake
 
 void test_driver() {
   const auto body = [](Rank&) {
@@ -147,9 +180,11 @@ void test_driver() {
     require_contains(error_of([] { require_driver(); }), "built without CUDA");
     use_driver(fake_driver());
     require(driver() == fake_driver() && driver_problem().empty(), "a driver");
-    require(error_of([] { check(result::out_of_memory, "cuMemCreate"); }) == "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)",
+    require(error_of([] { check(result::out_of_memory, "cuMemCreate"); }) ==
+                "cuMemCreate failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)",
             "text");
-    require_contains(error_of([] { ContextGuard guard(9); }), "cuDevicePrimaryCtxRetain of device 9 failed: CUDA_ERROR_INVALID_DEVICE");
+    require_contains(error_of([] { ContextGuard guard(9); }),
+                     "cuDevicePrimaryCtxRetain of device 9 failed: CUDA_ERROR_INVALID_DEVICE");
     Context context = nullptr;
     const auto current = [&] { return fake_driver()->cuCtxGetCurrent(&context), context; };
     {
@@ -177,22 +212,29 @@ void test_streams() {
     PYCOMM_CUDA_CHECK(table, cuEventCreate, &event, 0);
     alignas(8) uint32_t word = 0;
     int result = 0;
-    // Stream two waits for the word that stream one writes after a slow kernel; the event says when two is through.
+    // Stream two waits for the word that stream one writes after a slow kernel; the event says when two is
+    // through.
     PYCOMM_CUDA_CHECK(table, cuStreamWaitValue32, two, reinterpret_cast<DevicePtr>(&word), 5, flag::wait_geq);
     fake_enqueue(two, [&] { result = 1; });
     PYCOMM_CUDA_CHECK(table, cuEventRecord, event, two);
-    require(table.cuStreamQuery(two) == result::not_ready && table.cuEventQuery(event) == result::not_ready, "two waits");
+    require(table.cuStreamQuery(two) == result::not_ready && table.cuEventQuery(event) == result::not_ready,
+            "two waits");
     fake_enqueue(one, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
     require(result == 0, "kernels run later");
-    PYCOMM_CUDA_CHECK(table, cuStreamWriteValue32, one, reinterpret_cast<DevicePtr>(&word), 5, flag::write_default);
+    PYCOMM_CUDA_CHECK(table, cuStreamWriteValue32, one, reinterpret_cast<DevicePtr>(&word), 5,
+                      flag::write_default);
     PYCOMM_CUDA_CHECK(table, cuStreamWaitEvent, one, event, 0);
     fake_enqueue(one, [&] { result *= 10; });
     PYCOMM_CUDA_CHECK(table, cuStreamSynchronize, one);
-    require(result == 10 && table.cuEventQuery(event) == result::success && table.cuStreamQuery(two) == result::success, "the order");
+    require(result == 10 && table.cuEventQuery(event) == result::success &&
+                table.cuStreamQuery(two) == result::success,
+            "the order");
 
     require(!capture_of(one).active, "no capture");
     fake_capture(one, flag::capture_active, 42);
-    require(capture_of(one).active && capture_of(one).id == 42 && !capture_of(two).active && !capture_of(nullptr).active, "a capture");
+    require(capture_of(one).active && capture_of(one).id == 42 && !capture_of(two).active &&
+                !capture_of(nullptr).active,
+            "a capture");
     PYCOMM_CUDA_CHECK(table, cuEventDestroy, event);
     PYCOMM_CUDA_CHECK(table, cuStreamDestroy, one);
     PYCOMM_CUDA_CHECK(table, cuStreamDestroy, two);

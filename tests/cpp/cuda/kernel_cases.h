@@ -1,10 +1,11 @@
-// kernel_cases.h -- collectives as data: inputs of every rank, what each must hold afterwards, by one-line oracles.
+// kernel_cases.h -- collectives as data: inputs of every rank, what each must hold afterwards, by one-line
+// oracles.
 #pragma once
 
 #include <algorithm>
 
-#include "../../../csrc/cuda/number.cuh"
-#include "../../../csrc/reduce/reduce.h"
+#include "../../../csrc/arithmetic/reduce.h"
+#include "../../../csrc/cuda/kernels/number.cuh"
 #include "ranks_on_fibers.h"
 
 namespace pycomm::cuda::testing {
@@ -24,14 +25,17 @@ struct Case {
   bool rough = false;    // f32, f64 and complex: the sum depends on the order of addition
 
   std::string text() const {
-    return std::string(to_string(kind)) + " " + to_string(algorithm) + " " + to_string(dtype) + " " + to_string(op) +
-           " count=" + std::to_string(count) + " root=" + std::to_string(root) + (uneven ? " uneven" : "") + (in_place ? " in place" : "") +
+    return std::string(to_string(kind)) + " " + to_string(algorithm) + " " + to_string(dtype) + " " +
+           to_string(op) + " count=" + std::to_string(count) + " root=" + std::to_string(root) +
+           (uneven ? " uneven" : "") + (in_place ? " in place" : "") +
            (misalign ? " misaligned " + std::to_string(misalign) : "") + (rough ? " rough" : "");
   }
 };
 
 // Part q of a buffer: even, or so different that some are empty.
-inline size_t part_count(const Case& c, int q) { return c.uneven ? c.count * (q % 3) / 2 + (q == 1) : c.count; }
+inline size_t part_count(const Case& c, int q) {
+  return c.uneven ? c.count * (q % 3) / 2 + (q == 1) : c.count;
+}
 // What src sends to dst.
 inline size_t pair_count(const Case& c, int src, int dst) {
   return c.uneven ? c.count * ((src + 2 * dst) % 4) / 3 + (src == dst) : c.count;
@@ -72,7 +76,8 @@ class Instance {
     Region* region = nullptr;
     const size_t stride = round_up_to(largest_in * item_, 256);
     if (memory == Memory::registered)
-      region = &ranks.add_region(std::max<size_t>(stride + largest_out * item_, 16), c.algorithm == Algorithm::multimem);
+      region = &ranks.add_region(std::max<size_t>(stride + largest_out * item_, 16),
+                                 c.algorithm == Algorithm::multimem);
     for (int r = 0; r < n_; ++r) {
       if (!region) {
         ins_.push_back(std::make_unique<Buffer>(in_count_[r] * item_, c.misalign * item_));
@@ -89,11 +94,11 @@ class Instance {
     }
   }
 
-  // One call of rank r, then all that a caller may do at once: look at the result and use the buffers for something else. With `times` the
-  // call is captured and replayed.
+  // One call of rank r, then all that a caller may do at once: look at the result and use the buffers for
+  // something else. With `times` the call is captured and replayed.
   void enqueue(int r, int times = 1) {
     Machine& machine = ranks_.machine();
-    Plan planned;
+    LaunchPlan planned;
     for (int i = 0; i < times; ++i) {
       machine.host(machine.stream(r), [this, r] { fill(r); });
       if (i == 0) planned = ranks_.enqueue(r, op(r));
@@ -164,8 +169,8 @@ class Instance {
     const std::vector<std::byte> want = expected(r);
     for (size_t i = 0; i < want.size(); ++i)
       if (want[i] != out_[r][i])
-        throw std::runtime_error(case_.text() + ", " + std::to_string(n_) + " ranks: rank " + std::to_string(r) + ", element " +
-                                 std::to_string(i / item_) + " is wrong");
+        throw std::runtime_error(case_.text() + ", " + std::to_string(n_) + " ranks: rank " +
+                                 std::to_string(r) + ", element " + std::to_string(i / item_) + " is wrong");
     for (const auto& list : {&ins_, &outs_})
       for (const auto& buffer : *list)
         if (!buffer->guards_intact()) throw std::runtime_error(case_.text() + ": a write beyond a buffer");
@@ -219,7 +224,9 @@ class Instance {
     std::vector<std::byte> result(count * item_);
     std::vector<const void*> sources;
     for (int k = 0; k < n_; ++k) sources.push_back(sources_[(start + k) % n_].data() + first * item_);
-    if (count) pycomm::reduce(case_.dtype, case_.op, sources.data(), n_, result.data(), count, case_.op == ReduceOp::avg ? n_ : factor);
+    if (count)
+      pycomm::reduce({case_.dtype, case_.op, case_.op == ReduceOp::avg ? n_ : factor}, sources.data(), n_,
+                     result.data(), count);
     return result;
   }
 
@@ -238,7 +245,8 @@ class Instance {
   std::vector<std::byte> expected(int r) const {
     std::vector<std::byte> want;
     auto append = [&](int src, size_t first, size_t count) {
-      want.insert(want.end(), sources_[src].begin() + first * item_, sources_[src].begin() + (first + count) * item_);
+      want.insert(want.end(), sources_[src].begin() + first * item_,
+                  sources_[src].begin() + (first + count) * item_);
     };
     auto before = [&](auto count_of, int end) {
       size_t sum = 0;
@@ -260,7 +268,8 @@ class Instance {
         break;
       case OpKind::scatter: append(case_.root, before(single, r), single(r)); break;
       case OpKind::all_to_all:
-        for (int p = 0; p < n_; ++p) append(p, before([&](int q) { return pair_count(case_, p, q); }, r), pair_count(case_, p, r));
+        for (int p = 0; p < n_; ++p)
+          append(p, before([&](int q) { return pair_count(case_, p, q); }, r), pair_count(case_, p, r));
         break;
       default: break;
     }
@@ -274,7 +283,8 @@ class Instance {
   const int n_;
   const size_t item_;
   bool ring_ = false;
-  std::vector<int> arrived_;  // at the call, by rank; written by the ranks, without any order but the operation's
+  std::vector<int>
+      arrived_;  // at the call, by rank; written by the ranks, without any order but the operation's
   std::vector<size_t> in_count_, out_count_;
   std::vector<std::unique_ptr<Buffer>> ins_, outs_;
   std::vector<std::byte*> in_, out_;

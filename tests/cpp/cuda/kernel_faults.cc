@@ -1,12 +1,14 @@
-// kernel_faults.cc -- the suites of kernel_test.cc in which calls differ, ranks are missing, or several streams run beside each other.
+// kernel_faults.cc -- the suites of kernel_test.cc in which calls differ, ranks are missing, or several
+// streams run beside each other.
 #include "kernel_suites.h"
 
 namespace pycomm::cuda::testing {
 
 namespace {
 
-// Every rank calls `cases[r]`, then all call a good one. Every rank must report `text` for the first, and hold the second's result (in
-// stream order the group is broken: ranks that disagree exchange unequally often, and the host ends the waits).
+// Every rank calls `cases[r]`, then all call a good one. Every rank must report `text` for the first, and
+// hold the second's result (in stream order the group is broken: ranks that disagree exchange unequally
+// often, and the host ends the waits).
 void mismatch(const std::vector<Case>& cases, const Setting& setting, const std::string& text) {
   const int n = setting.world_size;
   Machine machine(n, setting.options);
@@ -24,7 +26,8 @@ void mismatch(const std::vector<Case>& cases, const Setting& setting, const std:
   }
   const Outcome outcome = machine.run();
   ++runs;
-  if (setting.protocol == Protocol::resident) expect(outcome.ok, setting.text() + ": " + text + " goes on; got " + outcome.text);
+  if (setting.protocol == Protocol::resident)
+    expect(outcome.ok, setting.text() + ": " + text + " goes on; got " + outcome.text);
   for (int r = 0; r < n; ++r) {
     const ErrorRecord& record = ranks.error(r).records[0];
     expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
@@ -39,7 +42,8 @@ void mismatches() {
   for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
     for (Memory memory : {Memory::pointers, Memory::staged})
       for (int n : {2, 4}) {
-        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = 5, .preempt = 16}};
+        const Setting setting{
+            .world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = 5, .preempt = 16}};
         const Case base{.count = 500};
         auto with = [&](Case other, const std::string& text) {
           std::vector<Case> cases(n, base);
@@ -77,8 +81,11 @@ void pairwise_mismatch() {
     expect(outcome.ok, "a pairwise mismatch ends; got " + outcome.text);
     for (int r = 0; r < n; ++r) {
       const ErrorRecord& record = ranks.error(r).records[0];
-      expect(record.fault == static_cast<uint64_t>(Fault::mismatch), "the pairwise mismatch is reported on rank " + std::to_string(r));
-      if (r == 2) expect(record.peer == 1 && record.here.extra == record.there.extra + 4, "rank 2 names rank 1 and both sizes");
+      expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
+             "the pairwise mismatch is reported on rank " + std::to_string(r));
+      if (r == 2)
+        expect(record.peer == 1 && record.here.extra == record.there.extra + 4,
+               "rank 2 names rank 1 and both sizes");
     }
   }
 }
@@ -99,7 +106,8 @@ void absent() {
       expect(outcome.ok, std::string(to_string(form.kind)) + " without a peer ends; got " + outcome.text);
       for (int r = 0; r < n - 1; ++r) {
         const ErrorRecord& record = ranks.error(r).records[0];
-        expect(record.fault == static_cast<uint64_t>(Fault::timeout), std::string(to_string(form.kind)) + " without a peer times out");
+        expect(record.fault == static_cast<uint64_t>(Fault::timeout),
+               std::string(to_string(form.kind)) + " without a peer times out");
         expect(record.missing == 1u << (n - 1), "the missing rank is named");
       }
     }
@@ -110,7 +118,8 @@ void absent() {
   Instance instance(ranks, {.count = 400}, setting.memory, 1);
   ranks.error(0).stop = 1;
   ranks.enqueue(0, instance.op(0));
-  expect(machine.run().ok && ranks.error(0).records[0].fault == 0, "a stopped rank ends without a report: the host knows");
+  expect(machine.run().ok && ranks.error(0).records[0].fault == 0,
+         "a stopped rank ends without a report: the host knows");
 }
 
 // A rank never comes and nobody looks at the clock: the report names who waits, and in whose memory.
@@ -124,8 +133,8 @@ void deadlock() {
     const Outcome outcome = machine.run();
     ++runs;
     expect(outcome.deadlock, "an operation without its peer is a deadlock");
-    for (const char* text :
-         {"rank 1 ", " block 0 thread 0: waiting for arena 1 + ", " block 1 thread 0: ", "threads 1-63: waiting in sync"})
+    for (const char* text : {"rank 1 ", " block 0 thread 0: waiting for arena 1 + ",
+                             " block 1 thread 0: ", "threads 1-63: waiting in sync"})
       expect(outcome.text.find(text) != std::string::npos, std::string("'") + text + "' in " + outcome.text);
   }
 }
@@ -138,11 +147,15 @@ void message_faults() {
       Ranks ranks(machine, 2, options_of(setting));
       Buffer from(4096), to(4096);
       ranks.enqueue(0, {true, 1, 3, DType::f32, from.data(), 900}, 1);
-      ranks.enqueue(1, {false, 0, what == 0 ? 4 : 3, what == 1 ? DType::i32 : DType::f32, to.data(), what == 2 ? 901u : 900u}, 1);
+      ranks.enqueue(1,
+                    {false, 0, what == 0 ? 4 : 3, what == 1 ? DType::i32 : DType::f32, to.data(),
+                     what == 2 ? 901u : 900u},
+                    1);
       const Outcome outcome = machine.run();
       ++runs;
       expect(outcome.ok, "a message that differs ends; got " + outcome.text);
-      const ErrorRecord &here = ranks.error(0).records[record_of_sending(1)], &there = ranks.error(1).records[record_of_receiving(0)];
+      const ErrorRecord &here = ranks.error(0).records[record_of_sending(1)],
+                        &there = ranks.error(1).records[record_of_receiving(0)];
       for (const ErrorRecord* record : {&here, &there})
         expect(record->fault == static_cast<uint64_t>(Fault::mismatch), "both ends report it");
       const char* texts[] = {"tag=", "dtype=", "count="};
@@ -153,12 +166,15 @@ void message_faults() {
   Ranks ranks(machine, 2, options_of(setting));
   Buffer data(64);
   ranks.enqueue(0, {true, 1, 0, DType::u8, data.data(), 64}, 1);
-  expect(machine.run().ok && ranks.error(0).records[record_of_sending(1)].fault == static_cast<uint64_t>(Fault::timeout),
+  expect(machine.run().ok &&
+             ranks.error(0).records[record_of_sending(1)].fault == static_cast<uint64_t>(Fault::timeout),
          "a send without a recv times out");
 }
 
 // Differs from segment to segment, too.
-std::byte message_byte(int src, int dst, int round, size_t i) { return static_cast<std::byte>(src * 16 + dst + round * 5 + (i >> 8) * 7); }
+std::byte message_byte(int src, int dst, int round, size_t i) {
+  return static_cast<std::byte>(src * 16 + dst + round * 5 + (i >> 8) * 7);
+}
 
 }  // namespace
 
@@ -175,11 +191,16 @@ void streams(uint64_t seed) {
     for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
       for (size_t count : {size_t{0}, size_t{1}, size_t{1000}, size_t{30000}, size_t{100000}}) {
         const int n = 3;
-        const Setting setting{.world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = seed, .preempt = 40}};
+        const Setting setting{.world_size = n,
+                              .memory = memory,
+                              .protocol = protocol,
+                              .options = {.seed = seed, .preempt = 40}};
         Machine machine(n, setting.options);
         Ranks ranks(machine, n, options_of(setting));
-        Instance sums(ranks, {.count = 900}, memory, 1), gathered(ranks, {.kind = OpKind::all_gather, .count = 300}, memory, 2);
-        // Each rank sends to all, itself too, on one stream per destination, and receives on one per source; twice.
+        Instance sums(ranks, {.count = 900}, memory, 1),
+            gathered(ranks, {.kind = OpKind::all_gather, .count = 300}, memory, 2);
+        // Each rank sends to all, itself too, on one stream per destination, and receives on one per source;
+        // twice.
         std::vector<std::unique_ptr<Buffer>> from, to;
         for (int r = 0; r < n; ++r)
           for (int p = 0; p < n; ++p) {
@@ -206,7 +227,8 @@ void streams(uint64_t seed) {
         }
         const Outcome outcome = machine.run();
         ++runs;
-        expect(outcome.ok, setting.text() + ", messages of " + std::to_string(count) + " bytes arrive; got " + outcome.text);
+        expect(outcome.ok, setting.text() + ", messages of " + std::to_string(count) + " bytes arrive; got " +
+                               outcome.text);
         ranks.check_quiet();
       }
 }

@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "../../../csrc/cuda/kernels.cuh"
+#include "../../../csrc/cuda/kernels/kernels.cuh"
 
 namespace pycomm::cuda {
 
@@ -35,9 +35,9 @@ namespace {
 
 #ifdef PYCOMM_FEW_KERNELS  // programs with sanitizers: minutes of compiling else
 template <class T, ReduceOp op>
-inline constexpr bool built =
-    (op == ReduceOp::sum && (std::is_same_v<T, float> || std::is_same_v<T, BF16> || std::is_same_v<T, uint8_t>)) ||
-    (op == ReduceOp::max && std::is_same_v<T, float>);
+inline constexpr bool built = (op == ReduceOp::sum && (std::is_same_v<T, float> || std::is_same_v<T, BF16> ||
+                                                       std::is_same_v<T, uint8_t>)) ||
+                              (op == ReduceOp::max && std::is_same_v<T, float>);
 #else
 template <class T, ReduceOp op>
 inline constexpr bool built = true;

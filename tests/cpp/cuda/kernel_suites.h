@@ -18,9 +18,9 @@ struct Setting {
   std::string text() const {
     const char* memories[] = {"pointers", "staged", "registered"};
     return std::to_string(world_size) + " ranks, " + memories[static_cast<int>(memory)] + ", " +
-           (protocol == Protocol::resident ? "resident" : "stream_ordered") + ", " + std::to_string(blocks) + "x" +
-           std::to_string(threads) + ", unit " + std::to_string(unit) + ", seed " + std::to_string(options.seed) + ", preempt " +
-           std::to_string(options.preempt);
+           (protocol == Protocol::resident ? "resident" : "stream_ordered") + ", " + std::to_string(blocks) +
+           "x" + std::to_string(threads) + ", unit " + std::to_string(unit) + ", seed " +
+           std::to_string(options.seed) + ", preempt " + std::to_string(options.preempt);
   }
 };
 
@@ -51,7 +51,8 @@ inline constexpr Form forms[] = {
 
 // Can this be asked for in that setting? (What it means otherwise is for the tests of choose().)
 inline bool possible(const Form& form, const Setting& setting) {
-  if (form.algorithm == Algorithm::multimem) return setting.memory == Memory::registered && setting.protocol == Protocol::resident;
+  if (form.algorithm == Algorithm::multimem)
+    return setting.memory == Memory::registered && setting.protocol == Protocol::resident;
   if (form.algorithm == Algorithm::copy_engine) return setting.memory == Memory::registered;
   return true;
 }

@@ -1,15 +1,18 @@
 // kernel_test.cc -- the CUDA kernels, by way of the plans that a GPU would get, on the fiber machine.
 //
-//   kernel_test table WORLD_SIZE          every algorithm x memory x protocol x ugly sizes, then every dtype x op
-//   kernel_test random SEED RUNS          random calls back to back on every rank's stream, random schedule with preemption
-//   kernel_test forms WORLD_SIZE SEED     every algorithm x memory x protocol, random schedule: a pass for programs with sanitizers
-//   kernel_test mutants SEED RUNS         random calls, small: what a planted fault must not survive (tests/test_cuda_mutants.py)
-//   kernel_test rings SEED RUNS           long rings
-//   kernel_test faults                    mismatches, missing ranks, stop, deadlock
-//   kernel_test streams SEED              messages beside collectives, several streams per rank
+//   kernel_test table WORLD_SIZE       every algorithm x memory x protocol x ugly sizes; every dtype x op
+//   kernel_test random SEED RUNS       random calls back to back on every rank's stream, random schedule
+//                                      with preemption
+//   kernel_test forms WORLD_SIZE SEED  every algorithm x memory x protocol, random schedule: a pass for
+//                                      programs with sanitizers
+//   kernel_test mutants SEED RUNS      random calls, small: what a planted fault must not survive
+//                                      (tests/test_cuda_mutants.py)
+//   kernel_test rings SEED RUNS        long rings
+//   kernel_test faults                 mismatches, missing ranks, stop, deadlock
+//   kernel_test streams SEED           messages beside collectives, several streams per rank
 //
-// Every run checks each rank's result right after the call and then writes over its buffers, as a caller may; prints the number of runs.
-// Ends with status 1 and a text at the first failure.
+// Every run checks each rank's result right after the call and then writes over its buffers, as a caller may;
+// prints the number of runs. Ends with status 1 and a text at the first failure.
 #include <cstdio>
 #include <random>
 
@@ -42,12 +45,16 @@ void run_cases(const std::vector<Case>& cases, const Setting& setting, int times
 
 // all_to_all in stream order has one round through the staging for sizes that differ (Planner::pairwise).
 bool takes_uneven(const Form& form, const Setting& setting, size_t count) {
-  const bool one_round = setting.memory == Memory::staged && setting.protocol == Protocol::stream_ordered && setting.unit;
+  const bool one_round =
+      setting.memory == Memory::staged && setting.protocol == Protocol::stream_ordered && setting.unit;
   if (form.algorithm == Algorithm::copy_engine) return false;
-  if (form.kind == OpKind::all_to_all) return !one_round || (count + 1) * sizeof(float) <= 2 * setting.unit * align_bytes * setting.blocks;
+  if (form.kind == OpKind::all_to_all)
+    return !one_round || (count + 1) * sizeof(float) <= 2 * setting.unit * align_bytes * setting.blocks;
   return form.kind == OpKind::all_gather || form.kind == OpKind::reduce_scatter;
 }
-bool reduces(OpKind kind) { return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter; }
+bool reduces(OpKind kind) {
+  return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter;
+}
 
 bool can_reduce(DType dtype, ReduceOp op) {
   const ReductionKey key = reduction_key(dtype, op);
@@ -56,7 +63,10 @@ bool can_reduce(DType dtype, ReduceOp op) {
 
 // A call and its ugly variants: uneven, in place, misaligned.
 std::vector<Case> variants(const Form& form, const Setting& setting, size_t count) {
-  Case c{.kind = form.kind, .algorithm = form.algorithm, .count = count, .root = static_cast<int>(count % setting.world_size)};
+  Case c{.kind = form.kind,
+         .algorithm = form.algorithm,
+         .count = count,
+         .root = static_cast<int>(count % setting.world_size)};
   if (form.algorithm == Algorithm::multimem) c.count = count / 4 * 4;
   c.rough = reduces(form.kind);
   std::vector<Case> cases{c};
@@ -82,7 +92,8 @@ void table(int world_size) {
   each_form({.world_size = world_size}, [&](const Form& form, Setting setting) {
     for (size_t count : {size_t{0}, size_t{1}, n - 1, n, n + 1, size_t{63}, size_t{1000}, size_t{4099}})
       run_cases(variants(form, setting, count), setting);
-    // Many segments; several blocks, the last of them with little or nothing to do; threads that fill no warp.
+    // Many segments; several blocks, the last of them with little or nothing to do; threads that fill no
+    // warp.
     setting.unit = 2;
     run_cases(variants(form, setting, 3001), setting);
     setting.unit = 5;
@@ -97,7 +108,9 @@ void table(int world_size) {
         const auto o = static_cast<ReduceOp>(op);
         std::vector<Case> cases;
         for (const Form& form : {forms[0], forms[1], forms[2], forms[4], forms[5]})
-          if (can_reduce(d, o)) cases.push_back({.kind = form.kind, .algorithm = form.algorithm, .dtype = d, .op = o, .count = 331});
+          if (can_reduce(d, o))
+            cases.push_back(
+                {.kind = form.kind, .algorithm = form.algorithm, .dtype = d, .op = o, .count = 331});
         if (op == 0)
           for (OpKind kind : {OpKind::broadcast, OpKind::all_gather, OpKind::all_to_all})
             cases.push_back({.kind = kind, .dtype = d, .count = 333});
@@ -110,7 +123,8 @@ void table(int world_size) {
 }
 
 void each_form_once(int world_size, uint64_t seed) {
-  Setting setting{.world_size = world_size, .threads = 32, .unit = 1, .options = {.seed = seed, .preempt = 24}};
+  Setting setting{
+      .world_size = world_size, .threads = 32, .unit = 1, .options = {.seed = seed, .preempt = 24}};
   each_form(setting, [&](const Form& form, const Setting& s) { run_cases(variants(form, s, 301), s, 2); });
 }
 
@@ -134,7 +148,8 @@ class Random {
   Case next(const Form& form, const Setting& setting) {
     Case c{.kind = form.kind, .algorithm = form.algorithm};
     c.count = below(4) == 0 ? below(10) : below(small_ ? 900 : 4000);
-    if (below(small_ ? 6 : 10) == 0) c.count = (small_ ? 17000 : 40000) / setting.world_size;  // more than one block
+    if (below(small_ ? 6 : 10) == 0)
+      c.count = (small_ ? 17000 : 40000) / setting.world_size;  // more than one block
     c.root = static_cast<int>(below(setting.world_size));
     c.uneven = takes_uneven(form, setting, c.count) && below(3) == 0;
     c.in_place = form.algorithm != Algorithm::copy_engine && below(3) == 0;
@@ -172,7 +187,8 @@ void random_runs(uint64_t seed, int count, bool small) {
   }
 }
 
-// Rings of so many ranks that a sender can be more than ring_slots ahead: at most by the world size, so in others credits never matter.
+// Rings of so many ranks that a sender can be more than ring_slots ahead: at most by the world size, so in
+// others credits never matter.
 void long_rings(uint64_t seed, int count) {
   Random random(seed, true);
   for (int i = 0; i < count; ++i) {

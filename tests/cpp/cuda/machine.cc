@@ -1,7 +1,7 @@
 // machine.cc -- streams, events and reports on top of the scheduler. Compiled like the kernels.
 //
-// Everything that a stream does is a launch: a function of the host, and a stream memory operation, is one of one thread. An event is
-// a word that counts: record() stores, wait() waits, with the flags that kernels use.
+// Everything that a stream does is a launch: a function of the host, and a stream memory operation, is one of
+// one thread. An event is a word that counts: record() stores, wait() waits, with the flags that kernels use.
 #include <cstdio>
 #include <deque>
 #include <exception>
@@ -44,7 +44,8 @@ void enter(Launch* launch, Fiber* f, uint32_t budget) {
 
 void check_geometry(int blocks, int threads) {
   if (blocks >= 1 && threads >= 1 && threads <= 32 * Block::max_warps) return;
-  throw std::invalid_argument("a launch of " + std::to_string(blocks) + " blocks of " + std::to_string(threads) + " threads");
+  throw std::invalid_argument("a launch of " + std::to_string(blocks) + " blocks of " +
+                              std::to_string(threads) + " threads");
 }
 
 struct NamedRange {
@@ -55,27 +56,30 @@ struct NamedRange {
 
 constexpr int max_lines = 200;
 
-// ---- reports ---------------------------------------------------------------------------------------------------------------------
+// ---- reports
 
 std::string text_of(uintptr_t address, const std::vector<NamedRange>& ranges) {
   char hex[32];
   std::snprintf(hex, sizeof hex, "%#zx", static_cast<size_t>(address));
   for (const NamedRange& range : ranges) {
     const auto begin = reinterpret_cast<uintptr_t>(range.begin);
-    if (address >= begin && address < begin + range.bytes) return range.name + " + " + std::to_string(address - begin) + " (" + hex + ")";
+    if (address >= begin && address < begin + range.bytes)
+      return range.name + " + " + std::to_string(address - begin) + " (" + hex + ")";
   }
   return hex;
 }
 
 std::string launch_text(const StreamQueue* stream) {
   const Launch* launch = stream->running;
-  return "rank " + std::to_string(stream->rank) + (stream->index ? " stream " + std::to_string(stream->index) : "") + " " + launch->what +
-         " #" + std::to_string(launch->number);
+  return "rank " + std::to_string(stream->rank) +
+         (stream->index ? " stream " + std::to_string(stream->index) : "") + " " + launch->what + " #" +
+         std::to_string(launch->number);
 }
 
 std::string thread_text(const Fiber* f, int last) {
-  const std::string thread =
-      last == f->thread ? " thread " + std::to_string(last) : " threads " + std::to_string(f->thread) + "-" + std::to_string(last);
+  const std::string thread = last == f->thread
+                                 ? " thread " + std::to_string(last)
+                                 : " threads " + std::to_string(f->thread) + "-" + std::to_string(last);
   return " block " + std::to_string(f->block->index) + thread;
 }
 
@@ -83,10 +87,13 @@ std::string state_text(const Fiber* f, const std::vector<NamedRange>& ranges) {
   const Block* b = f->block;
   switch (f->state) {
     case State::asleep: return "waiting for " + text_of(reinterpret_cast<uintptr_t>(f->word), ranges);
-    case State::in_sync: return "waiting in sync (" + std::to_string(b->arrived) + " of " + std::to_string(b->live) + " threads are there)";
+    case State::in_sync:
+      return "waiting in sync (" + std::to_string(b->arrived) + " of " + std::to_string(b->live) +
+             " threads are there)";
     case State::in_shuffle: {
       const Warp& warp = b->warps[f->thread / 32];
-      return "waiting in shuffle (" + std::to_string(warp.arrived) + " of " + std::to_string(warp.lanes) + " lanes are there)";
+      return "waiting in shuffle (" + std::to_string(warp.arrived) + " of " + std::to_string(warp.lanes) +
+             " lanes are there)";
     }
     case State::runnable: return "able to run";
     case State::ended: return "";
@@ -105,7 +112,9 @@ std::string waiting_text(const Scheduler* s, const std::vector<NamedRange>& rang
       const Fiber* f = stream->fibers[i];
       const std::string state = state_text(f, ranges);
       if (state.empty()) continue;
-      while (i + 1 < fibers && stream->fibers[i + 1]->block == f->block && state_text(stream->fibers[i + 1], ranges) == state) i++;
+      while (i + 1 < fibers && stream->fibers[i + 1]->block == f->block &&
+             state_text(stream->fibers[i + 1], ranges) == state)
+        i++;
       if (++lines == max_lines) return text + "  ...\n";
       text += "  " + launch_text(stream) + thread_text(f, stream->fibers[i]->thread) + ": " + state + "\n";
     }
@@ -115,12 +124,14 @@ std::string waiting_text(const Scheduler* s, const std::vector<NamedRange>& rang
 
 std::string fault_text(const Scheduler* s, const std::vector<NamedRange>& ranges) {
   const Fault& fault = s->fault;
-  std::string text = launch_text(fault.fiber->stream) + thread_text(fault.fiber, fault.fiber->thread) + ": " + fault.what;
+  std::string text =
+      launch_text(fault.fiber->stream) + thread_text(fault.fiber, fault.fiber->thread) + ": " + fault.what;
   const std::string& error = static_cast<const KernelLaunch*>(launch_of(fault.fiber))->error;
   if (!error.empty()) return text + ": " + error;
   if (!fault.address) return text + " (" + std::to_string(fault.bytes) + ")";
   text += " at " + text_of(fault.address, ranges);
-  if (fault.address % fault.bytes) text += ", which is misaligned: it must be a multiple of " + std::to_string(fault.bytes);
+  if (fault.address % fault.bytes)
+    text += ", which is misaligned: it must be a multiple of " + std::to_string(fault.bytes);
   return text;
 }
 
@@ -128,7 +139,8 @@ Outcome outcome_of(const Scheduler* s, Ending ending, const std::vector<NamedRan
   Outcome outcome{ending == Ending::done, ending == Ending::deadlock, "", s->steps};
   if (ending == Ending::deadlock) outcome.text = "DEADLOCK: no thread can run\n" + waiting_text(s, ranges);
   if (ending == Ending::too_many_steps) {
-    outcome.text = "TOO MANY STEPS: given up after " + std::to_string(s->steps) + "\n" + waiting_text(s, ranges);
+    outcome.text =
+        "TOO MANY STEPS: given up after " + std::to_string(s->steps) + "\n" + waiting_text(s, ranges);
   }
   if (ending == Ending::fault) outcome.text = "FAULT: " + fault_text(s, ranges) + "\n";
   return outcome;
@@ -136,20 +148,22 @@ Outcome outcome_of(const Scheduler* s, Ending ending, const std::vector<NamedRan
 
 }  // namespace
 
-// ---- Machine ---------------------------------------------------------------------------------------------------------------------
+// ---- Machine
 
 struct Machine::Impl {
   Scheduler* scheduler;
   std::map<std::pair<int, int>, Stream> streams;
   std::deque<KernelLaunch> launches;  // kept to the end: their addresses are keys
-  std::deque<uint64_t> events;        // aligned words, 1 when recorded
+  std::deque<uint64_t> events;  // aligned words, 1 when recorded
   std::deque<std::vector<std::byte*>> members;
   std::vector<Multicast> multicasts;
   std::vector<NamedRange> ranges;
   Outcome last{true, false, "", 0};
 };
 
-Machine::Machine(int ranks, const Options& options) : impl_(new Impl) { impl_->scheduler = create_scheduler(ranks, options, false); }
+Machine::Machine(int ranks, const Options& options) : impl_(new Impl) {
+  impl_->scheduler = create_scheduler(ranks, options, false);
+}
 
 Machine::~Machine() { destroy_scheduler(impl_->scheduler); }
 
@@ -172,7 +186,9 @@ void Machine::push(Stream& stream, int blocks, int threads, const char* what, Ke
   enqueue(stream.queue, &launch);
 }
 
-void Machine::launch(Stream& stream, int blocks, int threads, Kernel kernel) { push(stream, blocks, threads, "kernel", std::move(kernel)); }
+void Machine::launch(Stream& stream, int blocks, int threads, Kernel kernel) {
+  push(stream, blocks, threads, "kernel", std::move(kernel));
+}
 
 void Machine::host(Stream& stream, std::function<void()> function) {
   push(stream, 1, 1, "host", [function = std::move(function)](FiberCtx&) { function(); });
@@ -190,7 +206,8 @@ void Machine::wait_value(Stream& stream, const uint32_t* word, uint32_t value) {
 
 Event Machine::record(Stream& stream) {
   uint64_t* word = &impl_->events.emplace_back(0);
-  const std::string place = std::to_string(stream.rank) + (stream.index ? " stream " + std::to_string(stream.index) : "");
+  const std::string place =
+      std::to_string(stream.rank) + (stream.index ? " stream " + std::to_string(stream.index) : "");
   name_range(word, sizeof *word, "event of rank " + place);
   push(stream, 1, 1, "event record", [=](FiberCtx& c) { c.store_release(word, 1, Scope::system); });
   return {word};
@@ -204,7 +221,8 @@ void Machine::wait(Stream& stream, Event event) {
 
 void Machine::add_multicast(void* base, size_t bytes, std::vector<std::byte*> members) {
   std::vector<std::byte*>& kept = impl_->members.emplace_back(std::move(members));
-  impl_->multicasts.push_back({static_cast<std::byte*>(base), bytes, kept.data(), static_cast<int>(kept.size())});
+  impl_->multicasts.push_back(
+      {static_cast<std::byte*>(base), bytes, kept.data(), static_cast<int>(kept.size())});
   impl_->scheduler->multicasts = impl_->multicasts.data();
   impl_->scheduler->num_multicasts = static_cast<int>(impl_->multicasts.size());
 }
@@ -218,11 +236,12 @@ Outcome Machine::run() {
   return impl_->last;
 }
 
-// ---- run_launch ------------------------------------------------------------------------------------------------------------------
+// ---- run_launch
 
 namespace {
 
-// An OS thread keeps its fibers from launch to launch: half a thousand stacks take longer to map than a small kernel to run.
+// An OS thread keeps its fibers from launch to launch: half a thousand stacks take longer to map than a small
+// kernel to run.
 struct OwnScheduler {
   Scheduler* scheduler = nullptr;
   ~OwnScheduler() {

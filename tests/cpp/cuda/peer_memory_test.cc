@@ -1,5 +1,5 @@
-// peer_memory_test.cc -- csrc/cuda/peer_memory.h over the fake driver.
-#include "../../../csrc/cuda/peer_memory.h"
+// peer_memory_test.cc -- csrc/cuda/device/peer_memory.h over the fake driver.
+#include "../../../csrc/cuda/device/peer_memory.h"
 
 #include <cstring>
 
@@ -19,21 +19,27 @@ Memory make(Rank& rank, int device = 0, bool multicast = false) {
   return PeerMemory::create(rank.comm, topology, nbytes, multicast);
 }
 
-unsigned char value(int writer, int owner, size_t i) { return static_cast<unsigned char>(writer * 37 + owner * 11 + i); }
+unsigned char value(int writer, int owner, size_t i) {
+  return static_cast<unsigned char>(writer * 37 + owner * 11 + i);
+}
 
-// Every rank fills its part of every rank's memory; then every rank reads everything. (Fake device memory is the host's, too.)
+// Every rank fills its part of every rank's memory; then every rank reads everything. (Fake device memory is
+// the host's, too.)
 void exercise(Rank& rank, const PeerMemory& memory) {
   const size_t part = nbytes / rank.world_size;
-  for (int p = 0; p < rank.world_size; ++p) require(memory.address(p) != nullptr, "an address of rank " + std::to_string(p));
+  for (int p = 0; p < rank.world_size; ++p)
+    require(memory.address(p) != nullptr, "an address of rank " + std::to_string(p));
   for (size_t i = 0; i < nbytes; ++i) require(memory.address(rank.rank)[i] == std::byte{0}, "zeroed memory");
   rank.barrier();
   for (int p = 0; p < rank.world_size; ++p)
-    for (size_t i = 0; i < part; ++i) memory.address(p)[rank.rank * part + i] = std::byte{value(rank.rank, p, i)};
+    for (size_t i = 0; i < part; ++i)
+      memory.address(p)[rank.rank * part + i] = std::byte{value(rank.rank, p, i)};
   rank.barrier();
   for (int owner = 0; owner < rank.world_size; ++owner)
     for (int writer = 0; writer < rank.world_size; ++writer)
       for (size_t i = 0; i < part; ++i)
-        require(memory.address(owner)[writer * part + i] == std::byte{value(writer, owner, i)}, "what others wrote");
+        require(memory.address(owner)[writer * part + i] == std::byte{value(writer, owner, i)},
+                "what others wrote");
 }
 
 // All blocks are gone everywhere once all ranks have dropped theirs.
@@ -45,7 +51,8 @@ void drop(Rank& rank, Memory& memory) {
   rank.barrier();
 }
 
-std::function<void(int)> with(bool ipc, bool vmm, int devices = 1, bool peer_access = true, bool multicast = false) {
+std::function<void(int)> with(bool ipc, bool vmm, int devices = 1, bool peer_access = true,
+                              bool multicast = false) {
   return [=](int) {
     FakeSettings& settings = fake_settings();
     settings = {};
@@ -58,14 +65,16 @@ std::function<void(int)> with(bool ipc, bool vmm, int devices = 1, bool peer_acc
 }
 
 std::string label(const char* what, int ranks, int threads) {
-  return std::string(what) + ", " + std::to_string(ranks) + " ranks, " + std::to_string(threads) + " per process";
+  return std::string(what) + ", " + std::to_string(ranks) + " ranks, " + std::to_string(threads) +
+         " per process";
 }
 
 struct Shape {
   int ranks, threads;
   int processes() const { return (ranks + threads - 1) / threads; }
 };
-constexpr Shape shapes[] = {{1, 1}, {2, 1}, {2, 2}, {3, 1}, {3, 3}, {3, 2}, {4, 1}, {4, 4}, {4, 2}, {8, 1}, {8, 8}, {8, 4}};
+constexpr Shape shapes[] = {{1, 1}, {2, 1}, {2, 2}, {3, 1}, {3, 3}, {3, 2},
+                            {4, 1}, {4, 4}, {4, 2}, {8, 1}, {8, 8}, {8, 4}};
 
 void test_ways() {
   for (const Shape shape : shapes)
@@ -75,12 +84,17 @@ void test_ways() {
         exercise(rank, *memory);
         for (int p = 0; p < rank.world_size; ++p) {
           const bool near = p / shape.threads == rank.rank / shape.threads;
-          const Access wanted = p == rank.rank ? Access::own : near ? Access::same_process : ipc ? Access::cuda_ipc : Access::vmm_fd;
-          require(memory->access(p) == wanted, "access to rank " + std::to_string(p) + " in " + memory->describe());
+          const cuda::Access wanted = p == rank.rank ? cuda::Access::own
+                                      : near         ? cuda::Access::same_process
+                                      : ipc          ? cuda::Access::cuda_ipc
+                                                     : cuda::Access::vmm_fd;
+          require(memory->access(p) == wanted,
+                  "access to rank " + std::to_string(p) + " in " + memory->describe());
         }
         drop(rank, memory);
       };
-      const bool well = run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(ipc, vmm)}, body);
+      const bool well =
+          run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(ipc, vmm)}, body);
       expect(label(ipc ? vmm ? "all ways" : "IPC alone" : "VMM alone", shape.ranks, shape.threads), well);
     }
 }
@@ -94,17 +108,20 @@ void test_no_way() {
         return drop(rank, memory);
       }
       const std::string error = error_of([&] { make(rank); });
-      require_contains(error, "[rank " + std::to_string(rank.rank) + "/" + std::to_string(rank.world_size) + "] alloc: no way");
+      require_contains(error, "[rank " + std::to_string(rank.rank) + "/" + std::to_string(rank.world_size) +
+                                  "] alloc: no way");
       require_contains(error, "cuda_ipc: rank 0: cuIpcOpenMemHandle failed: CUDA_ERROR_MAP_FAILED");
       require_contains(error, "vmm_fd: rank 0: the device does not export memory");
       rank.barrier();
     };
     expect(label("no way", shape.ranks, shape.threads),
-           run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(false, false)}, body));
+           run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(false, false)},
+                     body));
   }
 }
 
-// One call of the driver fails on one rank: the other way is taken, or all ranks have an error that names rank and call.
+// One call of the driver fails on one rank: the other way is taken, or all ranks have an error that names
+// rank and call.
 void test_failures() {
   struct Failure {
     const char* function;
@@ -141,19 +158,20 @@ void test_failures() {
           if (other_way) {
             Memory memory = PeerMemory::create(rank.comm, topology, nbytes);
             exercise(rank, *memory);
-            require(memory->access((rank.rank + 1) % 3) == Access::vmm_fd, "VMM is used instead");
+            require(memory->access((rank.rank + 1) % 3) == cuda::Access::vmm_fd, "VMM is used instead");
             return drop(rank, memory);
           }
           const std::string error = error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); });
-          require_contains(error, std::string(failure.of_ipc ? "cuda_ipc" : "vmm_fd") + ": rank " + std::to_string(victim) + ": " +
-                                      failure.function + " failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
+          require_contains(error, std::string(failure.of_ipc ? "cuda_ipc" : "vmm_fd") + ": rank " +
+                                      std::to_string(victim) + ": " + failure.function +
+                                      " failed: CUDA_ERROR_OUT_OF_MEMORY (out of memory)");
           require(fake_counts().total() == 0, "nothing is left: " + fake_counts().describe());
           Memory memory = PeerMemory::create(rank.comm, topology, nbytes);  // the failure is over
           exercise(rank, *memory);
           drop(rank, memory);
         };
-        expect(std::string(failure.function) + " #" + std::to_string(failure.nth) + " fails on rank " + std::to_string(victim) +
-                   (other_way ? ", another way is left" : ", no other way"),
+        expect(std::string(failure.function) + " #" + std::to_string(failure.nth) + " fails on rank " +
+                   std::to_string(victim) + (other_way ? ", another way is left" : ", no other way"),
                run_ranks({.ranks = 3, .before_threads = before}, body));
       }
 }
@@ -162,7 +180,8 @@ void test_last_step_fails() {
   const auto body = [](Rank& rank) {
     const Topology topology = Topology::gather(rank.comm, 0, 0);
     if (rank.rank == 1) fake_fail("cuMemsetD8Async", 2, result::unknown);
-    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); }), "rank 1: cuMemsetD8Async failed: error 999");
+    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); }),
+                     "rank 1: cuMemsetD8Async failed: error 999");
     rank.barrier();
     PeerMemory::free_parked();
   };
@@ -173,15 +192,19 @@ void test_too_large() {
   const auto body = [](Rank& rank) {
     const Topology topology = Topology::gather(rank.comm, 0, 0);
     if (rank.rank == 2) fake_settings().memory_bytes = 1 << 20;
-    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); }), "rank 2: cuMemAlloc failed: CUDA_ERROR_OUT");
-    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes + rank.rank); }), "nbytes=");
-    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes, rank.rank == 1); }), "multicast=");
+    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); }),
+                     "rank 2: cuMemAlloc failed: CUDA_ERROR_OUT");
+    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes + rank.rank); }),
+                     "nbytes=");
+    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes, rank.rank == 1); }),
+                     "multicast=");
     rank.barrier();
   };
-  expect("out of memory, and different sizes", run_ranks({.ranks = 3, .before_threads = with(true, true)}, body));
+  expect("out of memory, and different sizes",
+         run_ranks({.ranks = 3, .before_threads = with(true, true)}, body));
 }
 
-// --- a rank that dies during creation -------------------------------------------------------------------------------------------
+// --- a rank that dies during creation
 
 Driver deadly_driver;  // of the rank that dies
 
@@ -192,16 +215,25 @@ void test_death() {
     bool ipc;
   };
   const Death deaths[] = {
-      {"cuMemAlloc", [](Driver& table) { table.cuMemAlloc = [](DevicePtr*, size_t) -> int { ::_exit(0); }; }, true},
-      {"cuIpcOpenMemHandle", [](Driver& table) { table.cuIpcOpenMemHandle = [](DevicePtr*, IpcHandle, unsigned) -> int { ::_exit(0); }; },
+      {"cuMemAlloc", [](Driver& table) { table.cuMemAlloc = [](DevicePtr*, size_t) -> int { ::_exit(0); }; },
+       true},
+      {"cuIpcOpenMemHandle",
+       [](Driver& table) {
+         table.cuIpcOpenMemHandle = [](DevicePtr*, IpcHandle, unsigned) -> int { ::_exit(0); };
+       },
        true},
       {"cuMemCreate",
        [](Driver& table) {
-         table.cuMemCreate = [](MemHandle*, size_t, const MemAllocationProp*, unsigned long long) -> int { ::_exit(0); };
+         table.cuMemCreate = [](MemHandle*, size_t, const MemAllocationProp*, unsigned long long) -> int {
+           ::_exit(0);
+         };
        },
        false},
       {"cuMemImportFromShareableHandle",
-       [](Driver& table) { table.cuMemImportFromShareableHandle = [](MemHandle*, void*, int) -> int { ::_exit(0); }; }, false}};
+       [](Driver& table) {
+         table.cuMemImportFromShareableHandle = [](MemHandle*, void*, int) -> int { ::_exit(0); };
+       },
+       false}};
   for (const Death& death : deaths)
     for (int victim : {0, 1}) {
       const auto body = [&](Rank& rank) {
@@ -224,7 +256,7 @@ void test_death() {
     }
 }
 
-// --- the end --------------------------------------------------------------------------------------------------------------------
+// --- the end
 
 // The others still read a rank's memory after its end.
 void test_order_of_ends() {
@@ -241,12 +273,16 @@ void test_order_of_ends() {
           if (rank.rank == first)
             require((PeerMemory::free_parked() > 0) == (ipc || shape.threads > 1),
                     "memory is parked if peers have it: by IPC, or in the same process");
-          else if (!near) require(memory->address(first)[1] == std::byte{value(0, first, 1)}, "memory of a rank that has ended");
+          else if (!near)
+            require(memory->address(first)[1] == std::byte{value(0, first, 1)},
+                    "memory of a rank that has ended");
           rank.barrier();
           drop(rank, memory);
         };
-        expect(label("ends in any order", shape.ranks, shape.threads) + (ipc ? ", IPC" : ", VMM") + ", first " + std::to_string(first),
-               run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(ipc, true)}, body));
+        expect(label("ends in any order", shape.ranks, shape.threads) + (ipc ? ", IPC" : ", VMM") +
+                   ", first " + std::to_string(first),
+               run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(ipc, true)},
+                         body));
       }
 }
 
@@ -259,7 +295,8 @@ void test_end_without_communicator() {
     second.reset();
     memory.reset();
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-    while (PeerMemory::free_parked() && std::chrono::steady_clock::now() < limit) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    while (PeerMemory::free_parked() && std::chrono::steady_clock::now() < limit)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
   };
   expect("ends after the communicator", run_ranks({.ranks = 3, .before_threads = with(true, true)}, body));
 }
@@ -271,9 +308,11 @@ void test_dead_peer_at_the_end() {
     if (rank.rank == 1) ::_exit(0);
     memory.reset();
     const auto limit = std::chrono::steady_clock::now() + std::chrono::seconds(5);
-    while (PeerMemory::free_parked() && std::chrono::steady_clock::now() < limit) std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    while (PeerMemory::free_parked() && std::chrono::steady_clock::now() < limit)
+      std::this_thread::sleep_for(std::chrono::milliseconds(5));
   };
-  expect("a peer died before the end", run_ranks({.ranks = 3, .before_threads = with(true, true), .may_die = 1}, body));
+  expect("a peer died before the end",
+         run_ranks({.ranks = 3, .before_threads = with(true, true), .may_die = 1}, body));
 }
 
 void test_forked_child() {
@@ -289,13 +328,14 @@ void test_forked_child() {
     ::waitpid(child, &status, 0);
     require(status == 0, "a forked child leaves the driver alone");
     rank.barrier();
-    require(memory->address(1 - rank.rank)[0] == std::byte{value(0, 1 - rank.rank, 0)}, "the parents' memory is as before");
+    require(memory->address(1 - rank.rank)[0] == std::byte{value(0, 1 - rank.rank, 0)},
+            "the parents' memory is as before");
     drop(rank, memory);
   };
   expect("a forked child", run_ranks({.ranks = 2, .before_threads = with(true, true)}, body));
 }
 
-// --- several devices ------------------------------------------------------------------------------------------------------------
+// --- several devices
 
 void test_devices() {
   for (const Shape shape : {Shape{2, 1}, Shape{2, 2}, Shape{4, 2}})
@@ -313,13 +353,18 @@ void test_devices() {
           require_contains(error, "vmm_fd: rank 0: cuMemSetAccess failed");
           rank.barrier();
         };
-        expect(label("two devices", shape.ranks, shape.threads) + (peer_access ? "" : " without peer access") + (ipc ? "" : ", VMM"),
-               run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(ipc, true, 2, peer_access)}, body));
+        expect(label("two devices", shape.ranks, shape.threads) +
+                   (peer_access ? "" : " without peer access") + (ipc ? "" : ", VMM"),
+               run_ranks({.ranks = shape.ranks,
+                          .threads = shape.threads,
+                          .before_threads = with(ipc, true, 2, peer_access)},
+                         body));
       }
 }
 
 void test_multicast() {
-  constexpr const char* steps[] = {"", "cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastBindMem", "cuMulticastGetGranularity"};
+  constexpr const char* steps[] = {"", "cuMulticastCreate", "cuMulticastAddDevice", "cuMulticastBindMem",
+                                   "cuMulticastGetGranularity"};
   for (const Shape shape : {Shape{3, 1}, Shape{3, 3}, Shape{4, 2}})
     for (const std::string step : steps) {
       const auto body = [&](Rank& rank) {
@@ -327,7 +372,8 @@ void test_multicast() {
         if (rank.rank == 0 && !step.empty()) fake_fail(step, 1, result::not_permitted);
         Memory memory = PeerMemory::create(rank.comm, topology, nbytes, true);
         exercise(rank, *memory);
-        require((memory->multicast() != nullptr) == step.empty(), "a multicast address in " + memory->describe());
+        require((memory->multicast() != nullptr) == step.empty(),
+                "a multicast address in " + memory->describe());
         if (!step.empty()) require_contains(memory->describe(), step + " failed: error 800");
         if (step.empty()) {
           if (rank.rank == 1) memory->multicast()[7] = std::byte{99};
@@ -338,7 +384,10 @@ void test_multicast() {
         drop(rank, memory);
       };
       expect(label("multicast", shape.ranks, shape.threads) + (step.empty() ? "" : ", failing in " + step),
-             run_ranks({.ranks = shape.ranks, .threads = shape.threads, .before_threads = with(true, true, 4, true, true)}, body));
+             run_ranks({.ranks = shape.ranks,
+                        .threads = shape.threads,
+                        .before_threads = with(true, true, 4, true, true)},
+                       body));
     }
   const auto body = [](Rank& rank) {
     Memory memory = make(rank, 0, true);
@@ -346,7 +395,8 @@ void test_multicast() {
     exercise(rank, *memory);
     drop(rank, memory);
   };
-  expect("no multicast on one device", run_ranks({.ranks = 2, .before_threads = with(true, true, 1, true, true)}, body));
+  expect("no multicast on one device",
+         run_ranks({.ranks = 2, .before_threads = with(true, true, 1, true, true)}, body));
 }
 
 }  // namespace

@@ -1,9 +1,10 @@
-// ranks.h -- ranks of a group as forked processes with one or more threads each, every process with a fake driver of its own.
+// ranks.h -- ranks of a group as forked processes with one or more threads each, every process with a fake
+// driver of its own.
 //
 //   expect("two ranks", run_ranks({.ranks = 2}, [](Rank& rank) { ... }));
 //
-// A body fails by throwing. Each process also fails if a CUDA object is left over or a rule of the driver was broken, and a run
-// that takes longer than its limit is killed.
+// A body fails by throwing. Each process also fails if a CUDA object is left over or a rule of the driver was
+// broken, and a run that takes longer than its limit is killed.
 #pragma once
 
 #include <signal.h>
@@ -18,7 +19,8 @@
 #include <sstream>
 #include <thread>
 
-#include "../../../csrc/collectives/agree.h"
+#include "../../../csrc/collectives/collectives.h"
+#include "../../../csrc/communicator/agree.h"
 #include "fake_driver.h"
 
 namespace pycomm::cuda {
@@ -42,11 +44,6 @@ class FolderStore final : public Store {
       if (!std::filesystem::exists(path(key))) return false;
     return true;
   }
-  int64_t add(const std::string& key, int64_t amount) override {  // each key belongs to one rank
-    const int64_t value = (has({key}) ? std::stoll(get(key)) : 0) + amount;
-    set(key, std::to_string(value));
-    return value;
-  }
   void remove(const std::string& key) override { std::filesystem::remove(path(key)); }
 
  private:
@@ -66,12 +63,13 @@ struct Rank {
 
 struct RunOptions {
   int ranks = 2;
-  int threads = 1;                          // ranks per process
-  unsigned int limit = 20;                  // seconds
-  std::function<void(int)> before_threads = {};  // in each process, with its first rank: settings of the fake driver
-  int may_die = -1;                         // a rank whose process ends on purpose
+  int threads = 1;  // ranks per process
+  unsigned int limit = 20;  // seconds
+  // In each process, with its first rank: settings of the fake driver.
+  std::function<void(int)> before_threads = {};
+  int may_die = -1;  // a rank whose process ends on purpose
   bool leaks_allowed = false;
-  double timeout = 10;                      // seconds, of the group
+  double timeout = 10;  // seconds, of the group
   DeviceOptions device = {};
 };
 
@@ -82,7 +80,8 @@ inline void require(bool condition, const std::string& what) {
 }
 
 // The ranks [first, first + count) as threads of this process. Returns the exit status.
-inline int run_process(const RunOptions& options, int first, int count, const std::string& folder, const std::function<void(Rank&)>& body) {
+inline int run_process(const RunOptions& options, int first, int count, const std::string& folder,
+                       const std::function<void(Rank&)>& body) {
   fake_reset();
   if (options.before_threads) options.before_threads(first);
   fake_reset();  // with those settings
@@ -135,7 +134,8 @@ inline bool run_ranks(const RunOptions& options, const std::function<void(Rank&)
     if (found == processes.end()) break;
     if (status != 0 && found->second != options.may_die) {
       well = false;
-      if (WIFSIGNALED(status)) std::printf("    the process of rank %d ended by signal %d\n", found->second, WTERMSIG(status));
+      if (WIFSIGNALED(status))
+        std::printf("    the process of rank %d ended by signal %d\n", found->second, WTERMSIG(status));
     }
     processes.erase(found);
   }
@@ -160,7 +160,9 @@ std::string error_of(const Body& body) {
   throw std::runtime_error("no error came");
 }
 
-inline bool contains(const std::string& text, const std::string& part) { return text.find(part) != std::string::npos; }
+inline bool contains(const std::string& text, const std::string& part) {
+  return text.find(part) != std::string::npos;
+}
 
 inline void require_contains(const std::string& text, const std::string& part) {
   require(contains(text, part), "'" + text + "' contains '" + part + "'");

@@ -1,7 +1,9 @@
-// ranks_on_fibers.h -- a group of ranks whose plans run on the fiber machine: arenas, buffers and one stream per rank.
+// ranks_on_fibers.h -- a group of ranks whose plans run on the fiber machine: arenas, buffers and one stream
+// per rank.
 //
-// What the CUDA engine does with a plan on a GPU, this does on a Machine: launches become fiber launches, exchanges and half-turns become
-// stream memory operations on the same words (sync_words.h), copies by the copy engine become host functions.
+// What cuda/issue.cc does with a plan on a GPU, this does on a Machine: launches become fiber launches,
+// exchanges and half-turns become stream memory operations on the same words (sync_words.h), copies by the
+// copy engine become host functions.
 #pragma once
 
 #include <cstdlib>
@@ -12,8 +14,8 @@
 #include <string>
 #include <vector>
 
+#include "../../../csrc/cuda/kernels/session.cuh"
 #include "../../../csrc/cuda/plan.h"
-#include "../../../csrc/cuda/session.cuh"
 #include "../../../csrc/cuda/sync_words.h"
 #include "kernel_launch.h"
 
@@ -37,7 +39,8 @@ class Buffer {
   size_t nbytes() const { return nbytes_; }
   bool guards_intact() const {
     for (size_t i = 0; i < guard; ++i)
-      if (data_[nbytes_ + i] != std::byte{0xEE} || data_[-1 - static_cast<ptrdiff_t>(i)] != std::byte{0xEE}) return false;
+      if (data_[nbytes_ + i] != std::byte{0xEE} || data_[-1 - static_cast<ptrdiff_t>(i)] != std::byte{0xEE})
+        return false;
     return true;
   }
 
@@ -56,7 +59,8 @@ struct RanksOptions {
   bool pointers = true;             // buffers of peers are addressable
   int blocks = 2, threads = 64;     // of every launch at most; fewer threads than on a GPU
   size_t staging_bytes = 64 << 10;
-  size_t unit = 0;                  // else: a segment in the fullest staging has so many times 128 bytes, less than arena_shape() allows
+  // Not 0: a segment in the fullest staging has so many times 128 bytes, less than arena_shape() allows.
+  size_t unit = 0;
   uint64_t timeout_ns = 1'000'000'000;
 };
 
@@ -67,7 +71,8 @@ struct Region {
 
 class Ranks {
  public:
-  Ranks(Machine& machine, int world_size, const RanksOptions& options) : machine_(machine), n_(world_size), options_(options) {
+  Ranks(Machine& machine, int world_size, const RanksOptions& options)
+      : machine_(machine), n_(world_size), options_(options) {
     const ArenaShape arena = arena_shape(n_, options.staging_bytes);
     for (int r = 0; r < n_; ++r) {
       arenas_.push_back(std::make_unique<Buffer>(arena.nbytes));
@@ -86,7 +91,8 @@ class Ranks {
       shape.group.error = errors_[r].get();
       shape.group.words_bytes = arena.words_bytes;
       shape.group.staging_offset = arena.staging_offset;
-      shape.group.half_bytes = options.unit ? (n_ + 1) * options.blocks * options.unit * align_bytes : arena.half_bytes;
+      shape.group.half_bytes =
+          options.unit ? (n_ + 1) * options.blocks * options.unit * align_bytes : arena.half_bytes;
       shape.group.message_offset = arena.message_offset;
       shape.group.message_bytes = arena.message_bytes;
       shape.protocol = options.protocol;
@@ -121,39 +127,41 @@ class Ranks {
     return *regions_.back();
   }
 
-  Registry registry(int rank) {
-    Registry registry;
-    registry.handle = [this, rank](const void* data, size_t nbytes) -> std::optional<uint64_t> {
+  BufferLookup buffers(int rank) {
+    BufferLookup buffers;
+    buffers.handle = [this, rank](const void* data, size_t nbytes) -> std::optional<uint64_t> {
       size_t offset = 0;
       const int id = find(rank, data, nbytes, offset);
       if (id < 0) return std::nullopt;
       return handle_of_region(id, offset);
     };
-    registry.multicast = [this, rank](const void* data) -> std::byte* {
+    buffers.multicast = [this, rank](const void* data) -> std::byte* {
       size_t offset = 0;
       const int id = find(rank, data, 1, offset);
       return id >= 0 && multicasts_.count(id) ? multicasts_[id]->data() + offset : nullptr;
     };
-    registry.at_peer = [this, rank](const void* data, int peer) -> std::byte* {
+    buffers.at_peer = [this, rank](const void* data, int peer) -> std::byte* {
       size_t offset = 0;
       const int id = find(rank, data, 1, offset);
       return id >= 0 ? regions_[id]->parts[peer]->data() + offset : nullptr;
     };
-    return registry;
+    return buffers;
   }
 
   // Enqueues a collective of one rank; returns its plan.
-  Plan enqueue(int rank, const Op& op, int stream = 0) {
-    Plan planned = plan(op, shapes_[rank], registry(rank), options_.timeout_ns);
+  LaunchPlan enqueue(int rank, const Op& op, int stream = 0) {
+    LaunchPlan planned = plan_collective(op, shapes_[rank], buffers(rank), options_.timeout_ns);
     syncs_[rank] += enqueue(rank, planned, stream, syncs_[rank]);
     return planned;
   }
   void enqueue(int rank, const MessageCall& message, int stream) {
-    enqueue(rank, plan_message(message, shapes_[rank], registry(rank), options_.timeout_ns), stream, 0, message.sends);
+    enqueue(rank, plan_message(message, shapes_[rank], buffers(rank), options_.timeout_ns), stream, 0,
+            message.sends);
   }
 
-  // The plan of the last collective of this rank once more, as a graph replays it: with the sets of words that its exchanges had.
-  void replay(int rank, const Plan& planned, int stream = 0) {
+  // The plan of the last collective of this rank once more, as a graph replays it: with the sets of words
+  // that its exchanges had.
+  void replay(int rank, const LaunchPlan& planned, int stream = 0) {
     size_t exchanges = 0;
     for (const Step& step : planned.steps) exchanges += step.what == Step::What::sync;
     enqueue(rank, planned, stream, syncs_[rank] - exchanges);
@@ -163,7 +171,9 @@ class Ranks {
   void check_quiet() const {
     for (int r = 0; r < n_; ++r)
       for (const ErrorRecord& record : errors_[r]->records)
-        if (record.fault) throw std::runtime_error("rank " + std::to_string(r) + " reported fault " + std::to_string(record.fault));
+        if (record.fault)
+          throw std::runtime_error("rank " + std::to_string(r) + " reported fault " +
+                                   std::to_string(record.fault));
     for (const auto& arena : arenas_)
       if (!arena->guards_intact()) throw std::runtime_error("a write beyond an arena");
   }
@@ -172,12 +182,15 @@ class Ranks {
   static constexpr size_t max_regions = 8;
 
   // Returns the number of exchanges; the first has the number `exchange`.
-  size_t enqueue(int rank, const Plan& planned, int stream_index, uint64_t exchange, bool sends = false) {
+  size_t enqueue(int rank, const LaunchPlan& planned, int stream_index, uint64_t exchange,
+                 bool sends = false) {
     Stream& stream = machine_.stream(rank, stream_index);
     const uint64_t first = exchange;
     for (const Step& step : planned.steps) switch (step.what) {
         case Step::What::launch: launch_step(machine_, stream, step, options_.threads); break;
-        case Step::What::copy: machine_.host(stream, [step] { std::memcpy(step.to, step.from, step.nbytes); }); break;
+        case Step::What::copy:
+          machine_.host(stream, [step] { std::memcpy(step.to, step.from, step.nbytes); });
+          break;
         case Step::What::sync: apply(stream, exchange_of(rank, n_, exchange++)); break;
         case Step::What::post: apply(stream, {half_turn(rank, step.peer, n_, sends)}); break;
         case Step::What::await: apply(stream, half_turn_awaited(rank, step.peer, n_, sends)); break;

@@ -1,0 +1,300 @@
+"""One adapter per backend: how it is started, and the call that does one operation.
+
+    pycomm        pycomm.Communicator on torch tensors
+    pycomm-torch  torch.distributed with backend "pycomm"
+    gloo          torch.distributed with backend "gloo"         host memory only
+    mpi, mpi:NAME mpi4py on NumPy arrays (mpi.py)               host memory only
+    deepspeed     its shared-memory kernel (deepspeed_shm.py)   host memory only, all_reduce alone
+    nccl          torch.distributed with backend "nccl"         CUDA only, one rank per GPU
+    nccl4py       NCCL by NVIDIA's bindings (nccl.py)           CUDA only, one rank per GPU
+
+calls() returns, for each operation, its forms (out of place, in place): a function without arguments that
+does the whole operation and returns when this rank is done, or None where the backend has no such form.
+torch.distributed has no out-of-place all_reduce, reduce or broadcast, and a copy of ours before the call
+would be measured as theirs. Everything that can be prepared is prepared there, not in the call. torch and
+mpi4py are imported by the adapter that needs them: a rank under MPI does without torch.
+
+With --groups the world is cut into groups of consecutive ranks, which are all at work at once: then rank and
+world_size are those in the group, where the operations run, and only barrier() is of the world.
+"""
+
+import abc
+import datetime
+import importlib
+import importlib.util
+
+from pycomm.benchmarks.collectives.cases import FORMS, OPS
+from pycomm.benchmarks.common import data, device
+
+HOST_ONLY = "its ranks have host memory only here"
+CUDA_ONLY = "it takes CUDA tensors only (--device cuda)"
+
+
+class Unsupported(Exception):
+    """This backend cannot do what was asked (dtype, reduction); the others go on without it."""
+
+
+class Adapter(abc.ABC):
+    """What the benchmark wants of a backend. rank and world_size, in the group, are set by start()."""
+
+    device = "cpu"
+    group, global_rank = 0, 0  # number of the group; rank in the world
+
+    @abc.abstractmethod
+    def start(self, spec): ...
+
+    @abc.abstractmethod
+    def version(self): ...
+
+    @abc.abstractmethod
+    def calls(self, case, send, recv):
+        """{op: (out of place, in place)}, at least for case.op."""
+
+    @abc.abstractmethod
+    def barrier(self): ...
+
+    @abc.abstractmethod
+    def close(self): ...
+
+    def make_call(self, case, form, send, recv):
+        return self.calls(case, send, recv)[case.op][FORMS.index(form)]
+
+    def make_memory(self):
+        return data.DeviceMemory("cuda") if self.device == "cuda" else data.HostMemory()
+
+    def settle(self):
+        """Waits for what was enqueued on this rank's stream, then for all ranks. See [Note: ranks that share
+        a GPU].
+        """
+        if self.device == "cuda":
+            device.synchronize()
+            self.barrier()
+
+    def enter_group(self, global_rank, spec):
+        """Where this rank is."""
+        self.global_rank, self.world_size = global_rank, spec["ranks"] // spec["groups"]
+        self.group, self.rank = divmod(global_rank, self.world_size)
+
+    def enter_device(self, spec):
+        """The rank's group, and with CUDA its GPU and stream."""
+        self.enter_group(spec["rank"], spec)
+        self.device, self.gpu = spec["device"], spec["rank"] // spec["ranks_per_gpu"]
+        if self.device == "cuda":
+            device.enter(self.gpu)
+
+    def neighbours(self):
+        """(next, previous, partner) of this rank: of the ring of send_recv, and of the pairs of pingpong."""
+        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size, self.rank ^ 1
+
+
+def make_adapter(name):
+    """The adapter for a name as the user writes it. Raises ValueError."""
+    if name == "pycomm":
+        return PycommAdapter()
+    if name in ("pycomm-torch", "gloo", "nccl"):
+        return TorchAdapter(name.removesuffix("-torch"))
+    home = {"nccl4py": "nccl", "deepspeed": "deepspeed_shm"}.get(name, "mpi" if is_mpi(name) else None)
+    if home:  # each needs a package of its own
+        return importlib.import_module(f"pycomm.benchmarks.collectives.{home}").make_adapter()
+    names = "pycomm, pycomm-torch, gloo, mpi, mpi:NAME, deepspeed, nccl or nccl4py"
+    raise ValueError(f"backend {name!r}: must be {names}.")
+
+
+def why_not(name, on, sharing, groups=1):
+    """Why a backend cannot take part in a run on "cpu" or "cuda", with `sharing` ranks per GPU and so many
+    groups at once; None if it can.
+    """
+    if on == "cpu":
+        if name == "deepspeed" and groups > 1:
+            return "its kernel knows one group, the world"
+        if name == "deepspeed" and not importlib.util.find_spec("deepspeed"):
+            return "DeepSpeed is not installed (pip install -r requirements-frameworks.txt)"
+        return CUDA_ONLY if name.startswith("nccl") else None
+    if name in ("gloo", "deepspeed") or is_mpi(name):
+        return HOST_ONLY
+    if not name.startswith("nccl"):
+        return None
+    if sharing > 1:
+        return f'{sharing} ranks share a GPU, and NCCL refuses two ranks on one ("Duplicate GPU detected")'
+    if name == "nccl":
+        import torch.distributed as dist
+
+        there = dist.is_available() and dist.is_nccl_available()
+        return None if there else "this torch is built without NCCL"
+    there = importlib.util.find_spec("nccl")
+    return None if there else "nccl4py is not installed (pip install 'pycomm-runtime[nccl]')"
+
+
+def can_be_threads(name):
+    """torch.distributed and MPI have one rank per process."""
+    return name == "pycomm"
+
+
+def is_mpi(name):
+    return name == "mpi" or name.startswith("mpi:")
+
+
+def is_ours(name):
+    return name.startswith("pycomm")
+
+
+def both(call):
+    """The same call in both forms: what differs is the buffers."""
+    return call, call
+
+
+def pingpong(rank, send, recv):
+    """The forms of a round trip; the even rank of a pair begins."""
+
+    def even():
+        send()
+        recv()
+
+    def odd():
+        recv()
+        send()
+
+    return both(odd if rank % 2 else even)
+
+
+def open_store(spec):
+    import torch.distributed as dist
+
+    host, port = spec["store"]
+    limit = datetime.timedelta(seconds=spec["timeout"])
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    return dist.PrefixStore(f"benchmark/{spec['backend']}", store)
+
+
+def tensor_of(buffer, dtype):
+    """A buffer of data.py as a tensor."""
+    import torch
+
+    if isinstance(buffer, torch.Tensor):
+        return buffer
+    tensor = torch.from_numpy(buffer)
+    return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
+
+
+class PycommAdapter(Adapter):
+    def start(self, spec):
+        import torch
+
+        import pycomm
+
+        torch.set_num_threads(1)
+        self.enter_device(spec)
+        self.registered, self.pycomm = spec["registered"], pycomm
+        place = self.global_rank, spec["ranks"]
+        world = pycomm.Communicator(open_store(spec), *place, timeout=spec["timeout"], name="benchmark")
+        self.world = self.comm = world
+        if spec["groups"] > 1:
+            self.comm = world.split(self.group, self.rank)
+
+    def version(self):
+        return f"pycomm {self.pycomm.__version__}"
+
+    def make_memory(self):
+        if not self.registered:
+            return super().make_memory()
+        return data.DeviceMemory(
+            "cuda", lambda count, dtype: self.comm.empty(max(1, count), dtype, device="cuda")[:count]
+        )
+
+    def calls(self, case, send, recv):
+        comm, root, op, (after, before, partner) = self.comm, case.root, case.redop, self.neighbours()
+        x, out = tensor_of(send, case.dtype), tensor_of(recv, case.dtype)
+
+        def send_recv():
+            work = comm.send(x, after, async_op=True)
+            comm.recv(out, before)
+            work.wait()
+
+        return {
+            "all_reduce": (lambda: comm.all_reduce(x, op, out=out), lambda: comm.all_reduce(x, op)),
+            "reduce": (lambda: comm.reduce(x, root, op, out=out), lambda: comm.reduce(x, root, op)),
+            "reduce_scatter": both(lambda: comm.reduce_scatter(x, out, op)),
+            "all_gather": both(lambda: comm.all_gather(x, out)),
+            "all_to_all": both(lambda: comm.all_to_all(x, out)),
+            "broadcast": (None, lambda: comm.broadcast(x, root)),
+            "gather": both(lambda: comm.gather(x, out, root)),
+            "scatter": both(lambda: comm.scatter(x, out, root)),
+            "send_recv": both(send_recv),
+            "pingpong": pingpong(self.rank, lambda: comm.send(x, partner), lambda: comm.recv(out, partner)),
+            "barrier": both(comm.barrier),
+        }
+
+    def barrier(self):
+        self.world.barrier()
+
+    def close(self):
+        self.comm.close()
+        self.world.close()
+
+
+class TorchAdapter(Adapter):
+    def __init__(self, backend):
+        self.backend = backend
+
+    def start(self, spec):
+        import torch
+        import torch.distributed as dist
+
+        from pycomm import groups
+
+        torch.set_num_threads(1)
+        self.enter_device(spec)
+        self.dist, self.groups = dist, groups
+        options = {"timeout": datetime.timedelta(seconds=spec["timeout"])}
+        if self.backend == "nccl":
+            options["device_id"] = torch.device("cuda", self.gpu)
+        place = {"rank": self.global_rank, "world_size": spec["ranks"]}
+        dist.init_process_group(self.backend, store=open_store(spec), **place, **options)
+        self.among = dist.new_subgroups(self.world_size)[0] if spec["groups"] > 1 else None
+
+    def version(self):
+        import torch
+
+        return f"torch {torch.__version__}, backend {self.backend}"
+
+    def calls(self, case, send, recv):
+        dist = self.dist
+        if self.backend == "gloo" and case.redop == "avg":
+            raise Unsupported("Gloo has no avg")
+        base, group = (
+            self.group * self.world_size,
+            self.among,
+        )  # torch names ranks by their number in the world
+        root, (after, before, partner) = base + case.root, (base + rank for rank in self.neighbours())
+        x, out, is_root = tensor_of(send, case.dtype), tensor_of(recv, case.dtype), self.rank == case.root
+        op = getattr(dist.ReduceOp, case.redop.upper()) if OPS[case.op].reduces else None
+        reduce_scatter, all_gather = self.groups.reduce_scatter_flat, self.groups.all_gather_flat
+        ins = list(x.chunk(self.world_size)) if is_root and case.op == "scatter" else None
+        outs = list(out.chunk(self.world_size)) if is_root and case.op == "gather" else None
+
+        def send_recv():
+            work = dist.isend(x, after, group)
+            dist.recv(out, before, group)
+            work.wait()
+
+        return {
+            "all_reduce": (None, lambda: dist.all_reduce(x, op, group)),
+            "reduce": (None, lambda: dist.reduce(x, root, op, group)),
+            "reduce_scatter": both(lambda: reduce_scatter(out, x, op, group)),
+            "all_gather": both(lambda: all_gather(out, x, group)),
+            "all_to_all": both(lambda: dist.all_to_all_single(out, x, group=group)),
+            "broadcast": (None, lambda: dist.broadcast(x, root, group)),
+            "gather": both(lambda: dist.gather(x, outs, root, group)),
+            "scatter": both(lambda: dist.scatter(out, ins, root, group)),
+            "send_recv": both(send_recv),
+            "pingpong": pingpong(
+                self.rank, lambda: dist.send(x, partner, group), lambda: dist.recv(out, partner, group)
+            ),
+            "barrier": both(lambda: dist.barrier(group)),
+        }
+
+    def barrier(self):
+        self.dist.barrier()
+
+    def close(self):
+        self.dist.destroy_process_group()

@@ -1,0 +1,322 @@
+"""Whose turn it is: all backends measure one size before the next size begins, in rounds (common/turns.py).
+
+    size 64K    prepare + check     pycomm          gloo            mpi
+                round 1             pycomm batches  gloo batches    mpi batches
+                round 2             gloo batches    mpi batches     pycomm batches
+                ...
+                check again         pycomm          gloo            mpi
+                (with CUDA, in each round also the copy that bounds.py needs)
+
+While one team measures, the others sleep (channel.py).
+"""
+
+import itertools
+import json
+import statistics
+import sys
+from typing import NamedTuple
+
+from pycomm import env
+from pycomm.benchmarks.collectives import backends, bounds, cases
+from pycomm.benchmarks.collectives.cases import FORMS, OPS
+from pycomm.benchmarks.collectives.launch import Controller, Ranks
+from pycomm.benchmarks.common import device, memory, turns
+from pycomm.benchmarks.common.data import ITEMSIZE
+from pycomm.benchmarks.common.ranks import RankError
+
+BATCH_SECONDS = 200e-6  # a batch lasts at least this long: reading the clock costs nothing then
+# of a turn: ranks that slept are often woken on one core, and the scheduler needs a moment to part them
+WARMUP_SECONDS = 5e-3
+MAX_ITERS, MIN_BATCHES, MAX_BATCHES = 200, 2, 40
+MOST_OF_MEMORY = 0.8  # of what is free, for all buffers together
+COPY_BATCHES = 3  # copies timed in a round
+STORE_PREFIX = "pycomm.benchmarks"
+
+
+class Options(NamedTuple):
+    """What the command line says."""
+
+    ops: list
+    sizes: list  # bytes
+    dtypes: tuple = ("f32",)
+    redop: str = "sum"
+    root: int = 0
+    ranks: int = 2  # of all groups together
+    groups: int = 1  # of consecutive ranks, all at work at once
+    backends: tuple = ("pycomm", "gloo")
+    rounds: int = 5
+    seconds: float = 0.05  # of measuring, for each backend, size, form and round
+    timeout: float = 120.0  # seconds for one command to the ranks
+    over_ranks: str = "mean"  # how the ranks' times become one: "mean" as nccl-tests by default, or "max"
+    sessions: bool = False  # every rank in a session of its own, as torchrun does
+    mpi_root: str = ".mpi"
+    device: str = "cpu"  # or "cuda"
+    ranks_per_gpu: int | None = None  # GPU of rank r is r // ranks_per_gpu; None: as few as possible
+    ranks_as: str | None = None  # "processes", or "threads" of the backends that can; None: see resolve
+    registered: bool = False  # buffers by comm.empty, of pycomm
+    graph: bool = False  # a batch is one replay of a CUDA graph
+
+    @property
+    def group_ranks(self):
+        return self.ranks // self.groups
+
+    @property
+    def one_gpu(self):
+        """All ranks share one GPU, so [Note: bytes of one GPU] in bounds.py holds."""
+        return self.device == "cuda" and self.ranks_per_gpu >= self.ranks
+
+
+class Row(NamedTuple):
+    """One line of the table; a form that the backend does not have is None."""
+
+    backend: str
+    case: cases.Case
+    ranks: int
+    nbytes: int
+    out_of_place: cases.Timing | None
+    in_place: cases.Timing | None
+    copy_gbps: float | None = None  # of the GPU's own copy, where all ranks share one GPU
+    groups: int = 1  # of so many ranks, at work at once
+
+    @property
+    def timings(self):
+        return [timing for timing in (self.out_of_place, self.in_place) if timing]
+
+    @property
+    def best_us(self):
+        return min(timing.time_us for timing in self.timings)
+
+    @property
+    def wrong(self):
+        return sum(timing.wrong for timing in self.timings)
+
+
+class Results(NamedTuple):
+    rows: list
+    versions: dict  # backend -> what it is
+    notes: list  # what a backend could not do
+
+
+def as_record(row):
+    """A row of the report: the case, then out_of_place_* and in_place_* (None where the backend has no such
+    form), and with one GPU the copy and the fractions of bounds.py.
+    """
+    op, count, dtype, redop, root = row.case
+    record = {"backend": row.backend, "op": op, "ranks": row.ranks, "size": row.nbytes, "count": count}
+    record |= {"type": dtype, "redop": redop, "root": root}
+    if row.groups > 1:
+        record["groups"] = row.groups
+    for form in FORMS:
+        timing = getattr(row, form)
+        record |= {f"{form}_{field}": getattr(timing, field, None) for field in cases.Timing._fields}
+    if row.copy_gbps is not None:
+        record["copy_gbps"] = row.copy_gbps
+        for form in FORMS:
+            timing, found = getattr(row, form), None
+            if timing:
+                inside = form == "in_place"
+                found = bounds.fractions(row.case, row.ranks, timing, row.copy_gbps, inside)
+            names = (f"{form}_of_bound", f"{form}_of_floor")
+            record |= dict(zip(names, found or (None, None), strict=True))
+    return record
+
+
+def run(options, progress=None):
+    """Measures as options say and returns Results; under torchrun, None on all but rank 0.
+
+    progress(text) is told each finished size. Raises RankError when a rank fails, ends or hangs, ValueError
+    for wrong options.
+    """
+    progress = progress or (lambda text: print(text, file=sys.stderr, flush=True))
+    launch = under_launcher()
+    devices = device.count_devices() if options.device == "cuda" else None
+    options, left_out = leave_out(resolve(options, launch, devices))
+    if not options.backends:
+        return Results([], {}, left_out)
+    results = _run_launched(options, launch, progress) if launch else _run_alone(options, progress)
+    return results and results._replace(notes=left_out + results.notes)
+
+
+def resolve(options, launch, devices):
+    """Fills in what depends on the machine: launch is torchrun's description or None, devices the number of
+    GPUs (None: not used).
+
+    Raises ValueError.
+    """
+    if launch is not None:
+        options = options._replace(ranks=launch.world_size, ranks_as="processes")
+    if options.ranks % options.groups:
+        raise ValueError(f"--groups {options.groups}: {options.ranks} ranks cannot be cut into equal groups.")
+    sharing = 1 if devices is None else device.ranks_per_gpu(options.ranks, devices, options.ranks_per_gpu)
+    ranks_as = options.ranks_as or ("threads" if sharing > 1 else "processes")
+    return options._replace(ranks_per_gpu=sharing, ranks_as=ranks_as)
+
+
+def leave_out(options):
+    """(options with the backends that can take part, a note for each other one)."""
+    able, notes = [], []
+    for name in options.backends:
+        if reason := backends.why_not(name, options.device, options.ranks_per_gpu, options.groups):
+            notes.append(f"{name} is left out: {reason}.")
+        else:
+            able.append(name)
+    if options.ranks_as == "threads":
+        text = "its ranks are processes, which is all it can do; those of pycomm are threads."
+        notes += [f"{name}: {text}" for name in able if not backends.can_be_threads(name)]
+    return options._replace(backends=tuple(able)), notes
+
+
+def under_launcher():
+    """torchrun's description of this process, or None when the ranks are ours to start. Raises ValueError if
+    it is incomplete.
+    """
+    return env.launch() if "RANK" in env.for_child() else None
+
+
+def _run_alone(options, progress):
+    import torch.distributed as dist
+
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with Controller(options, "127.0.0.1", ("127.0.0.1", server.port), range(options.ranks)) as controller:
+        return measure_all(options, controller.teams, progress)
+
+
+def _run_launched(options, launch, progress):
+    """This process starts its own rank of each torch backend; the one with rank 0 leads, and says through the
+    store where it listens.
+    """
+    import torch.distributed as dist
+
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(STORE_PREFIX, store)
+    address = (launch.master_addr, launch.master_port)
+    if launch.rank == 0:
+        tell = lambda spec: store.set("spec", json.dumps(spec))  # noqa: E731
+        with Controller(options, launch.master_addr, address, [0], tell=tell) as controller:
+            return measure_all(options, controller.teams, progress)
+    spec, ranks = json.loads(store.get("spec")), Ranks()
+    try:
+        for name in options.backends:
+            if not backends.is_mpi(name):
+                ranks.start({**spec, "backend": name}, [launch.rank])
+        ranks.join()  # they end when the controller closes their channels, or ends
+        failed = ranks.failed()
+    finally:
+        ranks.end()
+    if failed:
+        raise RankError(f"{', '.join(failed)} on torchrun's rank {launch.rank}.")
+    return None
+
+
+def measure_all(options, teams, progress):
+    rows, notes, n = [], [], options.group_ranks
+    for op, dtype in itertools.product(options.ops, options.dtypes):
+        wanted = [
+            cases.make_case(op, nbytes, dtype, options.redop, options.root, n) for nbytes in options.sizes
+        ]
+        for case in dict.fromkeys(wanted):
+            if problem := too_large(case, options, len(teams)):
+                notes.append(problem)
+                continue
+            new = _measure_case(options, teams, case, notes)
+            rows += new
+            told = [f"{row.backend} {row.best_us:.1f} us" + " WRONG" * (row.wrong > 0) for row in new]
+            if new:
+                shown = f"{op} {cases.format_nbytes(case.nbytes(n))} {case.dtype}"
+                progress(f"{shown}: {', '.join(told)}")
+    return Results(rows, {team.name: team.version for team in teams}, notes)
+
+
+def too_large(case, options, teams):
+    """A note where the buffers of all ranks of all backends, which are there at once, do not fit into the
+    machine's memory; None where they do.
+    """
+    n, room = options.group_ranks, memory.available_bytes()
+    needed = (case.send_count(n) + case.recv_count(n)) * ITEMSIZE[case.dtype] * options.ranks * teams
+    if options.device != "cpu" or room is None or needed <= MOST_OF_MEMORY * room:
+        return None
+    size = f"{case.op} {cases.format_nbytes(case.nbytes(n))} {case.dtype}"
+    amounts = f"{needed / 2**30:.1f} GiB, {room / 2**30:.1f} GiB are free"
+    return f"{size} is left out: the buffers of {options.ranks} ranks of {teams} backends take {amounts}."
+
+
+def _measure_case(options, teams, case, notes):
+    """The rows of all teams for one case."""
+    parts = []
+    for team in teams:
+        part = Part(options, team, case)
+        if refusal := part.prepare():
+            note = f"{team.name} is left out: {refusal}."
+            notes += [note] if note not in notes else []
+        else:
+            parts.append(part)
+    copies = []
+    for number, part in enumerate(turns.rotated(parts, options.rounds), 1):
+        part.measure_round()
+        if number % len(parts) == 0 and options.one_gpu and case.count:
+            copies += parts[0].measure_copy()
+    return [part.finish(statistics.median(copies) if copies else None) for part in parts]
+
+
+class Part:
+    """One team's part in one case."""
+
+    def __init__(self, options, team, case):
+        self.options, self.team, self.case = options, team, case
+        self.nbytes = case.nbytes(options.group_ranks)
+        self.wrong = {}  # form -> elements
+        self.rounds = {}  # form -> [seconds of the batches of a round]
+        self.batches = {}  # form -> (calls in a batch, batches in a round, calls to warm up)
+
+    def _ask(self, *command):
+        doing = f"{self.case.op} {cases.format_nbytes(self.nbytes)} {self.case.dtype}"
+        return self.team.ask(self.options.timeout, doing, *command)
+
+    def prepare(self):
+        """Checks the results. Returns why the team cannot do this, or None."""
+        replies = self._ask("prepare", self.case, 1)
+        refusal = next((reply for reply in replies if isinstance(reply, str)), None)
+        if refusal is None:
+            self.wrong = {form: sum(reply[form] for reply in replies) for form in replies[0]}
+            self.rounds = {form: [] for form in self.wrong}
+            self.batches = {form: self._choose_batches(form) for form in self.wrong}
+        return refusal
+
+    def _sample(self, form, iters, batches, warmup):
+        """Seconds of one operation, a number for each batch."""
+        replies = self._ask("measure", form, iters, batches, warmup)
+        merge = max if self.options.over_ranks == "max" else lambda values: sum(values) / len(values)
+        return [merge(values) / OPS[self.case.op].transfers for values in zip(*replies, strict=True)]
+
+    def _choose_batches(self, form):
+        """From a trial; a quick operation is tried again with more calls."""
+        iters, transfers = 1, OPS[self.case.op].transfers
+        for _ in range(2):
+            one_call = max(1e-9, min(self._sample(form, iters, 3, warmup=iters)) * transfers)
+            iters = min(MAX_ITERS, max(1, round(BATCH_SECONDS / one_call)))
+            if iters == 1:
+                break
+        batches = int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))
+        return iters, batches, max(1, int(WARMUP_SECONDS / one_call))
+
+    def measure_round(self):
+        for form, amounts in self.batches.items():
+            self.rounds[form].append(self._sample(form, *amounts))
+
+    def measure_copy(self):
+        """GB/s of a copy as large as what all ranks hold together."""
+        return self._ask("measure_copy", self.nbytes * self.options.ranks, COPY_BATCHES)[0]
+
+    def finish(self, copy_gbps):
+        """Checks once more with other inputs, and returns the Row."""
+        for reply in self._ask("verify", 2):
+            for form, wrong in reply.items():
+                self.wrong[form] += wrong
+        timings = [
+            cases.summarize(self.case, self.options.group_ranks, self.rounds[form], self.wrong[form])
+            if form in self.wrong
+            else None
+            for form in FORMS
+        ]
+        place = self.options.group_ranks, self.nbytes
+        return Row(self.team.name, self.case, *place, *timings, copy_gbps, self.options.groups)

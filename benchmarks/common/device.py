@@ -1,0 +1,143 @@
+"""CUDA on this machine, as the benchmark needs it: is it there, which GPU is a rank's, clocks, graphs and the
+copy that bounds are made of.
+
+[Note: ranks that share a GPU] A rank's kernel may wait for the kernel of another rank. Whatever makes the
+host or the whole device wait meanwhile (loading a kernel, freeing memory, synchronising the device) can then
+wait for a kernel that waits for us. So every rank has a stream of its own, allocates before a barrier, and
+waits for its stream and a barrier after the collectives, before it checks.
+"""
+
+import threading
+
+CONNECTIONS = 32  # CUDA_DEVICE_MAX_CONNECTIONS for ranks that are threads: a hardware queue for each stream
+_capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time
+
+
+def why_no_torch():
+    """One line that says what is missing, or None."""
+    try:
+        import torch
+    except ImportError as error:
+        return f"torch cannot be imported ({error})"
+    return (
+        None
+        if torch.distributed.is_available()
+        else f"torch {torch.__version__} is built without torch.distributed"
+    )
+
+
+def why_no_cuda():
+    """One line that says what is missing, or None when torch can use a GPU."""
+    if missing := why_no_torch():
+        return missing
+    import torch
+
+    if torch.version.cuda is None:
+        return f"torch {torch.__version__} is built without CUDA"
+    if not torch.cuda.is_available():
+        return f"torch {torch.__version__} finds no usable GPU (nvidia-smi says whether there is a driver)"
+    return None
+
+
+def count_devices():
+    import torch
+
+    return torch.cuda.device_count()
+
+
+def ranks_per_gpu(ranks, devices, given=None):
+    """How many ranks share a GPU: as given, else as few as possible. Raises ValueError if the GPUs are too
+    few.
+    """
+    if given is None:
+        return -(-ranks // devices)
+    if given * devices < ranks:
+        raise ValueError(
+            f"--ranks {ranks} with --ranks-per-gpu {given} needs {-(-ranks // given)} GPUs, here are "
+            f"{devices}."
+        )
+    return given
+
+
+def synchronize():
+    """Waits for what was enqueued on the current stream."""
+    import torch
+
+    torch.cuda.current_stream().synchronize()
+
+
+def enter(index):
+    """Makes GPU `index` and a new stream the current ones of this thread. Returns the stream."""
+    import torch
+
+    torch.cuda.set_device(index)
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    return stream
+
+
+def time_batches(call, iters, batches, barrier):
+    """Seconds of one call for each batch, between two events on the current stream."""
+    import torch
+
+    stream = torch.cuda.current_stream()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    samples = []
+    for _ in range(batches):
+        barrier()
+        start.record(stream)
+        for _ in range(iters):
+            call()
+        end.record(stream)
+        end.synchronize()
+        samples.append(start.elapsed_time(end) / iters / 1e3)
+    return samples
+
+
+def capture(call, iters):
+    """A CUDA graph with `iters` calls on the current stream. Not run yet; the calls must have been run once
+    before.
+    """
+    import torch
+
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.current_stream().synchronize()
+    with _capturing:
+        graph.capture_begin(capture_error_mode="thread_local")  # other ranks' threads go on
+        try:
+            for _ in range(iters):
+                call()
+        finally:
+            graph.capture_end()
+    return graph
+
+
+def copy_gbps(nbytes, batches):
+    """GB/s of a copy of nbytes inside the current GPU's memory, bytes read and bytes written both counted; a
+    number for each batch.
+    """
+    import torch
+
+    source, target = (torch.empty(nbytes, dtype=torch.uint8, device="cuda") for _ in range(2))
+    source.fill_(1)
+    iters = max(1, min(50, (1 << 28) // nbytes))
+    for _ in range(2):
+        target.copy_(source)
+    return [
+        2 * nbytes / seconds / 1e9
+        for seconds in time_batches(lambda: target.copy_(source), iters, batches, lambda: None)
+    ]
+
+
+def describe():
+    """The GPU, for reports."""
+    import torch
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "gpu": properties.name,
+        "gpus": torch.cuda.device_count(),
+        "multiprocessors": properties.multi_processor_count,
+        "gpu_memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,
+    }

@@ -1,0 +1,77 @@
+// communicator.cc -- _C.Communicator: what it is, and its end. Its operations are in collectives.cc,
+// messages.cc and registered.cc.
+#include "../arithmetic/reduce.h"
+#include "../collectives/select.h"
+#include "../cuda/plan.h"
+#include "../torch/device.h"
+#include "../torch/interpreter.h"
+#include "bindings.h"
+
+namespace pycomm {
+
+namespace {
+
+bool has_any_algorithm(OpKind kind, Algorithm algorithm) {
+  return has_algorithm(kind, algorithm) || cuda::has_cuda_algorithm(kind, algorithm);
+}
+
+// Names, so that PYCOMM_ALGORITHM passes through unchanged.
+void set_algorithm(Communicator& comm, const std::string& op, const std::string& algorithm) {
+  for (int k = 0; k < num_op_kinds; ++k)
+    for (int a = 0; a < num_algorithms; ++a) {
+      const auto kind = static_cast<OpKind>(k);
+      const auto choice = static_cast<Algorithm>(a);
+      if (op == to_string(kind) && algorithm == to_string(choice) && has_any_algorithm(kind, choice))
+        return comm.set_default_algorithm(kind, choice);
+    }
+  throw std::invalid_argument("pycomm: PYCOMM_ALGORITHM: " + op + " has no algorithm " + algorithm);
+}
+
+py::dict describe(const CommPtr& comm) {
+  Transport& t = comm->transport();
+  const char* reaches[] = {"staging only", "process_vm_readv", "pointers (ranks are threads of one process)"};
+  py::dict facts;
+  facts["name"] = t.name();
+  facts["rank"] = t.rank();
+  facts["world_size"] = t.world_size();
+  facts["reach"] = reaches[static_cast<int>(t.reach())];
+  facts["cores"] = t.cores();
+  facts["oversubscribed"] = t.oversubscribed();
+  facts["threads"] = t.lanes();
+  facts["staging_bytes"] = t.budget_bytes();
+  facts["simd"] = simd_level();
+  facts["table"] = tuned_table(t).empty() ? "built-in" : "measured on this machine";
+  facts["broken"] = t.broken();
+  facts["cuda"] = py::none();
+  if (const auto* group = cuda::group_of(*comm)) {
+    py::dict cuda;
+    for (const auto& [name, value] : group->describe()) cuda[py::str(name)] = value;
+    facts["cuda"] = cuda;
+  }
+  return facts;
+}
+
+}  // namespace
+
+void bind_communicator(py::module_& module) {
+  CommClass comm(module, "Communicator");
+  comm.def_property_readonly("rank", &Communicator::rank)
+      .def_property_readonly("world_size", &Communicator::world_size)
+      .def_property_readonly("timeout", [](Communicator& c) { return c.transport().timeout(); })
+      .def("set_algorithm", &set_algorithm)
+      .def("describe", &describe)
+      .def("abort",
+           [](Communicator& c, const std::string& reason) {
+             WithoutGil no_gil;
+             c.abort(reason);
+           })
+      .def("close", [](Communicator& c) {
+        WithoutGil no_gil;
+        c.close();
+      });
+  bind_collectives(comm);
+  bind_messages(comm);
+  bind_registered(comm);
+}
+
+}  // namespace pycomm

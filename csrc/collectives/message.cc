@@ -1,0 +1,98 @@
+// message.cc -- see message.h.
+#include "message.h"
+
+#include <algorithm>
+#include <tuple>
+
+#include "send_recv.h"
+
+namespace pycomm {
+
+namespace {
+
+constexpr auto poll_look_every = std::chrono::milliseconds(10);
+
+}  // namespace
+
+Message::Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
+                 std::function<void()> finalizer)
+    : owner_(owner),
+      kind_(kind),
+      spec_(spec),
+      nbytes_(spec.count * size_of(spec.dtype)),
+      data_(data),
+      peer_(spec.peer) {
+  finalizer_ = std::move(finalizer);
+}
+
+void Message::wait(double timeout) {
+  WaitScope limit = scope(timeout);
+  limit.deadline += std::chrono::steady_clock::now() - issued_;
+  owner_.wait(*this, limit);
+  if (error()) std::rethrow_exception(error());
+}
+
+bool Message::poll() {
+  if (done()) return true;
+  owner_.progress();
+  const auto now = std::chrono::steady_clock::now();
+  if (!done() && now >= next_look_) {
+    next_look_ = now + poll_look_every;
+    owner_.urge(*this);
+    owner_.look(*this);
+  }
+  return done();
+}
+
+void Message::help(bool nobody_waits) {
+  if (done() || helped_) return;
+  helped_ = nobody_waits;
+  owner_.help(*this, nobody_waits);
+}
+
+WaitScope Message::scope(double timeout) const {
+  WaitScope scope;
+  scope.op = info();
+  scope.any_peer = from_any();
+  scope.timeout = timeout > 0 ? timeout : spec_.timeout > 0 ? spec_.timeout : owner_.transport().timeout();
+  scope.deadline = issued_ + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                                 std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+  return scope;
+}
+
+void Tally::entrust(Message& message, Trust trust) {
+  auto count = [this](Trust trust, int n) {
+    if (trust == Trust::lent) add(lent, n);
+    if (trust == Trust::given) add(given, n);
+  };
+  count(message.trust(), -1);
+  count(trust, 1);
+  message.entrust(trust);
+}
+
+void Tally::end(MessagePtr message, std::exception_ptr error) {
+  entrust(*message, Trust::over);
+  ended_.emplace_back(std::move(message), std::move(error));
+}
+
+bool Tally::take(MessagePtr& message, std::exception_ptr& error) {
+  if (ended_.empty()) return false;
+  std::tie(message, error) = std::move(ended_.front());
+  ended_.pop_front();
+  add(active, -1);
+  return true;
+}
+
+std::exception_ptr mismatch(const Transport& transport, const Message& mine, int peer, size_t count,
+                            DType dtype) {
+  const MessageSpec& spec = mine.spec();
+  std::string what = spec.dtype != dtype
+                         ? std::string("dtype=") + to_string(spec.dtype) + " here, " + to_string(dtype)
+                         : "count=" + std::to_string(spec.count) + " here, " + std::to_string(count);
+  what += " on rank " + std::to_string(peer) + " (tag " + std::to_string(spec.tag) +
+          "). A recv must have the count and dtype of its send.";
+  return std::make_exception_ptr(CommError(ErrorKind::mismatch, transport.where(mine.info()) + what,
+                                           transport.rank(), transport.world_size(), mine.info(), peer));
+}
+
+}  // namespace pycomm

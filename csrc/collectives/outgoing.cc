@@ -1,0 +1,136 @@
+// outgoing.cc -- see outgoing.h.
+#include "outgoing.h"
+
+#include <algorithm>
+#include <cstring>
+#include <thread>
+
+namespace pycomm {
+
+namespace {
+
+// Two copies through a ring that stays in cache beat one by the kernel, which pins every page, until the
+// message is many times as large as the ring (docs/log.md).
+constexpr size_t kernel_from_rings = 8;
+constexpr size_t kernel_until = 64 << 20;
+// The receiver drains one segment while the sender pours the next. A small message is cut finer than the
+// ring.
+constexpr size_t least_segment = 16 << 10;
+constexpr size_t segments_of_a_message = 8;
+
+}  // namespace
+
+bool Outgoing::push() {
+  if (waiting_.empty() && unconfirmed_.empty()) return false;
+  bool moved = false;
+  while (!waiting_.empty() && post(waiting_.front())) {
+    waiting_.pop_front();
+    moved = true;
+  }
+  moved |= pour();
+  moved |= take_acknowledgements();
+  return moved;
+}
+
+bool Outgoing::by_kernel(size_t nbytes) const {
+  return transport_.reach() == Transport::Reach::kernel &&
+         nbytes > kernel_from_rings * transport_.ring_bytes() && nbytes <= kernel_until;
+}
+
+// Puts the message into a slot; false when none is free.
+bool Outgoing::post(const MessagePtr& message) {
+  Channel& channel = this->channel();
+  if (posted_ - channel.taken.value.load(std::memory_order_acquire) >= channel_slots) return false;
+  const size_t nbytes = message->nbytes();
+  MessageSlot& slot = channel.slots[posted_ % channel_slots];
+  slot.count = message->spec().count;
+  slot.dtype = static_cast<uint32_t>(message->spec().dtype);
+  slot.tag = message->spec().tag;
+  slot.address = reinterpret_cast<uint64_t>(message->data());
+  slot.region = transport_.find_region(message->data(), nbytes);
+  if (nbytes <= message_inline_bytes) {
+    slot.mode = MessageMode::in_slot;
+    if (nbytes) std::memcpy(slot.payload, message->data(), nbytes);
+  } else if (slot.region || by_kernel(nbytes) || transport_.reach() == Transport::Reach::pointer) {
+    slot.mode = MessageMode::in_place;
+  } else {
+    slot.mode = MessageMode::streamed;
+    streams_.emplace_back(message, 0);
+  }
+  message->posted(++posted_);
+  if (slot.mode != MessageMode::streamed) message->leave_to_receiver();
+  unconfirmed_.push_back(message);
+  slot.id.store(posted_, std::memory_order_release);  // everything above is visible to whoever sees the id
+  transport_.notify(dst_);
+  if (nbytes >= worth_the_worker) transport_.ring_helper(dst_);
+  return true;
+}
+
+// Pours streamed messages through the ring, one behind the other.
+bool Outgoing::pour() {
+  Channel& channel = this->channel();
+  const size_t ring_bytes = transport_.ring_bytes(), longest = ring_bytes / channel_segments;
+  bool moved = false;
+  while (!streams_.empty()) {
+    auto& [message, poured] = streams_.front();
+    const uint64_t filled = channel.bytes_filled.value.load(std::memory_order_relaxed);
+    const uint64_t room = ring_bytes - (filled - channel.bytes_drained.value.load(std::memory_order_acquire));
+    const size_t at = filled % ring_bytes;
+    const size_t segment =
+        std::min(longest, std::max(least_segment, message->nbytes() / segments_of_a_message));
+    const size_t length =
+        std::min({message->nbytes() - poured, segment, static_cast<size_t>(room), ring_bytes - at});
+    if (length == 0) break;
+    std::memcpy(transport_.ring(transport_.rank(), dst_) + at, message->data() + poured, length);
+    channel.bytes_filled.value.store(filled + length, std::memory_order_release);
+    transport_.notify(dst_);
+    poured += length;
+    moved = true;
+    if (poured == message->nbytes()) {
+      message->leave_to_receiver();
+      streams_.pop_front();
+    }
+  }
+  return moved;
+}
+
+bool Outgoing::take_acknowledgements() {
+  Channel& channel = this->channel();
+  bool moved = false;
+  for (;;) {
+    const uint64_t seen = channel.acks_seen.value.load(std::memory_order_relaxed);
+    if (seen == channel.acks_sent.value.load(std::memory_order_acquire)) return moved;
+    const Acknowledgement ack = channel.acks[seen % channel_slots];
+    channel.acks_seen.value.store(seen + 1, std::memory_order_release);
+    transport_.notify(dst_);  // the receiver may wait for room
+    auto found = std::find_if(unconfirmed_.begin(), unconfirmed_.end(),
+                              [&](const MessagePtr& m) { return m->id() == ack.id; });
+    if (found == unconfirmed_.end()) continue;
+    MessagePtr message = *found;
+    unconfirmed_.erase(found);
+    tally_.end(message, ack.matched
+                            ? nullptr
+                            : mismatch(transport_, *message, dst_, ack.count, static_cast<DType>(ack.dtype)));
+    moved = true;
+  }
+}
+
+void Outgoing::give_up(const std::exception_ptr& error) {
+  if (!unconfirmed_.empty() && !transport_.forked()) withdraw();
+  for (const auto* messages : {&waiting_, &unconfirmed_})
+    for (const MessagePtr& message : *messages) tally_.end(message, error);
+  waiting_.clear();
+  unconfirmed_.clear();
+  streams_.clear();
+}
+
+// See [Note: withdrawn messages] in send_recv.h.
+void Outgoing::withdraw() {
+  Channel& channel = this->channel();
+  channel.withdrawn.value.store(1, std::memory_order_seq_cst);
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // what the caller writes from now on comes after it
+  if (transport_.reach() != Transport::Reach::pointer) return;
+  while (channel.copying.value.load(std::memory_order_seq_cst)) std::this_thread::yield();
+}
+
+}  // namespace pycomm

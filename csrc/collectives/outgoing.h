@@ -1,0 +1,36 @@
+// outgoing.h -- what this rank sends to one peer: the sending end of a channel (send_recv.h).
+#pragma once
+
+#include <deque>
+
+#include "message.h"
+
+namespace pycomm {
+
+// Used under the lock of its SendRecv.
+class Outgoing {
+ public:
+  Outgoing(Transport& transport, int dst, Tally& tally) : transport_(transport), dst_(dst), tally_(tally) {}
+
+  void add(MessagePtr message) { waiting_.push_back(std::move(message)); }
+  bool push();  // as far as it goes without waiting; true: something moved
+  void give_up(const std::exception_ptr& error);  // ends all that is unfinished
+
+ private:
+  bool post(const MessagePtr& message);
+  bool by_kernel(size_t nbytes) const;
+  bool pour();
+  bool take_acknowledgements();
+  void withdraw();
+  Channel& channel() const { return transport_.channel(transport_.rank(), dst_); }
+
+  Transport& transport_;
+  const int dst_;
+  Tally& tally_;
+  uint64_t posted_ = 0;  // messages put into slots
+  std::deque<MessagePtr> waiting_;  // for a free slot
+  std::deque<MessagePtr> unconfirmed_;  // in slots or beyond, not yet acknowledged
+  std::deque<std::pair<MessagePtr, size_t>> streams_;  // bytes already poured
+};
+
+}  // namespace pycomm

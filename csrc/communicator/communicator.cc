@@ -1,0 +1,401 @@
+// communicator.cc -- see communicator.h.
+#include "communicator.h"
+
+#include <pthread.h>
+#include <sys/prctl.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <system_error>
+
+#include "../op/validate.h"
+#include "../transport/interrupt.h"
+
+namespace pycomm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int spins_before_sleep = 50;  // the worker that runs the operation may need this very core
+constexpr auto poll_look_every = std::chrono::milliseconds(10);
+constexpr auto longest_farewell = std::chrono::seconds(1);
+constexpr auto nap = std::chrono::microseconds(100);  // of the worker, see worker_loop()
+constexpr int naps_before_sleep = 10;
+constexpr double busy_tick = 0.02, idle_tick = 0.05;  // seconds that the worker sleeps at most
+constexpr auto interrupt_tick = std::chrono::milliseconds(50);
+
+thread_local int waits_with_progress = 0;  // in which this thread runs BackgroundProgress
+
+}  // namespace
+
+Communicator::Communicator(std::unique_ptr<Transport> transport, RunOp run_op)
+    : transport_(std::move(transport)), run_op_(run_op) {}
+
+Communicator::~Communicator() {
+  if (transport_->forked()) {
+    (void)threading_.release();
+    return;
+  }
+  close();
+  end_worker();  // where a callback on the worker thread had closed it; see release_communicator
+}
+
+// The last reference may go in a callback that the worker, or a thread of the device side, runs: it cannot
+// wait for its own end.
+void release_communicator(Communicator* comm) {
+  if (comm->on_own_thread()) std::thread([comm] { delete comm; }).detach();
+  else delete comm;
+}
+
+void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
+  background_ = std::move(progress);
+  transport_->set_idle_hook([this] {
+    ++waits_with_progress;
+    background_->progress();
+    --waits_with_progress;
+  });
+}
+
+bool Communicator::progress_inside_a_wait() { return waits_with_progress > 0; }
+
+void Communicator::attach(std::unique_ptr<DeviceSide> side) { device_side_ = std::move(side); }
+
+void Task::wait(double timeout) { comm_.wait(*this, timeout); }
+bool Task::poll() { return comm_.poll(*this); }
+void Task::help(bool) { comm_.help(*this); }
+
+void Communicator::settle(Task& task, std::exception_ptr error) {
+  auto keep = std::move(task.self_);  // the last reference may go with the queue's
+  task.settle(std::move(error));
+}
+
+// Before any lock: in a forked child the copied mutex may be locked, and `busy_` may speak of a thread of the
+// parent.
+void Communicator::refuse_forked() const {
+  if (transport_->forked()) transport_->check({});
+}
+
+// A signal handler runs inside the wait of the main thread, which would now wait for itself. With the lock
+// held.
+void Communicator::refuse_nested() const {
+  if (runs_here())
+    throw std::runtime_error(transport_->where({}) +
+                             "an operation was called inside another of the same group, in whose wait this "
+                             "thread runs a signal handler: neither could end. Use another group there, or "
+                             "let the handler only take a note.");
+}
+
+void Communicator::run(Task& task) {
+  refuse_forked();
+  {
+    std::unique_lock lock(mutex_);
+    if (busy_ || !queue_.empty()) {
+      refuse_nested();
+      task.sequence_ = next_sequence_++;
+      queue_.push_back(&task);
+      lock.unlock();
+      wait(task);
+      return;
+    }
+    busy_ = true;
+    runner_ = std::this_thread::get_id();
+    task.sequence_ = next_sequence_++;
+  }
+  std::exception_ptr error;
+  try {
+    task.publish();
+    task.finish(false);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  {
+    std::lock_guard lock(mutex_);
+    busy_ = false;
+    if (!queue_.empty() || stop_) wake_all();
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+void Communicator::issue(std::shared_ptr<Task> shared) {
+  refuse_forked();
+  Task& task = *shared;
+  std::unique_lock lock(mutex_);
+  if (!busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready())
+    execute_head(lock, false);
+  task.sequence_ = next_sequence_++;
+  task.self_ = std::move(shared);
+  if (stop_) {  // another thread has closed the group since this call began: nobody runs the queue any more
+    lock.unlock();
+    settle(task, closed_error());
+    return;
+  }
+  bool alone = !busy_ && queue_.empty();
+  queue_.push_back(&task);
+  if (alone && task.small()) {
+    try {
+      task.publish();
+      task.published_ = true;
+    } catch (...) {
+      queue_.pop_back();
+      lock.unlock();
+      settle(task, std::current_exception());
+    }
+    return;
+  }
+  help_wanted_ = true;
+  start_worker();  // without one, whoever waits runs it
+  lock.unlock();
+  wake_all();
+}
+
+// Called with the lock held and busy_ false; returns with the lock held.
+void Communicator::execute_head(std::unique_lock<std::mutex>& lock, bool patient) {
+  Task& task = *queue_.front();
+  busy_ = true;
+  runner_ = std::this_thread::get_id();
+  lock.unlock();
+  std::exception_ptr error;
+  try {
+    if (!task.published_) task.publish();
+    task.published_ = true;
+    task.finish(patient);
+  } catch (...) {
+    error = std::current_exception();
+  }
+  lock.lock();
+  queue_.pop_front();
+  busy_ = false;
+  if (queue_.empty()) help_wanted_ = false;
+  lock.unlock();
+  settle(task, error);  // a task on a caller's stack may be gone after this
+  lock.lock();
+  wake_all();
+}
+
+void Communicator::wait(Task& task, double timeout) {
+  refuse_forked();
+  for (int i = 0; i < spins_before_sleep && !transport_->oversubscribed(); ++i) {
+    if (task.done()) break;
+    if ((i & 15) == 0) {
+      std::unique_lock lock(mutex_, std::try_to_lock);
+      if (lock && !busy_ && !queue_.empty()) break;
+    }
+    cpu_relax();
+  }
+  std::unique_lock lock(mutex_);
+  const auto limit = std::chrono::steady_clock::now() +
+                     std::chrono::duration_cast<std::chrono::steady_clock::duration>(
+                         std::chrono::duration<double>(timeout > 0 ? std::min(timeout, 1e8) : 1e8));
+  bool called_away = false;
+  std::exception_ptr late;
+  while (!task.done()) {
+    if (!busy_ && !queue_.empty()) {
+      // What stands before this task is run within this waiter's limit, too.
+      if (timeout > 0) {
+        Task& head = *queue_.front();
+        head.wait_timeout_ = timeout;
+        head.wait_deadline_ = limit;
+        head.wait_is_own_ = &head == &task;
+      }
+      execute_head(lock, false);
+      continue;
+    }
+    refuse_nested();
+    const auto next_look = Clock::now() + interrupt_tick;
+    changed_.wait_until(lock, late ? next_look : std::min(limit, next_look));
+    if (task.done()) break;
+    lock.unlock();
+    if (!called_away && interrupted()) {
+      // Whoever runs the head sees it and ends; so does the rest of the queue, up to this task, which may lie
+      // on the stack of the caller.
+      called_away = true;
+      transport_->abort(interrupted_text);
+    }
+    lock.lock();
+    if (task.done() || timeout <= 0 || late || Clock::now() < limit) continue;
+    // Somebody else runs the head, and it takes too long for this waiter: say who is missing, as its own
+    // deadline would. The group is broken by it: a task that runs ends soon, and its buffers are the caller's
+    // then; one that has not begun will not begin.
+    try {
+      if (!queue_.empty() && queue_.front()->published_) queue_.front()->look(timeout);
+      transport_->fail(ErrorKind::timeout, {}, -1,
+                       "operation #" + std::to_string(task.sequence()) + " did not complete within " +
+                           std::to_string(timeout) + " s");
+    } catch (const CommError&) {
+      if (queue_.empty() || queue_.front() != &task) throw;
+      late = std::current_exception();
+    }
+  }
+  lock.unlock();
+  if (late) std::rethrow_exception(late);
+  if (task.error()) std::rethrow_exception(task.error());
+  if (called_away) transport_->check({});
+}
+
+bool Communicator::poll(Task& task) {
+  if (task.done()) return true;
+  refuse_forked();
+  std::unique_lock lock(mutex_);
+  while (!task.done() && !busy_ && !queue_.empty() && queue_.front()->published_ && queue_.front()->ready())
+    execute_head(lock, false);
+  if (!task.done()) look_at_head(lock);
+  return task.done();
+}
+
+// Who only polls learns of a dead peer, too.
+void Communicator::look_at_head(std::unique_lock<std::mutex>& lock) {
+  const auto now = std::chrono::steady_clock::now();
+  if (now < next_look_ || busy_ || queue_.empty() || !queue_.front()->published_) return;
+  next_look_ = now + poll_look_every;
+  Task& head = *queue_.front();
+  try {
+    head.look(0);
+  } catch (...) {
+    queue_.pop_front();
+    lock.unlock();
+    settle(head, std::current_exception());
+    lock.lock();
+    wake_all();
+  }
+}
+
+void Communicator::help(Task& task) {
+  if (task.done()) return;
+  refuse_forked();
+  lend_worker(true);
+  {
+    std::lock_guard lock(mutex_);
+    help_wanted_ = true;
+  }
+  wake_all();
+}
+
+// Who sleeps until the queue changes: callers in wait(), and the worker.
+void Communicator::wake_all() {
+  changed_.notify_all();
+  if (has_worker_.load(std::memory_order_relaxed)) transport_->ring_helper(rank());
+}
+
+void Communicator::help_queue() {
+  refuse_forked();
+  {
+    std::lock_guard lock(mutex_);
+    if (queue_.empty()) return;
+    help_wanted_ = true;
+    start_worker();
+  }
+  wake_all();
+}
+
+void Communicator::lend_worker(bool nobody_waits) {
+  if (has_worker_.load(std::memory_order_relaxed)) return;
+  std::lock_guard lock(mutex_);
+  if (!start_worker() && nobody_waits && !stop_)
+    throw std::runtime_error(
+        transport_->where({}) +
+        "the system refuses another thread, and nobody waits for this operation. Wait for "
+        "it, or raise the limit of threads (ulimit -u, pids.max of the container).");
+}
+
+bool Communicator::start_worker() {
+  if (stop_) return false;  // first: from then on another thread joins it
+  if (worker_.joinable()) return true;
+  try {
+    worker_ = std::thread([this] { worker_loop(); });
+  } catch (const std::system_error&) {
+    return false;
+  }
+  ::pthread_setname_np(worker_.native_handle(), "pycomm-worker");
+  has_worker_.store(true);
+  return true;
+}
+
+// [Note: the worker naps first] Most asynchronous operations are waited for at once, by a caller who needs no
+// help; a worker that begins at the bell takes the core, or the operation, from that caller. So it naps
+// before it takes an operation, and after the last it goes on napping for a while before it sleeps at the
+// bell again: as long as it naps, whoever has work for it need not even ring.
+void Communicator::worker_loop() {
+  worker_id_.store(std::this_thread::get_id());
+  ::prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds; the default is half a nap
+  auto called = [this] {
+    {
+      std::lock_guard lock(mutex_);
+      if (stop_ || runnable()) return true;
+    }
+    return background_ && background_->progress();
+  };
+  int naps = naps_before_sleep;  // since there was something to do
+  uint64_t known = 0;  // the last operation that had been issued before the last nap
+  std::unique_lock lock(mutex_);
+  while (!stop_) {
+    const bool wanted = runnable();
+    if (wanted && queue_.front()->sequence_ <= known) {
+      execute_head(lock, true);
+      naps = 0;
+      continue;
+    }
+    known = next_sequence_ - 1;
+    lock.unlock();
+    if (wanted || (background_ && background_->progress())) naps = 0;
+    const bool keen = background_ && background_->keen();
+    if (wanted || (naps < naps_before_sleep && !keen)) {
+      ++naps;
+      std::this_thread::sleep_for(nap);
+    } else {
+      const bool waits = background_ && background_->wants_worker();
+      transport_->sleep_as_helper(called, keen, waits ? busy_tick : idle_tick);
+    }
+    lock.lock();
+  }
+}
+
+void Communicator::refuse_malformed(const Op& op) const {
+  const std::string fault = fault_of(op, world_size());
+  if (!fault.empty()) throw std::invalid_argument(transport_->where({op.kind, 0}) + fault);
+}
+
+void Communicator::abort(const std::string& reason) { transport_->abort(reason); }
+
+// Acknowledgements of messages that this rank has received, for which the peer has not made room yet.
+void Communicator::settle_debts() {
+  const auto limit = std::chrono::steady_clock::now() + longest_farewell;
+  while (background_ && background_->owes() && !transport_->broken() &&
+         std::chrono::steady_clock::now() < limit)
+    if (!background_->progress()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+void Communicator::close() {
+  if (transport_->forked()) return;
+  settle_debts();
+  if (device_side_) device_side_->close();
+  transport_->close();
+  transport_->ring_self();
+  {
+    std::unique_lock lock(mutex_);
+    if (stop_) return;
+    // By a signal handler inside this thread's own operation, which sees it next; the destructor does the
+    // rest.
+    if (runs_here()) return;
+    stop_ = true;
+    // Whoever runs the head sees that the transport is closed and ends within a tick; then nobody runs the
+    // rest.
+    wake_all();
+    changed_.wait(lock, [this] { return !busy_; });
+    while (!queue_.empty()) execute_head(lock, false);
+  }
+  if (!on_worker_thread()) end_worker();
+}
+
+void Communicator::end_worker() {
+  if (worker_.joinable()) worker_.join();
+  if (background_) background_->fail_all(closed_error());
+}
+
+std::exception_ptr Communicator::closed_error() const {
+  return std::make_exception_ptr(CommError(ErrorKind::aborted,
+                                           transport_->where({}) + "the communicator is closed", rank(),
+                                           world_size(), {}, -1));
+}
+
+}  // namespace pycomm

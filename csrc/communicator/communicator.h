@@ -1,0 +1,194 @@
+// communicator.h -- a group of ranks: its transport, the order of its operations, and who runs them.
+//
+// [Note: who runs an operation] Operations of one group run one after the other, in the order of issue. A
+// synchronous call on an idle group runs in the caller's thread, without any hand-off. An asynchronous one is
+// queued; the worker thread runs the queue, and a caller that waits runs it too while the worker is not at
+// it. A small operation is published when it is issued (its data lie in shared memory, so peers can finish
+// theirs) and usually finished by the caller in wait(): the worker is not even woken.
+#pragma once
+
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "../op/op.h"
+#include "../transport/transport.h"
+#include "lanes.h"
+#include "work.h"
+
+namespace pycomm {
+
+class Communicator;
+
+// One operation in the queue of a communicator. Subclasses say what it does (collectives/collectives.h).
+class Task : public Work {
+ public:
+  explicit Task(Communicator& comm) : comm_(comm) {}
+  void wait(double timeout = 0) override;
+  bool poll() override;
+  void help(bool nobody_waits = false) override;
+  uint64_t sequence() const { return sequence_; }
+
+ protected:
+  virtual bool small() const = 0;  // publish() never blocks
+  virtual void publish() = 0;  // make own data visible to peers
+  virtual bool ready() const = 0;  // published, and finish() would not block
+  virtual void finish(bool patient) = 0;  // wait for the peers, write the result
+  // Published and not ready: throws if it never will be (a dead peer), or, `late` seconds after its issue if
+  // that is not 0, names who is missing.
+  virtual void look(double late) const = 0;
+
+  Communicator& comm_;
+  // Set by a waiter that runs the task: the waiter's limit in seconds (0: none) and when it ends. It replaces
+  // the operation's own limit where the waiter waits for this very task, else it may only shorten it.
+  double wait_timeout_ = 0;
+  std::chrono::steady_clock::time_point wait_deadline_{};
+  bool wait_is_own_ = false;
+
+ private:
+  friend class Communicator;
+  std::atomic<bool> published_{false};
+  uint64_t sequence_ = 0;
+  std::shared_ptr<Task> self_;  // keeps an asynchronous task alive while it is queued
+};
+
+// Something that makes progress beside the queue (point-to-point messages).
+class BackgroundProgress {
+ public:
+  virtual ~BackgroundProgress() = default;
+  virtual bool progress() = 0;  // true: something moved
+  virtual bool wants_worker() const = 0;  // there is something that the worker may have to move
+  virtual bool keen() const = 0;  // and it should look at every flag
+  virtual bool owes() const = 0;  // peers wait for something that only progress() here can give them
+  virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
+};
+
+// The same on a device (cuda/group.h): made by the first operation on device memory.
+class DeviceSide {
+ public:
+  virtual ~DeviceSide() = default;
+  virtual void close() = 0;  // nothing of this rank runs on the device afterwards
+  virtual bool on_own_thread() const = 0;  // is this a thread of the device side, in a callback?
+};
+
+// The pipeline position of one lane; see collectives/pipeline.h.
+struct LaneState {
+  uint64_t steps = 0;  // done so far, the same on all ranks
+  uint64_t drained = 0;  // what every peer must have drained before this rank may fill its staging again
+};
+
+class Communicator {
+ public:
+  // What runs a collective on the CPU to completion (collectives/collectives.h), for those below it.
+  using RunOp = void (*)(Communicator&, Op);
+
+  Communicator(std::unique_ptr<Transport> transport, RunOp run_op);
+  ~Communicator();
+  Communicator(const Communicator&) = delete;
+
+  Transport& transport() { return *transport_; }
+  const Transport& transport() const { return *transport_; }
+  int rank() const { return transport_->rank(); }
+  int world_size() const { return transport_->world_size(); }
+
+  void run(Task& task);  // to completion; throws what the operation threw
+  void run(Op op) { run_op_(*this, std::move(op)); }
+  void issue(std::shared_ptr<Task> task);  // returns at once
+  void wait(Task& task,
+            double timeout = 0);  // seconds, 0: the operation's own; throws what the operation threw
+  bool poll(Task& task);  // done()? finishes it on the way if that does not block
+  void help(Task& task);  // wake the worker: nobody will wait for this one
+  void help_queue();  // the same for all that is queued
+  uint64_t next_sequence() const { return next_sequence_; }
+
+  // Throws std::invalid_argument where op is malformed on this rank alone (op/validate.h).
+  void refuse_malformed(const Op& op) const;
+
+  void abort(const std::string& reason);
+  void close();
+  bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }
+  bool on_own_thread() const { return on_worker_thread() || (device_side_ && device_side_->on_own_thread()); }
+
+  void attach(std::unique_ptr<BackgroundProgress> progress);
+  // This thread makes progress beside an operation, of whatever group, in which it waits. A callback that
+  // runs now must not wait for that group: the operation would wait for it.
+  static bool progress_inside_a_wait();
+  BackgroundProgress* background() { return background_.get(); }
+  void attach(std::unique_ptr<DeviceSide> side);
+  DeviceSide* device_side() { return device_side_.get(); }
+  std::mutex& making_device_side() { return making_device_side_; }
+  // The worker is there from now on and looks at what background() wants of it when its bell rings. Where the
+  // system refuses a thread, whoever waits does the work; if nobody will, this throws.
+  void lend_worker(bool nobody_waits);
+
+  // What an operation takes that asks for no algorithm; automatic: the table in collectives/select.h. Set
+  // before the first operation.
+  Algorithm default_algorithm(OpKind kind) const { return default_algorithms_[static_cast<int>(kind)]; }
+  void set_default_algorithm(OpKind kind, Algorithm algorithm) {
+    default_algorithms_[static_cast<int>(kind)] = algorithm;
+  }
+
+  LaneState& lane(int index) { return lanes_[index]; }
+  // Runs body(0) ... body(count-1) at once on that many threads; rethrows the first error.
+  void on_lanes(int count, const std::function<void(int)>& body) {
+    if (count <= 1) body(0);
+    else threading_->lanes.run(count, body);
+  }
+
+ private:
+  void execute_head(std::unique_lock<std::mutex>& lock, bool patient);
+  bool start_worker();
+  void end_worker();
+  std::exception_ptr closed_error() const;
+  void wake_all();
+  bool runnable() const { return help_wanted_ && !busy_ && !queue_.empty(); }
+  void settle_debts();
+  void look_at_head(std::unique_lock<std::mutex>& lock);
+  void refuse_forked() const;
+  bool runs_here() const { return busy_ && runner_ == std::this_thread::get_id(); }
+  void refuse_nested() const;
+  void worker_loop();
+  static void settle(Task& task, std::exception_ptr error);
+
+  std::unique_ptr<Transport> transport_;
+  const RunOp run_op_;
+  std::unique_ptr<BackgroundProgress> background_;
+  std::unique_ptr<DeviceSide> device_side_;
+  std::mutex making_device_side_;
+  LaneState lanes_[max_lanes];
+  Algorithm default_algorithms_[num_op_kinds] = {};
+
+  // On the heap, because a forked child must leave it alone: the copy may be locked, and counts a worker that
+  // the child has not.
+  struct Threading {
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::thread worker;
+    Lanes lanes;
+  };
+  std::unique_ptr<Threading> threading_ = std::make_unique<Threading>();
+  std::mutex& mutex_ = threading_->mutex;
+  std::condition_variable& changed_ = threading_->changed;
+  std::thread& worker_ = threading_->worker;
+
+  std::deque<Task*> queue_;
+  bool busy_ =
+      false;  // somebody runs the head of the queue, or a synchronous call runs beside an empty queue
+  std::thread::id runner_;  // who, while busy_
+  bool help_wanted_ = false;  // the worker should run the queue
+  bool stop_ = false;
+  uint64_t next_sequence_ = 1;
+  std::chrono::steady_clock::time_point next_look_{};  // of poll() at the peers' lives
+  std::atomic<std::thread::id> worker_id_{};
+  std::atomic<bool> has_worker_{false};
+};
+
+// Deleter for shared_ptr<Communicator>, for any thread.
+void release_communicator(Communicator* comm);
+
+}  // namespace pycomm

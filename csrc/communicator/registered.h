@@ -1,0 +1,20 @@
+// registered.h -- buffers that every rank of a group has mapped, so that collectives on them copy nothing
+// twice.
+#pragma once
+
+#include "communicator.h"
+
+namespace pycomm {
+
+struct RegisteredBuffer {
+  std::shared_ptr<SharedMemory> memory;  // keeps the memory mapped
+  std::byte* data;                   // this rank's part
+  size_t stride;                     // bytes from one rank's part to the next
+  uint32_t region;                   // for Transport::drop_region, when the buffer is no longer used
+};
+
+// Collective: all ranks must call it with the same nbytes. Memory is zeroed, page-aligned, first touched by
+// its owner. Its end is described in [Note: end of a registered region] (transport/regions.h).
+RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes);
+
+}  // namespace pycomm

@@ -1,0 +1,100 @@
+// issue.cc -- see issue.h.
+#include "issue.h"
+
+#include <stdexcept>
+
+namespace pycomm::cuda {
+
+namespace {
+constexpr int high_priority = -1;  // communication first: somebody waits for it on another rank
+}  // namespace
+
+Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue) {
+  ContextGuard guard(state_.setup.device);
+  refuse_shared_stream(info, issue.stream);
+  ++line.issued;
+  Mark end{nullptr, issue.stream, {}};
+  try {
+    end.capture = capture_of(issue.stream);
+    end.stream = enter(line, issue, end.capture);
+    const auto busy =
+        static_cast<uint32_t>(info.sequence << busy_kind_bits | static_cast<uint32_t>(info.kind));
+    if (!end.capture.active) state_.deadlines.expect(line, busy, issue.timeout);
+    const bool in_order = state_.setup.stream_ordered();
+    const size_t busy_word = state_.words.busy_word(line.number);
+    if (in_order) apply({{false, busy_word, busy}}, end.stream);
+    run_steps(plan, end.stream);
+    if (in_order) apply({{false, busy_word, 0}}, end.stream);
+    if (issue.after) issue.after(end.stream);
+    end.event = state_.events->record(end.stream);
+  } catch (const std::exception& error) {
+    // Some steps are in the stream, others are not: this rank is out of step with its peers.
+    state_.setup.comm.abort(std::string(to_string(info.kind)) + " could not be enqueued: " + error.what());
+    end.event = state_.events->record_if_possible(end.stream);
+    if (end.event) (end.capture.active ? line.captured : line.eager) = end;
+    throw;
+  }
+  (end.capture.active ? line.captured : line.eager) = end;
+  return end;
+}
+
+// Ranks that are threads of one process must not share a stream: the second rank's kernel would be behind the
+// first's, which waits for it.
+void Issuer::refuse_shared_stream(const OpInfo& info, Stream stream) const {
+  const Setup& setup = state_.setup;
+  if (!setup.topology.one_process() || setup.world_size() == 1) return;
+  const uint64_t mine = reinterpret_cast<uint64_t>(stream) + 1;  // the default stream is 0
+  state_.words.stream_in_use(setup.rank()).store(mine);
+  for (int p = 0; p < setup.world_size(); ++p)
+    if (p != setup.rank() && setup.topology.places[p].device == setup.device &&
+        state_.words.stream_in_use(p).load() == mine)
+      throw std::invalid_argument(
+          setup.comm.transport().where(info) + "ranks " + std::to_string(setup.rank()) + " and " +
+          std::to_string(p) +
+          " are threads of one process and use the same CUDA stream, where one would wait behind the other "
+          "for ever. Give "
+          "each thread a stream of its own: with torch.cuda.stream(torch.cuda.Stream()).");
+}
+
+// The stream that the operation goes to, in order behind what must come before it.
+Stream Issuer::enter(Line& line, const Issue& issue, const Capture& capture) {
+  const Driver& driver = state_.setup.driver;
+  Stream stream = issue.stream;
+  if (issue.async_op) {
+    if (!line.own)
+      PYCOMM_CUDA_CHECK(driver, cuStreamCreateWithPriority, &line.own, flag::stream_non_blocking,
+                        high_priority);
+    stream = line.own;
+    const EventPtr here = state_.events->record(issue.stream);
+    PYCOMM_CUDA_CHECK(driver, cuStreamWaitEvent, stream, here.get(), 0);
+  }
+  const Mark& last = capture.active ? line.captured : line.eager;
+  if (last.event && last.stream != stream) order_behind(stream, last, capture);
+  return stream;
+}
+
+void Issuer::run_steps(const LaunchPlan& plan, Stream stream) {
+  const int rank = state_.setup.rank(), n = state_.setup.world_size();
+  for (const Step& step : plan.steps) switch (step.what) {
+      case Step::What::launch: launch(step.key, step.args, step.blocks, step.threads, stream); break;
+      case Step::What::copy:
+        PYCOMM_CUDA_CHECK(state_.setup.driver, cuMemcpyAsync, reinterpret_cast<DevicePtr>(step.to),
+                          reinterpret_cast<DevicePtr>(step.from), step.nbytes, stream);
+        break;
+      case Step::What::sync: apply(exchange_of(rank, n, exchanges_++), stream); break;
+      case Step::What::post: apply({half_turn(rank, step.peer, n, plan.sends)}, stream); break;
+      case Step::What::await: apply(half_turn_awaited(rank, step.peer, n, plan.sends), stream); break;
+    }
+}
+
+void Issuer::apply(const std::vector<WordOperation>& operations, Stream stream) const {
+  const Driver& driver = state_.setup.driver;
+  for (const WordOperation& operation : operations) {
+    const DevicePtr word = state_.words.word_on_device(operation.word);
+    if (operation.waits)
+      PYCOMM_CUDA_CHECK(driver, cuStreamWaitValue32, stream, word, operation.value, flag::wait_eq);
+    else PYCOMM_CUDA_CHECK(driver, cuStreamWriteValue32, stream, word, operation.value, flag::write_default);
+  }
+}
+
+}  // namespace pycomm::cuda

@@ -1,0 +1,44 @@
+// issue.h -- how a planned operation gets into a stream: behind what must come before it in its line
+// ([Note: lines], lines.h), then step by step, then an event that marks its end.
+//
+// All of it is guarded by the group's lock (lock.h), which the caller holds: it is the order of issue.
+#pragma once
+
+#include <functional>
+
+#include "plan.h"
+#include "state.h"
+#include "sync_words.h"
+
+namespace pycomm::cuda {
+
+// What the front ends say about a call.
+struct Issue {
+  Stream stream = nullptr;  // the caller's current stream
+  bool async_op = false;  // on a stream of the group; the caller's is not held up until wait()
+  bool watched = false;  // the work completes by itself, as an asynchronous one does
+  double timeout = 0;  // seconds, 0: the group's
+  std::function<Stream()> current;  // asked by wait()
+  std::function<void()> keep;  // owns the buffers; let go when the operation has ended
+  std::function<void(Stream)> after;  // enqueues what belongs to the operation behind it, in its stream
+};
+
+class Issuer {
+ public:
+  explicit Issuer(GroupState& state) : state_(state) {}
+
+  // Enqueues the operation `info` of `line`; returns its end. Throws; the group is then broken if some steps
+  // are in the stream and others are not.
+  Mark enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue);
+
+ private:
+  void refuse_shared_stream(const OpInfo& info, Stream stream) const;
+  Stream enter(Line& line, const Issue& issue, const Capture& capture);
+  void run_steps(const LaunchPlan& plan, Stream stream);
+  void apply(const std::vector<WordOperation>& operations, Stream stream) const;
+
+  GroupState& state_;
+  uint64_t exchanges_ = 0;  // of all ranks, so far
+};
+
+}  // namespace pycomm::cuda

@@ -1,8 +1,0 @@
-// kernels_floating.cu -- the kernels that reduce floating-point and complex numbers. See entry.cuh.
-#include "entry.cuh"
-
-namespace pycomm::cuda {
-
-const void* floating_kernel(const KernelKey& key) { return kernel_of_family<Family::floating>(key); }
-
-}  // namespace pycomm::cuda

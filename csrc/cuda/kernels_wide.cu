@@ -1,8 +1,0 @@
-// kernels_wide.cu -- the kernels that reduce integers of 32 and 64 bits. See entry.cuh.
-#include "entry.cuh"
-
-namespace pycomm::cuda {
-
-const void* wide_kernel(const KernelKey& key) { return kernel_of_family<Family::wide>(key); }
-
-}  // namespace pycomm::cuda

@@ -1,0 +1,62 @@
+// interpreter.h -- Python around a call that waits: its lock (the GIL), its end, and its signals.
+//
+// [Note: Python's lock] A thread that waits for peers, or for a thread of the group, must not hold it: the
+// other may be about to free memory that Python owns, or to run a callback. That goes for destructors, too.
+//
+// [Note: the end of the interpreter] From the moment at which Python begins to end, a thread that asks for
+// the lock is not given it: up to 3.13 the thread is ended by pthread_exit, which runs the destructors on its
+// stack without the lock and ends the process (std::terminate) at the first that may not throw; from 3.14 on
+// it hangs. Ours hang on all versions, since the process is ending anyway. A thread of the group's own leaves
+// alone what Python owns: it frees no such tensor and runs no callback (python_ended).
+//
+// [Note: Ctrl-C] Python's handlers of signals run in the main thread, between two steps of its program: not
+// while a call into C++ waits. So waits of the main thread ask every 50 ms (transport/interrupt.h) for
+// handlers that want to run. If one raises, as that of Ctrl-C does, the group is aborted, the call ends with
+// a CommError as after any abort, and where that becomes a Python error, the handler's own takes its place.
+// Should the call end otherwise, the handler's error is raised right after it.
+#pragma once
+
+#include <torch/csrc/python_headers.h>
+
+#include <optional>
+
+namespace pycomm {
+
+// Lets go of Python's lock, which this thread holds, until the end of the scope.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil();
+  WithoutGil(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* const state_;
+};
+
+// The same where this thread may hold the lock or not.
+class WithoutGilIfHeld {
+ public:
+  WithoutGilIfHeld();
+
+ private:
+  std::optional<WithoutGil> without_;
+};
+
+// Python is ending or has ended.
+inline bool python_ended() { return !Py_IsInitialized(); }
+
+// For a call that waits and returns to code of others that takes the lock: its end hangs where this is not
+// possible any more, [Note: the end of the interpreter].
+void hang_if_python_ended();
+struct HangIfPythonEnded {
+  ~HangIfPythonEnded() {
+    if (python_ended()) hang_if_python_ended();
+  }
+};
+
+// From now on waits of the main thread run Python's signal handlers, [Note: Ctrl-C].
+void watch_signals();
+// Raises in Python what a handler has raised in a wait. False: none has. With the lock held.
+bool raise_from_handler();
+
+}  // namespace pycomm

@@ -1,0 +1,163 @@
+// join.cc -- how the ranks of a group on one node come together.
+//
+// In order:
+//   1  the ranks find each other and exchange their records (rendezvous.h): all know the same and decide
+//      alike
+//   2  every rank maps the shared memory, says `joined` and waits for all
+//   3  every rank tries to reach the memory of every peer, says `ready` with the result and waits for all
+//   4  the records leave the store; from here on only shared memory is used
+//
+// Whoever fails, for whatever reason and wherever, says so in the store and, from step 2 on, in the shared
+// memory: nobody waits for it.
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <cmath>
+#include <stdexcept>
+
+#include "process.h"
+#include "rendezvous.h"
+#include "transport.h"
+
+namespace pycomm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t primary_budget = 8 << 20;
+constexpr size_t further_budget = 1 << 20;
+constexpr int max_ranks_of_node = 1024;
+
+// What follows from the records; the same on every rank.
+Transport::Terms settle_terms(const Identity& identity, const TransportOptions& options,
+                              const std::vector<Record>& records) {
+  Transport::Terms terms;
+  terms.lanes = max_lanes;
+  int further = 0;
+  for (int p = 0; p < identity.world_size; ++p) {
+    if (records[p].host != records[identity.rank].host)
+      identity.raise(
+          ErrorKind::mismatch, {}, p,
+          "rank " + std::to_string(p) +
+              " is on another host (or in another network namespace, or of another user); a "
+              "pycomm group must lie on one node. Use one group per node and another backend between nodes.");
+    further |= records[p].primary;
+    terms.lanes = std::min(terms.lanes, std::max(1, records[p].threads));
+  }
+  terms.primary = !further;
+  terms.budget = options.staging_bytes ? options.staging_bytes
+                 : terms.primary       ? primary_budget
+                                       : further_budget;
+  terms.cores = count_cores(records);
+  return terms;
+}
+
+std::unique_ptr<SharedMemory> share_memory(Rendezvous& rendezvous, const Identity& identity,
+                                           const Transport::Terms& terms, const TransportOptions& options) {
+  const size_t nbytes = Layout::make(identity.world_size, terms.budget, terms.lanes).total();
+  auto memory = rendezvous.share_memory(nbytes);
+  if (memory->nbytes() != nbytes)
+    identity.raise(ErrorKind::mismatch, {}, 0,
+                   "staging_bytes=" + std::to_string(terms.budget) +
+                       " here differs from that of rank 0. All ranks must pass equal values.");
+  if (identity.rank == 0) {
+    auto* header = reinterpret_cast<GroupHeader*>(memory->data());
+    header->version = layout_version;
+    header->world_size = identity.world_size;
+    if (options.write_note) options.write_note(identity.world_size, terms.cores, header->note);
+  }
+  return memory;
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> Transport::join(Store& store, int rank, int world_size,
+                                           const TransportOptions& options) {
+  if (world_size < 1 || rank < 0 || rank >= world_size)
+    throw std::invalid_argument("pycomm: rank " + std::to_string(rank) +
+                                " is not in [0, world_size=" + std::to_string(world_size) + ")");
+  if (world_size > max_ranks_of_node)
+    throw std::invalid_argument("pycomm: world_size=" + std::to_string(world_size) + " exceeds " +
+                                std::to_string(max_ranks_of_node) + " ranks on one node");
+  const Identity identity{options.name, rank, world_size};
+  const std::chrono::duration<double> limit(std::min(options.timeout, longest_timeout));
+  const WaitScope scope{
+      {}, Clock::now() + std::chrono::duration_cast<Clock::duration>(limit), options.timeout};
+  Rendezvous rendezvous(store, identity, scope);
+  std::unique_ptr<Transport> transport;
+  try {
+    Record mine = own_record(options.host_id);
+    mine.primary = has_primary_group();
+    mine.threads = options.threads;
+    const std::vector<Record> records = rendezvous.meet(std::move(mine));
+    const Terms terms = settle_terms(identity, options, records);
+    auto memory = share_memory(rendezvous, identity, terms, options);
+    transport = std::make_unique<Transport>(identity, options, terms, std::move(memory), rendezvous.lives());
+    transport->meet(scope);
+    transport->health_.set_lives(rendezvous.lasting_lives(records));
+    rendezvous.complete();
+    return transport;
+  } catch (const CommError& error) {
+    if (const auto cause = rendezvous.told()) throw *cause;
+    rendezvous.tell(error);
+    throw;
+  } catch (const std::exception& error) {
+    const std::string text = "creating the group: " + std::string(error.what());
+    const CommError failure(ErrorKind::none, identity.where({}) + text, rank, world_size, {}, rank);
+    rendezvous.tell(failure);
+    if (transport)
+      transport->health_.mark_broken(ErrorKind::peer, {}, rank,
+                                     "rank " + std::to_string(rank) + " failed: " + text);
+    throw failure;
+  }
+}
+
+// Steps 2 and 3.
+void Transport::meet(const WaitScope& scope) {
+  RankControl& self = control(rank());
+  self.process_token = process_token();
+  self.probe_address = reinterpret_cast<uint64_t>(&process_token());
+  self.probe_target = reinterpret_cast<uint64_t>(&pycomm::probe_target());
+  self.pid = ::getpid();
+  note_core();
+  auto in_state = [this](RankState state) {
+    return [this, state](int p) { return control(p).state.load(std::memory_order_acquire) >= state; };
+  };
+  self.state.store(RankState::joined, std::memory_order_release);
+  ring_all_sleepers(memory_);
+  wait_all(in_state(RankState::joined), scope);
+  probe_peers();
+  self.state.store(RankState::ready, std::memory_order_release);
+  ring_all_sleepers(memory_);
+  wait_all(in_state(RankState::ready), scope);
+  reach_ = common_reach();
+}
+
+// Both ways: a sandbox may allow the one and not the other. A number that is not the peer's, but of another
+// process (in another pid namespace), is found out by the token before anything is written there.
+void Transport::probe_peers() {
+  uint32_t ok = options_.use_cma;
+  for (int p = 0; p < world_size() && ok; ++p) {
+    if (p == rank()) continue;
+    uint64_t token = 0;
+    const iovec local{&token, sizeof(token)};
+    const iovec remote{reinterpret_cast<void*>(control(p).probe_address), sizeof(token)};
+    const iovec target{reinterpret_cast<void*>(control(p).probe_target), sizeof(token)};
+    ok = ::process_vm_readv(control(p).pid, &local, 1, &remote, 1, 0) == sizeof(token) &&
+         token == control(p).process_token &&
+         ::process_vm_writev(control(p).pid, &local, 1, &target, 1, 0) == sizeof(token);
+  }
+  control(rank()).cma_ok.store(ok, std::memory_order_relaxed);  // published by the release store of `ready`
+}
+
+Transport::Reach Transport::common_reach() const {
+  bool one_process = true, cma = true;
+  for (int p = 0; p < world_size(); ++p) {
+    one_process &= control(p).process_token == process_token();
+    cma &= control(p).cma_ok.load(std::memory_order_relaxed) == 1;
+  }
+  return one_process ? Reach::pointer : cma ? Reach::kernel : Reach::none;
+}
+
+}  // namespace pycomm

@@ -1,0 +1,107 @@
+// record.cc -- see record.h.
+#include "record.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/stat.h>
+
+#include <algorithm>
+#include <sstream>
+#include <stdexcept>
+
+#include "layout.h"
+#include "process.h"
+
+namespace pycomm {
+
+namespace {
+
+// Read once, and never guessed for want of a descriptor: ranks would take each other for another host's.
+const std::string& boot_id() {
+  static const std::string id = [] {
+    char text[64] = {};
+    const OwnedFd file(::open("/proc/sys/kernel/random/boot_id", O_RDONLY | O_CLOEXEC));
+    if (!file && (errno == EMFILE || errno == ENFILE)) throw_errno("reading the boot id");
+    const ssize_t length = file ? ::read(file.get(), text, sizeof(text) - 1) : 0;
+    const std::string id(text, std::max<ssize_t>(0, length));
+    return length > 0 ? id.substr(0, id.find('\n')) : "unknown";
+  }();
+  return id;
+}
+
+// One kernel, one network namespace (abstract sockets), one user.
+std::string host_identity() {
+  struct stat network{};
+  ::stat("/proc/self/ns/net", &network);
+  return boot_id() + "-" + std::to_string(network.st_ino) + "-" + std::to_string(::geteuid());
+}
+
+// The cores this process may run on. A launcher may have pinned every rank to cores of its own, so only the
+// union over all ranks tells whether they outnumber the cores.
+cpu_set_t allowed_cores() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (::sched_getaffinity(0, sizeof(set), &set) != 0) CPU_SET(0, &set);
+  return set;
+}
+
+std::string to_hex(const cpu_set_t& set) {
+  std::string hex;
+  for (int digit = 0; digit < CPU_SETSIZE / 4; ++digit) {
+    int value = 0;
+    for (int bit = 0; bit < 4; ++bit) value |= CPU_ISSET(digit * 4 + bit, &set) ? 1 << bit : 0;
+    hex += "0123456789abcdef"[value];
+  }
+  return hex.substr(0, hex.find_last_not_of('0') + 1);
+}
+
+void add_hex(cpu_set_t& set, const std::string& hex) {
+  for (size_t digit = 0; digit < hex.size(); ++digit)
+    for (int bit = 0; bit < 4; ++bit)
+      if (std::string("0123456789abcdef").find(hex[digit]) >> bit & 1) CPU_SET(digit * 4 + bit, &set);
+}
+
+}  // namespace
+
+// The host comes last, behind its own line: it may be any text (PYCOMM_HOST_ID).
+std::string Record::pack() const {
+  std::ostringstream out;
+  out << layout_version << ' ' << token << ' ' << primary << ' ' << threads << " c" << cores << ' '
+      << lives.size();
+  for (const LifeRef& life : lives) out << ' ' << life.name << ' ' << life.byte;
+  out << '\n' << host;
+  return out.str();
+}
+
+Record Record::unpack(const std::string& text) {
+  Record record;
+  uint64_t version = 0;
+  size_t num_lives = 0;
+  const size_t end = text.find('\n');
+  std::istringstream in(text.substr(0, end));
+  if (!(in >> version) || version != layout_version)
+    throw std::runtime_error("pycomm: the ranks of this group run different versions of pycomm");
+  in >> record.token >> record.primary >> record.threads >> record.cores >> num_lives;
+  record.cores.erase(0, 1);
+  record.lives.resize(num_lives);
+  for (LifeRef& life : record.lives) in >> life.name >> life.byte;
+  record.host = text.substr(end + 1);
+  return record;
+}
+
+Record own_record(const std::string& host_id) {
+  Record record;
+  record.host = host_id.empty() ? host_identity() : host_id;
+  record.token = process_token();
+  record.cores = to_hex(allowed_cores());
+  return record;
+}
+
+int count_cores(const std::vector<Record>& records) {
+  cpu_set_t cores;
+  CPU_ZERO(&cores);
+  for (const Record& record : records) add_hex(cores, record.cores);
+  return std::max(1, CPU_COUNT(&cores));
+}
+
+}  // namespace pycomm

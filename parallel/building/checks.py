@@ -1,0 +1,72 @@
+"""What can be refused before any rank is asked and anything is changed."""
+
+import torch
+
+from pycomm.parallel.ground.plan import ScheduleName
+from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.pipeline.placement import cut_blocks
+from pycomm.parallel.pipeline.updates import refuse_tied_weights
+from pycomm.parallel.zero.kinds import kind_of
+from pycomm.parallel.zero.optimizer import check_fresh, is_elementwise
+
+__all__ = ["check"]
+
+
+def check(model, opt, plan):
+    """Raises ValueError for what does not fit together. Returns the Trunk; None where none is needed."""
+    if "_parallel" in model.__dict__:
+        raise ValueError(f"this model is parallelized already, by Plan({model.__dict__['_parallel'].plan})")
+    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{len(empty)} tensors of the model are on meta ({empty[0]!r}): give it memory and values first "
+            "(to_empty)"
+        )
+    trunk = _trunk_for(model, plan)
+    if opt is not None:
+        _check_optimizer(model, opt, plan)
+    if plan.pp > 1:
+        cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
+    if plan.schedule == ScheduleName.PIPEDREAM:
+        refuse_tied_weights(model)
+    return trunk
+
+
+def _trunk_for(model, plan):
+    need = {
+        "pp": plan.pp > 1,
+        "ring": plan.ring > 1,
+        "ulysses": plan.ulysses > 1,
+        "megatron_sp": plan.megatron_sp,
+        "checkpoint": plan.checkpoint,
+    }
+    wanted = [name for name, value in need.items() if value]
+    if not (wanted or plan.blocks or kind_of(plan).by_unit or plan.tp > 1):
+        return None
+    trunk = find_trunk(model, plan.blocks)
+    if wanted and trunk is None:
+        raise ValueError(
+            f"Plan({plan}): {', '.join(wanted)} cut the model at its blocks, but {type(model).__name__} has "
+            "no list of blocks"
+        )
+    return trunk
+
+
+def _check_optimizer(model, opt, plan):
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = sum(id(parameter) not in known for group in opt.param_groups for parameter in group["params"])
+    if strange:
+        raise ValueError(
+            f"{strange} parameters of the optimizer are not the model's: make it from model.parameters() "
+            "of this model"
+        )
+    check_fresh(opt)
+    if isinstance(opt, torch.optim.LBFGS):
+        raise ValueError(
+            "LBFGS calls the model from its step, which a plan cannot run; choose another optimizer"
+        )
+    if plan.tp > 1 and not is_elementwise(opt):
+        raise ValueError(
+            f"Plan(tp={plan.tp}): {type(opt).__name__} looks at whole parameters, which tensor "
+            "parallelism cuts"
+        )

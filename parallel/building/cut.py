@@ -1,0 +1,108 @@
+"""The steps that take parts of the model away: stages, experts, tensors, and the cast to bf16."""
+
+from typing import NamedTuple
+
+import torch
+
+from pycomm.parallel.ground.trunk import Side, Trunk, owners
+from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.pipeline.placement import Stages, cut_blocks
+from pycomm.parallel.pipeline.stage import StageModel
+from pycomm.parallel.sequence.sequence_split import SequenceSplit
+from pycomm.parallel.tensor import parallelize_tensor
+
+__all__ = ["Cut", "cast", "cut_tensors", "deal_experts", "make_stages"]
+
+
+class Cut(NamedTuple):
+    """How the model is cut into stages and along the sequence."""
+
+    trunk: Trunk | None
+    sides: dict[str, Side]  # name of a module outside the blocks -> its side; empty without a trunk
+    stages: Stages
+    split: SequenceSplit | None  # None: whole sequences
+    stage_model: StageModel | None  # None: neither stages nor a split sequence
+
+    def stages_of(self, name):
+        """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
+        last = self.stages.last
+        if last == 0:
+            return (0,)
+        block = self.trunk.block_of(name)
+        if block is not None:
+            return tuple(s for s, (first, end) in enumerate(self.stages.bounds) if first <= block < end)
+        side = self.sides[name.rpartition(".")[0]]
+        return {Side.BEFORE: (0,), Side.AFTER: (last,), Side.AROUND: (0, last)}[side]
+
+
+def make_stages(model, trunk, mesh, plan):
+    """A Cut. Parameters of other stages leave the model: their modules are on meta."""
+    cuts_sequence = plan.ring > 1 or plan.ulysses > 1 or (plan.megatron_sp and plan.tp > 1)
+    split = SequenceSplit(mesh, plan) if cuts_sequence else None
+    found = owners(model, trunk) if trunk else []
+    sides = {name: side for name, _, side in found}
+    if plan.pp > 1:
+        bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
+        placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
+        here = mesh.coordinate("pp")
+        mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == here]
+        stages = Stages(tuple(bounds), placement, tuple(mine))
+        if placement[0] == placement[-1]:
+            _check_around(found, plan)
+    else:
+        stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
+    needed = plan.pp > 1 or split is not None
+    stage_model = StageModel(model, trunk, stages, split) if needed else None
+    return Cut(trunk, sides, stages, split, stage_model)
+
+
+def _check_around(found, plan):
+    """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
+    for name, module, side in found:
+        own = module._parameters.items()
+        trained = [key for key, parameter in own if parameter is not None and parameter.requires_grad]
+        if side is Side.AROUND and trained:
+            raise ValueError(
+                f"Plan({plan}): the first and the last stage are on one rank, and {trained[0]!r} "
+                f"lies in {name or 'the model'!r}, which contains the blocks, so both may use it. Put it "
+                "into a module of its own, or choose another schedule"
+            )
+
+
+def deal_experts(model, moe_names, mesh, plan):
+    """The MoE layers; experts of other ranks leave them."""
+    if plan.ep > 1 and not moe_names:
+        raise ValueError(
+            f"Plan(ep={plan.ep}): the model has no parallel.MoE layer whose experts could be dealt"
+        )
+    moes = tuple(model.get_submodule(name) for name in moe_names)
+    for moe in moes:
+        moe.shard(mesh.group("ep"), mesh.data_tp if plan.megatron_sp else mesh.data)
+    return moes
+
+
+def cut_tensors(model, moe_names, cut, mesh, plan):
+    """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
+    tensor = parallelize_tensor(
+        model,
+        mesh.group("tp"),
+        rules={**dict.fromkeys(moe_names, "tokens"), **(plan.rules or {})},
+        blocks=cut.trunk.name if cut.trunk else None,
+        sequence=cut.split if cut.split is not None and cut.split.megatron else None,
+    )
+    if cut.trunk is None:
+        return tensor, cut
+    blocks = list(model.get_submodule(cut.trunk.name))
+    return tensor, cut._replace(trunk=cut.trunk._replace(blocks=blocks))
+
+
+def cast(model, stage_model, plan):
+    """({parameter: its values at full precision}, compute dtype or None for the model's own)."""
+    full_values = {parameter: parameter.detach() for parameter in model.parameters()}
+    if plan.precision is None:
+        return full_values, None
+    for_shapes = stage_model.pristine.values() if stage_model is not None else ()
+    for parameter in [*full_values, *(p for module in for_shapes for p in module.parameters())]:
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return full_values, torch.bfloat16

@@ -1,0 +1,86 @@
+"""What there is to know of parameters: of all in the user's model, and of those here after the cuts."""
+
+from typing import NamedTuple
+
+from pycomm.parallel.data.bucket import ParamInfo
+from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.parts import Original
+from pycomm.parallel.pipeline.stage import is_absent
+
+__all__ = ["Described", "describe_parameters", "note_original"]
+
+
+def note_original(model, opt):
+    """Original, of a model that nothing has been taken from."""
+    first_name, by_id = {}, {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        first_name[name] = by_id.setdefault(id(parameter), name)
+    option = {}
+    for number, group in enumerate(opt.param_groups if opt else []):
+        for parameter in group["params"]:
+            option[by_id[id(parameter)]] = number
+    parameters = dict(model.named_parameters())
+    return Original(
+        names=tuple(parameters),
+        first_name=first_name,
+        shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
+        trained=frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
+        option=option,
+        moe_names=tuple(name for name, module in model.named_modules() if isinstance(module, MoE)),
+    )
+
+
+class Described(NamedTuple):
+    """The parameters after the cuts."""
+
+    infos: tuple[ParamInfo, ...]  # of this rank, in order of the model
+    infos_of: dict[int, list[ParamInfo]]  # stage of this rank -> its infos, as backward is to reach them
+    stages_of: dict[str, tuple[int, ...]]  # first name of every parameter -> all stages that use it
+
+
+def describe_parameters(model, original, cut, layouts, mesh):
+    """Described. layouts: name -> Layout, of what tensor parallelism has left here."""
+    stages_of = _stages_of(original, cut)
+    number_of = {name: number for number, name in enumerate(original.names)}
+    infos, infos_of = [], {stage: [] for stage in cut.stages.mine}
+    for name, parameter in model.named_parameters():
+        if is_absent(parameter):
+            continue
+        first, layout = original.first_name[name], layouts[name]
+        is_expert = any(name.startswith(f"{moe}.experts.") for moe in original.moe_names)
+        here = next(stage for stage in cut.stages_of(name) if stage in cut.stages.mine)
+        info = ParamInfo(
+            name=first,
+            param=parameter,
+            layout=layout,
+            group=_group_of(mesh, is_expert, layout),
+            overlap=mesh.group("tp") if layout.overlap else None,
+            option=original.option.get(first),
+            number=number_of[first],
+            tied=len(stages_of[first]) > 1,
+            counted=here == stages_of[first][0],
+        )
+        infos.append(info)
+        infos_of[here].insert(0, info)
+    return Described(tuple(infos), infos_of, stages_of)
+
+
+def _stages_of(original, cut):
+    used = {}
+    for name, first in original.first_name.items():
+        used.setdefault(first, set()).update(cut.stages_of(name))
+    for name, stages in used.items():
+        if len(stages) > 2 and name in original.trained:
+            raise ValueError(
+                f"{name!r} is used by pipeline stages {sorted(stages)}; a weight can be tied between two. "
+                "Choose pp or stages so that its users lie in two, or untie it"
+            )
+    return {name: tuple(sorted(stages)) for name, stages in used.items()}
+
+
+def _group_of(mesh, is_expert, layout):
+    """The ranks over which a gradient is summed: those with a part of it."""
+    with_tp = layout.partial and layout.dim is None
+    if is_expert:
+        return mesh.expert_tp if with_tp else mesh.expert
+    return mesh.data_tp if with_tp else mesh.data

@@ -1,0 +1,108 @@
+"""parallelize(): from a model of one process to this rank's part of it under a plan.
+
+Each step takes what it needs from those before it and returns what it makes. At the end all of it goes into
+one frozen value (parts.py). The model and the optimizer are changed in place and remain the user's objects.
+
+    step                     makes                          the model afterwards
+    check                    trunk                          untouched: what is refused here changes nothing
+    Mesh, broadcast          mesh                           values of rank 0 on all ranks, so that every plan
+                                                            starts from the same
+    note_original            original                       untouched: names, ties and optimizer groups are
+                                                            noted before parameters are replaced
+    make_stages              stages, split, stage_model     parameters of other pipeline stages are on meta
+    deal_experts             moes                           experts of other ranks have left
+    cut_tensors              tensor                         layers are cut
+    cast                     full-precision values          computes in bf16 where the plan says so
+    describe_parameters      infos by stage                 final: no parameter is replaced after this
+    make_reducers            reducers                       gradients have hooks
+    make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
+    wrap                     units                          forwards are wrapped, inside to outside:
+                                                            recomputation, ZeRO-3, random streams, stages
+    replace_parameters       -                              the optimizer has what this rank owns
+    make_ties                ties
+"""
+
+import torch
+
+from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
+from pycomm.parallel.building.checks import check
+from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
+from pycomm.parallel.building.describe import describe_parameters, note_original
+from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.mesh import Mesh, device_of
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.streams import RandomStreams
+from pycomm.parallel.parts import Parallelized, attach
+from pycomm.parallel.pipeline.ties import make_ties
+from pycomm.parallel.zero.optimizer import replace_parameters
+
+__all__ = ["parallelize"]
+
+
+def parallelize(model, opt=None, plan=None):
+    """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
+
+    Args:
+        model: any module, whole, on this rank's device, built in the same way on every rank. Rank 0's values
+        are taken.
+        opt: a torch optimizer over its parameters that has not taken a step, or None.
+        plan: Plan; None is a single process.
+
+    Returns (model, opt): the same objects. The optimizer's parameter groups hold what this rank owns.
+    Raises ValueError for what does not fit, before anything is changed where it can be known then.
+    """
+    plan = plan or Plan()
+    trunk = check(model, opt, plan)
+    device = device_of(model)
+    mesh = Mesh(plan, device.type)
+    comm.broadcast_values([*model.parameters(), *model.buffers()], mesh.world)
+    streams = RandomStreams(mesh, _seed(mesh, device), device)
+    original = note_original(model, opt)
+
+    cut = make_stages(model, trunk, mesh, plan)
+    moes = deal_experts(model, original.moe_names, mesh, plan)
+    tensor, cut = cut_tensors(model, original.moe_names, cut, mesh, plan)
+    full_values, compute_dtype = cast(model, cut.stage_model, plan)
+
+    described = describe_parameters(model, original, cut, tensor.layouts, mesh)
+    reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
+    deferred = make_deferred(reducers, plan)
+    shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
+    units = wrap(model, plan, cut, streams, deferred, shards)
+    if opt is not None:
+        replace_parameters(opt, [shard for stage in shards.values() for shard in stage])
+    ties = make_ties(reducers, described.stages_of, cut.stages.placement)
+
+    attach(
+        model,
+        Parallelized(
+            plan=plan,
+            mesh=mesh,
+            model=model,
+            opt=opt,
+            device=device,
+            original=original,
+            streams=streams,
+            stages=cut.stages,
+            stage_model=cut.stage_model,
+            split=cut.split,
+            tensor=tensor,
+            moes=moes,
+            compute_dtype=compute_dtype,
+            infos=described.infos,
+            reducers=reducers,
+            shards=shards,
+            deferred=deferred,
+            units=units,
+            ties=ties,
+        ),
+    )
+    return model, opt
+
+
+def _seed(mesh, device):
+    """Rank 0's current seed."""
+    seed = torch.tensor([torch.initial_seed() % (1 << 62)], device=device)
+    comm.broadcast(seed, 0, mesh.world)
+    return int(seed)

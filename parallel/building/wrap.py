@@ -1,0 +1,68 @@
+"""The wrappers around forwards, inside to outside:
+
+block.forward
+  recomputation       activations are made again in backward; what they depend on is brought back first
+  ZeRO-3 unit         parameters are gathered before and freed after
+  random streams      hooks at the edges of what tensor parallelism has cut
+  stage               passes over absent blocks, cuts and hands on the hidden state
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from pycomm.parallel.building.buckets import make_units
+from pycomm.parallel.ground.streams import Stream
+from pycomm.parallel.tensor.stream_edges import switch_at_edges
+from pycomm.parallel.zero.kinds import kind_of
+
+__all__ = ["wrap"]
+
+
+def wrap(model, plan, cut, streams, deferred, shards):
+    """Wraps in the order above. Returns the Units of ZeRO-3, or None."""
+    trunk = cut.trunk
+    if trunk and plan.checkpoint:
+        attention = cut.split.attention if cut.split is not None else None
+        contexts = functools.partial(_recomputation_contexts, streams, attention, deferred)
+        for block in trunk.blocks:
+            block.forward = functools.partial(_checkpointed, contexts, block.forward)
+    units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
+    switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)
+    if cut.stage_model is not None:
+        cut.stage_model.install(on_pieces=lambda: streams.switch(Stream.OWN))
+    return units
+
+
+def _checkpointed(contexts, forward, *args, **kwargs):
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _recomputation_contexts(streams, attention, deferred):
+    """For torch.utils.checkpoint: nothing more around the forward, and around the recomputation what was
+    around the forward.
+    """
+    contexts = [streams.recomputation()]
+    if attention is not None:
+        contexts.append(attention.context_fn()[1])
+    if deferred is not None:
+        contexts.append(deferred.checkpoint_contexts()[1])
+    return contextlib.nullcontext(), _All(contexts)
+
+
+class _All:
+    """Several contexts as one."""
+
+    def __init__(self, contexts):
+        self.contexts, self.stack = contexts, contextlib.ExitStack()
+
+    def __enter__(self):
+        for context in self.contexts:
+            self.stack.enter_context(context)
+
+    def __exit__(self, *details):
+        return self.stack.__exit__(*details)

@@ -1,0 +1,34 @@
+"""Checkpoints that any plan writes and any plan reads, bit-exactly, through torch.distributed.checkpoint.
+
+What is saved is the original model: parameters under their first names and in their whole shapes, buffers,
+and the optimizer's state by parameter. A rank writes the boxes (boxes.py) that it counts and reads the boxes
+that it holds, straight into its own memory; nothing is gathered but the list of boxes.
+
+    key in the checkpoint     what                                               written by
+    model/<parameter>         values at full precision (fp32 master copies)      whoever counts the element
+    model/<buffer>            persistent buffers                                 one rank that uses it
+    optim/<parameter>/<key>   state with the parameter's shape: cut like it      whoever counts the element
+                              other state (step; Adafactor's factors): whole     one of the holders
+    about                     optimizer class, hyperparameters, groups           one rank
+    extra                     what the caller gave                               one rank
+
+Order: see files.py for a save that fails, loading.py for a load that does.
+
+Cost: each element is written once. A box is read from the chunks that it overlaps, each of which is read
+whole; memory is one chunk more.
+
+What can go wrong: the folder must be one that all ranks see. Not saved are the residuals of gradient
+compression and the place in the random stream of dropout. Parameters frozen under precision="bf16" without
+zero=3 exist in bfloat16 only, and are saved so. Of buffers that differ between ranks (BatchNorm's averages
+over each rank's rows) one rank's are saved. Files are pickled: load only what you trust.
+
+Other ways: DeepSpeed's universal checkpoints (Lian et al. 2024), where a second program converts; FSDP's
+state dicts, where the optimizer's state is first made to look like tensors of the model. Here the planners
+are given boxes, and neither is needed.
+"""
+
+from pycomm.parallel.checkpoint.loading import load
+from pycomm.parallel.checkpoint.saving import save
+from pycomm.parallel.checkpoint.whole import full_gradients, full_state_dict
+
+__all__ = ["full_gradients", "full_state_dict", "load", "save"]

@@ -1,0 +1,218 @@
+"""Reading a checkpoint into this rank's part of a model; the format: __init__.py.
+
+Everything is checked first, in an order that is the same on every rank: a load that raises ValueError or
+FileNotFoundError has changed nothing. Afterwards the values that the model computes with are made anew from
+the master copies, as after an optimizer step (one all_gather per bucket under zero 1 and 2).
+"""
+
+import copy
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+from pycomm.parallel.checkpoint.agree import together
+from pycomm.parallel.checkpoint.boxes import Loading
+from pycomm.parallel.checkpoint.files import catalog_of, check_path, transfer
+from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
+from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
+from pycomm.parallel.parts import parts_of
+
+__all__ = ["load"]
+
+
+@torch.no_grad()
+def load(model, opt, path):
+    """Reads a checkpoint, saved under any plan, into this rank's part of the model and the optimizer.
+    Collective over all ranks.
+
+    Args:
+        model, opt: as parallelize() returned them; opt None: the model's values alone, the optimizer is left
+        as it is.
+        path: as given to save.
+
+    Values are bit-equal to those saved where dtypes agree, and cast where that is exact. Returns the `extra`
+    of save.
+    Raises on every rank, with nothing changed, FileNotFoundError when there is no checkpoint and ValueError
+    when names, shapes, parameter groups or the class of the optimizer differ or a cast would lose bits;
+    RuntimeError when a rank could not read, after which the model's values are undefined.
+    """
+    parts, path = parts_of(model, opt), Path(path)
+    check_path(parts, "load", path)
+    catalog = together(parts, lambda: catalog_of(path))
+    head = {"about": None, "extra": None}
+    _read(parts, path, head)
+    members, buffers = whole_model(parts)
+    _check_model(parts, path, catalog, head["about"], buffers)
+    if opt is not None:
+        _check_optimizer(opt, path, catalog, head["about"], members)
+    state, fresh = together(parts, lambda: _to_load(parts, opt, path, catalog))
+    _read(parts, path, state)
+    if opt is not None:
+        _set_optimizer(opt, fresh, state, head["about"])
+    for shard in parts.all_shards:
+        shard.publish()
+    for shard in parts.all_shards:
+        shard.wait()
+    return head["extra"]
+
+
+def _read(parts, path, state):
+    transfer(
+        parts,
+        "load",
+        path,
+        lambda **how: dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=Loading(), **how),
+    )
+
+
+def _check_model(parts, path, catalog, about, buffers):
+    """Checks that come out alike on every rank, so that all of them raise."""
+    if about["format"] != FORMAT:
+        raise ValueError(
+            f"load: {path} has format {about['format']}, this is {FORMAT}: load it with the version that "
+            "wrote it"
+        )
+    names = [f"model/{name}" for name in [*parts.original.names, *sorted(buffers)]]
+    missing = [key for key in names if key not in catalog]
+    if missing:
+        raise ValueError(
+            f"load: {path} does not have {_some(missing)} of this model: build the model that was saved"
+        )
+    more = sorted({key for key in catalog if key.startswith("model/")} - set(names))
+    if more:
+        raise ValueError(
+            f"load: {path} has {_some(more)}, to which nothing in this model corresponds: build the model "
+            "that was saved"
+        )
+    for name in parts.original.names:
+        saved, shape = tuple(catalog[f"model/{name}"].size), tuple(parts.original.shapes[name])
+        if saved != shape:
+            raise ValueError(
+                f"load: {name!r} has shape {saved} in {path}, and {shape} here: build the model with the "
+                "sizes that were saved"
+            )
+
+
+def _check_optimizer(opt, path, catalog, about, members):
+    way_out = "; load(model, None, path) takes the model alone"
+    if about["optimizer"] != class_of(opt):
+        saved = about["optimizer"] or "no optimizer"
+        raise ValueError(
+            f"load: {path} was saved with {saved}, but the optimizer here is {class_of(opt)}{way_out}"
+        )
+    if len(about["groups"]) != len(opt.param_groups):
+        saved = len(about["groups"])
+        raise ValueError(
+            f"load: the optimizer of {path} has {saved} parameter groups, the one here "
+            f"{len(opt.param_groups)}{way_out}"
+        )
+    different = sorted(
+        name for name in {*members, *about["members"]} if members.get(name) != about["members"].get(name)
+    )
+    if different:
+        name = different[0]
+        saved, here = about["members"].get(name, "none"), members.get(name, "none")
+        raise ValueError(
+            f"load: {len(different)} parameters are in other parameter groups than in {path}: {name!r} was "
+            f"in group {saved}, "
+            f"here it is in {here}{way_out}"
+        )
+    strange = [
+        key
+        for key in catalog
+        if key.startswith("optim/") and key[len("optim/") :].rpartition("/")[0] not in members
+    ]
+    if strange:
+        raise ValueError(
+            f"load: {path} has {_some(strange)}, of parameters that the optimizer here does not "
+            f"train{way_out}"
+        )
+
+
+def _to_load(parts, opt, path, catalog):
+    """(what to read: key -> Boxes, tensor or None, {part: (name, {key: tensor to fill, or None for what is
+    read whole})})
+    """
+    state, fresh = {}, {}
+    for name, (buffer, _) in persistent_buffers(parts).items():
+        saved = catalog[f"model/{name}"]
+        if tuple(saved.size) != tuple(buffer.shape):
+            raise ValueError(
+                f"load: buffer {name!r} has shape {tuple(saved.size)} in {path}, and {tuple(buffer.shape)} "
+                "here"
+            )
+        if not buffer.is_meta:
+            _check_cast(path, name, saved.properties.dtype, buffer.dtype)
+            state[f"model/{name}"] = buffer
+    keys_of = {}
+    for key in catalog:
+        if key.startswith("optim/"):
+            name, _, last = key[len("optim/") :].rpartition("/")
+            keys_of.setdefault(name, []).append(last)
+    groups = parts.opt.param_groups if opt is not None else []
+    for holding in holdings(parts):
+        info, saved = holding.info, catalog[f"model/{holding.info.name}"].properties.dtype
+        if holding.part is not None or parts.plan.precision is None:
+            _check_cast(path, info.name, saved, holding.values.dtype)
+        add_boxes(state, f"model/{info.name}", holding, holding.values, False)
+        if opt is not None and holding.part is not None and info.option is not None:
+            group = groups[info.option]
+            places = {
+                key: _place_for_state(state, holding, key, catalog, group)
+                for key in keys_of.get(info.name, [])
+            }
+            fresh[holding.part] = info.name, places
+    return state, fresh
+
+
+def _place_for_state(state, holding, key, catalog, group):
+    """Memory for one tensor of the optimizer's state that is cut like the parameter; None for others, which
+    are read whole.
+    """
+    full_key, part = f"optim/{holding.info.name}/{key}", holding.part
+    saved = catalog[full_key]
+    if not hasattr(saved, "size"):
+        state[full_key] = None
+        return None
+    dtype, device = saved.properties.dtype, part.device
+    if dtype == catalog[f"model/{holding.info.name}"].properties.dtype:
+        dtype = part.dtype
+    if key == "step" and not (group.get("capturable") or group.get("fused")):
+        device = torch.device(
+            "cpu"
+        )  # where torch's optimizers keep it, so that reading it costs no synchronisation
+    if tuple(saved.size) == tuple(holding.info.layout.full_shape):
+        values = torch.empty_like(part.detach(), dtype=dtype, device=device)
+        add_boxes(state, full_key, holding, values, False)
+        return values
+    state.setdefault(full_key, torch.empty(saved.size, dtype=saved.properties.dtype, device=device))
+    return None
+
+
+def _check_cast(path, name, saved, here):
+    if torch.promote_types(saved, here) != here:
+        raise ValueError(
+            f"load: {name!r} is {saved} in {path} and {here} here, which would lose bits: build the model in "
+            f"{saved}"
+            + (', with Plan(precision="bf16") to compute in bfloat16' if here == torch.bfloat16 else "")
+        )
+
+
+def _set_optimizer(opt, fresh, state, about):
+    for part, (name, places) in fresh.items():
+        opt.state.pop(part, None)
+        for key, values in places.items():
+            opt.state[part][key] = copy.deepcopy(state[f"optim/{name}/{key}"]) if values is None else values
+    for group, saved in zip(opt.param_groups, about["groups"], strict=True):
+        for key, value in saved.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(torch.as_tensor(value))  # in place: captured graphs hold it
+            else:
+                group[key] = value
+
+
+def _some(names):
+    return ", ".join(repr(name.partition("/")[2]) for name in names[:5]) + (
+        f" and {len(names) - 5} more" if len(names) > 5 else ""
+    )

@@ -1,0 +1,115 @@
+"""The whole model put together on every rank: its values and its gradients.
+
+One all_reduce of zeros into which each rank has put what it counts. Every element is counted by exactly one
+rank (Layout.counted, ParamInfo.counted, and of ranks that hold the same, the first), so the sum has one term.
+It runs over bytes and not over numbers: bits come through, -0.0 and NaN included, for all dtypes in one
+collective.
+
+Cost: P bytes of memory on every rank, 2(n-1)/n P sent. For models that fit; save() gathers nothing.
+"""
+
+import torch
+
+from pycomm.parallel.checkpoint.agree import exchange
+from pycomm.parallel.checkpoint.holdings import Holding, holdings, persistent_buffers
+from pycomm.parallel.ground import comm
+from pycomm.parallel.parts import parts_of
+
+__all__ = ["full_gradients", "full_state_dict"]
+
+ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its element
+
+
+@torch.no_grad()
+def full_state_dict(model):
+    """The state_dict of the original model, on every rank. Collective over all ranks.
+
+    Returns {name: tensor}: parameters at full precision (the fp32 master copies under precision="bf16"),
+    persistent buffers, and tied parameters under each of their names, on the model's device:
+    `plain_model.load_state_dict(...)` takes it. The tensors share one memory. Raises ValueError for a model
+    that has not been through parallelize().
+    """
+    parts = parts_of(model)
+    own = {"aliases": _aliases(parts), "buffers": {}}
+    entries = [
+        (h.info.name, h.values.dtype, h.boxes(h.values, True) if h.first else []) for h in holdings(parts)
+    ]
+    buffers = persistent_buffers(parts)
+    own["buffers"] = {
+        name: (buffer.dtype, tuple(buffer.shape)) for name, (buffer, used) in buffers.items() if used
+    }
+    told = exchange(parts, {**own, "dtypes": {name: dtype for name, dtype, _ in entries}})
+    dtypes = {name: dtype for rank in told for name, dtype in rank["dtypes"].items()}
+    kinds = [(name, dtypes[name], parts.original.shapes[name]) for name in parts.original.names]
+    owner = {name: rank for rank in reversed(range(len(told))) for name in told[rank]["buffers"]}
+    kinds += [(name, *told[rank]["buffers"][name]) for name, rank in sorted(owner.items())]
+    flat, views = _zeros(kinds, parts.device)
+    for name, _, boxes in entries:
+        _put(views[name], boxes)
+    for name, (buffer, _) in buffers.items():
+        if owner.get(name) == parts.mesh.world.rank:
+            views[name].copy_(buffer)
+    comm.all_reduce(flat, parts.mesh.world)
+    for rank in told:
+        views.update({alias: views[name] for alias, name in rank["aliases"].items()})
+    return views
+
+
+@torch.no_grad()
+def full_gradients(model):
+    """Gradients of the original model, on every rank, as the last step left them. Collective over all ranks.
+
+    Returns {name: tensor} of the parameters that are trained, in the dtype that gradients are summed in, a
+    tied parameter under its first name. They are after clipping, but before it under precision="bf16" or
+    offload, where the clip factor is applied to a copy. Zeros before the first step. Raises ValueError for a
+    model that has not been through parallelize().
+    """
+    parts, entries = parts_of(model), []
+    for reducer in parts.reducers.values():
+        for bucket in reducer.buckets:
+            flat = bucket.gradient()
+            entries += [(info.name, flat.dtype, []) for info in bucket.infos]
+            for piece in bucket.owned if bucket.is_sharded or bucket.group.rank == 0 else []:
+                info, values = bucket.infos[piece.index], bucket.elements(piece, flat)
+                holding = Holding(info, piece.start, piece.stop, values, None, True)
+                entries.append((info.name, flat.dtype, holding.boxes(values, True)))
+    dtypes = {
+        name: dtype
+        for rank in exchange(parts, {name: dtype for name, dtype, _ in entries})
+        for name, dtype in rank.items()
+    }
+    shapes = parts.original.shapes
+    kinds = [(name, dtypes[name], shapes[name]) for name in parts.original.names if name in dtypes]
+    flat, views = _zeros(kinds, parts.device)
+    for name, _, boxes in entries:
+        _put(views[name], boxes)
+    comm.all_reduce(flat, parts.mesh.world)
+    return views
+
+
+def _aliases(parts):
+    """{further name: name} of the tied parameters of this rank."""
+    name_of = {id(info.param): info.name for info in parts.infos}
+    named = parts.model.named_parameters(remove_duplicate=False)
+    return {alias: name_of[id(p)] for alias, p in named if name_of.get(id(p), alias) != alias}
+
+
+def _zeros(kinds, device):
+    """One buffer of bytes, and views into it of these (name, dtype, shape)."""
+    places, total = [], 0
+    for name, dtype, shape in kinds:
+        nbytes = torch.Size(shape).numel() * dtype.itemsize
+        places.append((name, dtype, shape, total, total + nbytes))
+        total += -(-nbytes // ALIGNMENT) * ALIGNMENT
+    flat = torch.zeros(total, dtype=torch.uint8, device=device)
+    return flat, {
+        name: flat[start:stop].view(dtype).view(shape) for name, dtype, shape, start, stop in places
+    }
+
+
+def _put(full, boxes):
+    for box in boxes:
+        place = full
+        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+            place = place.narrow(dim, offset, size)
+        place.copy_(box.values)

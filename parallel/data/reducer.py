@@ -1,0 +1,152 @@
+"""When buckets are summed: as soon as backward has completed them, in an order that all ranks share.
+
+    backward      ... block 3 ......... block 2 ......... block 1 ......... block 0
+    bucket 0      ready | sum over ranks |
+    bucket 1                       ready | sum over ranks |
+    bucket 2                                                 ready | sum ... | waited for before the optimizer
+
+A Reducer has the buckets of one pipeline stage, in the order in which backward is expected to complete them:
+the reverse of registration. A bucket starts when all its gradients are there and all buckets of its group
+before it have started, so that ranks start them in one order whatever they computed. A parameter that got no
+gradient counts as zero, and its bucket starts at the end of the backward (Li et al. 2020). Buckets of other
+groups do not wait for each other: ranks that sum dense parameters may hold different numbers of experts.
+
+Buckets that are summed in every microbatch (zero/streamed.py) hold a buffer of their own until their sum is
+done. Therefore at most IN_FLIGHT of them are under way: with the one that is being filled two exist, as many
+as FSDP2 has.
+
+What can go wrong: a parameter used twice (autograd calls its hook once, after it has summed); a rank that
+would skip a bucket (finish_microbatch starts all that are left); two stages of one rank that start theirs in
+an order that other ranks do not have (the schedule is the same on all of them).
+"""
+
+import weakref
+from typing import NamedTuple
+
+from pycomm.parallel.data.bucket import Bucket
+
+__all__ = ["Reducer", "weak_hook"]
+
+IN_FLIGHT = 1
+
+
+def weak_hook(method):
+    """A hook of a parameter that calls a bound method while its object lives.
+
+    Autograd holds a parameter's hooks where the garbage collector does not look. A hook that held the object,
+    which holds the parameter, would keep both for ever, with their registered memory.
+    """
+    find = weakref.WeakMethod(method)
+
+    def hook(tensor):
+        found = find()
+        if found is not None:
+            found(tensor)
+
+    return hook
+
+
+class _Queue:
+    """The buckets of one group, in the order in which every rank starts them."""
+
+    def __init__(self):
+        self.buckets = []
+        self.started = 0  # how many of them, in this microbatch
+
+    def next(self):
+        return self.buckets[self.started] if self.started < len(self.buckets) else None
+
+
+class _Place(NamedTuple):
+    """Where a parameter's gradient goes. Kept by the parameter's id: a tensor's hash is a call of Python."""
+
+    bucket: Bucket
+    queue: _Queue
+    turn: int  # of the bucket in its queue
+
+
+class Reducer:
+    """The buckets of one stage and the hooks that fill them.
+
+    begin_microbatch(sync) before each backward, finish_microbatch(sync) after it; sync: this is the last one
+    of the step. With `eager` False (a backward in two parts, of which those of two microbatches may
+    alternate) nothing starts before finish_microbatch.
+    """
+
+    def __init__(self, buckets, eager=True):
+        self.buckets = buckets
+        self.eager = eager
+        self.sync = False  # this microbatch is the last of the step
+        self.missing = {}  # bucket -> how many of its gradients are still to come; empty outside a backward
+        self.queues = {}  # name of a group -> its _Queue
+        self.params, self.places = [], {}  # id of a parameter -> _Place
+        for bucket in buckets:
+            queue = self.queues.setdefault(bucket.group.name, _Queue())
+            place = _Place(bucket, queue, len(queue.buckets))
+            queue.buckets.append(bucket)
+            self.params += [info.param for info in bucket.infos]
+            self.places.update((id(info.param), place) for info in bucket.infos)
+        self.used = set()  # ids of the parameters that got a gradient since zero_grad()
+        ready = weak_hook(self.ready)
+        self.hooks = [param.register_post_accumulate_grad_hook(ready) for param in self.params]
+
+    def zero_grad(self):
+        self.used.clear()
+        for bucket in self.buckets:
+            bucket.zero_grad()
+
+    def begin_microbatch(self, sync):
+        self.sync = sync
+        self._restart_queues()
+        self.missing = {bucket: len(bucket.infos) for bucket in self.buckets}
+
+    def accumulate(self, param, grad):
+        """For gradients that autograd does not accumulate itself; followed by ready(param)."""
+        self.places[id(param)].bucket.accumulate(param, grad)
+
+    def ready(self, param):
+        """The gradient of this microbatch is complete."""
+        key = id(param)
+        self.used.add(key)
+        bucket, queue, turn = self.places[key]
+        follows_order = self.eager and self.missing
+        if follows_order and turn < queue.started:
+            name = bucket.infos[bucket.index[key]].name
+            raise ValueError(
+                f"[rank {bucket.group.rank}/{bucket.group.size}] {name} got a gradient after its bucket had "
+                "been summed: it is used in two parts that are recomputed. Checkpoint with "
+                "use_reentrant=False"
+            )
+        if param.grad is not None:
+            bucket.collect(param)
+        if follows_order:
+            self.missing[bucket] -= 1
+            if not self.missing[bucket]:
+                while (following := queue.next()) is not None and self.missing[following] <= 0:
+                    self._start_next(queue)
+
+    def _start_next(self, queue):
+        bucket = queue.next()
+        queue.started += 1
+        if self.sync or bucket.sums_each_microbatch:
+            bucket.launch()
+            under_way = [other for other in queue.buckets[: queue.started] if other.in_flight]
+            for other in under_way[:-IN_FLIGHT]:
+                other.wait()
+
+    def finish_microbatch(self, sync):
+        self.sync = sync
+        if not self.eager:
+            self._restart_queues()
+        for queue in self.queues.values():
+            while queue.next() is not None:
+                self._start_next(queue)
+        self.missing = {}
+
+    def _restart_queues(self):
+        for queue in self.queues.values():
+            queue.started = 0
+
+    def wait(self):
+        for bucket in self.buckets:
+            bucket.wait()

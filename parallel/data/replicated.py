@@ -1,0 +1,108 @@
+"""Replicated gradients (ZeRO 0, DistributedDataParallel): every rank holds all and gets the whole sum.
+
+    2 ranks            rank 0                          rank 1
+    values             a a a a b b b                   a a a a b b b      the same, in the model's parameters
+    backward           g0 of its rows                  g1 of its rows     in the buffer; param.grad are views
+    last microbatch    g0+g1  <---- all_reduce ---->   g0+g1              while backward goes on
+    optimizer          updates all                     updates all        the same bits on every rank
+
+Bytes sent per step and rank: 2(n-1)/n P. Memory: P for the buffer on every rank.
+
+Instead of the all_reduce a bucket can be given another way to sum, which blocks: compression.py, or the naive
+gather and broadcast of naive.py.
+
+Where there is nothing to sum (one rank, nothing tied) a LocalBucket leaves the gradients where autograd puts
+them, and needs no buffer.
+"""
+
+import torch
+
+from pycomm.parallel.data.bucket import Bucket, BufferedBucket
+from pycomm.parallel.data.compression import make_compression
+from pycomm.parallel.data.naive import gather_and_broadcast
+from pycomm.parallel.ground import comm
+
+__all__ = ["LocalBucket", "ReplicatedBucket", "way_to_sum"]
+
+
+def way_to_sum(compression=None, naive=False):
+    """The `make_sum` of ReplicatedBucket. compression: as make_compression takes it, or None."""
+    if compression:
+        make = make_compression(compression)
+        return lambda: make().reduce
+    return (lambda: _sum_naively) if naive else None
+
+
+def _sum_naively(flat, group, views):
+    gather_and_broadcast(flat, group)
+
+
+class ReplicatedBucket(BufferedBucket):
+    """make_sum: a function without arguments that makes this bucket's way to sum, (flat, group, views) ->
+    None in place; None: all_reduce.
+    """
+
+    def __init__(self, infos, whole=False, make_sum=None):
+        super().__init__(infos, whole)
+        self.sum = make_sum() if make_sum else None
+
+    def launch(self):
+        self._clear_gaps()
+        self._sum_overlaps()
+        if self.sum is not None:
+            self.sum(self.flat, self.group, self.views)
+        else:
+            self.work = comm.all_reduce(self.flat, self.group, async_op=True)
+
+    def gradient(self):
+        return self.flat
+
+    def restore(self):
+        """Before a backward: a param.grad that the user has replaced is a view again."""
+        for info in self.infos:
+            if info.param.grad is not None:
+                self.collect(info.param)
+
+    def scale(self, factor):
+        """Multiplies the summed gradients by a 0-dim tensor."""
+        self.flat.mul_(factor.to(self.device, self.dtype))
+
+    def _norm_parts(self):
+        """All ranks of the group hold everything, so parameters are dealt to them by number."""
+        return [
+            (piece, part)
+            for piece, part in super()._norm_parts()
+            if self.infos[piece.index].number % self.group.size == self.group.rank
+        ]
+
+
+class LocalBucket(Bucket):
+    """Gradients that no other rank has a part of: nothing is summed."""
+
+    @staticmethod
+    def fits(infos):
+        return infos[0].group.size == 1 and not any(info.tied or info.overlap for info in infos)
+
+    def zero_grad(self):
+        for info in self.infos:
+            info.param.grad = None
+
+    def launch(self):
+        pass
+
+    def gradient(self):
+        """A copy, with zeros for parameters that got no gradient."""
+        grads = (
+            torch.zeros_like(info.param) if info.param.grad is None else info.param.grad
+            for info in self.infos
+        )
+        return torch.cat([grad.reshape(-1) for grad in grads])
+
+    def scale(self, factor):
+        grads = [info.param.grad for info in self.infos if info.param.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor.to(self.device, self.dtype))
+
+    def _norm_parts(self):
+        parts = [(piece, self.infos[piece.index].param.grad) for piece in self.owned]
+        return [(piece, grad) for piece, grad in parts if grad is not None]

@@ -1,0 +1,124 @@
+"""The part of a batch that a rank works on, and what its loss counts for.
+
+    batch, B rows          | microbatch 0        | microbatch 1        |     first by microbatch,
+    rows of one            | rank 0   | rank 1   | rank 0   | rank 1   |     then over the data ranks (dp, ep)
+    positions of a row     ring, ulysses: see sequence/sequence_split.py
+
+A batch is (inputs, targets), or a dict whose "labels" are the targets. Inputs and targets are tensors, or
+tuples, lists or dicts of tensors, with the rows as dim 0. All cuts are near even, so no number has to divide
+another.
+
+[Note: global mean] loss_fn returns the mean over the targets that count. The mean of means is wrong when
+ranks or microbatches have different numbers of those, so each microbatch's loss is weighted with (its count)
+/ (count of the whole batch), and gradients are summed. Counted are targets other than ignore_index (-100)
+where they are whole numbers, and elements where they are real numbers; `count` of step() replaces that.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pycomm.parallel.ground import comm
+
+__all__ = [
+    "Microbatch",
+    "check_microbatches",
+    "count_targets",
+    "inputs_and_targets",
+    "split_batch",
+]
+
+
+def count_targets(targets, ignore_index=-100):
+    """How many values of `targets` (a tensor or a tree of them, whose first is taken) a mean loss runs over:
+    a 0-dim int64 tensor.
+    """
+    first = next((leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)), None)
+    if first is None:
+        raise ValueError("the targets of a batch hold no tensor")
+    if first.is_floating_point():
+        return torch.tensor(first.numel(), device=first.device)
+    return (first != ignore_index).sum()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Microbatch:
+    """This rank's part of one microbatch. For total and count_of see [Note: global mean]."""
+
+    inputs: Any  # a tensor or a tree of them: this rank's rows, whole positions
+    targets: Any  # the same
+    total: int = 1  # how many targets the mean of the batch runs over, on all ranks
+    count_of: Callable = count_targets  # targets -> how many of them count
+
+    def call(self, model):
+        """The model's result for the inputs."""
+        if isinstance(self.inputs, dict):
+            return model(**self.inputs)
+        if isinstance(self.inputs, (tuple, list)):
+            return model(*self.inputs)
+        return model(self.inputs)
+
+    def shapes(self):
+        return tuple(
+            (leaf.shape, leaf.dtype) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)
+        )
+
+
+def inputs_and_targets(batch):
+    """(inputs, targets) of a batch. Raises ValueError for what is none."""
+    if isinstance(batch, dict):
+        if "labels" not in batch:
+            raise ValueError(
+                f'a batch that is a dict needs "labels" among its keys; it has {", ".join(map(repr, batch))}'
+            )
+        return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch
+    raise ValueError(
+        f'a batch is a pair (inputs, targets) or a dict with "labels"; got {type(batch).__name__}'
+    )
+
+
+def check_microbatches(microbatches):
+    if not isinstance(microbatches, int) or microbatches < 1:
+        raise ValueError(f"microbatches={microbatches!r}: a whole number, 1 or more")
+
+
+def split_batch(batch, microbatches, parts, part):
+    """The Microbatches of data rank `part` of `parts`.
+
+    Raises ValueError, on every rank alike, when some microbatch has fewer rows than there are data ranks or
+    tensors differ in rows.
+    """
+    inputs, targets = inputs_and_targets(batch)
+    leaves = [leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, torch.Tensor)]
+    if not leaves or any(leaf.dim() == 0 for leaf in leaves):
+        raise ValueError(
+            "a batch is made of tensors with the rows as dim 0; "
+            + ("one has no dimensions" if leaves else "there is none")
+        )
+    rows = leaves[0].shape[0]
+    if any(leaf.shape[0] != rows for leaf in leaves):
+        raise ValueError(
+            f"the tensors of a batch differ in rows (dim 0): {sorted({leaf.shape[0] for leaf in leaves})}"
+        )
+    if rows < microbatches * parts:
+        raise ValueError(
+            f"a batch of {rows} rows cannot be cut into {microbatches} microbatches for {parts} data ranks "
+            "(dp x ep)"
+        )
+    result, start = [], 0
+    for size in comm.even_sizes(rows, microbatches):
+        sizes = comm.even_sizes(size, parts)
+        first = start + sum(sizes[:part])
+        pieces = tree_map(_rows(first, first + sizes[part]), (inputs, targets))
+        result.append(Microbatch(*pieces))
+        start += size
+    return result
+
+
+def _rows(start, stop):
+    return lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf

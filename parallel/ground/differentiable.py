@@ -1,0 +1,115 @@
+"""Collectives inside a model: each with the collective that its gradient needs. Shoeybi et al. 2019 (f and
+g), Korthikanti et al. 2022 (the sequence pair).
+
+    function         forward                backward         used where
+    copy_to          nothing                all_reduce       entry of a column-parallel sublayer
+    reduce_from      all_reduce             nothing          exit of a row-parallel sublayer
+    gather_from      all_gather along dim   own piece        every rank goes on with equal values and gradient
+    scatter_to       own piece along dim    all_gather       the converse: the same values came in everywhere
+    gather_sum       all_gather along dim   reduce_scatter   every rank uses the whole for work of its own
+                                                             (Megatron SP entry)
+    reduce_scatter   reduce_scatter         all_gather       its converse (Megatron SP exit)
+    all_to_all       rows by rank           rows back        Ulysses, experts
+
+In gather_from and gather_sum the forward is the same; they differ in what the ranks do with the result. Which
+is meant cannot be seen from the tensor, and the wrong one gives gradients that are wrong by a factor, so each
+has its name. tensor/products.py has them joined with the matrix product before or after them.
+
+`sizes` is the list of lengths along `dim`, one per rank of the group, equal on all ranks; they may differ
+from each other. All functions return their input for a group of one.
+"""
+
+import torch
+
+from pycomm.parallel.ground import comm
+
+__all__ = [
+    "all_to_all",
+    "copy_to",
+    "gather_from",
+    "gather_sum",
+    "reduce_from",
+    "reduce_scatter",
+    "scatter_to",
+]
+
+
+class _CopyTo(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(
+            memory_format=torch.contiguous_format
+        )  # autograd may hold the same tensor for another branch
+        comm.all_reduce(grad, ctx.group)
+        return grad, None
+
+
+class _ReduceFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        x = x.clone(memory_format=torch.contiguous_format)
+        comm.all_reduce(x, group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class _Dim(torch.autograd.Function):
+    """forward and backward are functions (tensor, dim, sizes, group) -> tensor."""
+
+    @staticmethod
+    def forward(ctx, x, dim, sizes, group, forward, backward):
+        ctx.rest = dim, sizes, group, backward
+        return forward(x, dim, sizes, group).contiguous()
+
+    @staticmethod
+    def backward(ctx, grad):
+        dim, sizes, group, backward = ctx.rest
+        return backward(grad, dim, sizes, group).contiguous(), None, None, None, None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, input_sizes, output_sizes, group):
+        ctx.rest = input_sizes, output_sizes, group
+        return comm.all_to_all(x, input_sizes, output_sizes, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        input_sizes, output_sizes, group = ctx.rest
+        return comm.all_to_all(grad, output_sizes, input_sizes, group), None, None, None
+
+
+def copy_to(x, group):
+    return x if group.size == 1 else _CopyTo.apply(x, group)
+
+
+def reduce_from(x, group):
+    return x if group.size == 1 else _ReduceFrom.apply(x, group)
+
+
+def _along(forward, backward):
+    def function(x, dim, sizes, group):
+        if group.size == 1:
+            return x
+        return _Dim.apply(x, dim % x.dim(), list(sizes), group, forward, backward)
+
+    return function
+
+
+gather_from = _along(comm.all_gather_dim, comm.split_dim)
+scatter_to = _along(comm.split_dim, comm.all_gather_dim)
+gather_sum = _along(comm.all_gather_dim, comm.reduce_scatter_dim)
+reduce_scatter = _along(comm.reduce_scatter_dim, comm.all_gather_dim)
+
+
+def all_to_all(x, input_sizes, output_sizes, group):
+    """Rows (dim 0): input_sizes[r] of x go to rank r, output_sizes[r] come from it."""
+    return x if group.size == 1 else _AllToAll.apply(x, list(input_sizes), list(output_sizes), group)

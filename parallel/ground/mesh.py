@@ -1,0 +1,99 @@
+"""The ranks as a torch DeviceMesh, and the groups that the strategies use.
+
+Only axes with more than one rank are dimensions of the mesh. Joined axes (the ranks over which a parameter is
+replicated) are flattened dimensions of the same mesh, made on all ranks in the same order:
+
+    group       axes                          what is summed over it
+    data        dp ep ring ulysses            gradients of dense parameters
+    expert      dp ring ulysses               gradients of expert parameters
+    *_tp        the same and tp               gradients of which each rank of tp has a part
+    world       all                           gradient norm and loss
+"""
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from pycomm.parallel.ground.comm import ALONE, as_group
+from pycomm.parallel.ground.plan import AXES
+
+__all__ = ["Mesh"]
+
+DATA = ("dp", "ep", "ring", "ulysses")
+EXPERT = ("dp", "ring", "ulysses")
+
+
+class Mesh:
+    """Groups of a plan. Collective over all ranks when made.
+
+    Sets up torch.distributed (backend "pycomm", from the environment that torchrun gives) where the plan has
+    several ranks and it is not set up. Raises ValueError when the plan's ranks are not the ranks that exist.
+    """
+
+    def __init__(self, plan, device_type="cpu"):
+        self.plan = plan
+        self.device_mesh = None  # torch's DeviceMesh; None for one rank
+        self.world = ALONE  # Group of all ranks
+        if plan.world_size > 1 and not dist.is_initialized():
+            dist.init_process_group("pycomm")
+        world_size = dist.get_world_size() if dist.is_initialized() else 1
+        if plan.world_size != world_size:
+            sizes = (
+                " x ".join(f"{axis}={getattr(plan, axis)}" for axis in AXES if getattr(plan, axis) > 1)
+                or "all axes 1"
+            )
+            raise ValueError(f"the plan is for {plan.world_size} ranks ({sizes}), but there are {world_size}")
+        names = [axis for axis in AXES if getattr(plan, axis) > 1]
+        if names:
+            sizes = [getattr(plan, axis) for axis in names]
+            self.device_mesh = dist.device_mesh.init_device_mesh(
+                device_type, sizes, mesh_dim_names=tuple(names)
+            )
+            self.world = as_group(None, "world")
+        self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
+        for axis in AXES:
+            self.group(axis)
+        self.data, self.data_tp = self.group(*DATA), self.group(*DATA, "tp")
+        self.expert, self.expert_tp = self.group(*EXPERT), self.group(*EXPERT, "tp")
+
+    def group(self, *axes):
+        """The ranks that differ from this one along `axes` only. Joined axes are collective over all ranks at
+        their first use.
+        """
+        names = tuple(axis for axis in AXES if axis in axes and getattr(self.plan, axis) > 1)
+        if names not in self._groups:
+            if len(names) == 1:
+                mesh = self.device_mesh[names[0]]
+            else:
+                mesh = self.device_mesh[names]._flatten("_".join(names))
+            self._groups[names] = as_group(mesh.get_group(), "+".join(names))
+        return self._groups[names]
+
+    def coordinate(self, axis):
+        """This rank's place along an axis."""
+        return self.group(axis).rank
+
+    @property
+    def rows(self):
+        """(number of parts into which the rows of a batch are dealt, this rank's part): dp and ep."""
+        plan = self.plan
+        return plan.dp * plan.ep, self.coordinate("dp") * plan.ep + self.coordinate("ep")
+
+    def __str__(self):
+        if self.device_mesh is None:
+            return "one rank"
+        places = ", ".join(
+            f"{axis} {self.coordinate(axis)}/{getattr(self.plan, axis)}"
+            for axis in AXES
+            if getattr(self.plan, axis) > 1
+        )
+        return f"rank {self.world.rank}/{math.prod(self.device_mesh.shape)}: {places}"
+
+
+def device_of(model):
+    """The device of a model's first parameter or buffer that holds data."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not tensor.is_meta:
+            return tensor.device
+    return torch.device("cpu")

@@ -1,0 +1,211 @@
+"""A plan says how many ranks each axis has and how each strategy is to work. It is data: printable,
+comparable, parsed from one line.
+
+    Plan(dp=2, tp=2, pp=2, zero=1)           Plan.parse("dp=2,tp=2,pp=2,zero=1")
+
+The number of ranks is the product of the axes. Outer to inner they are pp, dp, ep, ring, ulysses, tp, so that
+the axis which talks most has the nearest ranks; zero adds no ranks, it cuts what the ranks of dp (and ep,
+ring, ulysses) would hold several times.
+"""
+
+import dataclasses
+import enum
+import math
+import re
+from collections.abc import Callable, Mapping
+
+__all__ = ["AXES", "Plan", "ScheduleName"]
+
+AXES = ("pp", "dp", "ep", "ring", "ulysses", "tp")
+COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
+
+
+class ScheduleName(str, enum.Enum):
+    """Pipeline schedules, see pipeline/schedules.py. Each equals its text, which is what users write."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED = "interleaved"
+    ZB_H1 = "zb-h1"
+    ZBV = "zbv"
+    PIPEDREAM = "pipedream"
+
+    def __str__(self):
+        return self.value
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to run a model on many ranks. Plan() is a single process.
+
+    Axes (numbers of ranks):
+        dp: data parallel replicas. tp: tensor parallel ranks. pp: pipeline stages. ep: ranks among which the
+        experts of MoE layers are dealt. ring, ulysses: sequence parallel ranks of ring attention and of
+        Ulysses; both together are the hybrid.
+    Data:
+        zero: 0 (all replicated), 1 (optimizer state), 2 (and gradients), 3 (and parameters are sharded).
+        grad_sync: "all_reduce", or "naive": one rank gathers and broadcasts (needs zero=0).
+        compression: None, "fp16", "bf16", "int8", "powersgd", "topk", or a factory as made by
+        `data.compression.make_compression` (zero=0).
+        bucket_mb: size of a gradient bucket in MB (1e6 bytes).
+        precision: None keeps the model's dtypes; "bf16" computes in bfloat16 with fp32 master copies in the
+        optimizer. Parameters and floating inputs are cast, buffers and targets are not; loss_fn is given the
+        output in fp32.
+        offload: None; "optimizer": optimizer state and master copies in host memory; "parameters": parameter
+        shards too (needs zero=3).
+    Model:
+        megatron_sp: split norms and dropout along the sequence over tp.
+        zigzag: with ring, deal the sequence so that causal attention is balanced.
+        schedule: "gpipe", "1f1b", "interleaved", "zb-h1", "zbv" or "pipedream"; chunks: stages per rank
+        (interleaved: 2 if not given; zbv: 2). stages: number of blocks of each stage, first to last; None: as
+        even as possible.
+        checkpoint: recompute activations block by block.
+        blocks: name of the ModuleList or Sequential that holds the blocks; None: found.
+        rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
+
+    Raises ValueError, when made, for values that contradict each other.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ep: int = 1
+    ring: int = 1
+    ulysses: int = 1
+    zero: int = 0
+    grad_sync: str = "all_reduce"
+    compression: str | Callable | None = None
+    bucket_mb: float = 25.0
+    precision: str | None = None
+    offload: str | None = None
+    megatron_sp: bool = False
+    zigzag: bool = True
+    schedule: str = "1f1b"
+    chunks: int | None = None
+    stages: tuple[int, ...] | None = None
+    checkpoint: bool = False
+    blocks: str | None = None
+    rules: Mapping[str, str] | None = None
+
+    def __post_init__(self):
+        for axis in AXES:
+            value = getattr(self, axis)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(
+                    f"Plan({axis}={value!r}): the number of ranks of an axis is a whole number, 1 or more"
+                )
+        _one_of("zero", self.zero, (0, 1, 2, 3))
+        _one_of("schedule", self.schedule, tuple(name.value for name in ScheduleName))
+        _one_of("grad_sync", self.grad_sync, ("all_reduce", "naive"))
+        _one_of("precision", self.precision, (None, "bf16"))
+        _one_of("offload", self.offload, (None, "optimizer", "parameters"))
+        if not callable(self.compression):
+            _one_of("compression", self.compression, (None, *COMPRESSIONS))
+        if not self.bucket_mb > 0:
+            raise ValueError(f"Plan(bucket_mb={self.bucket_mb}): must be positive")
+        if self.stages is not None:
+            object.__setattr__(self, "stages", tuple(self.stages))
+        self._check_combinations()
+
+    def _check_combinations(self):
+        if self.zero and (self.compression or self.grad_sync == "naive"):
+            what = f"compression={self.compression!r}" if self.compression else 'grad_sync="naive"'
+            raise ValueError(
+                f"Plan({what}, zero={self.zero}): both replace the all_reduce of whole gradients, which "
+                "exists with zero=0 only"
+            )
+        if self.compression and self.grad_sync == "naive":
+            raise ValueError(
+                f'Plan(compression={self.compression!r}, grad_sync="naive"): choose one way to sum gradients'
+            )
+        if self.offload == "parameters" and self.zero != 3:
+            raise ValueError(
+                f'Plan(offload="parameters", zero={self.zero}): only zero=3 keeps parameters as shards that '
+                "can lie elsewhere"
+            )
+        if self.chunks not in (None, self.chunks_per_rank):
+            raise ValueError(
+                f"Plan(chunks={self.chunks}, schedule={self.schedule!r}): this schedule has "
+                f"{self.chunks_per_rank} per rank"
+            )
+        if self.schedule == ScheduleName.INTERLEAVED and self.chunks_per_rank < 1:
+            raise ValueError(f"Plan(chunks={self.chunks}): at least one stage per rank")
+        if self.stages is not None and (len(self.stages) != self.virtual_stages or min(self.stages) < 1):
+            raise ValueError(
+                f"Plan(stages={self.stages}): needs {self.virtual_stages} positive numbers (pp={self.pp} x "
+                f"{self.chunks_per_rank} chunks)"
+            )
+        if self.schedule == ScheduleName.PIPEDREAM and (self.zero or self.precision or self.compression):
+            raise ValueError(
+                'Plan(schedule="pipedream"): keeps versions of whole parameters, so it needs zero=0 and '
+                "neither precision nor compression"
+            )
+
+    @classmethod
+    def parse(cls, text):
+        """From "dp=2,tp=2,schedule=zbv,stages=3:2:2:1,megatron_sp": the fields by name; a name
+        alone is True.
+        """
+        values = {}
+        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
+        for item in filter(None, (part.strip() for part in text.split(","))):
+            name, _, value = item.partition("=")
+            if name not in kinds or name == "rules":
+                raise ValueError(
+                    f"plan {text!r}: there is no {name!r}; known: "
+                    f"{', '.join(kind for kind in kinds if kind != 'rules')}"
+                )
+            if name in values:
+                raise ValueError(f"plan {text!r}: {name} is given twice")
+            values[name] = _parse_value(text, name, value if _ else "true")
+        return cls(**values)
+
+    @property
+    def world_size(self):
+        return math.prod(getattr(self, axis) for axis in AXES)
+
+    @property
+    def chunks_per_rank(self):
+        """Virtual stages per pipeline rank."""
+        if self.schedule == ScheduleName.INTERLEAVED:
+            return 2 if self.chunks is None else self.chunks
+        return 2 if self.schedule == ScheduleName.ZBV else 1
+
+    @property
+    def virtual_stages(self):
+        return self.pp * self.chunks_per_rank if self.pp > 1 else 1
+
+    def __str__(self):
+        changed = [
+            field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
+        ]
+        return ",".join(f"{name}={_show(getattr(self, name))}" for name in changed) or "single process"
+
+
+def _show(value):
+    return ":".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _one_of(name, value, allowed):
+    if value not in allowed or isinstance(value, bool):
+        raise ValueError(f"Plan({name}={value!r}): must be one of {', '.join(map(repr, allowed))}")
+
+
+def _parse_value(text, name, value):
+    if name == "stages":
+        if not re.fullmatch(r"\d+(:\d+)*", value):
+            raise ValueError(
+                f"plan {text!r}: stages={value!r} must be numbers of blocks joined by colons, as 3:2:2"
+            )
+        return tuple(int(part) for part in value.split(":"))
+    if re.fullmatch(r"-?\d+", value):
+        return int(value)
+    if value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    if name == "bucket_mb" and re.fullmatch(r"\d*\.\d+(e-?\d+)?|\d+e-?\d+", value):
+        return float(value)
+    if name == "bucket_mb":
+        raise ValueError(f"plan {text!r}: bucket_mb={value!r} is not a number")
+    if name in AXES or name in ("zero", "chunks"):
+        raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
+    return value

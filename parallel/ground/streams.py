@@ -1,0 +1,107 @@
+"""Random numbers of a model on many ranks (dropout): which ranks draw the same ones.
+
+    stream    ranks of one tp group   drawn from
+    shared    the same numbers        where they hold the same activations: outside of cut sublayers
+    own       different numbers       inside a cut sublayer (other heads); under megatron_sp from block 0 on
+                                      (other tokens)
+
+Ranks that differ in another axis have different streams of both kinds. The user's stream, from which every
+rank draws the same batches, is left as it was.
+
+[Note: two streams] Drawing everything from one stream that is equal on tp is not enough where shares are
+uneven: 2 heads draw more numbers than 1, and from then on the ranks' hidden states would differ without
+anyone noticing. So a rank changes streams at the edges of a sublayer: after its column layers and before its
+row layer (tensor/stream_edges.py).
+
+Recomputation of activations starts with the state that the generator had at the block, which torch keeps; the
+state of the other stream and which one was in use is kept by recomputation(). Cost: a copy of the state (5 KB
+on CPU) per change, only while training with tp > 1.
+"""
+
+import contextlib
+import enum
+
+import torch
+
+from pycomm.parallel.ground.plan import AXES
+
+__all__ = ["RandomStreams", "Stream"]
+
+
+class Stream(enum.Enum):
+    SHARED = "shared"
+    OWN = "own"
+
+
+class RandomStreams:
+    """The two streams of this rank. seed: a whole number, equal on all ranks."""
+
+    def __init__(self, mesh, seed, device):
+        self.device = device
+        self.cut = mesh.group("tp").size > 1  # else both streams may be the same
+        place = 0  # of this rank among those that differ in another axis than tp
+        for axis in AXES[:-1]:
+            place = place * getattr(mesh.plan, axis) + mesh.coordinate(axis)
+        first = seed + place * (mesh.plan.tp + 1)
+        # Stream -> (state of the CPU's generator, that of the device's or None).
+        self.states = {
+            Stream.SHARED: self._seeded(first),
+            Stream.OWN: self._seeded(first + 1 + mesh.coordinate("tp")),
+        }
+        self.current = None  # the Stream in use; None outside of a forward
+
+    def _seeded(self, seed):
+        on_cpu = torch.Generator().manual_seed(seed).get_state()
+        if self.device.type != "cuda":
+            return on_cpu, None
+        return on_cpu, torch.Generator(self.device).manual_seed(seed).get_state()
+
+    def _get(self):
+        on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
+        return torch.get_rng_state(), on_device
+
+    def _set(self, state):
+        torch.set_rng_state(state[0])
+        if state[1] is not None:
+            torch.cuda.set_rng_state(state[1], self.device)
+
+    @contextlib.contextmanager
+    def kept(self):
+        """Whatever is drawn inside, the generators are as before afterwards."""
+        before = self._get()
+        try:
+            yield
+        finally:
+            self._set(before)
+
+    @contextlib.contextmanager
+    def active(self):
+        """Around a forward: draws from the shared stream until switch()."""
+        with self.kept():
+            self._set(self.states[Stream.SHARED])
+            self.current = Stream.SHARED
+            try:
+                yield
+            finally:
+                self.states[self.current] = self._get()
+                self.current = None
+
+    def switch(self, stream):
+        """From here on numbers come from `stream`. Outside of a forward nothing changes."""
+        if self.current is not None and self.current != stream:
+            self.states[self.current] = self._get()
+            self._set(self.states[stream])
+            self.current = stream
+
+    def recomputation(self):
+        """A context that is made in a forward and entered around its recomputation in backward."""
+        return self._again(self.current, dict(self.states))
+
+    @contextlib.contextmanager
+    def _again(self, current, states):
+        before = self.current, self.states
+        self.current, self.states = current, dict(states)
+        try:
+            yield
+        finally:
+            self.current, self.states = before

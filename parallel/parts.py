@@ -1,0 +1,110 @@
+"""What a parallelized model is made of on one rank: what building/ makes and run/ and checkpoint/ use.
+
+    Parallelized
+      plan, mesh             how many ranks; the groups of this one
+      model, opt             the user's objects, changed in place
+      original               names and shapes of the model before it was cut
+      stages, stage_model    which blocks are here, and the forward of a part of them          pipeline/
+      split                  which positions of a sequence are here                            sequence/
+      tensor                 what tensor parallelism cut                                       tensor/
+      moes                   layers whose experts were dealt                                   expert/
+      infos                  the parameters of this rank
+      reducers               stage -> its buckets: gradients of those parameters               data/
+      shards                 stage -> values and master copies of the buckets' parameters      zero/
+      units                  which shards are whole while which module runs                    zero/
+      ties                   buckets whose gradient another stage has too                      pipeline/
+
+It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
+random streams).
+"""
+
+import dataclasses
+
+import torch
+from torch import nn
+
+from pycomm.parallel.data.bucket import ParamInfo
+from pycomm.parallel.data.reducer import Reducer
+from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.split_backward import WeightStore
+from pycomm.parallel.ground.streams import RandomStreams
+from pycomm.parallel.pipeline.placement import Stages
+from pycomm.parallel.pipeline.stage import StageModel
+from pycomm.parallel.pipeline.ties import Tie
+from pycomm.parallel.sequence.sequence_split import SequenceSplit
+from pycomm.parallel.tensor import TensorParallel
+from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.units import Units
+
+__all__ = ["LastStep", "Original", "Parallelized", "attach", "parts_of"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Original:
+    """The model as the user gave it, before parameters were cut or left."""
+
+    names: tuple[str, ...]  # of all parameters in order, a tied one under its first name only
+    first_name: dict[str, str]  # every name -> the first name of the same parameter
+    shapes: dict[str, tuple[int, ...]]  # name, of `names` -> shape
+    trained: frozenset[str]  # those of `names` that require a gradient
+    option: dict[str, int]  # name -> index of its parameter group in the optimizer, where that has it
+    moe_names: tuple[str, ...]  # of the MoE layers
+
+
+class LastStep:
+    """What the last step found; grad_norm() asks for it."""
+
+    def __init__(self):
+        self.norm = None  # of the whole gradient; None: that step did not clip
+
+    def note(self, norm):
+        self.norm = norm
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Parallelized:
+    """See the head of the file."""
+
+    plan: Plan
+    mesh: Mesh
+    model: nn.Module
+    opt: torch.optim.Optimizer | None
+    device: torch.device
+    original: Original
+    streams: RandomStreams  # the model's random numbers
+    stages: Stages  # one stage without a pipeline
+    stage_model: StageModel | None  # None: the model's forward runs whole, on whole sequences
+    split: SequenceSplit | None  # None: whole sequences
+    tensor: TensorParallel  # layouts of all parameters, and the head where it is cut
+    moes: tuple[MoE, ...]
+    compute_dtype: torch.dtype | None  # None: the model's own
+    infos: tuple[ParamInfo, ...]  # of every parameter of this rank, frozen ones included
+    reducers: dict[int, Reducer]  # stage of this rank -> buckets of its trained parameters
+    shards: dict[int, tuple[Shards, ...]]  # the same stages; with ZeRO-3 also those of frozen parameters
+    deferred: WeightStore | None  # weight gradients for later; None: the schedule does not split the backward
+    units: Units | None  # ZeRO-3 only
+    ties: tuple[Tie, ...]  # weights that two stages hold
+    last_step: LastStep = dataclasses.field(default_factory=LastStep)
+
+    @property
+    def all_shards(self):
+        return [shard for shards in self.shards.values() for shard in shards]
+
+
+def attach(model, parts):
+    """Makes parts_of(model) find its Parallelized. It is no submodule: the model's tree stays the user's."""
+    model.__dict__["_parallel"] = parts
+
+
+def parts_of(model, opt=None):
+    """The Parallelized of a model. Raises ValueError for another model, or another optimizer than it was
+    parallelized with.
+    """
+    parts = model.__dict__.get("_parallel") if isinstance(model, nn.Module) else None
+    if parts is None:
+        raise ValueError("this model has not been through parallelize()")
+    if opt is not None and opt is not parts.opt:
+        raise ValueError("this optimizer is not the one that the model was parallelized with")
+    return parts

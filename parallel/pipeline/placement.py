@@ -1,0 +1,45 @@
+"""Which blocks make up a virtual stage, and which rank holds it."""
+
+from typing import NamedTuple
+
+from pycomm.parallel.ground.trunk import Side
+
+__all__ = ["Stages", "cut_blocks"]
+
+
+class Stages(NamedTuple):
+    """The virtual stages of a pipeline; one stage on rank 0 without a pipeline."""
+
+    bounds: tuple[tuple[int, int], ...]  # per stage: its first block, and the one after its last
+    placement: tuple[int, ...]  # per stage: the rank of pp that holds it
+    mine: tuple[int, ...]  # the stages of this rank, in rising order
+
+    @property
+    def last(self):
+        return len(self.bounds) - 1
+
+    def here(self, side):
+        """Whether a module on this Side of the blocks runs on this rank."""
+        before, after = 0 in self.mine, self.last in self.mine
+        return {Side.BEFORE: before, Side.AFTER: after, Side.AROUND: before or after}[side]
+
+
+def cut_blocks(nblocks, stages, sizes=None):
+    """(first, last + 1) block of each stage. Without sizes as even as possible, the later stages being the
+    longer ones.
+
+    Raises ValueError when there are fewer blocks than stages or sizes do not add up.
+    """
+    if sizes is None:
+        if nblocks < stages:
+            raise ValueError(
+                f"{stages} pipeline stages for {nblocks} blocks: each stage needs one block at least"
+            )
+        sizes = [nblocks // stages + (stage >= stages - nblocks % stages) for stage in range(stages)]
+    if sum(sizes) != nblocks:
+        raise ValueError(f"stages={tuple(sizes)} are {sum(sizes)} blocks, but the model has {nblocks}")
+    bounds, start = [], 0
+    for size in sizes:
+        bounds.append((start, start + size))
+        start += size
+    return bounds

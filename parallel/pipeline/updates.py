@@ -1,0 +1,68 @@
+"""PipeDream's updates: each stage takes a step after every backward, with the gradient of one microbatch.
+
+    rank 0 of 2     F0 F1 B0 U0 F2 B1 U1 F3 ...        U: sum over the data ranks, optimizer of this stage
+
+Each microbatch is a batch of its own, and goes backward through the weights of its forward (pipedream.py).
+The check that all ranks have the same batch comes before the first update, which could not be taken back.
+
+Refused are what needs the whole gradient at one time, or weights that are equal on two stages.
+"""
+
+from pycomm.parallel.ground.losses import Result, sum_losses
+from pycomm.parallel.pipeline.pipedream import WeightStash
+
+__all__ = ["PipeDreamUpdates", "refuse_tied_weights"]
+
+
+def refuse_tied_weights(model):
+    parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
+    if len({id(parameter) for parameter in parameters}) != len(parameters):
+        raise ValueError(
+            'Plan(schedule="pipedream"): stages update at different times, so weights tied between modules '
+            "cannot stay equal"
+        )
+
+
+class PipeDreamUpdates:
+    """What a step asks of updates (run/updates.py), for one step.
+
+    reducers: stage -> Reducer. take_step: stage -> None, one step of the stage's optimizer. Raises ValueError
+    for a clip.
+    """
+
+    separate = True
+
+    def __init__(self, reducers, take_step, mesh, device, options):
+        if options.clip is not None:
+            raise ValueError(
+                f'step(clip={options.clip!r}): with schedule "pipedream" the stages step one by one, so '
+                "there is no norm of the whole gradient. Use clip=None, or another schedule"
+            )
+        self.reducers, self.take_step = reducers, take_step
+        self.mesh, self.device = mesh, device
+        self.microbatches = options.microbatches
+        self.stashes = {stage: WeightStash(reducer.params) for stage, reducer in reducers.items()}
+
+    def begin(self, same):
+        same.start()
+        same.check()
+
+    def saving(self, stage, microbatch):
+        return self.stashes[stage].saving(microbatch)
+
+    def using(self, stage, microbatch):
+        return self.stashes[stage].using(microbatch)
+
+    def sums_after(self, microbatch):
+        return True
+
+    def update(self, stage, microbatch):
+        self.reducers[stage].wait()
+        self.stashes[stage].drop(microbatch)
+        self.stashes[stage].detach_from_stash()
+        self.take_step(stage)
+        self.reducers[stage].zero_grad()
+
+    def end(self, losses):
+        """The loss is the mean of the microbatches' means."""
+        return Result(sum_losses(losses, self.mesh, self.device) / self.microbatches)

@@ -1,0 +1,10 @@
+"""What par.step and par.evaluate do with a parallelized model.
+
+prepare.py     the microbatches of this rank, and what their losses count for
+passes.py      forward and backward of this rank's stages
+loss.py        the loss of a microbatch
+updates.py     the update at the end of a step: gradients, norm, optimizer
+               (PipeDream's after every microbatch: pipeline/updates.py)
+step.py        a training step from these parts
+evaluate.py    the loss without gradients
+"""

@@ -1,0 +1,145 @@
+"""Forward and backward of the stages of this rank. Without a pipeline the whole model is stage 0.
+
+around a forward, outside to inside        what for
+weights of this microbatch's version       PipeDream (pipeline/updates.py)
+a pass of the units                        ZeRO-3 gathers and frees parameters (zero/units.py)
+modes of torch functions                   attention over the whole sequence; weight gradients for later
+this model's random numbers                equal or different on the ranks of tp (ground/streams.py)
+"""
+
+import contextlib
+
+import torch
+
+from pycomm.parallel.pipeline import DeferWeights
+from pycomm.parallel.run.loss import microbatch_loss
+from pycomm.parallel.zero.units import Phase
+
+__all__ = ["StagePasses", "forget_passes", "forward_pass", "run_stage", "shape_of_input"]
+
+
+def run_stage(parts, stage, microbatch, received=None):
+    """The model's forward for one stage: the hidden state that leaves it, or the model's output.
+
+    received: the hidden state of the stage before, None for the first.
+    """
+    if parts.stage_model is None:
+        return microbatch.call(parts.model)
+    attention = parts.split.attention if parts.split is not None else None
+    before = attention.calls if attention else 0
+    out = parts.stage_model.run(stage, lambda: microbatch.call(parts.model), received)
+    if attention and attention.calls == before:
+        raise ValueError(
+            f"[rank {parts.mesh.world.rank}] sequence parallelism: the blocks of "
+            f"{parts.stage_model.trunk.name!r} did not call F.scaled_dot_product_attention, so their "
+            "attention saw this rank's positions only; write attention with it, or do without ring and "
+            "ulysses"
+        )
+    return out
+
+
+@contextlib.contextmanager
+def unit_pass(parts, phase, stage):
+    """Around one pass of a stage: ZeRO-3 gathers the parameters that it uses."""
+    if parts.units is None:
+        yield
+        return
+    parts.units.begin(phase, stage)
+    try:
+        yield
+    finally:
+        parts.units.end()
+
+
+@contextlib.contextmanager
+def forward_pass(parts, phase, stage, number):
+    """Around the forward of microbatch `number`; see the head of the file."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unit_pass(parts, phase, stage))
+        for mode in parts.split.modes() if parts.split is not None else ():
+            stack.enter_context(mode)
+        if parts.deferred is not None and torch.is_grad_enabled():
+            stack.enter_context(DeferWeights(parts.deferred, (stage, number)))
+        # A single process draws from the user's stream, as it always did.
+        if parts.mesh.world.size > 1 and parts.model.training:
+            stack.enter_context(parts.streams.active())
+        yield
+
+
+def forget_passes(parts):
+    """After a step that raised: forgets what its passes left for later ones. Gradients are cleared at the
+    next step.
+    """
+    if parts.units is not None:
+        parts.units.forget_orders()
+    if parts.deferred is not None:
+        parts.deferred.forget()
+
+
+def shape_of_input(parts, stage, microbatch):
+    """(shape, dtype) of the hidden state that `stage` receives. No communication, no memory, and no random
+    number is used up.
+    """
+    stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
+    with parts.streams.kept(), stand_ins:
+        return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
+
+
+class StagePasses:
+    """The passes of one training step, as pipeline/executor.py asks for them (StageOps).
+
+    parts: Parallelized. microbatches: those of this rank. updates: when the optimizer steps, see updates.py.
+    """
+
+    def __init__(self, parts, microbatches, loss_fn, updates):
+        self.parts, self.microbatches, self.loss_fn, self.updates = parts, microbatches, loss_fn, updates
+        self.last = parts.stages.last  # the stage that computes the loss
+        self.saved = {}  # (stage, microbatch) -> (x, y or loss), from forward to backward
+        self.losses = []  # of the microbatches, detached; on the ranks of the last stage
+        self.shapes = {}  # (stage, shapes of the inputs) -> (shape, dtype) of x
+
+    def forward(self, stage, microbatch, x):
+        parts, piece = self.parts, self.microbatches[microbatch]
+        if x is not None:
+            x.requires_grad_(x.is_floating_point())
+        with (
+            self.updates.saving(stage, microbatch),
+            forward_pass(parts, Phase.FORWARD, stage, microbatch),
+        ):
+            y = run_stage(parts, stage, piece, x)
+            if stage == self.last:
+                y = microbatch_loss(parts, y, piece, self.loss_fn)
+                self.losses.append(y.detach())
+        self.saved[stage, microbatch] = x, y
+        return None if stage == self.last else y.detach()
+
+    def backward(self, stage, microbatch, dy):
+        parts, reducer = self.parts, self.parts.reducers[stage]
+        x, y = self.saved.pop((stage, microbatch))
+        if reducer.eager:
+            reducer.begin_microbatch(self.updates.sums_after(microbatch))
+        if y.requires_grad:  # not where all up to here is frozen
+            with self.updates.using(stage, microbatch), unit_pass(parts, Phase.BACKWARD, stage):
+                torch.autograd.backward(y, dy)
+        elif stage == self.last:
+            raise ValueError(
+                f"[rank {parts.mesh.world.rank}] step: the loss depends on no parameter that is trained"
+            )
+        if x is None:
+            return None
+        return torch.zeros_like(x) if x.grad is None else x.grad
+
+    def weight(self, stage, microbatch):
+        if self.parts.deferred is not None:
+            self.parts.deferred.flush((stage, microbatch))
+        self.parts.reducers[stage].finish_microbatch(self.updates.sums_after(microbatch))
+
+    def update(self, stage, microbatch):
+        self.updates.update(stage, microbatch)
+
+    def input_like(self, stage, microbatch):
+        piece = self.microbatches[microbatch]
+        key = stage, piece.shapes()
+        if key not in self.shapes:
+            self.shapes[key] = shape_of_input(self.parts, stage, piece)
+        return *self.shapes[key], self.parts.device

@@ -1,0 +1,68 @@
+"""One training step of a model on the ranks of a plan.
+
+    prepare        rows of this rank, weights of the losses                          prepare.py
+    passes         for each microbatch, in the order of the schedule                 passes.py, pipeline/
+                       forward of a stage: blocks with tensor parallel layers, attention over the whole
+                       sequence, gathered parameters
+                       backward: gradients of complete buckets are summed meanwhile  data/
+    update         gradients of all microbatches, norm, optimizer                    updates.py
+                   or, PipeDream, after every microbatch                             pipeline/updates.py
+
+Every loss is counted by one rank of those that hold the same one.
+"""
+
+from pycomm.parallel.ground.plan import ScheduleName
+from pycomm.parallel.ground.same_batch import SameBatch
+from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.pipeline.executor import run as run_schedule
+from pycomm.parallel.pipeline.updates import PipeDreamUpdates
+from pycomm.parallel.run.loss import sharded_logits
+from pycomm.parallel.run.passes import StagePasses, forget_passes
+from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.updates import OneUpdate
+from pycomm.parallel.zero.optimizer import step_optimizer
+
+__all__ = ["run_step"]
+
+
+def run_step(parts, batch, options):
+    """parts: Parallelized. Returns a Result. After a step that raised on all ranks the model is as before."""
+    updates = _updates_of(parts, options)
+    microbatches = prepare(parts, batch, options, updates.separate)
+    for moe in parts.moes:
+        moe.aux_scale = 1.0 / options.microbatches
+    for reducer in parts.reducers.values():
+        reducer.zero_grad()
+    same = SameBatch(None if options.sharded else batch, parts.mesh.world, parts.device)
+    passes = StagePasses(parts, microbatches, options.loss_fn, updates)
+    try:
+        updates.begin(same)
+        with sharded_logits(parts.tensor.head, options.loss_fn):
+            _run_passes(parts, passes, options.microbatches)
+        return updates.end(passes.losses)
+    except BaseException:
+        forget_passes(parts)
+        raise
+
+
+def _updates_of(parts, options):
+    if parts.plan.schedule != ScheduleName.PIPEDREAM:
+        return OneUpdate(parts, options)
+
+    def take_step(stage):
+        step_optimizer(parts.opt, parts.shards[stage])
+
+    return PipeDreamUpdates(parts.reducers, take_step, parts.mesh, parts.device, options)
+
+
+def _run_passes(parts, passes, microbatches):
+    plan, pp = parts.plan, parts.mesh.group("pp")
+    if plan.pp > 1:
+        schedule = make_schedule(plan.schedule, plan.pp, microbatches, plan.chunks_per_rank)
+        run_schedule(schedule, pp.rank, pp, passes)
+        return
+    for number in range(microbatches):
+        passes.forward(0, number, None)
+        passes.backward(0, number, None)
+        passes.weight(0, number)
+        passes.update(0, number)

@@ -1,0 +1,169 @@
+"""Where the sequence is cut: at the entry of the first block.
+
+Everything before the trunk (embeddings, positions, rotary tables) runs on the whole sequence on every rank,
+so a model needs no knowledge of being cut. At block 0 the hidden state (batch, T, h) is cut along dim 1:
+
+    over ring and ulysses    index_select of this rank's positions; gradients of what came before are parts,
+                             which are summed with those of the data ranks
+    over tp (megatron_sp)    scatter_to: the same hidden state came in on every rank of tp, and so does the
+                             gradient
+
+and every other tensor that a block is given and that has T positions (rotary tables, position ids) is cut
+over ring and ulysses alike; over tp it stays whole, as attention sees the gathered sequence there. What
+follows the trunk works on the piece; targets are cut like the hidden state over ring and ulysses.
+
+Cost: one index_select per tensor and pass. What can go wrong: blocks that work out positions from the length
+of what they get (they see the local length), and results that mix positions after the trunk; targets without
+a dimension of length T are refused for that reason.
+"""
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from pycomm.parallel.ground import comm, differentiable
+from pycomm.parallel.ground.trunk import replace_hidden
+from pycomm.parallel.sequence import split
+from pycomm.parallel.sequence.attention import SequenceAttention
+
+__all__ = ["SequenceSplit"]
+
+
+class LocalShapes(TorchFunctionMode):
+    """Helps models that noted the length of the input before the blocks and reshape to it after them (GPT-2
+    of transformers).
+
+    A view or reshape of (rows, local length, ...) to (rows or -1, whole length, ...) is made one to the local
+    length.
+    """
+
+    def __init__(self, split):
+        super().__init__()
+        self.split = split
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs and args[0].dim() > 2:
+            shape = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
+            length, piece = self.split.length, self.split.piece
+            if len(shape) > 2 and length != piece and shape[1] == length and args[0].shape[1] == piece:
+                args = args[0], [shape[0], piece, *shape[2:]]
+        return func(*args, **(kwargs or {}))
+
+
+class SequenceSplit:
+    """The cut of one plan. ring, ulysses, tp: Groups; megatron: whether tp cuts the sequence too.
+
+    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `modes()`: a context in
+    which attention sees the whole sequence.
+    """
+
+    def __init__(self, mesh, plan):
+        self.ring, self.ulysses, self.tp = mesh.group("ring"), mesh.group("ulysses"), mesh.group("tp")
+        self.zigzag = plan.zigzag and self.ring.size > 1
+        self.megatron = plan.megatron_sp and self.tp.size > 1
+        self.degree = self.ring.size * self.ulysses.size  # pieces, tp not counted
+        self.attention = SequenceAttention(self.ring, self.ulysses, self.zigzag) if self.degree > 1 else None
+        self.length = 0  # of the whole sequence of the forward that runs
+        self.sizes = [0] * self.tp.size
+        self._cuts = {}  # id of a tensor that blocks were given in this forward -> (it, this rank's part)
+
+    def begin(self, length):
+        """A forward over `length` positions starts."""
+        self.length = length
+        if length < self.degree:
+            raise ValueError(
+                f"sequence parallelism over {self.degree} ranks: a sequence of {length} leaves some without "
+                "a position"
+            )
+        local = (
+            split.local_length(length, self.ring, self.ulysses, self.zigzag) if self.degree > 1 else length
+        )
+        self.sizes = comm.even_sizes(local, self.tp.size)
+        if self.attention:
+            self.attention.length = length
+        self._cuts = {}
+
+    def modes(self):
+        """Contexts for a forward."""
+        return [LocalShapes(self)] + ([self.attention] if self.attention else [])
+
+    @property
+    def piece(self):
+        """Length of the hidden state inside the trunk on this rank."""
+        return self.sizes[self.tp.rank] if self.megatron else sum(self.sizes)
+
+    def local_length(self, length):
+        """The same, of an input of `length` positions."""
+        self.begin(length)
+        return self.piece
+
+    def cut(self, tensor, dim=1):
+        """This rank's positions (ring and ulysses) along `dim`."""
+        if self.degree == 1:
+            return tensor
+        held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=tensor.device)
+        return tensor.index_select(dim, held)
+
+    def enter(self, first, cut_hidden, args, kwargs, hidden):
+        """args and kwargs of a block with their tensors cut, and the hidden state.
+
+        first: the first block of this pass. cut_hidden: the hidden state is whole (block 0 of the model).
+        """
+        if first and cut_hidden:
+            self.begin(hidden.shape[1])
+            piece = self.cut(hidden)
+            if self.megatron:
+                piece = differentiable.scatter_to(piece, 1, self.sizes, self.tp)
+        else:
+            piece = hidden
+        if self.degree == 1:
+            return *replace_hidden(args, kwargs, hidden, piece), piece
+        args, kwargs = tree_map(
+            lambda value: piece if value is hidden else self._cut_other(value), (tuple(args), dict(kwargs))
+        )
+        return args, kwargs, piece
+
+    def leave(self, out):
+        """megatron_sp, where the model ends with its blocks: the result with the positions of all ranks of
+        tp.
+        """
+        return tree_map(
+            lambda x: (
+                differentiable.gather_from(x, 1, self.sizes, self.tp) if isinstance(x, torch.Tensor) else x
+            ),
+            out,
+        )
+
+    def _cut_other(self, value):
+        if not isinstance(value, torch.Tensor) or self.length not in value.shape:
+            return value
+        if id(value) not in self._cuts:
+            where = [dim for dim, size in enumerate(value.shape) if size == self.length]
+            dim = 1 if 1 in where else 0 if 0 in where else None
+            if dim is None or len(where) > 1 and dim != 1 or value.dim() > 3:
+                raise ValueError(
+                    f"sequence parallelism over {self.degree} ranks: a block is given a tensor "
+                    f"{tuple(value.shape)} with T={self.length} in it, which looks like an attention mask; "
+                    "only causal and full attention can be cut"
+                )
+            self._cuts[id(value)] = value, self.cut(value, dim)  # the tensor is kept: its id stays its own
+        return self._cuts[id(value)][1]
+
+    def cut_targets(self, targets):
+        """Targets (a tree of tensors) for this rank's positions. Raises ValueError for one that does not have
+        a value per position.
+        """
+        if self.degree == 1:
+            return targets
+
+        def cut(value):
+            if not isinstance(value, torch.Tensor):
+                return value
+            if value.dim() < 2 or value.shape[1] != self.length:
+                raise ValueError(
+                    f"sequence parallelism over {self.degree} ranks needs targets (batch, T={self.length}, "
+                    f"...), one per position; got {tuple(value.shape)}"
+                )
+            return self.cut(value)
+
+        return tree_map(cut, targets)

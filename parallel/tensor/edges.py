@@ -1,0 +1,94 @@
+"""The two edges of a sublayer that is cut: what is done to its input before the column layers, and to the
+products of its row layer.
+
+    input                            output
+    copy_to     gradient is summed   sum over ranks, then the bias         the same hidden state on all ranks
+    gather_sum                       reduce_scatter, then the bias         pieces of the sequence
+
+Product and collective are one call of products.py, except where several column layers share an input (q, k
+and v; gate and up): there one gather serves all of them, and one sum of their gradients.
+"""
+
+from pycomm.parallel.ground import comm, differentiable
+from pycomm.parallel.tensor.narrow import plain
+from pycomm.parallel.tensor.products import copy_linear, gather_linear, linear_reduce, linear_reduce_scatter
+from pycomm.parallel.tensor.slices import Pieces
+
+__all__ = ["SublayerInput", "SublayerOutput", "check_piece"]
+
+
+def check_piece(x, sequence, group, what):
+    """Raises ValueError unless dim 1 of x is this rank's piece of the sequence."""
+    if x.dim() < 3 or x.shape[1] != sequence.sizes[group.rank]:
+        raise ValueError(
+            f"[rank {group.rank}/{group.size}] {what}: input of shape {tuple(x.shape)}, but dim 1 of (batch, "
+            f"T, h) should be this rank's piece of the sequence, {sequence.sizes[group.rank]} of "
+            f"{sum(sequence.sizes)}. The model reshapes or pools it; use it without megatron_sp"
+        )
+
+
+class SublayerInput:
+    """What the column layers do to their input, once for layers that are given the same tensor.
+
+    sequence: see layers.py.
+    """
+
+    def __init__(self, group, sequence=None):
+        self.group, self.sequence = group, sequence
+        self.clear()
+
+    def clear(self):
+        """Forgets the last input, which would keep its graph alive."""
+        self.source = None  # the last input
+        self.version = None  # its version counter then: changed in place, it is another input
+        self.result = None  # what it became
+
+    def leave_group(self):
+        """From now on this rank is alone: for a trial of one rank's part (probe.py)."""
+        self.group = comm.ALONE
+
+    def __call__(self, x):
+        x = plain(x)
+        version = None if x.is_inference() else x._version
+        if self.source is not x or self.version != version:
+            self.source, self.version, self.result = x, version, self._enter(x)
+        return self.result
+
+    def _enter(self, x):
+        if self.sequence is None:
+            return differentiable.copy_to(x, self.group)
+        self._check(x)
+        return differentiable.gather_sum(x, 1, self.sequence.sizes, self.group)
+
+    def linear(self, x, weight, bias, lengths):
+        """F.linear of what enters, for the only layer that is given x. lengths: of the cut dimension of the
+        weight on all ranks.
+        """
+        x = plain(x)
+        if self.sequence is None:
+            return copy_linear(x, weight, bias, self.group, lengths)
+        self._check(x)
+        return gather_linear(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)
+
+    def _check(self, x):
+        check_piece(x, self.sequence, self.group, "input of a tensor-parallel sublayer")
+
+
+class SublayerOutput:
+    """Sums the products of the ranks, and adds the bias. source: the SublayerInput, which is cleared here."""
+
+    def __init__(self, group, sequence=None, source=None):
+        self.group, self.sequence, self.source = group, sequence, source
+
+    def __call__(self, x, weight, bias, lengths):
+        if self.source is not None:
+            self.source.clear()
+        x = plain(x)
+        if self.sequence is None:
+            return linear_reduce(x, weight, bias, self.group, lengths)
+        if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
+            raise ValueError(
+                f"[rank {self.group.rank}/{self.group.size}] output of a tensor-parallel sublayer: shape "
+                f"{tuple(x.shape)}, but dim 1 should be the whole sequence, {sum(self.sequence.sizes)}"
+            )
+        return linear_reduce_scatter(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)

@@ -1,0 +1,192 @@
+"""Finds what tensor parallelism can cut in a plain module graph. Reads modules; changes nothing, communicates
+nothing.
+
+    rule        found as                                                 cut
+    attention   q, k, v and output Linears, or one fused qkv and an      heads: q, k, v by rows, output by
+                output, under their common names;                        columns
+                torch.nn.MultiheadAttention
+    mlp         direct children Linear h->f (one or several) and f->h;   f: the first by rows, the second by
+                Linear, activation, Linear in an nn.Sequential; the      columns
+                two of torch's Transformer layers
+    vocab       an Embedding outside of the trunk, and the Linear that   rows of both
+                is tied to it or has as many outputs as it has rows
+    column      only by the user's rules: {glob of the name: rule}       rows, output gathered
+    row         only by a rule                                           columns, input cut
+    tokens      only by a rule: replicated, and with a sequence works    nothing
+                on the rank's own tokens, as norms do (mixtures of
+                experts)
+    replicate   everything else                                          nothing
+
+The user's rules win: a module (or what lies in it) with a rule is not part of anything found. A sublayer that
+does not fit is left replicated, with the reason in its detail, unless a rule asks for it: then ValueError.
+
+What makes a sublayer unfit: parameters in it that are neither cut nor known to be harmless (a norm over
+head_dim is harmless, one over all heads is not); children between the Linears that are not elementwise; names
+and layouts of fused projections that are not known ([q | k | v] is; others, such as per-head interleaving,
+are told apart by probe.py where possible).
+"""
+
+import fnmatch
+
+from torch import nn
+
+from pycomm.parallel.tensor.find_attention import find_attention
+from pycomm.parallel.tensor.find_mlp import find_mlp
+from pycomm.parallel.tensor.modules import is_linear, is_transposed, linear_sizes, within
+from pycomm.parallel.tensor.sublayers import Cuts, Found, Unfit
+
+__all__ = ["find"]
+
+RULES = ("attention", "column", "mlp", "replicate", "row", "tokens", "vocab")
+
+
+def find(model, *, rules=None, blocks=None):
+    """What can be cut: Cuts. rules: {glob of module names: rule}; blocks: name of the trunk.
+
+    Raises ValueError for rules that are unknown, match nothing or do not fit, and for a trunk that does not
+    exist.
+    """
+    return Finder(dict(model.named_modules()), rules or {}, blocks).run()
+
+
+def check_rules(modules, rules):
+    unused = [glob for glob in rules if not any(fnmatch.fnmatchcase(fqn, glob) for fqn in modules)]
+    wrong = {glob: rule for glob, rule in rules.items() if rule not in RULES}
+    if unused or wrong:
+        raise ValueError(
+            f"tensor-parallel rules: {unused} match no module; {wrong} are not among {', '.join(RULES)}"
+        )
+
+
+def rule_of(fqn, rules):
+    """The first rule whose glob matches the module, or a module that it lies in and that is not to be cut."""
+    own = next((rule for glob, rule in rules.items() if fnmatch.fnmatchcase(fqn, glob)), None)
+    if own is not None or not fqn:
+        return own
+    above = rule_of(fqn.rpartition(".")[0], rules)
+    return above if above in ("replicate", "tokens") else None
+
+
+def is_head(table, linear):
+    """Whether a Linear may give the logits of an Embedding's vocabulary."""
+    if table.weight is linear.weight:
+        return True
+    return linear_sizes(linear)[1] == table.num_embeddings and not is_transposed(linear)
+
+
+class Finder:
+    """Goes through a model once per rule: attention takes its layers first, then the vocabulary, then mlp."""
+
+    def __init__(self, modules, rules, blocks):
+        check_rules(modules, rules)
+        if blocks is not None and blocks not in modules:
+            raise ValueError(f"tensor parallelism: the model has no module {blocks!r} that blocks= names")
+        self.modules = modules  # name -> module
+        self.blocks = blocks  # name of the trunk, or None
+        self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, rules)) is not None}
+        self.taken = set()  # modules that are part of what was found
+        self.cuts = Cuts([], {}, [], [], set(self.rules.items()))
+
+    def run(self):
+        for fqn in self.modules:
+            self._try_rule("attention", fqn, lambda fqn: find_attention(self.modules, fqn))
+        self._find_vocabulary()
+        for fqn in self.modules:
+            self._try_rule("mlp", fqn, lambda fqn: find_mlp(self.modules, fqn, self.taken))
+        self._follow_rules()
+        for fqn, module in self.modules.items():
+            if is_linear(module) and self._is_free(fqn):
+                self._note(fqn, "replicate", "a Linear layer of no sublayer")
+        order = {fqn: index for index, fqn in enumerate(self.modules)}
+        self.cuts.found.sort(key=lambda line: order[line.fqn])
+        return self.cuts
+
+    def _note(self, fqn, rule, detail):
+        self.cuts.found.append(Found(fqn, rule, detail))
+
+    def _is_free(self, name):
+        return name not in self.taken and name not in self.rules
+
+    def _take_all(self, fqn):
+        """A module and what lies in it."""
+        self.taken.update(name for name in self.modules if name == fqn or name.startswith(fqn + "."))
+
+    def _try_rule(self, rule, fqn, finder):
+        asked = self.rules.get(fqn) == rule
+        if not asked and not self._is_free(fqn):
+            return
+        try:
+            sublayers = finder(fqn)
+        except Unfit as reason:
+            if asked:
+                raise ValueError(f"tensor-parallel rule {rule!r} for {fqn!r}: {reason}") from None
+            self._note(fqn, "replicate", f"{rule}: {reason}")
+            if rule == "attention":
+                self.cuts.whole.append(fqn)
+                self._take_all(fqn)
+            return
+        if asked and not sublayers:
+            raise ValueError(
+                f"tensor-parallel rule {rule!r} for {fqn!r}: no Linear layers of the known forms in "
+                f"{type(self.modules[fqn]).__name__}"
+            )
+        for sublayer in sublayers:
+            self._add(rule, fqn, sublayer)
+
+    def _add(self, rule, fqn, sublayer):
+        names = (*sublayer.columns, sublayer.row)
+        if any(name in self.rules and self.rules[name] != rule for name in names):
+            return  # one of its layers has a rule of its own
+        self.cuts.sublayers.append(sublayer)
+        self.taken.update(names)
+        if rule == "attention":
+            self._take_all(fqn)
+        self._note(fqn, rule, sublayer.describe())
+
+    # The vocabulary: one embedding outside of the trunk, and its head. A tied pair first, else the first
+    # embedding and the last Linear of its size.
+
+    def _find_vocabulary(self):
+        outside = [
+            (fqn, m) for fqn, m in self.modules.items() if not self._in_trunk(fqn) and self._is_free(fqn)
+        ]
+        heads = [
+            (table, head, t.weight is m.weight)
+            for table, t in outside
+            if type(t) is nn.Embedding and not (t.max_norm is not None or t.scale_grad_by_freq or t.sparse)
+            for head, m in outside
+            if is_linear(m) and is_head(t, m)
+        ]
+        tied_pairs = [pair for pair in heads if pair[2]]
+        of_first_table = [pair for pair in heads if pair[0] == heads[0][0]]
+        for table, head, tied in tied_pairs[:1] or of_first_table[-1:]:
+            rows = self.modules[table].num_embeddings
+            for fqn, other in ((table, head), (head, table)):
+                self.cuts.single[fqn] = "vocab"
+                self.taken.add(fqn)
+                self._note(fqn, "vocab", f"{rows} rows" + (f", tied to {other}" if tied else ""))
+
+    def _in_trunk(self, fqn):
+        if self.blocks is not None:
+            return fqn != self.blocks and within(fqn, self.blocks)
+        parts = fqn.split(".")
+        above = (self.modules.get(".".join(parts[:n])) for n in range(1, len(parts)))
+        return any(isinstance(module, nn.ModuleList) for module in above)
+
+    def _follow_rules(self):
+        """Rules that name a layer or say that nothing is cut."""
+        for fqn, rule in self.rules.items():
+            module = self.modules[fqn]
+            above = self.rules.get(fqn.rpartition(".")[0]) if fqn else None
+            if rule in ("column", "row", "vocab"):
+                if not (is_linear(module) or rule == "vocab" and type(module) is nn.Embedding):
+                    raise ValueError(
+                        f"tensor-parallel rule {rule!r} for {fqn!r}: it is a {type(module).__name__}, not a "
+                        "Linear layer"
+                    )
+                self.cuts.single[fqn] = rule
+            elif rule not in ("replicate", "tokens") or above == rule:
+                continue  # done by _try_rule, or said already for the module that this one lies in
+            elif rule == "replicate":
+                self.cuts.whole.append(fqn)
+            self._note(fqn, rule, "by rule")

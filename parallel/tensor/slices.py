@@ -1,0 +1,43 @@
+"""Which indices of a dimension that is cut a rank holds: of a parameter, and of an activation."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.layout import Layout
+from pycomm.parallel.tensor.heads import spans
+
+__all__ = ["Pieces", "Slices", "cut", "even_slices"]
+
+
+class Pieces(NamedTuple):
+    """The ranks' pieces of an activation: sizes[r] long along `dim` on rank r."""
+
+    dim: int
+    sizes: list[int]
+
+
+class Slices(NamedTuple):
+    """The indices of the cut dimension that a rank holds; fields as in Layout."""
+
+    ranges: tuple[tuple[int, int], ...]
+    counted: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]  # how many every rank holds
+    overlap: bool = False
+
+    def layout(self, tensor, dim):
+        return Layout(tuple(tensor.shape), dim, self.ranges, self.counted, overlap=self.overlap)
+
+
+def even_slices(length, group):
+    lengths = comm.even_sizes(length, group.size)
+    span = spans(lengths)[group.rank]
+    return Slices((span,), (span,), tuple(lengths))
+
+
+def cut(parameter, layout):
+    """The local part of a parameter, as a parameter of its own; the parameter itself when it is not cut."""
+    if layout.dim is None:
+        return parameter
+    return nn.Parameter(layout.take(parameter.detach()), requires_grad=parameter.requires_grad)

@@ -1,0 +1,58 @@
+"""ZeRO 1: the optimizer's state is sharded, gradients and values are whole on every rank.
+
+    2 ranks            rank 0                             rank 1
+    values             [a a a a|b b b b]                  [a a a a|b b b b]   one registered buffer; the
+                                                                              parameters are its views
+    master, moments    [A A A A]                                  [B B B B]   of the rank's own chunk
+    backward           [g0     |g0     ]                  [g1     |g1     ]   one buffer; param.grad are views
+    last microbatch    [g0+g1  |.......]  reduce_scatter  [.......|g0+g1  ]   in place, during backward
+    optimizer          updates a                                  updates b
+    after it           [a a a a|b b b b]    all_gather    [a a a a|b b b b]
+
+Bytes sent per step and rank: (n-1)/n P for the gradients and as much for the values, together what the
+all_reduce of replicated gradients sends. ZeRO 2 takes the values from here and the gradients from
+streamed.py.
+"""
+
+from pycomm.parallel.data.bucket import BufferedBucket
+from pycomm.parallel.ground import comm
+from pycomm.parallel.zero.shards import Shards
+
+__all__ = ["FlatBucket", "FlatShards"]
+
+
+class FlatBucket(BufferedBucket):
+    """Whole gradients in a buffer, of whose sum each rank gets its own chunk."""
+
+    is_sharded = True
+
+    def launch(self):
+        self._clear_gaps()
+        self._sum_overlaps()
+        self.work = comm.reduce_scatter(self.own(self.flat), self.flat, self.group, async_op=True)
+
+    def gradient(self):
+        return self.own(self.flat)
+
+
+class FlatShards(Shards):
+    """Values in one flat buffer, which is gathered after every step of the optimizer."""
+
+    def _keep_values(self, originals, on_host):
+        bucket = self.bucket
+        self.work = None  # the all_gather under way
+        self.values = self._fill(
+            comm.empty(bucket.spec.numel, bucket.dtype, bucket.group, bucket.device), originals
+        )
+        for info, view in zip(bucket.infos, bucket.spec.views(self.values), strict=True):
+            info.param.data = view
+        return bucket.own(self.values)
+
+    def publish(self):
+        self._copy_master()
+        self.work = comm.all_gather(self.values, self.values_here, self.bucket.group, async_op=True)
+
+    def wait(self):
+        if self.work is not None:
+            self.work.wait()
+            self.work = None

@@ -1,0 +1,54 @@
+"""The one place where the number of Plan(zero=) becomes classes.
+
+    zero   gradients     values        buckets
+    0      replicated    replicated    of bucket_mb
+    1      flat          flat          of bucket_mb
+    2      streamed      flat          of bucket_mb, 8 at least: one under way is memory that the shards save
+    3      streamed      streamed      one per unit (units.py)
+
+Tables of who holds what and what is sent: data/replicated.py, flat.py, streamed.py.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from pycomm.parallel.data.bucket import Bucket, cut_into_buckets
+from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
+from pycomm.parallel.zero.flat import FlatBucket, FlatShards
+from pycomm.parallel.zero.shards import ReplicatedShards, Shards
+from pycomm.parallel.zero.streamed import StreamedBucket, StreamedShards
+
+__all__ = ["Kind", "kind_of"]
+
+
+class Kind(NamedTuple):
+    """How gradients and values of a plan are held. See the table at the top."""
+
+    bucket: type[Bucket]
+    shards: type[Shards]
+    least_buckets: int = 1
+    by_unit: bool = False  # values are gathered and freed by unit; frozen parameters are in buckets too
+
+    def cut(self, infos, limit):
+        """Lists of infos, one per bucket; infos: of one unit, where the kind is by_unit."""
+        return cut_into_buckets(infos, float("inf") if self.by_unit else limit, self.least_buckets)
+
+    def make_bucket(self, infos, whole: bool = False, make_sum: Callable | None = None):
+        """A Bucket; whole: no parameter is cut between ranks; make_sum: see ReplicatedBucket."""
+        if self.bucket is not ReplicatedBucket:
+            return self.bucket(infos, whole)
+        return (
+            LocalBucket(infos, whole) if LocalBucket.fits(infos) else ReplicatedBucket(infos, whole, make_sum)
+        )
+
+
+KINDS = {
+    0: Kind(ReplicatedBucket, ReplicatedShards),
+    1: Kind(FlatBucket, FlatShards),
+    2: Kind(StreamedBucket, FlatShards, least_buckets=8),
+    3: Kind(StreamedBucket, StreamedShards, by_unit=True),
+}
+
+
+def kind_of(plan):
+    return KINDS[plan.zero]

@@ -1,0 +1,90 @@
+"""The user's optimizer over what this rank owns: its parameters are replaced once, its steps are taken here.
+
+A shard of a parameter is enough for optimizers that treat each element by itself. Others (Muon, Adafactor,
+anything unknown) get whole parameters: the bucket is then cut at parameter boundaries (FlatSpec, whole).
+"""
+
+import torch
+
+__all__ = ["check_fresh", "is_elementwise", "replace_parameters", "step_optimizer"]
+
+ELEMENTWISE = (
+    *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
+    *("RMSprop", "Adagrad", "Adadelta", "ASGD", "Rprop"),
+)
+
+
+def is_elementwise(opt):
+    """Whether the update of an element depends on nothing but that element's gradients."""
+    return any(type(opt) is getattr(torch.optim, name) for name in ELEMENTWISE)
+
+
+def check_fresh(opt):
+    """Raises ValueError when the optimizer has state of steps: its tensors have the shapes of whole
+    parameters.
+
+    Adagrad makes its state when it is made.
+    """
+    if opt.state and not (
+        type(opt) is torch.optim.Adagrad and not any(state["step"] for state in opt.state.values())
+    ):
+        raise ValueError(
+            "the optimizer has taken steps already: parallelize before the first one; parallel.load brings "
+            "older state in"
+        )
+
+
+def replace_parameters(opt, all_shards):
+    """Puts the shards in the place of the model's parameters in opt.param_groups; parameters that are in no
+    bucket (frozen) leave.
+    """
+    start = next(iter(opt.state.values()), None)
+    opt.state.clear()
+    by_option = {}
+    for shards in all_shards:
+        for shard in shards.owned:
+            by_option.setdefault(shard.info.option, []).append(shard.param)
+    for number, group in enumerate(opt.param_groups):
+        group["params"] = by_option.get(number, [])
+        if start is not None:  # Adagrad
+            for param in group["params"]:
+                total = torch.full_like(param, group["initial_accumulator_value"], requires_grad=False)
+                opt.state[param] = {"step": torch.zeros_like(start["step"]), "sum": total}
+
+
+def step_optimizer(opt, all_shards, scale=None, unused=()):
+    """One step of the user's optimizer over all shards, gradients times `scale`; it does not see parameters
+    named in `unused`.
+
+    With master copies in fp32 the gradients are cast bucket by bucket, and the optimizer steps over one
+    bucket at a time, so that fp32 gradients exist for one bucket only.
+    """
+    all_shards = [shards for shards in all_shards if shards.is_updated]
+    if any(shards.casts_gradients for shards in all_shards):
+        _step_one_by_one(opt, all_shards, scale, unused)
+    else:
+        for shards in all_shards:
+            shards.attach_gradients(scale, unused)
+        opt.step()
+        for shards in all_shards:
+            shards.detach_gradients()
+            shards.publish()
+    for shards in all_shards:
+        shards.wait()
+
+
+def _step_one_by_one(opt, all_shards, scale, unused):
+    everything = [group["params"] for group in opt.param_groups]
+    try:
+        for shards in all_shards:
+            shards.attach_gradients(scale, unused)
+            for group in opt.param_groups:
+                group["params"] = []
+            option = shards.bucket.infos[0].option
+            opt.param_groups[option]["params"] = [shard.param for shard in shards.owned]
+            opt.step()
+            shards.detach_gradients()
+            shards.publish()
+    finally:
+        for group, params in zip(opt.param_groups, everything, strict=True):
+            group["params"] = params

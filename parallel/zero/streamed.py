@@ -1,0 +1,131 @@
+"""ZeRO 2 and 3: gradients exist for a few buckets at a time, and in ZeRO 3 so do values.
+
+    gradients, 2 ranks   rank 0                           rank 1
+    backward             [g0     |g0     ]                [g1     |g1     ]   a buffer, made for the first one
+    bucket complete      [g0+g1  ]       reduce_scatter           [g0+g1  ]   a new chunk; the buffer dies
+    next microbatch      the same, and the new chunk is added to the first
+    optimizer            updates a                                updates b
+
+    values of ZeRO 3     rank 0                           rank 1
+    between passes       [a a a a]                                [b b b b]   parameters are empty tensors
+    a unit is used       [a a a a|b b b b]   all_gather   [a a a a|b b b b]
+    after its use        [a a a a]                                [b b b b]
+
+At no time do all gradients exist; data/reducer.py says how many buckets are under way. Bytes sent per
+microbatch and rank: (n-1)/n P of gradients. The values of ZeRO 2 are those of flat.py, gathered once per
+step; those of ZeRO 3 are gathered twice per microbatch, when units.py says so.
+
+Whole values of ZeRO 3 live in one storage that is emptied and filled again in place, since views that
+autograd has saved share it. Meanwhile parameters are given an empty tensor, so that a use at the wrong time
+is an error of shapes and not of memory.
+"""
+
+import contextlib
+
+import torch
+
+from pycomm.parallel.data.bucket import Bucket
+from pycomm.parallel.ground import comm
+from pycomm.parallel.zero.shards import Shards
+
+__all__ = ["StreamedBucket", "StreamedShards"]
+
+
+class StreamedBucket(Bucket):
+    """Gradients move into the buffer as soon as they are there, and the buffer dies with its sum."""
+
+    is_sharded = True
+    sums_each_microbatch = True
+
+    def __init__(self, infos, whole=False):
+        super().__init__(infos, whole)
+        self.sum = None  # this rank's chunk of the sum over all microbatches so far; None: no gradient yet
+
+    def zero_grad(self):
+        self.wait()  # only a step that raised leaves anything under way
+        self.sum = self.flat = self.views = None
+        for info in self.infos:
+            info.param.grad = None
+
+    def collect(self, param):
+        self.accumulate(param, param.grad)
+        param.grad = None
+
+    def accumulate(self, param, grad):
+        self._begin_buffer()
+        self.views[self.index[id(param)]].add_(grad)
+
+    def _begin_buffer(self):
+        if self.flat is None:
+            self.flat = torch.zeros(self.spec.numel, dtype=self.dtype, device=self.device)
+            self.views = self.spec.views(self.flat)
+
+    def launch(self):
+        self._begin_buffer()  # also where this rank has no gradient: the others may have one
+        self._sum_overlaps()
+        chunk = self.flat.new_empty(self.spec.chunk)
+        work = comm.reduce_scatter(chunk, self.flat, self.group, async_op=True)
+        self.in_flight.append((work, chunk, self.flat))  # the buffer lives until wait()
+        self.flat = self.views = None
+
+    def wait(self):
+        for work, chunk, _ in self.in_flight:
+            work.wait()
+            self.sum = chunk if self.sum is None else self.sum.add_(chunk)
+        self.in_flight.clear()
+
+    def gradient(self):
+        if self.sum is None:
+            self.sum = torch.zeros(self.spec.chunk, dtype=self.dtype, device=self.device)
+        return self.sum
+
+
+class StreamedShards(Shards):
+    """Values of which this rank keeps its own chunk, and which exist whole between start_gather() and
+    free().
+    """
+
+    def _keep_values(self, originals, on_host):
+        bucket = self.bucket
+        self.work = None  # the all_gather under way
+        self.source = None  # what it reads: lives until finish_gather()
+        full = self._fill(torch.zeros(bucket.spec.numel, dtype=bucket.dtype, device=bucket.device), originals)
+        here = bucket.own(full).to("cpu" if on_host else bucket.device, copy=True)
+        self.values = full  # the whole values while they exist; its storage is empty in between
+        self.views = bucket.spec.views(full)
+        self.nbytes = full.untyped_storage().nbytes()
+        self.nothing = torch.empty(0, dtype=bucket.dtype, device=bucket.device)
+        self.free()
+        return here
+
+    def publish(self):
+        self._copy_master()
+
+    def start_gather(self):
+        self.values.untyped_storage().resize_(self.nbytes)
+        self.source = self.values_here.to(self.values.device, non_blocking=True)
+        self.work = comm.all_gather(self.values, self.source, self.bucket.group, async_op=True)
+
+    def finish_gather(self):
+        self.work.wait()
+        self.work = self.source = None
+        for info, view in zip(self.bucket.infos, self.views, strict=True):
+            info.param.data = view
+
+    @contextlib.contextmanager
+    def stand_ins(self):
+        """While they do not exist: the parameters are zeros that take no memory, for a forward that is run
+        for shapes.
+        """
+        for info in self.bucket.infos:
+            info.param.data = self.nothing.new_zeros(()).expand(info.shape)
+        try:
+            yield
+        finally:
+            for info in self.bucket.infos:
+                info.param.data = self.nothing
+
+    def free(self):
+        for info in self.bucket.infos:
+            info.param.data = self.nothing
+        self.values.untyped_storage().resize_(0)

@@ -1,0 +1,55 @@
+"""Arrays of other libraries as tensors over the same memory, and results as the caller's arrays."""
+
+import torch
+
+
+def as_tensor(array):
+    """A tensor over the memory of any array. No copy."""
+    if isinstance(array, torch.Tensor):
+        return array
+    if type(array).__module__ == "numpy" and hasattr(array, "__array_interface__"):
+        if not array.flags.writeable:
+            raise ValueError("the NumPy array is read-only; pass a writable one")
+        return torch.from_numpy(array)
+    if hasattr(array, "__dlpack__"):
+        return torch.from_dlpack(array)
+    raise TypeError(
+        f"expected a torch tensor, a NumPy array or an array with __dlpack__, got {type(array).__name__}"
+    )
+
+
+def as_tensors(arrays):
+    return [as_tensor(array) for array in arrays]
+
+
+def like(tensor, array):
+    """A new tensor as the kind of array that the caller uses."""
+    if isinstance(array, torch.Tensor):
+        return tensor
+    if type(array).__module__ == "numpy":
+        return tensor.numpy()
+    if _is_cupy(array):
+        import cupy  # optional; the caller has it
+
+        return cupy.from_dlpack(tensor)
+    namespace = array.__array_namespace__() if hasattr(array, "__array_namespace__") else None
+    return namespace.from_dlpack(tensor) if namespace is not None else tensor
+
+
+def call_in_stream(array, function, *args):
+    """function(*args) in the stream that the array's library calls current: torch's, where the extension
+    looks, or CuPy's.
+    """
+    if isinstance(array, (list, tuple)) and array:
+        array = array[0]
+    if not _is_cupy(array):
+        return function(*args)
+    import cupy  # optional; the caller has it
+
+    current = cupy.cuda.get_current_stream().ptr
+    with torch.cuda.stream(torch.cuda.ExternalStream(current, device=array.device.id)):
+        return function(*args)
+
+
+def _is_cupy(array):
+    return type(array).__module__.partition(".")[0] == "cupy"

@@ -1,0 +1,57 @@
+"""Chooses the form of one operation and runs it: the matrices of api.py in, those of the result out."""
+
+import functools
+
+from pycomm import env
+from pycomm.fused import form, machine
+from pycomm.fused.choice import choose
+from pycomm.fused.ranks import ALONE
+
+__all__ = ["forward"]
+
+
+def forward(problem, a, b, bias, ranks, *, save=False, keep=False):
+    """Collective on the ranks. Returns a plain.Result.
+
+    a: rows (outer, piece or whole, inner) of K columns; b: (k, columns), any strides; bias: (columns,) or
+    None. save: the preactivation is wanted where there is an activation; keep: the gathered a, of
+    all_gather_matmul.
+    """
+    with form.on_device_of(a):
+        return form.run(problem, _choose(problem, a, b, bias, ranks), a, b, bias, ranks, save=save, keep=keep)
+
+
+def _choose(problem, a, b, bias, ranks):
+    forced = env.fused()
+    if not a.is_cuda:
+        return _choose_on_cpu(
+            problem.shared(),
+            ranks.communicator is not None,
+            forced,
+            forced == "fused" and env.triton_interpret(),
+        )
+    options = {"peer_memory": ranks.communicator is not None, "forced": forced, "triton": form.has_triton()}
+    if problem.op == "matmul":
+        ranks = ALONE
+    talks = problem.op == "matmul" or options["peer_memory"]
+    here = machine.of(ranks, a.device) if talks and form.has_triton() else None
+    choice = choose(problem.shared(), "cuda", obstacle=here.obstacle if here else "", **options)
+    if not (choice.open and here):
+        return choice
+    from pycomm.fused import tuner  # imports Triton
+
+    return tuner.decide(
+        problem, ranks, a.device, here, choice, lambda choice: form.run(problem, choice, a, b, bias, ranks)
+    )
+
+
+@functools.lru_cache(4096)
+def _choose_on_cpu(problem, peer_memory, forced, interpreted):
+    return choose(
+        problem,
+        "cpu",
+        peer_memory=peer_memory,
+        forced=forced,
+        triton=form.has_triton(),
+        interpreted=interpreted,
+    )

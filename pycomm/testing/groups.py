@@ -1,0 +1,70 @@
+"""The group that a rank of run_ranks is in: a Communicator, or the default group of torch.distributed."""
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from pycomm.communicator import Communicator
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupOptions:
+    """What group the ranks form, and on which devices.
+
+    Attributes:
+        backend: None: a Communicator. A name: the default group of torch.distributed, of this backend.
+        devices: the CUDA device of each rank, such as ["cuda:0", "cuda:0"]. It is made the current one, with
+            a stream of the rank's own: ranks that share a device need one each. None: the current device; a
+            stream of its own for a rank that is a thread, wherever there is CUDA.
+        operation_timeout: seconds of one operation whose peers do not come.
+        communicator: further options of a Communicator: name, staging_bytes, threads.
+        in_threads: the ranks are threads of one process.
+    """
+
+    backend: str | None
+    devices: Sequence[str] | None
+    operation_timeout: float
+    communicator: dict
+    in_threads: bool
+
+    @contextlib.contextmanager
+    def join(self, store, rank, world_size):
+        """Forms the group, for as long as the context lasts. Its value is what the rank's function gets: the
+        Communicator, or this rank's number. Left by an error, it does not wait for the peers.
+        """
+        with self._on_device(rank):
+            if self.backend is None:
+                options = {"timeout": self.operation_timeout, **self.communicator}
+                with Communicator(store, rank, world_size, **options) as comm:
+                    yield comm
+                return
+            limit = datetime.timedelta(seconds=self.operation_timeout)
+            dist.init_process_group(
+                self.backend, store=store, rank=rank, world_size=world_size, timeout=limit
+            )
+            yield rank  # not the group, which the caller would keep alive after destroy_process_group
+            if dist.is_initialized():  # the function may have done it
+                dist.destroy_process_group()
+
+    def _on_device(self, rank):
+        if self.devices is not None:
+            torch.cuda.set_device(self.devices[rank])
+        elif not (self.in_threads and torch.cuda.is_available()):
+            return contextlib.nullcontext()  # making the first stream initialises CUDA
+        return torch.cuda.stream(torch.cuda.Stream())
+
+
+def make_options(world_size, timeout, *, in_threads, backend=None, devices=None, **others):
+    """GroupOptions of the options of run_ranks. Raises ValueError."""
+    operation_timeout = others.pop("operation_timeout", timeout)
+    if backend is not None and in_threads:
+        raise ValueError(f"backend={backend!r} with threads: a process has one default group")
+    if backend is not None and others:
+        raise ValueError(f"{', '.join(others)}: for a Communicator, not with backend={backend!r}")
+    if devices is not None and len(devices) != world_size:
+        raise ValueError(f"devices={devices!r}: one for each of {world_size} ranks")
+    return GroupOptions(backend, devices, operation_timeout, others, in_threads)

@@ -1,0 +1,95 @@
+"""python tests/gpu: builds, checks and measures on this machine's GPU, and writes the
+report. See --help.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+
+from gpu import summary
+from gpu.steps import ROOT, TOTAL_SECONDS, all_steps, choose, run_all
+from pycomm import env
+from pycomm.benchmarks.common import device
+
+DESCRIPTION = """\
+Builds the extension for this machine's GPU, checks everything that needs one, measures, and writes
+benchmarks/results/<date>_<gpu>.md and .json; also into the folder that the variable OUT names, if it is set.
+It takes the packages of the Python that runs it: no virtual environment, nothing is installed.
+Exit status: 0 all passed and every target met; 1 a step failed or was not run; 2 only a target was missed.
+"""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(
+        prog="python tests/gpu",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--list", action="store_true", help="show the steps and stop")
+    parser.add_argument("--only", metavar="STEP,...", help="these steps alone")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=TOTAL_SECONDS,
+        help="limit for all steps together (default %(default)s)",
+    )
+    parser.add_argument(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="cpu: tries the program itself on host tensors",
+    )
+    parser.add_argument(
+        "--results", default=str(ROOT / "benchmarks" / "results"), help="folder of the report"
+    )
+    given = parser.parse_args(arguments)
+    if missing := device.why_no_torch() if given.device == "cpu" or given.list else device.why_no_cuda():
+        print(
+            f"gpu-check: {missing}. It runs with {sys.executable}; another Python: make gpu-check PYTHON=...",
+            file=sys.stderr,
+        )
+        return 1
+    steps = all_steps()
+    try:
+        steps = choose(steps, given.only and given.only.split(","))
+    except ValueError as error:
+        parser.error(str(error))
+    if given.list:
+        for step in steps:
+            print(f"{step.name:18} {step.seconds:4.0f} s  {step.about}")
+        return 0
+    return check(steps, given, arguments)
+
+
+def check(steps, given, arguments=None):
+    """Runs the steps and writes the report. Returns the exit status."""
+    outcomes = run_all(
+        steps, ROOT / "build" / "gpu_check", given.seconds, given.device, lambda text: print(text, flush=True)
+    )
+    printed = next((outcome.log for outcome in outcomes if outcome.step.name == "versions"), "")
+    command = shlex.join(["python3", "tests/gpu", *(sys.argv[1:] if arguments is None else arguments)])
+    report = summary.contents(outcomes, last_object(printed), command)
+    out = env.for_child().get("OUT")
+    for path in summary.write(report, [given.results] + ([out] if out else [])):
+        print(f"wrote {path}")
+    for target in report["targets"]:
+        print(
+            f"{'met' if target['met'] else 'MISSED' if target['met'] is False else 'not measured'}: "
+            f"{target['target']}"
+        )
+    counts = {
+        status: sum(step["status"] == status for step in report["steps"])
+        for status in ("pass", "fail", "not run")
+    }
+    print(", ".join(f"{number} {status}" for status, number in counts.items()))
+    return summary.exit_code(report)
+
+
+def last_object(printed):
+    """The JSON object in the last line of a text; {} if there is none."""
+    try:
+        found = json.loads(printed.strip().splitlines()[-1])
+    except (IndexError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,269 @@
+"""The steps of gpu-check: each a process with a limit of its own, so that a hang costs one step.
+
+In order of importance, since all of them share one limit: what does not fit into it is reported as not run.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from gpu.checks import CHECKS
+from pycomm import env
+from pycomm.benchmarks.common.device import CONNECTIONS
+
+ROOT = Path(__file__).parents[2]
+TOTAL_SECONDS = 525.0  # of all steps; the report and the start come on top
+LEAST_SECONDS = 8.0  # a step is not begun with less
+SLACK = 3.0  # seconds between a check's own limit and ours: it stops early, and says what it did not reach
+ONE_GPU = "--ranks-per-gpu"
+ONE_CHECK = ("{python}", "tests/gpu", "one")
+OPS = "all_reduce,all_gather,all_to_all,reduce_scatter"
+PRODUCTS = (
+    "--shapes",
+    "8192x8192x8192,4096x4096x4096",
+    "--dtype",
+    "bf16",
+    "--activation",
+    "bare,gelu_tanh,swiglu",
+)
+COLLECTIVES = "all_gather_matmul,matmul_reduce_scatter,matmul_all_reduce"
+# A layer of 8192 on all ranks together, with many rows and with few.
+FUSED = (
+    "--op",
+    COLLECTIVES,
+    "--shapes",
+    "8192x8192x1024,512x8192x1024",
+    "--dtype",
+    "bf16",
+    "--ranks-as",
+    "threads",
+)
+SIZES, FEW_SIZES = "8K,64K,512K,4M,16M,64M,256M", "8K,1M,64M"
+
+
+class Step(NamedTuple):
+    name: str
+    seconds: float  # its limit
+    command: tuple  # of words; {python}, {seconds}, {records}, {json}, {device} are filled in
+    about: str
+
+
+class Outcome(NamedTuple):
+    step: Step
+    status: str  # "pass", "fail", "not run"
+    seconds: float
+    note: str = ""
+    log: str = ""  # the end of what it printed
+    records: tuple = ()  # of a check
+    bench: dict | None = None  # of a benchmark
+
+
+def _bench(name, seconds, about, *words):
+    options = ("--device", "{device}", "--json", "{json}")
+    return Step(name, seconds, ("{python}", "-m", "pycomm.benchmarks", *words, *options), about)
+
+
+def _collectives(name, seconds, about, *words):
+    return _bench(name, seconds, about, *words, "--timeout", "30")
+
+
+def _fused(name, seconds, about, *words):
+    """It begins no case when little time is left, so what it has measured by then is not lost."""
+    limits = ("--rounds", "3", "--seconds", "0.03", "--limit", f"{0.75 * seconds:g}")
+    return _bench(name, seconds, about, "fused", *words, *limits)
+
+
+def _share(n):
+    """Options for n ranks on one GPU."""
+    return "--ranks", str(n), f"{ONE_GPU}={n}"
+
+
+def _with(variables):
+    return ("env", *variables) if variables else ()
+
+
+def _check(name, check):
+    options = ("{records}", "--device", "{device}", "--seconds", "{seconds}")
+    command = (*_with(check.variables), *ONE_CHECK, name, *options)
+    return Step(name, check.seconds, command, check.about)
+
+
+def all_steps():
+    """Every step, in order."""
+    checks = {name: _check(name, check) for name, check in CHECKS.items()}
+    quick = ("--rounds", "3", "--seconds", "0.02")
+    threads, processes = (
+        ("--ranks-as", "threads", "--backends", "pycomm"),
+        ("--ranks-as", "processes", "--backends", "pycomm,pycomm-torch"),
+    )
+    graph = ("all_reduce", "--sizes", "8K,64K,1M", "--graph", *threads, *quick)
+    first = ("smoke", "values_threads")
+    return [
+        Step(
+            "versions",
+            30,
+            ("{python}", "tests/gpu", "versions"),
+            "driver, GPU, packages, compiler, commit",
+        ),
+        Step(
+            "build",
+            240,
+            ("{python}", "setup.py", "egg_info", "build_ext", "--inplace"),
+            "the extension, into the source tree",
+        ),
+        *(checks.pop(name) for name in first),
+        _collectives(
+            "bench_8", 90, "8 threads on one GPU", OPS, *_share(8), "--sizes", SIZES, *threads, *quick
+        ),
+        _collectives("bench_8_graph", 30, "8 threads, replayed graphs", *graph, *_share(8)),
+        *checks.values(),
+        _fused(
+            "bench_fused_matmul", 90, "products with an epilogue beside cuBLAS", "--op", "matmul", *PRODUCTS
+        ),
+        *(
+            _fused(f"bench_fused_{n}", 90, f"{n} threads, replayed graphs", *FUSED, "--graph", *_share(n))
+            for n in (8, 2, 4)
+        ),
+        _collectives("bench_4", 40, "4 threads", OPS, *_share(4), "--sizes", FEW_SIZES, *threads, *quick),
+        _collectives("bench_2", 40, "2 threads", OPS, *_share(2), "--sizes", FEW_SIZES, *threads, *quick),
+        _collectives("bench_4_graph", 30, "4 threads, replayed graphs", *graph, *_share(4)),
+        _collectives("bench_2_graph", 30, "2 threads, replayed graphs", *graph, *_share(2)),
+        _collectives(
+            "bench_2_processes", 45, "2 processes", OPS, *_share(2), "--sizes", FEW_SIZES, *processes, *quick
+        ),
+        _collectives(
+            "bench_4_processes", 45, "4 processes", OPS, *_share(4), "--sizes", FEW_SIZES, *processes, *quick
+        ),
+    ]
+
+
+def choose(steps, only):
+    """The steps named in only (a list; None: all), in their order. Raises ValueError."""
+    known = [step.name for step in steps]
+    unknown = [name for name in only or () if name not in known]
+    if unknown:
+        raise ValueError(f"no such step: {', '.join(unknown)}. There are: {', '.join(known)}.")
+    return [step for step in steps if not only or step.name in only]
+
+
+def run_step(step, folder, limit, on="cuda"):
+    """Runs a step for `limit` seconds at most and returns its Outcome. Its files go to folder."""
+    folder.mkdir(parents=True, exist_ok=True)
+    records, bench, log = (folder / f"{step.name}.{kind}" for kind in ("jsonl", "json", "log"))
+    for file in (records, bench):
+        file.unlink(missing_ok=True)
+    words = {
+        "python": sys.executable,
+        "records": records,
+        "json": bench,
+        "device": on,
+        "seconds": f"{max(1.0, limit - SLACK):.1f}",
+    }
+    command = [word.format(**words) for word in step.command if on == "cuda" or not word.startswith(ONE_GPU)]
+    child_env = env.for_child(
+        CUDA_DEVICE_MAX_CONNECTIONS=CONNECTIONS,
+        PYTHONUNBUFFERED=1,
+        OMP_NUM_THREADS=1,
+        RANK=None,
+        WORLD_SIZE=None,
+    )
+    began = time.monotonic()
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=child_env,
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code = process.wait(limit)
+        except subprocess.TimeoutExpired:
+            code = None
+        _end_session(process)
+    seconds, found = round(time.monotonic() - began, 1), _lines(records)
+    notes = _notes(step, code, found, limit)
+    status, said = "fail" if notes else "pass", log.read_text(errors="replace")[-4000:]
+    return Outcome(step, status, seconds, "; ".join(notes), said, tuple(found), _object(bench))
+
+
+def _end_session(process):
+    """Ends what the step left behind: it is in the session that we made for it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def _notes(step, code, records, limit):
+    """What went wrong in a step, as texts. code: its exit status; None: it did not end in time."""
+    wrong = [record for record in records if record["ok"] is False]
+    notes = [f"did not end within {limit:.0f} s"] if code is None else [f"ended with {code}"] if code else []
+    if wrong:
+        notes.append(f"{len(wrong)} of {len(records)} records failed")
+    if code == 0 and not records and set(ONE_CHECK) <= set(step.command):
+        notes.append("it recorded nothing")
+    return notes
+
+
+def run_all(steps, folder, total=TOTAL_SECONDS, on="cuda", tell=print):
+    """Runs the steps one after the other and returns their Outcomes; whatever happens, one for each."""
+    deadline, outcomes = time.monotonic() + total, []
+    for step in steps:
+        left = deadline - time.monotonic()
+        failed_build = any(done.step.name == "build" and done.status == "fail" for done in outcomes)
+        if failed_build or left < LEAST_SECONDS:
+            note = "the build failed" if failed_build else f"the time of {total:.0f} s had run out"
+            outcomes.append(Outcome(step, "not run", 0.0, note))
+            tell(f"         {step.name}: not run, {note}")
+            continue
+        limit = min(step.seconds, left)
+        tell(f"{total - left:6.0f} s {step.name}: {step.about} (at most {limit:.0f} s)")
+        outcome = run_step(step, folder, limit, on)
+        outcomes.append(outcome)
+        tell(
+            f"         {step.name}: {outcome.status} after {outcome.seconds:.1f} s"
+            + (f" ({outcome.note})" if outcome.note else "")
+        )
+        for line in problems(outcome)[:6]:
+            tell(f"           {line[:300]}")
+    return outcomes
+
+
+def problems(outcome):
+    """What to show of a step that failed: its failed records, else the end of its log."""
+    if outcome.status == "pass":
+        return []
+    wrong = [
+        f"{record['case']}: {' '.join(record['detail'].split())}"
+        for record in outcome.records
+        if record["ok"] is False
+    ]
+    return wrong or [line for line in outcome.log.splitlines() if line.strip()][-6:]
+
+
+def _lines(path):
+    if not path.exists():
+        return []
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:  # cut off when the step was ended
+            continue
+    return found
+
+
+def _object(path):
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None

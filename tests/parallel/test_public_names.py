@@ -1,0 +1,62 @@
+"""Freezes what `import pycomm.parallel` offers: a change of these lists is a change of the public API."""
+
+import inspect
+
+import pytest
+
+import pycomm.parallel as par
+
+PUBLIC = """DistributedDataParallel MoE Plan count_traffic cross_entropy evaluate full_gradients
+full_state_dict grad_norm load make_schedule parallelize sampler save step""".split()
+
+FOLDERS = {
+    "data": ["DistributedDataParallel", "NaiveDataParallel", "make_compression"],
+    "expert": ["MoE"],
+    "pipeline": """Action DeferWeights ModelParallel NAMES Schedule StageOps Timeline WeightStash WeightStore
+        accumulate_grad make_schedule peak_activations run simulate validate""".split(),
+    "sequence": """SequenceAttention cut lengths local_length positions ring_attention ring_spans
+        ring_ulysses_attention spans ulysses_attention ulysses_sizes""".split(),
+    "tensor": """ColumnParallelLinear Head RankHeads RowParallelLinear TensorParallel VocabParallelEmbedding
+        VocabShard cross_entropy parallelize_tensor split_heads""".split(),
+}
+
+# Names that the front had before they moved to their folder.
+MOVED = {
+    "ColumnParallelLinear": "tensor",
+    "ModelParallel": "pipeline",
+    "NaiveDataParallel": "data",
+    "RowParallelLinear": "tensor",
+    "VocabParallelEmbedding": "tensor",
+    "ring_attention": "sequence",
+    "ring_ulysses_attention": "sequence",
+    "ulysses_attention": "sequence",
+}
+
+
+def test_the_front_is_frozen():
+    assert sorted(par.__all__) == PUBLIC
+    assert len(par.__all__) <= 15
+    assert dir(par) == sorted([*PUBLIC, *FOLDERS])
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_the_folders_are_frozen(folder):
+    package = getattr(par, folder)
+    assert sorted(package.__all__) == FOLDERS[folder]
+    assert all(hasattr(package, name) for name in package.__all__)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name):
+    assert inspect.getdoc(getattr(par, name))
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_moved_names_are_still_found(name):
+    assert getattr(par, name) is getattr(getattr(par, MOVED[name]), name)
+    assert name not in par.__all__ and name not in dir(par)
+
+
+def test_unknown_name():
+    with pytest.raises(AttributeError, match="has no attribute 'paralelize'"):
+        par.paralelize  # noqa: B018

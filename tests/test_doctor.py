@@ -1,0 +1,214 @@
+"""pycomm.doctor: what it concludes from made-up facts, and that it finds the facts of this machine."""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+
+from pycomm import env
+from pycomm.doctor import __main__ as command
+from pycomm.doctor import checks, facts, ranks
+from pycomm.doctor.facts import Extension, Facts, Gpus, Group
+
+GOOD = Facts(
+    rank=0,
+    host="a",
+    python="3.11.7",
+    versions={"pycomm": "0.1.0", "torch": "2.13.0", "triton": "3.7.1", "cupy": None, "nccl4py": None},
+    extension=Extension(None, "2.13.0", "avx2", True),
+    cores=[0, 1],
+    machine_cores=2,
+    load=0.1,
+    numa={"0": [0, 1]},
+    max_files=None,
+    max_locked=None,
+    autogroup=None,
+    huge_pages="advise",
+    gpus=Gpus(None),
+    settings={},
+    settings_problem=None,
+    group=Group(None, 2, "process_vm_readv", 1.1),
+)
+TWO_GPUS = Gpus(None, ["H100", "H100"], [])
+NO_KERNELS = Extension(None, "2.13.0", "avx2", False)
+
+# what differs from GOOD -> name and state of the finding, words in its text, is pycomm unusable
+CASES = [
+    ({}, "versions", "ok", "torch 2.13.0", False),
+    ({"versions": {**GOOD.versions, "torch": None}}, "versions", "missing", "not installed", True),
+    ({"versions": {**GOOD.versions, "torch": "2.10.1"}}, "versions", "missing", "2.11 to 2.15", True),
+    ({"versions": {**GOOD.versions, "torch": "2.15.0+cu130"}}, "versions", "ok", "2.15.0", False),
+    ({"extension": Extension("ImportError: not built")}, "extension", "missing", "make build", True),
+    ({"extension": NO_KERNELS}, "extension", "ok", "without CUDA kernels", False),
+    ({"extension": NO_KERNELS, "gpus": TWO_GPUS}, "extension", "missing", "PYCOMM_CUDA=1", False),
+    ({"versions": {**GOOD.versions, "triton": None}}, "optional packages", "ok", "triton not", False),
+    (
+        {"versions": {**GOOD.versions, "triton": None}, "gpus": TWO_GPUS},
+        "optional packages",
+        "missing",
+        "3.6 to 3.9",
+        False,
+    ),
+    ({"settings": {"PYCOMM_LOG": "debug"}}, "environment", "ok", "PYCOMM_LOG=debug", False),
+    ({"settings": {"PYCOMM_LGO": "debug"}}, "environment", "missing", "does not know PYCOMM_LGO", False),
+    ({"settings_problem": "PYCOMM_CMA='x'"}, "environment", "missing", "PYCOMM_CMA='x'", True),
+    ({}, "cores", "ok", "up to 2 ranks", False),
+    ({"cores": [0]}, "cores", "ok", "1 of 2 may be used", False),
+    ({}, "NUMA", "ok", "1 node", False),
+    ({"numa": {"0": [0], "1": [1]}}, "NUMA", "slow", "numactl", False),
+    ({"numa": {"0": [0], "1": [1]}, "cores": [1]}, "NUMA", "ok", "may run on 1", False),
+    ({"numa": {}}, "NUMA", "ok", "1 node", False),
+    ({}, "shared memory", "ok", "/dev/shm is not needed", False),
+    ({"huge_pages": "never"}, "shared memory", "ok", "shmem_enabled", False),
+    ({}, "peers' memory", "ok", "process_vm_readv", False),
+    ({"group": Group(None, 2, "staging only", 1.1)}, "peers' memory", "slow", "ptrace_scope", False),
+    (
+        {"group": Group(None, 2, "staging only", 1.1), "settings": {"PYCOMM_CMA": "0"}},
+        "peers' memory",
+        "slow",
+        "unset PYCOMM_CMA",
+        False,
+    ),
+    ({}, "group", "ok", "1.1 us", False),
+    ({"group": Group(None, 2, "staging only", 90.0)}, "group", "slow", "uptime", False),
+    ({"group": Group(None, 2, "staging only", 90.0), "cores": [0]}, "group", "ok", "90.0 us", False),
+    ({"group": Group("PeerError: rank 1 died")}, "group", "missing", "rank 1 died", True),
+    ({"group": None}, "group", "missing", "not tried", False),
+    ({"max_files": 256, "max_locked": 8 << 20}, "limits", "slow", "ulimit -n", False),
+    ({"max_files": 1024, "max_locked": 8 << 20}, "limits", "ok", "8192 KiB", False),
+    ({}, "GPUs", "ok", "CPU tensors only", False),
+    ({"gpus": Gpus("torch 2.13.0 is built without CUDA")}, "GPUs", "missing", "nvidia-smi", False),
+    ({"gpus": TWO_GPUS}, "GPUs", "ok", "2: H100", False),
+    ({"gpus": Gpus(None, ["H100"] * 2, [[0, 1], [1, 0]])}, "GPUs", "missing", "peer access 0-1", False),
+    ({}, "autogroup", "ok", "off", False),
+    ({"autogroup": "/autogroup-3"}, "autogroup", "ok", "on; costs nothing", False),
+]
+
+
+def of(findings, name):
+    (found,) = [finding for finding in findings if finding.name == name]
+    return found
+
+
+def with_ranks(count, **changes):
+    return [dataclasses.replace(GOOD, rank=rank, **changes) for rank in range(count)]
+
+
+@pytest.mark.parametrize(("changes", "name", "state", "words", "fatal"), CASES)
+def test_finding(changes, name, state, words, fatal):
+    found = of(checks.judge([dataclasses.replace(GOOD, **changes)]), name)
+    assert (found.state.value, found.fatal) == (state, fatal)
+    assert words in f"{found.found} {found.mend}"
+    assert found.state is checks.State.ok or found.mend or changes.get("group", True) is None
+
+
+def test_a_good_machine_has_nothing_to_mend():
+    assert all(finding.state is checks.State.ok for finding in checks.judge([GOOD]))
+
+
+def test_ranks_that_differ_are_named():
+    answers = with_ranks(3)
+    answers[2] = dataclasses.replace(answers[2], max_files=64)
+    assert of(checks.judge(answers), "limits").found.startswith("rank 2: open files 64")
+
+
+def test_more_ranks_than_cores():
+    answers = with_ranks(3)
+    assert of(checks.judge(answers), "cores").state is checks.State.slow
+    assert of(checks.judge(answers), "autogroup").state is checks.State.ok
+    apart = [dataclasses.replace(one, autogroup=f"/autogroup-{one.rank}") for one in answers]
+    found = of(checks.judge(apart), "autogroup")
+    assert found.state is checks.State.slow and "sched_autogroup_enabled=0" in found.mend
+    pinned = [dataclasses.replace(one, cores=[one.rank]) for one in apart]  # a core for each
+    assert of(checks.judge(pinned), "autogroup").state is checks.State.ok
+
+
+def test_the_slowest_rank_counts():
+    answers = with_ranks(2)
+    answers[1] = dataclasses.replace(answers[1], group=Group(None, 2, "process_vm_readv", 77.0))
+    assert "77.0 us" in of(checks.judge(answers), "group").found
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"host": "b"}, "a group per node"),
+        ({"python": "3.12.1"}, "one Python environment"),
+        ({"versions": {**GOOD.versions, "torch": "2.14.0"}}, "one Python environment"),
+    ],
+)
+def test_ranks_that_do_not_fit_together(change, words):
+    answers = with_ranks(2)
+    answers[1] = dataclasses.replace(answers[1], **change)
+    found = of(checks.judge(answers), "ranks")
+    assert found.fatal and words in found.mend
+
+
+def test_a_rank_without_an_answer():
+    found = of(checks.judge(with_ranks(2), silent=[2, 3]), "ranks")
+    assert found.fatal and "2, 3" in found.found
+
+
+def test_facts_travel_as_json():
+    sent = json.dumps(dataclasses.asdict(GOOD))
+    assert ranks.from_json(json.loads(sent)) == GOOD
+
+
+def test_facts_of_this_machine():
+    """Plain values, and nothing raises; the group is tried apart."""
+    found = facts.gather()
+    assert found.extension.problem is None and found.cores and found.group is None
+    assert ranks.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("0", [0]), ("0-2,5", [0, 1, 2, 5]), ("", []), ("7,9-10", [7, 9, 10])]
+)
+def test_lists_of_cores(text, numbers):
+    assert facts._numbers(text) == numbers
+
+
+def test_variables_are_those_of_the_table():
+    table = re.findall(r"^    (PYCOMM_\w+)", env.__doc__, re.M)
+    assert sorted(env.VARIABLES) == sorted(table)
+
+
+def run_doctor(*launcher, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, "pycomm.doctor", "--json"],
+        capture_output=True,
+        text=True,
+        env=env.for_child(OMP_NUM_THREADS=1, **variables),
+    )
+
+
+def test_command():
+    done = run_doctor()
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["usable"] and report["facts"][0]["group"]["ranks"] == 2
+
+
+def test_command_under_torchrun():
+    """All ranks are asked, rank 0 prints, and a group of all is tried."""
+    done = run_doctor("torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m")
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert [one["rank"] for one in report["facts"]] == [0, 1, 2]
+    assert all(one["group"]["ranks"] == 3 and one["group"]["problem"] is None for one in report["facts"])
+
+
+def test_a_wrong_variable_makes_pycomm_unusable():
+    done = run_doctor(PYCOMM_CMA="perhaps")
+    assert done.returncode == 1
+    assert not json.loads(done.stdout)["usable"]
+
+
+def test_text_is_narrow_and_says_what_to_do():
+    answers = [dataclasses.replace(GOOD, max_files=64, numa={"0": [0], "1": [1]})]
+    text = command.as_text(checks.judge(answers), usable=True)
+    assert all(len(line) <= command.WIDTH for line in text.splitlines())
+    assert "numactl" in text and text.endswith("pycomm can be used here.")

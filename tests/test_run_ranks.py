@@ -1,0 +1,236 @@
+"""pycomm.testing: results and failures of ranks as threads, forked processes and new interpreters."""
+
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import pycomm
+from pycomm.testing import RankFailure, RankProcesses, run_ranks
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_run_ranks_returns_results_in_order_and_passes_arguments(mode):
+    assert run_ranks(4, lambda comm, a, b: (comm.rank, comm.world_size, a + b), 1, 2, mode=mode) == [
+        (r, 4, 3) for r in range(4)
+    ]
+    pids = run_ranks(3, lambda comm: os.getpid(), mode=mode)
+    assert (set(pids) == {os.getpid()}) == (mode == "threads") and len(set(pids)) == (
+        1 if mode == "threads" else 3
+    )
+    assert run_ranks(1, lambda comm: comm.name, mode=mode, name="mine") == ["mine"]
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_run_ranks_reports_the_rank_that_failed_first(mode):
+    def body(comm):
+        if comm.rank == 1:
+            raise KeyError("the cause")
+        comm.barrier()
+
+    with pytest.raises(RankFailure, match="rank 1: KeyError: 'the cause'") as caught:
+        run_ranks(3, body, mode=mode, timeout=20)
+    assert isinstance(caught.value.__cause__, KeyError) and isinstance(caught.value.failures[1], KeyError)
+    assert all(
+        isinstance(error, (pycomm.AbortedError, pycomm.PeerError))
+        for rank, error in caught.value.failures.items()
+        if rank != 1
+    )
+    got = run_ranks(
+        3,
+        lambda comm: comm.rank if comm.rank != 2 else body(comm) or 1 / 0,
+        mode=mode,
+        timeout=20,
+        fail=False,
+    )
+    assert got[:2] == [0, 1] and isinstance(got[2], Exception)
+
+
+def test_run_ranks_ends_processes_when_the_time_is_up():
+    def body(comm):
+        if comm.rank == 1:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(600)
+        return os.getpid()
+
+    def children():
+        return {
+            pid for path in Path("/proc/self/task").glob("*/children") for pid in path.read_text().split()
+        }
+
+    before, start = (
+        children(),
+        time.monotonic(),
+    )  # multiprocessing may have started a process of its own in an earlier test
+    got = run_ranks(2, body, mode="processes", timeout=0.3, fail=False)
+    assert time.monotonic() - start < 30
+    assert isinstance(got[1], TimeoutError) and "rank 1 did not finish within 0.3 s" in str(got[1])
+    assert children() <= before  # no child is left, not even a dead one
+
+
+def test_run_ranks_reports_dead_processes():
+    def body(comm):
+        if comm.rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if comm.rank == 1:
+            os._exit(7)
+        return lambda: "cannot be pickled"
+
+    got = run_ranks(3, body, mode="processes", timeout=20, fail=False)
+    assert (
+        "killed by signal 9" in str(got[0])
+        and "exited with status 7" in str(got[1])
+        and "rank 2: cannot send" in str(got[2])
+    )
+
+
+def test_run_ranks_reports_threads_that_do_not_finish():
+    release = threading.Event()
+    try:
+        with pytest.raises(RankFailure, match="rank 0 did not finish within 0.1 s"):
+            run_ranks(2, lambda comm: comm.rank == 0 and release.wait(60), timeout=0.1)
+    finally:
+        release.set()
+
+
+def test_run_ranks_checks_its_mode():
+    with pytest.raises(ValueError, match="mode='fibers'"):
+        run_ranks(2, lambda comm: None, mode="fibers")
+
+
+# --- process groups, new interpreters --------------------
+
+
+def sum_of_ranks(rank):
+    """At the top level: a new interpreter finds it by its name."""
+    x = torch.tensor([float(rank)])
+    dist.all_reduce(x)
+    return dist.get_backend(), x.item(), dist.get_world_size()
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_run_ranks_makes_a_default_group(backend):
+    assert run_ranks(3, sum_of_ranks, mode="processes", backend=backend) == [(backend, 3.0, 3)] * 3
+    assert not dist.is_initialized()
+
+
+def test_run_ranks_starts_new_interpreters():
+    assert run_ranks(2, sum_of_ranks, mode="spawn", backend="pycomm") == [("pycomm", 1.0, 2)] * 2
+
+
+def test_operation_timeout_is_apart_from_that_of_all():
+    def alone(comm):
+        start = time.monotonic()
+        with pytest.raises(pycomm.CommTimeoutError):
+            comm.recv(torch.ones(1), 1 - comm.rank)
+        return time.monotonic() - start
+
+    assert max(run_ranks(2, alone, timeout=60.0, operation_timeout=0.2)) < 30
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"backend": "gloo"}, "one default group"),
+        ({"backend": "gloo", "mode": "processes", "threads": 2}, "threads: for a Communicator"),
+        ({"devices": ["cuda:0"]}, "one for each of 2 ranks"),
+    ],
+)
+def test_run_ranks_checks_its_options(options, text):
+    with pytest.raises(ValueError, match=text):
+        run_ranks(2, lambda group: None, **options)
+
+
+def test_a_failure_ends_the_ranks_that_wait_for_it():
+    """Gloo waits for a message of a rank that lives, until its own time limit."""
+
+    def body(rank):
+        if rank == 0:
+            raise ValueError("cannot")
+        time.sleep(600)
+
+    with pytest.raises(RankFailure, match="rank 1: TimeoutError: .* of the first failure") as caught:
+        run_ranks(2, body, mode="processes", backend="gloo", timeout=60)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+class CannotBeRead(Exception):
+    def __init__(self, first, second):
+        super().__init__(first)
+
+
+def fail_in_threads(comm):
+    run_ranks(2, raise_on_rank_1)
+
+
+def raise_on_rank_1(comm):
+    if comm.rank == 1:
+        raise ValueError("of rank 1")
+
+
+def test_a_failure_of_ranks_within_a_rank_is_told():
+    with pytest.raises(RankFailure) as caught:
+        run_ranks(1, fail_in_threads, mode="processes")
+    inner = caught.value.failures[0]
+    assert isinstance(inner, RankFailure) and "of rank 1" in str(inner) and set(inner.failures) == {1}
+
+
+def test_an_exception_that_cannot_be_read_back_is_told():
+    def body(comm):
+        raise CannotBeRead("the text", 2)
+
+    (error,) = run_ranks(1, body, mode="processes", fail=False)
+    assert isinstance(error, RuntimeError) and "the text" in str(error)
+
+
+# --- RankProcesses --------------------
+
+
+def echo(rank, link, suffix):
+    while (text := link.recv()) != "end":
+        link.send(f"{rank}{text}{suffix}")
+    return rank
+
+
+def test_processes_are_told_what_to_do_next():
+    with RankProcesses([2, 5], echo, "!", limit=60) as ranks:
+        for text in ("a", "b"):
+            for rank in (2, 5):
+                ranks.links[rank].send(text)
+            assert [ranks.recv(rank, 20) for rank in (2, 5)] == [f"2{text}!", f"5{text}!"]
+        ranks.kill(5)
+        with pytest.raises(ChildProcessError, match="rank 5 was killed by signal 9"):
+            ranks.recv(5, 20)
+        with pytest.raises(TimeoutError, match="rank 2 said nothing for 0.01 s"):
+            ranks.recv(2, 0.01)
+        ranks.links[2].send("end")
+        found = ranks.outcomes(20)
+        assert found[2] == (True, 2) and isinstance(found[5].value, ChildProcessError)
+        assert ranks.join(20) == []
+
+
+def test_a_death_is_seen_though_a_process_of_the_rank_lives_on():
+    """It has inherited the rank's end of the pipe."""
+
+    def body(rank, link):
+        if (child := os.fork()) == 0:
+            time.sleep(600)
+        link.send(child)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with RankProcesses(1, body) as ranks:
+        child = ranks.recv(0, 20)
+        try:
+            assert "killed by signal 9" in str(ranks.outcomes(20)[0].value)
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_ranks_end_themselves():
+    with RankProcesses(1, lambda rank, link: time.sleep(600), limit=0.5) as ranks:
+        assert ranks.join(30) == [] and ranks.processes[0].exitcode == -signal.SIGALRM
