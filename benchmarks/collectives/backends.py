@@ -240,8 +240,9 @@ class TorchAdapter(Adapter):
         import torch
         import torch.distributed as dist
 
-        from pycomm import groups
+        from pycomm import _autoload, groups
 
+        _autoload.register()  # for a pycomm that is on the path but not installed
         torch.set_num_threads(1)
         self.enter_device(spec)
         self.dist, self.groups = dist, groups

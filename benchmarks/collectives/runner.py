@@ -24,10 +24,13 @@ from pycomm.benchmarks.common import device, memory, turns
 from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.ranks import RankError
 
-BATCH_SECONDS = 200e-6  # a batch lasts at least this long: reading the clock costs nothing then
+# A batch lasts at least this long: reading the clock costs nothing then. On a GPU it is longer, since ranks
+# that are threads begin their batches as much as a few milliseconds apart.
+BATCH_SECONDS = {"cpu": 200e-6, "cuda": 20e-3}
 # of a turn: ranks that slept are often woken on one core, and the scheduler needs a moment to part them
 WARMUP_SECONDS = 5e-3
-MAX_ITERS, MIN_BATCHES, MAX_BATCHES = 200, 2, 40
+MAX_ITERS = {"cpu": 200, "cuda": 1000}
+MIN_BATCHES, MAX_BATCHES = 2, 40
 MOST_OF_MEMORY = 0.8  # of what is free, for all buffers together
 COPY_BATCHES = 3  # copies timed in a round
 STORE_PREFIX = "pycomm.benchmarks"
@@ -293,7 +296,8 @@ class Part:
         iters, transfers = 1, OPS[self.case.op].transfers
         for _ in range(2):
             one_call = max(1e-9, min(self._sample(form, iters, 3, warmup=iters)) * transfers)
-            iters = min(MAX_ITERS, max(1, round(BATCH_SECONDS / one_call)))
+            on = self.options.device
+            iters = min(MAX_ITERS[on], max(1, round(BATCH_SECONDS[on] / one_call)))
             if iters == 1:
                 break
         batches = int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))

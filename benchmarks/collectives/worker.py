@@ -6,7 +6,8 @@ timed region, so that all ranks begin together. Inputs are filled and results ch
 In-place reductions are timed on zeros: their result is their next input, and must not run into infinity.
 
 On a GPU the clock is a pair of events on the rank's stream, so what is timed is what the GPU did; with
---graph a batch is one replay of a graph with `iters` calls. Ranks are processes, or with --ranks-as threads
+--graph a batch is one replay of a graph with `iters` calls, and ranks that are threads begin it together, at
+a gate (device.Gate). Ranks are processes, or with --ranks-as threads
 the threads of one process (main), each with its own channel: to the controller both are the same.
 """
 
@@ -32,8 +33,8 @@ SALT_OF_GROUP = 1000
 class Rank:
     """The rank's buffers and calls. Public methods are the commands; what they return must be JSON."""
 
-    def __init__(self, adapter, graph=False):
-        self.adapter, self.graph = adapter, graph
+    def __init__(self, adapter, graph=False, gate=None):
+        self.adapter, self.graph, self.gate = adapter, graph, gate
         self.memory = adapter.make_memory()
         self.case, self.calls, self.buffers = None, {}, {}
         self.graphs = {}  # (form, calls in it) -> replay
@@ -91,8 +92,12 @@ class Rank:
         barrier()
         for _ in range(warmup):
             call()
-        time_batches = device.time_batches if self.adapter.device == "cuda" else time_on_host
-        return [seconds / per_call for seconds in time_batches(call, iters, batches, barrier)]
+        if self.adapter.device == "cuda":
+            gate = self.gate() if self.graph and self.gate else None
+            samples = device.time_batches(call, iters, batches, barrier, gate, self.adapter.global_rank == 0)
+        else:
+            samples = time_on_host(call, iters, batches, barrier)
+        return [seconds / per_call for seconds in samples]
 
     def _replay(self, form, iters):
         if (form, iters) not in self.graphs:
@@ -137,12 +142,14 @@ class Watchdog:
                 faulthandler.cancel_dump_traceback_later()
 
 
-def serve(channel, spec, watchdog):
-    """Answers commands until the controller closes the channel."""
+def serve(channel, spec, watchdog, gate=None):
+    """Answers commands until the controller closes the channel. gate: makes the device.Gate that the ranks
+    of this process share.
+    """
     watchdog.start()
     adapter = make_adapter(spec["backend"])
     adapter.start(spec)
-    rank = Rank(adapter, spec["graph"])
+    rank = Rank(adapter, spec["graph"], gate)
     who = {"hello": spec["token"], "backend": spec["backend"], "rank": adapter.global_rank}
     channel.send({**who, "version": adapter.version()})
     while True:
@@ -158,13 +165,13 @@ def serve(channel, spec, watchdog):
     watchdog.stop()
 
 
-def serve_or_die(spec, watchdog):
+def serve_or_die(spec, watchdog, gate=None):
     """Connects and serves. An error is told to the controller and ends the process: an orderly exit would
     wait for peers.
     """
     channel = connect(spec["address"], spec["timeout"])
     try:
-        serve(channel, spec, watchdog)
+        serve(channel, spec, watchdog, gate)
     except BaseException as error:
         traceback.print_exc()
         sys.stderr.flush()
@@ -194,8 +201,9 @@ def main(rank, link, spec):
         return
     if spec["device"] == "cuda":
         env.allow_thread_ranks()
+    gate = device.shared_gate()
     ranks = [
-        threading.Thread(target=serve_or_die, args=({**spec, "rank": rank}, watchdog))
+        threading.Thread(target=serve_or_die, args=({**spec, "rank": rank}, watchdog, gate))
         for rank in range(spec["ranks"])
     ]
     for thread in ranks:

@@ -9,6 +9,11 @@ waits for its stream and a barrier after the collectives, before it checks.
 
 import threading
 
+GATE_SECONDS = (
+    20e-3  # a gate stays closed so long: threads that take turns at the interpreter enqueue meanwhile
+)
+CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep, about
+
 CONNECTIONS = 32  # CUDA_DEVICE_MAX_CONNECTIONS for ranks that are threads: a hardware queue for each stream
 _capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time
 
@@ -76,8 +81,54 @@ def enter(index):
     return stream
 
 
-def time_batches(call, iters, batches, barrier):
-    """Seconds of one call for each batch, between two events on the current stream."""
+class Gate:
+    """Lets what ranks have enqueued begin together, for ranks that are threads of one process on one GPU.
+
+    Such ranks take turns at Python's interpreter, so without it the first one waits on the GPU for what the
+    last one enqueues milliseconds later, and a batch of short operations measures that. close(): a kernel
+    that sleeps, on a stream of its own; enter(): the current stream waits for it. A rank that comes too late
+    finds the gate open: then the figure is too large, never too small.
+    """
+
+    def __init__(self):
+        import torch
+
+        self.stream, self.open = torch.cuda.Stream(), torch.cuda.Event()
+
+    def close(self):
+        """By one rank, before a barrier of all."""
+        import torch
+
+        with torch.cuda.stream(self.stream):
+            torch.cuda._sleep(int(GATE_SECONDS * CYCLES_PER_SECOND))
+            self.open.record(self.stream)
+
+    def enter(self):
+        """By every rank, after that barrier."""
+        import torch
+
+        torch.cuda.current_stream().wait_event(self.open)
+
+
+def shared_gate():
+    """A function that gives all ranks of this process the same Gate, made when it is first wanted: after
+    every rank has chosen its GPU.
+    """
+    making, made = threading.Lock(), []
+
+    def gate():
+        with making:
+            if not made:
+                made.append(Gate())
+            return made[0]
+
+    return gate
+
+
+def time_batches(call, iters, batches, barrier, gate=None, closes=False):
+    """Seconds of one call for each batch, between two events on the current stream. gate: a Gate that all
+    ranks share; `closes` is true on one of them.
+    """
     import torch
 
     stream = torch.cuda.current_stream()
@@ -85,6 +136,11 @@ def time_batches(call, iters, batches, barrier):
     samples = []
     for _ in range(batches):
         barrier()
+        if gate is not None:
+            if closes:
+                gate.close()
+            barrier()
+            gate.enter()
         start.record(stream)
         for _ in range(iters):
             call()

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.benchmarks.common import ranks
+from pycomm.benchmarks.common.device import shared_gate
 from pycomm.groups import all_gather_flat, reduce_scatter_flat
 
 
@@ -68,8 +69,9 @@ class Peers:
     device: of the tensors. own_gpu: no other rank of the group uses this rank's GPU.
     """
 
-    def __init__(self, ours, others, device, *, own_gpu=False):
+    def __init__(self, ours, others, device, *, own_gpu=False, gate=None):
         self.ours, self.others, self.device, self.own_gpu = ours, others, device, own_gpu
+        self.gate = gate  # a function, as common.device.shared_gate gives it; None where ranks are processes
         self.rank, self.size = ours.rank, ours.size
 
 
@@ -98,10 +100,11 @@ def run(world_size, place, body, *args):
         options["devices"] = [f"cuda:{rank // place.ranks_per_gpu}" for rank in range(world_size)]
         if place.mode == "processes":
             options["mode"] = "spawn"
-    return ranks.run(world_size, _on_rank, place, body, args, **options)
+    gate = shared_gate() if place.mode == "threads" and place.device == "cuda" else None
+    return ranks.run(world_size, _on_rank, place, gate, body, args, **options)
 
 
-def _on_rank(joined, place, body, args):
+def _on_rank(joined, place, gate, body, args):
     """joined: a Communicator, or with processes the rank's number."""
     if place.device == "cuda":
         device = torch.device("cuda", torch.cuda.current_device())
@@ -113,4 +116,4 @@ def _on_rank(joined, place, body, args):
         ours, other = Torch(dist.group.WORLD), "gloo" if place.device == "cpu" else "nccl"
         possible = place.device == "cpu" or place.own_gpu and dist.is_nccl_available()
         others = {other: Torch(dist.new_group(backend=other))} if possible else {}
-    return body(Peers(ours, others, device, own_gpu=place.own_gpu), *args)
+    return body(Peers(ours, others, device, own_gpu=place.own_gpu, gate=gate), *args)

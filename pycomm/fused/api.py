@@ -14,6 +14,8 @@ gathers a again instead of keeping it (Megatron's sequence parallelism, Korthika
 product for grad_a runs.
 """
 
+import threading
+
 import torch
 from torch.autograd.function import once_differentiable
 
@@ -164,12 +166,23 @@ def _forward(ctx, a, b, bias, kept, problem, ranks):
     result = dispatch.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
     ctx.kept = kept
     ctx.save_for_backward(*(() if kept else (a, b)), result.z)
-    ctx.problem, ctx.ranks = problem, ranks
+    ctx.problem, ctx.ranks, ctx.device = problem, ranks, a.device
     return result.out
 
 
 def _saved(ctx):
-    """a, b, z"""
+    """a, b, z. [Note: backward of ranks that are threads] torch runs the backward passes of all threads of a
+    process in one thread per GPU. Where ranks are threads, the first of them to wait there for its peers
+    would keep them from ever coming.
+    """
+    here = ctx.ranks.cache.get(("machine", ctx.device))
+    if here and here.threads and isinstance(threading.current_thread(), threading._DummyThread):
+        raise RuntimeError(
+            f"{ctx.ranks} pycomm.fused.{ctx.problem.op}: the ranks are threads of one process on one GPU, "
+            "and torch runs the backward passes of all of them in one thread, where they would wait for each "
+            "other for ever. Call backward() inside torch.autograd.set_multithreading_enabled(False); "
+            "pycomm.testing.run_ranks does so."
+        )
     return (*(ctx.kept.saved_tensors if ctx.kept else ()), *ctx.saved_tensors)
 
 

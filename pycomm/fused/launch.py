@@ -9,6 +9,7 @@ Every call returns what pycomm.fused.plain returns for it, so that the two can b
 """
 
 import functools
+import re
 import threading
 from typing import NamedTuple
 
@@ -25,7 +26,14 @@ from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_a
 from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from pycomm.fused.machine import INTERPRETED_PROGRAMS, exchange
 
-__all__ = ["all_gather_matmul", "interpreted", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
+__all__ = [
+    "Miscompiled",
+    "all_gather_matmul",
+    "interpreted",
+    "matmul",
+    "matmul_all_reduce",
+    "matmul_reduce_scatter",
+]
 
 POINTERS, DESCRIPTOR, TRANSPOSED = (mode.value for mode in (tile.POINTERS, tile.DESCRIPTOR, tile.TRANSPOSED))
 WIRES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -68,17 +76,53 @@ def _start(context, use, kernel, programs, *arguments, **options):
     it and could wait for this one.
     """
     if use not in context.started:
+        wrong = ""
         if not interpreted():
             with _starting:
-                _load(kernel, programs, arguments, options)
-        exchange(context.communicator, None)
+                wrong = miscompiled(_load(kernel, programs, arguments, options))
+        wrong = next(filter(None, exchange(context.communicator, wrong)), "")
+        if wrong:
+            raise Miscompiled(wrong)
         context.started.add(use)
     with _starting:
         kernel[(programs,)](*arguments, **options)
 
 
 def _load(kernel, programs, arguments, options):
-    kernel.warmup(*arguments, grid=(programs,), **options).run  # noqa: B018  the attribute is made by loading
+    compiled = kernel.warmup(*arguments, grid=(programs,), **options)
+    compiled.run  # noqa: B018  the attribute is made by loading
+    return compiled
+
+
+class Miscompiled(RuntimeError):
+    """Triton's compiler made code of a kernel that computes something else."""
+
+
+# [Note: halves of a pair] LLVM's vectorizer may put two 32-bit values into a pair of which only the upper is
+# used, the lower being shifted by 31. Triton 3.6's code for sm_90 then shifts the pair as one 64-bit number,
+# and bits of the lower one get into the upper. Seen on an H100 in an index of the bias: wrong results, the
+# same in every run. So code that takes the upper half of a sum of shifted numbers is refused.
+_UPPER_HALF = re.compile(r"mov\.b64\s+\{\s*_\s*,\s*%r\d+\s*\},\s*(%rd\d+);")
+_PAIR = r"or\.b64\s+{0},\s*(%rd\d+),\s*(%rd\d+);"
+_SHIFTED = r"(?:mul\.wide\.u32|shl\.b64)\s+(?:{0}|{1}),"
+
+
+def miscompiled(compiled):
+    """ "" or why a compiled kernel must not run. See [Note: halves of a pair]."""
+    return _miscompiled(compiled.name, compiled.asm["ptx"]) if compiled is not None else ""
+
+
+@functools.lru_cache(256)
+def _miscompiled(name, ptx):
+    for register in _UPPER_HALF.findall(ptx):
+        pair = re.search(_PAIR.format(register), ptx)
+        if pair and re.search(_SHIFTED.format(*pair.groups()), ptx):
+            return (
+                f"Triton {triton.__version__} compiles {name} to code that gives wrong results: it shifts "
+                "two numbers as one. Another configuration, another version of Triton or PYCOMM_FUSED=plain "
+                "will do."
+            )
+    return ""
 
 
 @functools.cache
@@ -172,11 +216,13 @@ def matmul(problem, a, b, bias, config, *, save=False):
         out, config.block_m, config.block_n, config.tma and z is None and problem.n > 1
     )
     tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
-    matmul_kernel[(min(tiles, _processors(a.device)),)](
+    compiled = matmul_kernel[(min(tiles, _processors(a.device)),)](
         a_operand, b_operand, bias, out_operand, z, problem.m, problem.n, problem.k, *a.stride(), *b.stride(),
         OUT_MODE=out_mode, FLATTEN=config.flatten, WARP_SPECIALIZE=config.specialize,
         **_compiled_for(problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode),
     )  # fmt: skip
+    if not interpreted() and (wrong := miscompiled(compiled)):
+        raise Miscompiled(wrong)
     return out, z
 
 

@@ -6,6 +6,7 @@ Asked once for each group and device; collective then, because all ranks must co
 
 import ctypes
 import json
+import os
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,14 @@ MOST_BYTES = 4096  # of a value that is exchanged
 class Machine(NamedTuple):
     """arch: compute capability, 90 for sm_90; 80 in the interpreter. ranks_on_device: of the group, most on
     any device. programs: of a rank that run at the same time: its share of the multiprocessors. obstacle: why
-    kernels of different ranks cannot signal each other, or ""."""
+    kernels of different ranks cannot signal each other, or "". threads: other ranks of the group are threads
+    of this process and use this device."""
 
     arch: int
     ranks_on_device: int
     programs: int
     obstacle: str
+    threads: bool = False
 
 
 def exchange(communicator, value):
@@ -74,7 +77,8 @@ def _on_cuda(ranks, device):
     resident = ranks.communicator.describe()["cuda"]["protocol"] == "resident"
     uuids = exchange(ranks.communicator, str(facts.uuid))
     deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
-    said = exchange(ranks.communicator, {"resident": resident, "deaf": deaf, "arch": arch})
+    mine = {"resident": resident, "deaf": deaf, "arch": arch, "process": os.getpid()}
+    said = exchange(ranks.communicator, mine)
     obstacle = ""
     if not all(one["resident"] for one in said):
         obstacle = (
@@ -95,7 +99,8 @@ def _on_cuda(ranks, device):
     if programs < ROLES:
         have = f"{most} ranks share {facts.multi_processor_count} multiprocessors"
         obstacle = obstacle or f"{have}; a rank's kernels need {ROLES}"
-    return Machine(arch, most, max(1, programs), obstacle)
+    here = [one["process"] for one, uuid in zip(said, uuids, strict=True) if uuid == str(facts.uuid)]
+    return Machine(arch, most, max(1, programs), obstacle, threads=here.count(os.getpid()) > 1)
 
 
 def _native_atomics(device, uuid):

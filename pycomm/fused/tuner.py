@@ -39,13 +39,15 @@ __all__ = ["cache_path", "decide", "lookup", "tune"]
 
 MARGIN = 1.02
 ROUNDS = 5
-ROUND_SECONDS = 0.01  # of calls of one form in a round
+# Of calls of one form in a round: the host's part of the first is not hidden by the device's.
+ROUND_SECONDS = 0.02
 # Of staging, half of what it takes: one-shot is for small results, and what a form takes when it is measured
 # the group keeps.
 MOST_ONE_SHOT_BYTES = 64 << 20
 
-# In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory.
-NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY")
+# In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory, code that
+# launch.py refuses.
+NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY", "gives wrong results")
 
 _memory = {}  # (place, problem key) -> Choice, of this process
 

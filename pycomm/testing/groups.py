@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from pycomm import _autoload
 from pycomm.communicator import Communicator
 
 
@@ -42,6 +43,7 @@ class GroupOptions:
                 with Communicator(store, rank, world_size, **options) as comm:
                     yield comm
                 return
+            _autoload.register()  # for a pycomm that is on the path but not installed
             limit = datetime.timedelta(seconds=self.operation_timeout)
             dist.init_process_group(
                 self.backend, store=store, rank=rank, world_size=world_size, timeout=limit

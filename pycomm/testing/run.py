@@ -81,12 +81,14 @@ def _is_echo(error):
 def _run_threads(world_size, group, timeout, fn, args):
     store = _C.LocalStore()
     results, failures = {}, {}
-    if torch.cuda.is_available() and not torch.cuda.is_initialized():
+    if torch.version.cuda and not torch.cuda.is_initialized():  # asking for a GPU would already begin with it
         env.allow_thread_ranks()
 
     def body(rank):
         try:
-            with group.join(store, rank, world_size) as joined:
+            # torch has one thread for all backward passes on a GPU, where ranks would wait for each other
+            on_this_thread = torch.autograd.set_multithreading_enabled(False)
+            with group.join(store, rank, world_size) as joined, on_this_thread:
                 results[rank] = fn(joined, *args)
         except BaseException as error:  # every rank's outcome is reported, whatever it was
             failures[rank] = error

@@ -202,6 +202,7 @@ def record(case):
         counts = expected(case.op, one_shot=case.config.one_shot, keep=case.keep)
         found |= facts(kernel, said, case.arch)
         found["violations"] = list(map(str, check(kernel.asm["ptx"], pointers_of(kernel), counts)))
+        found["violations"] += filter(None, [launch.miscompiled(kernel)])
     except Exception:
         return found | {"failed": traceback.format_exc()[-4000:]}
     return found

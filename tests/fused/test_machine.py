@@ -2,6 +2,7 @@
 signal whom.
 """
 
+import os
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +29,7 @@ class Peers:
         return answers
 
 
-ALIKE = {"resident": True, "deaf": [], "arch": 90}
+ALIKE = {"resident": True, "deaf": [], "arch": 90, "process": 0}
 CASES = {
     "a GPU each": (["A", "B"], [], {}, 1, 132, ""),
     "two on each": (["A", "A", "B", "B"], [], {}, 2, 66, ""),
@@ -82,7 +83,23 @@ def test_of(case, monkeypatch):
     found = machine.of(group, "cuda:0")
     assert (found.arch, found.ranks_on_device, found.programs) == (90, shared, programs)
     assert obstacle in found.obstacle and bool(obstacle) == bool(found.obstacle)
+    assert not found.threads  # of this process
     assert machine.of(group, torch.device("cuda", 0)) is found and not peers.answers  # asked once
+
+
+@pytest.mark.parametrize(("uuids", "threads"), [(["A", "A"], True), (["A", "B"], False)])
+def test_ranks_that_are_threads(uuids, threads, monkeypatch):
+    """On another device they do not share torch's thread for backward passes."""
+    peers = Peers(0, [uuids, [ALIKE | {"process": os.getpid()}] * 2])
+    group = SimpleNamespace(
+        rank=0, size=2, communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", 1)
+    )
+    facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="A")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device: None)
+    monkeypatch.setattr(machine, "exchange", peers.exchange)
+    monkeypatch.setattr(machine, "_native_atomics", lambda device, uuid: True)
+    assert machine.of(group, "cuda:0").threads is threads
 
 
 def test_alone(monkeypatch):

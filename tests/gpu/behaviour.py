@@ -11,18 +11,14 @@ LEAK_BYTES = 64 << 20  # free GPU memory may shrink by this much over many group
 
 
 def registered(check):
+    algorithms = (None, "one_shot", "two_shot", "ring", "multimem") if check.on == "cuda" else (None,)
+    cases = [
+        (f"all_reduce {algorithm or 'automatic'} on comm.empty", _registered_sum, algorithm)
+        for algorithm in algorithms
+    ]
+    cases.append(("all_gather, reduce_scatter, all_to_all on comm.empty", _registered_parts))
     for n, mode in ((4, "threads"), (2, "processes"), (4, "processes")):
-        for algorithm in (
-            (None, "one_shot", "two_shot", "ring", "multimem") if check.on == "cuda" else (None,)
-        ):
-            check.each(
-                f"all_reduce {algorithm or 'automatic'} on comm.empty",
-                n,
-                _registered_sum,
-                algorithm,
-                mode=mode,
-            )
-        check.each("all_gather, reduce_scatter, all_to_all on comm.empty", n, _registered_parts, mode=mode)
+        check.together(cases, n, mode=mode)
 
 
 def _empty(comm, check, shape):
@@ -75,11 +71,14 @@ def _registered_parts(comm, check):
 
 
 def messages(check):
+    cases = [
+        ("ring of send and recv", _ring),
+        ("batch: 8 tags in each direction", _batch),
+        ("all_to_all with splits", _splits),
+        ("all_to_all and all_gather with lists of uneven arrays", _lists),
+    ]
     for n, mode in ((2, "threads"), (4, "threads"), (2, "processes"), (4, "processes")):
-        check.each("ring of send and recv", n, _ring, mode=mode)
-        check.each("batch: 8 tags in each direction", n, _batch, mode=mode)
-        check.each("all_to_all with splits", n, _splits, mode=mode)
-        check.each("all_to_all and all_gather with lists of uneven arrays", n, _lists, mode=mode)
+        check.together(cases, n, mode=mode)
 
 
 def _ring(comm, check):

@@ -19,6 +19,7 @@ from gpu.ranks import Check, settle
 from pycomm import fused
 from pycomm.fused import form as fused_form
 from pycomm.fused.choice import Choice
+from pycomm.fused.launch import Miscompiled
 from pycomm.fused.ranks import of
 
 TURNS = 3  # calls of a case with new inputs, back to back; then the first one again
@@ -136,10 +137,14 @@ def _values(comm, check, op):
         wanted = [fused_cases.expected(case, tensors, rank) for tensors in drawn]
         for name, form in forms(check, case, problem).items():
             settle(check, comm)
-            got = [
-                run_form(problem, form, ranks, *x, save=case.save, keep=case.keep)
-                for x in [*inputs, inputs[0]]
-            ]
+            try:
+                got = [
+                    run_form(problem, form, ranks, *x, save=case.save, keep=case.keep)
+                    for x in [*inputs, inputs[0]]
+                ]
+            except Miscompiled as refusal:
+                check.record(f"{case}, {name}, {n} ranks", None, refusal)
+                continue
             settle(check, comm)
             problems = [
                 fused_cases.wrong(case, mine, want)

@@ -17,19 +17,18 @@ REPLAYS = 100
 
 
 def streams(check):
-    modes = ((4, "threads"), (2, "processes"))
-    for n, mode in modes:
-        check.each("asynchronous operations, waited for in reverse", n, _reverse, mode=mode)
-    if check.on != "cuda":
-        return
-    for n, mode in modes:
-        check.each(
-            "an operation follows its stream, and what follows waits for it", n, _after_delay, mode=mode
-        )
-        check.each("enqueuing does not block the host", n, _host_is_free, mode=mode)
-        check.each("a side stream", n, _side_stream, mode=mode)
-        check.each("two streams on one group", n, _two_streams, mode=mode)
-    check.each("300 operations back to back", 8, _back_to_back)
+    cases = [("asynchronous operations, waited for in reverse", _reverse)]
+    if check.on == "cuda":
+        cases += [
+            ("an operation follows its stream, and what follows waits for it", _after_delay),
+            ("enqueuing does not block the host", _host_is_free),
+            ("a side stream", _side_stream),
+            ("two streams on one group", _two_streams),
+        ]
+    for n, mode in ((4, "threads"), (2, "processes")):
+        check.together(cases, n, mode=mode)
+    if check.on == "cuda":
+        check.each("300 operations back to back", 8, _back_to_back)
 
 
 def _reverse(comm, check):

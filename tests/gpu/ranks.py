@@ -79,8 +79,35 @@ class Check:
             seconds=round(time.monotonic() - began, 2),
         )
 
+    def together(self, cases, world_size, *, mode="processes", **options):
+        """Runs the bodies of cases, [(case, body, *arguments)], one after the other in one group, and records
+        each: a process takes seconds to begin with CUDA. What follows a body that raises is not run.
+        """
+        if mode != self.now:
+            return
+        results = self.run(world_size, in_turn, cases, mode=mode, **options)
+        for number, (case, *_) in enumerate(cases):
+            problems = []
+            for rank, result in enumerate(results):
+                texts = [describe(result)] if isinstance(result, BaseException) else result
+                text = texts[number] if number < len(texts) else "not run"
+                problems += [f"rank {rank}: {text}"] if text else []
+            self.record(f"{case}, {world_size} {mode}", not problems, "; ".join(problems))
+
     def tensor(self, values, dtype=None):
         return torch.as_tensor(values, dtype=dtype).to(self.on)
+
+
+def in_turn(comm, check, cases):
+    """What went wrong in each body, up to the first that raises."""
+    texts = []
+    for _, body, *args in cases:
+        try:
+            texts.append(body(comm, check, *args))
+        except Exception as error:
+            return [*texts, describe(error)]
+        settle(check, comm)
+    return texts
 
 
 def on_device(comm, check, body, args):

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from gpu.ranks import differs, wait
+from pycomm import _autoload
 
 
 def collectives(check):
@@ -29,6 +30,7 @@ def collectives(check):
 
 
 def _begin(comm, path):
+    _autoload.register()  # nothing is installed where this runs, so torch has not called it
     store = dist.FileStore(path, comm.world_size)
     limit = datetime.timedelta(seconds=30)
     dist.init_process_group("pycomm", store=store, rank=comm.rank, world_size=comm.world_size, timeout=limit)
