@@ -63,8 +63,8 @@ format: $(VENV)/.stamp-deps  ## rewrites the sources as lint wants them
 
 # With the packages that PYTHON has: its torch must see the GPU, and the extension is built for it, so nothing
 # is installed.
-gpu-check:                   ## builds for this machine's GPU, checks and measures all that needs one, writes benchmarks/results/
-	$(PYTHON) tests/gpu
+gpu-check:                   ## builds for this machine's GPU, checks and measures, writes benchmarks/results/; PART=bench|values|fused|faults
+	$(PYTHON) tests/gpu $(if $(PART),--part $(PART))
 
 # Without build isolation: the extension is built for the torch in .venv, and fits that minor version only.
 DIST := dist

@@ -62,6 +62,12 @@ class Adapter(abc.ABC):
     def make_memory(self):
         return data.DeviceMemory("cuda") if self.device == "cuda" else data.HostMemory()
 
+    def host_barrier(self):
+        """A barrier in which no kernel waits on the GPU: a rank may be making a graph, which waits for the
+        kernels that run.
+        """
+        self.barrier()
+
     def settle(self):
         """Waits for what was enqueued on this rank's stream, then for all ranks. See [Note: ranks that share
         a GPU].
@@ -187,6 +193,7 @@ class PycommAdapter(Adapter):
         self.registered, self.pycomm = spec["registered"], pycomm
         place = self.global_rank, spec["ranks"]
         world = pycomm.Communicator(open_store(spec), *place, timeout=spec["timeout"], name="benchmark")
+        self.word = torch.zeros(1)
         self.world = self.comm = world
         if spec["groups"] > 1:
             self.comm = world.split(self.group, self.rank)
@@ -226,6 +233,9 @@ class PycommAdapter(Adapter):
 
     def barrier(self):
         self.world.barrier()
+
+    def host_barrier(self):
+        self.world.all_reduce(self.word)
 
     def close(self):
         self.comm.close()

@@ -6,9 +6,9 @@ timed region, so that all ranks begin together. Inputs are filled and results ch
 In-place reductions are timed on zeros: their result is their next input, and must not run into infinity.
 
 On a GPU the clock is a pair of events on the rank's stream, so what is timed is what the GPU did; with
---graph a batch is one replay of a graph with `iters` calls, and ranks that are threads begin it together, at
-a gate (device.Gate). Ranks are processes, or with --ranks-as threads
-the threads of one process (main), each with its own channel: to the controller both are the same.
+--graph a batch is replays of a graph that holds up to GRAPH_CALLS calls, and ranks that are threads begin it
+together, at a gate (device.Gate). Ranks are processes, or with --ranks-as threads the threads of one process
+(main), each with its own channel: to the controller both are the same.
 """
 
 import faulthandler
@@ -28,6 +28,7 @@ from pycomm.benchmarks.common import data, device, oracle
 from pycomm.benchmarks.common.ranks import GRACE_S
 
 SALT_OF_GROUP = 1000
+GRAPH_CALLS = 100  # in a graph, at most; a longer batch replays it several times
 
 
 class Rank:
@@ -88,13 +89,15 @@ class Rank:
         self.adapter.settle()
         per_call = 1
         if self.graph:
-            call, warmup, per_call, iters = self._replay(form, iters), 1, iters, 1
+            per_call = min(iters, GRAPH_CALLS)
+            call, warmup, iters = self._replay(form, per_call), 1, max(1, iters // per_call)
+            self.adapter.host_barrier()
         barrier()
         for _ in range(warmup):
             call()
         if self.adapter.device == "cuda":
-            gate = self.gate() if self.graph and self.gate else None
-            samples = device.time_batches(call, iters, batches, barrier, gate, self.adapter.global_rank == 0)
+            first = self.adapter.global_rank == 0
+            samples = device.time_batches(call, iters, batches, barrier, self.gate, first)
         else:
             samples = time_on_host(call, iters, batches, barrier)
         return [seconds / per_call for seconds in samples]
@@ -143,8 +146,8 @@ class Watchdog:
 
 
 def serve(channel, spec, watchdog, gate=None):
-    """Answers commands until the controller closes the channel. gate: makes the device.Gate that the ranks
-    of this process share.
+    """Answers commands until the controller closes the channel. gate: a device.Gate that the ranks of this
+    process share, or None.
     """
     watchdog.start()
     adapter = make_adapter(spec["backend"])
@@ -201,7 +204,7 @@ def main(rank, link, spec):
         return
     if spec["device"] == "cuda":
         env.allow_thread_ranks()
-    gate = device.shared_gate()
+    gate = device.Gate() if spec["device"] == "cuda" and spec["graph"] else None
     ranks = [
         threading.Thread(target=serve_or_die, args=({**spec, "rank": rank}, watchdog, gate))
         for rank in range(spec["ranks"])

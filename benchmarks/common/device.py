@@ -14,7 +14,6 @@ GATE_SECONDS = (
 )
 CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep, about
 
-CONNECTIONS = 32  # CUDA_DEVICE_MAX_CONNECTIONS for ranks that are threads: a hardware queue for each stream
 _capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time
 
 
@@ -87,13 +86,15 @@ class Gate:
     Such ranks take turns at Python's interpreter, so without it the first one waits on the GPU for what the
     last one enqueues milliseconds later, and a batch of short operations measures that. close(): a kernel
     that sleeps, on a stream of its own; enter(): the current stream waits for it. A rank that comes too late
-    finds the gate open: then the figure is too large, never too small.
+    finds the gate open: then the figure is too large, never too small. To be made before any rank is at work.
     """
 
     def __init__(self):
         import torch
 
         self.stream, self.open = torch.cuda.Stream(), torch.cuda.Event()
+        self.close()  # loads the kernel
+        self.stream.synchronize()
 
     def close(self):
         """By one rank, before a barrier of all."""
@@ -108,21 +109,6 @@ class Gate:
         import torch
 
         torch.cuda.current_stream().wait_event(self.open)
-
-
-def shared_gate():
-    """A function that gives all ranks of this process the same Gate, made when it is first wanted: after
-    every rank has chosen its GPU.
-    """
-    making, made = threading.Lock(), []
-
-    def gate():
-        with making:
-            if not made:
-                made.append(Gate())
-            return made[0]
-
-    return gate
 
 
 def time_batches(call, iters, batches, barrier, gate=None, closes=False):

@@ -21,6 +21,7 @@ from pycomm.benchmarks.fused.cases import make_tensors
 
 WARM_UP = 2
 MOST_CALLS = 200  # in a turn
+GRAPH_CALLS = 50  # in a graph, at most
 BATCH_SECONDS = 0.02  # CUDA: of a batch, at least; the host's part of the first call is not hidden
 
 
@@ -117,11 +118,13 @@ def _prepare(peers, call, options):
     batches = max(2, calls // size)
     if not options["graph"]:
         return call, size, size, batches, None
+    size = min(size, GRAPH_CALLS)
     graph = gpu.capture(call, size)
-    settle(peers)
+    peers.ours.host_barrier()
     graph.replay()
     settle(peers)
-    return graph.replay, size, 1, batches, peers.gate and peers.gate()
+    repeats = max(1, calls // batches // size)
+    return graph.replay, size * repeats, repeats, batches, peers.gate
 
 
 def _turn(peers, run, calls, repeats, batches, gate):

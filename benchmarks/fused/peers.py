@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pycomm.benchmarks.common import ranks
-from pycomm.benchmarks.common.device import shared_gate
+from pycomm.benchmarks.common.device import Gate
 from pycomm.groups import all_gather_flat, reduce_scatter_flat
 
 
@@ -23,6 +23,10 @@ class Native:
         self.handle, self.rank, self.size = comm, comm.rank, comm.world_size
         self.all_gather, self.reduce_scatter = comm.all_gather, comm.reduce_scatter
         self.all_reduce, self.broadcast, self.barrier = comm.all_reduce, comm.broadcast, comm.barrier
+
+    def host_barrier(self):
+        """No kernel waits in it on the GPU: a rank may be making a graph, which waits for those that run."""
+        self.all_reduce(torch.zeros(1, device="cpu"))
 
 
 class Torch:
@@ -45,6 +49,10 @@ class Torch:
 
     def barrier(self):
         dist.barrier(self.handle)
+
+    def host_barrier(self):
+        """As in Native; of pycomm's group alone."""
+        dist.all_reduce(torch.zeros(1, device="cpu"), group=self.handle)
 
 
 class Apart:
@@ -71,7 +79,7 @@ class Peers:
 
     def __init__(self, ours, others, device, *, own_gpu=False, gate=None):
         self.ours, self.others, self.device, self.own_gpu = ours, others, device, own_gpu
-        self.gate = gate  # a function, as common.device.shared_gate gives it; None where ranks are processes
+        self.gate = gate  # of common.device, that all ranks share; None where they are processes
         self.rank, self.size = ours.rank, ours.size
 
 
@@ -100,7 +108,7 @@ def run(world_size, place, body, *args):
         options["devices"] = [f"cuda:{rank // place.ranks_per_gpu}" for rank in range(world_size)]
         if place.mode == "processes":
             options["mode"] = "spawn"
-    gate = shared_gate() if place.mode == "threads" and place.device == "cuda" else None
+    gate = Gate() if place.mode == "threads" and place.device == "cuda" else None
     return ranks.run(world_size, _on_rank, place, gate, body, args, **options)
 
 

@@ -8,13 +8,15 @@ import shlex
 import sys
 
 from gpu import summary
-from gpu.steps import ROOT, TOTAL_SECONDS, all_steps, choose, run_all
+from gpu.steps import PARTS, ROOT, TOTAL_SECONDS, built, choose, run_all
 from pycomm import env
 from pycomm.benchmarks.common import device
 
 DESCRIPTION = """\
-Builds the extension for this machine's GPU, checks everything that needs one, measures, and writes
-benchmarks/results/<date>_<gpu>.md and .json; also into the folder that the variable OUT names, if it is set.
+Builds the extension for this machine's GPU unless it is there, checks everything that needs one, measures,
+and writes benchmarks/results/<date>_<gpu>.md and .json after every step; also into the folder that the
+variable OUT names, if it is set. With --part a part of the steps, of eight minutes at most, and _<part> in
+these names.
 It takes the packages of the Python that runs it: no virtual environment, nothing is installed.
 Exit status: 0 all passed and every target met; 1 a step failed or was not run; 2 only a target was missed.
 """
@@ -27,12 +29,14 @@ def main(arguments=None):
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--list", action="store_true", help="show the steps and stop")
+    parser.add_argument(
+        "--part", choices=PARTS, help="a part of the steps; the parts need nothing of each other"
+    )
     parser.add_argument("--only", metavar="STEP,...", help="these steps alone")
     parser.add_argument(
         "--seconds",
         type=float,
-        default=TOTAL_SECONDS,
-        help="limit for all steps together (default %(default)s)",
+        help=f"limit for all steps together (default {TOTAL_SECONDS:g} for each part)",
     )
     parser.add_argument(
         "--device",
@@ -50,9 +54,8 @@ def main(arguments=None):
             file=sys.stderr,
         )
         return 1
-    steps = all_steps()
     try:
-        steps = choose(steps, given.only and given.only.split(","))
+        steps = choose(given.part, given.only and given.only.split(","))
     except ValueError as error:
         parser.error(str(error))
     if given.list:
@@ -64,14 +67,27 @@ def main(arguments=None):
 
 def check(steps, given, arguments=None):
     """Runs the steps and writes the report. Returns the exit status."""
-    outcomes = run_all(
-        steps, ROOT / "build" / "gpu_check", given.seconds, given.device, lambda text: print(text, flush=True)
-    )
-    printed = next((outcome.log for outcome in outcomes if outcome.step.name == "versions"), "")
+    seconds = given.seconds or TOTAL_SECONDS * (1 if given.part else len(PARTS))
     command = shlex.join(["python3", "tests/gpu", *(sys.argv[1:] if arguments is None else arguments)])
-    report = summary.contents(outcomes, last_object(printed), command)
     out = env.for_child().get("OUT")
-    for path in summary.write(report, [given.results] + ([out] if out else [])):
+    folders = [given.results] + ([out] if out else [])
+    if given.device == "cuda" and built():
+        steps = [step for step in steps if step.name != "build"]
+
+    def report_of(outcomes):
+        printed = next((outcome.log for outcome in outcomes if outcome.step.name == "versions"), "")
+        return summary.contents(outcomes, last_object(printed), command, part=given.part)
+
+    outcomes = run_all(
+        steps,
+        ROOT / "build" / "gpu_check",
+        seconds,
+        given.device,
+        lambda text: print(text, flush=True),
+        lambda outcomes: summary.write(report_of(outcomes), folders),
+    )
+    report = report_of(outcomes)
+    for path in summary.write(report, folders):
         print(f"wrote {path}")
     for target in report["targets"]:
         print(

@@ -1,6 +1,12 @@
-"""The steps of gpu-check: each a process with a limit of its own, so that a hang costs one step.
+"""The steps of gpu-check: each a process with a limit of its own, so that a hang costs one step. Four parts
+need nothing of each other:
 
-In order of importance, since all of them share one limit: what does not fit into it is reported as not run.
+    bench    the collectives' speed          values   their results, order, memory, torch.distributed
+    fused    pycomm.fused                    faults   ranks that differ, do not come, die
+
+Each part begins with the versions, the build where it is needed, and one all_reduce. Within a part the steps
+stand in order of importance, since all of them share one limit: what does not fit into it is reported as not
+run.
 """
 
 import json
@@ -14,10 +20,9 @@ from typing import NamedTuple
 
 from gpu.checks import CHECKS
 from pycomm import env
-from pycomm.benchmarks.common.device import CONNECTIONS
 
 ROOT = Path(__file__).parents[2]
-TOTAL_SECONDS = 525.0  # of all steps; the report and the start come on top
+TOTAL_SECONDS = 480.0  # of all steps of a part; the report and the start come on top
 LEAST_SECONDS = 8.0  # a step is not begun with less
 SLACK = 3.0  # seconds between a check's own limit and ours: it stops early, and says what it did not reach
 ONE_GPU = "--ranks-per-gpu"
@@ -43,7 +48,41 @@ FUSED = (
     "--ranks-as",
     "threads",
 )
-SIZES, FEW_SIZES = "8K,64K,512K,4M,16M,64M,256M", "8K,1M,64M"
+SIZES, GRAPH_SIZES, FEW_SIZES = "8K,64K,512K,4M,16M,64M,256M", "8K,64K,1M,16M,64M,256M", "8K,1M,64M"
+START = ("versions", "build", "smoke")
+PARTS = {
+    "bench": (
+        *START,
+        *(
+            f"bench_{name}"
+            for name in ("8_graph", "8", "4_graph", "2_graph", "2_processes", "4_processes", "4", "2")
+        ),
+    ),
+    "values": (
+        *START,
+        "values_threads",
+        "graphs",
+        "streams",
+        "registered",
+        "messages",
+        "torch",
+        "groups",
+        "barrier",
+        "arrays",
+        "values_processes",
+    ),
+    "fused": (
+        *START,
+        "fused_values",
+        "bench_fused_matmul",
+        "bench_fused_8",
+        "fused_order",
+        "bench_fused_2",
+        "bench_fused_4",
+        "fused_tuned",
+    ),
+    "faults": (*START, "mismatches", "missing", "deaths"),
+}
 
 
 class Step(NamedTuple):
@@ -94,16 +133,14 @@ def _check(name, check):
 
 
 def all_steps():
-    """Every step, in order."""
-    checks = {name: _check(name, check) for name, check in CHECKS.items()}
+    """Every step by its name."""
+    checks = [_check(name, check) for name, check in CHECKS.items()]
     quick = ("--rounds", "3", "--seconds", "0.02")
     threads, processes = (
         ("--ranks-as", "threads", "--backends", "pycomm"),
         ("--ranks-as", "processes", "--backends", "pycomm,pycomm-torch"),
     )
-    graph = ("all_reduce", "--sizes", "8K,64K,1M", "--graph", *threads, *quick)
-    first = ("smoke", "values_threads")
-    return [
+    steps = [
         Step(
             "versions",
             30,
@@ -116,39 +153,56 @@ def all_steps():
             ("{python}", "setup.py", "egg_info", "build_ext", "--inplace"),
             "the extension, into the source tree",
         ),
-        *(checks.pop(name) for name in first),
-        _collectives(
-            "bench_8", 90, "8 threads on one GPU", OPS, *_share(8), "--sizes", SIZES, *threads, *quick
-        ),
-        _collectives("bench_8_graph", 30, "8 threads, replayed graphs", *graph, *_share(8)),
-        *checks.values(),
+        *checks,
         _fused(
             "bench_fused_matmul", 90, "products with an epilogue beside cuBLAS", "--op", "matmul", *PRODUCTS
         ),
-        *(
-            _fused(f"bench_fused_{n}", 90, f"{n} threads, replayed graphs", *FUSED, "--graph", *_share(n))
-            for n in (8, 2, 4)
-        ),
-        _collectives("bench_4", 40, "4 threads", OPS, *_share(4), "--sizes", FEW_SIZES, *threads, *quick),
-        _collectives("bench_2", 40, "2 threads", OPS, *_share(2), "--sizes", FEW_SIZES, *threads, *quick),
-        _collectives("bench_4_graph", 30, "4 threads, replayed graphs", *graph, *_share(4)),
-        _collectives("bench_2_graph", 30, "2 threads, replayed graphs", *graph, *_share(2)),
-        _collectives(
-            "bench_2_processes", 45, "2 processes", OPS, *_share(2), "--sizes", FEW_SIZES, *processes, *quick
-        ),
-        _collectives(
-            "bench_4_processes", 45, "4 processes", OPS, *_share(4), "--sizes", FEW_SIZES, *processes, *quick
-        ),
     ]
+    for n, seconds, sizes in ((8, 90, SIZES), (4, 40, FEW_SIZES), (2, 40, FEW_SIZES)):
+        ranks = (*_share(n), *threads, *quick)
+        graph_sizes = GRAPH_SIZES if n == 8 else FEW_SIZES
+        steps += [
+            _collectives(f"bench_{n}", seconds, f"{n} threads on one GPU", OPS, *ranks, "--sizes", sizes),
+            _collectives(
+                f"bench_{n}_graph",
+                seconds,
+                f"{n} threads, replayed graphs",
+                OPS,
+                *ranks,
+                "--sizes",
+                graph_sizes,
+                "--graph",
+            ),
+            _fused(f"bench_fused_{n}", 90, f"{n} threads, replayed graphs", *FUSED, "--graph", *_share(n)),
+        ]
+    for n in (2, 4):
+        ranks = (*_share(n), *processes, *quick)
+        steps.append(
+            _collectives(
+                f"bench_{n}_processes", 60, f"{n} processes on one GPU", OPS, *ranks, "--sizes", FEW_SIZES
+            )
+        )
+    return {step.name: step for step in steps}
 
 
-def choose(steps, only):
-    """The steps named in only (a list; None: all), in their order. Raises ValueError."""
-    known = [step.name for step in steps]
-    unknown = [name for name in only or () if name not in known]
+def choose(part=None, only=None):
+    """The steps of a part, in its order, or those named in only (a list). Raises ValueError."""
+    steps = all_steps()
+    if part is not None and part not in PARTS:
+        raise ValueError(f"no such part: {part}. There are: {', '.join(PARTS)}.")
+    unknown = [name for name in only or () if name not in steps]
     if unknown:
-        raise ValueError(f"no such step: {', '.join(unknown)}. There are: {', '.join(known)}.")
-    return [step for step in steps if not only or step.name in only]
+        raise ValueError(f"no such step: {', '.join(unknown)}. There are: {', '.join(steps)}.")
+    parts = [PARTS[part]] if part else PARTS.values()
+    names = only or dict.fromkeys(name for names in parts for name in names)
+    return [steps[name] for name in names]
+
+
+def built():
+    """Whether the extension is there, with CUDA, for the torch that runs this; asked of a new process."""
+    code = "from pycomm import _C; import sys; sys.exit(not _C.built_with_cuda())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60)
+    return done.returncode == 0
 
 
 def run_step(step, folder, limit, on="cuda"):
@@ -166,7 +220,7 @@ def run_step(step, folder, limit, on="cuda"):
     }
     command = [word.format(**words) for word in step.command if on == "cuda" or not word.startswith(ONE_GPU)]
     child_env = env.for_child(
-        CUDA_DEVICE_MAX_CONNECTIONS=CONNECTIONS,
+        CUDA_DEVICE_MAX_CONNECTIONS=env.THREAD_RANKS["CUDA_DEVICE_MAX_CONNECTIONS"],
         PYTHONUNBUFFERED=1,
         OMP_NUM_THREADS=1,
         RANK=None,
@@ -214,8 +268,10 @@ def _notes(step, code, records, limit):
     return notes
 
 
-def run_all(steps, folder, total=TOTAL_SECONDS, on="cuda", tell=print):
-    """Runs the steps one after the other and returns their Outcomes; whatever happens, one for each."""
+def run_all(steps, folder, total=TOTAL_SECONDS, on="cuda", tell=print, done=lambda outcomes: None):
+    """Runs the steps one after the other and returns their Outcomes; whatever happens, one for each. done is
+    called with those so far after every step.
+    """
     deadline, outcomes = time.monotonic() + total, []
     for step in steps:
         left = deadline - time.monotonic()
@@ -229,6 +285,7 @@ def run_all(steps, folder, total=TOTAL_SECONDS, on="cuda", tell=print):
         tell(f"{total - left:6.0f} s {step.name}: {step.about} (at most {limit:.0f} s)")
         outcome = run_step(step, folder, limit, on)
         outcomes.append(outcome)
+        done(outcomes)
         tell(
             f"         {step.name}: {outcome.status} after {outcome.seconds:.1f} s"
             + (f" ({outcome.note})" if outcome.note else "")

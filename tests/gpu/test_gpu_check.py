@@ -19,7 +19,7 @@ ON_HOST = [name for name in checks.CHECKS if name not in ("values_threads", "val
 
 
 def run_check(name, folder, seconds=90):
-    (step,) = steps.choose(steps.all_steps(), [name])
+    (step,) = steps.choose(only=[name])
     return steps.run_step(step, folder, seconds, on="cpu")
 
 
@@ -201,7 +201,7 @@ def test_failures_are_kept(tmp_path):
 
 
 def _bench(step, rows):
-    outcome = steps.Outcome(steps.choose(steps.all_steps(), [step])[0], "pass", 1.0)
+    outcome = steps.Outcome(steps.choose(only=[step])[0], "pass", 1.0)
     return outcome._replace(bench={"rows": rows, "notes": []})
 
 
@@ -222,15 +222,13 @@ def test_targets(tmp_path):
     large, small = 256 << 20, 8192
     good = [
         _bench(
-            "bench_8",
+            "bench_8_graph",
             [
                 _row("all_reduce", 64 << 20, 1, 0.86),
                 _row("all_reduce", large, 1, 0.9),
-                _row("all_reduce", small, 1, 0.01),
+                _row("all_reduce", small, 5.5, 0.01),
+                _row("all_reduce", 1 << 20, 50, None),
             ],
-        ),
-        _bench(
-            "bench_8_graph", [_row("all_reduce", small, 5.5, None), _row("all_reduce", 1 << 20, 50, None)]
         ),
     ]
     about = {"machine": {"gpu": "NVIDIA H200"}, "versions": {"torch": "2.11.0"}}
@@ -247,7 +245,7 @@ def test_targets(tmp_path):
         "| all_reduce | pycomm | 64M | 1.00 | n/a | 1 | 1 | 4e+03 | 0.86 | 0.86 | 0 |" in text
         and "- torch: 2.11.0" in text
     )
-    slow = summary.contents([_bench("bench_8", [_row("all_gather", large, 1, 0.5)])], about, "command")
+    slow = summary.contents([_bench("bench_8_graph", [_row("all_gather", large, 1, 0.5)])], about, "command")
     assert (
         slow["targets"][1] == {"target": summary.TARGETS[1].text, "measured": 0.5, "met": False}
         and summary.exit_code(slow) == 2
@@ -268,6 +266,30 @@ def test_program_on_host_tensors(tmp_path, monkeypatch, capsys):
         "pass",
     ]
     assert len(list((tmp_path / "results").glob("*.md"))) == 1
+
+
+def test_parts():
+    """Every step is in a part, each part begins alike and takes eight minutes at most."""
+    for part in steps.PARTS:
+        assert [step.name for step in steps.choose(part)][:3] == ["versions", "build", "smoke"]
+    assert {step.name for step in steps.choose()} == set(steps.all_steps())
+    assert steps.TOTAL_SECONDS <= 480
+    with pytest.raises(ValueError, match="no such part: speed"):
+        steps.choose("speed")
+
+
+def test_report_after_every_step(tmp_path):
+    """A program that is ended in the middle has reported what it had done."""
+    seen = []
+    steps.run_all(
+        [python("print(1)", name="first"), python("print(2)", name="second")],
+        tmp_path,
+        tell=lambda text: None,
+        done=lambda outcomes: seen.append([outcome.step.name for outcome in outcomes]),
+    )
+    assert seen == [["first"], ["first", "second"]]
+    report = summary.contents([], {"machine": {"gpu": "NVIDIA H200"}}, "command", part="bench")
+    assert summary.file_name(report).endswith("_nvidia_h200_bench")
 
 
 def test_list_and_wrong_steps(capsys):
