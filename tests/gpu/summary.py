@@ -1,12 +1,13 @@
 """The report of gpu-check: benchmarks/results/<date>_<gpu>.json and .md, also when steps failed."""
 
 import datetime
+import json
 import re
 import shlex
 from pathlib import Path
 from typing import NamedTuple
 
-from gpu.steps import problems
+from gpu.steps import ROOT, problems
 from pycomm.benchmarks.collectives.cases import format_nbytes
 from pycomm.benchmarks.collectives.columns import best
 from pycomm.benchmarks.common.report import as_json
@@ -20,6 +21,9 @@ SHOWN = {
     "json": "rows.json",
     "device": "cuda",
 }  # for what steps.py fills in
+
+
+KIND = "gpu-check"  # of a report, beside those of the benchmarks
 
 
 class Target(NamedTuple):
@@ -153,6 +157,7 @@ def contents(outcomes, about, command, now=None, part=None):
     ]
     targets = [judge(target, outcomes) for target in TARGETS]
     return {
+        "kind": KIND,
         "date": now.isoformat(timespec="seconds"),
         "command": command,
         "part": part,
@@ -177,7 +182,10 @@ def file_name(report):
 
 
 def write(report, folders):
-    """Writes the report under its name into each folder and returns the paths."""
+    """Writes the report under its name into each folder and returns the paths. Paths of this machine are cut
+    to what lies in the project.
+    """
+    report = json.loads(json.dumps(report).replace(f"{ROOT}/", ""))
     name, paths = file_name(report), []
     for folder in folders:
         Path(folder).mkdir(parents=True, exist_ok=True)
