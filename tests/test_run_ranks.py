@@ -234,3 +234,28 @@ def test_a_death_is_seen_though_a_process_of_the_rank_lives_on():
 def test_ranks_end_themselves():
     with RankProcesses(1, lambda rank, link: time.sleep(600), limit=0.5) as ranks:
         assert ranks.join(30) == [] and ranks.processes[0].exitcode == -signal.SIGALRM
+
+
+def test_threads_run_their_own_backward_passes():
+    """torch runs those of all threads of a process in one thread per GPU, where ranks would wait for each
+    other.
+    """
+    import torch
+
+    before = torch.autograd.is_multithreading_enabled()
+    assert run_ranks(2, lambda comm: torch.autograd.is_multithreading_enabled()) == [False, False]
+    assert torch.autograd.is_multithreading_enabled() is before
+
+
+def test_what_cuda_must_know_is_said_before_it_begins(monkeypatch):
+    """Asking whether there is a GPU begins with it."""
+    import torch
+
+    from pycomm import env
+
+    told = []
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: told.append("asked") or False)
+    monkeypatch.setattr(env, "allow_thread_ranks", lambda: told.append("told"))
+    run_ranks(2, lambda comm: comm.rank)
+    assert told[0] == "told"

@@ -38,9 +38,9 @@ MAX_RANKS = 32  # words for hello and for each half's fingerprints, as in kernel
 WORD_BYTES = 4 * 3 * MAX_RANKS
 ALIGNMENT = 4096
 WHAT, OTHER = {1: "the launch", 2: "tiles", 3: "the result of a tile"}, 4  # codes in the record
-# Looks at a word of this GPU's memory per second of a wait: about 1 us each on an H100-class GPU. The bound
-# on a wait is of this order, not exact.
-LOOKS_PER_SECOND = 1_000_000
+# Looks at a word of this GPU's memory per second of a wait: 2.2 million on an H100 (2026-11-22). The bound on
+# a wait is of this order, not exact.
+LOOKS_PER_SECOND = 2_000_000
 LOOKS_PER_SECOND_INTERPRETED = 2_000
 
 

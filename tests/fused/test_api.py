@@ -1,5 +1,9 @@
 """Arguments of pycomm.fused: what is refused and how, groups, and that one process is a group of one."""
 
+import _thread
+import threading
+import types
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +13,8 @@ from torch_ranks import spawn
 
 import pycomm
 from pycomm import fused
-from pycomm.fused import dispatch, ranks
+from pycomm.fused import api, dispatch, machine, ranks
+from pycomm.fused.problem import Problem
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
@@ -226,3 +231,68 @@ def test_a_checkpoint_recomputes_only_what_it_needs():
     are then known.
     """
     assert spawn(2, recomputed_products) == [(5, True, True)] * 2
+
+
+def test_backward_of_ranks_that_are_threads():
+    """On the thread that torch has for a GPU they would wait for each other for ever: that is refused. A thread
+    that Python's threading did not start is as torch's.
+    """
+    here = machine.Machine(90, 2, 66, "", threads=True)
+    context = types.SimpleNamespace(
+        ranks=ranks.ALONE._replace(cache={("machine", A.device): here}),
+        device=A.device,
+        problem=types.SimpleNamespace(op="all_gather_matmul"),
+        kept=None,
+        saved_tensors=(A, B, None),
+    )
+    said, done = [], threading.Event()
+
+    def backward():
+        try:
+            api._saved(context)
+        except RuntimeError as error:
+            said.append(str(error))
+        done.set()
+
+    _thread.start_new_thread(backward, ())
+    assert done.wait(20)
+    (text,) = said
+    assert text.startswith("[rank 0/1] pycomm.fused.all_gather_matmul: the ranks are threads of one process")
+    assert "set_multithreading_enabled(False)" in text
+    assert api._saved(context)[0] is A  # on a thread of the rank's own
+    context.ranks.cache["machine", A.device] = here._replace(threads=False)
+    said.clear(), done.clear()
+    _thread.start_new_thread(backward, ())
+    assert done.wait(20) and not said
+
+
+@pytest.mark.parametrize(
+    "sharing, expected", [(1, ["gather", "product", "wait"]), (4, ["gather", "wait", "product"])]
+)
+def test_ranks_that_share_a_device_run_one_kernel_at_a_time(sharing, expected, monkeypatch):
+    """The gathering of the backward pass is over before the fused product begins."""
+    done = []
+
+    class Peers:
+        cache = {("machine", torch.device("cpu")): machine.Machine(90, sharing, 132 // sharing, "")}
+
+        def all_gather(self, parts, x):
+            done.append("gather")
+            for part in parts:
+                part.copy_(x)
+            return types.SimpleNamespace(wait=lambda: done.append("wait") if "wait" not in done else None)
+
+    a, b = torch.ones(3, 4), torch.ones(4, 5)
+    problem = Problem("all_gather_matmul", 6, 5, 4, torch.float32, 2, 0, None, False, 1, 1, (3, 3))
+    context = types.SimpleNamespace(
+        ranks=Peers(),
+        device=a.device,
+        problem=problem,
+        kept=None,
+        saved_tensors=(a, b, None),
+        needs_input_grad=(True, True, False),
+    )
+    result = types.SimpleNamespace(out=torch.ones(3, 4))
+    monkeypatch.setattr(dispatch, "forward", lambda *args: done.append("product") or result)
+    api._AllGatherMatmul.backward(context, torch.ones(6, 5))
+    assert done == expected
