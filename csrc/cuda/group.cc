@@ -1,8 +1,11 @@
 // group.cc -- see group.h.
 #include "group.h"
 
+#include <algorithm>
+#include <chrono>
 #include <sstream>
 #include <stdexcept>
+#include <thread>
 
 #include "../communicator/agree.h"
 
@@ -11,6 +14,7 @@ namespace pycomm::cuda {
 namespace {
 constexpr std::chrono::seconds longest_farewell{10};
 constexpr std::chrono::hours for_ever{24};  // every wait of a kernel ends before that
+constexpr double patience = 2;  // seconds; see [Note: meeting on the host first]
 }  // namespace
 
 // --- making it
@@ -119,13 +123,39 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const OpInfo& info, const Issue& issu
 }
 
 void CudaGroup::barrier(const Issue& issue) {
+  const double timeout = issue.timeout > 0 ? issue.timeout : state_.setup.comm.transport().timeout();
+  meet_on_host(timeout);
   Op op;
   op.kind = OpKind::barrier;
   Issue now = issue;
   now.async_op = false;
   const CudaWorkPtr work = this->issue(op, now);
-  state_.works.wait_for_end(*work,
-                            issue.timeout > 0 ? issue.timeout : state_.setup.comm.transport().timeout());
+  state_.works.wait_for_end(*work, timeout);
+}
+
+// Returns when all ranks are in as many barriers as this one, or when that cannot be waited for: what is
+// wrong then, the operation itself says.
+void CudaGroup::meet_on_host(double timeout) const {
+  Transport& transport = state_.setup.comm.transport();
+  if (transport.forked()) return;
+  const int me = state_.setup.rank(), n = state_.setup.world_size();
+  const uint64_t mine = transport.control(me).device_barriers.fetch_add(1, std::memory_order_acq_rel) + 1;
+  const auto late =
+      std::chrono::steady_clock::now() + std::chrono::duration<double>(std::min(patience, timeout / 2));
+  auto come = [&](int p) {
+    return p == me || transport.control(p).device_barriers.load(std::memory_order_acquire) >= mine;
+  };
+  for (int p = 0, round = 0; p < n;) {
+    if (come(p)) {
+      ++p;
+      continue;
+    }
+    if (transport.broken() || transport.peer_closed(p) || !transport.peer_alive(p) ||
+        std::chrono::steady_clock::now() > late)
+      return;
+    if (++round < 200) std::this_thread::yield();
+    else std::this_thread::sleep_for(std::chrono::microseconds(50));
+  }
 }
 
 // --- registered memory

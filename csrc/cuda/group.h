@@ -33,6 +33,12 @@ class CudaGroup final : public DeviceSide {
   CudaWorkPtr issue(const Op& op, const Issue& issue);
   CudaWorkPtr issue(const MessageCall& message, const Issue& issue);
   // Blocks until all ranks have come and what is in this stream is done. Throws.
+  //
+  // [Note: meeting on the host first] Before a rank comes here it may be at something that waits for the
+  // kernels that run: it makes a graph, loads a kernel, frees memory. Ranks that are threads share a device,
+  // so a kernel that waited for that rank would stop it for ever. So the ranks meet on the host, by a count
+  // in the group's shared memory, and launch their kernels then. A rank that calls something else instead is
+  // not waited for longer than `patience`: the kernels find the difference.
   void barrier(const Issue& issue);
 
   // Registered memory; collective.
@@ -49,6 +55,7 @@ class CudaGroup final : public DeviceSide {
  private:
   explicit CudaGroup(Setup setup) : state_(std::move(setup)) {}
   void make();
+  void meet_on_host(double timeout) const;
   Shape make_shape() const;
   Shape shape() const;  // with what has changed since
   template <class Make>

@@ -79,6 +79,7 @@ struct alignas(cache_line) RankControl {
   alignas(cache_line) std::atomic<uint64_t> barrier_calls;  // that this rank has begun
   std::atomic<uint64_t> barrier_arrival;
   std::atomic<uint64_t> barrier_verdict;  // by rank 0
+  std::atomic<uint64_t> device_barriers;  // that this rank has begun; cuda/group.h
 
   // Copies from or to buffers of peers that the owner has under way; collectives/visit.h.
   alignas(cache_line) std::atomic<uint32_t> visits;

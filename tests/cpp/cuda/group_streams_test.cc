@@ -301,6 +301,31 @@ void test_barrier(const Setting& setting) {
   expect("barrier: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
+// While a rank has not come, no kernel of its peers waits for it: it may be at something that waits for the
+// kernels that run.
+void test_barrier_leaves_the_device_alone(const Setting& setting) {
+  const auto body = [&](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    rank.barrier();
+    int found = result::success;
+    std::thread looks([&] {
+      if (rank.rank != 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(40));
+        ContextGuard guard(me.group.device());
+        found = fake_driver()->cuStreamQuery(me.own.stream);
+      }
+      rank.barrier();  // of the CPU side
+    });
+    if (rank.rank == 1) looks.join();
+    me.group.barrier(me.issue());
+    if (looks.joinable()) looks.join();
+    require(found == result::success, "the device is idle while a rank is awaited");
+    me.finish();
+  };
+  expect("barrier, device idle: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // Closed with operations under way: their results are there afterwards.
 void test_close_under_way(const Setting& setting) {
   const auto body = [](Rank& rank) {
@@ -439,6 +464,7 @@ int main() {
     test_two_streams(setting);
     test_capture(setting);
     test_barrier(setting);
+    test_barrier_leaves_the_device_alone(setting);
     test_close_under_way(setting);
     test_release_under_way(setting);
   }
