@@ -9,9 +9,8 @@ waits for its stream and a barrier after the collectives, before it checks.
 
 import threading
 
-GATE_SECONDS = (
-    20e-3  # a gate stays closed so long: threads that take turns at the interpreter enqueue meanwhile
-)
+# A gate stays closed so long; threads that take turns at the interpreter enqueue meanwhile.
+GATE_SECONDS = 20e-3
 CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep, about
 
 _capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time

@@ -7,6 +7,7 @@ Asked once for each group and device; collective then, because all ranks must co
 import ctypes
 import json
 import os
+import secrets
 from typing import NamedTuple
 
 import torch
@@ -17,6 +18,9 @@ ROLES = 3  # of a kernel, at most; each needs a program
 INTERPRETED_PROGRAMS = ROLES
 NATIVE_ATOMICS = 3  # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED (cuda.h)
 MOST_BYTES = 4096  # of a value that is exchanged
+
+
+_TOKEN = secrets.token_hex(8)  # of this process
 
 
 class Machine(NamedTuple):
@@ -77,7 +81,8 @@ def _on_cuda(ranks, device):
     resident = ranks.communicator.describe()["cuda"]["protocol"] == "resident"
     uuids = exchange(ranks.communicator, str(facts.uuid))
     deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
-    mine = {"resident": resident, "deaf": deaf, "arch": arch, "process": os.getpid()}
+    process = f"{os.getpid()} {_TOKEN}"  # containers may have the same numbers, forks have the same token
+    mine = {"resident": resident, "deaf": deaf, "arch": arch, "process": process}
     said = exchange(ranks.communicator, mine)
     obstacle = ""
     if not all(one["resident"] for one in said):
@@ -100,7 +105,7 @@ def _on_cuda(ranks, device):
         have = f"{most} ranks share {facts.multi_processor_count} multiprocessors"
         obstacle = obstacle or f"{have}; a rank's kernels need {ROLES}"
     here = [one["process"] for one, uuid in zip(said, uuids, strict=True) if uuid == str(facts.uuid)]
-    return Machine(arch, most, max(1, programs), obstacle, threads=here.count(os.getpid()) > 1)
+    return Machine(arch, most, max(1, programs), obstacle, threads=here.count(process) > 1)
 
 
 def _native_atomics(device, uuid):

@@ -90,7 +90,7 @@ def test_of(case, monkeypatch):
 @pytest.mark.parametrize(("uuids", "threads"), [(["A", "A"], True), (["A", "B"], False)])
 def test_ranks_that_are_threads(uuids, threads, monkeypatch):
     """On another device they do not share torch's thread for backward passes."""
-    peers = Peers(0, [uuids, [ALIKE | {"process": os.getpid()}] * 2])
+    peers = Peers(0, [uuids, [ALIKE | {"process": f"{os.getpid()} {machine._TOKEN}"}] * 2])
     group = SimpleNamespace(
         rank=0, size=2, communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", 1)
     )
