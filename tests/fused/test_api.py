@@ -234,8 +234,8 @@ def test_a_checkpoint_recomputes_only_what_it_needs():
 
 
 def test_backward_of_ranks_that_are_threads():
-    """On the thread that torch has for a GPU they would wait for each other for ever: that is refused. A thread
-    that Python's threading did not start is as torch's.
+    """On the thread that torch has for a GPU they would wait for each other for ever: that is refused. A
+    thread that Python's threading did not start is as torch's.
     """
     here = machine.Machine(90, 2, 66, "", threads=True)
     context = types.SimpleNamespace(
