@@ -40,6 +40,7 @@ by default tuned-CPU-CORES.json in PYCOMM_CACHE, with the machine's processor an
 
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and
 what is allowed. Each function reads what is set when it is called; only logger() keeps its first answer.
+THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads.
 """
 
 import functools
