@@ -143,7 +143,10 @@ def _values(comm, check, op):
                     for x in [*inputs, inputs[0]]
                 ]
             except Miscompiled as refusal:
-                check.record(f"{case}, {name}, {n} ranks", None, refusal)
+                # Of a tile that only this check uses; what is shipped must compile right.
+                shipped = name in ("default", "pointers")
+                check.record(f"{case}, {name}, {n} ranks", False if shipped else None, refusal)
+                failed += shipped
                 continue
             settle(check, comm)
             problems = [

@@ -12,9 +12,7 @@ from pycomm.benchmarks.collectives.cases import format_nbytes
 from pycomm.benchmarks.collectives.columns import best
 from pycomm.benchmarks.common.report import as_json
 
-# Bytes per rank from which the targets on bandwidth hold. They are for replayed graphs: what eight threads
-# enqueue one by one is limited by Python's lock.
-LARGE = 64 << 20
+LARGE = 64 << 20  # bytes per rank from which the targets on bandwidth hold
 SHOWN = {
     "python": "python3",
     "records": "records.jsonl",
@@ -61,31 +59,19 @@ class FusedTarget(NamedTuple):
         return [row["times_faster"][self.than] for row in rows if self.than in row.get("times_faster", {})]
 
 
+def _of_large(op, limit, of):
+    """Called one by one, where Python's lock limits what eight threads enqueue, and in replayed graphs."""
+    text = f"{op}, 8 threads, 64 MiB and more{{}}: {100 * limit:.0f}% of {of}"
+    return [
+        Target(text.format(where), step, op, "of_bound", limit, lambda size: size >= LARGE)
+        for where, step in (("", "bench_8"), (" in a graph", "bench_8_graph"))
+    ]
+
+
 TARGETS = (
-    Target(
-        "all_reduce, 8 threads, 64 MiB and more in a graph: 85% of the bound",
-        "bench_8_graph",
-        "all_reduce",
-        "of_bound",
-        0.85,
-        lambda size: size >= LARGE,
-    ),
-    Target(
-        "all_gather, 8 threads, 64 MiB and more in a graph: 90% of a copy",
-        "bench_8_graph",
-        "all_gather",
-        "of_bound",
-        0.90,
-        lambda size: size >= LARGE,
-    ),
-    Target(
-        "all_to_all, 8 threads, 64 MiB and more in a graph: 90% of a copy",
-        "bench_8_graph",
-        "all_to_all",
-        "of_bound",
-        0.90,
-        lambda size: size >= LARGE,
-    ),
+    *_of_large("all_reduce", 0.85, "the bound"),
+    *_of_large("all_gather", 0.90, "a copy"),
+    *_of_large("all_to_all", 0.90, "a copy"),
     Target(
         "all_reduce, 8 threads, 8 KiB in a graph: 6 us",
         "bench_8_graph",

@@ -186,9 +186,9 @@ def test_targets():
         ),
     ]
     report = summary.contents(outcomes, {}, "command")
-    judged = [(target["measured"], target["met"]) for target in report["targets"][4:]]
+    judged = [(target["measured"], target["met"]) for target in report["targets"][7:]]
     assert judged == [(0.93, True), (0.8, False), (0.99, False), (1.0, True), (0.9, False)]
-    unmeasured = summary.contents(outcomes[:1], {}, "command")["targets"][5:]
+    unmeasured = summary.contents(outcomes[:1], {}, "command")["targets"][8:]
     assert [(target["measured"], target["met"]) for target in unmeasured] == [(0.8, False)] + [
         (None, None)
     ] * 3
