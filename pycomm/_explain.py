@@ -90,11 +90,11 @@ def explain(
         )
         how = f"{name} ({_STEPS_ON_DEVICE[name]})"
         return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
-    return _explain_on_cpu(op, size, world_size, (cores, mapped, kernel_reads), algorithm)
+    return _explain_on_cpu(op, size, world_size, (cores, _C.kernel_ahead(), mapped, kernel_reads), algorithm)
 
 
 def _explain_on_cpu(op, size, world_size, reach, algorithm):
-    """reach: cores, mapped and kernel_reads of explain()."""
+    """reach: cores, whether the kernel's copies are ahead, mapped and kernel_reads of explain()."""
     known, code = tuned.load(), _C.algorithms.index(algorithm)
     name, block, reason, measured = _C.choose(_C.kinds.index(op), size, world_size, *reach, code, known.rows)
     blocks = f", blocks of {block} bytes" if block else ""

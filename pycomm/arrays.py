@@ -36,6 +36,17 @@ def like(tensor, array):
     return namespace.from_dlpack(tensor) if namespace is not None else tensor
 
 
+def call_with_tensors(function, kinds, arrays, rest):
+    """function(*arrays, *rest) with tensors over the memory of the arrays, in the stream of the first. kinds:
+    a letter for each of them, a(rray) or l(ist of arrays).
+    """
+    tensors = [as_tensors(x) if kind == "l" else as_tensor(x) for kind, x in zip(kinds, arrays, strict=True)]
+    for tensor in (tensor for given in tensors for tensor in (given if isinstance(given, list) else [given])):
+        if not issubclass(type(tensor), torch.Tensor):  # one that only says so: we would be called again
+            raise TypeError(f"expected an array, got {type(tensor).__name__}, which only looks like a tensor")
+    return call_in_stream(arrays[0], function, *tensors, *rest)
+
+
 def call_in_stream(array, function, *args):
     """function(*args) in the stream that the array's library calls current: torch's, where the extension
     looks, or CuPy's.

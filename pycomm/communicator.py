@@ -22,7 +22,7 @@ import torch
 
 from pycomm import _C, env
 from pycomm.arrays import as_tensor, as_tensors, call_in_stream, like
-from pycomm.options import algorithm_code, reduction, seconds, transport_options
+from pycomm.options import seconds, transport_options
 
 __all__ = ["Communicator", "Work", "empty"]
 
@@ -36,16 +36,12 @@ def empty(shape, dtype=torch.float32, *, comm, device="cpu"):
     return comm.empty(shape, dtype, device=device)
 
 
-class Work:
+class Work(_C.Work):
     """An operation under way. Keep the arrays alive and unread until it is done (CUDA: until wait() has
     ordered the stream that reads).
     """
 
-    __slots__ = ("__weakref__", "_handle", "_result")
-
-    def __init__(self, handle, result):
-        self._handle = handle
-        self._result = result
+    __slots__ = ()
 
     def wait(self, timeout=None):
         """Blocks until the operation is done and returns its result. `timeout` in seconds; None: the
@@ -58,38 +54,16 @@ class Work:
         limit = 0.0 if timeout is None else seconds(timeout, "the operation's own limit")
         result = self._result
         if result is None or type(result) is torch.Tensor:
-            self._handle.wait(limit)
-        else:
-            call_in_stream(result, self._handle.wait, limit)
-        return result
+            return self._wait(limit)
+        return call_in_stream(result, self._wait, limit)
 
     def done(self):
         """True once the result is complete; never blocks."""
-        return self._handle.done()
+        return self._done()
 
     def source(self):
         """The rank that a completed recv came from."""
-        return self._handle.source()
-
-
-def _issue(function, array, args, result, how):
-    """Issues an operation. how: (async_op, algorithm, timeout) as the caller gave them."""
-    async_op, algorithm, timeout = how
-    code = 0 if algorithm is None else algorithm_code(algorithm)
-    limit = 0.0 if timeout is None else seconds(timeout)
-    if type(array) is torch.Tensor:  # the usual case: call_in_stream would cost a small operation 0.1 us
-        handle = function(*args, async_op, code, limit)
-    else:
-        handle = call_in_stream(array, function, *args, async_op, code, limit)
-    return Work(handle, result) if async_op else result
-
-
-def _exchange(function, x, peer, tag, async_op, timeout):
-    """Issues a send or recv of x."""
-    limit = 0.0 if timeout is None else seconds(timeout)
-    if type(x) is torch.Tensor:  # as in _issue
-        return function(x, peer, tag, async_op, limit)
-    return call_in_stream(x, function, as_tensor(x), peer, tag, async_op, limit)
+        return self._source()
 
 
 class Communicator:
@@ -156,28 +130,20 @@ class Communicator:
         """Every rank gets the reduction of all ranks' x, in place or in `out`. The bits are equal on all
         ranks.
         """
-        code, factor = reduction(op)
-        tensor = as_tensor(x)
-        target, result = (tensor, x) if out is None else (as_tensor(out), out)
-        args = tensor, target, code, factor
-        return _issue(self._comm.all_reduce, x, args, result, (async_op, algorithm, timeout))
+        out = x if out is None else out
+        return self._comm.all_reduce(x, out, op, out, async_op, algorithm, timeout)
 
     def reduce(self, x, root=0, op="sum", *, out=None, async_op=False, algorithm=None, timeout=None):
         """The root gets the reduction of all ranks' x, in place or in `out`; x of the others is unchanged.
         Returns None on them.
         """
-        code, factor = reduction(op)
-        tensor = as_tensor(x)
-        target, result = (tensor, x) if out is None else (as_tensor(out), out)
-        if self.rank != root:
-            result = None
-        return _issue(
-            self._comm.reduce, x, (tensor, target, root, code, factor), result, (async_op, algorithm, timeout)
-        )
+        out = x if out is None else out
+        result = out if self.rank == root else None
+        return self._comm.reduce(x, out, op, root, result, async_op, algorithm, timeout)
 
     def broadcast(self, x, root=0, *, async_op=False, algorithm=None, timeout=None):
         """x of every rank becomes the root's x."""
-        return _issue(self._comm.broadcast, x, (as_tensor(x), root), x, (async_op, algorithm, timeout))
+        return self._comm.broadcast(x, root, x, async_op, algorithm, timeout)
 
     def all_gather(self, x, out=None, *, async_op=False, algorithm=None, timeout=None):
         """Every rank gets every rank's x.
@@ -185,12 +151,16 @@ class Communicator:
         out: an array of world_size * x.size elements, or a list of world_size arrays, whose sizes may differ
             (each as the x of its rank). None: a new array of shape (world_size, *x.shape).
         """
-        tensor, how = as_tensor(x), (async_op, algorithm, timeout)
         if isinstance(out, (list, tuple)):
-            return _issue(self._comm.all_gather, x, (tensor, as_tensors(out)), out, how)
+            return self._comm.all_gather(x, out, out, async_op, algorithm, timeout)
         if out is None:
-            out = like(tensor.new_empty((self.world_size, *tensor.shape)), x)
-        return _issue(self._comm.all_gather_flat, x, (tensor, as_tensor(out)), out, how)
+            out = self._of_all(x)
+        return self._comm.all_gather_flat(x, out, out, async_op, algorithm, timeout)
+
+    def _of_all(self, x):
+        """A new array for every rank's x."""
+        tensor = as_tensor(x)
+        return like(tensor.new_empty((self.world_size, *tensor.shape)), x)
 
     def reduce_scatter(self, x, out=None, op="sum", *, async_op=False, algorithm=None, timeout=None):
         """Rank r gets the reduction of part r of all ranks' x.
@@ -199,24 +169,21 @@ class Communicator:
             sizes may differ.
         out: an array of the size of this rank's part; None: a new one.
         """
-        code, factor = reduction(op)
-        if isinstance(x, (list, tuple)):
-            function, source = self._comm.reduce_scatter, as_tensors(x)
-        else:
-            function, source = self._comm.reduce_scatter_flat, as_tensor(x)
         if out is None:
-            out = self._own_part(source, x)
-        args = source, as_tensor(out), code, factor
-        return _issue(function, x, args, out, (async_op, algorithm, timeout))
+            out = self._own_part(x)
+        if isinstance(x, (list, tuple)):
+            return self._comm.reduce_scatter(x, out, op, out, async_op, algorithm, timeout)
+        return self._comm.reduce_scatter_flat(x, out, op, out, async_op, algorithm, timeout)
 
-    def _own_part(self, source, x):
-        """A new array for this rank's part of x, whose tensor or tensors are `source`."""
+    def _own_part(self, x):
+        """A new array for this rank's part of x."""
         n, mine = self.world_size, self.rank
-        if isinstance(source, list):
-            if len(source) != n:
-                raise self._wrong("reduce_scatter", f"got a list of {len(source)} arrays for {n} ranks")
-            part = torch.empty_like(source[mine], memory_format=torch.contiguous_format)
+        if isinstance(x, (list, tuple)):
+            if len(x) != n:
+                raise self._wrong("reduce_scatter", f"got a list of {len(x)} arrays for {n} ranks")
+            part = torch.empty_like(as_tensor(x[mine]), memory_format=torch.contiguous_format)
             return like(part, x[mine])
+        source = as_tensor(x)
         if source.dim() == 0 or source.shape[0] % n:
             shape = tuple(source.shape)
             raise self._wrong(
@@ -233,57 +200,49 @@ class Communicator:
             lists of world_size arrays, whose sizes may differ pairwise. out=None with even splits: a new
             array like x.
         """
-        how = (async_op, algorithm, timeout)
         if isinstance(x, (list, tuple)):
             if out is None:
                 raise self._wrong("all_to_all", "with a list of inputs pass a list of outputs")
-            return _issue(self._comm.all_to_all, x, (as_tensors(x), as_tensors(out)), out, how)
-        tensor = as_tensor(x)
+            return self._comm.all_to_all(x, out, out, async_op, algorithm, timeout)
         if out is None:
+            tensor = as_tensor(x)
             rows = sum(out_splits) if out_splits is not None else None
             shape = tensor.shape if rows is None else (rows, *tensor.shape[1:])
             out = like(tensor.new_empty(shape), x)
-        args = tensor, as_tensor(out), in_splits or [], out_splits or []
-        return _issue(self._comm.all_to_all_flat, x, args, out, how)
+        return self._comm.all_to_all_flat(x, out, in_splits, out_splits, out, async_op, algorithm, timeout)
 
     def gather(self, x, out=None, root=0, *, async_op=False, algorithm=None, timeout=None):
         """The root gets every rank's x: in `out` (a list or an array of world_size * x.size elements) or a
         new array; None elsewhere.
         """
-        tensor, parts = as_tensor(x), []
+        parts, result = [], None
         if self.rank == root:
-            if out is None:
-                out = like(tensor.new_empty((self.world_size, *tensor.shape)), x)
-            parts = self._parts("gather", out, tensor.numel())
-        result = out if self.rank == root else None
-        return _issue(self._comm.gather, x, (tensor, parts, root), result, (async_op, algorithm, timeout))
+            result = self._of_all(x) if out is None else out
+            parts = self._parts("gather", result, as_tensor(x).numel())
+        return self._comm.gather(x, parts, root, result, async_op, algorithm, timeout)
 
     def scatter(self, x, out, root=0, *, async_op=False, algorithm=None, timeout=None):
         """`out` of rank r becomes part r of the root's x (a list, or an array of world_size * out.size
         elements; ignored on the others).
         """
-        target = as_tensor(out)
-        parts = self._parts("scatter", x, target.numel()) if self.rank == root else []
-        return _issue(self._comm.scatter, out, (parts, target, root), out, (async_op, algorithm, timeout))
+        parts = self._parts("scatter", x, as_tensor(out).numel()) if self.rank == root else []
+        return self._comm.scatter(out, parts, root, out, async_op, algorithm, timeout)
 
     def barrier(self, *, async_op=False, timeout=None):
         """Returns when all ranks have come here. On timeout the error names every rank that has not."""
-        handle = self._comm.barrier(async_op, seconds(timeout))
-        return Work(handle, None) if async_op else None
+        return self._comm.barrier(None, async_op, None, timeout)
 
     # --- point to point --------------------
 
     def send(self, x, dst, tag=0, *, async_op=False, timeout=None):
         """Sends x to rank dst; complete when a recv with the same tag has taken it."""
-        handle = _exchange(self._comm.send, x, dst, tag, async_op, timeout)
-        return Work(handle, None) if async_op else None
+        return self._comm.send(x, dst, tag, None, async_op, None, timeout)
 
     def recv(self, x, src=None, tag=0, *, async_op=False, timeout=None):
         """Receives into x from rank src (None: from any rank). Returns the sender's rank; asynchronously: a
         Work, see Work.source().
         """
-        handle = _exchange(self._comm.recv, x, -1 if src is None else src, tag, async_op, timeout)
-        return Work(handle, x) if async_op else handle.source()
+        return self._comm.recv(x, -1 if src is None else src, tag, x, async_op, None, timeout)
 
     # --- groups, memory, life --------------------
 

@@ -1,5 +1,6 @@
 """Options of groups and operations, as the extension takes them."""
 
+import math
 import os
 from typing import NamedTuple
 
@@ -44,6 +45,8 @@ def seconds(timeout, own="the group's own limit"):
         limit = float(timeout)
     except (TypeError, ValueError):
         raise TypeError(f"timeout={timeout!r}: expected a number of seconds, or None") from None
+    except OverflowError:  # an integer beyond all floats
+        limit = math.inf
     if not 0 < limit <= env.LONGEST_TIMEOUT:
         raise ValueError(
             f"timeout={timeout}: must be a number of seconds above 0 and at most 1e8 (three years): nothing "

@@ -4,6 +4,7 @@ of tests/fake_cuda.py.
 
 import os
 import signal
+import time
 
 import fake_cuda
 import torch
@@ -243,6 +244,22 @@ def host_runs_ahead(r, n):
     equal([x.cpu(), y.cpu()], [total(n, SIZE), total(n, 10)])
 
 
+def block_current_stream(r, n):
+    """The stream waits, the host does not: the last rank comes when rank 0 has called everything."""
+    x, store = cuda(r, SIZE), dist.distributed_c10d._get_default_store()
+    dist.all_reduce(x.clone())
+    if r == n - 1:
+        store.wait(["called"])
+    work = dist.all_reduce(x, async_op=True)
+    work.block_current_stream()
+    out = torch.empty_like(x)
+    out.copy_(x)
+    if r == 0:
+        time.sleep(0.1)  # for a stream that does not wait to show it
+        store.set("called", "")
+    equal(out.cpu(), total(n, SIZE))
+
+
 def both_devices(r, n):
     for _ in range(3):
         host, device = data(r, SIZE), cuda(r, SIZE)
@@ -387,6 +404,7 @@ CASES = [
     coalescing,
     futures,
     host_runs_ahead,
+    block_current_stream,
     both_devices,
     new_groups,
     data_parallel,

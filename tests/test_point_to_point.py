@@ -2,8 +2,8 @@
 once, beside collectives.
 
 Thresholds, csrc/collectives/outgoing.cc and transport/layout.h: 960 bytes travel in a slot; what is
-larger than 8 rings is copied by the kernel; all else streams through a ring of at most 512 KiB (small
-staging: 8 to 24 KiB). A channel has 8 slots.
+larger than 4 MiB (small rings: than 8 of them) is copied by the kernel; all else streams through a ring of at
+most 2 MiB (small staging: 16 to 48 KiB). A channel has 8 slots.
 """
 
 import random
@@ -39,6 +39,8 @@ EDGES = [
     (512 << 10) - 1,
     (512 << 10) + 1,
     1 << 20,
+    (2 << 20) - 1,
+    (2 << 20) + 1,
     (4 << 20) - 1,
     (4 << 20) + 1,
     5000011,

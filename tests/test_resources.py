@@ -143,9 +143,7 @@ def mapped_bytes():
 
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_staging_memory_is_bounded(n):
-    """8 MiB per rank for a process's first group, 1 MiB for each further. Mapped is more: flags, and rings to
-    oneself, never touched.
-    """
+    """8 MiB per rank for a process's first group, 1 MiB for each further. Mapped is a little more: flags."""
 
     def body(comm):
         first = comm.describe()["staging_bytes"], mapped_bytes()

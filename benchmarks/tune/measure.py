@@ -195,7 +195,8 @@ def built_in(op, size, n, cores, access):
     """The algorithm that the built-in table takes."""
     nbytes = size if op in WHOLE else size // n
     code = _C.kinds.index(op)
-    return _C.choose(code, nbytes, n, cores, access == "mapped", access == "kernel", 0, None)[0]
+    reach = cores, _C.kernel_ahead(), access == "mapped", access == "kernel"
+    return _C.choose(code, nbytes, n, *reach, 0, None)[0]
 
 
 def geometric_mean(ratios):

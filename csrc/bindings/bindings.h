@@ -19,25 +19,10 @@ namespace py = pybind11;
 using CommPtr = std::shared_ptr<Communicator>;
 using CommClass = py::class_<Communicator, CommPtr>;
 
-// The handle that Python holds: a work and the group it belongs to, which must outlive its operations.
-struct Handle {
-  CommPtr comm;
-  std::shared_ptr<Work> work;
-  int source = -1;  // of a recv on a device, where it is known beforehand
-};
-
-// Runs or issues a request. None when it has run, or is in the current stream.
-std::optional<Handle> submit(const CommPtr& comm, Request request, bool async_op);
-
 // What was measured on this machine (collectives/tuned.h), as Python hands it to a group.
 struct TunedRows {
   std::vector<TunedRow> rows;
 };
-
-inline Reduction reduction_of(int op, double factor) { return {static_cast<ReduceOp>(op), factor}; }
-inline CallOptions options_of(int algorithm, double timeout) {
-  return {timeout, static_cast<Algorithm>(algorithm)};
-}
 
 void bind_work(py::module_& module);
 void bind_store(py::module_& module);

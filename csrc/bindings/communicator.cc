@@ -36,6 +36,7 @@ py::dict describe(const CommPtr& comm) {
   facts["world_size"] = t.world_size();
   facts["reach"] = reaches[static_cast<int>(t.reach())];
   facts["cores"] = t.cores();
+  facts["kernel_ahead"] = t.kernel_ahead();
   facts["oversubscribed"] = t.oversubscribed();
   facts["threads"] = t.lanes();
   facts["staging_bytes"] = t.budget_bytes();

@@ -3,6 +3,8 @@
 #include "../arithmetic/reduce.h"
 #include "../collectives/select.h"
 #include "../cuda/plan.h"
+#include "../transport/cores.h"
+#include "../transport/kernel_copy.h"
 #include "bindings.h"
 
 namespace pycomm {
@@ -11,13 +13,13 @@ namespace {
 
 // signature of the call from Python; the last of what it returns: does the measured table decide
 std::tuple<std::string, size_t, std::string, bool> choose(int kind, size_t nbytes, int world_size, int cores,
-                                                          bool mapped, bool kernel_reads, int algorithm,
-                                                          const TunedRows* tuned) {
+                                                          bool kernel_ahead, bool mapped, bool kernel_reads,
+                                                          int algorithm, const TunedRows* tuned) {
   const auto op = static_cast<OpKind>(kind);
   if (algorithm == 0 && fits_payload(op, nbytes, world_size))
     return {"payload", 0, "the data travel with the operation's header: one exchange", false};
   const TunedTable table = tuned ? TunedTable::of(tuned->rows, world_size, cores) : TunedTable{};
-  const Choice choice = select(op, nbytes, {world_size, cores, mapped, kernel_reads, &table},
+  const Choice choice = select(op, nbytes, {world_size, cores, kernel_ahead, mapped, kernel_reads, &table},
                                static_cast<Algorithm>(algorithm));
   return {to_string(choice.algorithm), choice.block, choice.reason, choice.measured};
 }
@@ -63,6 +65,10 @@ void bind_explain(py::module_& module) {
         return !TunedTable::of(self.rows, world_size, cores).empty();
       });
   module.def("choose", &choose);
+  module.def("kernel_ahead", [] {  // what a group of processes like this one would find
+    const std::string cores = allowed_cores(), cache = cores_of_one_cache(cores);
+    return (!cache.empty() && !all_within({cores}, cache)) || kernel_copies_fast();
+  });
   module.def("simd_level", &simd_level);
   module.def("set_simd_limit",
              [](std::optional<std::string> limit) { set_simd_limit(limit ? limit->c_str() : nullptr); });

@@ -1,50 +1,68 @@
 // messages.cc -- send, recv and barrier of _C.Communicator.
-#include "../collectives/send_recv.h"
 #include "../torch/device.h"
 #include "../torch/interpreter.h"
-#include "bindings.h"
+#include "python_call.h"
+#include "work.h"
 
 namespace pycomm {
 
-namespace {
+namespace method {
 
-std::optional<Handle> send(const CommPtr& comm, const at::Tensor& tensor, int dst, int tag, bool async_op,
-                           double timeout) {
-  WithoutGil no_gil;
-  if (tensor.is_cuda()) {
-    auto work = send_on_device(*comm, tensor, {dst, tag, timeout}, async_op);
-    return async_op ? std::optional(Handle{comm, std::move(work)}) : std::nullopt;
+// send and recv of (x, peer, tag).
+struct Exchange {
+  explicit Exchange(const PythonCall& call)
+      : tensor(call.tensor(0)),
+        options{call.integer(1), call.integer(2), call.seconds()},
+        async_op(call.async_op()) {}
+
+  template <class OnHost, class OnDevice>
+  std::shared_ptr<Work> start(const OnHost& on_host, const OnDevice& on_device) const {
+    WithoutGil no_gil;
+    if (tensor.is_cuda()) return on_device();
+    std::shared_ptr<Work> work = on_host();
+    if (async_op) work->help();
+    else work->wait();
+    return work;
   }
-  MessagePtr message = send_tensor(*comm, tensor, {dst, tag, timeout});
-  if (async_op) {
-    message->help();
-    return Handle{comm, message};
+
+  const at::Tensor& tensor;
+  const MessageOptions options;
+  const bool async_op;
+};
+
+PyObject* send(const PythonCall& call) {
+  const Exchange x(call);
+  auto work = x.start([&] { return send_tensor(call.comm(), x.tensor, x.options); },
+                      [&] { return send_on_device(call.comm(), x.tensor, x.options, x.async_op); });
+  return x.async_op ? call.handle(std::move(work)) : call.result();
+}
+
+// At once it returns the sender's rank.
+PyObject* recv(const PythonCall& call) {
+  const Exchange x(call);
+  auto work = x.start([&] { return recv_tensor(call.comm(), x.tensor, x.options); },
+                      [&] { return recv_on_device(call.comm(), x.tensor, x.options, x.async_op); });
+  if (x.async_op) return call.handle(std::move(work), x.options.peer);
+  return PyLong_FromLong(source_of({nullptr, std::move(work), x.options.peer}));
+}
+
+PyObject* barrier(const PythonCall& call) {
+  if (!cuda::group_of(call.comm()) || call.async_op())
+    return call.submit(make_barrier(call.comm(), call.options()));
+  const double timeout = call.seconds();
+  {
+    WithoutGil no_gil;
+    barrier_on_device(call.comm(), timeout);
   }
-  message->wait();
-  return std::nullopt;
+  return call.result();
 }
 
-std::optional<Handle> recv(const CommPtr& comm, const at::Tensor& tensor, int src, int tag, bool async_op,
-                           double timeout) {
-  WithoutGil no_gil;
-  if (tensor.is_cuda())
-    return Handle{comm, recv_on_device(*comm, tensor, {src, tag, timeout}, async_op), src};
-  MessagePtr message = recv_tensor(*comm, tensor, {src, tag, timeout});
-  if (async_op) message->help();
-  else message->wait();
-  return Handle{comm, message};
+}  // namespace method
+
+void bind_messages(CommClass& comm) {
+  add_method<&method::send>(comm, {"send", "a", 3});
+  add_method<&method::recv>(comm, {"recv", "a", 3});
+  add_method<&method::barrier>(comm, {"barrier", "", 0});
 }
-
-std::optional<Handle> barrier(const CommPtr& comm, bool async_op, double timeout) {
-  if (!cuda::group_of(*comm) || async_op)
-    return submit(comm, make_barrier(*comm, options_of(0, timeout)), async_op);
-  WithoutGil no_gil;
-  barrier_on_device(*comm, timeout);
-  return std::nullopt;
-}
-
-}  // namespace
-
-void bind_messages(CommClass& comm) { comm.def("send", &send).def("recv", &recv).def("barrier", &barrier); }
 
 }  // namespace pycomm

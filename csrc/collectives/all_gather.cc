@@ -16,13 +16,13 @@ namespace {
 
 void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred) {
   const Op& op = call.op;
-  const size_t block = multicast_block(call, preferred);
-  const uint64_t base = call.comm.lane(lane).steps;
+  const size_t block = multicast_block(call, nbytes, preferred);
+  const Halves halves(call, lane, block);
   auto piece = [&](size_t i, int p) {
     return clip(begin + i * block, std::min(block, nbytes - i * block), op.out_parts[p].count * call.item);
   };
   pipeline(
-      call, lane, (nbytes + block - 1) / block,
+      call, halves, (nbytes + block - 1) / block,
       [&](size_t i, std::byte* half) {
         Range range = piece(i, call.rank);
         if (range.size()) std::memcpy(half, op.in + range.begin, range.size());
@@ -32,8 +32,7 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
         for (int k = 1; k < call.world_size; ++k) {
           const int p = (call.rank + k) % call.world_size;
           Range range = piece(i, p);
-          if (range.size())
-            std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i), range.size());
+          if (range.size()) std::memcpy(op.out_parts[p].data + range.begin, halves.of(p, i), range.size());
         }
       });
 }

@@ -39,27 +39,27 @@ void from_payload(Call& call) {
 }
 
 void one_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred) {
-  const size_t block = multicast_block(call, preferred);
+  const size_t block = multicast_block(call, nbytes, preferred);
   const size_t steps = (nbytes + block - 1) / block;
-  const uint64_t base = call.comm.lane(lane).steps;
+  const Halves halves(call, lane, block);
   auto size = [&](size_t i) { return std::min(block, nbytes - i * block); };
   pipeline(
-      call, lane, steps,
+      call, halves, steps,
       [&](size_t i, std::byte* half) { std::memcpy(half, call.op.in + begin + i * block, size(i)); },
       NoStage{},
       [&](size_t i, std::byte*) {
         const void* sources[max_world_size];
-        for (int p = 0; p < call.world_size; ++p) sources[p] = call.half(p, lane, base + i);
+        for (int p = 0; p < call.world_size; ++p) sources[p] = halves.of(p, i);
         call.reduce_into(call.op.out + begin + i * block, sources, size(i) / call.item);
       });
 }
 
 void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred) {
   const int n = call.world_size, rank = call.rank;
-  const size_t compartment = pairwise_block(call, preferred / n, true);
-  const size_t block = compartment * n;
+  const Compartments step = compartments(call, longest_chunk(nbytes, n), preferred / n, true);
+  const size_t compartment = step.block, block = compartment * n;
   const size_t steps = (nbytes + block - 1) / block;
-  const uint64_t base = call.comm.lane(lane).steps;
+  const Halves halves(call, lane, step.footprint());
   // Chunk p of step i, in bytes of the user's buffer.
   auto chunk = [&](size_t i, int p) {
     size_t start = i * block, length = std::min(block, nbytes - start);
@@ -67,7 +67,7 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
     return Range{begin + start + range.begin * call.item, begin + start + range.end * call.item};
   };
   pipeline(
-      call, lane, steps,
+      call, halves, steps,
       [&](size_t i, std::byte* half) {
         for (int k = 1; k < n; ++k) {
           const int p = (rank + k) % n;
@@ -79,8 +79,7 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
         Range range = chunk(i, rank);
         const void* sources[max_world_size];
         for (int p = 0; p < n; ++p)
-          sources[p] =
-              p == rank ? call.op.in + range.begin : call.half(p, lane, base + i) + rank * compartment;
+          sources[p] = p == rank ? call.op.in + range.begin : halves.of(p, i) + rank * compartment;
         std::byte* result = half + n * compartment;
         call.reduce_into(result, sources, range.size() / call.item);
         if (range.size()) std::memcpy(call.op.out + range.begin, result, range.size());
@@ -90,8 +89,7 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
           const int p = (rank + k) % n;
           Range range = chunk(i, p);
           if (range.size())
-            std::memcpy(call.op.out + range.begin, call.half(p, lane, base + i) + n * compartment,
-                        range.size());
+            std::memcpy(call.op.out + range.begin, halves.of(p, i) + n * compartment, range.size());
         }
       });
 }

@@ -33,10 +33,11 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
       }
       leave_direct(call, lane);
     } else {
-      const size_t block = pairwise_block(call, choice.block / n, false);
-      const uint64_t base = call.comm.lane(lane).steps;
+      const Compartments step = compartments(call, nbytes, choice.block / n, false);
+      const size_t block = step.block;
+      const Halves halves(call, lane, step.footprint());
       pipeline(
-          call, lane, (nbytes + block - 1) / block,
+          call, halves, (nbytes + block - 1) / block,
           [&](size_t i, std::byte* half) {
             for (int k = 1; k < n; ++k) {
               const int p = (rank + k) % n;
@@ -51,8 +52,7 @@ void all_to_all(Call& call, const Choice& choice, Route route) {
               const int p = (rank + k) % n;
               Range range = clipped(i * block, std::min(block, nbytes - i * block), op.out_parts[p]);
               if (range.size())
-                std::memcpy(op.out_parts[p].data + range.begin, call.half(p, lane, base + i) + rank * block,
-                            range.size());
+                std::memcpy(op.out_parts[p].data + range.begin, halves.of(p, i) + rank * block, range.size());
             }
           });
     }

@@ -24,17 +24,17 @@ void broadcast(Call& call, const Choice& choice, Route route) {
       if (!root) call.fetch(op.root, 0, begin, op.out + begin, nbytes);
       return leave_direct(call, lane);
     }
-    const size_t block = multicast_block(call, choice.block);
-    const uint64_t base = call.comm.lane(lane).steps;
+    const size_t block = multicast_block(call, nbytes, choice.block);
+    const Halves halves(call, lane, block);
     auto size = [&](size_t i) { return std::min(block, nbytes - i * block); };
     pipeline(
-        call, lane, (nbytes + block - 1) / block,
+        call, halves, (nbytes + block - 1) / block,
         [&](size_t i, std::byte* half) {
           if (root) std::memcpy(half, op.in + begin + i * block, size(i));
         },
         NoStage{},
         [&](size_t i, std::byte*) {
-          if (!root) std::memcpy(op.out + begin + i * block, call.half(op.root, lane, base + i), size(i));
+          if (!root) std::memcpy(op.out + begin + i * block, halves.of(op.root, i), size(i));
         });
   });
 }

@@ -50,11 +50,8 @@ class Call {
   bool registered(int peer) const;  // all buffers of `peer` in this operation lie in a registered region
   bool all_mapped() const;  // every buffer of this operation is addressable by every rank
 
-  // Staging of one lane of one rank, and its two halves that alternate by step.
+  // Staging of one lane of one rank; its two halves alternate by step (pipeline.h).
   std::byte* staging(int peer, int lane) const { return transport.staging(peer) + lane * lane_bytes(); }
-  std::byte* half(int peer, int lane, uint64_t step) const {
-    return staging(peer, lane) + (step & 1) * half_bytes();
-  }
   size_t lane_bytes() const { return transport.staging_bytes() / transport.lanes() / 4096 * 4096; }
   size_t half_bytes() const { return lane_bytes() / 2; }
 
@@ -79,6 +76,10 @@ struct Range {
   size_t size() const { return end - begin; }
 };
 Range chunk_of(size_t count, int index, int chunks, size_t item);
+// Bytes of the longest of them when `nbytes` are cut so.
+inline size_t longest_chunk(size_t nbytes, int chunks) {
+  return round_up(round_up(nbytes, cache_line) / cache_line, chunks) / chunks * cache_line;
+}
 
 // The bytes of a part of `part_bytes` that fall into [begin, begin + nbytes).
 inline Range clip(size_t begin, size_t nbytes, size_t part_bytes) {

@@ -134,8 +134,12 @@ void CollectiveTask::look(double late) const {
 // this rank's own buffers would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {
   Transport& transport = comm_.transport();
-  Situation situation{comm_.world_size(), transport.cores(), false,
-                      transport.reach() == Transport::Reach::kernel, &tuned_table(transport)};
+  Situation situation{comm_.world_size(),
+                      transport.cores(),
+                      transport.kernel_ahead(),
+                      false,
+                      transport.reach() == Transport::Reach::kernel,
+                      &tuned_table(transport)};
   if (transport.reach() == Transport::Reach::pointer || call_->registered(comm_.rank())) {
     call_->match();
     situation.mapped = call_->all_mapped();
@@ -145,7 +149,8 @@ Choice CollectiveTask::choose() {
   Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
   if (choice.algorithm == Algorithm::direct && !situation.mapped &&
       transport.reach() == Transport::Reach::none)
-    choice = select(op_.kind, nbytes, {situation.world_size, situation.cores, false, false});
+    choice = select(op_.kind, nbytes,
+                    {situation.world_size, situation.cores, situation.kernel_ahead, false, false});
   const bool rounds_each_hop =
       op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)

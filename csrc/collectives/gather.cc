@@ -25,11 +25,11 @@ void gather(Call& call, const Choice& choice, Route route) {
         if (p != call.rank) call.fetch(p, 0, begin, op.out_parts[p].data + begin, nbytes);
       leave_direct(call, lane);
     } else {
-      const size_t block = multicast_block(call, choice.block);
-      const uint64_t base = call.comm.lane(lane).steps;
+      const size_t block = multicast_block(call, nbytes, choice.block);
+      const Halves halves(call, lane, block);
       auto size = [&](size_t i) { return std::min(block, nbytes - i * block); };
       pipeline(
-          call, lane, (nbytes + block - 1) / block,
+          call, halves, (nbytes + block - 1) / block,
           [&](size_t i, std::byte* half) {
             if (!root) std::memcpy(half, op.in + begin + i * block, size(i));
           },
@@ -37,7 +37,7 @@ void gather(Call& call, const Choice& choice, Route route) {
           [&](size_t i, std::byte*) {
             for (int p = 0; root && p < n; ++p)
               if (p != call.rank)
-                std::memcpy(op.out_parts[p].data + begin + i * block, call.half(p, lane, base + i), size(i));
+                std::memcpy(op.out_parts[p].data + begin + i * block, halves.of(p, i), size(i));
           });
     }
     if (root && op.out_parts[call.rank].data != op.in && nbytes)

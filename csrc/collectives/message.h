@@ -8,9 +8,9 @@
 namespace pycomm {
 
 inline constexpr int any_source = -1;
-// A message of this size calls its receiver's worker when it is posted, so that it moves while the receiver
-// computes; for a smaller one waking a thread costs more than the copy.
-inline constexpr size_t worth_the_worker = 64 << 10;
+// A message of this size that its receiver copies calls the receiver's worker when it is posted, so that it
+// moves while the receiver computes; for a smaller one waking a thread costs more than the copy.
+inline constexpr size_t worth_the_worker = 1 << 20;
 
 class SendRecv;
 

@@ -10,12 +10,12 @@ namespace pycomm {
 namespace {
 
 // Two copies through a ring that stays in cache beat one by the kernel, which pins every page, until the
-// message is many times as large as the ring (docs/log.md).
-constexpr size_t kernel_from_rings = 8;
+// message is many times as large as a ring can be (docs/log.md).
+constexpr size_t kernel_from = 4 << 20, kernel_from_rings = 8;
 constexpr size_t kernel_until = 64 << 20;
 // The receiver drains one segment while the sender pours the next. A small message is cut finer than the
 // ring.
-constexpr size_t least_segment = 16 << 10;
+constexpr size_t least_segment = 16 << 10, longest_segment = 128 << 10;
 constexpr size_t segments_of_a_message = 8;
 
 }  // namespace
@@ -27,14 +27,17 @@ bool Outgoing::push() {
     waiting_.pop_front();
     moved = true;
   }
-  moved |= pour();
+  if (pour()) {
+    moved = true;
+    if (!streams_.empty()) call_worker();  // the rest waits for room
+  }
   moved |= take_acknowledgements();
   return moved;
 }
 
 bool Outgoing::by_kernel(size_t nbytes) const {
-  return transport_.reach() == Transport::Reach::kernel &&
-         nbytes > kernel_from_rings * transport_.ring_bytes() && nbytes <= kernel_until;
+  const size_t from = std::min(kernel_from, kernel_from_rings * transport_.ring_bytes());
+  return transport_.reach() == Transport::Reach::kernel && nbytes > from && nbytes <= kernel_until;
 }
 
 // Puts the message into a slot; false when none is free.
@@ -62,14 +65,20 @@ bool Outgoing::post(const MessagePtr& message) {
   unconfirmed_.push_back(message);
   slot.id.store(posted_, std::memory_order_release);  // everything above is visible to whoever sees the id
   transport_.notify(dst_);
-  if (nbytes >= worth_the_worker) transport_.ring_helper(dst_);
+  if (slot.mode == MessageMode::in_place && nbytes >= worth_the_worker) call_worker();
   return true;
+}
+
+// The receiver's, unless one of its callers takes whatever comes; [Note: who moves a message].
+void Outgoing::call_worker() const {
+  if (transport_.control(dst_).attending.load(std::memory_order_relaxed) == 0) transport_.ring_helper(dst_);
 }
 
 // Pours streamed messages through the ring, one behind the other.
 bool Outgoing::pour() {
   Channel& channel = this->channel();
-  const size_t ring_bytes = transport_.ring_bytes(), longest = ring_bytes / channel_segments;
+  const size_t ring_bytes = transport_.ring_bytes();
+  const size_t longest = std::min(longest_segment, ring_bytes / channel_segments);
   bool moved = false;
   while (!streams_.empty()) {
     auto& [message, poured] = streams_.front();

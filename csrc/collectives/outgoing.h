@@ -20,6 +20,7 @@ class Outgoing {
   bool post(const MessagePtr& message);
   bool by_kernel(size_t nbytes) const;
   bool pour();
+  void call_worker() const;
   bool take_acknowledgements();
   void withdraw();
   Channel& channel() const { return transport_.channel(transport_.rank(), dst_); }

@@ -1,4 +1,4 @@
-// pipeline.h -- the staged route: data stream through two small halves of shared memory that stay in cache.
+// pipeline.h -- the staged route: data stream through two halves of shared memory that stay in cache.
 //
 // An operation is cut into steps. In step i a rank *fills* its own half i & 1 from the user's input, may
 // *reduce* what all ranks have filled into the half's result area, and *takes* from the peers' halves into
@@ -18,6 +18,10 @@
 // of it knows that all peers completed everything before ([Note: two operation slots]). So only fill(0),
 // which runs before the headers are awaited, has to look: the half it writes was last read in the previous
 // operation but one step, or (after an algorithm that uses staging otherwise) in its very last step.
+// [Note: places in a half] Steps lie one behind the other in a half, and begin again at its start when they
+// have come round: a place that is filled again has then left the second level cache of those who read it
+// ([Note: longer than a second level cache] in transport/layout.h). Where a step lies follows from its number
+// and the bytes that it takes, which are equal on all ranks.
 #pragma once
 
 #include <algorithm>
@@ -61,17 +65,45 @@ struct NoStage {
   void operator()(size_t, std::byte*) const {}
 };
 
+// Where the steps of an operation lie in the staging of the ranks. `footprint`: the bytes that one step takes
+// there, equal on all ranks.
+class Halves {
+ public:
+  Halves(const Call& call, int lane, size_t footprint)
+      : call_(call),
+        lane_(lane),
+        base_(call.comm.lane(lane).steps),
+        footprint_(footprint),
+        places_(std::max<size_t>(1, std::min(call.half_bytes(), round_of_places / 2) / footprint)) {}
+
+  int lane() const { return lane_; }
+  uint64_t base() const { return base_; }  // the number of step 0
+  std::byte* of(int peer, size_t i) const {
+    const uint64_t step = base_ + i;
+    return call_.staging(peer, lane_) + (step & 1) * call_.half_bytes() + (step >> 1) % places_ * footprint_;
+  }
+
+ private:
+  static constexpr size_t round_of_places = 4 << 20;
+
+  const Call& call_;
+  const int lane_;
+  const uint64_t base_;
+  const size_t footprint_, places_;
+};
+
 // fill(i, own half), reduce(i, own half), take(i): `steps` times each. Pass NoStage for a stage that this
 // operation has not on any rank; a stage that only some ranks have is a lambda that does nothing on the
 // others.
 template <class Fill, class Reduce, class Take>
-void pipeline(Call& call, int lane, size_t steps, const Fill& fill, const Reduce& reduce, const Take& take) {
+void pipeline(Call& call, const Halves& halves, size_t steps, const Fill& fill, const Reduce& reduce,
+              const Take& take) {
   constexpr bool reduces = !std::is_same_v<Reduce, NoStage>;
   constexpr bool takes = !std::is_same_v<Take, NoStage>;
-  const Progress progress{call, lane};
-  LaneState& state = call.comm.lane(lane);
-  const uint64_t base = state.steps;
-  auto half = [&](size_t i) { return call.half(call.rank, lane, base + i); };
+  const Progress progress{call, halves.lane()};
+  LaneState& state = call.comm.lane(halves.lane());
+  const uint64_t base = halves.base();
+  auto half = [&](size_t i) { return halves.of(call.rank, i); };
   constexpr auto filled = &RankControl::filled, reduced = &RankControl::reduced,
                  drained = &RankControl::drained;
   constexpr auto read_out = reduces ? reduced : drained;  // the stage after which the filled area is free
@@ -130,17 +162,25 @@ inline void leave_direct(Call& call, int lane) {
 
 // --- the two ways of filling
 
-// Multicast: every rank puts the same block in front of all peers. Returns the bytes per step.
-inline size_t multicast_block(const Call& call, size_t preferred) {
-  return std::min(preferred, call.half_bytes()) / cache_line * cache_line;
+// Multicast: every rank puts the same block in front of all peers. Returns the bytes per step, of `nbytes` in
+// all.
+inline size_t multicast_block(const Call& call, size_t nbytes, size_t preferred) {
+  const size_t most = std::min(preferred, call.half_bytes()) / cache_line * cache_line;
+  return std::clamp(round_up(nbytes, cache_line), cache_line, most);
 }
 
-// Pairwise: a half is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage)
-// one for the result.
-inline size_t pairwise_block(const Call& call, size_t preferred, bool with_result) {
-  size_t compartments = call.world_size + with_result;
-  return std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / compartments) / cache_line *
-                                          cache_line);  // fits: see Layout::make
+// Pairwise: a step is cut into world_size compartments, the p-th one for peer p, plus (with a reduce stage)
+// one for the result. `nbytes` in all go through each, step by step.
+struct Compartments {
+  size_t count;
+  size_t block;  // bytes of one
+  size_t footprint() const { return count * block; }
+};
+inline Compartments compartments(const Call& call, size_t nbytes, size_t preferred, bool with_result) {
+  const size_t count = call.world_size + with_result;
+  const size_t most =
+      std::max<size_t>(cache_line, std::min(preferred, call.half_bytes() / count) / cache_line * cache_line);
+  return {count, std::clamp(round_up(nbytes, cache_line), cache_line, most)};  // fits: see Layout::make
 }
 
 }  // namespace pycomm

@@ -18,15 +18,16 @@ constexpr size_t direct_block = 64 << 10;
 void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred) {
   const Op& op = call.op;
   const int n = call.world_size, rank = call.rank;
-  const size_t compartment = pairwise_block(call, preferred / n, true), block = compartment * n;
-  const uint64_t base = call.comm.lane(lane).steps;
+  const Compartments step = compartments(call, longest_chunk(nbytes, n), preferred / n, true);
+  const size_t compartment = step.block, block = compartment * n;
+  const Halves halves(call, lane, step.footprint());
   auto chunk = [&](size_t i, int p) {
     size_t start = i * block, length = std::min(block, nbytes - start);
     Range range = chunk_of(length / call.item, p, n, call.item);
     return Range{begin + start + range.begin * call.item, begin + start + range.end * call.item};
   };
   pipeline(
-      call, lane, (nbytes + block - 1) / block,
+      call, halves, (nbytes + block - 1) / block,
       [&](size_t i, std::byte* half) {
         for (int k = 1; k < n; ++k) {
           const int p = (rank + k) % n;
@@ -38,7 +39,7 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
         Range range = chunk(i, rank);
         const void* sources[max_world_size];
         for (int p = 0; p < n; ++p)
-          sources[p] = p == rank ? op.in + range.begin : call.half(p, lane, base + i) + rank * compartment;
+          sources[p] = p == rank ? op.in + range.begin : halves.of(p, i) + rank * compartment;
         call.reduce_into(half + n * compartment, sources, range.size() / call.item);
       },
       [&](size_t i, std::byte*) {
@@ -47,7 +48,7 @@ void two_shot(Call& call, int lane, size_t begin, size_t nbytes, size_t preferre
           const int p = (rank + k) % n;
           Range range = chunk(i, p);
           if (range.size())
-            std::memcpy(op.out + range.begin, call.half(p, lane, base + i) + n * compartment, range.size());
+            std::memcpy(op.out + range.begin, halves.of(p, i) + n * compartment, range.size());
         }
       });
 }

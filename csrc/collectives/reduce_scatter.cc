@@ -23,13 +23,14 @@ constexpr size_t direct_block_kernel = 128 << 10;
 void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred) {
   const Op& op = call.op;
   const int n = call.world_size, rank = call.rank;
-  const size_t block = pairwise_block(call, preferred / n, false);
-  const uint64_t base = call.comm.lane(lane).steps;
+  const Compartments step = compartments(call, nbytes, preferred / n, false);
+  const size_t block = step.block;
+  const Halves halves(call, lane, step.footprint());
   auto piece = [&](size_t i, int p) {
     return clip(begin + i * block, std::min(block, nbytes - i * block), op.in_parts[p].count * call.item);
   };
   pipeline(
-      call, lane, (nbytes + block - 1) / block,
+      call, halves, (nbytes + block - 1) / block,
       [&](size_t i, std::byte* half) {
         for (int k = 1; k < n; ++k) {
           const int p = (rank + k) % n;
@@ -41,8 +42,7 @@ void staged(Call& call, int lane, size_t begin, size_t nbytes, size_t preferred)
         Range range = piece(i, rank);
         const void* sources[max_world_size];
         for (int p = 0; p < n; ++p)
-          sources[p] =
-              p == rank ? op.in_parts[rank].data + range.begin : call.half(p, lane, base + i) + rank * block;
+          sources[p] = p == rank ? op.in_parts[rank].data + range.begin : halves.of(p, i) + rank * block;
         call.reduce_into(op.out + range.begin, sources, range.size() / call.item);
       },
       NoStage{});

@@ -23,20 +23,19 @@ void scatter(Call& call, const Choice& choice, Route route) {
       if (!root) call.fetch(op.root, rank, begin, op.out + begin, nbytes);
       leave_direct(call, lane);
     } else {
-      const size_t block = pairwise_block(call, choice.block / n, false);
-      const uint64_t base = call.comm.lane(lane).steps;
+      const Compartments step = compartments(call, nbytes, choice.block / n, false);
+      const size_t block = step.block;
+      const Halves halves(call, lane, step.footprint());
       auto size = [&](size_t i) { return std::min(block, nbytes - i * block); };
       pipeline(
-          call, lane, (nbytes + block - 1) / block,
+          call, halves, (nbytes + block - 1) / block,
           [&](size_t i, std::byte* half) {
             for (int p = 0; root && p < n; ++p)
               if (p != rank) std::memcpy(half + p * block, op.in_parts[p].data + begin + i * block, size(i));
           },
           NoStage{},
           [&](size_t i, std::byte*) {
-            if (!root)
-              std::memcpy(op.out + begin + i * block, call.half(op.root, lane, base + i) + rank * block,
-                          size(i));
+            if (!root) std::memcpy(op.out + begin + i * block, halves.of(op.root, i) + rank * block, size(i));
           });
     }
     if (root && op.in_parts[rank].data != op.out && nbytes)

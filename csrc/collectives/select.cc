@@ -20,15 +20,19 @@ constexpr size_t block_oversubscribed = 4 * MiB;
 constexpr size_t one_shot_staged_until = 12 * KiB;
 
 // Direct by the kernel (process_vm_readv/writev) against the staged pipeline, in bytes of a rank's whole
-// buffer. It saves a copy and the step-by-step exchanges but pays for system calls and page look-ups. From
-// sweeps of all algorithms in one run on a Xeon (Sapphire Rapids class, 2 cores, L2 2 MiB): docs/log.md,
-// 2026-11-21.
+// buffer. It saves a copy and the step-by-step exchanges but pays for system calls and page look-ups, which
+// some machines do in a fifth of the copy's time and others in four times. Since staging goes round
+// (pipeline.h) it is ahead on the others if the ranks share a cache; between caches a line costs four times
+// as much to hand over, and one copy is ahead again (EPYC, Zen 4, 2 cores, L2 1 MiB: docs/log.md,
+// 2026-11-23). The other thresholds are from a Xeon (Sapphire Rapids class, 2 cores, L2 2 MiB): 2026-11-21.
 struct KernelWins {
   size_t from, until;
 };
 KernelWins kernel_wins(OpKind kind, const Situation& s) {
   constexpr KernelWins never{1, 0};
   const bool reduces = kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter;
+  if (s.world_size <= s.cores && !s.kernel_ahead)
+    return kind == OpKind::all_gather ? KernelWins{3 * MiB, 32 * MiB} : never;
   if (s.world_size <= s.cores) return {12 * KiB, kind == OpKind::broadcast ? 2 * MiB : 32 * MiB};
   if (kind == OpKind::all_to_all) return {192 * KiB, 64 * MiB};
   if (reduces && s.world_size <= 2 * s.cores) return {192 * KiB, 32 * MiB};

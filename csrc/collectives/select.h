@@ -14,6 +14,7 @@ namespace pycomm {
 struct Situation {
   int world_size;
   int cores;  // that the ranks of the group may run on
+  bool kernel_ahead;  // one copy by the kernel beats two through shared memory (transport/layout.h)
   bool mapped;  // all buffers of the operation are addressable by all ranks (threads of one process,
                 // registered)
   bool kernel_reads;  // process_vm_readv works between all ranks

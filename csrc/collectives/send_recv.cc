@@ -29,7 +29,8 @@ Until(const Ready&, const Surely&) -> Until<Ready, Surely>;
 
 }  // namespace
 
-SendRecv::SendRecv(Communicator& comm) : comm_(comm), transport_(comm.transport()) {
+SendRecv::SendRecv(Communicator& comm)
+    : comm_(comm), transport_(comm.transport()), attending_(transport_.control(comm.rank()).attending) {
   for (int p = 0; p < comm.world_size(); ++p) {
     out_.emplace_back(transport_, p, tally_);
     in_.emplace_back(comm, p, recvs_, tally_);
@@ -46,6 +47,8 @@ MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
     throw std::invalid_argument(transport_.where(info) + "peer rank " + std::to_string(spec.peer) +
                                 " must be another rank of the group, in [0, " +
                                 std::to_string(comm_.world_size()) + ")");
+  if (comm_.world_size() == 1)
+    throw std::invalid_argument(transport_.where(info) + "the group has no other rank");
   transport_.check(info);
   transport_.note_core();
   return std::make_shared<Message>(*this, kind, data, spec, std::move(finalizer));
@@ -76,16 +79,17 @@ MessagePtr SendRecv::recv(std::byte* data, const MessageSpec& spec, std::functio
 }
 
 void SendRecv::help(Message& message, bool nobody_waits) {
-  bool given = false;
   {
     std::lock_guard lock(mutex_);
     if (message.trust() == Trust::over) return;
     if (message.sends() && message.passive() && !nobody_waits) return;  // its receiver completes it
-    given = nobody_waits || message.sends() || message.trust() == Trust::given;
+    const bool given = nobody_waits || message.sends() || message.trust() == Trust::given;
     tally_.entrust(message, given ? Trust::given : Trust::lent);
   }
   comm_.lend_worker(nobody_waits);
-  if (given) transport_.ring_helper(comm_.rank());
+  // What came since it was issued, while another caller attended, has called nobody.
+  if (!message.sends()) progress(std::unique_lock(mutex_));
+  if (given()) transport_.ring_helper(comm_.rank());
 }
 
 void SendRecv::urge(const Message& message) {
@@ -96,7 +100,7 @@ void SendRecv::urge(const Message& message) {
 
 void SendRecv::wait(Message& message, const WaitScope& scope) {
   if (transport_.forked()) transport_.check({});  // before any lock, which may have been copied locked
-  drivers_.fetch_add(1, std::memory_order_relaxed);
+  const Attending attending(*this);
   const bool oversubscribed = transport_.oversubscribed();
   const auto patience = oversubscribed ? before_urging_oversubscribed : before_urging;
   int looks = 0;
@@ -130,8 +134,18 @@ void SendRecv::wait(Message& message, const WaitScope& scope) {
     std::unique_lock lock(mutex_);
     if (!settle(lock)) std::this_thread::yield();
   }
-  // The worker may sleep as one whose caller waits.
-  if (drivers_.fetch_sub(1, std::memory_order_relaxed) == 1 && given()) transport_.ring_helper(comm_.rank());
+}
+
+// See [Note: who moves a message].
+SendRecv::Attending::~Attending() {
+  if (messages.attending_.fetch_sub(1, std::memory_order_relaxed) != 1) return;
+  if (messages.tally_.active.load(std::memory_order_relaxed) > 0) {
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+    messages.progress(std::unique_lock(messages.mutex_));
+  }
+  if (messages.given())
+    messages.transport_.ring_helper(messages.comm_.rank());  // it may sleep as one whose
+                                                             // caller waits
 }
 
 void SendRecv::look(Message& message) {

@@ -24,7 +24,9 @@
 // bell of its own (transport/wait.h, [Note: two bells]), and is called
 //   by a peer that has waited `before_urging` for a message of this rank, or polls for one: two callers who
 //     both wait never wake a worker;
-//   by a sender that posts at least `worth_the_worker` bytes;
+//   by a sender that needs it (what it sends does not fit into the ring, or is to be copied from its memory
+//   and has at least `worth_the_worker` bytes), unless a caller of this rank attends to messages; the last
+//   caller to leave looks once more, so that either of the two sees the other;
 //   at every flag, while it has messages that move piece by piece or that nobody will wait for (`given`) and
 //     no caller of this rank waits.
 //
@@ -73,12 +75,21 @@ class SendRecv final : public BackgroundProgress {
   bool wants_worker() const override {
     return owes() || given() || tally_.lent.load(std::memory_order_relaxed) > 0;
   }
-  bool keen() const override { return given() && drivers_.load(std::memory_order_relaxed) == 0; }
+  bool keen() const override { return given() && attending_.load(std::memory_order_relaxed) == 0; }
 
  private:
   bool given() const { return tally_.given.load(std::memory_order_relaxed) > 0; }
   MessagePtr make(OpKind kind, std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
   bool over(Message& message);
+
+  // A caller that moves whatever comes, while it waits.
+  struct Attending {
+    explicit Attending(SendRecv& messages) : messages(messages) {
+      messages.attending_.fetch_add(1, std::memory_order_relaxed);
+    }
+    ~Attending();
+    SendRecv& messages;
+  };
   bool progress(std::unique_lock<std::mutex> lock);
   bool advance();
   bool settle(std::unique_lock<std::mutex>& lock);
@@ -89,7 +100,7 @@ class SendRecv final : public BackgroundProgress {
   std::mutex mutex_;
   PostedRecvs recvs_;
   Tally tally_;
-  std::atomic<int> drivers_{0};  // callers inside wait()
+  std::atomic<uint32_t>& attending_;  // callers inside wait(); peers look at it, too
   std::vector<Outgoing> out_;  // by destination
   std::vector<Incoming> in_;  // by source
 };

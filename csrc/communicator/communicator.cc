@@ -20,8 +20,8 @@ using Clock = std::chrono::steady_clock;
 constexpr int spins_before_sleep = 50;  // the worker that runs the operation may need this very core
 constexpr auto poll_look_every = std::chrono::milliseconds(10);
 constexpr auto longest_farewell = std::chrono::seconds(1);
-constexpr auto nap = std::chrono::microseconds(100);  // of the worker, see worker_loop()
-constexpr int naps_before_sleep = 10;
+constexpr auto nap = std::chrono::microseconds(500);  // of the worker, see worker_loop()
+constexpr int naps_before_sleep = 2;
 constexpr double busy_tick = 0.02, idle_tick = 0.05;  // seconds that the worker sleeps at most
 constexpr auto interrupt_tick = std::chrono::milliseconds(50);
 
@@ -314,7 +314,9 @@ bool Communicator::start_worker() {
 // [Note: the worker naps first] Most asynchronous operations are waited for at once, by a caller who needs no
 // help; a worker that begins at the bell takes the core, or the operation, from that caller. So it naps
 // before it takes an operation, and after the last it goes on napping for a while before it sleeps at the
-// bell again: as long as it naps, whoever has work for it need not even ring.
+// bell again: as long as it naps, whoever has work for it need not even ring. A nap is long beside what is
+// waited for at once, since its end disturbs the core it happens on, and short beside what is worth running
+// beside a computation.
 void Communicator::worker_loop() {
   worker_id_.store(std::this_thread::get_id());
   ::prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds; the default is half a nap
@@ -332,6 +334,7 @@ void Communicator::worker_loop() {
     const bool wanted = runnable();
     if (wanted && queue_.front()->sequence_ <= known) {
       execute_head(lock, true);
+      known = next_sequence_ - 1;  // nobody came for that one: nor, it seems, for those issued meanwhile
       naps = 0;
       continue;
     }

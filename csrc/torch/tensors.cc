@@ -19,6 +19,10 @@ constexpr const char* lazy_bit =
     "tensors with a lazy conjugate or negative bit cannot be communicated; call "
     ".resolve_conj().resolve_neg()";
 
+constexpr const char* no_memory = "the tensor has no memory (a FakeTensor has none)";
+
+bool has_memory(const at::Tensor& tensor) { return tensor.numel() == 0 || tensor.storage().data(); }
+
 [[noreturn]] void refuse(const Transport& transport, OpKind kind, const std::string& text) {
   throw std::invalid_argument(transport.where({kind, 0}) + text);
 }
@@ -146,6 +150,7 @@ class Builder {
       if (output) copy_back_.emplace_back(tensor, dense);
     }
     if (tensor.is_conj() || tensor.is_neg()) bad(lazy_bit);
+    if (!has_memory(dense)) bad(no_memory);
     keep_.push_back(dense);
     return static_cast<std::byte*>(dense.data_ptr());
   }
@@ -385,6 +390,7 @@ at::Tensor checked_message(const Transport& transport, OpKind kind, const at::Te
                                 tensor.device().str());
   if (tensor.is_conj() || tensor.is_neg()) throw std::invalid_argument(transport.where({kind, 0}) + lazy_bit);
   supported_dtype(transport, kind, tensor);
+  if (!has_memory(tensor)) refuse(transport, kind, no_memory);
   if (kind == OpKind::recv && !tensor.is_contiguous()) refuse_overlap(transport, kind, tensor);
   return tensor.contiguous();
 }

@@ -176,6 +176,17 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
   return true;
 }
 
+bool TorchWork::on_device() const {
+  return !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get());
+}
+
+// torch's own waits on the device for the future, which is complete at once for works on a device: it would
+// order nothing.
+void TorchWork::blockCurrentStream() {
+  if (on_device()) synchronize();
+  else c10d::Work::blockCurrentStream();
+}
+
 // Nobody may be waiting but for the future, so the worker is asked to complete the operation.
 template <class Complete>
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_future(c10::TypePtr type, Complete complete) {
@@ -222,8 +233,7 @@ c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
 
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::getFuture() {
   std::lock_guard lock(mutex_);
-  if (!future_ && !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get()))
-    future_ = make_device_future();
+  if (!future_ && on_device()) future_ = make_device_future();
   if (!future_)
     future_ = make_future(value_type(),
                           [value = value()](c10::ivalue::Future& future, const std::exception_ptr& error) {

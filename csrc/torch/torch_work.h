@@ -58,6 +58,7 @@ class TorchWork final : public c10d::Work {
   int sourceRank() const override;
   std::vector<at::Tensor> result() override { return outputs_; }
   void synchronize() override { wait(kNoTimeout); }
+  void blockCurrentStream() override;
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override;
   void abort() override {
     comm_->abort("abort() of an operation was called on rank " + std::to_string(comm_->rank()));
@@ -82,6 +83,7 @@ class TorchWork final : public c10d::Work {
  private:
   using Clock = std::chrono::steady_clock;
 
+  bool on_device() const;
   c10::IValue value() const;
   c10::TypePtr value_type() const;
   c10::intrusive_ptr<c10::ivalue::Future> make_device_future();

@@ -31,9 +31,9 @@ class GroupMemory {
            ((sequence & 1) * 2 + output) * world_size_;
   }
   std::byte* staging(int rank) const { return rank_base(rank) + 2 * sizeof(OpSlot) + layout_.tables_bytes(); }
-  Channel& channel(int src, int dst) const {
-    return *reinterpret_cast<Channel*>(base_ + channels_ +
-                                       (static_cast<size_t>(src) * world_size_ + dst) * channel_stride_);
+  Channel& channel(int src, int dst) const {  // of two ranks
+    const size_t index = static_cast<size_t>(src) * (world_size_ - 1) + dst - (dst > src);
+    return *reinterpret_cast<Channel*>(base_ + channels_ + index * channel_stride_);
   }
   std::byte* ring(int src, int dst) const {
     return reinterpret_cast<std::byte*>(&channel(src, dst)) + sizeof(Channel);

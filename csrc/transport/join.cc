@@ -15,6 +15,8 @@
 #include <cmath>
 #include <stdexcept>
 
+#include "cores.h"
+#include "kernel_copy.h"
 #include "process.h"
 #include "rendezvous.h"
 #include "transport.h"
@@ -49,7 +51,10 @@ Transport::Terms settle_terms(const Identity& identity, const TransportOptions& 
   terms.budget = options.staging_bytes ? options.staging_bytes
                  : terms.primary       ? primary_budget
                                        : further_budget;
-  terms.cores = count_cores(records);
+  std::vector<std::string> masks;
+  for (const Record& record : records) masks.push_back(record.cores);
+  terms.cores = count_cores(masks);
+  terms.one_cache = records[0].cache.empty() || all_within(masks, records[0].cache);
   return terms;
 }
 
@@ -65,6 +70,7 @@ std::unique_ptr<SharedMemory> share_memory(Rendezvous& rendezvous, const Identit
     auto* header = reinterpret_cast<GroupHeader*>(memory->data());
     header->version = layout_version;
     header->world_size = identity.world_size;
+    header->kernel_ahead = !terms.one_cache || kernel_copies_fast();
     if (options.write_note) options.write_note(identity.world_size, terms.cores, header->note);
   }
   return memory;

@@ -1,6 +1,6 @@
 // layout.h -- what lies where in the shared memory of a group.
 //
-//   | GroupHeader | RankControl x n | per rank: 2 OpSlots, 2 part tables, staging | channels n x n |
+//   | GroupHeader | RankControl x n | per rank: 2 OpSlots, 2 part tables, staging | channels n x (n-1) |
 //
 // [Note: two operation slots] Operation number s of the group uses slot s & 1 of every rank. A rank publishes
 // operation s only after it has completed all operations before s. So whoever has seen every rank's header of
@@ -26,7 +26,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 6;
+inline constexpr uint64_t layout_version = 7;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -83,6 +83,8 @@ struct alignas(cache_line) RankControl {
 
   // Copies from or to buffers of peers that the owner has under way; collectives/visit.h.
   alignas(cache_line) std::atomic<uint32_t> visits;
+  // Callers of the owner that wait for a message, and so take whatever comes; collectives/send_recv.h.
+  std::atomic<uint32_t> attending;
 
   // Pipeline progress of each lane, counted in steps since the group was created; see collectives/pipeline.h.
   PaddedCounter filled[max_lanes];
@@ -93,6 +95,7 @@ struct alignas(cache_line) RankControl {
 struct alignas(cache_line) GroupHeader {
   uint64_t version;
   uint32_t world_size;
+  uint32_t kernel_ahead;  // as rank 0 has found: a copy by the kernel beats two through shared memory
   // Why the group is broken; see [Note: who writes the reason] in health.h.
   alignas(cache_line) std::atomic<uint32_t> broken;
   uint32_t kind;
@@ -109,6 +112,7 @@ struct alignas(cache_line) GroupHeader {
 inline constexpr int channel_slots = 8;
 inline constexpr size_t message_inline_bytes = 960;
 inline constexpr int channel_segments = 4;
+inline constexpr size_t longest_ring = 2 << 20;
 
 enum class MessageMode : uint32_t { in_slot, streamed, in_place };
 
@@ -152,6 +156,10 @@ struct Layout {
   // `budget` = all memory that one rank owns for moving data: slots, staging and outgoing rings. Very many
   // ranks need more than they ask for: each half of each lane must hold a cache line per rank and one for a
   // result.
+  //
+  // [Note: longer than a second level cache] A line that the reader still has in its own second level cache
+  // costs its writer twice to three times as much as one that has gone to the third level (docs/log.md). So
+  // rings are 2 MiB long where the budget allows it: what comes round again has left the reader's cache.
   static Layout make(int world_size, size_t budget, int lanes) {
     const size_t peers = world_size > 1 ? world_size - 1 : 1;
     const size_t least =
@@ -160,7 +168,7 @@ struct Layout {
     const size_t left = std::max(budget, fixed + least) - fixed;
     Layout layout{};
     layout.world_size = world_size;
-    layout.ring_bytes = std::clamp<size_t>(left / 4 / peers / 4096 * 4096, 4096, 512 << 10);
+    layout.ring_bytes = std::clamp<size_t>(left / 2 / peers / 4096 * 4096, 4096, longest_ring);
     const size_t rings = layout.ring_bytes * peers;
     layout.staging_bytes = std::max(least, left > rings ? (left - rings) / 4096 * 4096 : 0);
     return layout;
@@ -173,7 +181,7 @@ struct Layout {
   size_t channels() const { return ranks() + world_size * rank_stride(); }
   size_t channel_stride() const { return round_up(sizeof(Channel) + ring_bytes, 4096); }
   size_t total() const {
-    return channels() + static_cast<size_t>(world_size) * world_size * channel_stride();
+    return channels() + static_cast<size_t>(world_size) * (world_size - 1) * channel_stride();
   }
 };
 

@@ -2,13 +2,13 @@
 #include "record.h"
 
 #include <fcntl.h>
-#include <sched.h>
 #include <sys/stat.h>
 
 #include <algorithm>
 #include <sstream>
 #include <stdexcept>
 
+#include "cores.h"
 #include "layout.h"
 #include "process.h"
 
@@ -36,38 +36,13 @@ std::string host_identity() {
   return boot_id() + "-" + std::to_string(network.st_ino) + "-" + std::to_string(::geteuid());
 }
 
-// The cores this process may run on. A launcher may have pinned every rank to cores of its own, so only the
-// union over all ranks tells whether they outnumber the cores.
-cpu_set_t allowed_cores() {
-  cpu_set_t set;
-  CPU_ZERO(&set);
-  if (::sched_getaffinity(0, sizeof(set), &set) != 0) CPU_SET(0, &set);
-  return set;
-}
-
-std::string to_hex(const cpu_set_t& set) {
-  std::string hex;
-  for (int digit = 0; digit < CPU_SETSIZE / 4; ++digit) {
-    int value = 0;
-    for (int bit = 0; bit < 4; ++bit) value |= CPU_ISSET(digit * 4 + bit, &set) ? 1 << bit : 0;
-    hex += "0123456789abcdef"[value];
-  }
-  return hex.substr(0, hex.find_last_not_of('0') + 1);
-}
-
-void add_hex(cpu_set_t& set, const std::string& hex) {
-  for (size_t digit = 0; digit < hex.size(); ++digit)
-    for (int bit = 0; bit < 4; ++bit)
-      if (std::string("0123456789abcdef").find(hex[digit]) >> bit & 1) CPU_SET(digit * 4 + bit, &set);
-}
-
 }  // namespace
 
 // The host comes last, behind its own line: it may be any text (PYCOMM_HOST_ID).
 std::string Record::pack() const {
   std::ostringstream out;
-  out << layout_version << ' ' << token << ' ' << primary << ' ' << threads << " c" << cores << ' '
-      << lives.size();
+  out << layout_version << ' ' << token << ' ' << primary << ' ' << threads << " c" << cores << " c" << cache
+      << ' ' << lives.size();
   for (const LifeRef& life : lives) out << ' ' << life.name << ' ' << life.byte;
   out << '\n' << host;
   return out.str();
@@ -81,8 +56,9 @@ Record Record::unpack(const std::string& text) {
   std::istringstream in(text.substr(0, end));
   if (!(in >> version) || version != layout_version)
     throw std::runtime_error("pycomm: the ranks of this group run different versions of pycomm");
-  in >> record.token >> record.primary >> record.threads >> record.cores >> num_lives;
+  in >> record.token >> record.primary >> record.threads >> record.cores >> record.cache >> num_lives;
   record.cores.erase(0, 1);
+  record.cache.erase(0, 1);
   record.lives.resize(num_lives);
   for (LifeRef& life : record.lives) in >> life.name >> life.byte;
   record.host = text.substr(end + 1);
@@ -93,15 +69,9 @@ Record own_record(const std::string& host_id) {
   Record record;
   record.host = host_id.empty() ? host_identity() : host_id;
   record.token = process_token();
-  record.cores = to_hex(allowed_cores());
+  record.cores = allowed_cores();
+  record.cache = cores_of_one_cache(record.cores);
   return record;
-}
-
-int count_cores(const std::vector<Record>& records) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  for (const Record& record : records) add_hex(cores, record.cores);
-  return std::max(1, CPU_COUNT(&cores));
 }
 
 }  // namespace pycomm

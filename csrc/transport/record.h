@@ -13,7 +13,7 @@ struct Record {
   uint64_t token = 0;  // of the process
   int primary = 0;  // the process has a group already
   int threads = 1;
-  std::string cores;  // that the process may run on, as a hexadecimal mask
+  std::string cores, cache;  // that the process may run on; those of one cache (cores.h)
   std::vector<LifeRef> lives;  // locks that the process holds already, and keeps until the group is made
 
   std::string pack() const;
@@ -22,7 +22,5 @@ struct Record {
 
 // This process's, without `primary`, `threads` and `lives`. `host_id` overrides the identity of the host.
 Record own_record(const std::string& host_id);
-
-int count_cores(const std::vector<Record>& records);  // in the union of all masks
 
 }  // namespace pycomm

@@ -52,6 +52,7 @@ class Transport {
   struct Terms {
     int lanes = 1;
     int cores = 1;  // that the ranks of the group may run on, together
+    bool one_cache = true;  // they share their last level cache, as far as is known
     size_t budget = 0;
     bool primary = false;  // the first group of each process
   };
@@ -69,6 +70,7 @@ class Transport {
   const std::string& name() const { return identity_.group; }
   int lanes() const { return terms_.lanes; }
   int cores() const { return terms_.cores; }
+  bool kernel_ahead() const { return memory_.header().kernel_ahead; }
   bool oversubscribed() const { return waiting_.oversubscribed(); }
   size_t staging_bytes() const { return memory_.staging_bytes(); }
   size_t ring_bytes() const { return memory_.ring_bytes(); }

@@ -52,7 +52,7 @@ def exchange(communicator, value):
     )  # whatever torch's default device is
     mine[0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     everyone = torch.empty(communicator.world_size, MOST_BYTES, dtype=torch.uint8, device="cpu")
-    communicator.all_gather_flat(mine, everyone, False, 0, 0.0)
+    communicator.all_gather_flat(mine, everyone, None, False, None, None)
     return [json.loads(bytes(row.tolist())) for row in everyone]
 
 
