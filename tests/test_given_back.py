@@ -6,6 +6,7 @@ Between threads of one process a late reader would end the process, so it is not
 import contextlib
 import mmap
 import os
+import queue
 import signal
 import threading
 import time
@@ -24,50 +25,83 @@ SIZE = 12 << 20  # bytes, a multiple of the three ranks; copied in some millisec
 class Memory:
     """Bytes that are unmapped as soon as their owner wants."""
 
-    def __init__(self, size):
+    def __init__(self, size, value=1):
         self.map = mmap.mmap(-1, size)
-        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8).fill_(1)
+        self.tensor = torch.frombuffer(self.map, dtype=torch.uint8).fill_(value)
 
     def unmap(self):
         self.tensor = None
         self.map.close()
 
 
+class Byte:
+    """One byte of a rank's result, which another thread watches."""
+
+    def __init__(self, memory, position):
+        self.view = memoryview(memory.map)[position : position + 1]
+        self.left = threading.Event()
+
+    def wait_until_written(self):
+        while not self.view[0]:
+            pass
+        self.view.release()  # its memory can be unmapped now
+        self.left.set()
+
+
+watched = queue.Queue()  # from rank 1 to rank 0, which are threads
+
+
+def result_bytes(operation):
+    return {"all_gather": 3 * SIZE, "reduce_scatter": SIZE // 3}.get(operation, SIZE)
+
+
 def call(operation, algorithm, group, x, out):
     if operation == "broadcast":
         return group.broadcast(x, 0, algorithm=algorithm, async_op=True)
-    size = {"all_gather": 3 * SIZE, "reduce_scatter": SIZE // 3}.get(operation, SIZE)
-    return getattr(group, operation)(x, out=out[:size], algorithm=algorithm, async_op=True)
+    out = out[: result_bytes(operation)]
+    return getattr(group, operation)(x, out=out, algorithm=algorithm, async_op=True)
 
 
 def given_back(comm, operation, algorithm, ends):
-    """Rank 0 ends the operation at some moment of it, and all unmap what they brought. The moments go from
-    the beginning to the end of one that was left alone.
+    """Rank 0 ends the operation when a byte of rank 1's result has been written, and all unmap what they
+    brought. The bytes go from the result's first to its last: the moments come from the operation's own
+    progress, so they meet it however fast the machine is. Where none did, as the thread that watches did not
+    run in time, there are more rounds.
     """
-    ended, duration = 0, 0.0
-    for round in range(ROUNDS):
-        group, x, out = comm.split(0), Memory(SIZE), Memory(3 * SIZE)
-        if round == 0:
-            start = time.perf_counter()
-            call(operation, algorithm, group, x.tensor, out.tensor).wait()
-            duration = time.perf_counter() - start
-        delay = duration * round / ROUNDS
-        comm.barrier()
-        timer = threading.Timer(delay, group.close if ends == "close" else group.abort)
+    ended = 0
+    for round in range(10 * ROUNDS):
+        brings = operation != "broadcast" or comm.rank == 0
+        group, x, out = comm.split(0), Memory(SIZE, int(brings)), Memory(3 * SIZE, 0)
+        byte, closer = None, None
+        if comm.rank == 1:
+            position = result_bytes(operation) * (round % ROUNDS) // ROUNDS
+            byte = Byte(x if operation == "broadcast" else out, position)
+            watched.put(byte)
         if comm.rank == 0:
-            timer.start()
+            end = group.close if ends == "close" else group.abort
+            closer = threading.Thread(
+                target=lambda byte, end: (byte.wait_until_written(), end()),
+                args=(watched.get(timeout=LIMIT), end),
+                daemon=True,
+            )
+            closer.start()
+        comm.barrier()
         try:
             work = call(operation, algorithm, group, x.tensor, out.tensor)
             work.wait()
         except CommError:
             ended += 1
         work = None
+        if byte:
+            assert byte.left.wait(LIMIT)  # at once where the operation was ended
         x.unmap()
         out.unmap()
-        if comm.rank == 0:
-            timer.join()
+        if closer:
+            closer.join(LIMIT)
         group.close()
-        comm.barrier()
+        met = comm.all_reduce(torch.tensor([ended]))
+        if round >= ROUNDS - 1 and int(met):
+            break
     return ended
 
 

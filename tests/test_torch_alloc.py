@@ -355,8 +355,8 @@ def test_many_allocations_leave_nothing(world_size):
 
 def check_given_back(r, n):
     """A rank's pages go when its tensor goes, though its peers still have theirs."""
-    x = allocate(8 * MIB)
     before = resident()
+    x = allocate(8 * MIB)
     x.fill_(1.0)
     filled = resident() - before
     dist.barrier()

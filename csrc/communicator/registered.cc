@@ -17,7 +17,6 @@ namespace pycomm {
 
 namespace {
 
-constexpr size_t page = 2 << 20;        // large buffers start on a huge page
 constexpr size_t small_page = 4096;
 const OpInfo info{OpKind::alloc, 0};
 
@@ -78,7 +77,7 @@ OwnedFd take_file(Listener& listener, Deadline deadline) {
 
 RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
   Transport& transport = comm.transport();
-  const size_t stride = round_up(nbytes ? nbytes : 1, nbytes >= page ? page : small_page);
+  const size_t stride = round_up(nbytes ? nbytes : 1, nbytes >= huge_page ? huge_page : small_page);
   const Deadline deadline = deadline_of(transport);
   const bool creates = comm.rank() == 0;
   OwnedFd file;
@@ -109,6 +108,7 @@ RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
     if (!creates) file = take_file(*listener, deadline);
     memory = std::make_shared<SharedMemory>(file.get());
     mapped.base = reinterpret_cast<uint64_t>(memory->data() + comm.rank() * stride);
+    memory->fetch_huge_pages(comm.rank() * stride, nbytes);
   });
   const std::vector<Mapped> all = all_gather_value(comm, mapped);
   raise_if_failed(comm, verdicts_of(all), info);

@@ -13,6 +13,8 @@
 
 namespace pycomm {
 
+inline constexpr size_t huge_page = 2 << 20;
+
 // Memory without a size yet. Throws std::system_error, as all here do.
 OwnedFd create_memory_file();
 // Gives it its size, once and for all: `nbytes` zeroed bytes. Whoever holds a descriptor sees it by
@@ -28,6 +30,10 @@ class SharedMemory {
 
   std::byte* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
+  // The whole huge pages of a part are fetched now, and as such where the kernel gives them, which takes a
+  // seventh of the time that their small pages would at first use. Where it does not, those come one by one
+  // as ever. What is there already stays, and may be in use meanwhile.
+  void fetch_huge_pages(size_t offset, size_t nbytes);
   // Whole pages: their memory goes; they stay mapped, in all processes, and read as zeros.
   void give_back(size_t offset, size_t nbytes);
 

@@ -115,7 +115,10 @@ def _shared_memory(facts):
         f"/dev/shm is not needed: memory comes from memfd; huge pages for it: {facts.huge_pages or 'unknown'}"
     )
     if facts.huge_pages == "never":
-        mend = "Writing `advise` to /sys/kernel/mm/transparent_hugepage/shmem_enabled lets pycomm use them."
+        mend = (
+            "Registered memory asks for them by itself on Linux 6.1 or later; writing `advise` to "
+            "/sys/kernel/mm/transparent_hugepage/shmem_enabled gives them to all of pycomm's memory."
+        )
         return Finding("shared memory", State.ok, found, mend)
     return Finding("shared memory", State.ok, found)
 
