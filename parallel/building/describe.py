@@ -5,7 +5,7 @@ from typing import NamedTuple
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.parts import Original
-from pycomm.parallel.pipeline.stage import is_absent
+from pycomm.parallel.pipeline.absent import is_absent
 
 __all__ = ["Described", "describe_parameters", "note_original"]
 

@@ -5,18 +5,20 @@ whatever else the forward makes for its blocks exist on every stage. Modules of 
 parameters are on the meta device.
 
     stage 1 of 3      tok_emb  pos_emb   block 0  block 1 | block 2   block 3 | block 4  block 5  norm  head
-    does              absent:            passes its       | gets the  sends   | not reached: the forward is
-                      zeros of the right input on         | received  its     | left by an exception
-                      shape, no memory                    | hidden    output  |
+    does              absent: a tensor of the right shape | gets the  sends   | not reached: the forward is
+                      without values (absent.py)          | received  its     | left by an exception
+                                                          | hidden    output  |
 
-An absent module before the trunk gives zeros of the shape that its forward computes on the meta device (once
-for each shape of the input), with all strides 0. Absent blocks do the same, so that the shape of what is to
-be received is known before it arrives, for blocks that change the width too.
+An absent module gives stand-ins in the shape that its forward computes on the meta device (once for each
+shape of the input), so that the shape of what is to be received is known before it arrives, for blocks that
+change the width too. One of them, the hidden state, is replaced by what was received. Any other that reaches
+a present module, a block's output or the loss is refused: it would stand for values that are not here (an
+encoder's output, a skip connection around blocks).
 
 A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks, and blocks
 may return no second tensor with a gradient. Both are checked in the first pass: the tensor that a block gets
-must be the one that the block before it returned. Blocks run once each in the order in which they are
-registered, which is checked in every pass.
+must be the one that the block before it returned, absent blocks too. Blocks run once each in the order in
+which they are registered, which is checked in every pass.
 
 Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `run` says which is
 active.
@@ -28,11 +30,12 @@ import enum
 import functools
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pycomm.parallel.ground.trunk import Side, hidden_of, owners, replace_hidden
+from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 
-__all__ = ["StageModel", "is_absent"]
+__all__ = ["StageModel"]
 
 
 class _Place(enum.Enum):
@@ -90,11 +93,14 @@ class StageModel:
     def _leave_owners(self):
         for name, module, side in self.owners:
             if not self.stages.here(side):
-                replace = _hollow if side is Side.AROUND else _to_meta
                 # Not module.to("meta"): its children have entries of their own.
                 for key, parameter in module._parameters.items():
-                    if parameter is not None:
-                        module._parameters[key] = replace(parameter)
+                    if parameter is None:
+                        continue
+                    full = f"{name}.{key}" if name else key
+                    around = side is Side.AROUND
+                    new = absent_parameter(parameter, repr(full)) if around else _to_meta(parameter)
+                    module._parameters[key] = new
             if side is Side.BEFORE:
                 self.pristine[name] = copy.deepcopy(module).to("meta")
 
@@ -147,6 +153,10 @@ class StageModel:
             self.checked = True
         return out
 
+    def check_loss(self, loss):
+        """For what a model does after its last module. The last stage has run."""
+        self._check_present(loss, "the loss is computed with")
+
     def _begin(self, stage, received):
         self.stage, self.received, self.place = stage, received, _Place.BEFORE
         self.previous = self.at = None
@@ -179,7 +189,10 @@ class StageModel:
         self._check_running()
         first, end = self.stages.bounds[self.stage]
         if index < first:
-            return self._absent(index, forward, args, kwargs)
+            self._check_unchanged(index, hidden_of(args, kwargs))
+            out = self._absent(index, f"block {index}", forward, args, kwargs)
+            self.previous = _hidden_out(out)
+            return out
         if index != first if self.at is None else index <= self.at:
             raise ValueError(
                 f"block {index} of {self.trunk.name!r} runs "
@@ -190,33 +203,29 @@ class StageModel:
         self.at = index
         hidden = hidden_of(args, kwargs)
         given = hidden
+        self._check_unchanged(index, hidden)
         if index == first and first > 0:
             if self.split is not None:
                 self.split.begin(hidden.shape[1])  # the placeholder is whole
             if not isinstance(self.received, torch.Tensor):
                 self.received(hidden)
             given = self.received
-        elif index > first and self.last > 0 and not self.checked and hidden is not self.previous:
-            raise ValueError(
-                f"the model changes the hidden state between blocks {index - 1} and {index} of "
-                f"{self.trunk.name!r}: a stage hands on "
-                "the output of its last block only. Move that into a block, or name another list with "
-                "Plan(blocks=...)"
-            )
         self.place = _Place.INSIDE
         if given is not hidden:
             args, kwargs = replace_hidden(args, kwargs, hidden, given)
+        self._check_present((args, kwargs), f"block {index} of {self.trunk.name!r} is given")
         if self.split is not None:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
         out = forward(*args, **kwargs)
+        self._check_present(out, f"block {index} of {self.trunk.name!r} computes with")
         if not self.checked and self.last > 0:
             self._check_single(index, out)
         if index == end - 1:
             self.place = _Place.AFTER
             if self.stage < self.last:
-                raise _Left(hidden_of(out if isinstance(out, torch.Tensor) else tuple(out)))
+                raise _Left(_hidden_out(out))
             if (
                 self.split is not None
                 and self.split.megatron
@@ -224,8 +233,28 @@ class StageModel:
             ):
                 out = self.split.leave(out)  # no head comes that would do it
         if not self.checked:
-            self.previous = hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
+            self.previous = _hidden_out(out)
         return out
+
+    def _check_unchanged(self, index, hidden):
+        """What a block gets is what the block before it has returned."""
+        if index > 0 and self.last > 0 and not self.checked and hidden is not self.previous:
+            raise ValueError(
+                f"the model changes the hidden state between blocks {index - 1} and {index} of "
+                f"{self.trunk.name!r}: a stage hands on "
+                "the output of its last block only. Move that into a block, or name another list with "
+                "Plan(blocks=...)"
+            )
+
+    def _check_present(self, values, what):
+        absent = first_absent(values) if self.stage > 0 else None
+        if absent is not None:
+            raise ValueError(
+                f"{what} a tensor of shape {tuple(absent.shape)} that comes from {absent.origin}, which an "
+                f"earlier pipeline stage runs, not stage {self.stage} of {self.last + 1}: stages hand on the "
+                "hidden state alone. Compute it inside the blocks, name another list with Plan(blocks=...), "
+                "or use a plan with pp=1"
+            )
 
     def _check_single(self, index, out):
         """A second result with a gradient (a loss of the block) would be lost on the way from stage
@@ -261,13 +290,13 @@ class StageModel:
                 "register it before them"
             )
         if side is Side.BEFORE and self.stage != 0:
-            return self._absent(name, forward, args, kwargs)
+            return self._absent(name, repr(name), forward, args, kwargs)
+        if side is Side.AFTER:
+            self._check_present((args, kwargs), f"{name!r} is given")
         return forward(*args, **kwargs)
 
-    def _absent(self, key, forward, args, kwargs):
-        """Zeros in the shape of what the module would return; of a block, its input goes on where the shapes
-        allow.
-        """
+    def _absent(self, key, origin, forward, args, kwargs):
+        """Stand-ins in the shape of what the module would return."""
         leaves, spec = tree_flatten((args, kwargs))
         if key in self.pristine:
             forward = self.pristine[key].forward
@@ -279,7 +308,10 @@ class StageModel:
         )
         device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
         if key not in self.templates:
-            meta = [leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meta = [
+                torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in leaves
+            ]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
             modes = (
                 torch.overrides._get_current_function_mode_stack()
@@ -287,29 +319,22 @@ class StageModel:
             with torch.no_grad(), contextlib.ExitStack() as stack:
                 for _ in modes:
                     stack.enter_context(torch.overrides._pop_mode_temporarily())
-                with torch.device("meta"):  # tensors that the module makes itself
-                    self.templates[key] = forward(*meta_args, **meta_kwargs)
-        return tree_map(functools.partial(_zeros_like, device=device), self.templates[key])
+                try:
+                    with torch.device("meta"):  # tensors that the module makes itself
+                        self.templates[key] = forward(*meta_args, **meta_kwargs)
+                except Exception as error:
+                    raise ValueError(
+                        f"{origin} cannot be run for the shape of its output alone, which stage {self.stage} "
+                        "needs: its code uses values, or tensors that it was not given "
+                        f"({type(error).__name__}: {error}). Use a plan with pp=1"
+                    ) from error
+        return absent_like(self.templates[key], origin, device)
 
 
 def _to_meta(parameter):
     return torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
 
 
-def _hollow(parameter):
-    """A stand-in of zeros without memory. It is marked, as unlike a parameter on meta it has a device."""
-    zeros = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    stand_in = torch.nn.Parameter(zeros, requires_grad=False)
-    stand_in.absent = True
-    return stand_in
-
-
-def is_absent(parameter):
-    """Whether a parameter belongs to stages of other ranks."""
-    return parameter.is_meta or getattr(parameter, "absent", False)
-
-
-def _zeros_like(value, device):
-    if not isinstance(value, torch.Tensor):
-        return value
-    return torch.zeros((), dtype=value.dtype, device=device).expand(value.shape)
+def _hidden_out(out):
+    """The hidden state in what a block has returned."""
+    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))

@@ -40,6 +40,8 @@ def microbatch_loss(parts, output, microbatch, loss_fn):
         value = loss_fn(output, targets)
     if not isinstance(value, torch.Tensor) or value.dim() > 0:
         raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
+    if parts.stage_model is not None:
+        parts.stage_model.check_loss(value)
     return value * (count / microbatch.total)
 
 

@@ -1,0 +1,324 @@
+"""Pipelines of models in which more than the hidden state goes from the first blocks to later ones: equal to
+one process, or refused. Nothing is computed from stand-ins.
+"""
+
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from models import Block
+from odd_models import adamw, cross, tokens
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+from pycomm.parallel.pipeline.absent import Absent, absent_like, absent_parameter
+
+LAYERS = 4  # two in each stage
+
+
+class Base(nn.Module):
+    def __init__(self, block=Block, layers=LAYERS):
+        super().__init__()
+        self.tok = nn.Embedding(29, 16)
+        self.blocks = nn.ModuleList(block(16, 2, 20) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
+
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, idx):
+        return self.head(self.norm(self.run_blocks(self.tok(idx))))
+
+
+class ChangedBetween(Base):
+    """A scale exactly where the first stage ends."""
+
+    def run_blocks(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x * 0.5 if index == 2 else x)
+        return x
+
+
+class ChangedBefore(Base):
+    """The same inside of what the first stage runs: its rank sees it."""
+
+    def run_blocks(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x * 0.5 if index == 1 else x)
+        return x
+
+
+class SkipBlock(Block):
+    def forward(self, x, first):
+        return super().forward(x) + first
+
+
+class Skip(Base):
+    """Every block gets the embedding again."""
+
+    def __init__(self):
+        super().__init__(SkipBlock)
+
+    def run_blocks(self, x):
+        first = x
+        for block in self.blocks:
+            x = block(x, first)
+        return x
+
+
+class SkipByName(Skip):
+    def run_blocks(self, x):
+        first = x * 2
+        for block in self.blocks:
+            x = block(x, first=first)
+        return x
+
+
+class SkipOver(Base):
+    """A connection around all blocks, in front of the head."""
+
+    def run_blocks(self, x):
+        return super().run_blocks(x) + x
+
+
+class SkipToTheEnd(Base):
+    """The same behind the last module."""
+
+    def forward(self, idx):
+        x = self.tok(idx)
+        return self.head(self.norm(self.run_blocks(x))) + x.sum(-1, keepdim=True)
+
+
+class Hidden:
+    """Where a block finds what nobody gave to it."""
+
+    value = None
+
+
+class ReachingBlock(Block):
+    def forward(self, x):
+        return super().forward(x) + Hidden.value
+
+
+class Reaching(Base):
+    def __init__(self):
+        super().__init__(ReachingBlock)
+
+    def run_blocks(self, x):
+        Hidden.value = x.mean(1, keepdim=True)
+        return super().run_blocks(x)
+
+
+class LateBlock(Block):
+    def forward(self, x):
+        return super().forward(x) + (0 if x.is_meta else Hidden.value)
+
+
+class ReachingLate(Reaching):
+    def __init__(self):
+        Base.__init__(self, LateBlock)
+
+
+class Deciding(Base):
+    def run_blocks(self, x):
+        return super().run_blocks(x if x.abs().max() < 1e9 else x / 2)
+
+
+class Translator(nn.Module):
+    """torch's encoder and decoder; the blocks are the decoder's."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Embedding(29, 16)
+        self.transformer = nn.Transformer(16, 2, 2, LAYERS, 20, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(16, 29)
+
+    def forward(self, idx):
+        return self.head(self.transformer(self.tok(idx), self.tok(idx.flip(1))))
+
+
+def marian():
+    from transformers import MarianConfig, MarianMTModel
+
+    config = MarianConfig(
+        vocab_size=29, d_model=16, encoder_layers=2, decoder_layers=LAYERS, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=20, decoder_ffn_dim=20, max_position_embeddings=16,
+        pad_token_id=0, decoder_start_token_id=0, dropout=0.0, use_cache=False, scale_embedding=True,
+    )  # fmt: skip
+    return MarianMTModel(config)
+
+
+def named(batch):
+    x, y = batch
+    return {"input_ids": x, "decoder_input_ids": x.flip(1), "labels": y}
+
+
+def logits_loss(out, y):
+    return cross(out.logits, y)
+
+
+REFUSED = {
+    "changed between": (ChangedBetween, None, "changes the hidden state between blocks 1 and 2"),
+    "changed before": (ChangedBefore, None, "changes the hidden state between blocks 0 and 1"),
+    "skip": (Skip, None, "block 2 of 'blocks' is given a tensor .* that comes from 'tok'"),
+    "skip by name": (SkipByName, None, "block 2 of 'blocks' is given a tensor .* that comes from 'tok'"),
+    "skip over": (SkipOver, None, "'norm' is given a tensor .* that comes from 'tok'"),
+    "skip to the end": (SkipToTheEnd, None, "the loss is computed with a tensor .* that comes from 'tok'"),
+    "reaching": (Reaching, None, "block 0 cannot be run for the shape of its output alone"),
+    "reaching late": (ReachingLate, None, "block 2 of 'blocks' computes with a tensor .* comes from 'tok'"),
+    "deciding": (Deciding, None, "asks for values .__bool__. that come from 'tok'"),
+    "nn.Transformer": (
+        Translator,
+        "transformer.decoder.layers",
+        "block 2 of .* is given a tensor .* that comes from 'transformer.encoder",
+    ),
+    "marian": (
+        marian,
+        "model.decoder.layers",
+        "block 2 of .* is given a tensor .* that comes from 'model.encoder",
+    ),
+}
+
+
+def refused(rank, world_size, name):
+    torch.manual_seed(0)
+    make, blocks, match = REFUSED[name]
+    model = make()
+    opt = adamw(model)
+    par.parallelize(model, opt, par.Plan(pp=2, blocks=blocks))
+    batch, loss = (named(tokens(0)), logits_loss) if name == "marian" else (tokens(0), cross)
+    with pytest.raises((ValueError, Exception)) as caught:
+        par.step(model, opt, batch, loss)
+    return f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_values_of_other_stages_are_refused(name):
+    messages = spawn(2, refused, name, timeout=10.0)
+    caught = [text for text in messages if text.startswith("ValueError")]
+    assert caught, messages
+    for text in caught:
+        assert re.search(REFUSED[name][2], text, re.DOTALL), text
+
+
+class InPlace(Base):
+    """Makes the hidden state by writing into memory, and masks and scales by its shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.cls = nn.Parameter(torch.randn(16, dtype=torch.float64))
+
+    def forward(self, idx):
+        tok = self.tok(idx)
+        x = tok.new_zeros(tok.shape[0], tok.shape[1] + 1, 16)
+        x[:, 0] = self.cls
+        x[:, 1:] = tok
+        x = x * 1.5
+        x += torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.ones_like(x)
+        return self.head(self.norm(self.run_blocks(x)))[:, 1:]
+
+
+def losses(rank, world_size, plan):
+    torch.manual_seed(0)
+    model = InPlace().double()
+    opt = adamw(model)
+    if plan is not None:
+        par.parallelize(model, opt, plan)
+        return [par.step(model, opt, tokens(step), cross).item() for step in range(3)]
+    found = []
+    for step in range(3):
+        x, y = tokens(step)
+        loss = cross(model(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("plan", [par.Plan(pp=2), par.Plan(pp=2, schedule="interleaved")], ids=str)
+def test_a_hidden_state_that_is_written_in_place(plan):
+    right = losses(0, 1, None)
+    for found in spawn(2, losses, plan):
+        assert found == pytest.approx(right, rel=1e-10)
+
+
+X = torch.empty(2, 3, device="meta")
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x + 1,
+        lambda x: torch.ones(3) * x,
+        lambda x: F.linear(torch.ones(2, 3), torch.ones(4, 3), x[0, 0].expand(4)),
+        lambda x: torch.cat([torch.ones(2, 3), x])[0],
+        lambda x: x.chunk(3, -1)[2],
+        lambda x: torch.max(x, -1).indices,
+        lambda x: torch.where(torch.ones(2, 3) > 0, 0.0, x),
+        lambda x: x.to(torch.int64),
+        lambda x: x.type_as(torch.ones(3).double()),
+        lambda x: torch.zeros(2, 3).copy_(x),
+        lambda x: torch.zeros(4, 3).index_copy_(0, torch.tensor([1, 3]), x),
+        lambda x: torch.add(x, 1, out=torch.zeros(2, 3)),
+        lambda x: nn.LayerNorm(3)(x),
+        lambda x: nn.MultiheadAttention(3, 1, batch_first=True)(x[None], x[None], x[None])[0],
+        lambda x: torch.ones(5)[x.to(torch.int64)],
+        lambda x: x.mul_(2),
+    ],
+)
+def test_the_mark_goes_on(use):
+    out = use(absent_like(X, "here", "cpu"))
+    assert isinstance(out, Absent) and out.origin == "here"
+
+
+def test_the_mark_goes_on_through_writes():
+    x, whole, part = absent_like(X, "here", "cpu"), torch.zeros(4, 3), torch.zeros(4, 3)
+    whole[:2] = x
+    part[1:3].add_(x)
+    scaled = x
+    scaled *= 2
+    assert all(isinstance(value, Absent) for value in (whole, part, scaled))
+
+
+def test_what_has_no_value_of_it_is_a_value():
+    x = absent_like(X, "here", "cpu")
+    for value in (
+        torch.zeros_like(x),
+        x.new_ones(3),
+        torch.ones(3).type_as(x),
+        torch.ones(3).expand_as(x),
+        torch.arange(x.shape[1], device=x.device, dtype=x.dtype),
+    ):
+        assert type(value) is torch.Tensor and not value.isnan().any()
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: bool(x.sum()),
+        lambda x: x.tolist(),
+        lambda x: float(x[0, 0]),
+        lambda x: x[0, 0].item(),
+        lambda x: torch.ones(2, 3)[x > 0],
+        lambda x: x.numpy(),
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.masked_select(torch.ones(2, 3), x > 0),
+    ],
+)
+def test_decisions_are_refused(use):
+    with pytest.raises(ValueError, match="asks for values .* that come from here"):
+        use(absent_like(X, "here", "cpu"))
+
+
+def test_a_parameter_in_the_place_of_another():
+    stand_in = absent_parameter(nn.Parameter(torch.ones(2, 3)), "'pos'")
+    assert isinstance(stand_in, nn.Parameter) and not stand_in.requires_grad
+    assert stand_in.untyped_storage().nbytes() == 4
+    out = torch.ones(3) + stand_in[:1]
+    assert isinstance(out, Absent) and out.origin == "'pos'"
