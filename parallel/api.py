@@ -31,9 +31,10 @@ def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None,
             -100 (whole numbers) or all elements (real numbers).
 
     A parameter that got no gradient on any rank is passed over by the optimizer, as in a single process.
-    Buffers are each rank's own: BatchNorm's averages are over the rows that the rank has seen. After a step
-    that raised on all ranks the model is as it was before it, but for buffers; where only some raised, the
-    groups are broken and the others raise what the backend says.
+    BatchNorm is over the rows of a microbatch on all data ranks, and its averages are equal there; other
+    buffers are each rank's own. opt.step() by itself raises ValueError. After a step that raised on all ranks
+    the model is as it was before it, but for buffers; where only some raised, the groups are broken and the
+    others raise what the backend says.
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
     without load-balance losses. Raises ValueError for batches that differ between ranks or have too few rows,

@@ -2,6 +2,7 @@
 
 import torch
 
+from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.trunk import find_trunk
 from pycomm.parallel.pipeline.placement import cut_blocks
@@ -23,6 +24,7 @@ def check(model, opt, plan):
             "(to_empty)"
         )
     trunk = _trunk_for(model, plan)
+    _check_batch_norms(model, trunk, plan)
     if opt is not None:
         _check_optimizer(model, opt, plan)
     if plan.pp > 1:
@@ -50,6 +52,23 @@ def _trunk_for(model, plan):
             "no list of blocks"
         )
     return trunk
+
+
+def _check_batch_norms(model, trunk, plan):
+    names = list(batch_norms(model))
+    cuts = [axis for axis in ("ring", "ulysses") if getattr(plan, axis) > 1]
+    cuts += ["megatron_sp"] * plan.megatron_sp
+    if names and cuts:
+        raise ValueError(
+            f"Plan({plan}): {names[0]!r} is a BatchNorm, whose statistics need all positions, and "
+            f"{', '.join(cuts)} cuts the sequence. Use a plan without, or another norm"
+        )
+    again = [name for name in names if trunk and trunk.block_of(name) is not None]
+    if again and plan.checkpoint:
+        raise ValueError(
+            f"Plan({plan}): {again[0]!r} is a BatchNorm inside a block, and its recomputation would count "
+            "the rows twice in the running averages. Use a plan without checkpoint"
+        )
 
 
 def _check_optimizer(model, opt, plan):

@@ -16,9 +16,11 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     describe_parameters      infos by stage                 final: no parameter is replaced after this
     make_reducers            reducers                       gradients have hooks
     make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
+    synchronize              -                              BatchNorm is over the rows of all data ranks
     wrap                     units                          forwards are wrapped, inside to outside:
                                                             recomputation, ZeRO-3, random streams, stages
-    replace_parameters       -                              the optimizer has what this rank owns
+    replace_parameters       -                              the optimizer has what this rank owns, and steps
+                                                            in parallel.step only
     make_ties                ties
 """
 
@@ -29,6 +31,7 @@ from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
 from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
@@ -69,6 +72,7 @@ def parallelize(model, opt=None, plan=None):
     reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
     deferred = make_deferred(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
+    synchronize(model, mesh)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])

@@ -19,8 +19,8 @@ whole; memory is one chunk more.
 
 What can go wrong: the folder must be one that all ranks see. Not saved are the residuals of gradient
 compression and the place in the random stream of dropout. Parameters frozen under precision="bf16" without
-zero=3 exist in bfloat16 only, and are saved so. Of buffers that differ between ranks (BatchNorm's averages
-over each rank's rows) one rank's are saved. Files are pickled: load only what you trust.
+zero=3 exist in bfloat16 only, and are saved so. Of buffers that differ between ranks one rank's are saved.
+Files are pickled: load only what you trust.
 
 Other ways: DeepSpeed's universal checkpoints (Lian et al. 2024), where a second program converts; FSDP's
 state dicts, where the optimizer's state is first made to look like tensors of the model. Here the planners

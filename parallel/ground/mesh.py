@@ -70,6 +70,22 @@ class Mesh:
             self._groups[names] = as_group(mesh.get_group(), "+".join(names))
         return self._groups[names]
 
+    def apart(self, *axes):
+        """A group of the same ranks as group(*axes), for operations whose order among that group's is not the
+        same on all ranks. Collective over all ranks.
+        """
+        group = self.group(*axes)
+        if group.size == 1:
+            return group
+        names = [axis for axis in self.device_mesh.mesh_dim_names if axis in axes]
+        rest = [axis for axis in self.device_mesh.mesh_dim_names if axis not in axes]
+        order = [self.device_mesh.mesh_dim_names.index(axis) for axis in rest + names]
+        for ranks in self.device_mesh.mesh.permute(order).reshape(-1, group.size).tolist():
+            made = dist.new_group(ranks)
+            if self.world.rank in ranks:
+                mine = made
+        return as_group(mine, f"{group.name} (apart)")
+
     def coordinate(self, axis):
         """This rank's place along an axis."""
         return self.group(axis).rank

@@ -32,6 +32,7 @@ import functools
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.trunk import Side, hidden_of, owners, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 
@@ -88,7 +89,7 @@ class StageModel:
             if index not in present:
                 block.to("meta")
             if index < max(bounds[stage][0] for stage in mine):
-                self.pristine[index] = copy.deepcopy(block).to("meta")
+                self.pristine[index] = _for_shapes(block)
 
     def _leave_owners(self):
         for name, module, side in self.owners:
@@ -102,7 +103,7 @@ class StageModel:
                     new = absent_parameter(parameter, repr(full)) if around else _to_meta(parameter)
                     module._parameters[key] = new
             if side is Side.BEFORE:
-                self.pristine[name] = copy.deepcopy(module).to("meta")
+                self.pristine[name] = _for_shapes(module)
 
     def _untie(self):
         """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
@@ -333,6 +334,14 @@ class StageModel:
 
 def _to_meta(parameter):
     return torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _for_shapes(module):
+    """A copy without data. Of what a BatchNorm does in training, some needs values."""
+    module = copy.deepcopy(module).to("meta")
+    for part in batch_norms(module).values():
+        part.eval()
+    return module
 
 
 def _hidden_out(out):

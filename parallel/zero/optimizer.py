@@ -1,8 +1,11 @@
 """The user's optimizer over what this rank owns: its parameters are replaced once, its steps are taken here.
+A step that the user takes would find no gradients, so it is refused.
 
 A shard of a parameter is enough for optimizers that treat each element by itself. Others (Muon, Adafactor,
 anything unknown) get whole parameters: the bucket is then cut at parameter boundaries (FlatSpec, whole).
 """
+
+import threading
 
 import torch
 
@@ -36,8 +39,9 @@ def check_fresh(opt):
 
 def replace_parameters(opt, all_shards):
     """Puts the shards in the place of the model's parameters in opt.param_groups; parameters that are in no
-    bucket (frozen) leave.
+    bucket (frozen) leave. From now on only step_optimizer takes steps.
     """
+    opt.register_step_pre_hook(_check_under_way)
     start = next(iter(opt.state.values()), None)
     opt.state.clear()
     by_option = {}
@@ -52,6 +56,18 @@ def replace_parameters(opt, all_shards):
                 opt.state[param] = {"step": torch.zeros_like(start["step"]), "sum": total}
 
 
+_under_way = threading.local()  # .opt: whose step is taken here, by this thread
+
+
+def _check_under_way(opt, args, kwargs):
+    if getattr(_under_way, "opt", None) is not opt:
+        raise ValueError(
+            "this optimizer belongs to a model under a plan, whose gradients are summed over the ranks and "
+            "kept apart from `.grad`: loss.backward() and opt.step() would leave the parameters wrong or "
+            "unchanged. Call parallel.step(model, opt, batch, loss_fn), which does all of it"
+        )
+
+
 def step_optimizer(opt, all_shards, scale=None, unused=()):
     """One step of the user's optimizer over all shards, gradients times `scale`; it does not see parameters
     named in `unused`.
@@ -60,6 +76,16 @@ def step_optimizer(opt, all_shards, scale=None, unused=()):
     bucket at a time, so that fp32 gradients exist for one bucket only.
     """
     all_shards = [shards for shards in all_shards if shards.is_updated]
+    _under_way.opt = opt
+    try:
+        _step(opt, all_shards, scale, unused)
+    finally:
+        _under_way.opt = None
+    for shards in all_shards:
+        shards.wait()
+
+
+def _step(opt, all_shards, scale, unused):
     if any(shards.casts_gradients for shards in all_shards):
         _step_one_by_one(opt, all_shards, scale, unused)
     else:
@@ -69,8 +95,6 @@ def step_optimizer(opt, all_shards, scale=None, unused=()):
         for shards in all_shards:
             shards.detach_gradients()
             shards.publish()
-    for shards in all_shards:
-        shards.wait()
 
 
 def _step_one_by_one(opt, all_shards, scale, unused):

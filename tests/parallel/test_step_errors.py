@@ -7,7 +7,19 @@ import time
 import models
 import pytest
 import torch
-from odd_models import LENGTH, Backwards, Loud, Positions, Tangle, adamw, cross, gpt, named_optimizer, tokens
+from odd_models import (
+    LENGTH,
+    Backwards,
+    Loud,
+    Normed,
+    Positions,
+    Tangle,
+    adamw,
+    cross,
+    gpt,
+    named_optimizer,
+    tokens,
+)
 from torch import nn
 from torch_ranks import spawn
 
@@ -47,6 +59,7 @@ def mistakes(rank, world_size, plan):
         (ValueError, "clip=-1", lambda: par.step(model, opt, (x, y), cross, clip=-1)),
         (ValueError, "clip=nan", lambda: par.step(model, opt, (x, y), cross, clip=float("nan"))),
         (ValueError, "not the one", lambda: par.step(model, other, (x, y), cross)),
+        (ValueError, "opt.step.. would leave the parameters wrong", opt.step),
         (ValueError, "needs the optimizer", lambda: par.step(model, None, (x, y), cross)),
         (ValueError, "without dimensions", lambda: par.step(model, opt, (x, y), lambda out, y: out)),
         (ValueError, "differ in rows", lambda: par.step(model, opt, (x, y[1:]), cross)),
@@ -126,6 +139,9 @@ PLAN_ERRORS = [
     ("dp=1", gpt, lambda model: adamw(gpt()), "not the model's"),
     ("dp=1", gpt, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
     ("tp=2", gpt, named_optimizer("Adafactor"), "looks at whole parameters"),
+    ("dp=2,checkpoint", Normed, adamw, "blocks.0.norm' is a BatchNorm inside a block"),
+    ("ulysses=2", Normed, adamw, "BatchNorm, whose statistics need all positions, and ulysses"),
+    ("tp=2,megatron_sp", Normed, adamw, "BatchNorm, whose statistics need all positions, and megatron_sp"),
     ("blocks=nothing", gpt, adamw, "blocks='nothing': is not in the model"),
 ]
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from odd_models import (
     STEPS,
+    Normed,
     Pairs,
     Positions,
     Tangle,
@@ -23,6 +24,7 @@ from odd_models import (
     named,
     named_optimizer,
     numbers,
+    pictures,
     scheduled,
     sequential,
     some,
@@ -79,6 +81,10 @@ CASES = [
     *[Case(plan, sequential) for plan in ("pp=2", "pp=2,schedule=zbv", "dp=2,zero=3,checkpoint", "tp=2")],
     *[Case(plan, Pairs) for plan in ("pp=3", "dp=2,zero=3,checkpoint")],
     *[Case(f"dp=2,zero={zero}", Tangle, adamw, numbers, F.mse_loss, limit=1e-6) for zero in range(4)],
+    *[
+        Case(plan, Normed, batch=pictures, loss=F.mse_loss, limit=1e-9)  # far from zero digits are lost
+        for plan in ("dp=2", "dp=3,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2", "dp=2,pp=2", "dp=4")
+    ],
     *[Case(plan, gpt, batch=named) for plan in ("dp=2", "pp=2")],
     *[
         Case(plan, gpt, microbatches=count)
