@@ -31,6 +31,7 @@ from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
 from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.mesh import Mesh, device_of
@@ -47,8 +48,7 @@ def parallelize(model, opt=None, plan=None):
     """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
 
     Args:
-        model: any module, whole, on this rank's device, built in the same way on every rank. Rank 0's values
-        are taken.
+        model: any module, whole, on this rank's device, built alike on all ranks. Rank 0's values are taken.
         opt: a torch optimizer over its parameters that has not taken a step, or None.
         plan: Plan; None is a single process.
 
@@ -102,6 +102,7 @@ def parallelize(model, opt=None, plan=None):
             ties=ties,
         ),
     )
+    save_pretrained_whole(model)
     return model, opt
 
 

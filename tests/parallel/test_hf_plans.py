@@ -103,3 +103,40 @@ def test_transformers_model(kind, text):
         assert equality.relative(found, losses) < 1e-12
         for name, value in parameters.items():
             assert equality.relative(state[name], value) < 1e-12, name
+
+
+def save_and_load(rank, world_size, kind, text, folder):
+    model = make(kind)
+    model, opt = par.parallelize(model, make_optimizer(model), par.Plan.parse(text))
+    for batch in batches():
+        par.step(model, opt, batch, microbatches=2, clip=0.5)
+    model.save_pretrained(folder, max_shard_size="20KB")
+    right, loaded = par.full_state_dict(model), type(model).from_pretrained(folder, dtype=torch.float64)
+    own = loaded.state_dict()
+    assert own.keys() == right.keys()
+    return [name for name in own if not torch.equal(own[name], right[name])]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [("llama", "tp=2"), ("llama-tied", "pp=2"), ("gpt2", "dp=2,zero=3"), ("llama", "dp=2,pp=2,zero=2")],
+)
+def test_save_pretrained(tmp_path, kind, plan):
+    """Under each plan it writes files that one process loads, bit by bit what the ranks had."""
+    plan = par.Plan.parse(plan)
+    assert spawn(plan.world_size, save_and_load, kind, str(plan), str(tmp_path)) == [[]] * plan.world_size
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+
+
+def save_nowhere(rank, world_size, folder):
+    model = make("gpt2")
+    par.parallelize(model, None, par.Plan(tp=2))
+    with pytest.raises((OSError, RuntimeError)) as caught:
+        model.save_pretrained(f"{folder}/a file/below")
+    return type(caught.value).__name__, "a file" in str(caught.value), "rank 0 failed" in str(caught.value)
+
+
+def test_save_pretrained_that_fails_is_told_to_all(tmp_path):
+    (tmp_path / "a file").write_text("")
+    found = spawn(2, save_nowhere, str(tmp_path))
+    assert found == [("NotADirectoryError", True, False), ("RuntimeError", True, True)]
