@@ -1,28 +1,32 @@
 """step() and evaluate(): the same line on every rank under every plan."""
 
+from collections.abc import Mapping
+
 from torch.utils.data import DistributedSampler
 
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
+from pycomm.parallel.run.own_loss import own_loss_of, with_targets
 from pycomm.parallel.run.prepare import Options
 from pycomm.parallel.run.step import run_step
-from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["evaluate", "grad_norm", "sampler", "step"]
 
 
-def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None, count=None, sharded=False):
+def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=None, sharded=False):
     """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective
     over all ranks.
 
     Args:
         model, opt: as parallelize() returned them.
-        batch: (inputs, targets) or a dict with "labels"; tensors (or tuples, lists, dicts of them) with rows
-            as dim 0 and, under sequence parallelism, positions as dim 1. The whole batch, equal on all ranks;
+        batch: (inputs, targets) or a mapping with "labels"; tensors (or tuples, lists, dicts) with rows as
+            dim 0 and, under sequence parallelism, positions as dim 1. The whole batch, equal on all ranks;
             with `sharded` the rows of this data rank, as a loader with parallel.sampler() gives them.
         loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions.
             parallel.cross_entropy takes the output, or its `.logits`, and keeps the logits of a tensor
-            parallel head in shards; any other function gets them whole.
+            parallel head in shards; any other function gets them whole. None: cross_entropy; of a model of
+            transformers its own loss, with labels as its class takes them (run/own_loss.py): a decoder's are
+            compared one position later.
         microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline
         works on several at a time.
         clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no
@@ -45,17 +49,25 @@ def step(model, opt, batch, loss_fn=cross_entropy, *, microbatches=1, clip=None,
         raise ValueError(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
+    batch, loss_fn = _for_loss(model, batch, loss_fn)
     result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
     parts.last_step.note(result.norm)
     return result.loss
 
 
-def evaluate(model, batch, loss_fn=cross_entropy, *, microbatches=1, count=None, sharded=False):
+def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=False):
     """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval()
     before where that matters.
     """
-    options = Options(loss_fn, microbatches, count=count, sharded=sharded)
-    return run_evaluation(parts_of(model), batch, options)
+    parts = parts_of(model)
+    batch, loss_fn = _for_loss(model, batch, loss_fn)
+    return run_evaluation(parts, batch, Options(loss_fn, microbatches, count=count, sharded=sharded))
+
+
+def _for_loss(model, batch, loss_fn):
+    loss_fn, own = own_loss_of(model, loss_fn)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return with_targets(model, batch) if own else batch, loss_fn
 
 
 def grad_norm(model):

@@ -61,7 +61,9 @@ def train_alone(kind):
     opt, losses = make_optimizer(model), []
     for batch in batches():
         opt.zero_grad()
-        loss = F.cross_entropy(model(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+        logits, labels = model(batch["input_ids"]).logits, batch["labels"]
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+        assert loss.item() == pytest.approx(model(**batch).loss.item(), rel=1e-6)  # which computes in fp32
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         opt.step()
