@@ -1,5 +1,6 @@
 """pycomm.testing: results and failures of ranks as threads, forked processes and new interpreters."""
 
+import ctypes
 import os
 import signal
 import threading
@@ -234,6 +235,19 @@ def test_a_death_is_seen_though_a_process_of_the_rank_lives_on():
 def test_ranks_end_themselves():
     with RankProcesses(1, lambda rank, link: time.sleep(600), limit=0.5) as ranks:
         assert ranks.join(30) == [] and ranks.processes[0].exitcode == -signal.SIGALRM
+
+
+def test_threads_have_ended_for_the_system_too():
+    """Else a process that is forked next inherits locks that their last steps hold (MKL's, once)."""
+    libc, key = ctypes.CDLL(None), ctypes.c_uint()
+    assert libc.pthread_key_create(ctypes.byref(key), ctypes.cast(libc.usleep, ctypes.c_void_p)) == 0
+
+    def body(comm):
+        libc.pthread_setspecific(key, ctypes.c_void_p(100_000))  # us: usleep of it is the thread's last step
+        return threading.get_native_id()
+
+    for thread in run_ranks(2, body):
+        assert not os.path.exists(f"/proc/self/task/{thread}")
 
 
 def test_threads_run_their_own_backward_passes():

@@ -13,6 +13,7 @@ from pycomm.testing.processes import EXTRA_S, RankProcesses
 
 MODES = ("threads", "processes", "spawn")
 GRACE_S = 5.0  # for the other ranks, when one has failed and that is all the caller wants to know
+ENDING_S = 1.0  # for the last steps of threads that Python takes for ended
 
 
 class RankFailure(RuntimeError):
@@ -104,7 +105,20 @@ def _run_threads(world_size, group, timeout, fn, args):
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             failures[rank] = TimeoutError(f"rank {rank} did not finish within {timeout} s")
+    _await_end([thread for thread in threads if not thread.is_alive()])
     return results, failures
+
+
+def _await_end(threads):
+    """Waits until the system has ended threads that have been joined.
+
+    Python lets go of a thread before its last steps, in which libraries free what they kept for it. A process
+    forked meanwhile inherits their locks as they are: it spun for ever on one of MKL's in its first product.
+    """
+    deadline = time.monotonic() + ENDING_S
+    for thread in threads:
+        while os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < deadline:
+            time.sleep(0.0002)
 
 
 # --- processes --------------------
