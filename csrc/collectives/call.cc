@@ -6,12 +6,14 @@
 
 #include "../arithmetic/reduce.h"
 #include "../op/fingerprint.h"
+#include "../transport/kernel_copy.h"
 #include "visit.h"
 
 namespace pycomm {
 
 namespace {
 
+constexpr size_t least_by_kernel = 4 << 10;  // no smaller part is left to the kernel unasked
 constexpr size_t bytes_worth_a_lane = 512 << 10;  // below this a further thread costs more than it copies
 
 }  // namespace
@@ -77,6 +79,10 @@ bool Call::published(int peer) const {
 void Call::publish_parts() {
   const uint64_t sequence = scope.op.sequence;
   OpSlot& slot = transport.slot(rank, sequence);
+  slot.out_of_reach = 0;
+  const size_t worth_a_look = transport.reach() != Transport::Reach::kernel ? SIZE_MAX
+                              : op.algorithm == Algorithm::direct           ? 1
+                                                                            : least_by_kernel;
   for (bool output : {false, true}) {
     PartRef* table = transport.parts(rank, sequence, output);
     const auto& parts = output ? op.out_parts : op.in_parts;
@@ -87,6 +93,7 @@ void Call::publish_parts() {
       if (nbytes == 0) return;
       const uint32_t found = transport.find_region(data, nbytes);
       region = region == no_buffer || region == found ? found : 0;
+      if (found == 0 && nbytes >= worth_a_look && !kernel_reaches(data, nbytes)) slot.out_of_reach = 1;
     };
     if (parts.empty()) add(0, single, single ? op.own_count(rank) * item : 0);
     else
@@ -210,6 +217,12 @@ bool Call::all_mapped() const {
   if (transport.reach() == Transport::Reach::pointer) return true;
   for (int p = 0; p < world_size; ++p)
     if (!registered(p)) return false;
+  return true;
+}
+
+bool Call::kernel_reaches_all() const {
+  for (int p = 0; p < world_size; ++p)
+    if (transport.slot(p, scope.op.sequence).out_of_reach) return false;
   return true;
 }
 

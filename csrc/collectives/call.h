@@ -49,6 +49,7 @@ class Call {
   void put(int peer, int part, size_t offset, const void* from, size_t nbytes) const;  // into a peer's output
   bool registered(int peer) const;  // all buffers of `peer` in this operation lie in a registered region
   bool all_mapped() const;  // every buffer of this operation is addressable by every rank
+  bool kernel_reaches_all() const;  // or the kernel can copy from it
 
   // Staging of one lane of one rank; its two halves alternate by step (pipeline.h).
   std::byte* staging(int peer, int lane) const { return transport.staging(peer) + lane * lane_bytes(); }

@@ -147,8 +147,7 @@ Choice CollectiveTask::choose() {
   const size_t nbytes =
       op_.kind == OpKind::all_to_all && op_.uneven ? call_->longest_pair() : table_bytes(op_);
   Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
-  if (choice.algorithm == Algorithm::direct && !situation.mapped &&
-      transport.reach() == Transport::Reach::none)
+  if (choice.algorithm == Algorithm::direct && !situation.mapped && !kernel_serves())
     choice = select(op_.kind, nbytes,
                     {situation.world_size, situation.cores, situation.kernel_ahead, false, false});
   const bool rounds_each_hop =
@@ -156,6 +155,13 @@ Choice CollectiveTask::choose() {
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)
     choice.algorithm = op_.kind == OpKind::all_reduce ? Algorithm::two_shot : Algorithm::staged;
   return choice;
+}
+
+// Direct begins with the headers of all anyway.
+bool CollectiveTask::kernel_serves() {
+  if (comm_.transport().reach() == Transport::Reach::none) return false;
+  call_->match();
+  return call_->kernel_reaches_all();
 }
 
 void run(Communicator& comm, Op op) {

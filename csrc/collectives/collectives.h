@@ -41,6 +41,7 @@ class CollectiveTask : public Task {
  private:
   void separate_overlap();
   Choice choose();
+  bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);
   void end_group(const char* reason) const;
   void make_room();  // for what the peers send, where only they know how much

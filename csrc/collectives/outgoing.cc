@@ -5,6 +5,8 @@
 #include <cstring>
 #include <thread>
 
+#include "../transport/kernel_copy.h"
+
 namespace pycomm {
 
 namespace {
@@ -54,7 +56,8 @@ bool Outgoing::post(const MessagePtr& message) {
   if (nbytes <= message_inline_bytes) {
     slot.mode = MessageMode::in_slot;
     if (nbytes) std::memcpy(slot.payload, message->data(), nbytes);
-  } else if (slot.region || by_kernel(nbytes) || transport_.reach() == Transport::Reach::pointer) {
+  } else if (slot.region || transport_.reach() == Transport::Reach::pointer ||
+             (by_kernel(nbytes) && kernel_reaches(message->data(), nbytes))) {
     slot.mode = MessageMode::in_place;
   } else {
     slot.mode = MessageMode::streamed;

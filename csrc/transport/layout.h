@@ -26,7 +26,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 7;
+inline constexpr uint64_t layout_version = 8;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -39,6 +39,7 @@ struct alignas(cache_line) OpSlot {
   // are none.
   alignas(cache_line) uint32_t in_region;
   uint32_t out_region;
+  uint32_t out_of_reach;  // 1: the kernel cannot copy from one of them; transport/kernel_copy.h
 
   alignas(cache_line) std::byte payload[slot_payload_bytes];
 };
