@@ -98,6 +98,22 @@ def test_a_work_is_collected_with_its_result():
     assert alone(body) is True
 
 
+@pytest.mark.parametrize("count", [3, 100_000])
+def test_a_tensor_that_holds_its_own_work_is_collected(count):
+    """The operation lets go of its tensors when it is over, whoever still has its handle."""
+
+    def body(comm):
+        x = torch.ones(count)
+        x.work = comm.all_reduce(x, async_op=True)
+        x.work.wait()
+        gone = weakref.ref(x.work)
+        del x
+        gc.collect()
+        return gone() is None
+
+    assert run_ranks(2, body, mode="processes") == [True, True]
+
+
 def test_a_work_comes_from_an_operation_only():
     def body(comm):
         work = comm.all_reduce(torch.ones(1), async_op=True)

@@ -49,6 +49,9 @@ class Work {
   // dropped without a run.
   std::function<void()> finalizer_;
 
+  // Lets go of what the work used, whether it failed or not. Like the finalizer, before anybody sees it done.
+  virtual void release() {}
+
   void settle(std::exception_ptr error) {
     if (auto finalizer = std::exchange(finalizer_, nullptr); finalizer && !error) {
       try {
@@ -57,6 +60,7 @@ class Work {
         error = std::current_exception();
       }
     }
+    release();
     std::vector<std::function<void()>> callbacks;
     {
       std::lock_guard lock(mutex_);

@@ -230,10 +230,16 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
-TensorTask::~TensorTask() {
-  if (!python_ended()) return;
-  new Tensors(std::move(keep_));  // for ever, [Note: the end of the interpreter]
-  new CopyBack(std::move(copy_back_));
+TensorTask::~TensorTask() { TensorTask::release(); }
+
+void TensorTask::release() {
+  if (keep_.empty()) return;
+  if (python_ended()) {  // for ever, [Note: the end of the interpreter]
+    new Tensors(std::move(keep_));
+    new CopyBack(std::move(copy_back_));
+  }
+  keep_.clear();
+  copy_back_.clear();
 }
 
 void TensorTask::finish(bool patient) {

@@ -61,6 +61,7 @@ class TensorTask : public CollectiveTask {
 
  protected:
   void finish(bool patient) override;
+  void release() override;  // a tensor may own the handle of the very operation that keeps the tensor
 
  private:
   Tensors keep_;
