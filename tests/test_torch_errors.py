@@ -12,6 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from forked import check_delays, queued
 from torch_ranks import data, equal, spawn
 
 import pycomm
@@ -129,6 +130,44 @@ def check_abort(r, n):
 
 def test_abort():
     spawn(3, check_abort)
+
+
+UNATTENDED = {
+    "recv": lambda: dist.irecv(torch.ones(4), 1),
+    "recv from any": lambda: dist.irecv(torch.ones(4)),
+    "send": lambda: dist.isend(torch.ones(4), 1),
+    "large send": lambda: dist.isend(torch.ones(1 << 22), 1),
+    "all_reduce": lambda: dist.all_reduce(torch.ones(4), async_op=True),
+    "large all_reduce": lambda: dist.all_reduce(torch.ones(1 << 20), async_op=True),
+    "barrier": lambda: dist.barrier(async_op=True),
+}
+
+
+def check_future_of_a_death(r, n, operation):
+    """Nobody waits or polls: a future is all that the program has."""
+    moment = torch.tensor([time.monotonic() + 0.3], dtype=torch.float64)
+    dist.broadcast(moment, 1)
+    if r == 1:
+        time.sleep(max(0.0, moment.item() - time.monotonic()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    before = queued()
+    future = UNATTENDED[operation]().get_future()
+    while not future.done():
+        time.sleep(0.002)
+        assert time.monotonic() - moment.item() < 10, "the future has not seen the death"
+    delay = time.monotonic() - moment.item() - (queued() - before)
+    with pytest.raises(pycomm.PeerError, match="rank 1 died"):
+        future.wait()
+    with contextlib.suppress(pycomm.CommError):
+        dist.destroy_process_group()
+    return delay
+
+
+@pytest.mark.parametrize("operation", UNATTENDED)
+def test_a_future_sees_a_death(operation):
+    # a recv from any source waits for the others as long as one of them lives
+    delays = spawn(2, check_future_of_a_death, operation, expect_deaths=[1])[:1]
+    check_delays(delays)
 
 
 def check_death(r, n):

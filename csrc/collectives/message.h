@@ -2,6 +2,7 @@
 #pragma once
 
 #include <deque>
+#include <memory>
 
 #include "../communicator/communicator.h"
 
@@ -28,7 +29,7 @@ struct MessageSpec {
 // it.
 enum class Trust : uint8_t { none, lent, given, over };
 
-class Message final : public Work {
+class Message final : public Work, public std::enable_shared_from_this<Message> {
  public:
   Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
           std::function<void()> finalizer);

@@ -15,6 +15,7 @@ constexpr auto before_urging = std::chrono::microseconds(50);
 constexpr auto before_urging_oversubscribed = std::chrono::microseconds(500);  // it may wait for a core
 constexpr auto between_urges = std::chrono::milliseconds(1);
 constexpr int looks_per_clock = 8;
+constexpr auto look_every = std::chrono::milliseconds(10);
 
 // What a message waits for: `ready` looks at once, `surely` may wait for the lock (transport/wait.h).
 template <class Ready, class Surely>
@@ -85,6 +86,7 @@ void SendRecv::help(Message& message, bool nobody_waits) {
     if (message.sends() && message.passive() && !nobody_waits) return;  // its receiver completes it
     const bool given = nobody_waits || message.sends() || message.trust() == Trust::given;
     tally_.entrust(message, given ? Trust::given : Trust::lent);
+    if (nobody_waits) unattended_.push_back(message.weak_from_this());
   }
   comm_.lend_worker(nobody_waits);
   // What came since it was issued, while another caller attended, has called nobody.
@@ -160,6 +162,24 @@ void SendRecv::look(Message& message) {
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }
+}
+
+// By the worker.
+void SendRecv::look_at_peers() {
+  const auto now = Clock::now();
+  if (!given() || now < next_look_) return;
+  next_look_ = now + look_every;
+  std::vector<MessagePtr> unfinished;
+  {
+    std::lock_guard lock(mutex_);
+    std::erase_if(unattended_, [&](const std::weak_ptr<Message>& each) {
+      MessagePtr message = each.lock();
+      if (!message || message->trust() == Trust::over) return true;
+      unfinished.push_back(std::move(message));
+      return false;
+    });
+  }
+  for (const MessagePtr& message : unfinished) look(*message);
 }
 
 // Whether it has ended, settled or not, with all that its peer had done before this call.

@@ -29,6 +29,8 @@
 //   caller to leave looks once more, so that either of the two sees the other;
 //   at every flag, while it has messages that move piece by piece or that nobody will wait for (`given`) and
 //     no caller of this rank waits.
+// For those that nobody will wait for (somebody has a future) it also looks at the peers' lives and at the
+// deadline, as a waiter would.
 //
 // [Note: settling] A message ends under the lock and is settled without it, one at a time: settling runs
 // callbacks, which may want the GIL, issue messages, and wait for one that ended together with theirs. Such a
@@ -70,6 +72,7 @@ class SendRecv final : public BackgroundProgress {
   void help(Message& message, bool nobody_waits);  // lends it to the worker
 
   bool progress() override;
+  void look_at_peers() override;
   void fail_all(std::exception_ptr error) override;
   bool owes() const override { return tally_.debts.load(std::memory_order_relaxed) > 0; }
   bool wants_worker() const override {
@@ -100,6 +103,8 @@ class SendRecv final : public BackgroundProgress {
   std::mutex mutex_;
   PostedRecvs recvs_;
   Tally tally_;
+  std::vector<std::weak_ptr<Message>> unattended_;  // nobody will wait for these; under the lock
+  std::chrono::steady_clock::time_point next_look_{};  // of the worker at what they depend on
   std::atomic<uint32_t>& attending_;  // callers inside wait(); peers look at it, too
   std::vector<Outgoing> out_;  // by destination
   std::vector<Incoming> in_;  // by source

@@ -320,12 +320,15 @@ bool Communicator::start_worker() {
 void Communicator::worker_loop() {
   worker_id_.store(std::this_thread::get_id());
   ::prctl(PR_SET_TIMERSLACK, 1000);  // nanoseconds; the default is half a nap
-  auto called = [this] {
+  bool keen = false;
+  auto called = [&] {
     {
       std::lock_guard lock(mutex_);
       if (stop_ || runnable()) return true;
     }
-    return background_ && background_->progress();
+    if (!background_) return false;
+    // Who made it keen has rung before this worker could be seen asleep.
+    return background_->progress() || (!keen && background_->keen());
   };
   int naps = naps_before_sleep;  // since there was something to do
   uint64_t known = 0;  // the last operation that had been issued before the last nap
@@ -341,7 +344,8 @@ void Communicator::worker_loop() {
     known = next_sequence_ - 1;
     lock.unlock();
     if (wanted || (background_ && background_->progress())) naps = 0;
-    const bool keen = background_ && background_->keen();
+    if (background_) background_->look_at_peers();
+    keen = background_ && background_->keen();
     if (wanted || (naps < naps_before_sleep && !keen)) {
       ++naps;
       std::this_thread::sleep_for(nap);

@@ -62,6 +62,7 @@ class BackgroundProgress {
  public:
   virtual ~BackgroundProgress() = default;
   virtual bool progress() = 0;  // true: something moved
+  virtual void look_at_peers() = 0;  // ends what nobody waits for and what cannot complete any more
   virtual bool wants_worker() const = 0;  // there is something that the worker may have to move
   virtual bool keen() const = 0;  // and it should look at every flag
   virtual bool owes() const = 0;  // peers wait for something that only progress() here can give them
