@@ -2,8 +2,10 @@
 of tests/fake_cuda.py.
 """
 
+import datetime
 import os
 import signal
+import threading
 import time
 
 import fake_cuda
@@ -416,6 +418,32 @@ CASES += [mismatch, wrong_arguments, allocate_tensor]
 
 def in_processes(name, world_size):
     ranks(world_size, globals()[name])
+
+
+def ctrl_c(wait):
+    """In a call that blocks the host while the device waits for a peer. The peer is told."""
+
+    def body(r, n):
+        x = cuda(r, SIZE)
+        dist.all_reduce(x)
+        dist.barrier()
+        if r == 0:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            start = time.monotonic()
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            with raises(KeyboardInterrupt):
+                if wait == "barrier":
+                    dist.barrier()
+                else:
+                    dist.all_reduce(x, async_op=True).wait(datetime.timedelta(seconds=15))
+            assert time.monotonic() - start < 8
+        else:
+            group = dist.group.WORLD._get_backend(torch.device("cuda")).communicator
+            fake_cuda.wait_until(lambda: group.describe()["broken"])
+        with raises(pycomm.AbortedError, "interrupted"):
+            dist.all_reduce(x)
+
+    ranks(2, body)
 
 
 def killed():

@@ -54,6 +54,12 @@ def test_errors(server, name, kind, settings):
     server.run(f"cuda_native_cases.in_{kind}", name, devices=2, **settings)
 
 
+@pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
+@pytest.mark.parametrize("wait", ["barrier", "work"])
+def test_ctrl_c(server, wait, settings):
+    server.run("cuda_torch_cases.ctrl_c", wait, **settings)
+
+
 @pytest.mark.parametrize("protocol, settings", [("stream_ordered", {}), ("resident", MPS)])
 def test_killed_rank(server, protocol, settings):
     server.run("cuda_native_cases.killed", protocol, **settings)

@@ -11,9 +11,10 @@ import time
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays
 
-from pycomm import Communicator
+from pycomm import Communicator, _autoload
 
 # --- a group is dropped while its worker wants the lock --------------------
 
@@ -96,6 +97,38 @@ def test_ctrl_c(wait):
         assert reports[0]["kind"] == "KeyboardInterrupt", reports[0]
         assert reports[1]["kind"] == "AbortedError", reports[1]
         assert "rank 0 aborted the group: interrupted" in reports[1]["text"], reports[1]
+    check_delays(delays)
+
+
+TORCH_WAITS = {
+    "all_reduce": lambda: dist.all_reduce(torch.ones(1 << 21)),
+    "work": lambda: dist.all_reduce(torch.ones(1 << 21), async_op=True).wait(),
+    "small work": lambda: dist.all_reduce(torch.ones(1), async_op=True).wait(),
+    "recv": lambda: dist.recv(torch.ones(1), 2),
+    "irecv": lambda: dist.irecv(torch.ones(1), 2).wait(),
+    "barrier": lambda: dist.barrier(),
+}
+
+
+@pytest.mark.parametrize("wait", TORCH_WAITS)
+def test_ctrl_c_through_torch(wait):
+    def body(comm, link):
+        _autoload.register()
+        store = dist.PrefixStore("torch", comm._store)
+        dist.init_process_group("pycomm", store=store, rank=comm.rank, world_size=3)
+        if comm.rank == 2:
+            return time.sleep(LIMIT)
+        interruptible(link)
+        TORCH_WAITS[wait]()
+
+    with Group(3, body) as group:
+        assert [group.get(rank) for rank in (0, 1)] == ["waits"] * 2
+        time.sleep(0.06)
+        then = group.kill(0, signal.SIGINT)
+        reports = [group.get(rank) for rank in (0, 1)]
+        delays = group.delays(then, reports)
+    assert reports[0]["kind"] == "KeyboardInterrupt", reports[0]
+    assert reports[1]["kind"] == "AbortedError" and "interrupted" in reports[1]["text"], reports[1]
     check_delays(delays)
 
 

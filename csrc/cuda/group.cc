@@ -8,6 +8,7 @@
 #include <thread>
 
 #include "../communicator/agree.h"
+#include "../transport/interrupt.h"
 
 namespace pycomm::cuda {
 
@@ -150,6 +151,7 @@ void CudaGroup::meet_on_host(double timeout) const {
       ++p;
       continue;
     }
+    if (interrupted()) transport.abort(interrupted_text);
     if (transport.broken() || transport.peer_closed(p) || !transport.peer_alive(p) ||
         std::chrono::steady_clock::now() > late)
       return;

@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "../transport/interrupt.h"
+
 namespace pycomm::cuda {
 
 namespace {
@@ -91,6 +93,7 @@ void Works::wait_for_end(CudaWork& work, double timeout) {
         faults_.rethrow();
       }
     }
+    if (interrupted()) setup_.comm.transport().abort(interrupted_text);  // without the lock: it runs handlers
     if (round < 200) std::this_thread::yield();
     else std::this_thread::sleep_for(std::chrono::microseconds(50));
   }
