@@ -102,6 +102,7 @@ class Communicator:
         name="default",
         staging_bytes=None,
         threads=None,
+        _origin=None,
     ):
         settings = env.settings()
         if store is None:
@@ -115,7 +116,7 @@ class Communicator:
         timeout = seconds(timeout, "PYCOMM_TIMEOUT or 300") or settings.timeout or DEFAULT_TIMEOUT
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
         self._store = store
-        self._comm = _C.connect(store, rank, world_size, options)
+        self._comm = _C.connect(store, rank, world_size, options, _origin)
         for op, algorithm in settings.algorithm.items():
             self._comm.set_algorithm(op, algorithm)
         self._splits = 0
@@ -260,7 +261,8 @@ class Communicator:
         members = sorted((entry[1], rank) for rank, entry in enumerate(entries) if entry[0] == int(color))
         ranks = [rank for _, rank in members]
         name = f"{self.name}/{self._splits}.{int(color)}"
-        return Communicator(self._store, ranks.index(self.rank), len(ranks), name=name, timeout=self._timeout)
+        options = {"name": name, "timeout": self._timeout, "_origin": (self._comm, ranks)}
+        return Communicator(self._store, ranks.index(self.rank), len(ranks), **options)
 
     def empty(self, shape, dtype=torch.float32, *, device="cpu"):
         """Collective: a torch tensor of zeros in memory that every rank has mapped, so that collectives on it

@@ -4,14 +4,13 @@ too late, lack descriptors. The others learn it soon, and the next try under the
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import os
 import resource
 import signal
 import socket
-import struct
 import threading
+import time
 
 import pytest
 import torch
@@ -238,6 +237,60 @@ def test_death_while_others_are_missing(victim):
     assert delay < HARD_LIMIT, report
 
 
+def test_death_between_lock_and_record():
+    """The others have no record of rank 1, but have seen its lock."""
+
+    def body(comm, link):
+        class Stuck(ToldStore):
+            def set(self, key, value):
+                if key.endswith("/1"):
+                    link.send("locked")
+                    signal.pause()
+                super().set(key, value)
+
+        store = Stuck(comm._store, lambda *ignored: None) if comm.rank == 1 else comm._store
+        return Communicator(store, comm.rank, 3, name="second", timeout=60.0)
+
+    with Group(3, body) as group:
+        assert group.get(1) == "locked"
+        time.sleep(0.3)  # some looks of the others
+        then = group.kill(1)
+        reports = [group.get(rank) for rank in (0, 2)]
+        delays = group.delays(then, reports, 1)
+    for report in reports:
+        check_named(report, 1)
+    assert max(delays) < HARD_LIMIT, delays
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("call", [1, 2])
+def test_death_in_a_split(victim, call):
+    """Whatever the victim has said of itself: the others have a group with it, which knows that it died."""
+
+    def body(comm, link):
+        class Dying(ToldStore):
+            checks = 0
+
+            def check(self, keys):
+                self.checks += 1
+                if self.checks == call:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return super().check(keys)
+
+        if comm.rank == victim:
+            link.send(time.monotonic())
+            comm._store = Dying(comm._store, lambda *ignored: None)
+        return comm.split(0).all_reduce(torch.ones(1))
+
+    with Group(3, body) as group:
+        then = group.moment(group.get(victim))
+        reports = [group.get(rank) for rank in group.others(victim)]
+        delays = group.delays(then, reports, victim)
+    for report in reports:
+        assert (report["kind"], report["peer"]) == ("PeerError", victim), report
+    assert max(delays) < HARD_LIMIT, delays
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_at_any_moment(victim):
     """A rank dies after each of its calls to the store in turn. The others raise and name it: soon where it
@@ -399,76 +452,3 @@ def test_names_of_hosts(names):
             else:
                 assert result["kind"] == "MismatchError" and "another host" in result["text"], result
                 assert seconds.own < SOON, seconds
-
-
-# --- the kernel as a way to peers' memory --------------------
-
-SYSCALLS = {"x86_64": {"read": 310, "write": 311}, "aarch64": {"read": 270, "write": 271}}
-ALLOW, REFUSE = 0x7FFF0000, 0x00050000  # SECCOMP_RET_ALLOW, SECCOMP_RET_ERRNO
-PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, MODE_FILTER = 22, 38, 2
-
-
-class Program(ctypes.Structure):
-    _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_void_p)]
-
-
-def forbid(call):
-    """From now on process_vm_readv or process_vm_writev of this process gives EPERM, as in a sandbox."""
-    number = SYSCALLS[os.uname().machine][call]
-    steps = [(0x20, 0, 0, 0), (0x15, 0, 1, number), (0x06, 0, 0, REFUSE | errno.EPERM), (0x06, 0, 0, ALLOW)]
-    code = b"".join(struct.pack("HBBI", *step) for step in steps)
-    program = Program(len(steps), ctypes.cast(ctypes.c_char_p(code), ctypes.c_void_p))
-    libc = ctypes.CDLL(None, use_errno=True)
-    for arguments in ((PR_SET_NO_NEW_PRIVS, 1, 0), (PR_SET_SECCOMP, MODE_FILTER, ctypes.byref(program))):
-        if libc.prctl(*arguments, 0, 0) != 0:
-            return os.strerror(ctypes.get_errno())
-    return ""
-
-
-def large(comm):
-    """Operations that the kernel would carry, in both directions."""
-    x = comm.all_reduce(torch.full((50000,), comm.rank + 1.0))
-    y = comm.broadcast(torch.full((50000,), float(comm.rank)), 1)
-    z = torch.zeros(50000)
-    work = comm.send(torch.full((50000,), float(comm.rank)), 1 - comm.rank, async_op=True)
-    comm.recv(z, 1 - comm.rank)
-    work.wait()
-    return x.eq(3).all().item() and y.eq(1).all().item() and z.eq(1 - comm.rank).all().item()
-
-
-@pytest.mark.parametrize("call", ["read", "write"])
-def test_kernel_forbids_one_direction(call):
-    """Found out when the group is made; it takes another way to the peers."""
-
-    def body(comm, link):
-        problem = forbid(call) if comm.rank == 1 else ""
-        with Communicator(comm._store, comm.rank, 2, name="second", timeout=20.0) as second:
-            return problem, second.describe()["reach"], large(second)
-
-    with Group(2, body) as group:
-        for rank in range(2):
-            outcome = group.get(rank)
-            assert isinstance(outcome, tuple), outcome
-            problem, reach, right = outcome
-            if problem:
-                pytest.skip(f"cannot install a seccomp filter: {problem}")
-            assert (reach, right) == ("staging only", True)
-
-
-@pytest.mark.parametrize("call", ["read", "write"])
-def test_kernel_forbids_later(call):
-    """Nobody has died, so nobody says so."""
-
-    def body(comm, link):
-        if comm.describe()["reach"] != "process_vm_readv":
-            return "no reach"
-        return forbid(call) or attempt(comm.all_reduce, torch.ones(50000), algorithm="direct")
-
-    with Group(2, body) as group:
-        for rank in range(2):
-            outcome = group.get(rank)
-            if isinstance(outcome, str):
-                pytest.skip(outcome)
-            report = outcome[1]
-            assert report["kind"] == "CommError" and "died" not in report["text"], report
-            assert "Operation not permitted" in report["text"] and "PYCOMM_CMA=0" in report["text"], report

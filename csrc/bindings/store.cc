@@ -1,17 +1,26 @@
 // store.cc -- _C.LocalStore, _C.TransportOptions and _C.connect: how a group comes together.
+#include <optional>
+#include <utility>
+
 #include "../torch/connect.h"
 #include "../torch/interpreter.h"
 #include "../torch/torch_store.h"
+#include "../transport/watched_store.h"
 #include "bindings.h"
 
 namespace pycomm {
 
 namespace {
 
-template <class SomeStore>
-CommPtr connect_without_gil(SomeStore& store, int rank, int world_size, const TransportOptions& options) {
+// The group of which the new one is a part, if there is one, and its ranks in the order of the new group.
+using Origin = std::pair<CommPtr, std::vector<int>>;
+
+CommPtr connect_without_gil(Store& store, int rank, int world_size, const TransportOptions& options,
+                            const std::optional<Origin>& origin) {
   WithoutGil no_gil;
-  return connect(store, rank, world_size, options);
+  if (!origin) return connect(store, rank, world_size, options);
+  WatchedStore watched(store, origin->first->transport(), origin->second, {options.name, rank, world_size});
+  return connect(watched, rank, world_size, options);
 }
 
 // signature of the call from Python
@@ -40,13 +49,14 @@ void bind_store(py::module_& module) {
   py::class_<LocalStore, std::shared_ptr<LocalStore>>(module, "LocalStore").def(py::init<>());
   module.def("transport_options", &transport_options);
   py::class_<TransportOptions>(module, "TransportOptions");
-  module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options) {
-    return connect_without_gil(store, rank, n, options);
+  module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options,
+                           const std::optional<Origin>& origin) {
+    return connect_without_gil(store, rank, n, options, origin);
   });
   module.def("connect", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int n,
-                           const TransportOptions& options) {
+                           const TransportOptions& options, const std::optional<Origin>& origin) {
     TorchStore adapter(store);
-    return connect_without_gil(adapter, rank, n, options);
+    return connect_without_gil(adapter, rank, n, options, origin);
   });
 }
 

@@ -57,12 +57,17 @@ inline std::string first_failure(const std::vector<Verdict>& verdicts, int* rank
 }
 
 // Throws CommError if any rank failed; given the gathered verdicts, that is the same on every rank. The group
-// stays usable.
+// stays usable, unless one has died meanwhile: then that is why the other failed.
 inline void raise_if_failed(Communicator& comm, const std::vector<Verdict>& verdicts,
                             const OpInfo& op = {OpKind::alloc, 0}) {
   int rank = -1;
   const std::string failure = first_failure(verdicts, &rank);
-  if (!failure.empty()) comm.transport().raise(ErrorKind::none, op, rank, failure);
+  if (failure.empty()) return;
+  for (int p = 0; p < comm.world_size(); ++p)
+    if (p != comm.rank() && !comm.transport().peer_alive(p))
+      comm.transport().fail(ErrorKind::peer, op, p,
+                            "rank " + std::to_string(p) + " died (its process ended)");
+  comm.transport().raise(ErrorKind::none, op, rank, failure);
 }
 
 // Collective: throws on every rank if any rank's verdict is bad.

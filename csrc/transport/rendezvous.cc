@@ -69,7 +69,8 @@ Rendezvous::Rendezvous(Store& store, const Identity& identity, const WaitScope& 
       scope_(scope),
       prefix_("pycomm/" + identity.group + "/"),
       attempt_(identity.rank == 0 ? random_token() : ""),
-      records_(identity.world_size) {}
+      records_(identity.world_size),
+      locked_(identity.world_size) {}
 
 std::vector<Record> Rendezvous::meet(Record mine) {
   earlier_lives_ = Life::hold_again(most_earlier_lives);
@@ -230,11 +231,16 @@ void Rendezvous::look() {
   look_at_lives();
 }
 
-// Rank 0 holds its lock since before it handed out the file, the others since before their records.
+// Rank 0 holds its lock since before it handed out the file, the others since before their records; a lock
+// that was seen tells as much as a record.
 void Rendezvous::look_at_lives() {
+  const auto& own = records_[identity_.rank];
   for (int p = 0; life_ && p < identity_.world_size; ++p) {
-    const bool joined = p == 0 || (records_[p] && records_[p]->host == records_[identity_.rank]->host);
-    if (joined && p != identity_.rank && !life_->held(p)) raise_dead(p);
+    if (p == identity_.rank) continue;
+    const bool joined = p == 0 || locked_[p] || (records_[p] && own && records_[p]->host == own->host);
+    const bool held = life_->held(p);
+    if (joined && !held) raise_dead(p);
+    locked_[p] = held;
   }
 }
 

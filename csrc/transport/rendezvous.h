@@ -23,8 +23,10 @@
 //     once: its call belongs to this try. But not of a timeout, for which it may have been missing itself,
 //     and not a process that has been started since: they wait for the next try.
 //   - A rank dies. Whoever has written its record holds its lock, so all who have read the record, and hold
-//     the life file, see the death within a look. A leader that died before anybody had its files cannot be
-//     told from an earlier one that is about to come again: it counts as not come.
+//     the life file, see the death within a look; so do those who have seen the lock before there is a
+//     record. Whoever dies before its lock has never been known to anybody, and a leader that died before
+//     anybody had its files cannot be told from an earlier one that is about to come again: both count as not
+//     come.
 //   - A rank of another host, network namespace or user cannot connect. It reads the leader's host first, and
 //     then only writes its record; all see from the records that they cannot form a group.
 //   - The store goes with the process that has it, often rank 0's: then the locks say who died.
@@ -107,6 +109,7 @@ class Rendezvous {
   std::shared_ptr<Life> life_;
   std::vector<std::unique_ptr<Life>> earlier_lives_;
   std::vector<std::optional<Record>> records_;  // that were read
+  std::vector<bool> locked_;  // whose locks have been seen in this try
 };
 
 }  // namespace pycomm
