@@ -199,13 +199,13 @@ class _Draw:
         kinds = list(ALGORITHMS) * 2 + ["all_reduce", "barrier"]
         if n > 1:
             kinds += ["message"] * 12 + ["exchange"] * 3 + ["fan_in"] * 2 * self.any_source + ["mismatch"]
-        lasting = self.fault_kind not in ("kill", "leave")  # what makes a group would miss the rank that went
-        kinds += ["register"] * lasting
+        lasting = self.fault_kind not in ("kill", "leave")
+        kinds += ["register"] * (self.fault_kind != "leave")
         if group.front == "torch":
             kinds += ["coalesced"] * 2
-        elif lasting:
+        elif self.fault_kind != "leave":
             kinds += ["split"]
-            kinds += ["close"] * (len(self.groups) - len(self.closed) > 1)
+            kinds += ["close"] * (lasting and len(self.groups) - len(self.closed) > 1)
         common = {"number": number, "strand": group.strand, "group": group.number}
         kind = rng.choice(kinds)
         make = getattr(self, f"_{kind}", self._collective)
@@ -302,10 +302,12 @@ class _Draw:
         return Operation(**common, counts=(self.rng.choice([1, 4096, 100003, 1 << 20, 3 << 20]),))
 
     def _split(self, group, kind, common):
+        """Beside a death all ranks make one group: of two, one would wait for a rank that lives and, as the
+        old group is broken, does not come.
+        """
         rng, number = self.rng, common["number"]
-        choices = [
-            (color, rng.choice([0, -1, 1])) for color in rng.choices([0, 0, 1, None], k=len(group.members))
-        ]
+        colors = [0] if self.fault_kind == "kill" else [0, 0, 1, None]
+        choices = [(color, rng.choice([0, -1, 1])) for color in rng.choices(colors, k=len(group.members))]
         for color in sorted({color for color, _ in choices} - {None}):
             order = sorted((key, rank) for rank, (own, key) in enumerate(choices) if own == color)
             members = tuple(group.members[rank] for _, rank in order)

@@ -25,6 +25,7 @@ class Strand(Messages):
         self.pools, self.dropped, self.pending = {}, [], {}
         self.operations = self.errors = self.posted = 0
         self.events, self.doing = [], None
+        self.never_made = set()  # groups, for a death
         self.closing = {op.group for op in self.program.operations if op.kind == "close"}
 
     # --- the order of events --------------------
@@ -37,7 +38,8 @@ class Strand(Messages):
             while self.events:
                 *_, act, self.doing = heapq.heappop(self.events)
                 self.come_to(self.doing)
-                act(self.doing)
+                if self.doing.group not in self.never_made:
+                    act(self.doing)
             self.doing = "at its end"
             self.finish()
 
@@ -92,12 +94,16 @@ class Strand(Messages):
 
     # --- issuing and waiting --------------------
 
-    def attempt(self, op, call, *args, **options):
-        """(Result, error) of a call; an error is one that the program's fault explains."""
+    def attempt(self, op, call, *args, members=None, **options):
+        """(Result, error) of a call; an error is one that the program's fault explains. members: of a group
+        that the call makes.
+        """
         try:
             return call(*args, **options), None
         except pycomm.CommError as error:
-            members, dead = self.program.group(op).members, self.program.gone
+            dead = self.program.gone
+            if members is None or error.op is not None:  # not of the making
+                members = self.program.group(op).members
             if self.place.left and isinstance(error, pycomm.AbortedError):
                 raise Left from error
             peer = members[error.peer] if error.peer is not None and 0 <= error.peer < len(members) else None
@@ -187,14 +193,15 @@ class Strand(Messages):
 
     def split(self, op):
         color, key = op.peers[self.own_rank(op)]
-        made, error = self.attempt(op, self.handle(op).split, color, key)
+        made_of = [group for group in self.program.groups if group.made_by == op.number]
+        group = next((group for group in made_of if self.rank in group.members), None)
+        made, error = self.attempt(
+            op, self.handle(op).split, color, key, members=group.members if group else None
+        )
+        if error:
+            self.never_made.add(group.number)
         if error or color is None:
             return
-        group = next(
-            group
-            for group in self.program.groups
-            if group.made_by == op.number and self.rank in group.members
-        )
         if (made.rank, made.world_size) != (group.members.index(self.rank), len(group.members)):
             raise WrongError(f"split made rank {made.rank} of {made.world_size}, expected {group}")
         self.place.handles[group.number] = made
