@@ -40,6 +40,8 @@ class Strand(Messages):
                 self.come_to(self.doing)
                 if self.doing.group not in self.never_made:
                     act(self.doing)
+                elif self.doing.kind == "split":
+                    self.never_made.update(group.number for group in self.made_by(self.doing))
             self.doing = "at its end"
             self.finish()
 
@@ -193,8 +195,7 @@ class Strand(Messages):
 
     def split(self, op):
         color, key = op.peers[self.own_rank(op)]
-        made_of = [group for group in self.program.groups if group.made_by == op.number]
-        group = next((group for group in made_of if self.rank in group.members), None)
+        group = next(iter(self.made_by(op)), None)
         made, error = self.attempt(
             op, self.handle(op).split, color, key, members=group.members if group else None
         )
@@ -206,6 +207,11 @@ class Strand(Messages):
             raise WrongError(f"split made rank {made.rank} of {made.world_size}, expected {group}")
         self.place.handles[group.number] = made
         self.operations += 1
+
+    def made_by(self, op):
+        """The group of this rank that a split makes, if there is one."""
+        groups = self.program.groups
+        return [group for group in groups if group.made_by == op.number and self.rank in group.members]
 
     def close(self, op):
         """Leaves the group as soon as all of its own operations are over."""
