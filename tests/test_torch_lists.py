@@ -216,6 +216,9 @@ def check_several(r, n):
     backend = pg._get_backend(torch.device("cpu"))
     broadcast = Options.BroadcastOptions()
     broadcast.rootTensor = 2
+    reduce, gather, scatter = Options.ReduceOptions(), Options.GatherOptions(), Options.ScatterOptions()
+    reduce.rootTensor = 1
+    gather.rootRank = scatter.rootRank = (r + 1) % n
     wrong = [
         (lambda: pg.allreduce([x, y]), "alike"),
         (lambda: pg.allreduce([x, z]), "alike"),
@@ -223,6 +226,9 @@ def check_several(r, n):
         (lambda: pg.allgather([[x] * n], [x, x]), "outputs for 2 inputs"),
         (lambda: pg.allgather([[x] * n, [x] * n], [x, x]), "list of 3 outputs"),
         (lambda: pg.broadcast([x, x], broadcast), "rootTensor=2"),
+        (lambda: pg.reduce([x], reduce), "rootTensor=1"),
+        (lambda: pg.gather([[x] * n], [x], gather), f"list of {n} tensors, but rank {gather.rootRank} is"),
+        (lambda: pg.scatter([x], [[x] * n], scatter), f"list of {n} tensors, but rank {gather.rootRank} is"),
         (lambda: backend.allreduce([]), "empty list"),
         (lambda: backend.allreduce_coalesced([]), "empty list"),
         (lambda: backend.broadcast([], Options.BroadcastOptions()), "list of 0"),

@@ -120,6 +120,7 @@ class PycommBackend final : public c10d::Backend {
   CallOptions call_options(OpKind kind, std::chrono::milliseconds timeout) const;
   const at::Tensor& single(OpKind kind, const Tensors& tensors) const;
   const Tensors& single(OpKind kind, const Lists& lists) const;
+  const Tensors& of_root(OpKind kind, const Lists& lists, int root) const;
   [[noreturn]] void bad(OpKind kind, const std::string& text) const;
 
   RecordedGroup describe() const;

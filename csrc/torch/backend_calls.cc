@@ -70,6 +70,18 @@ const Tensors& PycommBackend::single(OpKind kind, const Lists& lists) const {
   return lists[0];
 }
 
+// Only the root of a gather or scatter passes a list, as on Gloo and NCCL. On another rank it would stay
+// unread.
+const Tensors& PycommBackend::of_root(OpKind kind, const Lists& lists, int root) const {
+  static const Tensors none;
+  if (rank_ == root) return single(kind, lists);
+  for (const Tensors& list : lists)
+    if (!list.empty())
+      bad(kind, "got a list of " + std::to_string(list.size()) + " tensors, but rank " +
+                    std::to_string(root) + " is the root; pass none on the other ranks");
+  return none;
+}
+
 WorkPtr PycommBackend::broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) {
   const auto kind = OpKind::broadcast;
   const int root = static_cast<int>(opts.rootRank);
@@ -119,6 +131,8 @@ WorkPtr PycommBackend::reduce(Tensors& tensors, const c10d::ReduceOptions& opts)
   const auto kind = OpKind::reduce;
   const at::Tensor& tensor = single(kind, tensors);
   const int root = static_cast<int>(opts.rootRank);
+  if (opts.rootTensor != 0)
+    bad(kind, "rootTensor=" + std::to_string(opts.rootTensor) + ", but a reduce has one tensor per rank");
   auto task = make_reduce(*comm_, tensor, tensor, root, reduction_of(opts.reduceOp),
                           call_options(kind, opts.timeout));
   return submitter_.submit({OpType::REDUCE, "pycomm:reduce", opts.timeout, opts.asyncOp}, std::move(task),
@@ -165,8 +179,7 @@ WorkPtr PycommBackend::allgather_into_tensor_coalesced(Tensors& outputs, Tensors
 WorkPtr PycommBackend::gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) {
   const auto kind = OpKind::gather;
   const int root = static_cast<int>(opts.rootRank);
-  const Tensors none;
-  const Tensors& output = rank_ == root ? single(kind, outputs) : none;
+  const Tensors& output = of_root(kind, outputs, root);
   auto task = make_gather(*comm_, single(kind, inputs), output, root, call_options(kind, opts.timeout));
   return submitter_.submit({OpType::GATHER, "pycomm:gather", opts.timeout, opts.asyncOp}, std::move(task),
                            inputs, output);
@@ -190,8 +203,7 @@ WorkPtr PycommBackend::gather_single(at::Tensor& output, at::Tensor& input, cons
 WorkPtr PycommBackend::scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) {
   const auto kind = OpKind::scatter;
   const int root = static_cast<int>(opts.rootRank);
-  const Tensors none;
-  const Tensors& input = rank_ == root ? single(kind, inputs) : none;
+  const Tensors& input = of_root(kind, inputs, root);
   auto task = make_scatter(*comm_, input, single(kind, outputs), root, call_options(kind, opts.timeout));
   return submitter_.submit({OpType::SCATTER, "pycomm:scatter", opts.timeout, opts.asyncOp}, std::move(task),
                            input, outputs);
