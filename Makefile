@@ -17,7 +17,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-torch test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
+.PHONY: demo test test-slow test-torch test-torch-files test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -31,6 +31,11 @@ test-slow: build             ## the same, deeper: all kernels ahead of time, all
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
 	$(RUN)/python -m pytest tests/test_torch_suite.py
+
+# The files are not in the wheel: a checkout of PyTorch at the tag of the torch in .venv has them.
+test-torch-files: build      ## PyTorch's test files for distributed on Gloo and pycomm; PYTORCH=a checkout, FILES=parts of names
+	$(RUN)/python -m pip install --quiet expecttest
+	$(RUN)/python tests/torch_suite/files.py "$(PYTORCH)" $(FILES)
 
 test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; installs requirements-frameworks.txt first
 	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --no-build-isolation -r requirements-frameworks.txt

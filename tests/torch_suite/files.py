@@ -4,6 +4,7 @@ compares test by test. See docs/torch_suite.md.
     python tests/torch_suite/files.py /path/to/pytorch                      # all FILES
     python tests/torch_suite/files.py /path/to/pytorch test_c10d_gloo       # files whose path contains this
     python tests/torch_suite/files.py /path/to/pytorch gloo::broadcast      # and tests whose names do
+    python tests/torch_suite/files.py /path/to/pytorch --gpus               # those that want GPUs, on the CPU
 
 The folder is a checkout of PyTorch at the tag of the installed torch. A test that Gloo passes and pycomm
 does not must be in files_differences.txt, with its reason; a test that stands there must not pass. Else the
@@ -69,7 +70,10 @@ class Compared(NamedTuple):
 def open_checkout(folder, torch_version, any_version=False):
     """Raises ValueError if the folder is no checkout of PyTorch, or of another version than torch_version."""
     if not folder:
-        raise ValueError("no folder is given; give a checkout of PyTorch at the tag of the installed torch")
+        raise ValueError(
+            "no folder is given; pass a checkout of PyTorch at the tag of the installed torch "
+            "(make test-torch-files PYTORCH=folder)"
+        )
     tests, version = Path(folder) / "test" / "distributed", Path(folder) / "version.txt"
     if not tests.is_dir():
         raise ValueError(f"{folder} is no checkout of PyTorch: it has no folder test/distributed")
@@ -102,7 +106,7 @@ def choose(checkout, words):
 class Worker:
     """A files_worker.py. What it and its ranks print is in the file `log`, which stays if it dies."""
 
-    def __init__(self, backend, path, seconds):
+    def __init__(self, backend, path, seconds, with_gpus=False):
         self.backend, self.path, self.seconds = backend, path, seconds
         self.log = tempfile.NamedTemporaryFile(
             "w+", prefix=f"torch_files-{backend}-{path.stem}-", suffix=".log", delete=False
@@ -116,7 +120,7 @@ class Worker:
         if backend == "pycomm":
             kept["PYCOMM_REPLACE"] = "gloo"
         self.process = subprocess.Popen(
-            [sys.executable, HERE / "files_worker.py", backend, path, str(seconds)],
+            [sys.executable, HERE / "files_worker.py", backend, path, str(seconds), *["--gpus"] * with_gpus],
             env=kept,
             cwd=path.parent,
             stdin=subprocess.PIPE,
@@ -151,12 +155,12 @@ def last_line(log):
     return f"{lines[-1] if lines else 'ended without a word'} ({log})"
 
 
-def run_file(path, file, words, seconds, known):
+def run_file(path, file, words, seconds, with_gpus, known):
     """Runs the file's tests on both backends and compares. Raises RuntimeError if it cannot be imported."""
-    worker = Worker("gloo", path, seconds)
+    worker = Worker("gloo", path, seconds, with_gpus)
     on_gloo = run_tests(worker, words)
     worker.close()
-    worker = Worker("pycomm", path, seconds)
+    worker = Worker("pycomm", path, seconds, with_gpus)
     on_pycomm = run_tests(worker, words)
     in_other_words = {
         name: worker.run(name + "+words")
@@ -237,6 +241,7 @@ def main(arguments=None):
     parser.add_argument("folder", help="a checkout of PyTorch")
     parser.add_argument("words", nargs="*", help="part of a file's path, or FILE::TEST with parts of both")
     parser.add_argument("--any-version", action="store_true", help="take a checkout of another version")
+    parser.add_argument("--gpus", action="store_true", help="let tests that ask for GPUs run on the CPU")
     parser.add_argument("--limit", type=float, default=TEST_LIMIT, help="seconds per test")
     parser.add_argument("--json", type=Path, help="write all results there")
     arguments = parser.parse_args(arguments)
@@ -253,7 +258,7 @@ def main(arguments=None):
         file = str(path.relative_to(checkout.folder))
         print(f"--- {file}", flush=True)
         try:
-            compared += run_file(path, file, words, arguments.limit, known)
+            compared += run_file(path, file, words, arguments.limit, arguments.gpus, known)
         except RuntimeError as error:
             broken.append(f"{file}: {error}")
     if arguments.json:

@@ -1,7 +1,7 @@
 """Runs the tests of one file of PyTorch's folder test/distributed, each in a process of its own; started by
 files.py.
 
-    python files_worker.py gloo|pycomm FILE SECONDS
+    python files_worker.py gloo|pycomm FILE SECONDS [--gpus]
 
 First answers with a line of JSON: the names of the tests, as Class.test. Then reads names, one per line, and
 answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds. With "+words"
@@ -11,9 +11,11 @@ The file is imported once and this process never runs a test itself: it forks on
 ranks of a test are forked from that. A process that needs longer than SECONDS is killed with its ranks.
 
 With pycomm, files.py sets PYCOMM_REPLACE=gloo, so groups made by name are pycomm's. A test that makes an
-object of the class torch.distributed.ProcessGroupGloo gets a backend of pycomm as well (InPlaceOfGloo).
+object of the class torch.distributed.ProcessGroupGloo gets a backend of pycomm as well (InPlaceOfGloo). With
+--gpus, tests that ask for GPUs run on the CPU, see cuda_on_cpu.py.
 """
 
+import contextlib
 import importlib
 import itertools
 import json
@@ -28,6 +30,7 @@ import unittest
 from datetime import timedelta
 from pathlib import Path
 
+import cuda_on_cpu
 from worker import readable
 
 _groups = itertools.count()
@@ -53,7 +56,7 @@ class InPlaceOfGloo:
         return torch_backend.create(settings, None)
 
 
-def prepare(backend, seconds):
+def prepare(backend, seconds, with_gpus):
     """Before the file is imported, since its decorators look at these things."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(seconds))
     try:
@@ -70,12 +73,16 @@ def prepare(backend, seconds):
         fork.Process
     )
     common_utils.parse_cmd_line_args()
+    if with_gpus:
+        cuda_on_cpu.install(common_distributed)
     if backend == "pycomm":
-        import pycomm  # noqa: F401
+        from pycomm import _C
 
-        InPlaceOfGloo._Options = dist.ProcessGroupGloo._Options
-        InPlaceOfGloo.create_device = dist.ProcessGroupGloo.create_device
-        InPlaceOfGloo.create_default_device = dist.ProcessGroupGloo.create_default_device
+        gloo = dist.ProcessGroupGloo
+        for name in ("create_device", "create_default_device"):  # tests call them on groups, in vain
+            setattr(InPlaceOfGloo, name, staticmethod(getattr(gloo, name)))
+            setattr(_C.Backend, name, staticmethod(getattr(gloo, name)))
+        InPlaceOfGloo._Options = gloo._Options
         dist.ProcessGroupGloo = InPlaceOfGloo
 
 
@@ -104,9 +111,10 @@ def accept_other_words():
     unittest.TestCase.assertRaisesRegex = any_words
 
 
-def run(test):
+def run(test, with_gpus):
     result = unittest.TestResult()
-    unittest.TestSuite([test]).run(result)  # a suite also calls setUpClass
+    with cuda_on_cpu.CpuDevice() if with_gpus else contextlib.nullcontext():
+        unittest.TestSuite([test]).run(result)  # a suite also calls setUpClass
     if result.failures or result.errors:
         return "failed", readable((result.failures + result.errors)[0][1])
     if result.unexpectedSuccesses:
@@ -114,7 +122,7 @@ def run(test):
     return ("skipped", result.skipped[0][1]) if result.skipped else ("passed", "")
 
 
-def run_apart(test, seconds, other_words):
+def run_apart(test, seconds, with_gpus, other_words):
     """run() in a forked process, which leads a session, so that nothing of it is left."""
     reader, writer = os.pipe()
     child = os.fork()
@@ -124,7 +132,7 @@ def run_apart(test, seconds, other_words):
         if other_words:
             accept_other_words()
         try:
-            outcome = run(test)
+            outcome = run(test, with_gpus)
         except BaseException as error:
             outcome = "failed", f"{type(error).__name__}: {error}"
         os.write(writer, json.dumps(outcome).encode() + b"\n")
@@ -147,17 +155,18 @@ def run_apart(test, seconds, other_words):
 
 def main():
     backend, path, seconds = sys.argv[1], Path(sys.argv[2]).resolve(), float(sys.argv[3])
+    with_gpus = "--gpus" in sys.argv
     sys.argv = [str(path)]  # torch's test utilities read it
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what tests print goes to the log
-    prepare(backend, seconds)
+    prepare(backend, seconds, with_gpus)
     tests = load(path)
     print(json.dumps(sorted(tests)), file=answers)
     for line in sys.stdin:
         name, _, words = line.strip().partition("+")
         print(f"=== {name}", file=sys.stderr, flush=True)
         start = time.monotonic()
-        outcome, reason = run_apart(tests[name], seconds, words == "words")
+        outcome, reason = run_apart(tests[name], seconds, with_gpus, words == "words")
         result = {
             "test": name,
             "outcome": outcome,
