@@ -31,6 +31,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import cuda_on_cpu
+import torch
 from worker import readable
 
 _groups = itertools.count()
@@ -56,6 +57,13 @@ class InPlaceOfGloo:
         return torch_backend.create(settings, None)
 
 
+def show_four_devices(common_fsdp):
+    """What FSDP's tests ask for the number of ranks."""
+    torch.cpu.device_count = lambda: 4
+    torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cpu")
+    common_fsdp.DEVICE_COUNT = 4
+
+
 def prepare(backend, seconds, with_gpus):
     """Before the file is imported, since its decorators look at these things."""
     os.environ["DISTRIBUTED_TESTS_DEFAULT_TIMEOUT"] = str(int(seconds))
@@ -75,6 +83,9 @@ def prepare(backend, seconds, with_gpus):
     common_utils.parse_cmd_line_args()
     if with_gpus:
         cuda_on_cpu.install(common_distributed)
+        from torch.testing._internal import common_fsdp
+
+        show_four_devices(common_fsdp)
     if backend == "pycomm":
         from pycomm import _C
 
