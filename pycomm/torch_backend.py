@@ -6,6 +6,7 @@ import functools
 import json
 import pickle
 
+import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
@@ -39,6 +40,7 @@ def create(options, pg_options):
     transport = transport_options(settings, options.group_id, timeout, options.group_size)
     show_in_flight_recorder()
     show_in_ddp_logs()
+    gather_sharded_tensors_on_cpu()
     return _C.create_backend(
         options.store,
         options.group_rank,
@@ -82,6 +84,27 @@ def show_in_ddp_logs():
         return logged
 
     DistributedDataParallel._get_ddp_logging_data = with_our_name
+
+
+@functools.cache
+def gather_sharded_tensors_on_cpu():
+    """Lets ShardedTensor.gather go through the CPU where there is no accelerator: of the devices that a
+    plug-in serves torch takes the one that is not the CPU, whether it is there or not.
+    """
+    from torch.distributed._shard.sharded_tensor import ShardedTensor  # not loaded by torch.distributed
+
+    original = getattr(ShardedTensor, "_get_preferred_device", None)
+    if original is None:  # another version of torch
+        return
+
+    @functools.wraps(original)
+    def preferred_device(self):
+        without = torch.accelerator.current_accelerator(check_available=True) is None
+        if without and dist.get_backend(self._process_group) == "pycomm":
+            return torch.device("cpu")
+        return original(self)
+
+    ShardedTensor._get_preferred_device = preferred_device
 
 
 # [Note: two flight recorders] torch's recorder is out of reach of a backend built outside torch

@@ -80,11 +80,19 @@ def test_compares_and_judges(checkout, tmp_path, monkeypatch, capsys):
     known.write_text(f"# comment\n\n{NAME}test_made_by_class  words: another root\n")
     monkeypatch.setattr(files, "DIFFERENCES", known)
     monkeypatch.setattr(files, "read_differences", lambda read=files.read_differences: read(known))
-    assert files.main([str(checkout), "--any-version", "--limit", "60"]) == 1
+    assert files.main([str(checkout), "--any-version", "--limit", "60", "gloo::Two"]) == 1
     out = capsys.readouterr().out
     assert f"DIFFERS {NAME}test_of_gloo_alone" in out and "'pycomm' != 'gloo'" in out, out
     assert "1 differences to explain, 0 explained ones that pass, 0 files not run" in out, out
     assert "| test_c10d_gloo.py | 4 | 3 | 1 | 1 | 1 |" in out, out
+
+
+@pytest.mark.timeout(300)
+def test_gpus(checkout, monkeypatch, capsys):
+    """A test that asks for GPUs runs, but what makes no sense on the CPU fails, on Gloo first of all."""
+    monkeypatch.setattr(files, "read_differences", dict)
+    assert files.main([str(checkout), "--gpus", "--any-version", "gloo::gpus", "gloo::test_sum"]) == 0
+    assert "| test_c10d_gloo.py | 2 | 1 | 1 | 0 | 0 |" in capsys.readouterr().out
 
 
 def test_judges_the_list(tmp_path):

@@ -13,6 +13,8 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._shard import sharded_tensor
+from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
@@ -174,6 +176,16 @@ def checkpoint(r, n):
     return saved
 
 
+def gathered_shards(r, n):
+    """A ShardedTensor of the CPU stays there, also on a machine without an accelerator."""
+    torch.manual_seed(r)
+    spec = ChunkShardingSpec(dim=0, placements=[f"rank:{p}/cpu" for p in range(n)])
+    sharded = sharded_tensor.rand(spec, 5, 3)
+    whole = torch.zeros(5, 3) if r == 0 else None
+    sharded.gather(out=whole)
+    return [whole] if r == 0 else [shard.tensor for shard in sharded.local_shards()]
+
+
 TRAINERS = {
     "ddp": lambda r, n: plain_ddp(r, n),
     "ddp_static_graph": lambda r, n: plain_ddp(r, n, static_graph=True),
@@ -192,6 +204,7 @@ TRAINERS = {
     "functional_collectives": functional,
     "pipeline_1f1b": pipeline,
     "distributed_checkpoint": checkpoint,
+    "sharded_tensor_gather": gathered_shards,
 }
 
 

@@ -244,7 +244,7 @@ def main(arguments=None):
     parser.add_argument("--gpus", action="store_true", help="let tests that ask for GPUs run on the CPU")
     parser.add_argument("--limit", type=float, default=TEST_LIMIT, help="seconds per test")
     parser.add_argument("--json", type=Path, help="write all results there")
-    arguments = parser.parse_args(arguments)
+    arguments = parser.parse_intermixed_args(arguments)
     import torch
 
     try:
