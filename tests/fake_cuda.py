@@ -37,6 +37,7 @@ HERE = ROOT / "tests" / "cpp" / "cuda"
 SOURCES = (
     "fake_torch_module",
     "fake_launch",
+    "fake_processors",
     "fake_torch_device",
     "fake_driver",
     "fake_streams",

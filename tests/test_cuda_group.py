@@ -12,8 +12,8 @@ from test_sanitizers import core_sources
 # Not optimised: the compiler takes longer than the programs.
 FLAGS = ["-std=c++20", "-pthread", "-Wall", "-Wextra", *QUIET]
 HOST = [*sorted(CUDA.glob("*.cc")), *sorted((CUDA / "device").glob("*.cc"))]
-FIBERS = [HERE / f"{name}.cc" for name in ("fiber", "fiber_ops", "machine", "fake_launch")]
-PROGRAMS = ("group_test", "group_streams_test", "group_faults_test")
+FIBERS = [HERE / f"{name}.cc" for name in ("fiber", "fiber_ops", "machine", "fake_launch", "fake_processors")]
+PROGRAMS = ("group_test", "group_streams_test", "group_faults_test", "group_budget_test")
 pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a busy machine
 
 

@@ -102,6 +102,37 @@ def test_registers(reports):
         assert len(registers) > 100 and max(registers.values()) <= MAX_REGISTERS
 
 
+def test_registers_of_the_budget(reports):
+    """registers_of() in csrc/cuda/budget.h: what the fake device takes a block for, and why a place is a
+    multiprocessor.
+    """
+    kernels = re.search(
+        r"enum class Kernel : uint8_t \{(.*?)\}", (KERNELS / "layout.h").read_text(), re.DOTALL
+    )
+    names = [name.strip() for name in kernels[1].split(",")]
+    function = re.search(r"int registers_of\(.*?\n\}", (KERNELS.parent / "budget.h").read_text(), re.DOTALL)[
+        0
+    ]
+    bounds, seen = {}, []
+    for name, bound in re.findall(r"(?:case Kernel::(\w+)|default):(?: return (\d+);)?", function):
+        seen.append(name)
+        if bound:
+            bounds |= dict.fromkeys(seen, int(bound))
+            seen = []
+    text = "\n".join(reports.values())
+    pattern = (
+        r"Compiling entry function '\w*6KernelE(\d+)E\w*' for '\w+'\n(?:.*\n){2}ptxas info\s+: Used (\d+) "
+    )
+    used = {}
+    for number, registers in re.findall(pattern, text):
+        name = names[int(number)]
+        used[name] = max(used.get(name, 0), int(registers))
+    assert used.keys() == set(names)
+    print(used)
+    for name, registers in used.items():
+        assert registers <= bounds.get(name, bounds[""]), f"{name} needs {registers} registers"
+
+
 def test_accesses_in_ptx(tmp_path):
     """One file of data movement is enough: all kernels share the accesses of ctx.cuh."""
     target = tmp_path / "launch.ptx"

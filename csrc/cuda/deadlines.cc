@@ -16,11 +16,11 @@ double Deadlines::note(double timeout) {
 }
 
 void Deadlines::expect(Line& line, uint32_t busy, double timeout) {
-  if (setup_.stream_ordered()) line.timeouts.emplace_back(busy, note(timeout));
+  line.timeouts.emplace_back(busy, note(timeout));
 }
 
 void Deadlines::look() {
-  if (!setup_.stream_ordered() || faults_.broken()) return;
+  if (!setup_.uses_sync_words() || faults_.broken()) return;
   const auto now = std::chrono::steady_clock::now();
   for (Line* line : lines_.all()) look_at(*line, now);
 }

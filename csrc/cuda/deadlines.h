@@ -1,5 +1,5 @@
-// deadlines.h -- timeouts where kernels never wait (Protocol::stream_ordered), so that the device itself does
-// not look at the clock.
+// deadlines.h -- timeouts where kernels never wait (Protocol::stream_ordered, and messages on a shared
+// device), so that the device itself does not look at the clock.
 //
 // The host looks at the words from time to time instead. A line that is at work may have gone round in
 // between, and a replayed graph writes the same busy word each time, so a line is late only if nothing of it
@@ -20,7 +20,7 @@ class Deadlines {
 
   // The timeout of a call in seconds, where it asks for `timeout`, 0: the group's.
   double note(double timeout);
-  // The operation with this busy word is about to enter a stream, outside of captures.
+  // The operation with this busy word is about to enter a stream, in stream order, outside of captures.
   void expect(Line& line, uint32_t busy, double timeout);
   // Breaks the group if a line is late.
   void look();

@@ -60,7 +60,10 @@ void Faults::note_mismatch(const ErrorRecord& seen, const OpInfo& info) {
                            " found that its sizes differ from those of another rank. in_splits[dst] "
                            "of the sender must equal out_splits[src] of the receiver."
                      : describe_difference(seen.here, seen.there, peer);
-  if (setup_.stream_ordered()) return note(ErrorKind::mismatch, info, peer, text);
+  // In stream order ranks that disagree may take unequally many turns. A message between pointers has one.
+  const bool message = info.kind == OpKind::send || info.kind == OpKind::recv;
+  if (setup_.stream_ordered() || (message && setup_.uses_sync_words() && !setup_.pointers()))
+    return note(ErrorKind::mismatch, info, peer, text);
   try {
     setup_.comm.transport().raise(ErrorKind::mismatch, info, peer, text);
   } catch (const CommError&) {

@@ -2,8 +2,8 @@
 //
 // [Note: how errors come back] Kernels write what went wrong into the error word in host memory and end. The
 // watching thread and every call on the group read it there. The next call on the group, or on a work of it,
-// throws. A mismatch is thrown once and the group goes on, unless it runs in stream order; everything else
-// breaks the group, on all ranks.
+// throws. A mismatch is thrown once and the group goes on, unless the operation ran in stream order (but for
+// messages among threads on one device); everything else breaks the group, on all ranks.
 //
 // All of it is guarded by the group's lock (lock.h), which the caller holds.
 #pragma once

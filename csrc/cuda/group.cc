@@ -69,8 +69,9 @@ Shape CudaGroup::make_shape() const {
   shape.group.message_bytes = arena.message_bytes;
   shape.protocol = setup.protocol.protocol;
   shape.blocks = setup.protocol.blocks;
-  // Two devices of one process reach each other's arenas, but not whatever an allocator made.
-  shape.pointers = setup.topology.one_process() && setup.topology.ranks_on_my_device() == setup.world_size();
+  shape.blocks_of_message = setup.protocol.message_blocks;
+  shape.messages_in_order = setup.uses_sync_words();
+  shape.pointers = setup.pointers();
   return shape;
 }
 
@@ -210,12 +211,14 @@ void CudaGroup::give_back() {
   arena_.reset();
   registry_.give_back();
   state_.words.give_back();
+  if (state_.setup.places) state_.setup.places->keep(0);
 }
 
 // The device does not even stop, so it keeps what it may use.
 void CudaGroup::keep_for_ever() {
   (void)arena_.release();
   registry_.keep_for_ever();
+  if (state_.setup.places) state_.setup.places->keep_for_ever();
 }
 
 std::vector<std::pair<std::string, std::string>> CudaGroup::describe() const {
@@ -228,6 +231,7 @@ std::vector<std::pair<std::string, std::string>> CudaGroup::describe() const {
       {"protocol", to_string(setup.protocol.protocol)},
       {"protocol_reason", setup.protocol.reason},
       {"blocks", std::to_string(setup.protocol.blocks)},
+      {"messages", setup.uses_sync_words() ? "stream_ordered" : "resident"},
       {"peer_access", arena_ ? arena_->describe() : "closed"},
       {"buffers", shape_.pointers ? "any, by pointer" : "registered ones in place, others through staging"},
       {"staging_bytes", std::to_string(2 * shape_.group.half_bytes)},

@@ -8,7 +8,7 @@
 namespace pycomm::cuda {
 
 void HostWords::share() {
-  if (setup_.stream_ordered() || setup_.topology.one_process())
+  if (setup_.uses_sync_words() || setup_.topology.one_process())
     shared_ = allocate_registered(setup_.comm, nbytes());
 }
 
@@ -18,7 +18,7 @@ void HostWords::make() {
   PYCOMM_CUDA_CHECK(setup_.driver, cuMemHostAlloc, &memory, sizeof(ErrorWord), flags);
   error_ = static_cast<ErrorWord*>(memory);
   std::memset(memory, 0, sizeof(ErrorWord));
-  if (!setup_.stream_ordered()) return;
+  if (!setup_.uses_sync_words()) return;
   std::byte* words = shared_.memory->data();  // rank 0's part serves all
   PYCOMM_CUDA_CHECK(setup_.driver, cuMemHostRegister, words, nbytes(), flags);
   DevicePtr on_device = 0;
@@ -66,7 +66,7 @@ std::atomic<uint64_t>& HostWords::stream_in_use(int rank) const {
 
 void HostWords::stop_device() const {
   __atomic_store_n(&error_->stop, 1, __ATOMIC_RELEASE);
-  if (!setup_.stream_ordered()) return;
+  if (!setup_.uses_sync_words()) return;
   const int n = setup_.world_size();
   for (int set = 0; set < num_sync_sets; ++set)
     for (int p = 0; p < n; ++p) word(sync_word(n, set, p, setup_.rank())).store(1);

@@ -7,7 +7,8 @@
 //   streams        of all ranks: the stream that each used last, where ranks are threads of one process
 //
 // What is of all ranks lies in rank 0's part of memory that all have mapped; groups that need none of it
-// (resident, several processes) do not allocate it. All words are atomic, so no lock is needed here.
+// (resident, several processes, a device each) do not allocate it. All words are atomic, so no lock is needed
+// here.
 #pragma once
 
 #include <atomic>

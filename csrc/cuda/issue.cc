@@ -19,8 +19,8 @@ Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, con
     end.stream = enter(line, issue, end.capture);
     const auto busy =
         static_cast<uint32_t>(info.sequence << busy_kind_bits | static_cast<uint32_t>(info.kind));
-    if (!end.capture.active) state_.deadlines.expect(line, busy, issue.timeout);
-    const bool in_order = state_.setup.stream_ordered();
+    const bool in_order = plan.in_order;
+    if (in_order && !end.capture.active) state_.deadlines.expect(line, busy, issue.timeout);
     const size_t busy_word = state_.words.busy_word(line.number);
     if (in_order) apply({{false, busy_word, busy}}, end.stream);
     run_steps(plan, end.stream);

@@ -21,8 +21,8 @@
 
 namespace pycomm::cuda {
 
-// In stream order a word says which operation of a line is under way: its sequence number and kind, 0 for
-// none.
+// For what runs in stream order a word says which operation of a line is under way: its sequence number and
+// kind, 0 for none.
 inline constexpr int busy_kind_bits = 4;
 
 struct Line {

@@ -26,6 +26,8 @@ struct Shape {
   Group group{};
   Protocol protocol = Protocol::resident;
   int blocks = 1;  // of a launch, at most
+  int blocks_of_message = message_blocks;  // likewise
+  bool messages_in_order = false;  // also where collectives are resident (budget.h)
   bool pointers = false;  // peers address any buffer of this rank: all ranks are threads of one process
   bool multicast = false;
   int rank() const { return group.rank; }
@@ -71,6 +73,7 @@ struct CudaChoice {
 struct LaunchPlan {
   CudaChoice choice;
   bool sends = false;  // a message: this is the sender's end
+  bool in_order = false;  // its kernels never wait; stream memory operations order them
   std::vector<Step> steps;
 };
 

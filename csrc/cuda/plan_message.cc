@@ -9,7 +9,7 @@ namespace {
 
 int blocks_of(const MessageCall& message, const Shape& shape) {
   const uint64_t wanted = (message.nbytes() + bytes_worth_a_block - 1) / bytes_worth_a_block;
-  return static_cast<int>(std::clamp<uint64_t>(wanted, 1, std::min(message_blocks, shape.blocks)));
+  return static_cast<int>(std::clamp<uint64_t>(wanted, 1, std::min(shape.blocks_of_message, shape.blocks)));
 }
 
 Args args_of(const MessageCall& message, const Shape& shape, const BufferLookup& buffers, int blocks) {
@@ -23,7 +23,7 @@ Args args_of(const MessageCall& message, const Shape& shape, const BufferLookup&
   meta.direct = handle.has_value() && !shape.pointers;
   Args args{};
   args.group = shape.group;
-  args.resident = shape.protocol == Protocol::resident;
+  args.resident = shape.protocol == Protocol::resident && !shape.messages_in_order;
   args.end_segment = UINT32_MAX;
   args.peer = message.peer;
   args.direct_in = handle.has_value();
@@ -48,6 +48,7 @@ LaunchPlan plan_message(const MessageCall& message, const Shape& shape, const Bu
   plan.choice = {args.direct_in ? Algorithm::direct : Algorithm::staged,
                  "the receiver reads from the sender"};
   plan.sends = message.sends;
+  plan.in_order = !args.resident;
   const KernelKey key{message.sends ? Kernel::send : Kernel::recv};
   auto launch = [&](uint32_t stages) {
     Step step;

@@ -25,6 +25,7 @@ Planner::Planner(const Op& op, const Shape& shape, const BufferLookup& buffers, 
 }
 
 LaunchPlan Planner::build() {
+  plan_.in_order = !resident();
   find_buffers();
   meta_.direct = registered_ && !shape_.pointers;
   args_.call.count = op_.count;

@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "kernels/layout.h"
-
 namespace pycomm::cuda {
 
 namespace {
@@ -48,11 +46,25 @@ bool take_turns(const std::vector<Place>& places, size_t* first, size_t* second)
   return false;
 }
 
-int resident_blocks(const std::vector<Place>& places) {
-  int blocks = max_blocks;
-  for (const Place& place : places)
-    blocks = std::min(blocks, place.multiprocessors / count_on_device(places, place, false));
-  return blocks;
+// Fills in the blocks of resident kernels. A rank with a device of its own also has room there for all of its
+// messages at once; on a shared one these go in stream order, or, where that is impossible, have one block
+// each of the rank's part.
+void share_out(const std::vector<Place>& places, ProtocolChoice& choice) {
+  const int lines = 2 * static_cast<int>(places.size());  // to and from each rank, itself too
+  bool shared = false, in_order = true;
+  int part = INT32_MAX;
+  for (const Place& place : places) {
+    const int ranks = count_on_device(places, place, false);
+    shared |= ranks > 1;
+    in_order &= place.stream_memory_operations != 0;
+    part = std::min(part, place.multiprocessors / ranks);
+  }
+  choice.messages_in_order = shared && in_order;
+  const int beside = choice.messages_in_order ? 0 : lines;
+  choice.blocks = std::min(max_blocks, shared ? part - beside : std::max(part - beside, 1));
+  choice.message_blocks = message_blocks;
+  if (beside)
+    choice.message_blocks = shared ? 1 : std::clamp((part - choice.blocks) / beside, 1, message_blocks);
 }
 
 ProtocolChoice stream_ordered(const std::vector<Place>& places, const std::string& where,
@@ -67,7 +79,7 @@ ProtocolChoice stream_ordered(const std::vector<Place>& places, const std::strin
           " does not offer. Give each rank its own device, start MPS (nvidia-cuda-mps-control -d)" +
           " or run the ranks as threads of one process.");
   }
-  return {Protocol::stream_ordered, blocks, reason};
+  return {Protocol::stream_ordered, blocks, message_blocks, true, reason};
 }
 
 std::string why_resident(const std::vector<Place>& places) {
@@ -88,30 +100,35 @@ const char* to_string(Protocol protocol) {
   return protocol == Protocol::resident ? "resident" : "stream_ordered";
 }
 
-ProtocolChoice choose_protocol(const std::vector<Place>& places, int rank, Requested requested) {
+ProtocolChoice choose_protocol(const std::vector<Place>& places, int rank, Requested requested, int room) {
   const std::string where = "[rank " + std::to_string(rank) + "/" + std::to_string(places.size()) + "] ";
   check_queues(places, where);
   if (requested == Requested::stream_ordered) return stream_ordered(places, where, "as requested");
 
   size_t first = 0, second = 0;
   const bool turns = take_turns(places, &first, &second);
-  const int blocks = resident_blocks(places);
-  if (!turns && blocks >= 1)
-    return {Protocol::resident, blocks,
-            requested == Requested::resident ? "as requested" : why_resident(places)};
+  ProtocolChoice choice{Protocol::resident, 0, 0, false,
+                        requested == Requested::resident ? "as requested" : why_resident(places)};
+  share_out(places, choice);
+  const bool fits = choice.blocks >= 1;
+  choice.blocks = std::min(choice.blocks, room);
+  if (!turns && choice.blocks >= 1) return choice;
 
   std::string reason;
   if (turns)
     reason = "ranks " + std::to_string(first) + " and " + std::to_string(second) +
              " are processes that share a device without MPS";
+  else if (fits) reason = "other groups of this process have taken the multiprocessors of a shared device";
   else reason = "more ranks share a device than it has multiprocessors";
   if (requested == Requested::automatic) return stream_ordered(places, where, reason);
   throw std::runtime_error(
       where + "protocol resident cannot work: " + reason +
-      (turns ? ", so their kernels take turns and one that waits for the other's stops both. Start MPS"
-               " (nvidia-cuda-mps-control -d), run the ranks as threads of one process, give each its own "
-               "device,"
-             : ", so their kernels cannot run at the same time. Use fewer ranks per device") +
+      (turns  ? ", so their kernels take turns and one that waits for the other's stops both. Start MPS"
+                " (nvidia-cuda-mps-control -d), run the ranks as threads of one process, give each its own "
+                "device,"
+       : fits ? ", and kernels of several groups that wait at the same time must all have room. Close those"
+                " groups,"
+              : ", so their kernels cannot run at the same time. Use fewer ranks per device") +
       " or request stream_ordered.");
 }
 

@@ -40,6 +40,23 @@ void compare_settings(const Setup& setup) {
                                        ". All ranks must have the same settings for CUDA tensors.");
 }
 
+// Collective. Takes the places of a resident kernel on devices that are shared (budget.h); returns how many
+// each rank has.
+int take_places(Setup& setup) {
+  const Topology& topology = setup.topology;
+  const int ranks = topology.ranks_on_my_device(), wanted = setup.protocol.blocks;
+  int mine = max_blocks;
+  if (ranks > 1 && !setup.stream_ordered() && setup.world_size() > 1) {
+    const int ranks_here = count_on_device(topology.places, topology.here(), true);
+    setup.places = std::make_shared<Places>(topology.here(), ranks_here, ranks, wanted);
+    mine = setup.places->count() < std::min(least_places, wanted) ? 0 : setup.places->count();
+  }
+  int all = max_blocks;
+  for (const int each : all_gather_value(setup.comm, mine)) all = std::min(all, each);
+  if (setup.places) setup.places->keep(all);
+  return all;
+}
+
 }  // namespace
 
 size_t staging_bytes(const Communicator& comm) {
@@ -50,16 +67,20 @@ size_t staging_bytes(const Communicator& comm) {
 Setup agree_on_setup(Communicator& comm, Device device) {
   Transport& transport = comm.transport();
   const DeviceOptions& options = transport.device_options();
-  Setup setup{comm, device, require_driver(), {}, {}};
+  Setup setup{comm, device, require_driver(), {}, {}, nullptr};
   if (comm.world_size() > max_ranks)
     throw std::invalid_argument(transport.where({}) + "groups with CUDA tensors have at most " +
                                 std::to_string(max_ranks) + " ranks, this one has " +
                                 std::to_string(comm.world_size()));
   setup.topology = Topology::gather(comm, device, options.connections);
-  agree(comm, attempt([&] {
-          setup.protocol =
-              choose_protocol(setup.topology.places, comm.rank(), requested_protocol(options.protocol));
-        }));
+  auto choose = [&](int room) {
+    agree(comm, attempt([&] {
+            setup.protocol = choose_protocol(setup.topology.places, comm.rank(),
+                                             requested_protocol(options.protocol), room);
+          }));
+  };
+  choose(max_blocks);
+  choose(take_places(setup));
   compare_settings(setup);
   return setup;
 }

@@ -342,6 +342,7 @@ int fake_enter(const char* function) {
 }
 
 bool fake_has_context() { return context() != nullptr; }
+int fake_current_device() { return context() ? context()->device : 0; }
 
 // --- files ---
 

@@ -1,7 +1,8 @@
 // fake_launch.cc -- cuda/kernels/launch.h over the fake driver: a launch runs the very kernel on fibers,
 // in the thread of its stream.
 //
-// Threads per block are few, since fibers take turns. Of the reductions only those named in `built` are there
+// Threads per block are few, since fibers take turns; how many blocks run at one time is the device's matter
+// (fake_processors.h). Of the reductions only those named in `built` are there
 // (minutes of compiling else); launching another fails. Not modelled: multimem, which needs to know the
 // members of a multicast object.
 #include "../../../csrc/cuda/kernels/launch.h"
@@ -9,9 +10,10 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "../../../csrc/cuda/budget.h"
 #include "../../../csrc/cuda/kernels/kernels.cuh"
+#include "fake_processors.h"
 #include "fake_state.h"
-#include "fiber.h"
 
 namespace pycomm::cuda {
 
@@ -33,9 +35,14 @@ void violate(const std::string& text) {
 }
 
 template <Kernel kernel, class T, ReduceOp op>
-void run(const Args& args, int blocks, int threads) {
-  const fiber::Outcome outcome = fiber::run_launch(
-      args.group.rank, blocks, threads, [&args](fiber::FiberCtx& c) { run_kernel<kernel, T, op>(c, args); });
+void run(const Args& args, int blocks, int threads, int device) {
+  FakeSeats seats(device, blocks, threads, registers_of(kernel));
+  const fiber::Outcome outcome =
+      fiber::run_launch(args.group.rank, blocks, std::min(threads, most_threads), [&](fiber::FiberCtx& c) {
+        seats.enter(c);
+        run_kernel<kernel, T, op>(c, args);
+        seats.leave(c);
+      });
   if (!outcome.ok) violate(outcome.text);
 }
 
@@ -59,8 +66,8 @@ void launch(const KernelKey& key, const Args& args, int blocks, int threads, Str
     violate("a launch with a bad shape");
   const bool found = visit_kernel(key, [&]<Kernel kernel, class T, ReduceOp op>() {
     if constexpr (built<kernel, T, op>)
-      fake_enqueue(stream, [args, blocks, threads] {
-        run<kernel, T, op>(args, blocks, std::min(threads, most_threads));
+      fake_enqueue(stream, [args, blocks, threads, device = fake_current_device()] {
+        run<kernel, T, op>(args, blocks, threads, device);
       });
     else throw std::logic_error("a kernel that fake_launch.cc does not build");
   });

@@ -70,6 +70,7 @@ FakeState& fake_state();
 // Counts the call; not 0: the error that it must return.
 int fake_enter(const char* function);
 bool fake_has_context();
+int fake_current_device();  // of the context; with none: 0
 bool fake_may_address(int device, int memory_device);
 std::shared_ptr<FakeFile> fake_create_file(size_t nbytes, int device, bool is_multicast);
 std::shared_ptr<FakeFile> fake_open_file(int fd);  // takes the descriptor

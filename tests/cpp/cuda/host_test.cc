@@ -66,7 +66,7 @@ std::vector<Case> protocol_cases() {
       {"own devices, threads", seats(4, 4, 1), as_is, automatic, "resident 64", "own device"},
       {"own devices, one connection is enough", seats(4, 1, 1), few_connections, automatic, "resident 64",
        "own device"},
-      {"own devices, one of them small", seats(4, 1, 1), one_small, automatic, "resident 20", "own device"},
+      {"own devices, one of them small", seats(4, 1, 1), one_small, automatic, "resident 12", "own device"},
       {"threads on one device", seats(4, 4, 4), as_is, automatic, "resident 33", "threads of one process"},
       {"threads on one small device", seats(4, 4, 4), small, automatic, "resident 1",
        "threads of one process"},

@@ -1,0 +1,142 @@
+// group_budget_test.cc -- csrc/cuda/budget.h over the fake driver: operations of several groups and many
+// messages at once, more than the device has room for. What cannot start because of that ends in a timeout.
+#include "fake_processors.h"
+#include "group_ranks.h"
+
+using namespace pycomm;
+using namespace pycomm::cuda;
+
+namespace {
+
+constexpr double timeout = 3;  // seconds
+constexpr size_t large = 200'000;  // elements: as many blocks as may be
+
+// The same ranks, or some of them, as another group; each call of all of them makes one.
+class MoreGroups {
+ public:
+  MoreGroups() {
+    char folder[] = "/tmp/pycomm-groups-XXXXXX";
+    if (::mkdtemp(folder)) folder_ = folder;
+  }
+  ~MoreGroups() { std::filesystem::remove_all(folder_); }
+  std::shared_ptr<Communicator> make(const std::string& name, int rank, int world_size,
+                                     const std::string& protocol = {}) const {
+    std::filesystem::create_directories(folder_ + "/" + name);
+    FolderStore store(folder_ + "/" + name);
+    TransportOptions options;
+    options.timeout = timeout;
+    options.device = run_options({}).device;
+    options.device.protocol = protocol;
+    return make_communicator(store, rank, world_size, options);
+  }
+
+ private:
+  std::string folder_;
+};
+
+std::string protocol_of(const Member& me) { return description(me.group, "protocol"); }
+
+// Two groups of the same ranks in two streams, used in orders that differ from rank to rank.
+void test_two_groups(int ranks, int multiprocessors, int groups) {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    std::vector<std::shared_ptr<Communicator>> comms;
+    std::list<Rank> handles;
+    std::list<Member> members;
+    for (int g = 0; g < groups; ++g) {
+      comms.push_back(more.make("group " + std::to_string(g), rank.rank, rank.world_size));
+      members.emplace_back(handles.emplace_back(Rank{*comms.back(), rank.rank, rank.world_size}));
+    }
+    rank.barrier();
+    std::vector<Member*> mine;
+    for (Member& member : members) mine.push_back(&member);
+    std::list<Trial> trials;
+    for (int round = 0; round < 3; ++round)
+      for (int k = 0; k < groups; ++k) {
+        Member& me = *mine[(k + rank.rank) % groups];
+        me.run(trials.emplace_back(me.group, me.rank, Spec{OpKind::all_reduce, large, Algorithm::two_shot}));
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));  // it takes what it can get
+      }
+    for (Member& member : members) member.own.synchronize();
+    for (const Trial& trial : trials) trial.check();
+    require(protocol_of(members.front()) == "resident", "the first group has its places");
+    for (Member& member : members) member.finish();
+    require(fake_most_blocks() <= multiprocessors, "no more blocks at a time than the device holds");
+  };
+  Setting setting{ranks, ranks, 1, false, "", multiprocessors};
+  expect(std::to_string(groups) + " groups: " + setting.text(),
+         run_ranks(run_options(setting, timeout), body));
+}
+
+// Every rank sends much to several others before it receives, and a collective beside that.
+void test_many_sends(const Setting& setting, int peers) {
+  const auto body = [&](Rank& rank) {
+    Member me(rank, setting.devices);
+    const int n = rank.world_size;
+    auto call = [](std::vector<float>& data, bool sends, int peer) {
+      return MessageCall{sends, peer, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
+    };
+    std::list<std::vector<float>> sent, received;
+    std::vector<CudaWorkPtr> works;
+    for (int k = 1; k <= peers; ++k) {
+      sent.emplace_back(large, static_cast<float>(rank.rank));
+      works.push_back(me.group.issue(call(sent.back(), true, (rank.rank + k) % n), me.issue(true)));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all of it is under way
+    rank.barrier();
+    Trial trial(me.group, rank, {OpKind::all_reduce, large, Algorithm::two_shot});
+    me.run(trial, true);
+    for (int k = 1; k <= peers; ++k) {
+      received.emplace_back(large);
+      works.push_back(me.group.issue(call(received.back(), false, (rank.rank + n - k) % n), me.issue(true)));
+    }
+    for (const auto& work : works) work->wait();
+    me.own.synchronize();
+    trial.check();
+    int k = 0;
+    for (const auto& each : received) {
+      const auto from = static_cast<float>((rank.rank + n - ++k) % n);
+      require(each.front() == from && each.back() == from, "what came");
+    }
+    me.finish();
+  };
+  expect(std::to_string(peers) + " sends before the receives: " + setting.text(),
+         run_ranks(run_options(setting, timeout), body));
+}
+
+// What a group gives back, the next one gets.
+void test_given_back() {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    for (int round = 0; round < 3; ++round) {
+      const std::string name = std::to_string(round);
+      const auto comm = more.make(name, rank.rank, 2), beside = more.make(name + " beside", rank.rank, 2);
+      Rank handle{*comm, rank.rank, 2}, other{*beside, rank.rank, 2};
+      Member me(handle), late(other);
+      require(protocol_of(me) == "resident", "the first group has its places");
+      require(protocol_of(late) == "stream_ordered", "the second has none");
+      require_contains(description(late.group, "protocol_reason"), "other groups of this process have taken");
+      me.exercise();
+      late.exercise();
+      const auto third = more.make(name + " third", rank.rank, 2, "resident");
+      require_contains(error_of([&] { CudaGroup::of(*third, 0); }),
+                       "protocol resident cannot work: other groups of this process have taken");
+      me.finish();
+      late.finish();
+    }
+  };
+  expect("places are given back", run_ranks(run_options({2, 2}), body));
+}
+
+}  // namespace
+
+int main() {
+  test_two_groups(2, 4, 2);
+  test_two_groups(3, 4, 3);
+  test_many_sends({3, 3, 1, false, "", 6}, 2);
+  test_many_sends({8, 8, 1, false, "", 16}, 3);
+  test_many_sends({3, 3, 3, false, "", 8}, 2);
+  test_given_back();
+  std::printf("%d passed, %d failed\n", passes, failures);
+  return failures != 0;
+}
