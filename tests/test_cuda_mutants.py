@@ -93,7 +93,7 @@ FAULTS = {
         "blame();\n    }\n    return !c_.sync_or(!came);\n  }\n\n  PC_FN ErrorRecord&",
         "blame();\n    }\n    return c_.thread() != 0 || came;\n  }\n\n  PC_FN ErrorRecord&"),
     "no sync in message compare": Fault("run", MESSAGE,
-        "return !c_.sync_or(!came || !same);",
+        "return !c_.sync_or(!came || !same || stopped);",
         "return c_.thread() != 0 || (came && same);"),
     # Orders.
     "header stored relaxed": Fault("race", SESSION,

@@ -96,7 +96,9 @@ class Link {
   }
 
   PC_FN bool compare() {
-    bool late = false, came = true, same = true;
+    bool late = false, came = true, same = true, stopped = false;
+    // See [Note: late starts]: the receiver reads the sender's buffer.
+    if (c_.thread() == 1 % c_.threads() && a_.direct_in && !sends_) stopped = is_stopped(c_, a_);
     if (c_.thread() == 0) {
       Announcement there;
       came = read_header(c_, a_, mine_.headers[epoch_ & 1], epoch_, Ordering::acquire_release, there, late);
@@ -109,7 +111,7 @@ class Link {
         blame();
       }
     }
-    return !c_.sync_or(!came || !same);
+    return !c_.sync_or(!came || !same || stopped);
   }
 
   // What the block did before is ordered before it.

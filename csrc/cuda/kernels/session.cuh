@@ -17,6 +17,13 @@
 // Every block of every rank waits for headers, which block 0 alone sends: so it does not matter that ranks
 // which disagree about the call may have launched different grids or different kernels.
 //
+// [Note: late starts] A rank whose wait ended in vain tells its caller, who may then give its buffers back. A
+// kernel that starts late finds the header of such a rank all the same. So kernels that touch the buffers of
+// peers look at ErrorWord::stop once more when the headers are there: the host has set it by then, at most a
+// tick of the watching thread (../watch.h) after the peer's. What lies in arenas and in registered memory
+// stays until all ranks have let go of it and needs no look. Inside that tick a late start is not seen; nor
+// is a rank that gives up while its peer, which came at the last moment, is at work.
+//
 // Every wait is bounded: by the operation's timeout, and by ErrorWord::stop, which the host sets when a peer
 // died or the group was aborted. In launches that do not spin (Args::resident == 0) what is waited for must
 // already be there: the host has ordered it by stream memory operations. That is checked, not assumed.
@@ -47,7 +54,7 @@ PC_FN bool spin(Ctx& c, const Args& a, const void* word, bool& late, const Ready
     c.relax(word);
     if (ready()) return true;
     if (round % Ctx::polls) continue;
-    if (c.load_relaxed(&a.group.error->stop, Scope::system)) return false;
+    if (is_stopped(c, a)) return false;
     const uint64_t now = c.now_ns();
     if (!began) began = now;
     if (now - began > a.timeout_ns) {
@@ -55,6 +62,12 @@ PC_FN bool spin(Ctx& c, const Args& a, const void* word, bool& late, const Ready
       return false;
     }
   }
+}
+
+// Does the host want every kernel of this rank to end?
+template <class Ctx>
+PC_FN bool is_stopped(Ctx& c, const Args& a) {
+  return c.load_relaxed(&a.group.error->stop, Scope::system);
 }
 
 // The first word goes last: whoever waits looks at it.
@@ -149,7 +162,8 @@ class Session {
   PC_CALL bool compare(Ordering ordering) {
     Shared& shared = c_.template shared<Shared>();
     const int t = c_.thread();
-    bool late = false, came = true, same = true;
+    bool late = false, came = true, same = true, stopped = false;
+    if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);  // beside the others' loads
     if (is_peer(t)) {
       Announcement call;
       came = read_header(c_, a_, me_.headers[epoch_ & 1][t], epoch_, ordering, call, late);
@@ -159,8 +173,9 @@ class Session {
         shared.out[t] = resolve(a_.group, call.out, t);
       }
     }
-    if (c_.sync_or(!came)) {
-      if (c_.sync_or(late) || !a_.resident) blame([&](int p) { return header_came(p); });
+    if (c_.sync_or(!came || stopped)) {
+      const bool known = c_.sync_or(stopped);  // by the host
+      if ((c_.sync_or(late) || !a_.resident) && !known) blame([&](int p) { return header_came(p); });
       return false;
     }
     bool bad = c_.sync_or(!same);
@@ -224,6 +239,11 @@ class Session {
 
  private:
   PC_FN uint64_t value_of(uint32_t step) const { return epoch_ << step_bits | (step + 1); }
+
+  // Buffers of peers, that is, not only arenas.
+  PC_FN bool touches_peers() const {
+    return a_.direct_in || (a_.stores & ~(1u << a_.group.rank)) || a_.multicast_out;
+  }
 
   PC_FN bool differs(const Announcement& call, int peer) const {
     return call.meta != a_.call.meta || call.count != a_.call.count ||

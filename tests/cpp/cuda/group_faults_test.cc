@@ -1,6 +1,8 @@
 // group_faults_test.cc -- csrc/cuda/group.h over the fake driver: calls that differ, ranks that do not come,
 // die, abort or close, driver calls that fail. Everything becomes an error on every rank within a bounded
 // time, and nothing is left over.
+#include <sys/mman.h>
+
 #include "group_ranks.h"
 
 using namespace pycomm;
@@ -109,11 +111,15 @@ void test_mismatches() {
     }
 }
 
-void test_message_mismatches() {
-  const auto body = [](Rank& rank) {
+// Among threads on one device the group goes on. Elsewhere, on a shared device, ranks that disagree may take
+// unequally many turns, so it breaks.
+void test_message_mismatches(const Setting& setting) {
+  const bool goes_on = setting.threads == setting.ranks;
+  const auto body = [&](Rank& rank) {
     Member me(rank);
     if (rank.rank < 2)
       for (bool by_tag : {true, false}) {
+        if (!goes_on && !by_tag) break;
         std::vector<float> data(10);
         const size_t count = rank.rank && !by_tag ? 9 : 10;
         const MessageCall call{rank.rank == 0,
@@ -124,6 +130,10 @@ void test_message_mismatches() {
                                count};
         const CommError error = comm_error_of([&] { me.group.issue(call, me.issue())->wait(5); });
         require_kind(error, ErrorKind::mismatch);
+        if (!goes_on) {
+          require_contains(error.what(), "The group is broken");
+          break;
+        }
         require(
             error.op.kind == (rank.rank == 0 ? OpKind::send : OpKind::recv) && error.peer == 1 - rank.rank,
             "who and what");
@@ -131,12 +141,12 @@ void test_message_mismatches() {
         const std::string there = by_tag ? std::to_string(1 - rank.rank) : std::to_string(19 - count);
         require_contains(error.what(), (by_tag ? "tag=" : "count=") + here + " here, " + there + " on rank ");
       }
+    if (!goes_on) return finish_broken(me, setting);
     rank.barrier();
     me.exercise();
     me.finish();
   };
-  for (const Setting& setting : {together, apart})
-    expect("messages that differ: " + setting.text(), run_ranks(run_options(setting), body));
+  expect("messages that differ: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
 // --- ranks that do not come
@@ -205,6 +215,72 @@ void test_busy_for_long() {
     me.finish();
   };
   expect("busy for longer than the timeout", run_ranks(run_options({2, 1}), body));
+}
+
+// Memory that can no longer be touched when it has been given back.
+class Pages {
+ public:
+  explicit Pages(size_t count)
+      : nbytes_(count * sizeof(float)),
+        data_(static_cast<float*>(
+            ::mmap(nullptr, nbytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {}
+  ~Pages() { ::munmap(data_, nbytes_); }
+  Pages(const Pages&) = delete;
+  void forbid() { ::mprotect(data_, nbytes_, PROT_NONE); }
+  std::byte* data() const { return reinterpret_cast<std::byte*>(data_); }
+
+ private:
+  const size_t nbytes_;
+  float* const data_;
+};
+
+// A kernel that starts when its peers have given up, and the host knows, leaves their buffers alone: their
+// callers have the error and may have given them back.
+void test_late_start(const Setting& setting) {
+  constexpr size_t count = 40000;
+  enum { sum, gathering, message, num_calls };
+  for (int call = sum; call < num_calls; ++call) {
+    const int late = 1;
+    std::atomic<bool> open{false};
+    std::atomic<int> given_back{0};
+    const auto body = [&](Rank& rank) {
+      Member me(rank);
+      me.exercise();
+      Pages in(count), out(rank.world_size * count);
+      Op op;
+      op.kind = call == sum ? OpKind::all_reduce : OpKind::all_gather;
+      op.algorithm = call == sum ? Algorithm::two_shot : Algorithm::direct;
+      op.dtype = DType::f32;
+      op.count = count;
+      op.in = in.data();
+      op.out = call == sum ? out.data() : nullptr;
+      for (int p = 0; p < rank.world_size && call == gathering; ++p)
+        op.out_parts.push_back({out.data() + p * count * sizeof(float), count});
+      const MessageCall mail{
+          rank.rank != late, rank.rank == late ? 0 : late, 0, DType::f32, in.data(), count};
+      rank.barrier();
+      if (rank.rank == late)
+        fake_enqueue(me.stream, [&open] {
+          while (!open.load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+        });
+      Issue issue = me.issue(true);
+      issue.timeout = rank.rank == late ? 9 : 0.3;
+      const auto work = call == message ? me.group.issue(mail, issue) : me.group.issue(op, issue);
+      if (rank.rank != late) {
+        require_kind(error_soon(work), ErrorKind::timeout);
+        in.forbid();
+        out.forbid();
+        ++given_back;
+      }
+      while (given_back < setting.ranks - 1) std::this_thread::yield();
+      std::this_thread::sleep_for(std::chrono::milliseconds(60));  // the late rank's watcher has looked
+      open = true;
+      finish_broken(me, setting);
+    };
+    const char* names[] = {"all_reduce", "all_gather", "recv"};
+    expect(std::string("a late start: ") + names[call] + ", " + setting.text(),
+           run_ranks(run_options(setting), body));
+  }
 }
 
 void test_killed() {
@@ -408,8 +484,9 @@ void test_failing_device() {
 
 int main() {
   test_mismatches();
-  test_message_mismatches();
+  for (const Setting& setting : {together, apart}) test_message_mismatches(setting);
   test_late_rank();
+  for (const Setting& setting : {together, in_order_together}) test_late_start(setting);
   test_busy_for_long();
   test_killed();
   test_abort_and_close();
