@@ -1,6 +1,7 @@
 """The CUDA kernels on a CPU (tests/cpp/cuda/kernel_test.cc): values of every form of every collective, and no
 report by the sanitizers.
 
+Weak: under a memory that delays and reorders relaxed accesses (weak_ctx.h), which no sanitizer sees.
 Plain: every kernel x memory x protocol x size x number of ranks, every dtype x op, random calls under random
 schedules. AddressSanitizer with UndefinedBehaviorSanitizer, and ThreadSanitizer: the same forms with fewer
 types. tests/test_cuda_mutants.py shows what these see.
@@ -46,10 +47,11 @@ FLAGS = [
     "-Wno-unknown-pragmas",
     "-Wno-maybe-uninitialized",
 ]
-FEW_KERNELS = "-DPYCOMM_FEW_KERNELS"
+FEW_KERNELS, WEAK = "-DPYCOMM_FEW_KERNELS", "-DPYCOMM_WEAK"
 BUILDS = {
     "plain": [],
     "thread": [FEW_KERNELS, "-fsanitize=thread"],
+    "weak": [FEW_KERNELS, WEAK],
     "address": [FEW_KERNELS, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }
 JOBS = 2
@@ -103,23 +105,25 @@ def check_all(program, cases):
 CASES = {
     "plain": [*(f"table {n}" for n in range(8, 0, -1)), *(f"random {seed} 150" for seed in range(1, 7)),
               "mutants 1 100", "forms 5 1", "rings 1 100", "faults",
-              *(f"streams {seed}" for seed in range(5))],
+              *(f"streams {seed}" for seed in range(5)), "records 1"],
+    "weak": ["forms 4 1", "mutants 1 60", "mutants 2 60", "rings 1 20", "faults", "streams 1", "records 1"],
     "address": [*(f"forms {n} {n}" for n in (4, 3, 2, 1)), *(f"random {seed} 60" for seed in (11, 12, 13)),
-                "rings 2 30", "faults", "streams 1", "streams 2"],
+                "rings 2 30", "faults", "streams 1", "streams 2", "records 2"],
     "thread": ["forms 8 5", "forms 4 3", "forms 3 2", "forms 2 1",
                *(f"mutants {seed} 60" for seed in (1, 2, 3)), "random 21 25", "random 22 25", "rings 3 15",
-               "faults", "streams 1"],
+               "faults", "streams 1", "records 3"],
 }  # fmt: skip
 # Many more seeds, for changes of the kernels.
 MANY_CASES = {
     "plain": [f"random {seed} 400" for seed in range(100, 140)],
+    "weak": [f"{suite} {seed} 150" for suite in ("mutants", "random") for seed in range(100, 110)],
     "address": [f"random {seed} 200" for seed in range(100, 110)],
     "thread": [f"mutants {seed} 200" for seed in range(100, 110)]
     + [f"forms {n} {100 + n}" for n in (5, 6, 7, 8)],
 }
 
 
-@pytest.mark.parametrize("name", ["plain", "thread", pytest.param("address", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["plain", "thread", "weak", pytest.param("address", marks=pytest.mark.slow)])
 def test_values_and_reports(program, name):
     check_all(program(name), CASES[name])
 

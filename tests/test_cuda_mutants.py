@@ -7,6 +7,8 @@ fault whose place has changed fails instead of testing nothing. What must find i
     run    the plain program: a wrong value, a deadlock, a fault that the kernels report, or a crash, under
            one of a few seeds
     race   ThreadSanitizer: x86 shows no order that is too weak, and the fibers none at all
+    weak   the plain program under the memory of weak_ctx.h: payloads are relaxed atomics, which are never a
+           race
 
 Not planted, because nothing can tell: verdicts without order (they are the whole message), one area of
 verdicts, no sync in end() and before Ring::send_first (another barrier follows or went before).
@@ -27,13 +29,14 @@ from test_cuda_kernels import (
     OWN,
     ROOT,
     TESTS,
+    WEAK,
     run,
 )
 
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 
 FLAGS = ["-O0", "-g0", FEW_KERNELS]
-DETECTORS = {"run": FLAGS, "race": [*FLAGS, "-fsanitize=thread"]}
+DETECTORS = {"run": FLAGS, "race": [*FLAGS, "-fsanitize=thread"], "weak": [*FLAGS, WEAK]}
 SUITES = {  # what kernel_test is asked for until something is found
     "run": {
         "collectives": [f"mutants {seed} 150" for seed in range(1, 5)],
@@ -45,6 +48,11 @@ SUITES = {  # what kernel_test is asked for until something is found
         "collectives": ["mutants 1 60", "mutants 2 60"],
         "rings": ["rings 1 20"],
         "messages": ["streams 1"],
+    },
+    "weak": {
+        "collectives": ["mutants 1 60", "mutants 2 60", "forms 3 2"],
+        "messages": ["streams 1"],
+        "records": ["records 1", "records 2"],
     },
 }
 STANDARD = (
@@ -255,6 +263,43 @@ FAULTS = {
     "flags without the epoch": Fault("run", SESSION,
         "return epoch_ << step_bits | (step + 1);",
         "return step + 1;"),
+    # Blocks that start when others of their launch have ended.
+    "the first block to end writes the epoch": Fault("run", SESSION,
+        """    if (c_.add(&me_.ticket, 1, Scope::gpu) + 1 != static_cast<uint64_t>(c_.blocks())) return;
+    c_.store_relaxed(&me_.ticket, 0, Scope::gpu);
+""",
+        """    const uint64_t ended = c_.add(&me_.ticket, 1, Scope::gpu) + 1;
+    if (ended == static_cast<uint64_t>(c_.blocks())) c_.store_relaxed(&me_.ticket, 0, Scope::gpu);
+    if (ended != 1) return;
+"""),
+    "message: the first block to end writes the epoch": Fault("run", MESSAGE,
+        """    if (c_.add(&mine_.ticket, 1, Scope::gpu) + 1 != static_cast<uint64_t>(c_.blocks())) return;
+    c_.store_relaxed(&mine_.ticket, 0, Scope::gpu);
+""",
+        """    const uint64_t ended = c_.add(&mine_.ticket, 1, Scope::gpu) + 1;
+    if (ended == static_cast<uint64_t>(c_.blocks())) c_.store_relaxed(&mine_.ticket, 0, Scope::gpu);
+    if (ended != 1) return;
+"""),
+    # Payloads that are relaxed atomics.
+    "only the first header word checked": Fault("weak", SESSION,
+        "for (int i = 0; i < pairs; ++i) all = all && words[i].y == mark && words[i].w == mark;",
+        "for (int i = 0; i < 1; ++i) all = all && words[i].y == mark;"),
+    "the last header pair not checked": Fault("weak", SESSION,
+        "for (int i = 0; i < pairs; ++i) all = all && words[i].y == mark && words[i].w == mark;",
+        "for (int i = 0; i + 1 < pairs; ++i) all = all && words[i].y == mark && words[i].w == mark;"),
+    "fault record stored relaxed": Fault("weak", SESSION,
+        "c.store_release(&record.fault, static_cast<uint64_t>(fault), Scope::system);",
+        "c.store_relaxed(&record.fault, static_cast<uint64_t>(fault), Scope::system);", suite="records"),
+    "fault record stored first": Fault("weak", SESSION,
+        "  c.store_relaxed(&record.epoch, epoch, Scope::system);\n",
+        "  c.store_release(&record.fault, static_cast<uint64_t>(fault), Scope::system);\n"
+        "  c.store_relaxed(&record.epoch, epoch, Scope::system);\n", suite="records"),
+    "one_shot: only the first mark checked": Fault("weak", ONE_SHOT,
+        "return words.y == mark && words.w == mark;",
+        "return words.y == mark;"),
+    "one_shot: only the second mark checked": Fault("weak", ONE_SHOT,
+        "return words.y == mark && words.w == mark;",
+        "return words.w == mark;"),
     "message epoch not advanced": Fault("run", MESSAGE,
         "c_.store_relaxed(&mine_.epoch, epoch_, Scope::gpu);",
         ""),

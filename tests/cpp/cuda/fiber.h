@@ -17,7 +17,8 @@
 //
 // Streams: a stream starts launch k+1 as soon as its launch k has ended, whatever other ranks do. That is
 // what exposes missing end barriers and flags used again too early. All blocks of a launch are resident
-// together; how many fit on a GPU is modelled by the fake driver's launches (fake_processors.h).
+// together, though under a random schedule some start late; how many fit on a GPU is modelled by the fake
+// driver's launches (fake_processors.h).
 //
 // Under -fsanitize=thread (kernels and machine.cc with it, fiber.cc and fiber_ops.cc never: [Note:
 // instrumented and not]) fibers are threads to ThreadSanitizer and a switch between them orders nothing.

@@ -178,6 +178,41 @@ std::byte message_byte(int src, int dst, int round, size_t i) {
 
 }  // namespace
 
+// What the host reads of a fault record that kernels write meanwhile, as Faults::read_record does.
+void records(uint64_t seed) {
+  for (uint64_t round = 0; round < 20; ++round)
+    for (int what = 0; what < 3; ++what) {
+      const bool is_message = what == 2;
+      const Setting setting{
+          .world_size = 2, .threads = 32, .options = {.seed = seed * 1000 + round, .preempt = 3}};
+      Machine machine(2, setting.options);
+      Ranks ranks(machine, 2, options_of(setting));
+      Instance good(ranks, {.count = 50}, setting.memory, 1);
+      std::vector<std::unique_ptr<Instance>> calls;
+      Buffer data(4096);
+      for (int r = 0; r < 2; ++r) {
+        const size_t base = is_message ? 64 : 77, epoch = is_message ? 1 : 2;
+        const Case call{.algorithm = what ? Algorithm::two_shot : Algorithm::one_shot, .count = base + r};
+        calls.push_back(std::make_unique<Instance>(ranks, call, setting.memory, 2 + r));
+        good.enqueue(r);
+        if (is_message) ranks.enqueue(r, {r == 0, 1 - r, 7, DType::u8, data.data(), base + r}, 1);
+        else ranks.enqueue(r, calls[r]->op(r));
+        const int place = !is_message ? 0 : r == 0 ? record_of_sending(1) : record_of_receiving(0);
+        machine.launch(machine.stream(r, 2), 1, 1, [=, &ranks](fiber::FiberCtx& c) {
+          const ErrorRecord& record = ranks.error(r).records[place];
+          auto word = [&](const uint64_t& of_record) { return c.load_relaxed(&of_record, Scope::system); };
+          while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
+          expect(word(record.epoch) == epoch && word(record.peer) == 1u - r && word(record.here.meta) &&
+                     word(record.here.count) == base + r && word(record.there.count) == base + 1 - r,
+                 "the whole record is there when its fault is");
+        });
+      }
+      const Outcome outcome = machine.run();
+      ++runs;
+      expect(outcome.ok, "records are read; got " + outcome.text);
+    }
+}
+
 void faults() {
   mismatches();
   pairwise_mismatch();

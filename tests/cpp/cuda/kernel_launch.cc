@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "../../../csrc/cuda/kernels/kernels.cuh"
+#include "weak_ctx.h"
 
 namespace pycomm::cuda {
 
@@ -56,7 +57,15 @@ void launch_step(fiber::Machine& machine, fiber::Stream& stream, const Step& ste
   visit_kernel(step.key, [&]<Kernel kernel, class T, ReduceOp op>() {
     if constexpr (built<T, op>)
       machine.launch(stream, step.blocks, std::min(step.threads, threads),
-                     [args = step.args](fiber::FiberCtx& c) { run_kernel<kernel, T, op>(c, args); });
+                     [args = step.args](fiber::FiberCtx& c) {
+#ifdef PYCOMM_WEAK
+                       WeakCtx weak(c);
+                       run_kernel<kernel, T, op>(weak, args);
+                       weak.drain();
+#else
+                       run_kernel<kernel, T, op>(c, args);
+#endif
+                     });
   });
 }
 

@@ -7,7 +7,8 @@
 
 namespace pycomm::cuda::testing {
 
-// Enqueues the launch of a step; with at most `threads` per block.
+// Enqueues the launch of a step; with at most `threads` per block. In builds with PYCOMM_WEAK under the weak
+// memory of weak_ctx.h.
 void launch_step(fiber::Machine& machine, fiber::Stream& stream, const Step& step, int threads);
 
 // Is the kernel in this program? All that exist are, but in builds with PYCOMM_FEW_KERNELS: sums of f32, bf16

@@ -64,5 +64,6 @@ inline void expect(bool holds, const std::string& what) {
 // kernel_faults.cc
 void faults();
 void streams(uint64_t seed);
+void records(uint64_t seed);
 
 }  // namespace pycomm::cuda::testing

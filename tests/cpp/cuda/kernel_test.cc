@@ -10,6 +10,7 @@
 //   kernel_test rings SEED RUNS        long rings
 //   kernel_test faults                 mismatches, missing ranks, stop, deadlock
 //   kernel_test streams SEED           messages beside collectives, several streams per rank
+//   kernel_test records SEED           the host reads what the kernels report
 //
 // Every run checks each rank's result right after the call and then writes over its buffers, as a caller may;
 // prints the number of runs. Ends with status 1 and a text at the first failure.
@@ -210,7 +211,8 @@ int run_suite(int argc, char** argv) {
   else if (suite == "rings") long_rings(number(2), static_cast<int>(number(3)));
   else if (suite == "faults") faults();
   else if (suite == "streams") streams(number(2));
-  else return std::puts("suites: table, random, forms, mutants, rings, faults, streams"), 2;
+  else if (suite == "records") records(number(2));
+  else return std::puts("suites: table, random, forms, mutants, rings, faults, streams, records"), 2;
   std::printf("%d runs\n", runs);
   return 0;
 }

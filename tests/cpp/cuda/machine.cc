@@ -28,8 +28,21 @@ struct KernelLaunch : Launch {
   std::string error;  // of an exception
 };
 
+// For how many turns a block is held back before its threads run: with random schedules one of 16, so that it
+// may start when the others of its launch have ended.
+int turns_held(const Fiber* f) {
+  const Launch* launch = launch_of(f);
+  const uint64_t seed = f->scheduler->options.seed;
+  if (!seed || f->scheduler->polling || launch->blocks < 2) return 0;
+  uint64_t z = seed ^ (static_cast<uint64_t>(launch->number) << 32 | f->block->index << 8 | f->stream->rank);
+  z = (z ^ z >> 30) * 0xbf58476d1ce4e5b9;
+  z = (z ^ z >> 27) * 0x94d049bb133111eb;
+  return (z >> 33) % 16 ? 0 : 400;
+}
+
 void enter(Launch* launch, Fiber* f, uint32_t budget) {
   auto* self = static_cast<KernelLaunch*>(launch);
+  for (int turns = turns_held(f); turns > 0; turns--) budget = give_way(f);
   FiberCtx context(f, launch, budget);
   try {
     self->kernel(context);
