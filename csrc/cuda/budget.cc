@@ -13,6 +13,8 @@ namespace {
 struct Count {
   int room = 0;  // of this process
   int taken = 0;
+  int callers = 0;  // ranks of this process, each with a stream
+  int streams = 0;  // of lines
 };
 
 struct Counts {
@@ -46,6 +48,31 @@ void Places::keep(int count) {
   std::lock_guard lock(all.mutex);
   all.of_device[key_of(device_)].taken -= count_ - count;
   count_ = count;
+}
+
+int queues_of(const Place& place) {
+  return place.connections > 0 ? std::min(place.connections, max_connections) : default_connections;
+}
+
+bool LineStreams::take(const Place& here, int ranks_here, bool of_messages) {
+  Counts& all = counts();
+  std::lock_guard lock(all.mutex);
+  device_ = here.uuid;
+  Count& count = all.of_device[key_of(device_)];
+  count.callers = std::max(count.callers, ranks_here);
+  const bool matters = of_messages || count.callers > 1;
+  if (matters && count.callers + count.streams + 1 > queues_of(here)) return false;
+  ++count.streams;
+  ++count_;
+  return true;
+}
+
+void LineStreams::give_back() {
+  if (!count_) return;
+  Counts& all = counts();
+  std::lock_guard lock(all.mutex);
+  all.of_device[key_of(device_)].streams -= count_;
+  count_ = 0;
 }
 
 }  // namespace pycomm::cuda

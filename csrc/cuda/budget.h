@@ -40,6 +40,16 @@
 // Kernels of others (fused products, NCCL) are in no count. Ranks with a device each are not counted: a group
 // has its 64 blocks there, and what its messages may have with them; several groups, used in orders that
 // differ between ranks, could still exceed a device.
+//
+// [Note: hardware queues] The driver deals the streams of a process out to the hardware queues of the device:
+// 8, or CUDA_DEVICE_MAX_CONNECTIONS, 32 at most. What is behind something that waits in one queue does not
+// start, though it be in another stream. So streams that wait for each other by way of peers must not share a
+// queue: the stream of each rank's caller, those that lines have of their own for asynchronous operations (up
+// to two for each peer, one for collectives), of all ranks that are threads of the process. They are counted,
+// and an operation that would need one more than there are queues is refused. A rank alone on its device may
+// have its collectives in the queue of anything else: they come in one order on all ranks; only its messages
+// count. Not counted: other streams of the program (torch's pool), which may share a queue with these. `make
+// gpu-check` prints which streams do.
 #pragma once
 
 #include <memory>
@@ -79,6 +89,25 @@ class Places {
 
  private:
   const Uuid device_;
+  int count_ = 0;
+};
+
+inline constexpr int default_connections = 8;  // of the driver, where CUDA_DEVICE_MAX_CONNECTIONS is unset
+inline constexpr int max_connections = 32;
+// Of the process on that device.
+int queues_of(const Place& place);
+
+// The streams that the lines of one rank of a group have of their own. Thread-safe.
+class LineStreams {
+ public:
+  // Counts one more. False: that is one more than there are queues, and was not counted.
+  bool take(const Place& here, int ranks_here, bool of_messages);
+  void give_back();  // all of them
+  ~LineStreams() { give_back(); }
+  void keep_for_ever() { count_ = 0; }
+
+ private:
+  Uuid device_{};
   int count_ = 0;
 };
 

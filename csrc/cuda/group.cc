@@ -207,6 +207,7 @@ void CudaGroup::close() {
 void CudaGroup::give_back() {
   ContextGuard guard(device());
   state_.lines.give_back(state_.setup.driver);
+  state_.line_streams.give_back();
   state_.events.reset();
   arena_.reset();
   registry_.give_back();
@@ -218,6 +219,7 @@ void CudaGroup::give_back() {
 void CudaGroup::keep_for_ever() {
   (void)arena_.release();
   registry_.keep_for_ever();
+  state_.line_streams.keep_for_ever();
   if (state_.setup.places) state_.setup.places->keep_for_ever();
 }
 

@@ -12,6 +12,7 @@ constexpr int high_priority = -1;  // communication first: somebody waits for it
 Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue) {
   ContextGuard guard(state_.setup.device);
   refuse_shared_stream(info, issue.stream);
+  if (issue.async_op && !line.own) count_own_stream(info, line);
   ++line.issued;
   Mark end{nullptr, issue.stream, {}};
   try {
@@ -54,6 +55,23 @@ void Issuer::refuse_shared_stream(const OpInfo& info, Stream stream) const {
           " are threads of one process and use the same CUDA stream, where one would wait behind the other "
           "for ever. Give "
           "each thread a stream of its own: with torch.cuda.stream(torch.cuda.Stream()).");
+}
+
+// Before the line gets a stream of its own: [Note: hardware queues] in budget.h.
+void Issuer::count_own_stream(const OpInfo& info, const Line& line) {
+  const Setup& setup = state_.setup;
+  const Place& here = setup.topology.here();
+  const int ranks_here = count_on_device(setup.topology.places, here, true), queues = queues_of(here);
+  if (state_.line_streams.take(here, ranks_here, line.number != 0)) return;
+  std::string text = setup.comm.transport().where(info) +
+                     "one more asynchronous operation at the same time needs a stream more than the " +
+                     std::to_string(queues) +
+                     " hardware queues of this process: a launch could wait for ever behind one that waits "
+                     "for it. ";
+  if (queues < max_connections)
+    text += "Set CUDA_DEVICE_MAX_CONNECTIONS=32 before the first CUDA call of the process, or issue";
+  else text += "Use fewer ranks per device and process, or issue";
+  throw std::invalid_argument(text + " messages to and from fewer peers with async_op.");
 }
 
 // The stream that the operation goes to, in order behind what must come before it.

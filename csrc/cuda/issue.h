@@ -33,6 +33,7 @@ class Issuer {
 
  private:
   void refuse_shared_stream(const OpInfo& info, Stream stream) const;
+  void count_own_stream(const OpInfo& info, const Line& line);
   Stream enter(Line& line, const Issue& issue, const Capture& capture);
   void run_steps(const LaunchPlan& plan, Stream stream);
   void apply(const std::vector<WordOperation>& operations, Stream stream) const;

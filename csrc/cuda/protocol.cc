@@ -4,16 +4,15 @@
 #include <algorithm>
 #include <stdexcept>
 
+#include "budget.h"
+
 namespace pycomm::cuda {
 
 namespace {
 
-int queues_of(const Place& place) {
-  return place.connections > 0 ? std::min(place.connections, max_connections) : default_connections;
-}
-
 // Threads of one process on one device: each has a stream of its own and the caller's, and no two of them may
-// share a hardware queue.
+// share a hardware queue. Those of messages are counted when they are made: [Note: hardware queues] in
+// budget.h.
 void check_queues(const std::vector<Place>& places, const std::string& where) {
   for (const Place& place : places) {
     const int ranks = count_on_device(places, place, true);

@@ -36,9 +36,6 @@ struct ProtocolChoice {
   std::string reason;
 };
 
-inline constexpr int default_connections = 8;  // of the driver, where CUDA_DEVICE_MAX_CONNECTIONS is unset
-inline constexpr int max_connections = 32;
-
 // Pure: the verdict is the same on all ranks. Throws std::runtime_error with the way out where no protocol,
 // or not the requested one, can work. `room`: blocks that other groups have left for each rank of this one.
 ProtocolChoice choose_protocol(const std::vector<Place>& places, int rank,

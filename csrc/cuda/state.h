@@ -17,6 +17,7 @@ struct GroupState {
   HostWords words{setup};
   std::shared_ptr<EventPool> events = std::make_shared<EventPool>(setup.device);
   Lines lines{setup.world_size()};
+  LineStreams line_streams{};
   Faults faults{setup, words};
   Deadlines deadlines{setup, words, lines, faults};
   Works works{lock, setup, words, faults};

@@ -3,7 +3,7 @@
 import importlib
 from typing import NamedTuple
 
-from gpu import behaviour, faults, order, torch_checks, values
+from gpu import behaviour, faults, order, queues, torch_checks, values
 
 
 class Definition(NamedTuple):
@@ -45,6 +45,7 @@ def _values_processes(check):
 
 
 CHECKS = {
+    "queues": Definition(queues.aliases, 20, "which streams share a hardware queue"),
     "smoke": Definition(
         _smoke, 45, "one all_reduce with threads and with processes; what the runtime says of the GPU"
     ),

@@ -60,6 +60,7 @@ PARTS = {
     ),
     "values": (
         *START,
+        "queues",
         "values_threads",
         "graphs",
         "streams",
@@ -81,7 +82,7 @@ PARTS = {
         "bench_fused_4",
         "fused_tuned",
     ),
-    "faults": (*START, "mismatches", "missing", "deaths"),
+    "faults": (*START, "queues", "mismatches", "missing", "deaths"),
 }
 
 

@@ -10,7 +10,8 @@
 // should have used no stream before, as with CUDA.
 //
 // Not modelled: what multimem instructions do with a multicast address (it is plain memory), graph capture
-// beyond its status, the order of unsynchronised host copies, the legacy stream's implicit synchronisation.
+// beyond its status and the calls that end it, the order of unsynchronised host copies, the legacy stream's
+// implicit synchronisation.
 #pragma once
 
 #include <functional>
@@ -32,6 +33,7 @@ struct FakeSettings {
   bool multicast = false;
   bool peer_access = true;  // between devices
   size_t memory_bytes = size_t{1} << 30;  // of each device
+  int connections = 0;  // hardware queues, to which streams are dealt out; 0: each stream has its own
   double longest_wait = 10;  // seconds; a stream that waits longer goes on with an error
 };
 

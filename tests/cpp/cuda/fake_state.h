@@ -62,7 +62,9 @@ struct FakeState {
   std::string violations;
   MemHandle next_handle = 0x100;
   std::shared_ptr<FakeStream> default_stream;
+  std::map<int, std::vector<std::shared_ptr<FakeStream>>> queues;  // of the hardware, by device
   std::atomic<int> streams{0}, events{0};
+  std::atomic<int> capturing{0};           // streams
 };
 
 // Of this process; a forked child gets a new one.

@@ -1,4 +1,5 @@
 // fake_streams.cc -- streams and events of the fake driver: a stream is a queue and a thread that runs it.
+#include <algorithm>
 #include <chrono>
 #include <cstdio>
 #include <cstring>
@@ -8,6 +9,7 @@
 
 struct CUstream_st {
   std::shared_ptr<pycomm::cuda::FakeStream> stream;
+  bool owned;  // false: a hardware queue, which others share
 };
 
 struct CUevent_st {
@@ -85,16 +87,28 @@ void wait_until(FakeStream& stream, const Ready& ready, const char* what) {
   }
 }
 
+// The queue with the fewest streams. All that is in one runs in order of submission: a device may do better,
+// but need not.
+std::shared_ptr<FakeStream> hardware_queue() {
+  FakeState& state = fake_state();
+  std::lock_guard lock(state.mutex);
+  auto& queues = state.queues[fake_current_device()];
+  while (static_cast<int>(queues.size()) < fake_settings().connections) queues.push_back(start_stream());
+  return *std::min_element(queues.begin(), queues.end(),
+                           [](const auto& a, const auto& b) { return a.use_count() < b.use_count(); });
+}
+
 int cuStreamCreateWithPriority(Stream* stream, unsigned int, int) {
   FAKE_ENTER_IN_CONTEXT(cuStreamCreateWithPriority);
-  *stream = new CUstream_st{start_stream()};
+  const bool owned = fake_settings().connections == 0;
+  *stream = new CUstream_st{owned ? start_stream() : hardware_queue(), owned};
   ++fake_state().streams;
   return result::success;
 }
 
 int cuStreamDestroy(Stream stream) {
   FAKE_ENTER(cuStreamDestroy);
-  {
+  if (stream->owned) {
     std::lock_guard lock(stream->stream->mutex);
     stream->stream->ending = true;
     stream->stream->changed.notify_all();
@@ -176,11 +190,22 @@ int cuStreamWaitValue32(Stream handle, DevicePtr address, uint32_t value, unsign
   return result::success;
 }
 
+thread_local int capture_mode = 0;  // global
+
 int cuThreadExchangeStreamCaptureMode(int* mode) {
   FAKE_ENTER(cuThreadExchangeStreamCaptureMode);
-  thread_local int current = 0;  // global
-  std::swap(*mode, current);
+  std::swap(*mode, capture_mode);
   return result::success;
+}
+
+// While a stream of the process is captured as torch.cuda.graph does it (global mode), such a call of any
+// thread that has not said otherwise for itself ends the capture.
+void refuse_in_capture(const char* call) {
+  FakeState& state = fake_state();
+  if (!state.capturing || capture_mode == flag::capture_mode_relaxed) return;
+  std::lock_guard lock(state.mutex);
+  std::fprintf(stderr, "fake driver: %s ends a capture of another thread\n", call);
+  state.violations += std::string(call) + " ends a capture of another thread\n";
 }
 
 // --- events ---
@@ -217,6 +242,7 @@ int cuEventRecord(Event event, Stream stream) {
 
 int cuEventQuery(Event event) {
   FAKE_ENTER(cuEventQuery);
+  refuse_in_capture("cuEventQuery");
   const auto reached = last_record(event);
   return !reached || reached->load(std::memory_order_acquire) ? result::success : result::not_ready;
 }
@@ -247,6 +273,8 @@ void fake_enqueue(Stream stream, std::function<void()> body) { submit(*stream_of
 void fake_capture(Stream handle, int status, uint64_t id) {
   const auto stream = stream_of(handle);
   std::lock_guard lock(stream->mutex);
+  fake_state().capturing +=
+      (status == flag::capture_active) - (stream->capture_status == flag::capture_active);
   stream->capture_status = status;
   stream->capture_id = id;
 }

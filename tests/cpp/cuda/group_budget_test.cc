@@ -68,7 +68,8 @@ void test_two_groups(int ranks, int multiprocessors, int groups) {
          run_ranks(run_options(setting, timeout), body));
 }
 
-// Every rank sends much to several others before it receives, and a collective beside that.
+// Every rank sends much to several others before it receives, and a collective beside that. With many ranks
+// there are hardware queues for the sends alone.
 void test_many_sends(const Setting& setting, int peers) {
   const auto body = [&](Rank& rank) {
     Member me(rank, setting.devices);
@@ -85,10 +86,11 @@ void test_many_sends(const Setting& setting, int peers) {
     std::this_thread::sleep_for(std::chrono::milliseconds(100));  // all of it is under way
     rank.barrier();
     Trial trial(me.group, rank, {OpKind::all_reduce, large, Algorithm::two_shot});
-    me.run(trial, true);
+    const bool few = n < 8;
+    me.run(trial, few);
     for (int k = 1; k <= peers; ++k) {
       received.emplace_back(large);
-      works.push_back(me.group.issue(call(received.back(), false, (rank.rank + n - k) % n), me.issue(true)));
+      works.push_back(me.group.issue(call(received.back(), false, (rank.rank + n - k) % n), me.issue(few)));
     }
     for (const auto& work : works) work->wait();
     me.own.synchronize();
@@ -102,6 +104,44 @@ void test_many_sends(const Setting& setting, int peers) {
   };
   expect(std::to_string(peers) + " sends before the receives: " + setting.text(),
          run_ranks(run_options(setting, timeout), body));
+}
+
+// Rank 0 exchanges messages with all at once, and the streams of its lines come to more than there are
+// hardware queues: the last one is refused, and goes through the caller's stream.
+void test_queues(const Setting& setting, size_t refused_at) {
+  const auto body = [&](Rank& rank) {
+    Member me(rank, setting.devices);
+    const int n = rank.world_size;
+    auto call = [](std::vector<float>& data, bool sends, int peer) {
+      return MessageCall{sends, peer, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
+    };
+    rank.barrier();
+    std::list<std::vector<float>> data;
+    std::vector<CudaWorkPtr> works;
+    if (rank.rank == 0) {
+      for (bool sends : {true, false})
+        for (int peer = 1; peer < n; ++peer) {
+          const MessageCall message = call(data.emplace_back(1000, sends ? 7.0f : 0.0f), sends, peer);
+          if (works.size() + 1 != refused_at) {
+            works.push_back(me.group.issue(message, me.issue(true)));
+            continue;
+          }
+          require_contains(error_of([&] { me.group.issue(message, me.issue(true)); }), "hardware queues");
+          works.push_back(me.group.issue(message, me.issue()));
+        }
+      rank.barrier();
+    } else {
+      rank.barrier();
+      for (bool sends : {false, true})
+        me.group.issue(call(data.emplace_back(1000, sends ? 7.0f : 0.0f), sends, 0), me.issue());
+    }
+    for (const auto& work : works) work->wait();
+    me.own.synchronize();
+    for (const auto& each : data) require(each.back() == 7.0f, "what came");
+    me.exercise();
+    me.finish();
+  };
+  expect("hardware queues: " + setting.text(), run_ranks(run_options(setting, timeout), body));
 }
 
 // What a group gives back, the next one gets.
@@ -136,6 +176,9 @@ int main() {
   test_many_sends({3, 3, 1, false, "", 6}, 2);
   test_many_sends({8, 8, 1, false, "", 16}, 3);
   test_many_sends({3, 3, 3, false, "", 8}, 2);
+  test_queues({3, 3, 1, false, "", 6, 6}, 4);  // three callers, three lines
+  test_queues({3, 3, 1, false, "", 6, 7}, 0);
+  test_queues({3, 1, 3, false, "", 8, 4}, 4);  // one caller, three lines
   test_given_back();
   std::printf("%d passed, %d failed\n", passes, failures);
   return failures != 0;

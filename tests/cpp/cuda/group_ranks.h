@@ -13,6 +13,7 @@ struct Setting {
   bool mps = false;
   std::string protocol = {};
   int multiprocessors = 4;
+  int connections = 0;  // hardware queues; 0: enough
 
   std::string text() const {
     return std::to_string(ranks) + " ranks, " + std::to_string(threads) + " per process, " +
@@ -28,8 +29,11 @@ inline RunOptions run_options(const Setting& setting, double timeout = 10) {
     fake_settings().devices = setting.devices;
     fake_settings().mps = setting.mps;
     fake_settings().multiprocessors = setting.multiprocessors;
+    fake_settings().connections = setting.connections;
   };
-  options.device = {.staging_bytes = 64 << 10, .protocol = setting.protocol, .connections = 32};
+  options.device = {.staging_bytes = 64 << 10,
+                    .protocol = setting.protocol,
+                    .connections = setting.connections ? setting.connections : 32};
   return options;
 }
 

@@ -137,7 +137,7 @@ void test_messages() {
       for (size_t count : {0, 1, 3000, 60000}) exchange_letters(me, count);
       if (rank.world_size > 1)
         for (size_t count : {7, 30000}) ping_pong(me, count);
-      self_send(me);
+      if (rank.world_size < 8) self_send(me);  // with 8 no hardware queues are left for two lines more
       require_contains(
           error_of([&] { me.group.issue(Letter(1, 0).call(true, rank.world_size), me.issue()); }),
           "is not in this group of");
