@@ -28,11 +28,8 @@ void Watcher::join() {
   if (thread_ && thread_->joinable() && !on_own_thread()) thread_->join();
 }
 
-// In the capture mode that torch.cuda.graph uses, a query of an event by any thread would end every capture
-// of the process, unless that thread has said otherwise for itself.
 void Watcher::run() {
-  int mode = flag::capture_mode_relaxed;
-  state_.setup.driver.cuThreadExchangeStreamCaptureMode(&mode);
+  RelaxedCapture relaxed;
   auto held = state_.lock.take_here();
   while (!stopping_) {
     look();
@@ -87,6 +84,7 @@ bool Watcher::running() {
 
 bool Watcher::drain(std::unique_lock<std::mutex>& held, Clock::duration limit, bool stop_device) {
   const auto late = Clock::now() + limit;
+  RelaxedCapture relaxed;
   for (const Mark& mark : state_.lines.last_marks())
     while (!state_.faults.reached(mark.event)) {
       if (Clock::now() > late) return false;

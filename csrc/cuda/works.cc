@@ -63,6 +63,7 @@ void Works::order(const CudaWork& work, Stream stream) {
 bool Works::poll(CudaWork& work) {
   std::exception_ptr error;
   {
+    RelaxedCapture relaxed;
     const auto held = lock_.take(work.info());
     if (!faults_.reached(work.end().event)) return false;
     faults_.read();
@@ -78,6 +79,7 @@ void Works::wait_for_end(CudaWork& work, double timeout) {
   const auto deadline = Clock::now() + std::chrono::duration<double>(std::min(timeout + host_margin, 1e8));
   for (int round = 0;; ++round) {
     {
+      RelaxedCapture relaxed;
       const auto held = lock_.take(work.info());
       if (faults_.reached(work.end().event)) {
         faults_.look(work.info());

@@ -210,6 +210,19 @@ class ContextGuard {
   bool changed_ = false;
 };
 
+// In the capture mode that torch.cuda.graph uses, a query of an event by any thread ends every capture of the
+// process, unless that thread has said otherwise for itself: as it does while it has one of these.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { exchange(); }
+  ~RelaxedCapture() { exchange(); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+
+ private:
+  void exchange() { require_driver().cuThreadExchangeStreamCaptureMode(&mode_); }
+  int mode_ = flag::capture_mode_relaxed;
+};
+
 // Which graph capture a stream takes part in. An invalidated capture counts as active: calls that are
 // forbidden in it still are.
 struct Capture {
