@@ -144,10 +144,11 @@ void test_queues(const Setting& setting, size_t refused_at) {
   expect("hardware queues: " + setting.text(), run_ranks(run_options(setting, timeout), body));
 }
 
-// What a group gives back, the next one gets.
+// What a group gives back when it is closed, the next one gets.
 void test_given_back() {
   const MoreGroups more;
   const auto body = [&](Rank& rank) {
+    std::vector<std::shared_ptr<Communicator>> closed;
     for (int round = 0; round < 3; ++round) {
       const std::string name = std::to_string(round);
       const auto comm = more.make(name, rank.rank, 2), beside = more.make(name + " beside", rank.rank, 2);
@@ -163,6 +164,7 @@ void test_given_back() {
                        "protocol resident cannot work: other groups of this process have taken");
       me.finish();
       late.finish();
+      closed.insert(closed.end(), {comm, beside});
     }
   };
   expect("places are given back", run_ranks(run_options({2, 2}), body));
