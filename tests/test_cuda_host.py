@@ -14,7 +14,12 @@ CUDA = ROOT / "csrc" / "cuda"
 HERE = ROOT / "tests" / "cpp" / "cuda"
 QUIET = ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
 FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", *QUIET]
-HOST = [*sorted((CUDA / "device").glob("*.cc")), CUDA / "protocol.cc", CUDA / "kernels" / "stub.cc"]
+HOST = [
+    *sorted((CUDA / "device").glob("*.cc")),
+    CUDA / "budget.cc",
+    CUDA / "protocol.cc",
+    CUDA / "kernels" / "stub.cc",
+]
 FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
 PROGRAMS = ("host_test", "peer_memory_test")
 MACHINES = {

@@ -202,7 +202,7 @@ void test_driver() {
 }
 
 void test_streams() {
-  const auto body = [](Rank&) {
+  const auto body = [](Rank& rank) {
     const Driver& table = *fake_driver();
     ContextGuard guard(0);
     Stream one = nullptr, two = nullptr;
@@ -230,11 +230,13 @@ void test_streams() {
                 table.cuStreamQuery(two) == result::success,
             "the order");
 
+    rank.barrier();  // a query of the other thread would end the capture
     require(!capture_of(one).active, "no capture");
     fake_capture(one, flag::capture_active, 42);
     require(capture_of(one).active && capture_of(one).id == 42 && !capture_of(two).active &&
                 !capture_of(nullptr).active,
             "a capture");
+    fake_capture(one, flag::capture_none, 0);
     PYCOMM_CUDA_CHECK(table, cuEventDestroy, event);
     PYCOMM_CUDA_CHECK(table, cuStreamDestroy, one);
     PYCOMM_CUDA_CHECK(table, cuStreamDestroy, two);
