@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
+from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
@@ -83,6 +85,9 @@ def deal_experts(model, moe_names, mesh, plan):
 
 def cut_tensors(model, moe_names, cut, mesh, plan):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
+    proof = None
+    if cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0]):
+        proof = cut.stage_model.proof = BlockProof(cut.split, cut.trunk.blocks[0])
     tensor = parallelize_tensor(
         model,
         mesh.group("tp"),
@@ -93,7 +98,13 @@ def cut_tensors(model, moe_names, cut, mesh, plan):
     if cut.trunk is None:
         return tensor, cut
     blocks = list(model.get_submodule(cut.trunk.name))
+    if proof is not None and mesh.group("tp").size > 1:
+        proof.was_cut(blocks[0])
     return tensor, cut._replace(trunk=cut.trunk._replace(blocks=blocks))
+
+
+def _has_moe(block):
+    return any(isinstance(module, MoE) for module in block.modules())
 
 
 def cast(model, stage_model, plan):

@@ -72,6 +72,7 @@ class StageModel:
         self.previous = None  # output of the block that ran last, until `checked`
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
+        self.proof = None  # BlockProof of a split sequence, until the first forward
         self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
         self.owners = owners(model, trunk)
         # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
@@ -215,6 +216,9 @@ class StageModel:
         if given is not hidden:
             args, kwargs = replace_hidden(args, kwargs, hidden, given)
         self._check_present((args, kwargs), f"block {index} of {self.trunk.name!r} is given")
+        if index == 0 and self.proof is not None:
+            proof, self.proof = self.proof, None
+            proof.check(args, kwargs)
         if self.split is not None:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:

@@ -1,0 +1,117 @@
+"""Whether a block computes from pieces of the sequence what it computes from the whole: tried, at the first
+forward, with the arguments that the model itself gives to its first block.
+
+    block 0 as it was                  f(x, ...)              -> y     this rank's piece of y
+    the same after the cut             f'(piece of x, ...)    -> y'    must be equal
+
+What a block does to positions cannot be read from its code: a convolution, a shift by one token, positions
+worked out from the length of the input, attention that is not known as such, an auxiliary number over all
+tokens. All of them show in the comparison, and so does everything else that a piece cannot know.
+
+Both blocks are copies from the time before the first step, in fp64 and in eval mode, so that neither
+rounding, dropout, loaded weights nor sharded parameters matter. Weights that are all zero (a residual branch
+that begins with nothing) are made 0.1 in both, as they would hide what the branch does. Compared is what the
+block adds to its input. Cost: the memory of two copies of a block until then, and two forwards.
+
+What it does not see: blocks unlike the first one, and what mixes positions after the trunk. Blocks with
+parallel.MoE exchange tokens and are passed over; so are blocks that draw random numbers even in eval mode.
+"""
+
+import contextlib
+import copy
+import math
+
+import torch
+from torch.utils._pytree import tree_map
+
+from pycomm import CommError
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.trunk import hidden_of
+
+__all__ = ["BlockProof"]
+
+MOST = 1e-3  # of what the block adds; norms that compute in fp32 by themselves give 1e-6
+
+
+class BlockProof:
+    """split: SequenceSplit. block: the first of the trunk, before tensor parallelism cuts it."""
+
+    def __init__(self, split, block):
+        self.split = split
+        self.whole = self._copy(block)
+        self.cut = self.whole
+
+    def was_cut(self, block):
+        """block: the same, after tensor parallelism has cut it."""
+        self.cut = self._copy(block)
+
+    def _copy(self, block):
+        groups = (self.split.ring, self.split.ulysses, self.split.tp)
+        shared = [self.split, *(group.pg for group in groups)]
+        kept = copy.deepcopy(block, {id(value): value for value in shared}).double().eval()
+        for parameter in kept.parameters():
+            parameter.requires_grad_(False)
+            if not parameter.any():
+                parameter.fill_(0.1)
+        return kept
+
+    @torch.no_grad()
+    def check(self, args, kwargs):
+        """Collective over the ranks that hold pieces. args, kwargs: what block 0 is given, whole. Raises
+        ValueError on all of them where the results differ.
+        """
+        split, (args, kwargs) = self.split, tree_map(_double, (list(args), dict(kwargs)))
+        hidden = hidden_of(args, kwargs)
+        with _no_modes():  # else attention would take the whole for a piece
+            whole = [_hidden_out(self.whole(*args, **copy.deepcopy(kwargs))) for _ in range(2)]
+        random = not torch.equal(*whole)
+        error, cause = self._error(whole[0], args, kwargs, hidden)
+        numbers = torch.tensor([float(not error <= MOST), float(random)], device=hidden.device)
+        for group in (split.ring, split.ulysses, split.tp):
+            comm.all_reduce(numbers, group)
+        if numbers[0] and not numbers[1]:
+            how = (
+                f"what it adds differs by {error:.1e} of its size" if cause is None else f"it fails ({cause})"
+            )
+            raise ValueError(
+                "the first block does not compute from pieces of the sequence what it computes from the "
+                f"whole: on this rank {how}. Something in it looks at other positions or at their number (a "
+                "convolution, a shift, positions worked out inside, attention under a name that is not "
+                "known: name it in Plan(rules=...)). Use a plan without ring, ulysses and megatron_sp"
+            ) from cause
+
+    def _error(self, whole, args, kwargs, hidden):
+        """(relative difference, None), or (nan, what the cut block raised)."""
+        args, kwargs, piece = self.split.enter(True, True, args, copy.deepcopy(kwargs), hidden)
+        try:
+            found = _hidden_out(self.cut(*args, **kwargs))
+        except (ValueError, CommError):
+            raise  # of pycomm, on all ranks alike
+        except Exception as error:
+            return math.nan, error
+        right = self._piece(whole) - piece
+        return float((found - piece - right).norm() / right.norm().clamp_min(1e-300)), None
+
+    def _piece(self, whole):
+        piece = self.split.cut(whole)
+        if self.split.megatron:
+            piece = comm.split_dim(piece, 1, self.split.sizes, self.split.tp)
+        return piece
+
+
+@contextlib.contextmanager
+def _no_modes():
+    """Without the modes of torch functions that are active."""
+    with contextlib.ExitStack() as stack:
+        for _ in torch.overrides._get_current_function_mode_stack():
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
+        yield
+
+
+def _double(value):
+    is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
+    return value.double() if is_real else value
+
+
+def _hidden_out(out):
+    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))

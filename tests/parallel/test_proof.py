@@ -1,0 +1,143 @@
+"""Blocks that look at other positions, on a split sequence: refused at the first step, whatever the means."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers as hf
+from models import Attention, Block
+from odd_models import cross, gpt, tokens
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+
+
+class Base(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.tok = nn.Embedding(29, 16)
+        self.blocks = nn.ModuleList(block(16, 2, 20) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
+
+    def forward(self, idx):
+        x = self.tok(idx)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+class Convolution(Block):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.conv = nn.Conv1d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        return super().forward(x + self.conv(x.transpose(1, 2)).transpose(1, 2))
+
+
+class Shift(Block):
+    def forward(self, x):
+        return super().forward(x + F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class Positions(Block):
+    """Worked out from the length of what comes in."""
+
+    def forward(self, x):
+        return super().forward(x * (1 + 0.1 * torch.arange(x.shape[1], dtype=x.dtype)[:, None]))
+
+
+class Average(Block):
+    def forward(self, x):
+        return super().forward(x - x.mean(1, keepdim=True))
+
+
+class Asleep(Block):
+    """The branch that shifts begins with nothing."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.branch = nn.Linear(16, 16)
+        nn.init.zeros_(self.branch.weight)
+        nn.init.zeros_(self.branch.bias)
+
+    def forward(self, x):
+        return super().forward(x) + self.branch(F.pad(x, (0, 0, 1, 0))[:, :-1])
+
+
+class Unheard(nn.Module):
+    """Attention of its own under names that nobody knows."""
+
+    def __init__(self, dim, heads, hidden):
+        super().__init__()
+        self.mixer = Attention(dim, heads)
+        self.mixer.wild = self.mixer.c_attn
+        self.mixer.card = self.mixer.c_proj
+        del self.mixer.c_attn, self.mixer.c_proj
+        self.mixer.forward = self.mix
+        self.norm = nn.LayerNorm(dim)
+
+    def mix(self, x):
+        q, k, v = self.mixer.wild(x).split(16, dim=2)
+        return self.mixer.card((q @ k.transpose(1, 2)).softmax(-1) @ v)
+
+    def forward(self, x):
+        return x + self.mixer(self.norm(x))
+
+
+def sizes(**more):
+    return {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, **more}
+
+
+MODELS = {
+    "convolution": lambda: Base(Convolution),
+    "shift": lambda: Base(Shift),
+    "positions": lambda: Base(Positions),
+    "average": lambda: Base(Average),
+    "asleep": lambda: Base(Asleep),
+    "unheard": lambda: Base(Unheard),
+    "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes(num_attention_heads=2))),
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes(num_attention_heads=2))),
+    "plain": gpt,
+}
+
+
+def first_step(rank, world_size, name, text):
+    torch.manual_seed(0)
+    model = MODELS[name]()
+    x, y = tokens(0)
+    batch = {"input_ids": x, "labels": y} if name in ("gpt-neox", "llama") else (x, y)
+    loss = None if isinstance(batch, dict) else cross
+    right = model(**batch).loss.item() if isinstance(batch, dict) else cross(model(x), y).item()
+    par.parallelize(model, None, par.Plan.parse(text))
+    try:
+        found = par.evaluate(model, batch, loss).item()
+    except ValueError as error:
+        return str(error)
+    return abs(found - right) < 1e-5 * right or f"{found} for {right}"
+
+
+PLANS = ("ring=2", "ulysses=2", "tp=2,megatron_sp")
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama", "plain")])
+def test_what_looks_at_other_positions(name, plan):
+    """It is refused, or equal where the strategy knows it; never another number."""
+    for found in spawn(2, first_step, name, plan):
+        assert found is True or "does not compute from pieces" in str(found) or "sequence" in str(found), (
+            found
+        )
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["convolution", "shift", "positions", "average", "asleep"])
+def test_refused(name, plan):
+    for found in spawn(2, first_step, name, plan):
+        assert "the first block does not compute from pieces of the sequence" in str(found), found
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "tp=2", "ring=2,zero=3", "pp=2"])
+@pytest.mark.parametrize("name", ["llama", "plain"])
+def test_plain_blocks_are_right(name, plan):
+    assert spawn(2, first_step, name, plan) == [True, True]
