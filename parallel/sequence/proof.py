@@ -11,7 +11,8 @@ tokens. All of them show in the comparison, and so does everything else that a p
 Both blocks are copies from the time before the first step, in fp64 and in eval mode, so that neither
 rounding, dropout, loaded weights nor sharded parameters matter. Weights that are all zero (a residual branch
 that begins with nothing) are made 0.1 in both, as they would hide what the branch does. Compared is what the
-block adds to its input. Cost: the memory of two copies of a block until then, and two forwards.
+block adds to its input (or its result, where that is another kind of tensor, as an embedding's). Cost: the
+memory of two copies of a block until then, and three forwards.
 
 What it does not see: blocks unlike the first one, and what mixes positions after the trunk. Blocks with
 parallel.MoE exchange tokens and are passed over; so are blocks that draw random numbers even in eval mode.
@@ -89,8 +90,10 @@ class BlockProof:
             raise  # of pycomm, on all ranks alike
         except Exception as error:
             return math.nan, error
-        right = self._piece(whole) - piece
-        return float((found - piece - right).norm() / right.norm().clamp_min(1e-300)), None
+        right = self._piece(whole)
+        if right.shape == piece.shape and piece.is_floating_point():
+            found, right = found - piece, right - piece
+        return float((found - right).norm() / right.norm().clamp_min(1e-300)), None
 
     def _piece(self, whole):
         piece = self.split.cut(whole)
