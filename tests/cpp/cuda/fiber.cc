@@ -118,12 +118,17 @@ void switch_away(Fiber* f) {
   if (next != f) switch_to(f, next);
 }
 
-uint32_t give_way(Fiber* f) {
+uint32_t pass_turn(Fiber* f) {
   Scheduler& s = *f->scheduler;
-  if (!s.options.preempt) s.steps += steps_of_a_busy_fiber;
   make_runnable(s, f);
   switch_away(f);
   return next_budget(s);
+}
+
+uint32_t give_way(Fiber* f) {
+  Scheduler& s = *f->scheduler;
+  if (!s.options.preempt) s.steps += steps_of_a_busy_fiber;
+  return pass_turn(f);
 }
 
 void trap(Fiber* f, const char* what, const void* p, size_t bytes) {

@@ -171,6 +171,7 @@ Launch* launch_of(const Fiber* f);
 
 // ---- for FiberCtx: `f` is the running fiber
 uint32_t give_way(Fiber* f);  // operations until the next call
+uint32_t pass_turn(Fiber* f);  // the same, of one that has not begun: it is not busy
 void sleep_on(Fiber* f, const void* word);
 void stored(Fiber* f, const void* word);  // wakes who sleeps on it
 void acquire(Fiber* f, const void* word, Scope scope);

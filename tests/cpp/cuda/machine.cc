@@ -42,7 +42,7 @@ int turns_held(const Fiber* f) {
 
 void enter(Launch* launch, Fiber* f, uint32_t budget) {
   auto* self = static_cast<KernelLaunch*>(launch);
-  for (int turns = turns_held(f); turns > 0; turns--) budget = give_way(f);
+  for (int turns = turns_held(f); turns > 0; turns--) budget = pass_turn(f);
   FiberCtx context(f, launch, budget);
   try {
     self->kernel(context);
