@@ -1,6 +1,7 @@
 """What can be refused before any rank is asked and anything is changed."""
 
 import torch
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.plan import ScheduleName
@@ -55,7 +56,15 @@ def _trunk_for(model, plan):
 
 
 def _check_batch_norms(model, trunk, plan):
-    names = list(batch_norms(model))
+    found = batch_norms(model)
+    names = list(found)
+    own = [name for name, module in found.items() if "forward" in module.__dict__ or not _is_plain(module)]
+    if own and plan.dp * plan.ep > 1:
+        raise ValueError(
+            f"Plan({plan}): {own[0]!r} is a BatchNorm with a forward of its own "
+            f"({type(found[own[0]]).__name__}), whose statistics cannot be made those of all data ranks. "
+            "Call torch's BatchNorm and what is done beside it one after the other, or use dp=1 and ep=1"
+        )
     cuts = [axis for axis in ("ring", "ulysses") if getattr(plan, axis) > 1]
     cuts += ["megatron_sp"] * plan.megatron_sp
     if names and cuts:
@@ -69,6 +78,11 @@ def _check_batch_norms(model, trunk, plan):
             f"Plan({plan}): {again[0]!r} is a BatchNorm inside a block, and its recomputation would count "
             "the rows twice in the running averages. Use a plan without checkpoint"
         )
+
+
+def _is_plain(module):
+    """Whether torch's own forward runs."""
+    return type(module).forward is _BatchNorm.forward
 
 
 def _check_optimizer(model, opt, plan):

@@ -36,7 +36,8 @@ def synchronize(model, mesh):
         module.forward = functools.partial(_forward, module, module.forward, group)
 
 
-def _forward(module, plain, group, x):
+def _forward(module, plain, group, input):
+    x = input  # which is its name in torch, for callers that give it by name
     if not module.training and module.running_mean is not None:
         return plain(x)
     module._check_input_dim(x)

@@ -13,8 +13,12 @@ Whatever reaches a present module, or the loss, with the mark on it would have b
 the stage refuses it, and says where it came from. A value that cannot carry a mark (a number, a truth value,
 a shape that depends on values) is refused where it is asked for.
 
-The mark is the class of the tensor. torch hands every function of its Python API that meets one to
-__torch_function__; what torch itself runs inside of such a function needs no look.
+The mark is the class of the tensor. It goes on at two levels:
+
+    __torch_function__    functions of torch's Python API, also with tensors that became Absent when something
+                          was written into them
+    __torch_dispatch__    the operations below, whoever calls them: scripted code, torch.vmap, a tensor taken
+                          for a number; operations in place leave an Absent as it is
 """
 
 import math
@@ -32,6 +36,8 @@ _DECIDE = {
     *(T.nonzero, torch.nonzero, torch.argwhere, T.argwhere, T.masked_select, torch.masked_select),
     *(T.unique, torch.unique, T.unique_consecutive, torch.unique_consecutive, T.bincount, torch.bincount),
 }
+# The same, of operations.
+_DECIDING_TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 # Their results have the shape, dtype or device of their first argument and none of its values.
 _LIKE = {
     *(torch.zeros_like, torch.ones_like, torch.empty_like, torch.full_like, torch.rand_like),
@@ -43,7 +49,12 @@ _AS = {T.type_as, T.expand_as, T.view_as, T.reshape_as, T.to}
 _KEEP = {
     *(T.requires_grad_, T.retain_grad, T.unsqueeze_, T.squeeze_, T.transpose_, T.t_, T.detach_, T.swapaxes_),
 }
-_WRITE = {T.__setitem__, T.__iadd__, T.__isub__, T.__imul__, T.__itruediv__}
+_WRITE = {
+    *(T.__setitem__, T.__iadd__, T.__isub__, T.__imul__, T.__itruediv__, T.__ifloordiv__, T.__imod__),
+    *(T.__iand__, T.__ior__, T.__ixor__, T.__ilshift__, T.__irshift__, T.__ipow__),
+}
+_LIKE_NAMES = {func.__name__ for func in _LIKE}
+_IN_MEMORY = {"view_as_complex", "as_strided"}  # they ask how their argument lies in memory
 
 
 class Absent(torch.Tensor):
@@ -56,10 +67,11 @@ class Absent(torch.Tensor):
         kwargs = kwargs or {}
         origin = first_absent((args, kwargs)).origin
         if func in _DECIDE or func is T.__getitem__ and _selects(args[1]):
-            raise ValueError(
-                f"the model asks for values ({func.__name__}) that come from {origin}, which another "
-                "pipeline stage runs. Move that into a block, or use a plan with pp=1"
-            )
+            raise _decides(func.__name__, origin)
+        if func is T.__deepcopy__:
+            return args[0]
+        if func in (T.__repr__, T.__format__):
+            return f"Absent(shape={tuple(args[0].shape)}, dtype={args[0].dtype}, origin={origin})"
         writes = func in _WRITE or _in_place(func)
         if writes and isinstance(args[0], Absent):
             return args[0]  # it has no memory of its own to write to
@@ -71,6 +83,91 @@ class Absent(torch.Tensor):
             if func in _LIKE or func in _AS and not isinstance(args[0], Absent):
                 return out
             return tree_map_only(T, lambda value: _absent(value, origin), out)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name, origin = func.overloadpacket.__name__, first_absent((args, kwargs)).origin
+        if _depends_on_values(func, name, args):
+            raise _decides(name, origin)
+        written = [] if torch.Tag.inplace_view in func.tags else _written(func, args, kwargs)
+        if written and all(isinstance(tensor, Absent) for tensor in written):
+            return written[0] if len(written) == 1 else tuple(written)
+        with torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass():
+            if name in _IN_MEMORY:
+                args = (args[0].contiguous(), *args[1:])
+            out = _call(func, args, kwargs)
+            if written:
+                for tensor in written:
+                    _mark_written(tensor, origin)
+                    if tensor.is_floating_point():
+                        tensor.fill_(math.nan)  # for views of the same memory, which have no mark
+                return out
+            if name in _LIKE_NAMES:
+                return out
+            if torch.Tag.inplace_view in func.tags:
+                return out  # another shape of the same tensor
+            views = any(result.alias_info is not None for result in func._schema.returns)
+            return tree_map_only(T, lambda value: _mark(value, origin, views), out)
+
+
+def _decides(name, origin):
+    return ValueError(
+        f"the model asks for values ({name}) that come from {origin}, which another pipeline stage runs. "
+        "Move that into a block, or use a plan with pp=1"
+    )
+
+
+def _depends_on_values(func, name, args):
+    """Whether an operation's result is a number, or has a shape, that depends on values."""
+    if name == "index":
+        return _selects(args[1])
+    return any(tag in func.tags for tag in _DECIDING_TAGS)
+
+
+def _call(func, args, kwargs):
+    """An operation's result for NaN; where it does not take that, the result's shape alone."""
+    try:
+        return func(*args, **kwargs)
+    except RuntimeError as error:
+        found = []
+
+        def to_meta(tensor):
+            found.append(tensor)
+            return tensor.to("meta")
+
+        try:
+            out = func(*tree_map_only(T, to_meta, args), **tree_map_only(T, to_meta, kwargs))
+        except Exception:
+            raise error from None
+        if any(tensor.is_meta for tensor in found):
+            raise  # two devices, which the shape alone would hide
+        return tree_map_only(T, lambda value: _nothing(value, found[0].device), out)
+
+
+def _nothing(value, device):
+    """In the shape of a tensor on meta, without memory: NaN, or zero where that is no number."""
+    nothing = math.nan if value.is_floating_point() or value.is_complex() else 0
+    return torch.full((), nothing, dtype=value.dtype, device=device).expand(value.shape)
+
+
+def _written(func, args, kwargs):
+    """The tensors that an operation writes into."""
+    found = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, T)]
+    return found
+
+
+def _mark(value, origin, view):
+    whole = not value.is_floating_point() and not value.is_complex()
+    if whole and not view and 0 not in value.stride():
+        value.zero_()
+    value = T._make_subclass(Absent, value)
+    value.origin = origin
+    return value
 
 
 def _in_place(func):
@@ -105,9 +202,7 @@ def absent_like(value, origin, device):
 
     def stand_in(tensor):
         with torch._C.DisableTorchFunctionSubclass():
-            nothing = math.nan if tensor.is_floating_point() or tensor.is_complex() else 0
-            value = torch.full((), nothing, dtype=tensor.dtype, device=device)
-            return _absent(value.expand(tensor.shape), origin)
+            return _absent(_nothing(tensor, device), origin)
 
     return tree_map_only(T, stand_in, value)
 

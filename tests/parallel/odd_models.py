@@ -90,6 +90,18 @@ class NormedBlock(nn.Module):
         return x + self.plain(self.pool(x.mean((2, 3))) + 30)[:, :, None, None]
 
 
+class ReluNorm(nn.BatchNorm1d):
+    """A norm and what follows it in one, as libraries of image models have it."""
+
+    def forward(self, x):
+        return torch.relu(super().forward(x))
+
+
+class ActivatedNorm(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Linear(9, 9), ReluNorm(9), nn.Linear(9, 9))
+
+
 class Normed(nn.Module):
     def __init__(self):
         super().__init__()
@@ -98,7 +110,7 @@ class Normed(nn.Module):
         self.head = nn.Linear(6, 9)
 
     def forward(self, x):
-        x = self.norm(self.stem(x))
+        x = self.norm(input=self.stem(x))
         for block in self.blocks:
             x = block(x)
         return self.head(x.mean((2, 3)))

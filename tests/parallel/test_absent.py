@@ -2,6 +2,7 @@
 one process, or refused. Nothing is computed from stand-ins.
 """
 
+import copy
 import re
 
 import pytest
@@ -250,6 +251,11 @@ def test_a_hidden_state_that_is_written_in_place(plan):
 X = torch.empty(2, 3, device="meta")
 
 
+@torch.jit.script
+def scripted(x):
+    return torch.where(x > 0, 1.0, 0.5)
+
+
 @pytest.mark.parametrize(
     "use",
     [
@@ -269,6 +275,14 @@ X = torch.empty(2, 3, device="meta")
         lambda x: nn.MultiheadAttention(3, 1, batch_first=True)(x[None], x[None], x[None])[0],
         lambda x: torch.ones(5)[x.to(torch.int64)],
         lambda x: x.mul_(2),
+        lambda x: F.relu(x, inplace=True),
+        lambda x: torch.view_as_complex(x.repeat(1, 2).view(2, 3, 2)),
+        lambda x: torch.bernoulli(x),
+        lambda x: torch.linalg.svd(x).S,
+        lambda x: scripted(x),
+        lambda x: torch.vmap(lambda row: (row > 0).float())(x),
+        lambda x: torch.full((2,), 3).new_tensor(x.to(torch.int64)),
+        lambda x: copy.deepcopy(x),
     ],
 )
 def test_the_mark_goes_on(use):
@@ -283,6 +297,14 @@ def test_the_mark_goes_on_through_writes():
     scaled = x
     scaled *= 2
     assert all(isinstance(value, Absent) for value in (whole, part, scaled))
+    mask = same = torch.ones(2, 3, dtype=torch.bool)
+    mask &= x > 0
+    assert isinstance(same, Absent)
+    buffer = torch.zeros(4, 3)
+    view, (first, _) = buffer.view(-1), buffer.chunk(2)
+    first.copy_(x > 0)
+    assert view[:6].isnan().all()  # it has no mark
+    assert x.unsqueeze_(0).shape == x.shape == (1, 2, 3)
 
 
 def test_what_has_no_value_of_it_is_a_value():
@@ -309,11 +331,21 @@ def test_what_has_no_value_of_it_is_a_value():
         lambda x: x.nonzero(),
         lambda x: torch.equal(x, x),
         lambda x: torch.masked_select(torch.ones(2, 3), x > 0),
+        lambda x: torch.where(x > 0),
+        lambda x: F.one_hot(x.to(torch.int64)),
+        lambda x: torch.repeat_interleave(torch.ones(2), x[:, 0].to(torch.int64)),
+        lambda x: torch.full((2,), x[0, 0].to(torch.int64)),
+        lambda x: torch.arange(x[0, 0].to(torch.int64)),
     ],
 )
 def test_decisions_are_refused(use):
     with pytest.raises(ValueError, match="asks for values .* that come from here"):
         use(absent_like(X, "here", "cpu"))
+
+
+def test_it_can_be_shown():
+    x = absent_like(X, "here", "cpu")
+    assert repr(x) == f"{x}" == "Absent(shape=(2, 3), dtype=torch.float32, origin=here)"
 
 
 def test_a_parameter_in_the_place_of_another():

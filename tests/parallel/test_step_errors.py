@@ -9,6 +9,7 @@ import pytest
 import torch
 from odd_models import (
     LENGTH,
+    ActivatedNorm,
     Backwards,
     Loud,
     Normed,
@@ -140,6 +141,7 @@ PLAN_ERRORS = [
     ("dp=1", gpt, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
     ("tp=2", gpt, named_optimizer("Adafactor"), "looks at whole parameters"),
     ("dp=2,checkpoint", Normed, adamw, "blocks.0.norm' is a BatchNorm inside a block"),
+    ("dp=2", ActivatedNorm, adamw, "'1' is a BatchNorm with a forward of its own"),
     ("ulysses=2", Normed, adamw, "BatchNorm, whose statistics need all positions, and ulysses"),
     ("tp=2,megatron_sp", Normed, adamw, "BatchNorm, whose statistics need all positions, and megatron_sp"),
     ("blocks=nothing", gpt, adamw, "blocks='nothing': is not in the model"),
