@@ -82,7 +82,8 @@ def owners(model, trunk):
         contains = trunk is not None and (
             name == "" or trunk.name == name or trunk.name.startswith(name + ".")
         )
-        if any(p is not None for p in module._parameters.values()):
+        state = [*module._parameters.values(), *module._buffers.values()]  # a BatchNorm may have no weights
+        if any(tensor is not None for tensor in state):
             side = Side.AROUND if contains or not trunk else Side.AFTER if passed else Side.BEFORE
             found.append((name, module, side))
     return found

@@ -74,6 +74,7 @@ class StageModel:
         self.on_pieces = None  # see install()
         self.proof = None  # BlockProof of a split sequence, until the first forward
         self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
+        self.writers = {}  # (module, key of a buffer) -> the stage whose forward writes to it
         self.owners = owners(model, trunk)
         # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
         # shapes.
@@ -146,14 +147,19 @@ class StageModel:
         """
         self._begin(stage, received)
         try:
-            out = call()
-        except _Left as left:
-            out = left.hidden
+            with self._buffers_written_once():
+                out = self._call(call)
         finally:
             self.place, self.received, self.previous = _Place.IDLE, None, None
         if stage == self.last:
             self.checked = True
         return out
+
+    def _call(self, call):
+        try:
+            return call()
+        except _Left as left:
+            return left.hidden
 
     def check_loss(self, loss):
         """For what a model does after its last module. The last stage has run."""
@@ -174,7 +180,7 @@ class StageModel:
 
         self._begin(stage, stop)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._buffers_kept():
                 call()
         except Found as found:
             hidden = found.args[0]
@@ -186,6 +192,48 @@ class StageModel:
             self.place, self.received = _Place.IDLE, None
         first = self.stages.bounds[stage][0]
         raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
+
+    def _outer_buffers(self):
+        """(module, key) of each buffer outside of the blocks: the model's own forward may write to it."""
+        inside = {id(module) for block in self.trunk.blocks for module in block.modules()}
+        found = [module for module in self.model.modules() if id(module) not in inside]
+        return [
+            (module, key) for module in found for key, value in module._buffers.items() if value is not None
+        ]
+
+    @contextlib.contextmanager
+    def _buffers_kept(self):
+        """What is run for a shape counts nothing and averages nothing."""
+        before = [(module, key, module._buffers[key]) for module, key in self._outer_buffers()]
+        for module, key, value in before:
+            module._buffers[key] = value.clone()
+        try:
+            yield
+        finally:
+            for module, key, value in before:
+                module._buffers[key] = value
+
+    @contextlib.contextmanager
+    def _buffers_written_once(self):
+        """With several stages here the forward runs several times for one microbatch."""
+        if len(self.stages.mine) == 1:
+            yield
+            return
+        before = [
+            (module, key, module._buffers[key], module._buffers[key]._version)
+            for module, key in self._outer_buffers()
+        ]
+        yield
+        for module, key, value, version in before:
+            if module._buffers[key] is value and value._version == version:
+                continue
+            if self.writers.setdefault((module, key), self.stage) != self.stage:
+                raise ValueError(
+                    f"the model's forward writes to the buffer {key!r} of a {type(module).__name__} outside "
+                    f"of the blocks, in stages {self.writers[module, key]} and {self.stage} of one rank, so "
+                    "twice for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, "
+                    "zb-h1), or move that into a block"
+                )
 
     def _block(self, index, forward, *args, **kwargs):
         self._check_running()

@@ -354,3 +354,62 @@ def test_a_parameter_in_the_place_of_another():
     assert stand_in.untyped_storage().nbytes() == 4
     out = torch.ones(3) + stand_in[:1]
     assert isinstance(out, Absent) and out.origin == "'pos'"
+
+
+class Counted(Base):
+    """Counts its passes, and uses the count; averages what only the first stage has."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, idx):
+        self.count += 1
+        x = self.tok(idx)
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return self.head(self.norm(self.run_blocks(x - self.average))) / self.count
+
+
+class PlainNorms(Base):
+    """BatchNorms without weights on both sides of the blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.tok = nn.Sequential(nn.Embedding(29, 16), nn.BatchNorm1d(7, affine=False))
+        self.outer = nn.BatchNorm1d(7, affine=False)
+
+    def forward(self, idx):
+        return self.outer(super().forward(idx))
+
+
+def counted(rank, world_size, make, plan):
+    torch.manual_seed(0)
+    model = make().double()
+    opt = adamw(model)
+    par.parallelize(model, opt, plan)
+    found = [par.step(model, opt, tokens(step), cross, microbatches=2).item() for step in range(2)]
+    return found, par.full_state_dict(model)
+
+
+@pytest.mark.parametrize("make", [Counted, PlainNorms])
+def test_buffers_outside_of_the_blocks(make):
+    """They are written once in each microbatch, as in one process."""
+    right, state = counted(0, 1, make, None)
+    plans = [par.Plan(pp=2)] + [par.Plan(pp=2, dp=2)] * (make is PlainNorms)
+    for plan in plans:
+        for losses, found in spawn(plan.world_size, counted, make, plan):
+            assert losses == pytest.approx(right, rel=1e-10)
+            for name, value in state.items():
+                assert torch.allclose(found[name], value, rtol=1e-7, atol=1e-9), name
+
+
+def counted_twice(rank, world_size):
+    with pytest.raises((ValueError, Exception)) as caught:
+        counted(rank, world_size, Counted, par.Plan(pp=2, schedule="interleaved"))
+    return str(caught.value)
+
+
+def test_a_buffer_that_two_stages_of_a_rank_write_is_refused():
+    assert any("writes to the buffer 'count'" in text for text in spawn(2, counted_twice, timeout=10.0))
