@@ -6,6 +6,8 @@ of Hugging Face's transformers has one, chosen by its class, which it would comp
     class                                     labels                             here
     decoders (ForCausalLM, ...)               = input_ids: position t is         shifted once, before the
                                               compared with the label of t + 1   batch is cut and counted
+    decoders of encoder-decoders (Bart-       aligned: the caller has shifted    as they are
+    ForCausalLM, WhisperForCausalLM, ...)
     encoder-decoders (T5, BART, Marian, ...)  aligned; the decoder's inputs are  made as the model would
                                               the labels, one later
     ForMaskedLM, ForTokenClassification       aligned                            as they are
@@ -16,6 +18,7 @@ Then the loss is cross_entropy over the targets that count, equal under every pl
 is what makes it right where the sequence is cut, and where microbatches or ranks have unequal counts.
 """
 
+import inspect
 from collections.abc import Mapping
 
 import torch
@@ -26,7 +29,11 @@ __all__ = ["own_loss_of", "with_targets"]
 
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForImageClassification")
 _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
-_UNLIKE = ("XLNet", "XLM", "Flaubert")  # named like decoders; their labels are not
+# Named ...ForCausalLM, and do not shift.
+_DECODERS_ALONE = {
+    *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Mvp"),
+    *("PLBart", "Pegasus", "TrOCR", "Whisper"),
+}
 
 
 def own_loss_of(model, loss_fn):
@@ -43,12 +50,12 @@ def own_loss_of(model, loss_fn):
         raise ValueError(
             f"{name} was given a loss function: pass it to step(loss_fn=...), as (output, targets) -> mean"
         )
-    if getattr(model.config, "output_router_logits", False):
+    if any(getattr(c, "output_router_logits", False) for c in (model.config, model.config.get_text_config())):
         raise ValueError(
             f"{name} adds a loss of its routers (config.output_router_logits), which step would leave out: "
             "set it to False, or pass loss_fn"
         )
-    if not (_is_shifted(model) or _is_encoder_decoder(model) or name.endswith(_ALIGNED)):
+    if not (_is_shifted(model) or _is_aligned(model)):
         raise ValueError(
             f"the loss of {name} is not known here: pass loss_fn, (output, targets) -> mean over the targets"
         )
@@ -94,6 +101,26 @@ def _is_encoder_decoder(model):
     return bool(getattr(model.config, "is_encoder_decoder", False)) and model.can_generate()
 
 
+def _is_aligned(model):
+    name, config = type(model).__name__, model.config
+    if name.removesuffix("ForCausalLM") in _DECODERS_ALONE and not _is_encoder_decoder(model):
+        return True
+    if _is_encoder_decoder(model):
+        return bool({"loss_function", "CrossEntropyLoss"} & _names_in_forward(model))
+    if name.endswith(("ForSequenceClassification", "ForImageClassification")):
+        kind = getattr(config, "problem_type", None)
+        return kind == "single_label_classification" or kind is None and config.num_labels > 1
+    return name.endswith(_ALIGNED)
+
+
 def _is_shifted(model):
+    """Whether the class computes its loss as transformers' decoders do: by the function of that name."""
     name = type(model).__name__
-    return name.endswith(_SHIFTED) and not name.startswith(_UNLIKE) and not _is_encoder_decoder(model)
+    by_function = "loss_function" in _names_in_forward(model)
+    return name.endswith(_SHIFTED) and by_function and not _is_encoder_decoder(model)
+
+
+def _names_in_forward(model):
+    """What the forward refers to, in the first class that is transformers' own."""
+    kinds = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+    return set(inspect.unwrap(next(kinds).forward).__code__.co_names)

@@ -5,6 +5,7 @@ A shard of a parameter is enough for optimizers that treat each element by itsel
 anything unknown) get whole parameters: the bucket is then cut at parameter boundaries (FlatSpec, whole).
 """
 
+import functools
 import threading
 
 import torch
@@ -41,7 +42,7 @@ def replace_parameters(opt, all_shards):
     """Puts the shards in the place of the model's parameters in opt.param_groups; parameters that are in no
     bucket (frozen) leave. From now on only step_optimizer takes steps.
     """
-    opt.register_step_pre_hook(_check_under_way)
+    _refuse_other_steps(opt)
     start = next(iter(opt.state.values()), None)
     opt.state.clear()
     by_option = {}
@@ -56,11 +57,24 @@ def replace_parameters(opt, all_shards):
                 opt.state[param] = {"step": torch.zeros_like(start["step"]), "sum": total}
 
 
-_under_way = threading.local()  # .opt: whose step is taken here, by this thread
+_under_way = threading.local()  # .step: whether a step is taken here, by this thread
 
 
-def _check_under_way(opt, args, kwargs):
-    if getattr(_under_way, "opt", None) is not opt:
+def _refuse_other_steps(opt):
+    """A wrapper of an optimizer, which is none for torch, has no hooks."""
+    try:
+        opt.register_step_pre_hook(_check_under_way)
+    except AttributeError:
+        opt.step = functools.partial(_checked_step, opt.step)
+
+
+def _checked_step(step, *args, **kwargs):
+    _check_under_way()
+    return step(*args, **kwargs)
+
+
+def _check_under_way(*_):
+    if not getattr(_under_way, "step", False):
         raise ValueError(
             "this optimizer belongs to a model under a plan, whose gradients are summed over the ranks and "
             "kept apart from `.grad`: loss.backward() and opt.step() would leave the parameters wrong or "
@@ -76,11 +90,11 @@ def step_optimizer(opt, all_shards, scale=None, unused=()):
     bucket at a time, so that fp32 gradients exist for one bucket only.
     """
     all_shards = [shards for shards in all_shards if shards.is_updated]
-    _under_way.opt = opt
+    _under_way.step = True
     try:
         _step(opt, all_shards, scale, unused)
     finally:
-        _under_way.opt = None
+        _under_way.step = False
     for shards in all_shards:
         shards.wait()
 

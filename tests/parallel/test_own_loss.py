@@ -18,6 +18,8 @@ BERT = {**SMALL, "num_attention_heads": 2, "max_position_embeddings": 16}
 GPT2 = {"vocab_size": 41, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
 OPT = {"vocab_size": 41, "hidden_size": 16, "ffn_dim": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 OPT.update(word_embed_proj_dim=16, max_position_embeddings=16)
+PROPHET = {"encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "num_encoder_layers": 2, "num_decoder_layers": 2}
+PROPHET.update(num_encoder_attention_heads=2, num_decoder_attention_heads=2)
 
 MODELS = {
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, **HEADS)),
@@ -33,6 +35,8 @@ MODELS = {
     "bert-mlm": lambda: hf.BertForMaskedLM(hf.BertConfig(**BERT)),
     "bert-tokens": lambda: hf.BertForTokenClassification(hf.BertConfig(**BERT, num_labels=41)),
     "bert-rows": lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=5)),
+    "bart-decoder": lambda: hf.BartForCausalLM(hf.BartConfig(**SEQ, **IDS, max_position_embeddings=16)),
+    "xlm-roberta": lambda: hf.XLMRobertaForCausalLM(hf.XLMRobertaConfig(**BERT, is_decoder=True)),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**T5, decoder_start_token_id=0, pad_token_id=0)),
     "bart": lambda: hf.BartForConditionalGeneration(hf.BartConfig(**SEQ, **IDS, max_position_embeddings=16)),
     "marian": lambda: hf.MarianMTModel(hf.MarianConfig(**SEQ, **IDS, max_position_embeddings=16)),
@@ -126,8 +130,18 @@ def with_loss(name):
             lambda: {**batch_of("bert-rows"), "labels": torch.rand(5, 5)},
             "labels of BertForSequenceClassification are real numbers",
         ),
+        (
+            lambda: hf.BertForSequenceClassification(hf.BertConfig(**BERT, num_labels=1)),
+            lambda: {**batch_of("llama"), "labels": torch.zeros(5, dtype=torch.int64)},
+            "the loss of BertForSequenceClassification is not known here",
+        ),
+        (
+            lambda: hf.ProphetNetForCausalLM(hf.ProphetNetConfig(vocab_size=41, hidden_size=16, **PROPHET)),
+            lambda: batch_of("llama"),
+            "the loss of ProphetNetForCausalLM is not known here",
+        ),
     ],
-    ids=["unknown", "given", "routers", "regression"],
+    ids=["unknown", "given", "routers", "regression", "regression of whole numbers", "of several words"],
 )
 def test_losses_that_are_not_known_are_refused(model, batch, match):
     model = model()

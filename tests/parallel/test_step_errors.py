@@ -215,3 +215,36 @@ def test_losses_of_blocks_are_not_lost():
 
 def test_plan_errors_on_all_ranks():
     spawn(2, late_plan_errors)
+
+
+class Wrapper:
+    """An optimizer in another, as libraries have them; torch does not know it."""
+
+    def __init__(self, inner):
+        self.inner, self.param_groups, self.state = inner, inner.param_groups, inner.state
+
+    def step(self, closure=None):
+        self.inner.step(closure)
+
+
+class Scaled(torch.optim.Optimizer):
+    """One that torch takes for an optimizer and that has none of its hooks."""
+
+    __init__, step = Wrapper.__init__, Wrapper.step
+
+
+def wrapped(rank, world_size, wrap):
+    torch.manual_seed(4)
+    model = gpt().double()
+    inner = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, opt = par.parallelize(model, wrap(inner), par.Plan(dp=2))
+    before = par.full_state_dict(model)["head.weight"]
+    par.step(model, opt, tokens(0), cross)
+    with pytest.raises(ValueError, match="belongs to a model under a plan"):
+        opt.step()
+    return not torch.equal(before, par.full_state_dict(model)["head.weight"])
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, Scaled])
+def test_an_optimizer_in_another(wrap):
+    assert spawn(2, wrapped, wrap) == [True, True]
