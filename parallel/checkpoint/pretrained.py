@@ -5,6 +5,7 @@ values instead (whole.py), on rank 0; the others wait and hear how it went. Coll
 """
 
 import functools
+import inspect
 
 from pycomm.parallel.checkpoint.agree import together
 from pycomm.parallel.checkpoint.whole import full_state_dict
@@ -14,19 +15,26 @@ __all__ = ["save_pretrained_whole"]
 
 
 def save_pretrained_whole(model):
-    """Changes model.save_pretrained, where there is one."""
-    if callable(getattr(model, "save_pretrained", None)):
-        model.save_pretrained = functools.partial(_save, model, model.save_pretrained)
+    """Changes save_pretrained, where there is one, of the model and of the models in it."""
+    for name, module in model.named_modules():
+        if callable(getattr(module, "save_pretrained", None)):
+            prefix = f"{name}." if name else ""
+            module.save_pretrained = functools.partial(_save, model, prefix, module.save_pretrained)
 
 
-def _save(model, save, directory, *args, state_dict=None, **options):
+def _save(model, prefix, save, *args, **options):
     """Arguments as the method's own. What it raises on rank 0 is raised on every rank."""
     parts = parts_of(model)
-    whole = full_state_dict(model) if state_dict is None else state_dict
+    options = {**dict(zip(inspect.signature(save).parameters, args, strict=False)), **options}
+    if options.get("state_dict") is None:
+        whole = full_state_dict(model).items()
+        options["state_dict"] = {
+            name.removeprefix(prefix): value for name, value in whole if name.startswith(prefix)
+        }
 
     def write():
         if parts.mesh.world.rank == 0:
-            save(directory, *args, state_dict=_apart(whole), **options)
+            save(**{**options, "state_dict": _apart(options["state_dict"])})
 
     together(parts, write)
 

@@ -130,6 +130,28 @@ def test_save_pretrained(tmp_path, kind, plan):
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
 
 
+def save_otherwise(rank, world_size, folder):
+    """Arguments by name and by place, and a model inside of the one that has the plan."""
+    model = torch.nn.ModuleDict({"lm": make("llama")})
+    par.parallelize(model, None, par.Plan(tp=2, blocks="lm.model.layers"))
+    right = par.full_state_dict(model)
+    model["lm"].save_pretrained(save_directory=f"{folder}/name")
+    state = {name.removeprefix("lm."): value for name, value in right.items()}
+    model["lm"].save_pretrained(f"{folder}/place", True, state)
+    model["lm"].model.save_pretrained(f"{folder}/inner")
+    kinds = {"name": LlamaForCausalLM, "place": LlamaForCausalLM, "inner": type(model["lm"].model)}
+    prefixes = {"name": "lm.", "place": "lm.", "inner": "lm.model."}
+    wrong = []
+    for kind, loader in kinds.items():
+        own = loader.from_pretrained(f"{folder}/{kind}", dtype=torch.float64).state_dict()
+        wrong += [name for name in own if not torch.equal(own[name], right[prefixes[kind] + name])]
+    return wrong
+
+
+def test_save_pretrained_otherwise(tmp_path):
+    assert spawn(2, save_otherwise, str(tmp_path)) == [[], []]
+
+
 def save_nowhere(rank, world_size, folder):
     model = make("gpt2")
     par.parallelize(model, None, par.Plan(tp=2))
