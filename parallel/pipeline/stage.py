@@ -28,6 +28,7 @@ import contextlib
 import copy
 import enum
 import functools
+import sys
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
@@ -74,6 +75,7 @@ class StageModel:
         self.on_pieces = None  # see install()
         self.proof = None  # BlockProof of a split sequence, until the first forward
         self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
+        self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
         self.writers = {}  # (module, key of a buffer) -> the stage whose forward writes to it
         self.owners = owners(model, trunk)
         # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
@@ -147,10 +149,11 @@ class StageModel:
         """
         self._begin(stage, received)
         try:
-            with self._buffers_written_once():
+            with self._written_once():
                 out = self._call(call)
         finally:
             self.place, self.received, self.previous = _Place.IDLE, None, None
+            self._leave_compiled()
         if stage == self.last:
             self.checked = True
         return out
@@ -166,8 +169,15 @@ class StageModel:
         self._check_present(loss, "the loss is computed with")
 
     def _begin(self, stage, received):
+        self._leave_compiled()
+        if stage > 0 and "torch._dynamo" in sys.modules:
+            self.eager.enter_context(torch.compiler.set_stance("force_eager"))
         self.stage, self.received, self.place = stage, received, _Place.BEFORE
         self.previous = self.at = None
+
+    def _leave_compiled(self):
+        """From here on what is compiled runs compiled; before, it may be given Absent tensors."""
+        self.eager.close()
 
     def shape_of_input(self, stage, call):
         """(shape, dtype) of the hidden state that `stage` receives, found without data."""
@@ -180,7 +190,7 @@ class StageModel:
 
         self._begin(stage, stop)
         try:
-            with torch.no_grad(), self._buffers_kept():
+            with torch.no_grad(), self._kept():
                 call()
         except Found as found:
             hidden = found.args[0]
@@ -190,20 +200,27 @@ class StageModel:
             return tuple(shape), hidden.dtype
         finally:
             self.place, self.received = _Place.IDLE, None
+            self._leave_compiled()
         first = self.stages.bounds[stage][0]
         raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
 
     def _outer_buffers(self):
         """(module, key) of each buffer outside of the blocks: the model's own forward may write to it."""
-        inside = {id(module) for block in self.trunk.blocks for module in block.modules()}
-        found = [module for module in self.model.modules() if id(module) not in inside]
         return [
-            (module, key) for module in found for key, value in module._buffers.items() if value is not None
+            (module, key)
+            for module in self._outer_modules()
+            for key, value in module._buffers.items()
+            if value is not None
         ]
 
+    def _outer_modules(self):
+        inside = {id(module) for block in self.trunk.blocks for module in block.modules()}
+        return [module for module in self.model.modules() if id(module) not in inside]
+
     @contextlib.contextmanager
-    def _buffers_kept(self):
-        """What is run for a shape counts nothing and averages nothing."""
+    def _kept(self):
+        """What is run for a shape counts nothing, averages nothing and keeps nothing."""
+        kept = [(module, dict(module.__dict__)) for module in self._outer_modules()]
         before = [(module, key, module._buffers[key]) for module, key in self._outer_buffers()]
         for module, key, value in before:
             module._buffers[key] = value.clone()
@@ -212,28 +229,43 @@ class StageModel:
         finally:
             for module, key, value in before:
                 module._buffers[key] = value
+            for module, attributes in kept:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
 
     @contextlib.contextmanager
-    def _buffers_written_once(self):
-        """With several stages here the forward runs several times for one microbatch."""
+    def _written_once(self):
+        """With several stages here the forward runs several times for one microbatch: what it counts or
+        averages outside of the blocks would be written several times.
+        """
         if len(self.stages.mine) == 1:
             yield
             return
-        before = [
-            (module, key, module._buffers[key], module._buffers[key]._version)
-            for module, key in self._outer_buffers()
-        ]
+        before = self._written()
         yield
-        for module, key, value, version in before:
-            if module._buffers[key] is value and value._version == version:
+        after = self._written()
+        for module, key in before:
+            if after.get((module, key)) == before[module, key]:
                 continue
             if self.writers.setdefault((module, key), self.stage) != self.stage:
                 raise ValueError(
-                    f"the model's forward writes to the buffer {key!r} of a {type(module).__name__} outside "
-                    f"of the blocks, in stages {self.writers[module, key]} and {self.stage} of one rank, so "
-                    "twice for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, "
-                    "zb-h1), or move that into a block"
+                    f"the model's forward writes to {key!r} of a {type(module).__name__} outside of the "
+                    f"blocks, in stages {self.writers[module, key]} and {self.stage} of one rank, so twice "
+                    "for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), "
+                    "or move that into a block"
                 )
+
+    def _written(self):
+        """{(module, key): what changes when it is written}, of buffers and numbers outside of the blocks."""
+        found = {
+            (module, key): (id(module._buffers[key]), module._buffers[key]._version)
+            for module, key in self._outer_buffers()
+        }
+        for module in self._outer_modules():
+            for key, value in module.__dict__.items():
+                if isinstance(value, (int, float)):
+                    found[module, key] = value
+        return found
 
     def _block(self, index, forward, *args, **kwargs):
         self._check_running()
@@ -260,6 +292,7 @@ class StageModel:
             if not isinstance(self.received, torch.Tensor):
                 self.received(hidden)
             given = self.received
+        self._leave_compiled()
         self.place = _Place.INSIDE
         if given is not hidden:
             args, kwargs = replace_hidden(args, kwargs, hidden, given)
@@ -300,7 +333,12 @@ class StageModel:
             )
 
     def _check_present(self, values, what):
-        absent = first_absent(values) if self.stage > 0 else None
+        absent = first_absent(values) if self.last > 0 else None
+        if absent is not None and self.stage == 0:
+            raise ValueError(
+                f"{what} a tensor that the model has kept from the pass of another stage on this rank. "
+                "Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), or use a plan with pp=1"
+            )
         if absent is not None:
             raise ValueError(
                 f"{what} a tensor of shape {tuple(absent.shape)} that comes from {absent.origin}, which an "

@@ -363,13 +363,45 @@ class Counted(Base):
         super().__init__()
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("average", torch.zeros(16))
+        self.passes = 0
 
     def forward(self, idx):
         self.count += 1
+        self.passes += 1
         x = self.tok(idx)
         with torch.no_grad():
             self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return self.head(self.norm(self.run_blocks(x - self.average))) / self.count
+        return self.head(self.norm(self.run_blocks(x - self.average))) / (self.count + self.passes)
+
+
+class Passes(Base):
+    """Counts its passes in a number."""
+
+    passes = 0
+
+    def forward(self, idx):
+        self.passes += 1
+        return super().forward(idx) * self.passes
+
+
+class Keeping(Base):
+    """Uses what its pass before has kept."""
+
+    kept = 0.0
+
+    def forward(self, idx):
+        x = self.tok(idx)
+        before, self.kept = self.kept, x.detach().mean()
+        return self.head(self.norm(self.run_blocks(x + before)))
+
+
+class Compiled(Base):
+    def __init__(self):
+        super().__init__()
+        self.scale = torch.compile(lambda x: torch.tanh(x) * 2, backend="eager")
+
+    def run_blocks(self, x):
+        return super().run_blocks(self.scale(x))
 
 
 class PlainNorms(Base):
@@ -393,7 +425,7 @@ def counted(rank, world_size, make, plan):
     return found, par.full_state_dict(model)
 
 
-@pytest.mark.parametrize("make", [Counted, PlainNorms])
+@pytest.mark.parametrize("make", [Counted, Passes, Keeping, Compiled, PlainNorms])
 def test_buffers_outside_of_the_blocks(make):
     """They are written once in each microbatch, as in one process."""
     right, state = counted(0, 1, make, None)
@@ -405,11 +437,20 @@ def test_buffers_outside_of_the_blocks(make):
                 assert torch.allclose(found[name], value, rtol=1e-7, atol=1e-9), name
 
 
-def counted_twice(rank, world_size):
+TWICE = {
+    Counted: "writes to 'count'",
+    Passes: "writes to 'passes'",
+    Keeping: "block 0 .* a tensor that the model has kept from the pass of another stage",
+}
+
+
+def counted_twice(rank, world_size, make):
     with pytest.raises((ValueError, Exception)) as caught:
-        counted(rank, world_size, Counted, par.Plan(pp=2, schedule="interleaved"))
+        counted(rank, world_size, make, par.Plan(pp=2, schedule="interleaved"))
     return str(caught.value)
 
 
-def test_a_buffer_that_two_stages_of_a_rank_write_is_refused():
-    assert any("writes to the buffer 'count'" in text for text in spawn(2, counted_twice, timeout=10.0))
+@pytest.mark.parametrize("make", TWICE)
+def test_what_two_stages_of_a_rank_write_is_refused(make):
+    found = spawn(2, counted_twice, make, timeout=10.0)
+    assert any(re.search(TWICE[make], text) for text in found), found
