@@ -5,6 +5,8 @@ buckets             of at most bucket_mb; with ZeRO-3 one for each unit (a block
 shards              one for each bucket: values, master copies, what the optimizer has
 """
 
+import collections
+
 import torch
 
 from pycomm.parallel.data.reducer import Reducer
@@ -82,18 +84,28 @@ def make_units(model, trunk, shards):
     for stage, parts in shards.items():
         for shard in parts:
             found.setdefault((_unit_of(shard.bucket.infos[0].name, trunk), stage), []).append(shard)
-    for ((name, index), _), parts in found.items():
+    users = {key: _users(model, parts) for key, parts in found.items() if key[0][1] is None}
+    of_several = collections.Counter(module for modules in users.values() for module in modules)
+    for key, parts in found.items():
+        (name, index), _ = key
         if index is not None:
             units.add(Unit(f"{name}.{index}", parts), [trunk.blocks[index]])
             continue
-        held = {info.param for shard in parts for info in shard.bucket.infos}
-        modules = [m for m in model.modules() if any(p in held for p in m._parameters.values())]
-        unit = Unit(name, parts, sticky=len(modules) > 1)
+        modules = users[key]
+        # A module that needs two units, as one with one tied parameter of two, has both in backward.
+        sticky = len(modules) > 1 or any(of_several[module] > 1 for module in modules)
+        unit = Unit(name, parts, sticky=sticky)
         if not modules or any(module is model or _contains_blocks(module, trunk) for module in modules):
             units.add(unit, always=True)
         else:
             units.add(unit, modules)
     return units
+
+
+def _users(model, parts):
+    """The modules that have one of these parameters as their own."""
+    held = {info.param for shard in parts for info in shard.bucket.infos}
+    return [m for m in model.modules() if any(p in held for p in m._parameters.values())]
 
 
 def _contains_blocks(module, trunk):

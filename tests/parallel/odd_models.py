@@ -122,6 +122,24 @@ def pictures(step, rows=13):
     return x, torch.randn(rows, 9, generator=generator, dtype=torch.float64)
 
 
+class TiedHead(Positions):
+    """A head whose weight is tied and whose bias belongs to another module, as BERT's."""
+
+    def __init__(self):
+        super().__init__()
+        self.pos = nn.Parameter(torch.zeros(1, 12, 16), requires_grad=False)
+        self.end = nn.Module()
+        self.end.bias, self.end.head = nn.Parameter(torch.randn(29)), nn.Linear(16, 29)
+        self.end.head.bias, self.end.head.weight = self.end.bias, self.tok.weight
+        del self.head
+
+    def forward(self, idx):
+        x = self.tok(idx)
+        for block in self.blocks:
+            x = block(x)
+        return self.end.head(self.norm(x))
+
+
 class PairBlock(models.Block):
     """Returns a tuple, and makes a tensor of its own without asking for the device of its input."""
 

@@ -16,6 +16,7 @@ from odd_models import (
     Pairs,
     Positions,
     Tangle,
+    TiedHead,
     adamw,
     cross,
     gpt,
@@ -79,6 +80,7 @@ CASES = [
         for plan in ("dp=2,zero=3", "pp=2", "tp=2,megatron_sp", "ulysses=2", "dp=2,pp=2,zero=3")
     ],
     *[Case(plan, sequential) for plan in ("pp=2", "pp=2,schedule=zbv", "dp=2,zero=3,checkpoint", "tp=2")],
+    *[Case(plan, TiedHead) for plan in ("pp=2,zero=3", "dp=2,zero=3")],
     *[Case(plan, Pairs) for plan in ("pp=3", "dp=2,zero=3,checkpoint")],
     *[Case(f"dp=2,zero={zero}", Tangle, adamw, numbers, F.mse_loss, limit=1e-6) for zero in range(4)],
     *[
