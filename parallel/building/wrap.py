@@ -29,11 +29,21 @@ def wrap(model, plan, cut, streams, deferred, shards):
         contexts = functools.partial(_recomputation_contexts, streams, attention, deferred)
         for block in trunk.blocks:
             block.forward = functools.partial(_checkpointed, contexts, block.forward)
+        _forget_keys(model)
     units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
     switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)
     if cut.stage_model is not None:
         cut.stage_model.install(on_pieces=lambda: streams.switch(Stream.OWN))
     return units
+
+
+def _forget_keys(model):
+    """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation would add
+    them once more. Its own checkpoints switch that off, too.
+    """
+    for module in model.modules():
+        if getattr(getattr(module, "config", None), "use_cache", None) is True:
+            module.config.use_cache = False
 
 
 def _checkpointed(contexts, forward, *args, **kwargs):

@@ -35,8 +35,20 @@ def _save(model, prefix, save, *args, **options):
     def write():
         if parts.mesh.world.rank == 0:
             save(**{**options, "state_dict": _apart(options["state_dict"])})
+            if parts.compute_dtype is not None:
+                _note_dtype(save.__self__, options)
 
     together(parts, write)
+
+
+def _note_dtype(model, options):
+    """The method notes the dtype in which the model computes, to which from_pretrained would round."""
+    whole = (value.dtype for value in options["state_dict"].values() if value.is_floating_point())
+    config, dtype = getattr(model, "config", None), next(whole, None)
+    if dtype is not None and hasattr(config, "save_pretrained"):
+        computes, config.dtype = config.dtype, dtype
+        config.save_pretrained(options["save_directory"])
+        config.dtype = computes
 
 
 def _apart(state):

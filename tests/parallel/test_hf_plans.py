@@ -152,6 +152,30 @@ def test_save_pretrained_otherwise(tmp_path):
     assert spawn(2, save_otherwise, str(tmp_path)) == [[], []]
 
 
+def save_bf16(rank, world_size, folder):
+    model = make("llama").float()
+    par.parallelize(model, None, par.Plan(dp=2, precision="bf16"))
+    model.save_pretrained(folder)
+    right, loaded = par.full_state_dict(model), type(model).from_pretrained(folder).state_dict()
+    return [name for name in loaded if not torch.equal(loaded[name], right[name])]
+
+
+def test_save_pretrained_keeps_the_precise_values(tmp_path):
+    assert spawn(2, save_bf16, str(tmp_path)) == [[], []]
+
+
+def with_cache(rank, world_size, plan):
+    model = make("llama")
+    model.config.use_cache = True
+    par.parallelize(model, opt := make_optimizer(model), plan)
+    return [par.step(model, opt, batch).item() for batch in batches()]
+
+
+def test_recomputation_of_a_model_that_keeps_its_keys():
+    plain, again = (spawn(2, with_cache, par.Plan(dp=2, checkpoint=value)) for value in (False, True))
+    assert again == [pytest.approx(plain[0], rel=1e-12)] * 2
+
+
 def save_nowhere(rank, world_size, folder):
     model = make("gpt2")
     par.parallelize(model, None, par.Plan(tp=2))
