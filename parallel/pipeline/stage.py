@@ -36,6 +36,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.trunk import Side, hidden_of, owners, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
+from pycomm.parallel.pipeline.outer_state import OuterState
 
 __all__ = ["StageModel"]
 
@@ -76,7 +77,7 @@ class StageModel:
         self.proof = None  # BlockProof of a split sequence, until the first forward
         self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
-        self.writers = {}  # (module, key of a buffer) -> the stage whose forward writes to it
+        self.outside = None  # OuterState, from install()
         self.owners = owners(model, trunk)
         # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
         # shapes.
@@ -132,6 +133,7 @@ class StageModel:
         self.on_pieces = on_pieces
         container = self.model.get_submodule(self.trunk.name)
         self.trunk = self.trunk._replace(blocks=list(container))  # tensor parallelism may have replaced some
+        self.outside = OuterState(self.model, self.trunk.blocks)
         for index, block in enumerate(self.trunk.blocks):
             block.forward = functools.partial(self._block, index, block.forward)
         for name, module, side in self.owners:
@@ -149,7 +151,7 @@ class StageModel:
         """
         self._begin(stage, received)
         try:
-            with self._written_once():
+            with self.outside.written_once(stage, self.stages.mine):
                 out = self._call(call)
         finally:
             self.place, self.received, self.previous = _Place.IDLE, None, None
@@ -190,7 +192,7 @@ class StageModel:
 
         self._begin(stage, stop)
         try:
-            with torch.no_grad(), self._kept():
+            with torch.no_grad(), self.outside.kept():
                 call()
         except Found as found:
             hidden = found.args[0]
@@ -203,69 +205,6 @@ class StageModel:
             self._leave_compiled()
         first = self.stages.bounds[stage][0]
         raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
-
-    def _outer_buffers(self):
-        """(module, key) of each buffer outside of the blocks: the model's own forward may write to it."""
-        return [
-            (module, key)
-            for module in self._outer_modules()
-            for key, value in module._buffers.items()
-            if value is not None
-        ]
-
-    def _outer_modules(self):
-        inside = {id(module) for block in self.trunk.blocks for module in block.modules()}
-        return [module for module in self.model.modules() if id(module) not in inside]
-
-    @contextlib.contextmanager
-    def _kept(self):
-        """What is run for a shape counts nothing, averages nothing and keeps nothing."""
-        kept = [(module, dict(module.__dict__)) for module in self._outer_modules()]
-        before = [(module, key, module._buffers[key]) for module, key in self._outer_buffers()]
-        for module, key, value in before:
-            module._buffers[key] = value.clone()
-        try:
-            yield
-        finally:
-            for module, key, value in before:
-                module._buffers[key] = value
-            for module, attributes in kept:
-                module.__dict__.clear()
-                module.__dict__.update(attributes)
-
-    @contextlib.contextmanager
-    def _written_once(self):
-        """With several stages here the forward runs several times for one microbatch: what it counts or
-        averages outside of the blocks would be written several times.
-        """
-        if len(self.stages.mine) == 1:
-            yield
-            return
-        before = self._written()
-        yield
-        after = self._written()
-        for module, key in before:
-            if after.get((module, key)) == before[module, key]:
-                continue
-            if self.writers.setdefault((module, key), self.stage) != self.stage:
-                raise ValueError(
-                    f"the model's forward writes to {key!r} of a {type(module).__name__} outside of the "
-                    f"blocks, in stages {self.writers[module, key]} and {self.stage} of one rank, so twice "
-                    "for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), "
-                    "or move that into a block"
-                )
-
-    def _written(self):
-        """{(module, key): what changes when it is written}, of buffers and numbers outside of the blocks."""
-        found = {
-            (module, key): (id(module._buffers[key]), module._buffers[key]._version)
-            for module, key in self._outer_buffers()
-        }
-        for module in self._outer_modules():
-            for key, value in module.__dict__.items():
-                if isinstance(value, (int, float)):
-                    found[module, key] = value
-        return found
 
     def _block(self, index, forward, *args, **kwargs):
         self._check_running()
@@ -307,7 +246,7 @@ class StageModel:
         out = forward(*args, **kwargs)
         self._check_present(out, f"block {index} of {self.trunk.name!r} computes with")
         if not self.checked and self.last > 0:
-            self._check_single(index, out)
+            _check_single(f"block {index} of {self.trunk.name!r}", out)
         if index == end - 1:
             self.place = _Place.AFTER
             if self.stage < self.last:
@@ -345,20 +284,6 @@ class StageModel:
                 f"earlier pipeline stage runs, not stage {self.stage} of {self.last + 1}: stages hand on the "
                 "hidden state alone. Compute it inside the blocks, name another list with Plan(blocks=...), "
                 "or use a plan with pp=1"
-            )
-
-    def _check_single(self, index, out):
-        """A second result with a gradient (a loss of the block) would be lost on the way from stage
-        to stage.
-        """
-        tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-        if len(tensors) > 1 and torch.is_grad_enabled():
-            raise ValueError(
-                f"block {index} of {self.trunk.name!r} returns {len(tensors)} tensors with a gradient, of "
-                "shapes "
-                f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. "
-                "Return the hidden state "
-                "alone (without a cache, and losses of a block as parallel.MoE gives them)"
             )
 
     def _check_running(self):
@@ -432,6 +357,18 @@ def _for_shapes(module):
     for part in batch_norms(module).values():
         part.eval()
     return module
+
+
+def _check_single(block, out):
+    """A second result with a gradient (a loss of the block) would be lost on the way from stage to stage."""
+    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    if len(tensors) > 1 and torch.is_grad_enabled():
+        raise ValueError(
+            f"{block} returns {len(tensors)} tensors with a gradient, of shapes "
+            f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. "
+            "Return the hidden state alone (without a cache, and losses of a block as parallel.MoE gives "
+            "them)"
+        )
 
 
 def _hidden_out(out):

@@ -1,0 +1,78 @@
+"""What a model's own forward writes outside of its blocks: counts, running averages, values that it keeps.
+
+A rank runs the whole forward more often than one process does: for the shape of what it will receive, and
+once for each of its stages. So a run for a shape leaves nothing behind, and what two stages of one rank would
+both write is refused.
+"""
+
+import contextlib
+
+__all__ = ["OuterState"]
+
+
+class OuterState:
+    """model: its tree. blocks: those of the trunk, whose own state is not looked at."""
+
+    def __init__(self, model, blocks):
+        inside = {id(module) for block in blocks for module in block.modules()}
+        self.modules = [module for module in model.modules() if id(module) not in inside]
+        self.writers = {}  # (module, key of a buffer or number) -> the stage whose forward writes to it
+
+    def buffers(self):
+        """(module, key) of each."""
+        return [
+            (module, key)
+            for module in self.modules
+            for key, value in module._buffers.items()
+            if value is not None
+        ]
+
+    @contextlib.contextmanager
+    def kept(self):
+        """What is run for a shape counts nothing, averages nothing and keeps nothing."""
+        kept = [(module, dict(module.__dict__)) for module in self.modules]
+        before = [(module, key, module._buffers[key]) for module, key in self.buffers()]
+        for module, key, value in before:
+            module._buffers[key] = value.clone()
+        try:
+            yield
+        finally:
+            for module, key, value in before:
+                module._buffers[key] = value
+            for module, attributes in kept:
+                module.__dict__.clear()
+                module.__dict__.update(attributes)
+
+    @contextlib.contextmanager
+    def written_once(self, stage, mine):
+        """Around the forward of one stage of `mine`. Raises ValueError where another stage of this rank
+        writes the same, which would be written several times for one microbatch.
+        """
+        if len(mine) == 1:
+            yield
+            return
+        before = self._versions()
+        yield
+        after = self._versions()
+        for module, key in before:
+            if after.get((module, key)) == before[module, key]:
+                continue
+            if self.writers.setdefault((module, key), stage) != stage:
+                raise ValueError(
+                    f"the model's forward writes to {key!r} of a {type(module).__name__} outside of the "
+                    f"blocks, in stages {self.writers[module, key]} and {stage} of one rank, so twice "
+                    "for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), "
+                    "or move that into a block"
+                )
+
+    def _versions(self):
+        """{(module, key): what changes when it is written}, of buffers and numbers."""
+        found = {
+            (module, key): (id(module._buffers[key]), module._buffers[key]._version)
+            for module, key in self.buffers()
+        }
+        for module in self.modules:
+            for key, value in module.__dict__.items():
+                if isinstance(value, (int, float)):
+                    found[module, key] = value
+        return found
