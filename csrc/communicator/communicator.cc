@@ -168,7 +168,9 @@ void Communicator::execute_head(std::unique_lock<std::mutex>& lock, bool patient
   busy_ = false;
   if (queue_.empty()) help_wanted_ = false;
   lock.unlock();
-  settle(task, error);  // a task on a caller's stack may be gone after this
+  // A task on a caller's stack may be gone after this, and no reference to the error is left here: whoever
+  // waits is the last to have it.
+  settle(task, std::move(error));
   lock.lock();
   wake_all();
 }
@@ -249,15 +251,18 @@ void Communicator::look_at_head(std::unique_lock<std::mutex>& lock) {
   if (now < next_look_ || busy_ || queue_.empty() || !queue_.front()->published_) return;
   next_look_ = now + poll_look_every;
   Task& head = *queue_.front();
+  std::exception_ptr error;
   try {
     head.look(0);
+    return;
   } catch (...) {
-    queue_.pop_front();
-    lock.unlock();
-    settle(head, std::current_exception());
-    lock.lock();
-    wake_all();
+    error = std::current_exception();
   }
+  queue_.pop_front();
+  lock.unlock();
+  settle(head, std::move(error));
+  lock.lock();
+  wake_all();
 }
 
 void Communicator::help(Task& task) {
