@@ -6,7 +6,7 @@ from torch.utils.data import DistributedSampler
 
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
-from pycomm.parallel.run.own_loss import own_loss_of, with_targets
+from pycomm.parallel.run.model_loss import model_loss_of, with_targets
 from pycomm.parallel.run.prepare import Options
 from pycomm.parallel.run.step import run_step
 
@@ -25,8 +25,8 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
         loss_fn: (output, targets) -> mean over the targets that count, a tensor without dimensions.
             parallel.cross_entropy takes the output, or its `.logits`, and keeps the logits of a tensor
             parallel head in shards; any other function gets them whole. None: cross_entropy; of a model of
-            transformers its own loss, with labels as its class takes them (run/own_loss.py): a decoder's are
-            compared one position later.
+            transformers its own loss, with labels as its class takes them (run/model_loss.py): a decoder's
+            are compared one position later.
         microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline
         works on several at a time.
         clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no
@@ -65,7 +65,7 @@ def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=
 
 
 def _for_loss(model, batch, loss_fn):
-    loss_fn, own = own_loss_of(model, loss_fn)
+    loss_fn, own = model_loss_of(model, loss_fn)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     return with_targets(model, batch) if own else batch, loss_fn
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-__all__ = ["Side", "Trunk", "find_trunk", "hidden_of", "owners", "replace_hidden"]
+__all__ = ["Side", "Trunk", "find_trunk", "hidden_of", "hidden_out", "owners", "replace_hidden"]
 
 
 class Side(enum.Enum):
@@ -97,6 +97,11 @@ def hidden_of(args, kwargs=None):
         if isinstance(value, torch.Tensor):
             return value
     raise ValueError("a block was called without a tensor, or returned none")
+
+
+def hidden_out(out):
+    """The same in what a block has returned, a tensor or several values."""
+    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
 
 
 def replace_hidden(args, kwargs, old, new):

@@ -33,8 +33,9 @@ import sys
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from pycomm.parallel.ground.modes import without_modes
 from pycomm.parallel.ground.norms import batch_norms
-from pycomm.parallel.ground.trunk import Side, hidden_of, owners, replace_hidden
+from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, owners, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 from pycomm.parallel.pipeline.outer_state import OuterState
 
@@ -212,7 +213,7 @@ class StageModel:
         if index < first:
             self._check_unchanged(index, hidden_of(args, kwargs))
             out = self._absent(index, f"block {index}", forward, args, kwargs)
-            self.previous = _hidden_out(out)
+            self.previous = hidden_out(out)
             return out
         if index != first if self.at is None else index <= self.at:
             raise ValueError(
@@ -250,7 +251,7 @@ class StageModel:
         if index == end - 1:
             self.place = _Place.AFTER
             if self.stage < self.last:
-                raise _Left(_hidden_out(out))
+                raise _Left(hidden_out(out))
             if (
                 self.split is not None
                 and self.split.megatron
@@ -258,7 +259,7 @@ class StageModel:
             ):
                 out = self.split.leave(out)  # no head comes that would do it
         if not self.checked:
-            self.previous = _hidden_out(out)
+            self.previous = hidden_out(out)
         return out
 
     def _check_unchanged(self, index, hidden):
@@ -329,12 +330,7 @@ class StageModel:
                 for leaf in leaves
             ]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            modes = (
-                torch.overrides._get_current_function_mode_stack()
-            )  # they would take meta tensors for hidden states
-            with torch.no_grad(), contextlib.ExitStack() as stack:
-                for _ in modes:
-                    stack.enter_context(torch.overrides._pop_mode_temporarily())
+            with torch.no_grad(), without_modes():
                 try:
                     with torch.device("meta"):  # tensors that the module makes itself
                         self.templates[key] = forward(*meta_args, **meta_kwargs)
@@ -369,8 +365,3 @@ def _check_single(block, out):
             "Return the hidden state alone (without a cache, and losses of a block as parallel.MoE gives "
             "them)"
         )
-
-
-def _hidden_out(out):
-    """The hidden state in what a block has returned."""
-    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))

@@ -18,7 +18,6 @@ What it does not see: blocks unlike the first one, and what mixes positions afte
 parallel.MoE exchange tokens and are passed over; so are blocks that draw random numbers even in eval mode.
 """
 
-import contextlib
 import copy
 import math
 
@@ -27,7 +26,8 @@ from torch.utils._pytree import tree_map
 
 from pycomm import CommError
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.trunk import hidden_of
+from pycomm.parallel.ground.modes import without_modes
+from pycomm.parallel.ground.trunk import hidden_of, hidden_out
 
 __all__ = ["BlockProof"]
 
@@ -63,8 +63,8 @@ class BlockProof:
         """
         split, (args, kwargs) = self.split, tree_map(_double, (list(args), dict(kwargs)))
         hidden = hidden_of(args, kwargs)
-        with _no_modes():  # else attention would take the whole for a piece
-            whole = [_hidden_out(self.whole(*args, **copy.deepcopy(kwargs))) for _ in range(2)]
+        with without_modes():  # else attention would take the whole for a piece
+            whole = [hidden_out(self.whole(*args, **copy.deepcopy(kwargs))) for _ in range(2)]
         random = not torch.equal(*whole)
         error, cause = self._error(whole[0], args, kwargs, hidden)
         numbers = torch.tensor([float(not error <= MOST), float(random)], device=hidden.device)
@@ -85,7 +85,7 @@ class BlockProof:
         """(relative difference, None), or (nan, what the cut block raised)."""
         args, kwargs, piece = self.split.enter(True, True, args, copy.deepcopy(kwargs), hidden)
         try:
-            found = _hidden_out(self.cut(*args, **kwargs))
+            found = hidden_out(self.cut(*args, **kwargs))
         except (ValueError, CommError):
             raise  # of pycomm, on all ranks alike
         except Exception as error:
@@ -102,19 +102,6 @@ class BlockProof:
         return piece
 
 
-@contextlib.contextmanager
-def _no_modes():
-    """Without the modes of torch functions that are active."""
-    with contextlib.ExitStack() as stack:
-        for _ in torch.overrides._get_current_function_mode_stack():
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        yield
-
-
 def _double(value):
     is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.double() if is_real else value
-
-
-def _hidden_out(out):
-    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))

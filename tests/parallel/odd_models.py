@@ -50,6 +50,24 @@ def unused():
     return model
 
 
+class Plain(nn.Module):
+    """An embedding, blocks one after the other, a head."""
+
+    def __init__(self, block=models.Block, layers=2):
+        super().__init__()
+        self.tok = nn.Embedding(29, 16)
+        self.blocks = nn.ModuleList(block(16, 2, 20) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
+
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+    def forward(self, idx):
+        return self.head(self.norm(self.run_blocks(self.tok(idx))))
+
+
 class Positions(nn.Module):
     """A parameter that lies in the module which holds the blocks."""
 

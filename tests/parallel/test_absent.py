@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import Block
-from odd_models import adamw, cross, tokens
+from odd_models import Plain, adamw, cross, tokens
 from torch import nn
 from torch_ranks import spawn
 
@@ -19,20 +19,9 @@ from pycomm.parallel.pipeline.absent import Absent, absent_like, absent_paramete
 LAYERS = 4  # two in each stage
 
 
-class Base(nn.Module):
-    def __init__(self, block=Block, layers=LAYERS):
-        super().__init__()
-        self.tok = nn.Embedding(29, 16)
-        self.blocks = nn.ModuleList(block(16, 2, 20) for _ in range(layers))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
-
-    def run_blocks(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-    def forward(self, idx):
-        return self.head(self.norm(self.run_blocks(self.tok(idx))))
+class Base(Plain):
+    def __init__(self, block=Block):
+        super().__init__(block, LAYERS)
 
 
 class ChangedBetween(Base):

@@ -5,25 +5,11 @@ import torch
 import torch.nn.functional as F
 import transformers as hf
 from models import Attention, Block
-from odd_models import cross, gpt, tokens
+from odd_models import Plain, cross, gpt, tokens
 from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-
-
-class Base(nn.Module):
-    def __init__(self, block):
-        super().__init__()
-        self.tok = nn.Embedding(29, 16)
-        self.blocks = nn.ModuleList(block(16, 2, 20) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 29)
-
-    def forward(self, idx):
-        x = self.tok(idx)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(self.norm(x))
 
 
 class Convolution(Block):
@@ -90,12 +76,12 @@ def sizes(**more):
 
 
 MODELS = {
-    "convolution": lambda: Base(Convolution),
-    "shift": lambda: Base(Shift),
-    "positions": lambda: Base(Positions),
-    "average": lambda: Base(Average),
-    "asleep": lambda: Base(Asleep),
-    "unheard": lambda: Base(Unheard),
+    "convolution": lambda: Plain(Convolution),
+    "shift": lambda: Plain(Shift),
+    "positions": lambda: Plain(Positions),
+    "average": lambda: Plain(Average),
+    "asleep": lambda: Plain(Asleep),
+    "unheard": lambda: Plain(Unheard),
     "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes(num_attention_heads=2))),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes(num_attention_heads=2))),
     "plain": gpt,

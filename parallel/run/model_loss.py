@@ -25,7 +25,7 @@ import torch
 
 from pycomm.parallel.tensor import cross_entropy
 
-__all__ = ["own_loss_of", "with_targets"]
+__all__ = ["model_loss_of", "with_targets"]
 
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForImageClassification")
 _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -36,7 +36,7 @@ _DECODERS_ALONE = {
 }
 
 
-def own_loss_of(model, loss_fn):
+def model_loss_of(model, loss_fn):
     """(loss function, whether the targets are those of the model's own loss). Raises ValueError for a model
     whose own loss is not among those above.
     """
