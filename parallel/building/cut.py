@@ -83,7 +83,7 @@ def deal_experts(model, moe_names, mesh, plan):
     return moes
 
 
-def cut_tensors(model, moe_names, cut, mesh, plan):
+def cut_tensors(model, original, cut, mesh, plan):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
     proof = None
     if cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0]):
@@ -91,9 +91,10 @@ def cut_tensors(model, moe_names, cut, mesh, plan):
     tensor = parallelize_tensor(
         model,
         mesh.group("tp"),
-        rules={**dict.fromkeys(moe_names, "tokens"), **(plan.rules or {})},
+        rules={**dict.fromkeys(original.moe_names, "tokens"), **(plan.rules or {})},
         blocks=cut.trunk.name if cut.trunk else None,
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
+        ties=original.first_name,
     )
     if cut.trunk is None:
         return tensor, cut

@@ -65,7 +65,7 @@ def parallelize(model, opt=None, plan=None):
 
     cut = make_stages(model, trunk, mesh, plan)
     moes = deal_experts(model, original.moe_names, mesh, plan)
-    tensor, cut = cut_tensors(model, original.moe_names, cut, mesh, plan)
+    tensor, cut = cut_tensors(model, original, cut, mesh, plan)
     full_values, compute_dtype = cast(model, cut.stage_model, plan)
 
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)

@@ -61,10 +61,7 @@ def _precise(leaf, compute_dtype):
     """In fp32, where the model computes in less."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype != compute_dtype:
         return leaf
-    precise = leaf.float()
-    if hasattr(leaf, "vocab_shard"):
-        precise.vocab_shard = leaf.vocab_shard
-    return precise
+    return leaf.float()
 
 
 def _describe(value):

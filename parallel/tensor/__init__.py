@@ -2,12 +2,12 @@
 
 from pycomm.parallel.tensor.apply import Head, TensorParallel, parallelize_tensor
 from pycomm.parallel.tensor.cross_entropy import cross_entropy
+from pycomm.parallel.tensor.cut_logits import VocabShard
 from pycomm.parallel.tensor.heads import RankHeads, split_heads
 from pycomm.parallel.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
-    VocabShard,
 )
 
 __all__ = [

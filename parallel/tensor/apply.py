@@ -181,7 +181,7 @@ def checked(model, cuts, group):
     return kept
 
 
-def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None):
+def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, ties=None):
     """Cuts a plain torch model over `group`, in place, and returns a TensorParallel.
 
     model: any nn.Module with full weights, equal on all ranks. group: comm.Group, torch process group or None
@@ -190,7 +190,8 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None):
     before anything that is found.
     blocks: name of the trunk, a ModuleList or Sequential. sequence: object whose `.sizes`, set before each
     forward, are the lengths per rank along dim 1 of the hidden state from block 0 on (see whole_sequence.py);
-    needs `blocks`. A group of one changes nothing.
+    needs `blocks`. ties: {name of a parameter: first name of the same one}, for a model whose parameters no
+    longer show it (on meta); None compares them. A group of one changes nothing.
 
     Raises ValueError for rules that do not fit, fewer query heads than ranks, and tied parameters that would
     be cut in two ways.
@@ -198,7 +199,7 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None):
     group = comm.as_group(group, "tp")
     if sequence is not None and blocks is None:
         raise ValueError("tensor parallelism with sequence= needs blocks=, the name of the trunk")
-    cuts = find(model, rules=rules, blocks=blocks)
+    cuts = find(model, rules=rules, blocks=blocks, ties=ties)
     if group.size == 1:
         return TensorParallel(
             {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}, cuts.found, None

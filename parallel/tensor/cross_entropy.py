@@ -12,8 +12,8 @@ token cross ranks instead of V:
                                                                         rank with the target's column
 
 Backward needs nothing from others. Only the logits and one number per token are kept for it. Whether logits
-are cut cannot be told from their size, so the head marks its output (attribute `vocab_shard`); any operation
-on it loses the mark, which `head` detects.
+are cut cannot be told from their size, so the head marks its output (attribute `vocab_shard`, cut_logits.py).
+A plain tensor of a rank's columns that has lost the mark is detected by `head`.
 Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """
 
@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.tensor.cut_logits import CutLogits
 
 __all__ = ["cross_entropy"]
 
@@ -86,6 +87,7 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
             "shape, or leave the logits whole: head.sharded_output = False"
         )
     vocab = logits.shape[-1] if shard is None else shard.full_size
+    logits = logits.cut if isinstance(logits, CutLogits) else logits
     targets = targets.reshape(-1)
     counts = targets != ignore_index
     if targets.device.type == "cpu" and bool((counts & ((targets < 0) | (targets >= vocab))).any()):

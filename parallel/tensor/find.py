@@ -8,8 +8,8 @@ nothing.
     mlp         direct children Linear h->f (one or several) and f->h;   f: the first by rows, the second by
                 Linear, activation, Linear in an nn.Sequential; the      columns
                 two of torch's Transformer layers
-    vocab       an Embedding outside of the trunk, and the Linear that   rows of both
-                is tied to it or has as many outputs as it has rows
+    vocab       an Embedding outside of the trunk, and the Linear that   rows of both, and of all that
+                is tied to it or has as many outputs as it has rows      share a weight with them
     column      only by the user's rules: {glob of the name: rule}       rows, output gathered
     row         only by a rule                                           columns, input cut
     tokens      only by a rule: replicated, and with a sequence works    nothing
@@ -32,7 +32,7 @@ from torch import nn
 
 from pycomm.parallel.tensor.find_attention import find_attention
 from pycomm.parallel.tensor.find_mlp import find_mlp
-from pycomm.parallel.tensor.modules import is_linear, is_transposed, linear_sizes, within
+from pycomm.parallel.tensor.modules import is_linear, is_transposed, join, linear_sizes, within
 from pycomm.parallel.tensor.sublayers import Cuts, Found, Unfit
 
 __all__ = ["find"]
@@ -40,13 +40,15 @@ __all__ = ["find"]
 RULES = ("attention", "column", "mlp", "replicate", "row", "tokens", "vocab")
 
 
-def find(model, *, rules=None, blocks=None):
-    """What can be cut: Cuts. rules: {glob of module names: rule}; blocks: name of the trunk.
+def find(model, *, rules=None, blocks=None, ties=None):
+    """What can be cut: Cuts. rules: {glob of module names: rule}; blocks: name of the trunk; ties: {name of a
+    parameter: first name of the same one}, or None to compare the parameters themselves.
 
     Raises ValueError for rules that are unknown, match nothing or do not fit, and for a trunk that does not
     exist.
     """
-    return Finder(dict(model.named_modules()), rules or {}, blocks).run()
+    ties = ties or {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
+    return Finder(dict(model.named_modules()), rules or {}, blocks, ties).run()
 
 
 def check_rules(modules, rules):
@@ -68,21 +70,20 @@ def rule_of(fqn, rules):
 
 
 def is_head(table, linear):
-    """Whether a Linear may give the logits of an Embedding's vocabulary."""
-    if table.weight is linear.weight:
-        return True
+    """Whether a Linear that is not tied to an Embedding may give the logits of its vocabulary."""
     return linear_sizes(linear)[1] == table.num_embeddings and not is_transposed(linear)
 
 
 class Finder:
     """Goes through a model once per rule: attention takes its layers first, then the vocabulary, then mlp."""
 
-    def __init__(self, modules, rules, blocks):
+    def __init__(self, modules, rules, blocks, ties):
         check_rules(modules, rules)
         if blocks is not None and blocks not in modules:
             raise ValueError(f"tensor parallelism: the model has no module {blocks!r} that blocks= names")
         self.modules = modules  # name -> module
         self.blocks = blocks  # name of the trunk, or None
+        self.ties = ties  # name of a parameter -> what is equal for names of one parameter
         self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, rules)) is not None}
         self.taken = set()  # modules that are part of what was found
         self.cuts = Cuts([], {}, [], [], set(self.rules.items()))
@@ -151,20 +152,46 @@ class Finder:
             (fqn, m) for fqn, m in self.modules.items() if not self._in_trunk(fqn) and self._is_free(fqn)
         ]
         heads = [
-            (table, head, t.weight is m.weight)
+            (table, head, tied)
             for table, t in outside
             if type(t) is nn.Embedding and not (t.max_norm is not None or t.scale_grad_by_freq or t.sparse)
             for head, m in outside
-            if is_linear(m) and is_head(t, m)
+            if is_linear(m)
+            and ((tied := self._is_tied(join(table, "weight"), join(head, "weight"))) or is_head(t, m))
         ]
         tied_pairs = [pair for pair in heads if pair[2]]
         of_first_table = [pair for pair in heads if pair[0] == heads[0][0]]
-        for table, head, tied in tied_pairs[:1] or of_first_table[-1:]:
-            rows = self.modules[table].num_embeddings
-            for fqn, other in ((table, head), (head, table)):
+        for table, head, _ in tied_pairs[:1] or of_first_table[-1:]:
+            self._cut_vocabulary(table, head, {fqn for fqn, _ in outside})
+
+    def _cut_vocabulary(self, table, head, outside):
+        """A table, its head, and the tables and heads that share a weight with one of them: all or none."""
+        shared = {self.ties[name] for fqn in (table, head) for name in self._parameters_of(fqn)}
+        holders = {}  # module -> which of these it has
+        for fqn in self.modules:
+            if found := {self.ties[name] for name in self._parameters_of(fqn)} & shared:
+                holders[fqn] = found
+        other = [fqn for fqn in holders if fqn not in outside or not self._has_rows(fqn)]
+        for fqn in [fqn for fqn in holders if fqn in outside and self._has_rows(fqn)]:
+            tied = [each for each in holders if each != fqn and holders[each] & holders[fqn]]
+            self.taken.add(fqn)
+            if other:
+                what = f"{other[0] or 'the model'!r} has a parameter of the vocabulary too, and cannot be cut"
+                self._note(fqn, "replicate", f"vocab: {what}")
+            else:
                 self.cuts.single[fqn] = "vocab"
-                self.taken.add(fqn)
-                self._note(fqn, "vocab", f"{rows} rows" + (f", tied to {other}" if tied else ""))
+                rows = f"{self.modules[table].num_embeddings} rows"
+                self._note(fqn, "vocab", rows + (f", tied to {', '.join(tied)}" if tied else ""))
+
+    def _parameters_of(self, fqn):
+        own = self.modules[fqn]._parameters
+        return [join(fqn, name) for name in own if join(fqn, name) in self.ties]
+
+    def _has_rows(self, fqn):
+        return is_linear(self.modules[fqn]) or type(self.modules[fqn]) is nn.Embedding
+
+    def _is_tied(self, one, other):
+        return self.ties[one] == self.ties[other]
 
     def _in_trunk(self, fqn):
         if self.blocks is not None:

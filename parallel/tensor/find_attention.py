@@ -8,6 +8,7 @@ The number of heads is read from the module's attributes or its configuration (n
 must fit it. Every other parameter and buffer must be known to be harmless on a rank with few heads.
 """
 
+import inspect
 import re
 
 from torch import nn
@@ -77,6 +78,8 @@ def _sublayer(modules, fqn, names, row):
     if row is None:
         raise Unfit(f"no output Linear found beside {', '.join(names)}")
     module = modules[fqn]
+    if "position_bias" in inspect.signature(module.forward).parameters:
+        raise Unfit("its forward is given a bias of each head (position_bias)")
     value_width, _ = linear_sizes(modules[row])
     outs = [linear_sizes(child(module, name))[1] for name in names]
     counts = _counts(module, outs, value_width, row)

@@ -22,30 +22,18 @@ Sources: Shoeybi et al., Megatron-LM, 2019; Korthikanti et al., Reducing Activat
 (sequence).
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.layout import whole
+from pycomm.parallel.tensor.cut_logits import CutLogits, VocabShard
 from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput, check_piece
 from pycomm.parallel.tensor.modules import is_transposed, linear_sizes
 from pycomm.parallel.tensor.slices import cut, even_slices
 
-__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "VocabShard"]
-
-
-class VocabShard(NamedTuple):
-    """Mark on logits of which this rank has the columns [start, stop) of full_size: attribute `vocab_shard`
-    of the tensor.
-    """
-
-    group: comm.Group
-    start: int
-    stop: int
-    full_size: int
+__all__ = ["ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding"]
 
 
 class ParallelLayer(nn.Module):
@@ -171,7 +159,7 @@ class ColumnParallelLinear(ParallelLinear):
                 out = differentiable.scatter_to(out, 1, self.sequence.sizes, self.group)
         elif self.is_head and self.group.size > 1:
             start, stop = self._layouts["weight"].ranges[0]
-            out.vocab_shard = VocabShard(self.group, start, stop, self.full_size)
+            out = CutLogits.of(out, VocabShard(self.group, start, stop, self.full_size), self.sizes)
         return out
 
 

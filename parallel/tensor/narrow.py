@@ -152,7 +152,8 @@ class NarrowView(torch.Tensor):
 
     @classmethod
     def of(cls, x, shape):
-        view = x.as_subclass(cls)
+        own = type(x) in (torch.Tensor, torch.nn.Parameter)  # of other kinds only `plain` is looked at
+        view = (x if own else torch.empty(0, dtype=x.dtype, device=x.device)).as_subclass(cls)
         view.plain, view.told = x, torch.Size(shape)
         return view
 

@@ -1,0 +1,151 @@
+"""Models that do something with their logits, or tie more than a table and a head, under tensor parallelism:
+as one process.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from odd_models import Plain, cross, tokens
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+
+STEPS = 3
+
+
+class Changed(Plain):
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+        self.register_buffer("offset", torch.linspace(-1, 1, 29).view(1, 29))
+
+    def forward(self, idx):
+        return self.change(super().forward(idx), self.offset)
+
+
+CHANGES = {
+    "nothing": lambda logits, offset: logits,
+    "scaled": lambda logits, offset: 0.5 - (logits * 0.7) / 1.1,
+    "soft cap": lambda logits, offset: torch.tanh(logits / 3.0) * 3.0,
+    "offset": lambda logits, offset: logits + offset,
+    "offset first": lambda logits, offset: offset + logits,
+    "log_softmax": lambda logits, offset: F.log_softmax(2 * logits, -1),
+    "softmax": lambda logits, offset: logits.softmax(-1) * 4,
+    "centred": lambda logits, offset: logits - logits.mean(-1, keepdim=True),
+    "viewed": lambda logits, offset: logits.view(-1, logits.size(-1)).view(logits.shape),
+    "stacked": lambda logits, offset: torch.stack([logits, offset.expand(logits.shape)]).sum(0),
+    "multiplied by itself": lambda logits, offset: logits * logits,
+    "out of place and in": lambda logits, offset: (logits * 1.5).clone() + offset.exp(),
+}
+FREE = {"nothing", "scaled", "soft cap"}
+
+
+def train(model, plan=None):
+    model = model.double()
+    opt = torch.optim.SGD(model.parameters(), lr=0.3)
+    losses = []
+    if plan is not None:
+        par.parallelize(model, opt, plan)
+    for step in range(STEPS):
+        x, y = tokens(step)
+        if plan is None:
+            opt.zero_grad()
+            loss = cross(model(x), y)
+            loss.backward()
+            opt.step()
+        else:
+            loss = par.step(model, opt, (x, y), par.cross_entropy)
+        losses.append(loss.item())
+    state = par.full_state_dict(model) if plan is not None else dict(model.state_dict())
+    return losses, {name: value.detach().clone() for name, value in state.items()}
+
+
+def check(found, expected):
+    assert found[0] == pytest.approx(expected[0], rel=1e-12)
+    for name, value in expected[1].items():
+        torch.testing.assert_close(found[1][name], value, rtol=0, atol=1e-12, msg=name)
+
+
+def changed(rank, world_size, name):
+    torch.manual_seed(0)
+    with par.count_traffic() as traffic:
+        found = train(Changed(CHANGES[name]), par.Plan(tp=2))
+    return found, traffic.calls("all_gather")
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_what_a_model_does_with_its_logits(name):
+    """What it returns is cut, or an elementwise function of it; anything else is computed from the whole, for
+    which they are gathered once a step.
+    """
+    torch.manual_seed(0)
+    expected = train(Changed(CHANGES[name]))
+    found = spawn(2, changed, name)
+    gathers = {gathers for _, gathers in found}
+    plain = spawn(2, changed, "nothing")[0][1]
+    assert gathers == {plain if name in FREE else plain + STEPS}
+    for each, _ in found:
+        check(each, expected)
+
+
+def in_place(rank, world_size):
+    with pytest.raises(ValueError, match="changes its logits in place.*add_.*'replicate'"):
+        train(Changed(lambda logits, offset: logits.add_(1)), par.Plan(tp=2))
+
+
+def test_logits_that_are_changed_in_place_are_refused():
+    spawn(2, in_place)
+
+
+class Tied(Plain):
+    """Three tables and a head of one weight, as in T5."""
+
+    def __init__(self):
+        super().__init__()
+        self.second, self.third = nn.Embedding(29, 16), nn.Embedding(29, 16)
+        self.second.weight = self.third.weight = self.head.weight = self.tok.weight
+        for name in ("blocks", "norm", "head"):
+            self._modules[name] = self._modules.pop(name)  # in the order in which they are called
+
+    def forward(self, idx):
+        x = self.run_blocks(self.tok(idx) + self.second(idx.flip(1)) - self.third(idx.roll(1, 1)))
+        return self.head(self.norm(x))
+
+
+class Alias(Plain):
+    """The head's bias has a second name outside of the head, as in BERT, which is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = self.head.bias
+        nn.init.normal_(self.bias)
+        self.head.weight = self.tok.weight
+
+    def forward(self, idx):
+        return super().forward(idx) + self.bias.square().mean()
+
+
+def tied(rank, world_size, kind, plan):
+    torch.manual_seed(0)
+    return train(kind(), plan)
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2", "dp=2,tp=2,zero=2"])
+@pytest.mark.parametrize("kind", [Tied, Alias])
+def test_weights_that_are_tied_more_than_once(kind, plan):
+    torch.manual_seed(0)
+    expected = train(kind())
+    plan = par.Plan.parse(plan)
+    for found in spawn(plan.world_size, tied, kind, plan):
+        check(found, expected)
+
+
+def cut_names(kind):
+    lines = par.tensor.apply.find(kind())
+    return {line.fqn for line in lines.found if line.rule == "vocab"}
+
+
+def test_all_of_them_are_cut_or_none():
+    assert cut_names(Tied) == {"tok", "second", "third", "head"}
+    assert cut_names(Alias) == set()
