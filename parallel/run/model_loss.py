@@ -19,6 +19,7 @@ is what makes it right where the sequence is cut, and where microbatches or rank
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 
 import torch
@@ -76,13 +77,25 @@ def with_targets(model, batch):
             "pass loss_fn"
         )
     if _is_encoder_decoder(model):
-        make = getattr(model, "prepare_decoder_input_ids_from_labels", None)
-        if make is not None and "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
-            batch["decoder_input_ids"] = make(labels=labels)
+        if "decoder_input_ids" not in batch and "decoder_inputs_embeds" not in batch:
+            batch["decoder_input_ids"] = _decoder_inputs(model, labels)
     elif _is_shifted(model):
         nothing = torch.full_like(labels[:, :1], -100)
         batch["labels"] = torch.cat([labels[:, 1:], nothing], dim=1)
     return batch
+
+
+def _decoder_inputs(model, labels):
+    """What the model gives its decoder where it is given labels alone: these, one later."""
+    if hasattr(model, "prepare_decoder_input_ids_from_labels"):
+        return model.prepare_decoder_input_ids_from_labels(labels=labels)
+    shift = getattr(sys.modules[_own_class(model).__module__], "shift_tokens_right", None)
+    if shift is None:
+        raise ValueError(
+            f"how {type(model).__name__} makes its decoder's inputs from labels is not known here: put "
+            "decoder_input_ids into the batch"
+        )
+    return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
 
 def _inner(model):
@@ -120,7 +133,11 @@ def _is_shifted(model):
     return name.endswith(_SHIFTED) and by_function and not _is_encoder_decoder(model)
 
 
+def _own_class(model):
+    """The first class that is transformers' own."""
+    return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
+
+
 def _names_in_forward(model):
-    """What the forward refers to, in the first class that is transformers' own."""
-    kinds = (kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-    return set(inspect.unwrap(next(kinds).forward).__code__.co_names)
+    """What the forward of that class refers to."""
+    return set(inspect.unwrap(_own_class(model).forward).__code__.co_names)

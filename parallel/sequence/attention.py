@@ -27,8 +27,8 @@ nothing can tell.
 
 What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax,
 flex_attention) is not seen and stays local. `calls` counts what was seen, so that the caller can tell. Masks
-cannot be cut here, since only the model knows what they mean along the sequence: is_causal or none. Source:
-the mode is torch.overrides; the attention Fang and Zhao, USP, 2024.
+are those of the whole sequence (mask.py). Source: the mode is torch.overrides; the attention Fang and Zhao,
+USP, 2024.
 """
 
 import contextlib
@@ -39,6 +39,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
+from pycomm.parallel.sequence.mask import checked
 from pycomm.parallel.sequence.ring import ring_ulysses_attention
 
 __all__ = ["SequenceAttention"]
@@ -92,8 +93,9 @@ class SequenceAttention(TorchFunctionMode):
     length: the whole length of the sequence of the coming forward; set by the caller. calls: how many
     attentions were computed so far.
 
-    Raises ValueError at an attention with a mask, dropout, keys of another length than the queries or pieces
-    of another length than split.lengths() says. q, k, v may be (B, H, T, D) or (H, T, D).
+    Raises ValueError at an attention with dropout, a mask of another shape than the whole sequence's, keys of
+    another length than the queries or pieces of another length than split.lengths() says. q, k, v may be
+    (B, H, T, D) or (H, T, D).
     """
 
     def __init__(self, ring, ulysses, zigzag):
@@ -133,16 +135,13 @@ class SequenceAttention(TorchFunctionMode):
     def _attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
-        if attn_mask is not None:
-            self._refuse(
-                f"attn_mask of shape {tuple(attn_mask.shape)} cannot be split; use is_causal=True or no mask"
-            )
         if dropout_p:
             self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
         if self.length is None:
             self._refuse(
-                "the length of the whole sequence is not known; set SequenceAttention.length before the "
-                "forward"
+                "the length of the whole sequence is not known before the first block, so there can be no "
+                "attention (an encoder in front of a decoder's blocks); in a forward of your own, set "
+                "SequenceAttention.length before it"
             )
         if query.dim() != key.dim() or query.dim() not in (3, 4):
             self._refuse(
@@ -157,10 +156,18 @@ class SequenceAttention(TorchFunctionMode):
         options = {"is_causal": is_causal, "scale": scale, "zigzag": self.zigzag, "length": self.length}
         batch = query.dim() == 4
         query, key, value = (x if batch else x.unsqueeze(0) for x in (query, key, value))
+        if attn_mask is not None and not batch and attn_mask.dim() == 3:
+            attn_mask = attn_mask.unsqueeze(0)
+        try:
+            mask = None if attn_mask is None else checked(attn_mask, query, is_causal, self.length)
+        except ValueError as error:
+            self._refuse(str(error))
         self.calls += 1
         self._thread.inside = True
         try:
-            out = ring_ulysses_attention(query, key, value, self.ring, self.ulysses, **options)
+            out = ring_ulysses_attention(
+                query, key, value, self.ring, self.ulysses, **options, attn_mask=mask
+            )
         finally:
             self._thread.inside = False
         return out if batch else out.squeeze(0)

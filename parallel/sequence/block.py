@@ -63,40 +63,48 @@ def _uses_flash(q, v):
     )
 
 
-def _strips(q, k, causal):
-    """(start, stop, keys that these rows can see, mask or None) of the plain kernel."""
+def _strips(q, k, causal, mask):
+    """(start, stop, keys that these rows can see, mask of them or None) of the plain kernel."""
     rows = q.shape[2]
     for start in range(0, rows, STRIP):
         stop = min(start + STRIP, rows)
         keys = stop if causal else k.shape[2]
-        hidden = (
-            torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).triu_(start + 1)
-            if causal
-            else None
-        )
-        yield start, stop, keys, hidden
+        seen = mask
+        if causal:
+            seen = torch.ones(stop - start, keys, dtype=torch.bool, device=q.device).tril_(start)
+        elif mask is not None and mask.shape[2] > 1:
+            seen = mask[:, :, start:stop]
+        yield start, stop, keys, seen
 
 
-def _scores(q, k, scale, hidden):
+def _scores(q, k, scale, seen):
     scores = torch.matmul(q, k.mT).mul_(scale)
-    return scores if hidden is None else scores.masked_fill_(hidden, float("-inf"))
+    if seen is None:
+        return scores
+    return scores.masked_fill_(~seen, -torch.inf) if seen.dtype == torch.bool else scores.add_(seen)
 
 
-def _plain_forward(q, k, v, causal, scale):
+def _finite(lse):
+    """0 in the place of the -inf of a row that sees nothing: what is subtracted from its scores of -inf."""
+    return lse.masked_fill(lse == -torch.inf, 0)
+
+
+def _plain_forward(q, k, v, causal, scale, mask):
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
-    for start, stop, keys, hidden in _strips(q, k, causal):
-        scores = _scores(q[:, :, start:stop], k[:, :, :keys], scale, hidden)
+    for start, stop, keys, seen in _strips(q, k, causal, mask):
+        scores = _scores(q[:, :, start:stop], k[:, :, :keys], scale, seen)
         row_lse = scores.logsumexp(-1)
-        out[:, :, start:stop] = torch.matmul(scores.sub_(row_lse.unsqueeze(-1)).exp_(), v[:, :, :keys])
+        weights = scores.sub_(_finite(row_lse).unsqueeze(-1)).exp_()
+        out[:, :, start:stop] = torch.matmul(weights, v[:, :, :keys])
         lse[:, :, start:stop] = row_lse
     return out, lse
 
 
-def _plain_backward(rows, k, v, causal, scale):
+def _plain_backward(rows, k, v, causal, scale, mask):
     dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
-    for start, stop, keys, hidden in _strips(rows.q, k, causal):
+    for start, stop, keys, seen in _strips(rows.q, k, causal, mask):
         q, out, lse, dout = rows.part(slice(start, stop))
-        probabilities = _scores(q, k[:, :, :keys], scale, hidden).sub_(lse.unsqueeze(-1)).exp_()
+        probabilities = _scores(q, k[:, :, :keys], scale, seen).sub_(_finite(lse).unsqueeze(-1)).exp_()
         dv[:, :, :keys] += torch.matmul(probabilities.mT, dout)
         delta = (dout * out).sum(-1, keepdim=True)
         dscores = torch.matmul(dout, v[:, :, :keys].mT).sub_(delta).mul_(probabilities).mul_(scale)
@@ -112,40 +120,43 @@ def _fold(tensor, k_heads):
     return tensor.reshape(tensor.shape[0], k_heads, -1, *tensor.shape[3:])
 
 
-def forward(q, k, v, causal, scale):
+def forward(q, k, v, causal, scale, mask=None):
     """(out, lse) of one block. q: (B, Hq, Tq, D), k: (B, Hkv, Tk, D), v: (B, Hkv, Tk, Dv), not empty, in the
     accumulation type.
 
-    causal: query i sees keys 0..i (then Tq = Tk), else all. out: (B, Hq, Tq, Dv), lse: (B, Hq, Tq).
+    causal: query i sees keys 0..i (then Tq = Tk), else all. mask, not with causal: (1 or B, 1 or Hq,
+    1 or Tq, Tk), truth values or numbers in the accumulation type to add.
+    out: (B, Hq, Tq, Dv), lse: (B, Hq, Tq); 0 and -inf for rows that see nothing.
     """
     shape, k_heads = q.shape[:3], k.shape[1]
     shared = shape[1] // k_heads
-    if shared > 1 and causal:
+    if shared > 1 and (causal or mask is not None):
         # Folded rows would have no triangular mask.
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
         q = _fold(q, k_heads)
-    if _uses_flash(q, v):
+    if mask is None and _uses_flash(q, v):
         out, lse = FLASH(q, k, v, 0.0, causal, scale=scale)
     else:
-        out, lse = _plain_forward(q, k, v, causal, scale)
+        out, lse = _plain_forward(q, k, v, causal, scale, mask)
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def backward(rows, k, v, causal, scale):
-    """(dq, dk, dv) that come from one block; rows: Rows, k, v: as in forward()."""
+def backward(rows, k, v, causal, scale, mask=None):
+    """(dq, dk, dv) that come from one block; rows: Rows, the others as in forward()."""
     q_shape, k_shape, v_shape = rows.q.shape, k.shape, v.shape
     shared = q_shape[1] // k_shape[1]
-    if shared > 1 and causal:
+    repeats = shared > 1 and (causal or mask is not None)
+    if repeats:
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
         rows = Rows(*(_fold(x, k_shape[1]) for x in rows))
-    if _uses_flash(rows.q, v):
+    if mask is None and _uses_flash(rows.q, v):
         q, out, lse, dout = rows
         dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
     else:
-        dq, dk, dv = _plain_backward(rows, k, v, causal, scale)
-    if shared > 1 and causal:
+        dq, dk, dv = _plain_backward(rows, k, v, causal, scale, mask)
+    if repeats:
         dk, dv = (x.unflatten(1, (k_shape[1], shared)).sum(2) for x in (dk, dv))
     return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(v_shape)
 
@@ -153,5 +164,6 @@ def backward(rows, k, v, causal, scale):
 def merge(out, lse, part, part_lse):
     """out, lse of some keys and of some others -> of both, in place in out and lse."""
     both = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - both).exp_().unsqueeze(-1)).add_(part * (part_lse - both).exp_().unsqueeze(-1))
+    top = _finite(both)  # -inf where neither sees anything
+    out.mul_((lse - top).exp_().unsqueeze(-1)).add_(part * (part_lse - top).exp_().unsqueeze(-1))
     lse.copy_(both)

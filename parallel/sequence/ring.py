@@ -46,6 +46,7 @@ from torch.autograd.function import once_differentiable
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import block, split
+from pycomm.parallel.sequence.mask import block_of, checked, of_heads
 from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
 
 __all__ = ["ring_attention", "ring_ulysses_attention"]
@@ -83,19 +84,26 @@ def tiles(q_spans, k_spans, causal):
 
 
 class _RingSpec(NamedTuple):
-    """spans: of every ring rank."""
+    """spans: of every ring rank. mask: of the whole sequence, or None."""
 
     group: comm.Group
     spans: tuple
     causal: bool
     scale: float
+    mask: torch.Tensor | None = None
 
     def source(self, step):
         """Whose block is here in this step."""
         return (self.group.rank - step) % self.group.size
 
     def tiles(self, source):
-        return tiles(self.spans[self.group.rank], self.spans[source], self.causal)
+        """[(Tile, mask of its rows and keys or None)]"""
+        mine, theirs = self.spans[self.group.rank], self.spans[source]
+        found = tiles(mine, theirs, self.causal)
+        if self.mask is None or not found:
+            return [(tile, None) for tile in found]
+        mask = block_of(self.mask, mine, theirs)  # without causal there is one tile, of all
+        return [] if mask is None else [(found[0], mask)]
 
     def length(self, source):
         return sum(stop - start for start, stop in self.spans[source])
@@ -155,11 +163,11 @@ def _forward(q, k, v, spec):
     """(out, lse) in the accumulation type."""
     wide = block.wide_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
-    lse = q.new_zeros(q.shape[:3], dtype=wide)
+    lse = q.new_full(q.shape[:3], -torch.inf, dtype=wide)  # until a block is seen
     queries = q.to(wide)
     for source, flat in _blocks(k, v, spec):
         k_block, v_block = _unpack(flat, k, v, spec.length(source))
-        for tile in spec.tiles(source) if q.numel() else ():
+        for tile, mask in spec.tiles(source) if q.numel() else ():
             rows, keys = slice(tile.start, tile.stop), slice(tile.keys)
             part = block.forward(
                 queries[:, :, rows],
@@ -167,6 +175,7 @@ def _forward(q, k, v, spec):
                 v_block[:, :, keys].to(wide),
                 tile.causal,
                 spec.scale,
+                mask if mask is None or mask.dtype == torch.bool else mask.to(wide),
             )
             if source == spec.group.rank:  # the first, and it covers all rows
                 out, lse = part
@@ -184,10 +193,11 @@ def _backward(rows, k, v, spec):
         k_block, v_block = _unpack(flat, k, v, spec.length(source))
         grads = torch.zeros_like(flat, dtype=wide)
         dk_block, dv_block = _unpack(grads, k, v, spec.length(source))
-        for tile in spec.tiles(source) if rows.q.numel() else ():
+        for tile, mask in spec.tiles(source) if rows.q.numel() else ():
             here, keys = slice(tile.start, tile.stop), slice(tile.keys)
             kv = k_block[:, :, keys].to(wide), v_block[:, :, keys].to(wide)
-            part = block.backward(rows.part(here), *kv, tile.causal, spec.scale)
+            seen = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
+            part = block.backward(rows.part(here), *kv, tile.causal, spec.scale, seen)
             totals = dq[:, :, here], dk_block[:, :, keys], dv_block[:, :, keys]
             for total, piece in zip(totals, part, strict=True):
                 total += piece
@@ -227,7 +237,9 @@ class _Ring(torch.autograd.Function):
         return *(grad.to(q.dtype) for grad in grads), None
 
 
-def ring_attention(q, k, v, group=None, *, is_causal=False, scale=None, zigzag=None, length=None):
+def ring_attention(
+    q, k, v, group=None, *, is_causal=False, scale=None, zigzag=None, length=None, attn_mask=None
+):
     """Attention over the sequence whose pieces the ranks of `group` hold, as split.positions(length, group,
     one rank, zigzag) says.
 
@@ -237,7 +249,8 @@ def ring_attention(q, k, v, group=None, *, is_causal=False, scale=None, zigzag=N
     group: comm.Group, process group or None (default group). scale: of the scores, 1/sqrt(D) by default.
     zigzag: how the pieces are cut; by default as is_causal, since only a causal mask needs the balance.
     length: of the whole sequence; without it one all_gather of 8 bytes asks for the pieces, and the host
-    waits.
+    waits. attn_mask: of the whole sequence, the same on all ranks, (T, T) or (1 or B, 1 or Hq, T or 1, T):
+    bool or numbers to add (mask.py); not with is_causal.
     ValueError: shapes or dtypes that do not fit, pieces of other lengths than split.py gives. Source: Liu et
     al. 2023.
     """
@@ -261,12 +274,25 @@ def ring_attention(q, k, v, group=None, *, is_causal=False, scale=None, zigzag=N
             )
     split.check_pieces(q, k, v, group, split.local_length(length, group, comm.ALONE, zigzag))
     spans = tuple(split.ring_spans(length, group.size, rank, zigzag) for rank in range(group.size))
-    spec = _RingSpec(group, spans, is_causal, 1 / math.sqrt(q.shape[3]) if scale is None else scale)
+    if attn_mask is not None:
+        attn_mask = checked(attn_mask, q, is_causal, length)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    spec = _RingSpec(group, spans, is_causal, scale, attn_mask)
     return _Ring.apply(q, k, v, spec)
 
 
 def ring_ulysses_attention(
-    q, k, v, ring=None, ulysses=None, *, is_causal=False, scale=None, zigzag=None, length=None
+    q,
+    k,
+    v,
+    ring=None,
+    ulysses=None,
+    *,
+    is_causal=False,
+    scale=None,
+    zigzag=None,
+    length=None,
+    attn_mask=None,
 ):
     """Attention over a sequence cut over ring x ulysses (split.positions): all-to-all inside `ulysses`,
     blocks around `ring`.
@@ -284,10 +310,16 @@ def ring_ulysses_attention(
         length = sum(split.exchange_lengths(inside, ring, q.device))
     sizes = split.ulysses_sizes(length, ring, ulysses, zigzag)
     if ring.size == 1:
-        return ulysses_attention(q, k, v, ulysses, is_causal=is_causal, scale=scale, sizes=sizes)
+        return ulysses_attention(
+            q, k, v, ulysses, is_causal=is_causal, scale=scale, sizes=sizes, attn_mask=attn_mask
+        )
     split.check_pieces(q, k, v, ulysses, sizes[ulysses.rank])
+    options = {"is_causal": is_causal, "scale": scale, "zigzag": zigzag, "length": length}
+    if attn_mask is not None:
+        attn_mask = checked(attn_mask, q, is_causal, length)
 
-    def around(q, k, v, enable_gqa):
-        return ring_attention(q, k, v, ring, is_causal=is_causal, scale=scale, zigzag=zigzag, length=length)
+    def around(q, k, v, heads, enable_gqa):
+        mask = None if attn_mask is None else of_heads(attn_mask, heads)
+        return ring_attention(q, k, v, ring, **options, attn_mask=mask)
 
     return through_heads(q, k, v, ulysses, around, sizes)

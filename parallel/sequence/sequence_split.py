@@ -9,7 +9,8 @@ so a model needs no knowledge of being cut. At block 0 the hidden state (batch, 
                              gradient
 
 and every other tensor that a block is given and that has T positions (rotary tables, position ids) is cut
-over ring and ulysses alike; over tp it stays whole, as attention sees the gathered sequence there. What
+over ring and ulysses alike, but for attention masks (mask.py); over tp all of it stays whole, as attention
+sees the gathered sequence there. What
 follows the trunk works on the piece; targets are cut like the hidden state over ring and ulysses.
 
 Cost: one index_select per tensor and pass. What can go wrong: blocks that work out positions from the length
@@ -25,6 +26,7 @@ from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.trunk import replace_hidden
 from pycomm.parallel.sequence import split
 from pycomm.parallel.sequence.attention import SequenceAttention
+from pycomm.parallel.sequence.mask import looks_like_mask
 
 __all__ = ["SequenceSplit"]
 
@@ -137,14 +139,16 @@ class SequenceSplit:
     def _cut_other(self, value):
         if not isinstance(value, torch.Tensor) or self.length not in value.shape:
             return value
+        if looks_like_mask(value, self.length):
+            return value
         if id(value) not in self._cuts:
             where = [dim for dim, size in enumerate(value.shape) if size == self.length]
             dim = 1 if 1 in where else 0 if 0 in where else None
             if dim is None or len(where) > 1 and dim != 1 or value.dim() > 3:
                 raise ValueError(
                     f"sequence parallelism over {self.degree} ranks: a block is given a tensor "
-                    f"{tuple(value.shape)} with T={self.length} in it, which looks like an attention mask; "
-                    "only causal and full attention can be cut"
+                    f"{tuple(value.shape)} with T={self.length} in it: neither (batch, T, ...), which is "
+                    "cut, nor a mask (batch, heads, T, T), which stays whole"
                 )
             self._cuts[id(value)] = value, self.cut(value, dim)  # the tensor is kept: its id stays its own
         return self._cuts[id(value)][1]

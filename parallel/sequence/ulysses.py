@@ -37,6 +37,7 @@ from torch.autograd.function import once_differentiable
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import split
+from pycomm.parallel.sequence.mask import checked, of_heads
 
 __all__ = ["ulysses_attention"]
 
@@ -180,8 +181,8 @@ def nothing(q, k, v):
 
 
 def through_heads(q, k, v, group, kernel, sizes):
-    """kernel(q, k, v, enable_gqa=) on this rank's heads and the positions of all ranks of the group, in order
-    of rank; sizes: of each.
+    """kernel(q, k, v, heads=, enable_gqa=) on this rank's heads, (start, stop) of the queries', and the
+    positions of all ranks of the group, in order of rank; sizes: of each.
     """
     q_ranges, k_ranges = _head_ranges(q.shape[1], k.shape[1], group.size)
     shared = q.shape[1] // k.shape[1]
@@ -193,13 +194,16 @@ def through_heads(q, k, v, group, kernel, sizes):
     if not uses:
         out = nothing(q, k, v)
     elif even:
-        out = kernel(q, k, v, enable_gqa=uses[0] > 1)
+        out = kernel(q, k, v, heads=q_ranges[group.rank], enable_gqa=uses[0] > 1)
     else:
-        out = kernel(q, _repeat(k, uses), _repeat(v, uses), enable_gqa=False)
+        k, v = _repeat(k, uses), _repeat(v, uses)
+        out = kernel(q, k, v, heads=q_ranges[group.rank], enable_gqa=False)
     return out if group.size == 1 else _ToSequence.apply(_Cut(group, sizes, (q_ranges,)), out)
 
 
-def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, attention=None, sizes=None):
+def ulysses_attention(
+    q, k, v, group=None, *, is_causal=False, scale=None, attention=None, sizes=None, attn_mask=None
+):
     """Attention over the sequence whose contiguous pieces the ranks of `group` hold, in order of rank.
 
     q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a
@@ -209,6 +213,8 @@ def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, atten
     attention: function (q, k, v, is_causal=, scale=, enable_gqa=) for whole sequences, by default
     F.scaled_dot_product_attention.
     sizes: T_local of every rank; without it one all_gather of 8 bytes asks for them, and the host waits.
+    attn_mask: of the whole sequence, the same on all ranks, (T, T) or (1 or B, 1 or Hq, T or 1, T): bool or
+    numbers to add (mask.py); not with is_causal. `attention` then takes it as attn_mask=.
     ValueError: shapes or dtypes that do not fit. Source: Jacobs et al. 2023; the head cut is described above.
     """
     group = comm.as_group(group, "ulysses")
@@ -216,11 +222,15 @@ def ulysses_attention(q, k, v, group=None, *, is_causal=False, scale=None, atten
     split.check_pieces(q, k, v, group, None if sizes is None else sizes[group.rank])
     sizes = split.exchange_lengths(q.shape[2], group, q.device) if sizes is None else sizes
 
-    def whole(q, k, v, enable_gqa):
-        return (
-            attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-            if q.shape[2]
-            else nothing(q, k, v)
-        )
+    if attn_mask is not None:
+        attn_mask = checked(attn_mask, q, is_causal, sum(sizes))
+
+    def whole(q, k, v, heads, enable_gqa):
+        if not q.shape[2]:
+            return nothing(q, k, v)
+        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        if attn_mask is not None:
+            options["attn_mask"] = of_heads(attn_mask, heads)
+        return attention(q, k, v, **options)
 
     return through_heads(q, k, v, group, whole, sizes)

@@ -170,8 +170,8 @@ def test_the_mode_refuses_what_it_cannot_split():
     cases = [
         (lambda: F.scaled_dot_product_attention(x, x, x), "not known"),
         (
-            lambda: F.scaled_dot_product_attention(x, x, x, torch.ones(6, 6, dtype=torch.bool)),
-            r"attn_mask of shape \(6, 6\)",
+            lambda: F.scaled_dot_product_attention(x, x, x, torch.ones(6, 5, dtype=torch.bool)),
+            r"attn_mask of shape \(6, 5\)",
         ),
         (lambda: F.scaled_dot_product_attention(x, x, x, dropout_p=0.1), "dropout_p=0.1"),
         (lambda: F.scaled_dot_product_attention(x, x[:, :, :4], x[:, :, :4]), "lengths differ"),

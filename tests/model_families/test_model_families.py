@@ -1,0 +1,23 @@
+"""One plan of each axis for every family that can be made here; docs/models.md says what comes out."""
+
+import pytest
+from compare import AXES, MORE, outcomes
+from families import FAMILIES, families
+from table import documented
+
+
+def test_the_page_has_them_all():
+    rows = documented()
+    assert rows.keys() == FAMILIES.keys(), "run make test-models"
+    assert all(row.keys() == set(AXES + MORE) for row in rows.values())
+
+
+@pytest.mark.parametrize("name", families())
+def test_family(name):
+    found = outcomes(name, AXES)
+    bad = {text: outcome for text, outcome in found.items() if outcome.kind in ("wrong", "crash")}
+    assert not bad
+    expected = documented()[name]
+    assert {text: outcome.kind == "equal" for text, outcome in found.items()} == {
+        text: expected[text] for text in AXES
+    }, found
