@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from pycomm.parallel.expert import MoE
+from pycomm.parallel.ground.call_order import called_sides
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
@@ -41,7 +42,8 @@ def make_stages(model, trunk, mesh, plan):
     """A Cut. Parameters of other stages leave the model: their modules are on meta."""
     cuts_sequence = plan.ring > 1 or plan.ulysses > 1 or (plan.megatron_sp and plan.tp > 1)
     split = SequenceSplit(mesh, plan) if cuts_sequence else None
-    found = owners(model, trunk) if trunk else []
+    needed = plan.pp > 1 or split is not None
+    found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
     if plan.pp > 1:
         bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
@@ -53,8 +55,7 @@ def make_stages(model, trunk, mesh, plan):
             _check_around(found, plan)
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
-    needed = plan.pp > 1 or split is not None
-    stage_model = StageModel(model, trunk, stages, split) if needed else None
+    stage_model = StageModel(model, trunk, stages, split, found) if needed else None
     return Cut(trunk, sides, stages, split, stage_model)
 
 

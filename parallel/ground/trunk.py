@@ -70,8 +70,11 @@ def find_trunk(model, name=None):
     return Trunk(lists[0][1], list(lists[0][2]))
 
 
-def owners(model, trunk):
-    """(name, module, Side) of each module outside the blocks with parameters of its own."""
+def owners(model, trunk, called=None):
+    """(name, module, Side) of each module outside the blocks with parameters of its own. called: {name: Side}
+    of modules whose side is known; of others the order of registration tells it.
+    """
+    called = called or {}
     inside = {id(module) for block in trunk.blocks for module in block.modules()} if trunk else set()
     found, passed = [], False
     for name, module in model.named_modules():
@@ -85,7 +88,7 @@ def owners(model, trunk):
         state = [*module._parameters.values(), *module._buffers.values()]  # a BatchNorm may have no weights
         if any(tensor is not None for tensor in state):
             side = Side.AROUND if contains or not trunk else Side.AFTER if passed else Side.BEFORE
-            found.append((name, module, side))
+            found.append((name, module, side if side is Side.AROUND else called.get(name, side)))
     return found
 
 

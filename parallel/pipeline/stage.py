@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pycomm.parallel.ground.modes import without_modes
 from pycomm.parallel.ground.norms import batch_norms
-from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, owners, replace_hidden
+from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 from pycomm.parallel.pipeline.outer_state import OuterState
 
@@ -66,7 +66,8 @@ class StageModel:
     install() then changes the forwards, after others have wrapped the blocks.
     """
 
-    def __init__(self, model, trunk, stages, split=None):
+    def __init__(self, model, trunk, stages, split, found):
+        """found: owners() of the model."""
         self.model, self.trunk, self.stages, self.split = model, trunk, stages, split
         self.stage = 0  # the one that runs
         self.place = _Place.IDLE
@@ -79,7 +80,7 @@ class StageModel:
         self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
         self.outside = None  # OuterState, from install()
-        self.owners = owners(model, trunk)
+        self.owners = found
         # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
         # shapes.
         self.pristine = {}
