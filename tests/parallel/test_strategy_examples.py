@@ -64,6 +64,10 @@ PRINTED = {  # example -> patterns of what it prints
     "15_pipedream": [r"F0 F1 \.  \.  B0 W0 U0", r"with one microbatch equals one process"],
     "16_checkpoint_between_plans": [r"loaded under tp=2 +the same bits", ALONE],
     "17_compression": [r"bf16 .* 1/2\.0 of fp32", r"topk .* 1/10\.0", r"stays near one process"],
+    "20_lora_llama": [
+        r"dp=2,tp=2 +loaded from 3 files, 24 adapters trained and saved; .* from one process by",
+        r"dp=2,pp=2,zero=1 +loaded from 3 files",
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
