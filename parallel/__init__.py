@@ -17,7 +17,7 @@ torch's conventions, from its folder:
 
 from pycomm.parallel import data, expert, pipeline, sequence, tensor
 from pycomm.parallel.api import evaluate, grad_norm, sampler, step
-from pycomm.parallel.building import parallelize
+from pycomm.parallel.building import describe, parallelize
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
 from pycomm.parallel.data import DistributedDataParallel
 from pycomm.parallel.expert import MoE
@@ -32,6 +32,7 @@ __all__ = [
     "Plan",
     "count_traffic",
     "cross_entropy",
+    "describe",
     "evaluate",
     "full_gradients",
     "full_state_dict",

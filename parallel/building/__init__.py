@@ -1,7 +1,8 @@
 """parallelize(): from a model of one process to this rank's part of it under a plan. The order of the steps:
-parallelize.py.
+parallelize.py. What came of it, for people: report.py.
 """
 
 from pycomm.parallel.building.parallelize import parallelize
+from pycomm.parallel.building.report import Description, describe
 
-__all__ = ["parallelize"]
+__all__ = ["Description", "describe", "parallelize"]

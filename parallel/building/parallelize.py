@@ -24,12 +24,15 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     make_ties                ties
 """
 
+import logging
+
 import torch
 
 from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
+from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
@@ -43,6 +46,8 @@ from pycomm.parallel.zero.optimizer import replace_parameters
 
 __all__ = ["parallelize"]
 
+LOG = logging.getLogger("pycomm.parallel")
+
 
 def parallelize(model, opt=None, plan=None):
     """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
@@ -51,6 +56,8 @@ def parallelize(model, opt=None, plan=None):
         model: any module, whole, on this rank's device, built alike on all ranks. Rank 0's values are taken.
         opt: a torch optimizer over its parameters that has not taken a step, or None.
         plan: Plan; None is a single process.
+
+    What was cut, and what stays whole and why: describe(model), and the log "pycomm.parallel" (INFO).
 
     Returns (model, opt): the same objects. The optimizer's parameter groups hold what this rank owns.
     Raises ValueError for what does not fit, before anything is changed where it can be known then.
@@ -103,6 +110,8 @@ def parallelize(model, opt=None, plan=None):
         ),
     )
     save_pretrained_whole(model)
+    if LOG.isEnabledFor(logging.INFO):
+        LOG.info("%s", describe(model))
     return model, opt
 
 

@@ -1,0 +1,133 @@
+"""What a plan has made of a model on this rank, for people: which blocks and layers are here, what is cut and
+what stays whole, why, and how many bytes that is. Reads only; no communication.
+"""
+
+import re
+
+from pycomm.parallel.parts import parts_of
+
+__all__ = ["Description", "describe"]
+
+
+class Description:
+    """What describe() returns; str() is the text.
+
+    rank, axes: {axis: (this rank's place, ranks)}. layers: [(module, rule, detail, number of such)], modules
+    alike but for numbers in one line with * for these. numel, nbytes: of the whole model's parameters and of
+    this rank's, {"model", "here", "updated"}; updated: what this rank's optimizer has.
+    """
+
+    def __init__(self, rank, plan, axes, layers, sizes):
+        self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
+        self.numel, self.nbytes = sizes
+
+    def __str__(self):
+        lines = [f"Plan({self.plan}), rank {self.rank[0]} of {self.rank[1]}"]
+        lines += [f"  {axis:8} {place} of {size}: {text}" for axis, (place, size, text) in self.axes.items()]
+        if self.layers:
+            width = min(44, max(len(name) for name, *_ in self.layers))
+            lines.append("  layers, of all stages")
+            lines += [
+                f"    {name:{width}} {f'{count} x' if count > 1 else '':>5} {rule:10} {detail}"
+                for name, rule, detail, count in self.layers
+            ]
+        lines.append(
+            f"  parameters: {_text(self.nbytes['model'])} in the whole model, {_text(self.nbytes['here'])} "
+            f"here, {_text(self.nbytes['updated'])} that this rank's optimizer updates"
+        )
+        return "\n".join(lines)
+
+
+def describe(model):
+    """What parallelize() has made of `model` on this rank: a Description, to be printed.
+
+    Raises ValueError for a model that has not been through parallelize().
+    """
+    parts = parts_of(model)
+    world = parts.mesh.world
+    axes = {}
+    for axis, text in _axes(parts).items():
+        group = parts.mesh.group(axis)
+        if group.size > 1:
+            axes[axis] = group.rank, group.size, text
+    layers = _layers(parts) if parts.plan.tp > 1 else []
+    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts))
+
+
+def _axes(parts):
+    plan = parts.plan
+    state = "the optimizer's state"
+    cut = {0: "", 1: state, 2: f"{state} and gradients", 3: f"{state}, gradients and values"}[plan.zero]
+    positions = "positions of the sequence, from the first block on"
+    return {
+        "pp": _stages(parts),
+        "dp": "rows of the batch" + (f"; {cut} are cut (zero={plan.zero})" if cut else ""),
+        "ep": f"experts of {len(parts.moes)} layers",
+        "ring": positions,
+        "ulysses": positions + "; heads in attention",
+        "tp": "heads and features of the layers below"
+        + ("; positions between them" if plan.megatron_sp else ""),
+    }
+
+
+def _stages(parts):
+    stages = parts.stages
+    named = "" if parts.stage_model is None else f" of {parts.stage_model.trunk.name!r}"
+    texts = []
+    for stage in stages.mine:
+        first, end = stages.bounds[stage]
+        ends = " and what comes before" * (stage == 0) + " and what comes after" * (stage == stages.last)
+        texts.append(f"stage {stage}, blocks {first} to {end - 1}{named}{ends}")
+    return f"{'; '.join(texts)}; {parts.plan.schedule}"
+
+
+def _layers(parts):
+    """One line for modules that differ in numbers only."""
+    found = {}
+    for line in parts.tensor.found:
+        kind = re.sub(r"\d+", "*", line.fqn) or "(the model)", line.rule, line.detail
+        found[kind] = found.get(kind, 0) + 1
+    return [(*kind, count) for kind, count in found.items()]
+
+
+def _sizes(parts):
+    """({what: numbers}, {what: bytes})"""
+    width = {info.name: info.param.element_size() for info in parts.infos}
+    common = max(width.values(), default=4)
+    shapes = parts.original.shapes
+    counts = {name: _product(shape) for name, shape in shapes.items()}
+    here = {id(info.param.untyped_storage()): info.param for info in parts.infos}
+    values = {_storage(tensor): tensor for tensor in here.values()}
+    for shard in parts.all_shards:
+        if shard.values_here is not None:
+            values[_storage(shard.values_here)] = shard.values_here
+    updated = [owned.param for shard in parts.all_shards if shard.is_updated for owned in shard.owned]
+    numel = {
+        "model": sum(counts.values()),
+        "here": sum(t.untyped_storage().nbytes() // t.element_size() for t in values.values()),
+        "updated": sum(parameter.numel() for parameter in updated),
+    }
+    nbytes = {
+        "model": sum(count * width.get(name, common) for name, count in counts.items()),
+        "here": sum(tensor.untyped_storage().nbytes() for tensor in values.values()),
+        "updated": sum(parameter.numel() * parameter.element_size() for parameter in updated),
+    }
+    return numel, nbytes
+
+
+def _storage(tensor):
+    return tensor.untyped_storage().data_ptr()
+
+
+def _product(shape):
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _text(nbytes):
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"
