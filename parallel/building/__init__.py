@@ -2,7 +2,8 @@
 parallelize.py. What came of it, for people: report.py.
 """
 
-from pycomm.parallel.building.parallelize import parallelize
+from pycomm.parallel.building.checks import check
+from pycomm.parallel.building.parallelize import parallelize, parallelize_on
 from pycomm.parallel.building.report import Description, describe
 
-__all__ = ["Description", "describe", "parallelize"]
+__all__ = ["Description", "check", "describe", "parallelize", "parallelize_on"]

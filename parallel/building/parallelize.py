@@ -44,7 +44,7 @@ from pycomm.parallel.parts import Parallelized, attach
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.zero.optimizer import replace_parameters
 
-__all__ = ["parallelize"]
+__all__ = ["parallelize", "parallelize_on"]
 
 LOG = logging.getLogger("pycomm.parallel")
 
@@ -64,8 +64,18 @@ def parallelize(model, opt=None, plan=None):
     """
     plan = plan or Plan()
     trunk = check(model, opt, plan)
-    device = device_of(model)
-    mesh = Mesh(plan, device.type)
+    mesh = Mesh(plan, device_of(model).type)
+    try:
+        parallelize_on(mesh, model, opt, trunk)
+    except BaseException:
+        mesh.close()
+        raise
+    return model, opt
+
+
+def parallelize_on(mesh, model, opt, trunk):
+    """What comes after the mesh, see the head of the file. trunk: as check() found it."""
+    plan, device = mesh.plan, device_of(model)
     comm.broadcast_values([*model.parameters(), *model.buffers()], mesh.world)
     streams = RandomStreams(mesh, _seed(mesh, device), device)
     original = note_original(model, opt)
@@ -112,7 +122,6 @@ def parallelize(model, opt=None, plan=None):
     save_pretrained_whole(model)
     if LOG.isEnabledFor(logging.INFO):
         LOG.info("%s", describe(model))
-    return model, opt
 
 
 def _seed(mesh, device):

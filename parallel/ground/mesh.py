@@ -28,11 +28,14 @@ class Mesh:
     """Groups of a plan. Collective over all ranks when made.
 
     Sets up torch.distributed (backend "pycomm", from the environment that torchrun gives) where the plan has
-    several ranks and it is not set up. Raises ValueError when the plan's ranks are not the ranks that exist.
+    several ranks and it is not set up. own: all groups are made for this plan, so that close() leaves none,
+    and whatever happens in them does not touch torch's default group, which else serves for all ranks. Raises
+    ValueError when the plan's ranks are not the ranks that exist.
     """
 
-    def __init__(self, plan, device_type="cpu"):
+    def __init__(self, plan, device_type="cpu", own=False):
         self.plan = plan
+        self._made = []  # process groups that are this plan's alone
         self.device_mesh = None  # torch's DeviceMesh; None for one rank
         self.world = ALONE  # Group of all ranks
         if plan.world_size > 1 and not dist.is_initialized():
@@ -50,7 +53,7 @@ class Mesh:
             self.device_mesh = dist.device_mesh.init_device_mesh(
                 device_type, sizes, mesh_dim_names=tuple(names)
             )
-            self.world = as_group(None, "world")
+            self.world = as_group(self._make() if own else None, "world")
         self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
         for axis in AXES:
             self.group(axis)
@@ -67,8 +70,20 @@ class Mesh:
                 mesh = self.device_mesh[names[0]]
             else:
                 mesh = self.device_mesh[names]._flatten("_".join(names))
-            self._groups[names] = as_group(mesh.get_group(), "+".join(names))
+            pg = mesh.get_group()
+            if pg is dist.group.WORLD:
+                pg = self.world.pg
+            elif pg not in self._made:
+                self._made.append(pg)
+            self._groups[names] = as_group(pg, "+".join(names))
         return self._groups[names]
+
+    def _make(self, ranks=None):
+        """A process group of these ranks, all if None; on other ranks nothing of use."""
+        pg = dist.new_group(ranks)
+        if isinstance(pg, dist.ProcessGroup):
+            self._made.append(pg)
+        return pg
 
     def apart(self, *axes):
         """A group of the same ranks as group(*axes), for operations whose order among that group's is not the
@@ -81,10 +96,18 @@ class Mesh:
         rest = [axis for axis in self.device_mesh.mesh_dim_names if axis not in axes]
         order = [self.device_mesh.mesh_dim_names.index(axis) for axis in rest + names]
         for ranks in self.device_mesh.mesh.permute(order).reshape(-1, group.size).tolist():
-            made = dist.new_group(ranks)
+            made = self._make(ranks)
             if self.world.rank in ranks:
                 mine = made
         return as_group(mine, f"{group.name} (apart)")
+
+    def close(self):
+        """Closes the groups that were made for this plan, of which nothing can be used afterwards. No
+        communication: a rank that waits for this one in one of them is told that it is closed.
+        """
+        for pg in self._made:
+            dist.destroy_process_group(pg)
+        self._made = []
 
     def coordinate(self, axis):
         """This rank's place along an axis."""
