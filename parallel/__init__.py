@@ -1,6 +1,7 @@
 """Parallel training strategies, composed by one plan.
 
     import pycomm.parallel as par
+    par.verify(model, batch, par.Plan(dp=2, tp=2, pp=2, zero=1), loss_fn)      # equal to one process?
     model, opt = par.parallelize(model, opt, par.Plan(dp=2, tp=2, pp=2, zero=1))
     loss = par.step(model, opt, batch, loss_fn, microbatches=8, clip=1.0)
     par.save(model, opt, "ckpt"); par.load(model, opt, "ckpt")
@@ -25,6 +26,7 @@ from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.tensor import cross_entropy
+from pycomm.parallel.verification import verify
 
 __all__ = [
     "DistributedDataParallel",
@@ -43,6 +45,7 @@ __all__ = [
     "sampler",
     "save",
     "step",
+    "verify",
 ]
 
 _FOLDERS = (data, expert, pipeline, sequence, tensor)

@@ -1,12 +1,10 @@
 """step() and evaluate(): the same line on every rank under every plan."""
 
-from collections.abc import Mapping
-
 from torch.utils.data import DistributedSampler
 
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
-from pycomm.parallel.run.model_loss import model_loss_of, with_targets
+from pycomm.parallel.run.model_loss import for_loss
 from pycomm.parallel.run.prepare import Options
 from pycomm.parallel.run.step import run_step
 
@@ -49,7 +47,7 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
         raise ValueError(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
-    batch, loss_fn = _for_loss(model, batch, loss_fn)
+    batch, loss_fn = for_loss(model, batch, loss_fn)
     result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
     parts.last_step.note(result.norm)
     return result.loss
@@ -60,14 +58,8 @@ def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=
     before where that matters.
     """
     parts = parts_of(model)
-    batch, loss_fn = _for_loss(model, batch, loss_fn)
+    batch, loss_fn = for_loss(model, batch, loss_fn)
     return run_evaluation(parts, batch, Options(loss_fn, microbatches, count=count, sharded=sharded))
-
-
-def _for_loss(model, batch, loss_fn):
-    loss_fn, own = model_loss_of(model, loss_fn)
-    batch = dict(batch) if isinstance(batch, Mapping) else batch
-    return with_targets(model, batch) if own else batch, loss_fn
 
 
 def grad_norm(model):

@@ -26,7 +26,7 @@ import torch
 
 from pycomm.parallel.tensor import cross_entropy
 
-__all__ = ["model_loss_of", "with_targets"]
+__all__ = ["for_loss", "model_loss_of", "with_targets"]
 
 _ALIGNED = ("ForMaskedLM", "ForTokenClassification", "ForSequenceClassification", "ForImageClassification")
 _SHIFTED = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")
@@ -35,6 +35,15 @@ _DECODERS_ALONE = {
     *("Bart", "BigBirdPegasus", "Blenderbot", "BlenderbotSmall", "CpmAnt", "MBart", "Marian", "Mvp"),
     *("PLBart", "Pegasus", "TrOCR", "Whisper"),
 }
+
+
+def for_loss(model, batch, loss_fn):
+    """(batch, loss function) of a step, as its caller gave them to it: the loss that is meant, and the batch
+    with its targets.
+    """
+    loss_fn, own = model_loss_of(model, loss_fn)
+    batch = dict(batch) if isinstance(batch, Mapping) else batch
+    return with_targets(model, batch) if own else batch, loss_fn
 
 
 def model_loss_of(model, loss_fn):

@@ -25,8 +25,10 @@ from pycomm.parallel.zero.optimizer import step_optimizer
 __all__ = ["run_step"]
 
 
-def run_step(parts, batch, options):
-    """parts: Parallelized. Returns a Result. After a step that raised on all ranks the model is as before."""
+def run_step(parts, batch, options, make_passes=StagePasses):
+    """parts: Parallelized. make_passes: StagePasses, or a kind of them. Returns a Result. After a step that
+    raised on all ranks the model is as before.
+    """
     updates = _updates_of(parts, options)
     microbatches = prepare(parts, batch, options, updates.separate)
     for moe in parts.moes:
@@ -34,7 +36,7 @@ def run_step(parts, batch, options):
     for reducer in parts.reducers.values():
         reducer.zero_grad()
     same = SameBatch(None if options.sharded else batch, parts.mesh.world, parts.device)
-    passes = StagePasses(parts, microbatches, options.loss_fn, updates)
+    passes = make_passes(parts, microbatches, options.loss_fn, updates)
     try:
         updates.begin(same)
         with sharded_logits(parts.tensor.head, options.loss_fn):

@@ -7,7 +7,7 @@ import pytest
 import pycomm.parallel as par
 
 PUBLIC = """DistributedDataParallel MoE Plan count_traffic cross_entropy describe evaluate full_gradients
-full_state_dict grad_norm load make_schedule parallelize sampler save step""".split()
+full_state_dict grad_norm load make_schedule parallelize sampler save step verify""".split()
 
 FOLDERS = {
     "data": ["DistributedDataParallel", "NaiveDataParallel", "make_compression"],

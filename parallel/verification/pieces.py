@@ -1,0 +1,71 @@
+"""The part of an output of one process that a rank has of it under a plan.
+
+    whole                  (B, T, h)         what one process computes
+    rows                   (b, T, h)         dp, ep, microbatches
+    positions              (B, t, h)         ring, ulysses, and over tp under megatron_sp
+    columns                (B, T, h/n)       a layer that tensor parallelism has cut: the layout of its weight
+
+How an output is cut is seen from its shape: of all parts that this rank may have, it is the one with the
+shape of what was found. Where none has it (the inside of an attention with fewer heads) there is nothing to
+compare; the module around it will show.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from pycomm.parallel.ground import comm
+
+__all__ = ["Rows", "part_like"]
+
+
+class Rows(NamedTuple):
+    """Rows of a chunk of the batch that a forward runs."""
+
+    chunk: int  # number of the chunk: of the run of one process that had these rows
+    total: int  # rows of that chunk
+    start: int
+    count: int
+
+
+def part_like(whole, found, rows, split, layout):
+    """The part of `whole` that `found` stands for, or None.
+
+    split: SequenceSplit or None. layout: of the weight of the module, or None.
+    """
+    for some in _of_rows(whole, rows):
+        for piece in _of_positions(some, split):
+            for part in _of_columns(piece, layout):
+                if part.shape == found.shape:
+                    return part
+    return None
+
+
+def _of_rows(whole, rows):
+    """Tensors without rows are left out where this rank has not all of them: they may be of other rows."""
+    if rows.count == rows.total:
+        yield whole
+        return
+    for dim in range(min(2, whole.dim())):
+        each, rest = divmod(whole.shape[dim], rows.total)  # several lines of a flattened tensor for each row
+        if each and not rest and (dim == 0 or each == 1):
+            yield whole.narrow(dim, rows.start * each, rows.count * each)
+
+
+def _of_positions(whole, split):
+    yield whole
+    if split is None or not split.length:
+        return
+    for dim in (1, 2):
+        if whole.dim() > dim and whole.shape[dim] == split.length:
+            piece = split.cut(whole, dim)
+            yield piece
+            if split.megatron:
+                yield comm.split_dim(piece, dim, split.sizes, split.tp)
+
+
+def _of_columns(whole, layout):
+    yield whole
+    if layout is not None and layout.dim is not None and whole.dim():
+        if layout.full_shape[layout.dim] == whole.shape[-1]:
+            yield torch.cat([whole[..., start:stop] for start, stop in layout.ranges], -1)

@@ -1,0 +1,295 @@
+"""verify(): the order of things.
+
+    copies         two models like the user's, in fp64, without dropout             alone.py
+    parallelize    one of them; what the plan refuses is refused as it is
+    alone          the other computes the step of one process, on every rank, and what each module returned is
+                   kept on the CPU
+    step           par.step of the first; what each module returns is compared      watch.py, pieces.py
+    gradients      whole ones, and the parameters after a step of SGD with lr=1
+    exchange       what all ranks have found                                        report.py
+
+The user's model and random numbers are as before afterwards. The plan has groups of its own, which are closed
+in the end; torch's default group serves to tell all ranks how each of them fared, also where one of them
+failed in the middle of the step and the others were waiting for it.
+
+Cost: the memory of the two copies and of all outputs of one process; the work of three steps.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import gc
+import random
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from pycomm.parallel.building import check, parallelize_on
+from pycomm.parallel.checkpoint import full_gradients, full_state_dict
+from pycomm.parallel.checkpoint.agree import exchange, together, together_over
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
+from pycomm.parallel.ground.mesh import Mesh, device_of
+from pycomm.parallel.ground.plan import Plan, ScheduleName
+from pycomm.parallel.ground.trunk import Trunk
+from pycomm.parallel.parts import parts_of
+from pycomm.parallel.run.model_loss import for_loss
+from pycomm.parallel.run.prepare import Options
+from pycomm.parallel.run.step import run_step
+from pycomm.parallel.verification import alone
+from pycomm.parallel.verification.report import (
+    Difference,
+    Verification,
+    first_module,
+    first_parameter,
+    off,
+)
+from pycomm.parallel.verification.watch import Watch, WatchedPasses
+
+__all__ = ["verify"]
+
+# In fp64 rounding gives 1e-13, but 1e-7 where a norm computes in fp32 by itself.
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
+COARSE = 5e-2  # 16 bits
+
+
+def verify(
+    model,
+    batch,
+    plan,
+    loss_fn=None,
+    *,
+    microbatches=1,
+    count=None,
+    sharded=False,
+    tolerance=None,
+    fp64=True,
+    show=True,
+):
+    """Compares one step under a plan with the same step by one process, on the same ranks. Collective over
+    all ranks; rank 0 prints what was found.
+
+    Args:
+        model: as it would be given to parallelize(), or a function without arguments that makes it, for
+        models that cannot be copied. It stays as it is.
+        batch, loss_fn, microbatches, count, sharded: as for step(). One process runs the whole batch at once,
+        but by microbatches where there is a BatchNorm or a parallel.MoE.
+        plan: Plan. Its precision, compression and pipedream, which differ on purpose, are left aside.
+        tolerance: what is equal, as a part of the largest value of a tensor. None: 1e-6 in fp64, 1e-3 in
+        fp32, 0.05 below.
+        fp64: compute in fp64, so that no difference is rounding; False keeps the model's dtypes.
+        show: False prints nothing.
+
+    Compared are the outputs of all modules of which a rank has rows, positions or columns, the loss, the
+    gradient of every parameter, and its value after a step of SGD. Rates of dropout are zero in both.
+
+    Returns a Verification, the same on all ranks, true where all is equal: equal, module (the first in the
+    forward whose output differs), parameter (the first in the backward whose gradient does), difference (the
+    first of all), loss, ...; str() of it is the report. Raises what parallelize() and step() raise for this
+    plan, with their words, and ValueError for a model that cannot be copied or run by one process.
+    """
+    options = Options(loss_fn, microbatches, count=count, sharded=sharded)
+    plan, notes = _exact(plan)
+    if plan.world_size > 1 and not dist.is_initialized():
+        dist.init_process_group("pycomm")
+    world = comm.as_group()
+    device = device_of(model) if isinstance(model, torch.nn.Module) else torch.empty(0).device
+    asked = _Asked(batch, options, tolerance, fp64, notes)
+    with _undisturbed(), torch.enable_grad():
+        prepared = together_over(world, device, lambda: _prepare(model, plan, fp64))
+        found = together_over(world, device, functools.partial(_on_own_groups, plan, prepared, asked))
+    del prepared
+    gc.collect()  # a model under a plan refers to itself, so its memory is not given back before
+    if show and world.rank == 0:
+        print(found, flush=True)
+    return found
+
+
+class _Prepared(NamedTuple):
+    """Of the user's model, on this rank alone."""
+
+    single: torch.nn.Module  # for one process
+    model: torch.nn.Module  # for the plan
+    opt: torch.optim.Optimizer
+    trunk: Trunk | None
+
+
+def _prepare(model, plan, fp64):
+    single, model = alone.copies_of(model)
+    for one in (single, model):
+        if fp64:
+            one.double()
+    alone.without_dropout(model)
+    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    return _Prepared(single, model, opt, check(model, opt, plan))
+
+
+def _on_own_groups(plan, prepared, asked):
+    """The Verification. Collective over all ranks. The plan has groups of its own, which are closed at the
+    end, so that ranks which wait for one that failed wait no longer.
+    """
+    mesh = Mesh(plan, device_of(prepared.model).type, own=True)
+    try:
+        parallelize_on(mesh, prepared.model, prepared.opt, prepared.trunk)
+        return _compare(parts_of(prepared.model), prepared.single, asked)
+    finally:
+        mesh.close()
+
+
+class _Asked(NamedTuple):
+    """What the caller of verify() asks for."""
+
+    batch: Any
+    options: Options
+    tolerance: float | None
+    fp64: bool
+    notes: list[str]
+
+
+def _exact(plan):
+    """(the plan without what differs from one process on purpose, [what was left aside])."""
+    aside = {"precision": None, "compression": None}
+    if plan.schedule == ScheduleName.PIPEDREAM:
+        aside["schedule"] = Plan().schedule
+    aside = {name: value for name, value in aside.items() if getattr(plan, name) != value}
+    notes = [f"{name} is left aside: it differs from one process on purpose" for name in aside]
+    return dataclasses.replace(plan, **aside), notes
+
+
+@contextlib.contextmanager
+def _undisturbed():
+    """Random numbers are as before afterwards."""
+    state, devices = random.getstate(), range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+
+
+def _compare(parts, single, asked):
+    """parts: Parallelized, of one copy; single: the other."""
+    if dropped := alone.without_dropout(single):
+        asked.notes.append(f"dropout is zero here, in {len(dropped)} modules: with it no two runs are equal")
+    comm.broadcast_values([*single.parameters(), *single.buffers()], parts.mesh.world)
+    batch, loss_fn = for_loss(single, asked.batch, asked.options.loss_fn)
+    batch = tuple(inputs_and_targets(batch))
+    options = dataclasses.replace(asked.options, loss_fn=loss_fn)
+    if asked.fp64:
+        batch = alone.double(batch)
+    told = exchange(parts, (parts.mesh.rows[1], _on(batch, "cpu"))) if options.sharded else None
+    by_microbatch = options.microbatches > 1 and alone.depends_on_rows(single)
+    if by_microbatch:
+        asked.notes.append("one process runs the same microbatches, for its BatchNorm or parallel.MoE")
+
+    def run():
+        chunks, rows = alone.chunks_of(_pieces(parts, batch, told, options.microbatches), by_microbatch)
+        chunks = [_on_device(chunk, parts.device) for chunk in chunks]
+        with _explained(asked.fp64):
+            reference = alone.run_alone(single, chunks, options.loss_fn, options.count)
+        return Watch(parts, reference, [row[parts.mesh.rows[1]] for row in rows])
+
+    watch = together(parts, run)
+    loss = float(run_step(parts, batch, options, functools.partial(WatchedPasses, watch)).loss)
+    together(parts, watch.raise_error)
+    return _found(parts, watch, loss, asked)
+
+
+def _pieces(parts, batch, told, microbatches):
+    """Microbatches of all data ranks: pieces[data rank][microbatch]. told: (data rank, its rows) of each
+    rank; None: all have the whole batch.
+    """
+    count = parts.mesh.rows[0]
+    if told is None:
+        return [split_batch(batch, microbatches, count, part) for part in range(count)]
+    batches = dict(told)
+    return [split_batch(batches[part], microbatches, 1, 0) for part in range(count)]
+
+
+def _on(values, device):
+    return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
+
+
+def _on_device(chunk, device):
+    return dataclasses.replace(chunk, inputs=_on(chunk.inputs, device), targets=_on(chunk.targets, device))
+
+
+@contextlib.contextmanager
+def _explained(fp64):
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        where, how = (" in fp64", ". verify(fp64=False) keeps the model's dtypes") if fp64 else ("", "")
+        raise ValueError(
+            f"one process cannot run this model{where} ({type(error).__name__}: {error}){how}"
+        ) from error
+
+
+def _found(parts, watch, loss, asked):
+    """The Verification. Collective over all ranks."""
+    reference, told = watch.reference, exchange(parts, watch.found)
+    tolerance = _tolerance(reference) if asked.tolerance is None else asked.tolerance
+    module, modules, largest = first_module(told, reference.order, tolerance)
+    offs, order = _parameters(parts, reference), _order_of_parameters(parts, reference)
+    parameter, parameters, other = None, (), 0.0
+    for what, some in offs.items():
+        if parameter is None:
+            parameter, parameters, other = first_parameter(some, order, tolerance, what)
+    apart, wrong = off(torch.tensor(loss), torch.tensor(reference.loss)), None
+    if apart.differs(tolerance, 0.0):
+        wrong = Difference("loss", "loss", apart.absolute, apart.relative)
+    notes = list(asked.notes)
+    if reference.draws:
+        notes.append("the model draws random numbers, which differ between the ranks")
+    first = module or wrong or parameter
+    return Verification(
+        equal=first is None,
+        loss=loss,
+        loss_alone=reference.loss,
+        module=module,
+        parameter=parameter,
+        difference=first,
+        modules=modules,
+        parameters=parameters,
+        compared=(len(set().union(*told)), len(offs["gradient"])),
+        largest=max(largest, other, 0.0 if wrong else apart.relative),
+        notes=tuple(notes),
+        plan=f"Plan({parts.plan})",
+    )
+
+
+def _tolerance(reference):
+    dtypes = {value.dtype for value in reference.values.values()}
+    return max((TOLERANCES.get(dtype, COARSE) for dtype in dtypes), default=COARSE)
+
+
+def _parameters(parts, reference):
+    """{what: {name: Off}} of the gradients and of the values after the step, equal on all ranks."""
+    gradients, values = full_gradients(parts.model), full_state_dict(parts.model)
+    right = reference.gradients
+    offs = {
+        "gradient": {name: off(gradients[name], right[name]) for name in right},
+        "value after the step": {
+            name: off(values[name], value.double() - right[name].double())
+            for name, value in reference.values.items()
+        },
+    }
+    return exchange(parts, offs)[0]
+
+
+def _order_of_parameters(parts, reference):
+    """First names of the parameters as the forward comes to them: by the module that holds them, or the next
+    around it that was called.
+    """
+    place = {name: number for number, name in enumerate(reference.order)}
+    first = {}
+    for alias, name in parts.original.first_name.items():
+        owner = alias.rpartition(".")[0]
+        while owner and owner not in place:
+            owner = owner.rpartition(".")[0]
+        first[name] = min(first.get(name, len(place)), place.get(owner, len(place)))
+    return sorted(first, key=first.get)
