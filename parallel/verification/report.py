@@ -1,7 +1,7 @@
 """What all ranks have found, as one result.
 
 Modules are in the order in which they end in one process, so that inner ones come before the ones around
-them. The first that differs is named, if the difference also leaves the module around it: experts, for
+them. The first that differs is named, if the difference also leaves the modules around it: experts, for
 instance, may be given their tokens in another order.
 
 Of gradients the one nearest to the loss is named, as backward comes to it first: what is wrong there is wrong
@@ -44,7 +44,7 @@ def off(found, right):
     if not right.numel():
         return Off(0.0, 0.0)
     same = (found == right) | (found.isnan() & right.isnan())  # infinities too
-    apart = (found - right).abs().masked_fill(same, 0.0).nan_to_num(math.inf)
+    apart = (found - right).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
     return Off(float(apart.max()), float(right.abs().nan_to_num(0.0, 0.0, 0.0).max()))
 
 
@@ -64,8 +64,8 @@ class Difference(NamedTuple):
 
     def __str__(self):
         name = f"{self.what} of {self.name or 'the model'!r}" if self.what != self.name else self.name
-        place = "" if self.rank is None else f", on rank {self.rank}"
-        return f"{name}{place}: off by up to {self.absolute:.1e}, {self.relative:.1e} of its largest value"
+        place = "" if self.rank is None else f" on rank {self.rank}"
+        return f"{name}{place} is off by {self.absolute:.1e} (relative: {self.relative:.1e})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,9 +153,9 @@ def _wrong(found, order, tolerance):
 
 
 def _leaves(name, compared, wrong):
-    """Whether the nearest module around it that was compared differs too, or there is none."""
+    """Whether all modules around it that were compared differ too."""
     while name:
         name = name.rpartition(".")[0]
-        if name in compared:
-            return name in wrong
+        if name in compared and name not in wrong:
+            return False
     return True

@@ -245,6 +245,8 @@ def _found(parts, watch, loss, asked):
     notes = list(asked.notes)
     if reference.draws:
         notes.append("the model draws random numbers, which differ between the ranks")
+    if wrong and not module:
+        notes.append("only the losses differ: loss_fn must be the mean over the targets that count")
     first = module or wrong or parameter
     return Verification(
         equal=first is None,

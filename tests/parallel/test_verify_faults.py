@@ -55,6 +55,7 @@ def test_loss_that_is_a_sum(plan):
     for found in spawn(2, summed_loss, plan):
         assert found.module is None and found.difference.name == "loss" and found.loss != found.loss_alone
         assert found.parameter.name == "head.bias" and found.parameter.what == "gradient"
+        assert "loss_fn must be the mean" in str(found)
 
 
 def summed_loss(rank, world_size, plan):
