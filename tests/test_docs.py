@@ -253,6 +253,7 @@ def attention_inputs():
 ON_TWO_RANKS = [
     ("README.md", "par.save", small_model, ("dp=2, tp=2, pp=2, zero=1", "dp=2, zero=1")),
     ("docs/strategies.md", "par.load", small_model, ("dp=2, tp=2, pp=2, zero=1", "dp=2, zero=1")),
+    ("docs/strategies.md", "par.verify", small_model, None),
     ("docs/strategies.md", "make_compression", small_model, None),
     ("docs/strategies.md", "parallelize_tensor", lambda: small_model() | {"h": 8, "group": None}, None),
     ("docs/strategies.md", "sequence.ulysses_attention", attention_inputs, None),
