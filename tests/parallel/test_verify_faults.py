@@ -14,6 +14,8 @@ from torch_ranks import spawn
 from verify_cases import error_of, make, verify
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.layout import Layout
+from pycomm.parallel.verification.pieces import Rows, part_like
 from pycomm.parallel.verification.report import first_module, first_parameter, off
 
 FAULTS = [  # model, plan, microbatches, first module, first parameter of backward
@@ -24,6 +26,8 @@ FAULTS = [  # model, plan, microbatches, first module, first parameter of backwa
     ("rows", "pp=2", 2, "blocks.1", "head.bias"),  # the last block of its stage
     ("rows", "pp=2,dp=2", 1, "blocks.1", "head.bias"),
     ("drifting", "dp=2", 1, "norm", "head.bias"),
+    ("columns", "tp=2", 1, "blocks.1.mlp.0", "head.bias"),
+    ("columns", "tp=2,megatron_sp", 2, "blocks.1.mlp.0", "head.bias"),
     ("scaled", "dp=2", 1, None, "blocks.1.mlp.2.bias"),
     ("scaled", "pp=2,zero=1", 3, None, "blocks.1.mlp.2.bias"),
 ]
@@ -39,7 +43,7 @@ def test_planted_fault(kind, plan, microbatches, module, parameter):
     assert found.difference is (found.module or found.parameter)
     assert found.difference.absolute > 1e-4 and found.difference.relative > 1e-6
     assert "NOT equal" in str(found) and repr(module or parameter) in str(found)
-    if kind == "drifting":
+    if kind in ("drifting", "columns"):
         assert found.module.rank == 1 and found.module.absolute == pytest.approx(1e-3)
     if module is None:  # what comes after the fault in the forward is right
         assert "blocks.0.ln_1.weight" in found.parameters and "all outputs are equal" in str(found)
@@ -180,6 +184,27 @@ def test_model_that_is_none(model, words):
 
 
 # The comparison ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("whole", "found", "right"),
+    [
+        ((6, 5, 4), (2, 5, 4), lambda x: x[2:4]),
+        ((5, 6, 4), (5, 2, 4), lambda x: x[:, 2:4]),  # rows as dim 1
+        ((30, 4), (10, 4), lambda x: x[10:20]),  # rows and positions in one
+        ((6, 5, 8), (2, 5, 3), lambda x: x[2:4][..., [1, 2, 6]]),
+        ((6, 5, 4), (2, 5, 3), None),
+        ((5, 4), (5, 4), None),  # no rows in it
+        ((6,), (2,), lambda x: x[2:4]),
+        ((), (), None),
+    ],
+)
+def test_part_like(whole, found, right):
+    """Rows 2 and 3 of 6, and columns 1, 2 and 6 of 8."""
+    layout = Layout((8, 7), dim=0, ranges=((1, 3), (6, 7)))
+    whole = torch.randn(whole)
+    part = part_like(whole, torch.empty(found), Rows(0, 6, 2, 2), None, layout)
+    assert part is None if right is None else torch.equal(part, right(whole))
 
 
 def test_off():

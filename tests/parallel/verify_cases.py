@@ -109,6 +109,18 @@ def with_experts():
     return model
 
 
+def wrong_columns(module, args, out):
+    """A forward hook: off by 1e-3 on rank 1, where tensor parallelism has cut the layer."""
+    wrong = dist.is_initialized() and dist.get_rank() == 1 and out.shape[-1] < 20
+    return out + 1e-3 * wrong
+
+
+def with_hook():
+    model = Plain(layers=4)
+    model.blocks[1].mlp[0].register_forward_hook(wrong_columns)
+    return model
+
+
 def with_norm(norm):
     def model():
         model = Plain(layers=4)
@@ -126,6 +138,7 @@ MODELS = {
     "moe": with_experts,
     "rows": with_block(1, BareBlock),
     "centred": with_block(2, CentredBlock),
+    "columns": with_hook,
     "drifting": with_norm(Drifting),
     "scaled": with_block(1, ScaledBlock),
     "raising": with_norm(lambda: Raising(RuntimeError)),
