@@ -17,7 +17,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-torch test-torch-files test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
+.PHONY: demo test test-slow test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -40,6 +40,13 @@ test-torch-files: build      ## PyTorch's test files for distributed on Gloo and
 test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; installs requirements-frameworks.txt first
 	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --no-build-isolation -r requirements-frameworks.txt
 	$(RUN)/python -m pytest -m frameworks
+
+test-models: build build/vision/.stamp  ## 31 families of models under 17 plans against one process; writes docs/models.md
+	PYTHONPATH=$(CURDIR)/build/vision OMP_NUM_THREADS=1 $(RUN)/python tests/model_families/table.py
+
+build/vision/.stamp: | $(VENV)/.stamp-deps
+	$(RUN)/python -m pip install --quiet --upgrade --no-deps --target $(@D) torchvision==0.28.0 timm==1.0.31
+	@touch $@
 
 # Each version in a folder of its own, found before the one in .venv. 3.6 needs a numpy older than 2.4.
 TRITONS := 3.6.0 3.8.0 3.9.0

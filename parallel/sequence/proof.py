@@ -8,8 +8,8 @@ What a block does to positions cannot be read from its code: a convolution, a sh
 worked out from the length of the input, attention that is not known as such, an auxiliary number over all
 tokens. All of them show in the comparison, and so does everything else that a piece cannot know.
 
-Both blocks are copies from the time before the first step, in fp64 and in eval mode, so that neither
-rounding, dropout, loaded weights nor sharded parameters matter. Weights that are all zero (a residual branch
+Both blocks are copies from the time before the first step, in fp64 (fp32 where a block does not run in that)
+and in eval mode, so that neither rounding, dropout, loaded weights nor sharded parameters matter. Weights that are all zero (a residual branch
 that begins with nothing) are made 0.1 in both, as they would hide what the branch does. Compared is what the
 block adds to its input (or its result, where that is another kind of tensor, as an embedding's). Cost: the
 memory of two copies of a block until then, and three forwards.
@@ -61,10 +61,13 @@ class BlockProof:
         """Collective over the ranks that hold pieces. args, kwargs: what block 0 is given, whole. Raises
         ValueError on all of them where the results differ.
         """
-        split, (args, kwargs) = self.split, tree_map(_double, (list(args), dict(kwargs)))
+        split = self.split
+        try:
+            whole, args, kwargs = self._run_whole(torch.float64, args, kwargs)
+        except (RuntimeError, NotImplementedError):  # a kernel that is not there in fp64
+            self.whole.float(), self.cut.float()
+            whole, args, kwargs = self._run_whole(torch.float32, args, kwargs)
         hidden = hidden_of(args, kwargs)
-        with without_modes():  # else attention would take the whole for a piece
-            whole = [hidden_out(self.whole(*args, **copy.deepcopy(kwargs))) for _ in range(2)]
         random = not torch.equal(*whole)
         error, cause = self._error(whole[0], args, kwargs, hidden)
         numbers = torch.tensor([float(not error <= MOST), float(random)], device=hidden.device)
@@ -80,6 +83,13 @@ class BlockProof:
                 "convolution, a shift, positions worked out inside, attention under a name that is not "
                 "known: name it in Plan(rules=...)). Use a plan without ring, ulysses and megatron_sp"
             ) from cause
+
+    def _run_whole(self, dtype, args, kwargs):
+        """(results of two runs, args and kwargs in the dtype)"""
+        args, kwargs = tree_map(lambda value: _real_to(dtype, value), (list(args), dict(kwargs)))
+        with without_modes():  # else attention would take the whole for a piece
+            whole = [hidden_out(self.whole(*args, **copy.deepcopy(kwargs))) for _ in range(2)]
+        return whole, args, kwargs
 
     def _error(self, whole, args, kwargs, hidden):
         """(relative difference, None), or (nan, what the cut block raised)."""
@@ -102,6 +112,6 @@ class BlockProof:
         return piece
 
 
-def _double(value):
+def _real_to(dtype, value):
     is_real = isinstance(value, torch.Tensor) and value.is_floating_point()
-    return value.double() if is_real else value
+    return value.to(dtype) if is_real else value
