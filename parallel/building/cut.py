@@ -99,10 +99,10 @@ def cut_tensors(model, original, cut, mesh, plan):
     )
     if cut.trunk is None:
         return tensor, cut
-    blocks = list(model.get_submodule(cut.trunk.name))
+    trunk = cut.trunk.now(model)
     if proof is not None and mesh.group("tp").size > 1:
-        proof.was_cut(blocks[0])
-    return tensor, cut._replace(trunk=cut.trunk._replace(blocks=blocks))
+        proof.was_cut(trunk.blocks[0])
+    return tensor, cut._replace(trunk=trunk)
 
 
 def _has_moe(block):

@@ -60,7 +60,8 @@ class Plan:
         (interleaved: 2 if not given; zbv: 2). stages: number of blocks of each stage, first to last; None: as
         even as possible.
         checkpoint: recompute activations block by block.
-        blocks: name of the ModuleList or Sequential that holds the blocks; None: found.
+        blocks: name of the ModuleList, Sequential or ModuleDict that holds the blocks; None: found (not a
+        ModuleDict).
         rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
 
     Raises ValueError, when made, for values that contradict each other.

@@ -5,7 +5,7 @@ splits, ZeRO-3 units and activation checkpoints all cut a model there.
           before               trunk                         after
 
 It is the nn.ModuleList or nn.Sequential with the most parameters, the outermost of those that hold each
-other. What is registered before it is taken to run before it, what is registered after it to run after it;
+other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names. What is registered before it is taken to run before it, what is registered after it to run after it;
 modules without parameters run wherever they are called. Parameters that lie directly in a module that
 contains the trunk can be used on either side.
 """
@@ -30,14 +30,23 @@ class Side(enum.Enum):
 class Trunk(NamedTuple):
     name: str  # of the container in the model; "" when the model itself is the list
     blocks: list[nn.Module]
+    keys: tuple[str, ...]  # the names of the blocks in the container: "0", "1", or what its maker chose
+
+    @classmethod
+    def of(cls, name, container):
+        return cls(name, list(container._modules.values()), tuple(container._modules))
+
+    def now(self, model):
+        """The same with the blocks that are there now: some may have been replaced."""
+        return Trunk.of(self.name, model.get_submodule(self.name))
 
     def block_of(self, name):
         """Index of the block in which the parameter or module `name` lies; None outside the blocks."""
         if self.name and not name.startswith(self.name + "."):
             return None
         inside = name[len(self.name) + 1 :] if self.name else name
-        first = inside.split(".")[0]
-        return int(first) if first.isdigit() else None
+        key = inside.split(".")[0]
+        return self.keys.index(key) if key in self.keys else None
 
 
 def find_trunk(model, name=None):
@@ -48,10 +57,12 @@ def find_trunk(model, name=None):
     """
     if name is not None:
         found = dict(model.named_modules()).get(name)
-        if not isinstance(found, (nn.ModuleList, nn.Sequential)):
+        if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
             kind = "is not in the model" if found is None else f"is a {type(found).__name__}"
-            raise ValueError(f"blocks={name!r}: {kind}; it must be a ModuleList or a Sequential")
-        return Trunk(name, list(found))
+            raise ValueError(
+                f"blocks={name!r}: {kind}; it must be a ModuleList, a Sequential or a ModuleDict"
+            )
+        return Trunk.of(name, found)
     lists = []  # (numel, name, module), outermost only
     for candidate, module in model.named_modules():
         inside = any(
@@ -67,7 +78,7 @@ def find_trunk(model, name=None):
             f"both {lists[0][1]!r} and {lists[1][1]!r} may be the list of blocks; name it with "
             "Plan(blocks=...)"
         )
-    return Trunk(lists[0][1], list(lists[0][2]))
+    return Trunk.of(lists[0][1], lists[0][2])
 
 
 def owners(model, trunk, called=None):

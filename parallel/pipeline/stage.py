@@ -133,8 +133,7 @@ class StageModel:
     def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces
-        container = self.model.get_submodule(self.trunk.name)
-        self.trunk = self.trunk._replace(blocks=list(container))  # tensor parallelism may have replaced some
+        self.trunk = self.trunk.now(self.model)  # tensor parallelism may have replaced some
         self.outside = OuterState(self.model, self.trunk.blocks)
         for index, block in enumerate(self.trunk.blocks):
             block.forward = functools.partial(self._block, index, block.forward)

@@ -188,7 +188,7 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
     (see comm.as_group).
     rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "tokens" or "replicate"},
     before anything that is found.
-    blocks: name of the trunk, a ModuleList or Sequential. sequence: object whose `.sizes`, set before each
+    blocks: name of the trunk (ground/trunk.py). sequence: object whose `.sizes`, set before each
     forward, are the lengths per rank along dim 1 of the hidden state from block 0 on (see whole_sequence.py);
     needs `blocks`. ties: {name of a parameter: first name of the same one}, for a model whose parameters no
     longer show it (on meta); None compares them. A group of one changes nothing.

@@ -1,0 +1,96 @@
+"""Blocks with names instead of numbers (torchvision: encoder_layer_0), in a Sequential or a ModuleDict."""
+
+from collections import OrderedDict
+
+import pytest
+import torch
+from against_one import check_equal, sgd
+from models import Block
+from odd_models import Plain, cross, tokens
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+from pycomm.parallel.ground.trunk import find_trunk
+
+LAYERS = 3
+
+
+class Named(Plain):
+    """Names that are no numbers, and a number that is not the block's place."""
+
+    def __init__(self):
+        super().__init__()
+        names = ("encoder_layer_0", "encoder_layer_1", "0")
+        self.blocks = nn.Sequential(OrderedDict((name, Block(16, 2, 20)) for name in names))
+
+    def run_blocks(self, x):
+        return self.blocks(x)
+
+
+class Dictionary(Named):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleDict(self.blocks.named_children())
+
+    def run_blocks(self, x):
+        for block in self.blocks.values():
+            x = block(x)
+        return x
+
+
+def whole():
+    """The model itself is the list."""
+    model = Named()
+    return nn.Sequential(OrderedDict(tok=model.tok, **dict(model.blocks.named_children()), head=model.head))
+
+
+PLANS = {
+    2: ["dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "dp=2,zero=3,checkpoint", "tp=2", "pp=2", "ulysses=2"]
+    + ["tp=2,megatron_sp", "dp=2,checkpoint"],
+    4: ["dp=2,pp=2,zero=3", "pp=2,tp=2,schedule=zb-h1"],
+}
+
+
+@pytest.mark.parametrize("make", [Named, whole])
+@pytest.mark.parametrize("world_size", PLANS)
+def test_equal_to_one_process(make, world_size):
+    check_equal(make, *PLANS[world_size])
+
+
+def test_a_dictionary_of_blocks():
+    check_equal(Dictionary, *(f"{text},blocks=blocks" for text in PLANS[2]))
+
+
+def test_which_block_a_name_is_of():
+    trunk = find_trunk(Named())
+    names = {"encoder_layer_1.ln_1.weight": 1, "0.ln_1.weight": 2, "1.ln_1.weight": None}
+    assert {name: trunk.block_of(f"blocks.{name}") for name in names} == names
+    assert trunk.block_of("tok.weight") is None and len(trunk.blocks) == LAYERS
+
+
+def make(plan, seed=0):
+    torch.manual_seed(seed)
+    model = Named().double()
+    return par.parallelize(model, sgd(model), par.Plan.parse(plan))
+
+
+def save(rank, world_size, folder):
+    model, opt = make("pp=2")
+    par.step(model, opt, tokens(0), cross)
+    par.save(model, opt, folder)
+    return par.full_state_dict(model)
+
+
+def load(rank, world_size, plan, folder):
+    model, opt = make(plan, seed=1)
+    par.load(model, opt, folder)
+    return par.full_state_dict(model)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2"])
+def test_checkpoint(tmp_path, plan):
+    right = spawn(2, save, str(tmp_path))[0]
+    for found in spawn(2, load, plan, str(tmp_path)):
+        assert found.keys() == right.keys()
+        assert all(torch.equal(found[name], value) for name, value in right.items())
