@@ -5,9 +5,10 @@ splits, ZeRO-3 units and activation checkpoints all cut a model there.
           before               trunk                         after
 
 It is the nn.ModuleList or nn.Sequential with the most parameters, the outermost of those that hold each
-other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names. What is registered before it is taken to run before it, what is registered after it to run after it;
-modules without parameters run wherever they are called. Parameters that lie directly in a module that
-contains the trunk can be used on either side.
+other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names. What is
+registered before it is taken to run before it, what is registered after it to run after it; modules without
+parameters run wherever they are called. Parameters that lie directly in a module that contains the trunk can
+be used on either side.
 """
 
 import enum

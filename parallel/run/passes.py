@@ -3,7 +3,8 @@
 around a forward, outside to inside        what for
 weights of this microbatch's version       PipeDream (pipeline/updates.py)
 a pass of the units                        ZeRO-3 gathers and frees parameters (zero/units.py)
-modes of torch functions                   attention over the whole sequence; weight gradients for later
+modes of torch functions                   attention over the whole sequence; weight gradients for later;
+                                           ZeRO-3 gathers what is read beside its module (zero/reading.py)
 this model's random numbers                equal or different on the ranks of tp (ground/streams.py)
 """
 
@@ -60,6 +61,8 @@ def forward_pass(parts, phase, stage, number):
             stack.enter_context(mode)
         if parts.deferred is not None and torch.is_grad_enabled():
             stack.enter_context(DeferWeights(parts.deferred, (stage, number)))
+        if parts.units is not None:
+            stack.enter_context(parts.units.reading)
         # A single process draws from the user's stream, as it always did.
         if parts.mesh.world.size > 1 and parts.model.training:
             stack.enter_context(parts.streams.active())

@@ -14,9 +14,14 @@ record; a wrong guess costs memory and is dropped at the end of the pass. The gu
 ranks of the group (ranks that take different branches in forward would wait for each other; the collective's
 error then names the operation).
 
-In backward a unit is freed when the next one begins: autograd runs a later block's nodes before an earlier
-block's. Shared units, and those of parameters that lie directly in a module that contains the trunk, stay
-until the pass ends.
+[Note: order of backward] In backward a unit is fetched when the gradient of a tensor arrives that its forward
+has made, and freed when the next unit begins: autograd runs nodes in the reverse of the order in which they
+were made. A tensor that only passes through a unit (a bias of positions that the first block makes for all)
+was made by another, and its gradient says nothing of this one. A unit inside of whose forward another one
+runs ("sticky", as shared units are) stays until the pass ends, and frees nobody.
+
+Parameters that lie directly in a module that contains the trunk stay whole through every pass, and so do
+those of a unit that was read while it was sharded (reading.py).
 """
 
 import contextlib
@@ -24,7 +29,10 @@ import enum
 import functools
 
 import torch
+from torch.autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
+
+from pycomm.parallel.zero.reading import Reading
 
 __all__ = ["Phase", "Unit", "Units"]
 
@@ -54,6 +62,10 @@ class Unit:
     def __init__(self, name, shards, sticky=False):
         self.name, self.shards, self.sticky = name, shards, sticky
         self.state = State.SHARDED
+
+    @property
+    def is_whole(self):
+        return self.state == State.GATHERED
 
     def start(self):
         if self.state == State.SHARDED:
@@ -91,6 +103,7 @@ class Units:
         self.position = 0  # how many of `order` have been used
         self.recording = False  # this is the first pass of its kind: it writes `order`
         self.active = None  # the unit whose backward is running
+        self.inside = []  # the units whose forwards are running, outer to inner
 
     def add(self, unit, modules=(), always=False):
         """modules: those whose forward uses the unit."""
@@ -101,7 +114,7 @@ class Units:
             module.forward = functools.partial(self._call, unit, module.forward)
 
     def begin(self, phase, stage=0):
-        self.phase, self.active = phase, None
+        self.phase, self.active, self.inside = phase, None, []
         key = self.phase, stage
         self.recording = key not in self.orders
         self.order = self.orders.setdefault(key, [])
@@ -146,21 +159,45 @@ class Units:
                 "parameters are sharded (zero=3): call the model through parallel.step or parallel.evaluate"
             )
         is_recomputation = self.phase == Phase.BACKWARD  # of activations
+        for outer in self.inside:
+            outer.sticky = outer.sticky or outer is not unit
         self.use(unit)
-        out = forward(*args, **kwargs)
+        first = _get_sequence_nr()  # of the nodes that the forward makes
+        self.inside.append(unit)
+        try:
+            out = forward(*args, **kwargs)
+        finally:
+            self.inside.pop()
         if is_recomputation:
             return out
         if torch.is_grad_enabled():
             for tensor in tree_leaves(out):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                if isinstance(tensor, torch.Tensor) and _made_since(first, tensor):
                     tensor.register_hook(functools.partial(self._before_backward, unit))
-        if unit not in self.always:
+        if unit not in self.always and unit not in self.inside:
             unit.free()
         return out
 
+    @functools.cached_property
+    def reading(self):
+        """A context for forwards, in which parameters may be read at any place."""
+        ids = {id(info.param): unit for unit in self.units for s in unit.shards for info in s.bucket.infos}
+        return Reading(ids, self._keep)
+
+    def _keep(self, unit):
+        """From now on it is whole through every pass, this one included."""
+        self.always.append(unit)
+        unit.gather()
+
     def _before_backward(self, unit, grad):
-        if self.active is not unit:
+        if unit.sticky:
+            self.use(unit)
+        elif self.active is not unit:
             if self.active is not None and not self.active.sticky and self.active not in self.always:
                 self.active.free()
             self.active = unit
             self.use(unit)
+
+
+def _made_since(first, tensor):
+    return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first
