@@ -207,11 +207,11 @@ def absent_like(value, origin, device):
     return tree_map_only(T, stand_in, value)
 
 
-def absent_parameter(parameter, name):
+def absent_parameter(parameter, name, device):
     """In the place of a parameter that the forward may use though this stage has it not: it has a device,
     which one on meta has not.
     """
-    stand_in = torch.nn.Parameter(absent_like(parameter, name, parameter.device), requires_grad=False)
+    stand_in = torch.nn.Parameter(absent_like(parameter, name, device), requires_grad=False)
     stand_in.origin = name
     return stand_in
 

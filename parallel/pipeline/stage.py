@@ -33,6 +33,7 @@ import sys
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from pycomm.parallel.ground.mesh import device_of
 from pycomm.parallel.ground.modes import without_modes
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, replace_hidden
@@ -107,8 +108,11 @@ class StageModel:
                         continue
                     full = f"{name}.{key}" if name else key
                     around = side is Side.AROUND
-                    new = absent_parameter(parameter, repr(full)) if around else _to_meta(parameter)
-                    module._parameters[key] = new
+                    module._parameters[key] = (
+                        absent_parameter(parameter, repr(full), parameter.device)
+                        if around
+                        else _to_meta(parameter)
+                    )
             if side is Side.BEFORE:
                 self.pristine[name] = _for_shapes(module)
 
@@ -137,9 +141,11 @@ class StageModel:
         self.outside = OuterState(self.model, self.trunk.blocks)
         for index, block in enumerate(self.trunk.blocks):
             block.forward = functools.partial(self._block, index, block.forward)
+        device = device_of(self.model)
         for name, module, side in self.owners:
             if side is not Side.AROUND:
                 module = self.model.get_submodule(name)
+                _mark_parameters(name, module, device)
                 module.forward = functools.partial(self._outside, name, side, module.forward)
 
     @property
@@ -274,6 +280,11 @@ class StageModel:
 
     def _check_present(self, values, what):
         absent = first_absent(values) if self.last > 0 else None
+        if absent is not None and self.stage == 0 and len(self.stages.mine) == 1:
+            raise ValueError(
+                f"{what} a tensor that comes from {absent.origin}, which is registered after the blocks of "
+                f"{self.trunk.name!r} but used before them: register it before them"
+            )
         if absent is not None and self.stage == 0:
             raise ValueError(
                 f"{what} a tensor that the model has kept from the pass of another stage on this rank. "
@@ -345,6 +356,13 @@ class StageModel:
 
 def _to_meta(parameter):
     return torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+
+
+def _mark_parameters(name, module, device):
+    """Of an absent module, for a forward that reads them itself (a head that is tied by hand)."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None and parameter.is_meta:
+            module._parameters[key] = absent_parameter(parameter, repr(f"{name}.{key}"), device)
 
 
 def _for_shapes(module):

@@ -83,6 +83,20 @@ class SkipToTheEnd(Base):
         return self.head(self.norm(self.run_blocks(x))) + x.sum(-1, keepdim=True)
 
 
+class TiedByHand(Base):
+    """The head is the weight of a module that only the first stage has."""
+
+    def forward(self, idx):
+        return F.linear(self.norm(self.run_blocks(self.tok(idx))), self.tok.weight)
+
+
+class ReadEarly(Base):
+    """Reads, before the blocks, the weight of a module that only the last stage has."""
+
+    def run_blocks(self, x):
+        return super().run_blocks(x + self.norm.weight)
+
+
 class Hidden:
     """Where a block finds what nobody gave to it."""
 
@@ -158,6 +172,8 @@ REFUSED = {
     "skip by name": (SkipByName, None, "block 2 of 'blocks' is given a tensor .* that comes from 'tok'"),
     "skip over": (SkipOver, None, "'norm' is given a tensor .* that comes from 'tok'"),
     "skip to the end": (SkipToTheEnd, None, "the loss is computed with a tensor .* that comes from 'tok'"),
+    "tied by hand": (TiedByHand, None, "the loss is computed with a tensor .* that comes from 'tok.weight'"),
+    "read early": (ReadEarly, None, "'norm.weight', which is registered after the blocks of 'blocks' but"),
     "reaching": (Reaching, None, "block 0 cannot be run for the shape of its output alone"),
     "reaching late": (ReachingLate, None, "block 2 of 'blocks' computes with a tensor .* comes from 'tok'"),
     "deciding": (Deciding, None, "asks for values .__bool__. that come from 'tok'"),
@@ -196,18 +212,21 @@ def test_values_of_other_stages_are_refused(name):
 
 
 class InPlace(Base):
-    """Makes the hidden state by writing into memory, and masks and scales by its shape."""
+    """Makes the hidden state by writing into memory, masks and scales by its shape, and reads the weight of a
+    module that it does not call.
+    """
 
     def __init__(self):
         super().__init__()
+        self.tok = nn.ModuleDict({"tok": self.tok, "pos": nn.Embedding(12, 16)})
         self.cls = nn.Parameter(torch.randn(16, dtype=torch.float64))
 
     def forward(self, idx):
-        tok = self.tok(idx)
+        tok = self.tok["tok"](idx)
         x = tok.new_zeros(tok.shape[0], tok.shape[1] + 1, 16)
         x[:, 0] = self.cls
         x[:, 1:] = tok
-        x = x * 1.5
+        x = x * 1.5 + self.tok["pos"].weight[: x.shape[1]]
         x += torch.arange(x.shape[1], dtype=x.dtype)[:, None] * torch.ones_like(x)
         return self.head(self.norm(self.run_blocks(x)))[:, 1:]
 
@@ -338,7 +357,7 @@ def test_it_can_be_shown():
 
 
 def test_a_parameter_in_the_place_of_another():
-    stand_in = absent_parameter(nn.Parameter(torch.ones(2, 3)), "'pos'")
+    stand_in = absent_parameter(nn.Parameter(torch.ones(2, 3)), "'pos'", "cpu")
     assert isinstance(stand_in, nn.Parameter) and not stand_in.requires_grad
     assert stand_in.untyped_storage().nbytes() == 4
     out = torch.ones(3) + stand_in[:1]
