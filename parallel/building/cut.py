@@ -114,8 +114,8 @@ def cast(model, stage_model, plan):
     full_values = {parameter: parameter.detach() for parameter in model.parameters()}
     if plan.precision is None:
         return full_values, None
-    for_shapes = stage_model.pristine.values() if stage_model is not None else ()
-    for parameter in [*full_values, *(p for module in for_shapes for p in module.parameters())]:
+    for_shapes = stage_model.templates.parameters() if stage_model is not None else ()
+    for parameter in [*full_values, *for_shapes]:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     return full_values, torch.bfloat16

@@ -29,6 +29,7 @@ def wrap(model, plan, cut, streams, deferred, shards):
         contexts = functools.partial(_recomputation_contexts, streams, attention, deferred)
         for block in trunk.blocks:
             block.forward = functools.partial(_checkpointed, contexts, block.forward)
+    if trunk and (plan.checkpoint or plan.pp > 1):
         _forget_keys(model)
     units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
     switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)
@@ -38,8 +39,8 @@ def wrap(model, plan, cut, streams, deferred, shards):
 
 
 def _forget_keys(model):
-    """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation would add
-    them once more. Its own checkpoints switch that off, too.
+    """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation, or a run
+    for shapes, would add them once more. Its own checkpoints switch that off, too.
     """
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", None) is True:

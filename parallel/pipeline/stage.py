@@ -25,20 +25,18 @@ active.
 """
 
 import contextlib
-import copy
 import enum
 import functools
 import sys
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.mesh import device_of
-from pycomm.parallel.ground.modes import without_modes
-from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 from pycomm.parallel.pipeline.outer_state import OuterState
+from pycomm.parallel.pipeline.templates import Templates, check_like
 
 __all__ = ["StageModel"]
 
@@ -78,13 +76,11 @@ class StageModel:
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
         self.proof = None  # BlockProof of a split sequence, until the first forward
-        self.templates = {}  # (absent module, shapes of its inputs) -> its result on meta
+        self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
+        self.looked_at = set()  # (index, name) of modules whose results are compared with a guess
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
         self.outside = None  # OuterState, from install()
         self.owners = found
-        # Block or module that some stage here passes over -> a copy without data that nothing wraps, for
-        # shapes.
-        self.pristine = {}
         self._leave_blocks()
         self._leave_owners()
         if 0 in stages.mine and self.last in stages.mine and self.last > 0:
@@ -96,8 +92,8 @@ class StageModel:
         for index, block in enumerate(self.trunk.blocks):
             if index not in present:
                 block.to("meta")
-            if index < max(bounds[stage][0] for stage in mine):
-                self.pristine[index] = _for_shapes(block)
+            if index < bounds[-1][0]:
+                self.templates.keep(index, block, guess=True)
 
     def _leave_owners(self):
         for name, module, side in self.owners:
@@ -114,7 +110,7 @@ class StageModel:
                         else _to_meta(parameter)
                     )
             if side is Side.BEFORE:
-                self.pristine[name] = _for_shapes(module)
+                self.templates.keep(name, module)
 
     def _untie(self):
         """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
@@ -218,7 +214,7 @@ class StageModel:
         first, end = self.stages.bounds[self.stage]
         if index < first:
             self._check_unchanged(index, hidden_of(args, kwargs))
-            out = self._absent(index, f"block {index}", forward, args, kwargs)
+            out = self._absent(index, f"block {index}", args, kwargs)
             self.previous = hidden_out(out)
             return out
         if index != first if self.at is None else index <= self.at:
@@ -246,11 +242,15 @@ class StageModel:
         if index == 0 and self.proof is not None:
             proof, self.proof = self.proof, None
             proof.check(args, kwargs)
+        if self.stage < self.last:
+            self._look_at_guesses(index, given, args, kwargs)
         if self.split is not None:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
         out = forward(*args, **kwargs)
+        if (index, "") in self.looked_at:
+            check_like(f"block {index} of {self.trunk.name!r}", args, kwargs, out)
         self._check_present(out, f"block {index} of {self.trunk.name!r} computes with")
         if not self.checked and self.last > 0:
             _check_single(f"block {index} of {self.trunk.name!r}", out)
@@ -318,40 +318,36 @@ class StageModel:
                 "register it before them"
             )
         if side is Side.BEFORE and self.stage != 0:
-            return self._absent(name, repr(name), forward, args, kwargs)
+            return self._absent(name, repr(name), args, kwargs)
         if side is Side.AFTER:
             self._check_present((args, kwargs), f"{name!r} is given")
         return forward(*args, **kwargs)
 
-    def _absent(self, key, origin, forward, args, kwargs):
+    def _absent(self, key, origin, args, kwargs):
         """Stand-ins in the shape of what the module would return."""
-        leaves, spec = tree_flatten((args, kwargs))
-        if key in self.pristine:
-            forward = self.pristine[key].forward
-        key = (
-            key,
-            tuple(
-                (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
-            ),
-        )
-        device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), "cpu")
-        if key not in self.templates:
-            meta = [
-                torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in leaves
-            ]
-            meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            with torch.no_grad(), without_modes():
-                try:
-                    with torch.device("meta"):  # tensors that the module makes itself
-                        self.templates[key] = forward(*meta_args, **meta_kwargs)
-                except Exception as error:
-                    raise ValueError(
-                        f"{origin} cannot be run for the shape of its output alone, which stage {self.stage} "
-                        "needs: its code uses values, or tensors that it was not given "
-                        f"({type(error).__name__}: {error}). Use a plan with pp=1"
-                    ) from error
-        return absent_like(self.templates[key], origin, device)
+        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next((leaf.device for leaf in leaves), "cpu")
+        return absent_like(self.templates.of(key, origin, args, kwargs), origin, device)
+
+    def _look_at_guesses(self, index, hidden, args, kwargs):
+        """Where later stages guess what modules of this block return, they are looked at."""
+        if self.split is not None and index > 0:  # a piece, where the later stages have a whole stand-in
+            length = self.split.length
+            whole = hidden.new_empty((hidden.shape[0], length, *hidden.shape[2:]), device="meta")
+            args, kwargs = replace_hidden(args, kwargs, hidden, whole)
+        self.templates.of(index, f"block {index}", args, kwargs)
+        for name in self.templates.guessed[index]:
+            if name and (index, name) not in self.looked_at:
+                module = self.trunk.blocks[index].get_submodule(name)
+                what = f"{name!r} of block {index} of {self.trunk.name!r}"
+                module.forward = functools.partial(_looked_at, what, module.forward)
+            self.looked_at.add((index, name))
+
+
+def _looked_at(what, forward, *args, **kwargs):
+    out = forward(*args, **kwargs)
+    check_like(what, args, kwargs, out)
+    return out
 
 
 def _to_meta(parameter):
@@ -363,14 +359,6 @@ def _mark_parameters(name, module, device):
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             module._parameters[key] = absent_parameter(parameter, repr(f"{name}.{key}"), device)
-
-
-def _for_shapes(module):
-    """A copy without data. Of what a BatchNorm does in training, some needs values."""
-    module = copy.deepcopy(module).to("meta")
-    for part in batch_norms(module).values():
-        part.eval()
-    return module
 
 
 def _check_single(block, out):

@@ -1,0 +1,123 @@
+"""What an absent module returns, found without its values: its forward is run on the meta device, once for
+each shape of the arguments, on a copy that has no data and that nothing wraps.
+
+Some code cannot run there: a mixture of experts looks up which tokens go where (nonzero), and a tensor on
+meta has no values. Of such a module inside of a block one thing is taken for granted, that it returns one
+tensor like the first that it was given, in shape and dtype:
+
+    block 0                        on meta                      where block 0 is
+      attention                    run
+      experts   nonzero fails      like its first argument      run; what it returns must be like that, or it
+      residual                     run                          raises a ValueError
+
+The stage that has the block makes the same trial, so it knows what others take for granted, and looks at the
+real result before it is handed on. So what a stage waits for is what comes, or there is an error.
+"""
+
+import contextlib
+import copy
+import functools
+import sys
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from pycomm.parallel.ground.modes import without_modes
+from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.ground.trunk import hidden_of
+
+__all__ = ["Templates", "check_like"]
+
+
+class Templates:
+    """Keys: of modules that some stage of this rank passes over, or whose result a later stage waits for."""
+
+    def __init__(self):
+        self.copies = {}  # key -> a copy without data
+        self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
+        self.found = {}  # (key, shapes of its arguments) -> its result, on meta
+
+    def keep(self, key, module, guess=False):
+        """Makes the copy. guess: whether something may be taken for granted in it."""
+        module = self.copies[key] = _for_shapes(module)
+        self.guessed[key] = []
+        for name, part in module.named_modules() if guess else ():
+            part.forward = functools.partial(_or_guess, self.guessed[key], name, part.forward)
+
+    def parameters(self):
+        return [parameter for module in self.copies.values() for parameter in module.parameters()]
+
+    def of(self, key, origin, args, kwargs):
+        """The result for arguments of these shapes, on meta. Raises ValueError where it cannot be found."""
+        leaves, spec = tree_flatten((args, kwargs))
+        shapes = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+        )
+        if (key, shapes) not in self.found:
+            meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            meta_args, meta_kwargs = tree_unflatten(meta, spec)
+            with torch.no_grad(), without_modes(), _eager():
+                try:
+                    with torch.device("meta"):  # tensors that the module makes itself
+                        self.found[key, shapes] = self.copies[key].forward(*meta_args, **meta_kwargs)
+                except Exception as error:
+                    raise ValueError(
+                        f"{origin} cannot be run for the shape of its output alone, which a later stage "
+                        "needs: its code uses values, or tensors that it was not given "
+                        f"({type(error).__name__}: {error}). Use a plan with pp=1"
+                    ) from error
+        return self.found[key, shapes]
+
+
+def _empty(tensor):
+    return torch.empty_like(tensor, device="meta")
+
+
+def _eager():
+    """What is compiled runs as it is written: nothing is compiled for meta."""
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()
+
+
+def _for_shapes(module):
+    """A copy without data. Of what a BatchNorm does in training, some needs values."""
+    module = copy.deepcopy(module).to("meta")
+    for part in batch_norms(module).values():
+        part.eval()
+    return module
+
+
+def _or_guess(guessed, name, forward, *args, **kwargs):
+    """The forward of a module on meta; where it asks for values, or cannot go on with what was guessed of its
+    parts, a guess.
+    """
+    before = len(guessed)
+    try:
+        return forward(*args, **kwargs)
+    except Exception as error:
+        if len(guessed) == before and not _asks_for_values(error):
+            raise
+        try:
+            out = _empty(hidden_of(args, kwargs))
+        except ValueError:
+            raise error from None
+        guessed[before:] = [name]
+        return out
+
+
+def _asks_for_values(error):
+    """What torch raises on meta for operations that have no shape without values."""
+    return isinstance(error, NotImplementedError) or "cannot be called on meta tensors" in str(error)
+
+
+def check_like(what, args, kwargs, out):
+    """Raises ValueError unless `out` is what was taken for granted."""
+    given = hidden_of(args, kwargs)
+    if isinstance(out, torch.Tensor) and (out.shape, out.dtype) == (given.shape, given.dtype):
+        return
+    got = f"{tuple(out.shape)}, {out.dtype}" if isinstance(out, torch.Tensor) else f"a {type(out).__name__}"
+    raise ValueError(
+        f"{what} depends on values, so that later pipeline stages cannot find the shape of what it returns "
+        f"and take it to be that of its input, {tuple(given.shape)}, {given.dtype}; it is {got}. Put it into "
+        "a module that returns one tensor like its first argument, or use a plan with pp=1"
+    )
