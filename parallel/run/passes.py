@@ -28,6 +28,8 @@ def run_stage(parts, stage, microbatch, received=None):
         return microbatch.call(parts.model)
     attention = parts.split.attention if parts.split is not None else None
     before = attention.calls if attention else 0
+    if parts.split is not None:
+        parts.split.note_inputs(microbatch.inputs)
     out = parts.stage_model.run(stage, lambda: microbatch.call(parts.model), received)
     if attention and attention.calls == before:
         raise ValueError(

@@ -19,8 +19,9 @@ a dimension of length T are refused for that reason.
 """
 
 import torch
+import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.trunk import replace_hidden
@@ -32,11 +33,12 @@ __all__ = ["SequenceSplit"]
 
 
 class LocalShapes(TorchFunctionMode):
-    """Helps models that noted the length of the input before the blocks and reshape to it after them (GPT-2
-    of transformers).
+    """Helps models with what they still have of the whole length after their blocks.
 
     A view or reshape of (rows, local length, ...) to (rows or -1, whole length, ...) is made one to the local
-    length.
+    length (GPT-2 of transformers notes the shape of its input). And the cross_entropy of logits of this
+    rank's positions with targets that are an input of the model takes this rank's targets (nanoGPT): see
+    SequenceSplit.own_targets().
     """
 
     def __init__(self, split):
@@ -49,7 +51,15 @@ class LocalShapes(TorchFunctionMode):
             length, piece = self.split.length, self.split.piece
             if len(shape) > 2 and length != piece and shape[1] == length and args[0].shape[1] == piece:
                 args = args[0], [shape[0], piece, *shape[2:]]
+        if func is F.cross_entropy:
+            return func(**self._of_own_targets(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
+
+    def _of_own_targets(self, *args, **kwargs):
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
+        kwargs.update(zip(names, args, strict=False))
+        kwargs["target"] = self.split.own_targets(kwargs["input"], kwargs["target"])
+        return kwargs
 
 
 class SequenceSplit:
@@ -67,6 +77,7 @@ class SequenceSplit:
         self.attention = SequenceAttention(self.ring, self.ulysses, self.zigzag) if self.degree > 1 else None
         self.length = 0  # of the whole sequence of the forward that runs
         self.sizes = [0] * self.tp.size
+        self.inputs = []  # tensors (batch, T) that the model was given in this forward
         self._cuts = {}  # id of a tensor that blocks were given in this forward -> (it, this rank's part)
 
     def begin(self, length):
@@ -84,6 +95,34 @@ class SequenceSplit:
         if self.attention:
             self.attention.length = length
         self._cuts = {}
+
+    def note_inputs(self, inputs):
+        """What the model is called with."""
+        leaves = tree_leaves(inputs)
+        self.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2]
+
+    def own_targets(self, logits, target):
+        """This rank's part of targets that the model compares with logits of this rank's positions. Only what
+        is an input as it was given, (batch, T) or flat, is known to be in the order of the positions. Raises
+        ValueError for other targets of the whole length.
+        """
+        flat, local = target.dim() == 1, sum(self.sizes)  # a head gives the positions of all ranks of tp
+        if self.degree == 1 or not target.dim() or logits.shape[0 if flat else -1] == target.shape[-1]:
+            return target
+        for given in self.inputs:
+            same_memory = given.data_ptr() == target.data_ptr() and given.dtype == target.dtype
+            in_order = given.is_contiguous() and target.is_contiguous() and given.numel() == target.numel()
+            rows, length = given.shape
+            if same_memory and in_order and length == self.length:
+                if flat and logits.shape[0] == rows * local:
+                    return self.cut(given).flatten()
+                if target.shape == given.shape and logits.shape[-1] == local:
+                    return self.cut(given)
+        raise ValueError(
+            f"sequence parallelism over {self.degree} ranks: the model compares logits "
+            f"{tuple(logits.shape)}, of this rank's positions, with targets {tuple(target.shape)}, which are "
+            "not an input of it as it was given. Compute the loss in loss_fn: (output, targets) -> mean"
+        )
 
     def modes(self):
         """Contexts for a forward."""
