@@ -1,7 +1,7 @@
 """The wrappers around forwards, inside to outside:
 
 block.forward
-  recomputation       activations are made again in backward; what they depend on is brought back first
+  recomputation       activations are made again in backward (recompute.py)
   ZeRO-3 unit         parameters are gathered before and freed after
   random streams      hooks at the edges of what tensor parallelism has cut
   stage               passes over absent blocks, cuts and hands on the hidden state
@@ -10,10 +10,8 @@ block.forward
 import contextlib
 import functools
 
-import torch
-from torch.utils.checkpoint import checkpoint
-
 from pycomm.parallel.building.buckets import make_units
+from pycomm.parallel.building.recompute import forget_keys, recompute_blocks
 from pycomm.parallel.ground.streams import Stream
 from pycomm.parallel.tensor.stream_edges import switch_at_edges
 from pycomm.parallel.zero.kinds import kind_of
@@ -24,33 +22,17 @@ __all__ = ["wrap"]
 def wrap(model, plan, cut, streams, deferred, shards):
     """Wraps in the order above. Returns the Units of ZeRO-3, or None."""
     trunk = cut.trunk
-    if trunk and plan.checkpoint:
+    if trunk:
         attention = cut.split.attention if cut.split is not None else None
         contexts = functools.partial(_recomputation_contexts, streams, attention, deferred)
-        for block in trunk.blocks:
-            block.forward = functools.partial(_checkpointed, contexts, block.forward)
-    if trunk and (plan.checkpoint or plan.pp > 1):
-        _forget_keys(model)
+        recompute_blocks(model, trunk, plan, contexts)
+    if trunk and plan.pp > 1:
+        forget_keys(model)
     units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
     switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)
     if cut.stage_model is not None:
         cut.stage_model.install(on_pieces=lambda: streams.switch(Stream.OWN))
     return units
-
-
-def _forget_keys(model):
-    """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation, or a run
-    for shapes, would add them once more. Its own checkpoints switch that off, too.
-    """
-    for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", None) is True:
-            module.config.use_cache = False
-
-
-def _checkpointed(contexts, forward, *args, **kwargs):
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
 def _recomputation_contexts(streams, attention, deferred):

@@ -299,6 +299,11 @@ class StageModel:
             )
 
     def _check_running(self):
+        if self.place is _Place.IDLE and _in_backward():
+            raise ValueError(
+                "a checkpoint in the model's own code runs blocks again in backward, where the plan cannot "
+                "cut them: take it out, and use Plan(checkpoint=True)"
+            )
         if self.place is _Place.IDLE:
             raise RuntimeError(
                 "this model is cut into pipeline stages or along the sequence: call it through parallel.step "
@@ -306,6 +311,8 @@ class StageModel:
             )
 
     def _outside(self, name, side, forward, *args, **kwargs):
+        if self.place is _Place.IDLE and _in_backward():
+            return forward(*args, **kwargs)  # recomputed, with what it was given in the forward
         self._check_running()
         if side is Side.BEFORE and self.place is _Place.AFTER:
             raise ValueError(
@@ -348,6 +355,10 @@ def _looked_at(what, forward, *args, **kwargs):
     out = forward(*args, **kwargs)
     check_like(what, args, kwargs, out)
     return out
+
+
+def _in_backward():
+    return torch._C._current_graph_task_id() >= 0
 
 
 def _to_meta(parameter):
