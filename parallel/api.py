@@ -36,7 +36,7 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
     BatchNorm is over the rows of a microbatch on all data ranks, and its averages are equal there; other
     buffers are each rank's own. opt.step() by itself raises ValueError. After a step that raised on all ranks
     the model is as it was before it, but for buffers; where only some raised, the groups are broken and the
-    others raise what the backend says.
+    others raise what the backend says, and what those had raised.
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
     without load-balance losses. Raises ValueError for batches that differ between ranks or have too few rows,
@@ -47,8 +47,9 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
         raise ValueError(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
-    batch, loss_fn = for_loss(model, batch, loss_fn)
-    result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
+    with parts.last_words.told():
+        batch, loss_fn = for_loss(model, batch, loss_fn)
+        result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
     parts.last_step.note(result.norm)
     return result.loss
 
@@ -58,8 +59,9 @@ def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=
     before where that matters.
     """
     parts = parts_of(model)
-    batch, loss_fn = for_loss(model, batch, loss_fn)
-    return run_evaluation(parts, batch, Options(loss_fn, microbatches, count=count, sharded=sharded))
+    with parts.last_words.told():
+        batch, loss_fn = for_loss(model, batch, loss_fn)
+        return run_evaluation(parts, batch, Options(loss_fn, microbatches, count=count, sharded=sharded))
 
 
 def grad_norm(model):

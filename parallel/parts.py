@@ -13,6 +13,7 @@
       shards                 stage -> values and master copies of the buckets' parameters      zero/
       units                  which shards are whole while which module runs                    zero/
       ties                   buckets whose gradient another stage has too                      pipeline/
+      last_words             what ranks have raised, for those that wait for them              ground/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -26,6 +27,7 @@ from torch import nn
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.split_backward import WeightStore
@@ -86,6 +88,7 @@ class Parallelized:
     deferred: WeightStore | None  # weight gradients for later; None: the schedule does not split the backward
     units: Units | None  # ZeRO-3 only
     ties: tuple[Tie, ...]  # weights that two stages hold
+    last_words: LastWords  # what ranks have raised
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
 
     @property

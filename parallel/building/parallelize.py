@@ -37,6 +37,7 @@ from pycomm.parallel.building.wrap import wrap
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
@@ -117,6 +118,7 @@ def parallelize_on(mesh, model, opt, trunk):
             deferred=deferred,
             units=units,
             ties=ties,
+            last_words=LastWords(mesh.world, device),
         ),
     )
     save_pretrained_whole(model)

@@ -8,4 +8,5 @@ batch.py            which rows of a batch a rank works on
 differentiable.py   collectives inside a model, each with that of its gradient
 split_backward.py   gradients of inputs now, gradients of weights later
 streams.py          random numbers: which ranks draw the same ones
+last_words.py       what a rank raised, told to those that wait for it
 """

@@ -25,8 +25,8 @@ last gradients, is waited for at the end. Held at once, beside what the stages k
 gradients per stage, with GPipe all m of them.
 
 Errors: what a stage raises is passed on at once. The other ranks find this one missing, by the death of its
-process or by the time limit of the group. Each message has its number as tag, so that ranks with different
-schedules do not match silently.
+process or by the time limit of the group (ground/last_words.py has what it raised). Each message has its
+number as tag, so that ranks with different schedules do not match silently.
 """
 
 import functools

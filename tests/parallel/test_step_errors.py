@@ -125,10 +125,10 @@ def one_fails(rank, world_size, plan):
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2", "pp=2"])
 def test_one_rank_fails(plan):
-    """The others get an error that names a rank, within the group's timeout."""
+    """The others get an error that names a rank and what it raised, within the group's timeout."""
     (other, seconds), (own, _) = spawn(2, one_fails, par.Plan.parse(plan), timeout=2.0)
-    assert "user's bug" in own
-    assert "rank 1" in other and seconds < 5, other
+    assert own == 'KeyError: "user\'s bug"'
+    assert other.endswith(f"Rank 1 had raised {own}") and "rank 1" in other and seconds < 5, other
 
 
 PLAN_ERRORS = [

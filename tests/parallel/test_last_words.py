@@ -1,0 +1,133 @@
+"""One rank raises in a step: the others get an error of the wire that has its rank and its text. Where all
+raise alike nothing is broken, and nothing of it is told later.
+"""
+
+import os
+import time
+
+import pytest
+import torch
+from odd_models import Plain, adamw, cross, gpt, tokens
+from torch_ranks import DIED, spawn
+
+import pycomm
+import pycomm.parallel as par
+from pycomm.parallel.parts import parts_of
+
+
+def break_forward(model):
+    def hook(module, args):
+        raise ArithmeticError("früh " + "x" * 5000)
+
+    model.blocks[1].register_forward_pre_hook(hook)
+
+
+def break_backward(model):
+    def broken(grad):
+        raise ArithmeticError("in backward")
+
+    model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(broken) and None)
+
+
+def one_raises(rank, world_size, plan, culprit, how, dies, call):
+    model = gpt()
+    par.parallelize(model, opt := adamw(model), plan)
+    if rank == culprit:
+        how(model)
+    start = time.monotonic()
+    try:
+        call(model, opt)
+    except Exception as error:  # noqa: BLE001
+        if rank == culprit and dies:
+            os._exit(1)
+        return type(error).__name__, str(error), time.monotonic() - start
+    return "nothing", "", 0.0
+
+
+def step(model, opt):
+    par.step(model, opt, tokens(0), cross, microbatches=2, clip=1.0)
+
+
+def evaluate(model, opt):
+    par.evaluate(model, tokens(0), cross, microbatches=2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "culprit", "how", "dies", "call"),
+    [
+        ("dp=2,tp=2", 3, break_forward, True, step),
+        ("dp=2,tp=2", 1, break_backward, False, step),
+        ("dp=2,pp=2,zero=3,stages=2:1", 0, break_forward, True, step),
+        ("dp=2,pp=2,zero=1,stages=1:2", 2, break_backward, True, step),
+        ("tp=2", 1, break_forward, True, evaluate),
+    ],
+)
+def test_the_others_name_it(plan, culprit, how, dies, call):
+    """The one that raises may be rank 0, may end at once, or may go on and never come back."""
+    plan = par.Plan.parse(plan)
+    deaths = [culprit] if dies else []
+    arguments = plan, culprit, how, dies, call
+    found = spawn(plan.world_size, one_raises, *arguments, timeout=3.0, expect_deaths=deaths)
+    text = "früh xxx" if how is break_forward else "in backward"
+    for rank, result in enumerate(found):
+        if rank == culprit:
+            assert result == DIED if dies else text in result[1]
+            continue
+        kind, message, seconds = result
+        assert f"Rank {culprit} had raised ArithmeticError: {text}" in message, message
+        assert kind in ("PeerError", "CommTimeoutError") and seconds < 10
+
+
+def again(rank, world_size):
+    model = gpt()
+    par.parallelize(model, opt := adamw(model), par.Plan(dp=2))
+    with pytest.raises(ValueError, match="a user's mistake"):
+        par.step(model, opt, tokens(0), mistaken)
+    loss = par.step(model, opt, tokens(0), cross).item()
+    with pytest.raises(ValueError, match="a user's mistake"):
+        par.step(model, opt, tokens(0), mistaken)
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(pycomm.CommError) as caught:
+        par.step(model, opt, tokens(0), cross)
+    return loss, str(caught.value), parts_of(model).last_words.memory is not None
+
+
+def mistaken(out, y):
+    raise ValueError("a user's mistake")
+
+
+def test_errors_of_all_ranks_break_nothing():
+    (loss, message, shared), died = spawn(2, again, expect_deaths=[1])
+    assert died == DIED and loss > 0 and shared
+    assert message.endswith("Rank 1 had raised ValueError: a user's mistake")
+
+
+def forgotten(rank, world_size):
+    """What was raised in a step is forgotten with the next one."""
+    model = Plain()
+    par.parallelize(model, opt := adamw(model), par.Plan(dp=2))
+    with pytest.raises(ValueError, match="a user's mistake"):
+        par.step(model, opt, tokens(0), mistaken)
+    if rank == 1:
+        model.norm.register_forward_pre_hook(lambda *_: os._exit(0))
+    with pytest.raises(pycomm.CommError) as caught:
+        par.step(model, opt, tokens(0), cross)
+    return str(caught.value)
+
+
+def test_what_was_raised_is_forgotten_with_the_next_step():
+    message, died = spawn(2, forgotten, expect_deaths=[1])
+    assert died == DIED and "rank 1 died" in message and "had raised" not in message
+
+
+def one_rank_alone(rank, world_size):
+    model = gpt()
+    par.parallelize(model, opt := adamw(model), par.Plan())
+    with pytest.raises(ValueError, match="a user's mistake"):
+        par.step(model, opt, tokens(0), mistaken)
+    return torch.isfinite(par.step(model, opt, tokens(0), cross)).item()
+
+
+def test_one_rank_alone():
+    assert spawn(1, one_rank_alone) == [True]
