@@ -35,7 +35,7 @@ def recompute_blocks(model, trunk, plan, contexts):
 
 def forget_keys(model):
     """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation, or a run
-    for shapes, would add them once more. Its own checkpoints switch that off, too.
+    for shapes or for a proof, would add them once more. Its own checkpoints switch that off, too.
     """
     for module in model.modules():
         if getattr(getattr(module, "config", None), "use_cache", None) is True:

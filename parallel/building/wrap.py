@@ -26,7 +26,7 @@ def wrap(model, plan, cut, streams, deferred, shards):
         attention = cut.split.attention if cut.split is not None else None
         contexts = functools.partial(_recomputation_contexts, streams, attention, deferred)
         recompute_blocks(model, trunk, plan, contexts)
-    if trunk and plan.pp > 1:
+    if trunk and (plan.pp > 1 or cut.split is not None):
         forget_keys(model)
     units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
     switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)

@@ -252,8 +252,6 @@ class StageModel:
         if (index, "") in self.looked_at:
             check_like(f"block {index} of {self.trunk.name!r}", args, kwargs, out)
         self._check_present(out, f"block {index} of {self.trunk.name!r} computes with")
-        if not self.checked and self.last > 0:
-            _check_single(f"block {index} of {self.trunk.name!r}", out)
         if index == end - 1:
             self.place = _Place.AFTER
             if self.stage < self.last:
@@ -370,15 +368,3 @@ def _mark_parameters(name, module, device):
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
             module._parameters[key] = absent_parameter(parameter, repr(f"{name}.{key}"), device)
-
-
-def _check_single(block, out):
-    """A second result with a gradient (a loss of the block) would be lost on the way from stage to stage."""
-    tensors = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    if len(tensors) > 1 and torch.is_grad_enabled():
-        raise ValueError(
-            f"{block} returns {len(tensors)} tensors with a gradient, of shapes "
-            f"{', '.join(str(tuple(leaf.shape)) for leaf in tensors)}; a stage hands on the first only. "
-            "Return the hidden state alone (without a cache, and losses of a block as parallel.MoE gives "
-            "them)"
-        )

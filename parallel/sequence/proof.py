@@ -8,11 +8,11 @@ What a block does to positions cannot be read from its code: a convolution, a sh
 worked out from the length of the input, attention that is not known as such, an auxiliary number over all
 tokens. All of them show in the comparison, and so does everything else that a piece cannot know.
 
-Both blocks are copies from the time before the first step, in fp64 (fp32 where a block does not run in that)
-and in eval mode, so that neither rounding, dropout, loaded weights nor sharded parameters matter. Weights that are all zero (a residual branch
-that begins with nothing) are made 0.1 in both, as they would hide what the branch does. Compared is what the
-block adds to its input (or its result, where that is another kind of tensor, as an embedding's). Cost: the
-memory of two copies of a block until then, and three forwards.
+Both blocks are copies from the time before the first step, in fp64 (fp32 where one does not run in that)
+and in eval mode, so that neither rounding, dropout, loaded weights nor sharded parameters matter. Weights
+that are all zero (a residual branch that begins with nothing) are made 0.1 in both, as they would hide what
+the branch does. Compared is what the block adds to its input (or its result, where that is another kind of
+tensor, as an embedding's). Cost: the memory of two copies of a block until then, and three forwards.
 
 What it does not see: blocks unlike the first one, and what mixes positions after the trunk. Blocks with
 parallel.MoE exchange tokens and are passed over; so are blocks that draw random numbers even in eval mode.

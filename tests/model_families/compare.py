@@ -51,6 +51,7 @@ MORE = [
 class Outcome(NamedTuple):
     kind: str  # equal, refused, wrong, crash
     text: str = ""  # why
+    in_step: bool = False  # so that other ranks may wait for this one
 
 
 def make(name):
@@ -101,13 +102,13 @@ def alone(name):
 
 
 def under(rank, world_size, name, texts, reference):
-    """The outcome of each plan on this rank. The ranks refuse alike, so that the next plan can be tried; a
-    crash may leave them apart, and ends the list.
+    """The outcome of each plan on this rank, until one has failed in a step: then this rank ends, as a
+    user's would, which the others must be told.
     """
     outcomes = []
     for text in texts:
         outcomes.append(_under(name, text, reference))
-        if outcomes[-1].kind == "crash":
+        if outcomes[-1].in_step or outcomes[-1].kind == "crash":
             break
     return outcomes
 
@@ -117,17 +118,19 @@ def _under(name, text, reference):
     model = make(name)
     opt = optimizer(model)
     plan = par.Plan.parse(text + (f",blocks={family.blocks}" if family.blocks else ""))
+    in_step = False
     try:
         model, opt = par.parallelize(model, opt, plan)
+        in_step = True
         losses = [
             par.step(model, opt, copy.copy(batch), family.loss, microbatches=family.microbatches).item()
             for batch in batches(name)
         ]
         return _compared(losses, par.full_state_dict(model), reference)
     except ValueError as error:
-        return Outcome("refused", _without_rank(str(error)))
+        return Outcome("refused", _without_rank(str(error)), in_step)
     except Exception as error:  # noqa: BLE001
-        return Outcome("crash", f"{type(error).__name__}: {error}")
+        return Outcome("crash", f"{type(error).__name__}: {error}", in_step)
 
 
 def _without_rank(text):
@@ -164,6 +167,10 @@ def outcomes(name, texts):
 
 
 def _agreed(ranks):
+    """That of all ranks. A rank that was told of the refusal of another one has refused."""
+    refused = [outcome for outcome in ranks if outcome.kind == "refused"]
+    if refused:
+        ranks = [refused[0] if " had raised ValueError: " in outcome.text else outcome for outcome in ranks]
     kinds = [outcome.kind for outcome in ranks]
     for kind in ("crash", "wrong"):
         if kind in kinds:

@@ -97,6 +97,40 @@ class ReadEarly(Base):
         return super().run_blocks(x + self.norm.weight)
 
 
+class TwoResults(Block):
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x.square().mean()
+
+
+class OneUsed(Base):
+    """Blocks return a second tensor with a gradient, as attention weights are, that nobody uses."""
+
+    def __init__(self):
+        super().__init__(TwoResults)
+
+    def run_blocks(self, x):
+        self.sums = []
+        for block in self.blocks:
+            x, square = block(x)
+            self.sums.append(square)
+        return x
+
+
+class BothUsed(OneUsed):
+    """The second tensors of all blocks are part of the output."""
+
+    def forward(self, idx):
+        return super().forward(idx) + sum(self.sums)
+
+
+class LastUsed(OneUsed):
+    """That of the last block alone."""
+
+    def forward(self, idx):
+        return super().forward(idx) * (1 + self.sums[-1])
+
+
 class Hidden:
     """Where a block finds what nobody gave to it."""
 
@@ -172,6 +206,7 @@ REFUSED = {
     "skip by name": (SkipByName, None, "block 2 of 'blocks' is given a tensor .* that comes from 'tok'"),
     "skip over": (SkipOver, None, "'norm' is given a tensor .* that comes from 'tok'"),
     "skip to the end": (SkipToTheEnd, None, "the loss is computed with a tensor .* that comes from 'tok'"),
+    "second results": (BothUsed, None, "the loss is computed with a tensor .* that comes from block 0"),
     "tied by hand": (TiedByHand, None, "the loss is computed with a tensor .* that comes from 'tok.weight'"),
     "read early": (ReadEarly, None, "'norm.weight', which is registered after the blocks of 'blocks' but"),
     "reaching": (Reaching, None, "block 0 cannot be run for the shape of its output alone"),
@@ -422,6 +457,19 @@ class PlainNorms(Base):
 
     def forward(self, idx):
         return self.outer(super().forward(idx))
+
+
+@pytest.mark.parametrize(
+    "plan", ["pp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=interleaved", "pp=2,checkpoint"]
+)
+@pytest.mark.parametrize("make", [OneUsed, LastUsed])
+def test_second_results_of_blocks(make, plan):
+    """They stay on their stage; what is computed from them there is right."""
+    right, state = counted(0, 1, make, None)
+    for losses, found in spawn(2, counted, make, par.Plan.parse(plan)):
+        assert losses == pytest.approx(right, rel=1e-12)
+        for name, value in state.items():
+            assert torch.allclose(found[name], value, rtol=1e-9, atol=1e-12), name
 
 
 def counted(rank, world_size, make, plan):

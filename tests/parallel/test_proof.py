@@ -75,6 +75,8 @@ def sizes(**more):
     return {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2, **more}
 
 
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+OF_TRANSFORMERS = ("gpt-neox", "llama", "gpt2", "mixtral")
 MODELS = {
     "convolution": lambda: Plain(Convolution),
     "shift": lambda: Plain(Shift),
@@ -84,6 +86,12 @@ MODELS = {
     "unheard": lambda: Plain(Unheard),
     "gpt-neox": lambda: hf.GPTNeoXForCausalLM(hf.GPTNeoXConfig(**sizes(num_attention_heads=2))),
     "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**sizes(num_attention_heads=2))),
+    "gpt2": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(vocab_size=29, n_embd=16, n_layer=2, n_head=2, **NO_DROPOUT)
+    ),
+    "mixtral": lambda: hf.MixtralForCausalLM(  # its products of experts are not there in fp64
+        hf.MixtralConfig(**sizes(num_attention_heads=2, num_key_value_heads=2, num_local_experts=3))
+    ),
     "plain": gpt,
 }
 
@@ -92,7 +100,7 @@ def first_step(rank, world_size, name, text):
     torch.manual_seed(0)
     model = MODELS[name]()
     x, y = tokens(0)
-    batch = {"input_ids": x, "labels": y} if name in ("gpt-neox", "llama") else (x, y)
+    batch = {"input_ids": x, "labels": y} if name in OF_TRANSFORMERS else (x, y)
     loss = None if isinstance(batch, dict) else cross
     right = model(**batch).loss.item() if isinstance(batch, dict) else cross(model(x), y).item()
     par.parallelize(model, None, par.Plan.parse(text))
@@ -107,7 +115,9 @@ PLANS = ("ring=2", "ulysses=2", "tp=2,megatron_sp")
 
 
 @pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in ("llama", "plain")])
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name not in ("llama", "plain", "gpt2", "mixtral")]
+)
 def test_what_looks_at_other_positions(name, plan):
     """It is refused, or equal where the strategy knows it; never another number."""
     for found in spawn(2, first_step, name, plan):
@@ -126,4 +136,10 @@ def test_refused(name, plan):
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2", "ring=2,zero=3", "pp=2"])
 @pytest.mark.parametrize("name", ["llama", "plain"])
 def test_plain_blocks_are_right(name, plan):
+    assert spawn(2, first_step, name, plan) == [True, True]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_blocks_that_keep_keys_and_blocks_that_need_fp32_are_right(name, plan):
     assert spawn(2, first_step, name, plan) == [True, True]
