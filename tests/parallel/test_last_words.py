@@ -4,6 +4,8 @@ raise alike nothing is broken, and nothing of it is told later.
 
 import os
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,9 +31,18 @@ def break_backward(model):
     model.blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(broken) and None)
 
 
-def one_raises(rank, world_size, plan, culprit, how, dies, call):
+class Case(NamedTuple):
+    plan: str
+    culprit: int
+    how: Callable  # makes its model raise
+    dies: bool  # its process ends at once, or goes on without the others
+    call: Callable
+
+
+def one_raises(rank, world_size, case):
+    plan, culprit, how, dies, call = case
     model = gpt()
-    par.parallelize(model, opt := adamw(model), plan)
+    par.parallelize(model, opt := adamw(model), par.Plan.parse(plan))
     if rank == culprit:
         how(model)
     start = time.monotonic()
@@ -52,22 +63,22 @@ def evaluate(model, opt):
     par.evaluate(model, tokens(0), cross, microbatches=2)
 
 
-@pytest.mark.parametrize(
-    ("plan", "culprit", "how", "dies", "call"),
-    [
-        ("dp=2,tp=2", 3, break_forward, True, step),
-        ("dp=2,tp=2", 1, break_backward, False, step),
-        ("dp=2,pp=2,zero=3,stages=2:1", 0, break_forward, True, step),
-        ("dp=2,pp=2,zero=1,stages=1:2", 2, break_backward, True, step),
-        ("tp=2", 1, break_forward, True, evaluate),
-    ],
-)
-def test_the_others_name_it(plan, culprit, how, dies, call):
+CASES = [
+    Case("dp=2,tp=2", 3, break_forward, True, step),
+    Case("dp=2,tp=2", 1, break_backward, False, step),
+    Case("dp=2,pp=2,zero=3,stages=2:1", 0, break_forward, True, step),
+    Case("dp=2,pp=2,zero=1,stages=1:2", 2, break_backward, True, step),
+    Case("tp=2", 1, break_forward, True, evaluate),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.plan} {case.how.__name__}")
+def test_the_others_name_it(case):
     """The one that raises may be rank 0, may end at once, or may go on and never come back."""
-    plan = par.Plan.parse(plan)
+    culprit, dies, how = case.culprit, case.dies, case.how
     deaths = [culprit] if dies else []
-    arguments = plan, culprit, how, dies, call
-    found = spawn(plan.world_size, one_raises, *arguments, timeout=3.0, expect_deaths=deaths)
+    world_size = par.Plan.parse(case.plan).world_size
+    found = spawn(world_size, one_raises, case, timeout=3.0, expect_deaths=deaths)
     text = "früh xxx" if how is break_forward else "in backward"
     for rank, result in enumerate(found):
         if rank == culprit:
