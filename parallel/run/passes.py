@@ -55,6 +55,21 @@ def unit_pass(parts, phase, stage):
 
 
 @contextlib.contextmanager
+def recomputing(parts, length):
+    """Around a backward, for checkpoints of the model's own inside of its blocks: what they run again attends
+    over the whole sequence, as it did in the forward.
+
+    length: that of the microbatch. The plan's own recomputation brings this along (building/recompute.py).
+    """
+    if parts.split is None or parts.split.attention is None:
+        yield
+        return
+    parts.split.begin(length)
+    with parts.split.attention:
+        yield
+
+
+@contextlib.contextmanager
 def forward_pass(parts, phase, stage, number):
     """Around the forward of microbatch `number`; see the head of the file."""
     with contextlib.ExitStack() as stack:
@@ -99,7 +114,7 @@ class StagePasses:
     def __init__(self, parts, microbatches, loss_fn, updates):
         self.parts, self.microbatches, self.loss_fn, self.updates = parts, microbatches, loss_fn, updates
         self.last = parts.stages.last  # the stage that computes the loss
-        self.saved = {}  # (stage, microbatch) -> (x, y or loss), from forward to backward
+        self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
         self.shapes = {}  # (stage, shapes of the inputs) -> (shape, dtype) of x
 
@@ -115,16 +130,20 @@ class StagePasses:
             if stage == self.last:
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
                 self.losses.append(y.detach())
-        self.saved[stage, microbatch] = x, y
+        self.saved[stage, microbatch] = x, y, parts.split.length if parts.split is not None else None
         return None if stage == self.last else y.detach()
 
     def backward(self, stage, microbatch, dy):
         parts, reducer = self.parts, self.parts.reducers[stage]
-        x, y = self.saved.pop((stage, microbatch))
+        x, y, length = self.saved.pop((stage, microbatch))
         if reducer.eager:
             reducer.begin_microbatch(self.updates.sums_after(microbatch))
         if y.requires_grad:  # not where all up to here is frozen
-            with self.updates.using(stage, microbatch), unit_pass(parts, Phase.BACKWARD, stage):
+            with (
+                self.updates.using(stage, microbatch),
+                unit_pass(parts, Phase.BACKWARD, stage),
+                recomputing(parts, length),
+            ):
                 torch.autograd.backward(y, dy)
         elif stage == self.last:
             raise ValueError(

@@ -7,6 +7,7 @@ import functools
 import pytest
 import torch
 from against_one import check_equal, planned
+from models import Block
 from odd_models import Plain, cross, tokens
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -117,6 +118,38 @@ def test_a_layer_in_front_of_the_blocks():
     check_equal(
         Early, *(f"{text},blocks=blocks" for text in ("pp=2,schedule=zb-h1", "dp=2,zero=3", "ring=2"))
     )
+
+
+class InnerBlock(Block):
+    """Recomputes its attention itself."""
+
+    reentrant = True
+
+    def forward(self, x):
+        x = x + checkpoint(self.attn, self.ln_1(x), use_reentrant=self.reentrant)
+        return x + self.mlp(self.ln_2(x))
+
+
+class Inner(Plain):
+    def __init__(self):
+        super().__init__(InnerBlock, 2)
+
+
+class InnerOfNow(Inner):
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.reentrant = False
+
+
+@pytest.mark.parametrize("make", [Inner, InnerOfNow])
+def test_checkpoints_inside_of_blocks(make):
+    """Attention that is run again in backward is over the whole sequence, too."""
+    check_equal(make, "ring=2", "ulysses=2", "dp=2,zero=3", "tp=2,megatron_sp", "pp=2", "ulysses=2,zero=3")
+
+
+def test_checkpoints_inside_of_the_blocks_of_stages():
+    check_equal(Inner, "pp=2,ring=2", "pp=2,ulysses=2,schedule=zb-h1", "dp=2,ring=2,zero=3")
 
 
 class ByHand(Plain):
