@@ -18,7 +18,6 @@ import mmap
 import os
 import secrets
 import struct
-import weakref
 
 import torch
 import torch.distributed as dist
@@ -50,8 +49,10 @@ class LastWords:
         comm.broadcast(place, 0, group)
         pid, number, *token = place.tolist()
         self.memory = _map(f"/proc/{pid}/fd/{number}", nbytes, struct.pack("=qq", *token))
+        opened = torch.ones(1, device=device)
+        comm.all_reduce(opened, group)  # rank 0 may end right after this, and its descriptor with it
         if fd is not None:
-            weakref.finalize(self, os.close, fd)  # kept, as others may open it late
+            os.close(fd)
 
     @contextlib.contextmanager
     def told(self):

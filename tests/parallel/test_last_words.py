@@ -14,6 +14,7 @@ from torch_ranks import DIED, spawn
 
 import pycomm
 import pycomm.parallel as par
+from pycomm.parallel.ground import last_words
 from pycomm.parallel.parts import parts_of
 
 
@@ -142,3 +143,29 @@ def one_rank_alone(rank, world_size):
 
 def test_one_rank_alone():
     assert spawn(1, one_rank_alone) == [True]
+
+
+def late(rank, world_size):
+    if rank == 1:
+        original = last_words._map
+
+        def late_map(*args):
+            time.sleep(1)
+            return original(*args)
+
+        last_words._map = late_map
+    model = gpt()
+    par.parallelize(model, opt := adamw(model), par.Plan(dp=2))
+    if rank == 0:
+        break_forward(model)
+    try:
+        step(model, opt)
+    except Exception as error:  # noqa: BLE001
+        if rank == 0:
+            os._exit(1)
+        return str(error)
+
+
+def test_a_rank_that_ends_before_the_other_has_looked():
+    """Its memory is open in both from the end of parallelize on."""
+    assert "Rank 0 had raised ArithmeticError" in spawn(2, late, expect_deaths=[0])[1]
