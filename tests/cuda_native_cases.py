@@ -12,6 +12,7 @@ import torch
 from torch_ranks import data, equal
 
 import pycomm
+from pycomm import _C
 from pycomm.testing import run_ranks
 
 COUNTS = (0, 1, 7, 4099)
@@ -196,6 +197,8 @@ def every_operation(comm, device, protocol):
     comm.barrier()
     facts = comm.describe()["cuda"]
     assert (facts["protocol"], facts["device"]) == (protocol, f"cuda:{device}"), facts
+    threads_here = facts["topology"].startswith(f"{comm.world_size} ranks, 1 process, 1 device")
+    assert _C.ranks_are_threads(device) == threads_here
 
 
 # --- groups of ranks

@@ -2,6 +2,7 @@
 // pycomm.explain and tests.
 #include "../arithmetic/reduce.h"
 #include "../collectives/select.h"
+#include "../cuda/device/spare.h"
 #include "../cuda/plan.h"
 #include "../transport/cores.h"
 #include "../transport/kernel_copy.h"
@@ -75,6 +76,7 @@ void bind_explain(py::module_& module) {
   module.def("choose_on_device", &choose_on_device);
   module.def("built_with_cuda", &cuda::built_with_cuda);
   module.def("cuda_problem", &cuda::driver_problem);
+  module.def("ranks_are_threads", &cuda::ranks_are_threads);
 }
 
 }  // namespace pycomm

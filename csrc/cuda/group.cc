@@ -20,6 +20,11 @@ constexpr double patience = 2;  // seconds; see [Note: meeting on the host first
 
 // --- making it
 
+CudaGroup::CudaGroup(Setup setup)
+    : open_(std::make_unique<OpenRank>(setup.device,
+                                       count_on_device(setup.topology.places, setup.topology.here(), true))),
+      state_(std::move(setup)) {}
+
 CudaGroup& CudaGroup::of(Communicator& comm, Device device) {
   if (comm.transport().forked()) comm.transport().check({});
   std::lock_guard making(comm.making_device_side());
@@ -213,6 +218,7 @@ void CudaGroup::give_back() {
   registry_.give_back();
   state_.words.give_back();
   if (state_.setup.places) state_.setup.places->keep(0);
+  open_.reset();
 }
 
 // The device does not even stop, so it keeps what it may use.
@@ -221,6 +227,7 @@ void CudaGroup::keep_for_ever() {
   registry_.keep_for_ever();
   state_.line_streams.keep_for_ever();
   if (state_.setup.places) state_.setup.places->keep_for_ever();
+  open_->keep_for_ever();
 }
 
 std::vector<std::pair<std::string, std::string>> CudaGroup::describe() const {

@@ -18,6 +18,7 @@
 // What the parts share is in state.h; locks: [Note: locks of a CUDA group] in lock.h.
 #pragma once
 
+#include "device/spare.h"
 #include "issue.h"
 #include "registry.h"
 #include "watch.h"
@@ -53,7 +54,7 @@ class CudaGroup final : public DeviceSide {
   std::vector<std::pair<std::string, std::string>> describe() const;
 
  private:
-  explicit CudaGroup(Setup setup) : state_(std::move(setup)) {}
+  explicit CudaGroup(Setup setup);
   void make();
   void meet_on_host(double timeout) const;
   Shape make_shape() const;
@@ -63,6 +64,7 @@ class CudaGroup final : public DeviceSide {
   void give_back();
   void keep_for_ever();
 
+  std::unique_ptr<OpenRank> open_;  // first: what is after it may be freed late
   GroupState state_;
   std::unique_ptr<PeerMemory> arena_;
   Shape shape_;

@@ -3,6 +3,7 @@
 
 #include <cstring>
 
+#include "device/spare.h"
 #include "sync_words.h"
 
 namespace pycomm::cuda {
@@ -14,8 +15,7 @@ void HostWords::share() {
 
 void HostWords::make() {
   constexpr unsigned flags = flag::host_portable | flag::host_device_map;
-  void* memory = nullptr;
-  PYCOMM_CUDA_CHECK(setup_.driver, cuMemHostAlloc, &memory, sizeof(ErrorWord), flags);
+  void* const memory = allocate_host_block(setup_.device, sizeof(ErrorWord), flags);
   error_ = static_cast<ErrorWord*>(memory);
   std::memset(memory, 0, sizeof(ErrorWord));
   if (!setup_.uses_sync_words()) return;
@@ -29,8 +29,11 @@ void HostWords::make() {
 }
 
 void HostWords::give_back() {
-  if (on_device_) setup_.driver.cuMemHostUnregister(shared_.memory->data());
-  setup_.driver.cuMemFreeHost(error_);
+  if (on_device_)
+    when_quiet(setup_.device, [memory = shared_.memory, driver = &setup_.driver] {
+      driver->cuMemHostUnregister(memory->data());
+    });
+  free_host_block(setup_.device, error_, sizeof(ErrorWord));
   shared_ = {};
 }
 

@@ -7,18 +7,19 @@
 
 #include "../communicator/agree.h"
 #include "device/device_memory.h"
+#include "device/spare.h"
 
 namespace pycomm::cuda {
 
 namespace {
 constexpr size_t max_regions = 512;
-constexpr size_t row_bytes = max_ranks * sizeof(uint64_t);
+constexpr size_t row_bytes = max_ranks * sizeof(uint64_t), table_bytes = max_regions * row_bytes;
 constexpr OpInfo allocation{OpKind::alloc, 0};
 }  // namespace
 
 void Registry::make() {
-  PYCOMM_CUDA_CHECK(setup_.driver, cuMemAlloc, &table_, max_regions * row_bytes);
-  zero_now(setup_.device, reinterpret_cast<void*>(table_), max_regions * row_bytes);
+  table_ = allocate_block(setup_.device, table_bytes);
+  zero_now(setup_.device, reinterpret_cast<void*>(table_), table_bytes);
 }
 
 Registered Registry::allocate(size_t nbytes) {
@@ -113,7 +114,7 @@ BufferLookup Registry::lookup() const {
 
 void Registry::give_back() {
   regions_.clear();
-  if (table_) setup_.driver.cuMemFree(table_);
+  if (table_) free_block(setup_.device, table_, table_bytes);
 }
 
 void Registry::keep_for_ever() { (void)new std::vector<Region>(std::move(regions_)); }

@@ -1,7 +1,7 @@
 // departures.h -- when memory that other processes have mapped may be freed: [Note: end of exported memory]
 // in peer_memory.h.
 //
-// Parked memory is of the whole process and has a lock of its own, inside which nothing else is taken.
+// Parked memory is of the whole process and has a lock of its own, inside which that of spare.h is taken.
 #pragma once
 
 #include <atomic>

@@ -6,6 +6,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "spare.h"
+
 namespace pycomm::cuda {
 
 namespace {
@@ -73,7 +75,7 @@ bool DeviceMemory::from_this_process() const { return pid_ == ::getpid(); }
 void DeviceMemory::release() noexcept {
   if (kind_ != Kind::none && from_this_process()) try {
       ContextGuard guard(device_);
-      if (kind_ == Kind::allocated && address_) driver_->cuMemFree(address_);
+      if (kind_ == Kind::allocated && address_) free_block(device_, address_, nbytes_);
       if (kind_ == Kind::opened && address_) driver_->cuIpcCloseMemHandle(address_);
       if (mapped_) driver_->cuMemUnmap(address_, nbytes_);
       if (reserved_) driver_->cuMemAddressFree(address_, nbytes_);
@@ -89,8 +91,7 @@ void DeviceMemory::release() noexcept {
 
 DeviceMemory DeviceMemory::allocate(Device device, size_t nbytes) {
   DeviceMemory memory(Kind::allocated, device, round_to(nbytes, block_alignment));
-  ContextGuard guard(device);
-  PYCOMM_CUDA_CHECK(*memory.driver_, cuMemAlloc, &memory.address_, memory.nbytes_);
+  memory.address_ = allocate_block(device, memory.nbytes_);
   return memory;
 }
 

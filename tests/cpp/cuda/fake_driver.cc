@@ -199,19 +199,8 @@ int cuMemAlloc(DevicePtr* address, size_t nbytes) {
 
 int cuMemFree(DevicePtr address) {
   FAKE_ENTER_IN_CONTEXT(cuMemFree);
-  FakeState& state = fake_state();
-  std::lock_guard lock(state.mutex);
-  const auto found = state.mappings.find(address);
-  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated)
-    return result::invalid_value;
-  FakeFile& file = *found->second.file;
-  for (auto& user : file.tail->users)
-    if (const int pid = user.load(); pid && stays_alive(pid))
-      violation(state, "cuMemFree of memory that process " + std::to_string(pid) + " has mapped by IPC");
-  state.used[file.tail->device] -= file.nbytes;
-  ::munmap(as_host(address), file.nbytes);
-  state.mappings.erase(found);
-  return result::success;
+  fake_wait_for_kernels("cuMemFree");
+  return fake_free(address);
 }
 
 int cuIpcGetMemHandle(IpcHandle* handle, DevicePtr address) {
@@ -288,6 +277,7 @@ int cuMemHostAlloc(void** address, size_t nbytes, unsigned int) {
 
 int cuMemFreeHost(void* address) {
   FAKE_ENTER_IN_CONTEXT(cuMemFreeHost);
+  fake_wait_for_kernels("cuMemFreeHost");
   FakeState& state = fake_state();
   std::lock_guard lock(state.mutex);
   const auto found = state.mappings.find(as_device(address));
@@ -306,6 +296,7 @@ int cuMemHostRegister(void* address, size_t, unsigned int) {
 
 int cuMemHostUnregister(void* address) {
   FAKE_ENTER_IN_CONTEXT(cuMemHostUnregister);
+  fake_wait_for_kernels("cuMemHostUnregister");
   std::lock_guard lock(fake_state().mutex);
   return fake_state().registrations.erase(address) ? result::success : result::invalid_value;
 }
@@ -339,6 +330,31 @@ int fake_enter(const char* function) {
   const auto found = state.failures.find(function);
   return found != state.failures.end() && found->second.first == call ? found->second.second
                                                                       : result::success;
+}
+
+int fake_free(DevicePtr address) {
+  FakeState& state = fake_state();
+  std::lock_guard lock(state.mutex);
+  const auto found = state.mappings.find(address);
+  if (found == state.mappings.end() || found->second.kind != FakeMapping::Kind::allocated)
+    return result::invalid_value;
+  FakeFile& file = *found->second.file;
+  for (auto& user : file.tail->users)
+    if (const int pid = user.load(); pid && stays_alive(pid))
+      violation(state, "cuMemFree of memory that process " + std::to_string(pid) + " has mapped by IPC");
+  state.used[file.tail->device] -= file.nbytes;
+  ::munmap(as_host(address), file.nbytes);
+  state.mappings.erase(found);
+  return result::success;
+}
+
+void fake_wait_for_kernels(const char* function) {
+  FakeState& state = fake_state();
+  std::unique_lock lock(state.mutex);
+  const int device = fake_current_device();
+  if (!state.kernel_ended.wait_for(lock, std::chrono::duration<double>(settings.longest_wait),
+                                   [&] { return state.kernels[device] == 0; }))
+    violation(state, std::string(function) + " waited too long for kernels that run");
 }
 
 bool fake_has_context() { return context() != nullptr; }

@@ -2,9 +2,10 @@
 // use_driver(fake_driver()).
 //
 // What is real in it: memory that processes share (a memfd per block), streams (one thread each), events,
-// waiting, and the rules that a caller can break: no current context, an IPC handle opened by the process
-// that made it, memory freed while another process has it mapped, a multicast object bound before all its
-// devices are in. Kernels are functions given to fake_enqueue.
+// waiting, calls that wait for all kernels (cuMemFree, cuMemFreeHost, cuMemHostUnregister), and the rules
+// that a caller can break: no current context, an IPC handle opened by the process that made it, memory freed
+// while another process has it mapped, a multicast object bound before all its devices are in. Kernels are
+// functions given to fake_enqueue.
 //
 // A forked child starts with a driver of its own: the settings are kept, all objects are gone. The parent
 // should have used no stream before, as with CUDA.
@@ -69,6 +70,8 @@ void fake_reset();
 
 // What a kernel launch does: body runs when all earlier work of the stream is done.
 void fake_enqueue(Stream stream, std::function<void()> body);
+// cuMemFree without its wait: for what has been ordered behind all that uses the memory.
+int fake_free(DevicePtr address);
 // What cuStreamGetCaptureInfo tells of the stream from now on.
 void fake_capture(Stream stream, int status, uint64_t id);
 

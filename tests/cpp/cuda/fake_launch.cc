@@ -46,6 +46,23 @@ void run(const Args& args, int blocks, int threads, int device) {
   if (!outcome.ok) violate(outcome.text);
 }
 
+// From the launch of a kernel to its end.
+class UnderWay {
+ public:
+  explicit UnderWay(int device) : state_(fake_state()), device_(device) { add(1); }
+  ~UnderWay() { add(-1); }
+  UnderWay(const UnderWay&) = delete;
+
+ private:
+  void add(int one) {
+    std::lock_guard lock(state_.mutex);
+    state_.kernels[device_] += one;
+    state_.kernel_ended.notify_all();
+  }
+  FakeState& state_;
+  const int device_;
+};
+
 void refuse(const char* function) {
   if (const int error = fake_enter(function)) throw std::runtime_error(describe_result(error, function));
 }
@@ -66,7 +83,8 @@ void launch(const KernelKey& key, const Args& args, int blocks, int threads, Str
     violate("a launch with a bad shape");
   const bool found = visit_kernel(key, [&]<Kernel kernel, class T, ReduceOp op>() {
     if constexpr (built<kernel, T, op>)
-      fake_enqueue(stream, [args, blocks, threads, device = fake_current_device()] {
+      fake_enqueue(stream, [args, blocks, threads, device = fake_current_device(),
+                            under_way = std::make_shared<UnderWay>(fake_current_device())] {
         run<kernel, T, op>(args, blocks, threads, device);
       });
     else throw std::logic_error("a kernel that fake_launch.cc does not build");

@@ -65,6 +65,8 @@ struct FakeState {
   std::map<int, std::vector<std::shared_ptr<FakeStream>>> queues;  // of the hardware, by device
   std::atomic<int> streams{0}, events{0};
   std::atomic<int> capturing{0};           // streams
+  std::map<int, int> kernels;  // launched and not yet ended, by device
+  std::condition_variable kernel_ended;
 };
 
 // Of this process; a forked child gets a new one.
@@ -72,6 +74,8 @@ FakeState& fake_state();
 // Counts the call; not 0: the error that it must return.
 int fake_enter(const char* function);
 bool fake_has_context();
+// Of calls that wait for the kernels of the device. Returns after longest_wait at the latest, and says so.
+void fake_wait_for_kernels(const char* function);
 int fake_current_device();  // of the context; with none: 0
 bool fake_may_address(int device, int memory_device);
 std::shared_ptr<FakeFile> fake_create_file(size_t nbytes, int device, bool is_multicast);

@@ -103,8 +103,7 @@ void order_behind(Stream stream, Stream other) {
 
 void give_back(const Block& block) {
   std::memset(reinterpret_cast<void*>(block.address), 0xdd, block.nbytes);
-  ContextGuard guard(block.device);
-  require_driver().cuMemFree(block.address);
+  fake_free(block.address);  // torch's allocator keeps what is given back
 }
 
 void release(void* context) {

@@ -170,6 +170,81 @@ void test_given_back() {
   expect("places are given back", run_ranks(run_options({2, 2}), body));
 }
 
+// A kernel of rank 1 waits for rank 0, which closes another group first: nothing there may wait for kernels.
+// What is left of that group the next one gets, and all is freed at the end.
+void test_closed_beside_a_kernel(int registered) {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    const auto first = more.make("first", rank.rank, 2), second = more.make("second", rank.rank, 2);
+    Rank handle{*first, rank.rank, 2}, other{*second, rank.rank, 2};
+    Member kept(handle), closed(other);
+    require(protocol_of(kept) == "resident" && protocol_of(closed) == "resident", "room for both");
+    std::list<Registered> buffers;
+    for (int i = 0; i < registered; ++i) buffers.push_back(closed.group.allocate(100 << i));
+    closed.exercise();
+    closed.own.synchronize();
+    Trial trial(kept.group, kept.rank, {.count = 1000});
+    if (rank.rank == 1) kept.run(trial);
+    rank.barrier();
+    const double seconds = seconds_of([&] {
+      for (const Registered& buffer : buffers) closed.group.release(buffer);
+      buffers.clear();
+      closed.group.close();
+      PeerMemory::free_parked();
+    });
+    require(seconds < timeout / 2, "the end of a group took " + std::to_string(seconds) + " s");
+    rank.barrier();
+    if (rank.rank == 0) kept.run(trial);
+    kept.own.synchronize();
+    trial.check();
+    rank.barrier();
+    const int allocations = fake_calls("cuMemAlloc") + fake_calls("cuMemHostAlloc");
+    rank.barrier();
+    const auto third = more.make("third", rank.rank, 2);
+    Rank last{*third, rank.rank, 2};
+    Member again(last);
+    again.exercise();
+    rank.barrier();
+    require(fake_calls("cuMemAlloc") + fake_calls("cuMemHostAlloc") == allocations,
+            "a group of the same size takes what the closed one had");
+    rank.barrier();
+    again.finish();
+    require(fake_counts().allocations > 0, "kept as long as a group is open");
+    rank.barrier();
+    kept.finish();
+  };
+  const Setting setting{2, 2, 1, false, "", 256};
+  expect("closed beside a kernel, " + std::to_string(registered) + " registered buffers",
+         run_ranks(run_options(setting, timeout), body));
+}
+
+// Memory that is kept is freed where a device has no other left, once its kernels have ended.
+void test_kept_memory_is_found_when_needed() {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    const auto first = more.make("first", rank.rank, 2), second = more.make("second", rank.rank, 2);
+    Rank handle{*first, rank.rank, 2}, other{*second, rank.rank, 2};
+    Member kept(handle), closed(other);
+    rank.barrier();
+    closed.finish();
+    rank.barrier();
+    for (int mebibytes = 3; mebibytes < 40; mebibytes += 4) {  // each of a size of its own
+      const Registered buffer = kept.group.allocate(size_t{1 << 20} * mebibytes);
+      kept.exercise();
+      rank.barrier();
+      kept.group.release(buffer);
+    }
+    kept.finish();
+  };
+  RunOptions options = run_options({2, 2, 1, false, "", 256}, timeout);
+  const auto before = options.before_threads;
+  options.before_threads = [before](int first) {
+    before(first);
+    fake_settings().memory_bytes = size_t{200} << 20;
+  };
+  expect("kept memory is found when needed", run_ranks(options, body));
+}
+
 }  // namespace
 
 int main() {
@@ -182,6 +257,9 @@ int main() {
   test_queues({3, 3, 1, false, "", 6, 7}, 0);
   test_queues({3, 1, 3, false, "", 8, 4}, 4);  // one caller, three lines
   test_given_back();
+  test_closed_beside_a_kernel(0);
+  test_closed_beside_a_kernel(2);
+  test_kept_memory_is_found_when_needed();
   std::printf("%d passed, %d failed\n", passes, failures);
   return failures != 0;
 }
