@@ -77,8 +77,8 @@ def choose(
     """The Choice for a Problem.
 
     device: "cpu" or "cuda". peer_memory: the group's backend is pycomm. obstacle: why kernels of different
-    ranks cannot signal each other (machine.py), or "". forced: PYCOMM_FUSED. triton: it is installed.
-    interpreted: kernels can run on CPU tensors.
+    ranks cannot signal each other (machine.py) or none can be loaded (dispatch.py), or "". forced:
+    PYCOMM_FUSED. triton: it is installed. interpreted: kernels can run on CPU tensors.
     """
     local = problem.op == "matmul" or problem.world_size == 1
     if forced == "plain":
@@ -102,7 +102,7 @@ def choose(
         return _plain(f"there is no kernel for {problem.dtype}")
     if not local and not peer_memory:
         return _plain("the group's backend is not pycomm, so peers' memory cannot be reached from a kernel")
-    if not local and obstacle:
+    if obstacle:
         return _plain(obstacle)
     if forced == "fused":
         return Choice("fused", 1, None, "PYCOMM_FUSED=fused")

@@ -63,6 +63,11 @@ class Block(NamedTuple):
         """Bytes from one half to the other."""
         return 4 * self.flags + self.staging
 
+    @property
+    def wide(self):
+        """Which of the two are numbers of 64 bits to a kernel."""
+        return self.staging_offset >= 2**31, self.half >= 2**31
+
 
 def aligned(nbytes, to=ALIGNMENT):
     return (nbytes + to - 1) // to * to
@@ -94,7 +99,7 @@ class Context:
         )  # code, own fingerprint, the peer's
         self.spans = {}
         self.agreed = {}  # (problem, config, flags, bytes) -> fingerprint
-        self.started = set()  # kernels that all ranks have loaded
+        self.started = {}  # what all ranks have loaded (loading.py), by use
         self.block, self.captured = None, []
         self.stream = self.event = None
         self.launches = 0

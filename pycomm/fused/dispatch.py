@@ -2,12 +2,18 @@
 
 import functools
 
-from pycomm import env
+from pycomm import _C, env
 from pycomm.fused import form, machine
 from pycomm.fused.choice import choose
 from pycomm.fused.ranks import ALONE
 
 __all__ = ["forward"]
+
+# [Note: loading] in loading.py: nobody tells this rank that its peers are in no kernel.
+AMONG_THREADS = (
+    "ranks are threads of this process on this GPU, and a kernel of one rank alone cannot be loaded while "
+    "one of theirs may wait for it"
+)
 
 
 def forward(problem, a, b, bias, ranks, *, save=False, keep=False):
@@ -35,7 +41,10 @@ def _choose(problem, a, b, bias, ranks):
         ranks = ALONE
     talks = problem.op == "matmul" or options["peer_memory"]
     here = machine.of(ranks, a.device) if talks and form.has_triton() else None
-    choice = choose(problem.shared(), "cuda", obstacle=here.obstacle if here else "", **options)
+    obstacle = here.obstacle if here else ""
+    if problem.world_size == 1 and _C.ranks_are_threads(a.device.index):
+        obstacle = AMONG_THREADS
+    choice = choose(problem.shared(), "cuda", obstacle=obstacle, **options)
     if not (choice.open and here):
         return choice
     from pycomm.fused import tuner  # imports Triton

@@ -9,8 +9,6 @@ Every call returns what pycomm.fused.plain returns for it, so that the two can b
 """
 
 import functools
-import re
-import threading
 from typing import NamedTuple
 
 import torch
@@ -24,10 +22,10 @@ from pycomm.fused.kernels.all_gather_matmul import all_gather_matmul as all_gath
 from pycomm.fused.kernels.matmul import matmul as matmul_kernel
 from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce_kernel
 from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
-from pycomm.fused.machine import INTERPRETED_PROGRAMS, exchange
+from pycomm.fused.loading import Miscompiled, miscompiled, start
+from pycomm.fused.machine import INTERPRETED_PROGRAMS
 
 __all__ = [
-    "Miscompiled",
     "all_gather_matmul",
     "interpreted",
     "matmul",
@@ -38,8 +36,6 @@ __all__ = [
 POINTERS, DESCRIPTOR, TRANSPOSED = (mode.value for mode in (tile.POINTERS, tile.DESCRIPTOR, tile.TRANSPOSED))
 WIRES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 COPY_UNITS = 1024  # of 16 bytes, by one program at a time
-
-_starting = threading.Lock()
 
 
 class Roles(NamedTuple):
@@ -66,63 +62,6 @@ def roles(config, context, others=1):
         movers = min(movers, programs // (others + 1))
         return Roles(programs - others * movers, movers)
     return Roles(programs - movers if movers < programs else programs, movers)
-
-
-def _start(context, use, kernel, programs, *arguments, **options):
-    """Launches. use: names the compiled kernel, alike on all ranks.
-
-    [Note: loading] A driver may have to wait for running kernels before it can load another, and ranks that
-    are threads share one: so a kernel is compiled and loaded, by one thread at a time, before any rank is in
-    it and could wait for this one.
-    """
-    if use not in context.started:
-        wrong = ""
-        if not interpreted():
-            with _starting:
-                wrong = miscompiled(_load(kernel, programs, arguments, options))
-        wrong = next(filter(None, exchange(context.communicator, wrong)), "")
-        if wrong:
-            raise Miscompiled(wrong)
-        context.started.add(use)
-    with _starting:
-        kernel[(programs,)](*arguments, **options)
-
-
-def _load(kernel, programs, arguments, options):
-    compiled = kernel.warmup(*arguments, grid=(programs,), **options)
-    compiled.run  # noqa: B018  the attribute is made by loading
-    return compiled
-
-
-class Miscompiled(RuntimeError):
-    """Triton's compiler made code of a kernel that computes something else."""
-
-
-# [Note: halves of a pair] LLVM's vectorizer may put two 32-bit values into a pair of which only the upper is
-# used, the lower being shifted by 31. Triton 3.6's code for sm_90 then shifts the pair as one 64-bit number,
-# and bits of the lower one get into the upper. Seen on an H100 in an index of the bias: wrong results, the
-# same in every run. So code that takes the upper half of a sum of shifted numbers is refused.
-_UPPER_HALF = re.compile(r"mov\.b64\s+\{\s*_\s*,\s*%r\d+\s*\},\s*(%rd\d+);")
-_PAIR = r"or\.b64\s+{0},\s*(%rd\d+),\s*(%rd\d+);"
-_SHIFTED = r"(?:mul\.wide\.u32|shl\.b64)\s+(?:{0}|{1}),"
-
-
-def miscompiled(compiled):
-    """ "" or why a compiled kernel must not run. See [Note: halves of a pair]."""
-    return _miscompiled(compiled.name, compiled.asm["ptx"]) if compiled is not None else ""
-
-
-@functools.lru_cache(256)
-def _miscompiled(name, ptx):
-    for register in _UPPER_HALF.findall(ptx):
-        pair = re.search(_PAIR.format(register), ptx)
-        if pair and re.search(_SHIFTED.format(*pair.groups()), ptx):
-            return (
-                f"Triton {triton.__version__} compiles {name} to code that gives wrong results: it shifts "
-                "two numbers as one. Another configuration, another version of Triton or PYCOMM_FUSED=plain "
-                "will do."
-            )
-    return ""
 
 
 @functools.cache
@@ -243,18 +182,24 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     out, z = _outputs(problem, a, problem.m, save)
     kept = a.new_empty(problem.m, problem.k) if keep else None
     counts = roles(config, context, others=1 + keep)
-    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
     keepers = counts.movers if keep else 0
-    _start(
-        context, (mark, z is not None, keep), all_gather_matmul_kernel,
-        counts.movers + counts.multipliers + keepers, whole, b_operand, bias, out, z, kept,
-        block.table, block.local, context.record, context.spans_of(problem),
-        mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
-        block.staging_offset, block.half, *b.stride(),
-        WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers,
-        UNIT=unit, COPY=COPY_UNITS,
-        **_compiled_for(problem, config, bias, save, a.device, a_mode=POINTERS, b_mode=b_mode),
-    )  # fmt: skip
+
+    def arguments(b, bias):
+        b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+        return (
+            whole, b_operand, bias, out, z, kept, block.table, block.local, context.record,
+            context.spans_of(problem),
+            mark, context.limit, problem.rank, problem.outer, problem.n, problem.k, most_rows,
+            block.staging_offset, block.half, *b.stride(),
+        ), dict(
+            WORLD=problem.world_size, PUSHERS=counts.movers, MULTIPLIERS=counts.multipliers, KEEPERS=keepers,
+            UNIT=unit, COPY=COPY_UNITS,
+            **_compiled_for(problem, config, bias, save, a.device, a_mode=POINTERS, b_mode=b_mode),
+        )  # fmt: skip
+
+    programs = counts.movers + counts.multipliers + keepers
+    use = (mark, z is not None, keep, block.wide)
+    start(context, use, all_gather_matmul_kernel, programs, (b, bias), arguments)
     context.leave()
     return out, z, kept
 
@@ -282,18 +227,24 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     )
     out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
     counts = roles(config, context)
-    a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
-    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
-    _start(
-        context, (mark, z is not None), matmul_reduce_scatter_kernel, counts.multipliers + counts.movers,
-        a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
-        context.spans_of(problem), mark, context.limit, problem.rank, problem.outer, problem.n, problem.k,
-        most_rows, block.staging_offset, block.half, *a.stride(), *b.stride(),
-        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers,
-        **_compiled_for(
-            problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
-        ),
-    )  # fmt: skip
+
+    def arguments(a, b, bias):
+        a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
+        b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+        return (
+            a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
+            context.spans_of(problem), mark, context.limit, problem.rank, problem.outer, problem.n, problem.k,
+            most_rows, block.staging_offset, block.half, *a.stride(), *b.stride(),
+        ), dict(
+            WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers,
+            **_compiled_for(
+                problem, config, bias, save, a.device,
+                a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
+            ),
+        )  # fmt: skip
+
+    programs, use = counts.multipliers + counts.movers, (mark, z is not None, block.wide)
+    start(context, use, matmul_reduce_scatter_kernel, programs, (a, b, bias), arguments)
     context.leave()
     return out, z
 
@@ -313,19 +264,25 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     out, z = _outputs(problem, a, problem.m, save)
     counts = roles(config, context, others=2 - config.one_shot)
     finishers = 0 if config.one_shot else counts.movers
-    a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
-    b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
-    _start(
-        context, (mark, z is not None), matmul_all_reduce_kernel,
-        counts.multipliers + counts.movers + finishers, a_operand, b_operand, bias, out, z,
-        block.table, block.local, context.record,
-        mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
-        block.staging_offset, block.half, *a.stride(), *b.stride(),
-        WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers, FINISHERS=finishers,
-        ONE_SHOT=config.one_shot,
-        **_compiled_for(
-            problem, config, bias, save, a.device, a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
-        ),
-    )  # fmt: skip
+
+    def arguments(a, b, bias):
+        a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
+        b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
+        return (
+            a_operand, b_operand, bias, out, z, block.table, block.local, context.record,
+            mark, context.limit, problem.rank, problem.m, problem.n, problem.k,
+            block.staging_offset, block.half, *a.stride(), *b.stride(),
+        ), dict(
+            WORLD=problem.world_size, PRODUCERS=counts.multipliers, REDUCERS=counts.movers,
+            FINISHERS=finishers, ONE_SHOT=config.one_shot,
+            **_compiled_for(
+                problem, config, bias, save, a.device,
+                a_mode=a_mode, b_mode=b_mode, wire=WIRES[problem.dtype],
+            ),
+        )  # fmt: skip
+
+    programs = counts.multipliers + counts.movers + finishers
+    use = (mark, z is not None, block.wide)
+    start(context, use, matmul_all_reduce_kernel, programs, (a, b, bias), arguments)
     context.leave()
     return out, z

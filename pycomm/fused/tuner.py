@@ -46,7 +46,7 @@ ROUND_SECONDS = 0.02
 MOST_ONE_SHOT_BYTES = 64 << 20
 
 # In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory, code that
-# launch.py refuses.
+# loading.py refuses.
 NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY", "gives wrong results")
 
 _memory = {}  # (place, problem key) -> Choice, of this process

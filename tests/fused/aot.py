@@ -28,7 +28,7 @@ import triton
 from ptx_check import check, expected
 from triton.backends.compiler import GPUTarget
 
-from pycomm.fused import launch
+from pycomm.fused import launch, loading
 from pycomm.fused.config import SHARED_BYTES, Config, candidates, fitting
 from pycomm.fused.context import Context
 from pycomm.fused.machine import Machine
@@ -159,20 +159,28 @@ def run(case):
     )
 
 
-def compile_case(case):
-    """The compiled kernel of a case, and what ptxas said."""
-    compiled, said = [], io.StringIO()
+def compile_instead(arch, programs):
+    """From now on a launch compiles, for a GPU of so many multiprocessors. Returns the list to which kernels
+    are appended.
+    """
+    compiled = []
 
     def compile_only(kernel, grid):
         return lambda *args, **options: compiled.append(kernel.run(*args, grid=grid, warmup=True, **options))
 
-    triton.runtime.driver.set_active(Device(case.arch))
+    triton.runtime.driver.set_active(Device(arch))
     triton.JITFunction.__getitem__ = compile_only
     torch.cuda.get_device_properties = lambda device: SimpleNamespace(
-        multi_processor_count=PROGRAMS[case.arch], major=case.arch // 10
+        multi_processor_count=programs, major=arch // 10
     )
     launch._options.cache_clear()
-    launch._load = lambda *arguments: None  # there is no driver to load anything
+    loading._load = lambda *arguments: None  # there is no driver to load anything
+    return compiled
+
+
+def compile_case(case):
+    """The compiled kernel of a case, and what ptxas said."""
+    compiled, said = compile_instead(case.arch, PROGRAMS[case.arch]), io.StringIO()
     with contextlib.redirect_stdout(said):
         run(case)
     (kernel,) = compiled
@@ -202,7 +210,7 @@ def record(case):
         counts = expected(case.op, one_shot=case.config.one_shot, keep=case.keep)
         found |= facts(kernel, said, case.arch)
         found["violations"] = list(map(str, check(kernel.asm["ptx"], pointers_of(kernel), counts)))
-        found["violations"] += filter(None, [launch.miscompiled(kernel)])
+        found["violations"] += filter(None, [loading.miscompiled(kernel)])
     except Exception:
         return found | {"failed": traceback.format_exc()[-4000:]}
     return found

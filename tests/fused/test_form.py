@@ -3,7 +3,6 @@ played by others.
 """
 
 import contextlib
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from pycomm.fused import choice, context, dispatch, form, launch, machine, ranks
 from pycomm.fused.config import Config
 from pycomm.fused.problem import Problem
 from pycomm.groups import Group
-from pycomm.testing import run_ranks
 
 HERE = machine.Machine(90, 1, 132, "")
 PLAIN = choice.Choice("plain", 1, None, "a test")
@@ -50,6 +48,22 @@ def test_a_rank_with_an_empty_shard_measures_with_the_others(rank, monkeypatch):
     problem = Problem("matmul_all_reduce", 4096, 4096, shards[rank], torch.bfloat16, 2, rank, shards=shards)
     group = ranks.Ranks(Group("two", 2, rank, None), object(), {})
     assert dispatch._choose(problem, on_gpu(rank), None, None, group) is PLAIN
+
+
+@pytest.mark.parametrize("forced", ["auto", "fused"])
+@pytest.mark.parametrize("op", ["matmul", "all_gather_matmul"])
+def test_a_rank_loads_no_kernel_alone_among_threads(op, forced, monkeypatch):
+    """A peer's kernel that waits for this rank would not end, and no exchange says that there is none."""
+    monkeypatch.setenv("PYCOMM_FUSED", forced)
+    monkeypatch.setattr(machine, "of", lambda *args: HERE)
+    monkeypatch.setattr(form, "has_triton", lambda: True)
+    monkeypatch.setattr(tuner, "decide", lambda problem, ranks, device, here, fallback, run: fallback)
+    problem = Problem(op, 8192, 8192, 8192, torch.bfloat16, 1, 0, "gelu", True)
+    alone = ranks.Ranks(Group("one", 1, 0, None), object(), {})
+    for threads, name in ((set(), "fused"), ({0}, "fused"), ({0, 3}, "plain")):
+        monkeypatch.setattr(dispatch._C, "ranks_are_threads", threads.__contains__)
+        chosen = dispatch._choose(problem, on_gpu(3), None, None, alone)
+        assert chosen.name == name and ("threads of this process" in chosen.reason) == (name == "plain")
 
 
 def test_what_was_measured_is_for_one_device(tmp_path, monkeypatch):
@@ -118,29 +132,3 @@ def test_tf32_as_torch_says(setting, precision, monkeypatch):
         assert found["TILE"].precision == precision
     finally:
         torch.backends.cuda.matmul.fp32_precision = kept
-
-
-def load_and_launch(comm, events):
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *arguments, **options: events.append("launch")
-
-    context = SimpleNamespace(started=set(), communicator=comm._comm)
-    for use in ("first", "first", "second"):
-        launch._start(context, use, Kernel(), 1)
-        comm.barrier()
-
-
-def test_kernels_are_loaded_before_any_rank_is_in_one(monkeypatch):
-    """One thread at a time, and all of them before the first launch."""
-    events = []
-
-    def load(*arguments):
-        events.append("load")
-        time.sleep(0.02)
-        events.append("loaded")
-
-    monkeypatch.setattr(launch, "_load", load)
-    run_ranks(3, load_and_launch, events)
-    loads = ["load", "loaded"] * 3
-    assert events == loads + ["launch"] * 6 + loads + ["launch"] * 3

@@ -1,11 +1,11 @@
-"""Code that Triton's compiler got wrong is found by its pattern. See launch.py, [Note: halves of a pair]."""
+"""Code that Triton's compiler got wrong is found by its pattern. See loading.py, [Note: halves of a pair]."""
 
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton")
-from pycomm.fused import launch
+from pycomm.fused import loading
 
 # From Triton 3.6 for sm_90, where %r57 was to be 2 * (%r171 % 4).
 WRONG = """
@@ -30,10 +30,10 @@ def compiled(ptx):
 
 
 def test_pattern():
-    assert "matmul to code that gives wrong results" in launch.miscompiled(compiled(WRONG))
-    assert launch.miscompiled(None) == ""
+    assert "matmul to code that gives wrong results" in loading.miscompiled(compiled(WRONG))
+    assert loading.miscompiled(None) == ""
 
 
 @pytest.mark.parametrize("what", RIGHT)
 def test_what_is_right(what):
-    assert launch.miscompiled(compiled(RIGHT[what])) == ""
+    assert loading.miscompiled(compiled(RIGHT[what])) == ""

@@ -19,7 +19,7 @@ from gpu.ranks import Check, settle
 from pycomm import fused
 from pycomm.fused import form as fused_form
 from pycomm.fused.choice import Choice
-from pycomm.fused.launch import Miscompiled
+from pycomm.fused.loading import Miscompiled
 from pycomm.fused.ranks import of
 
 TURNS = 3  # calls of a case with new inputs, back to back; then the first one again
