@@ -8,15 +8,16 @@ Build isolation must be off: the extension is compiled against the torch that is
 that minor version only (c10d::Backend is a C++ class whose vtable changes with each).
 
 Where nvcc is found, the kernels for CUDA tensors are built too: PYCOMM_CUDA=0 leaves them out, PYCOMM_CUDA=1
-insists. They use nothing of torch and link the CUDA runtime statically, so neither torch's own CUDA version
-nor a driver matters to the build. The rules of torch's CUDAExtension, which say otherwise, are therefore not
-used.
+insists; PYCOMM_CUDA_ARCH=90, or native, builds them for one architecture alone. They use nothing of torch and
+link the CUDA runtime statically, so neither torch's own CUDA version nor a driver matters to the build. The
+rules of torch's CUDAExtension, which say otherwise, are therefore not used.
 """
 
 import os
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import torch
@@ -55,6 +56,19 @@ NVCC_FLAGS += [
     "-gencode",
     "arch=compute_90,code=[sm_90,compute_90]",
 ]
+
+
+def flags_for(arch):
+    """NVCC_FLAGS, for one architecture alone where it is given: 90, or native, that of this machine's GPU."""
+    if not arch:
+        return NVCC_FLAGS
+    if arch == "native":
+        if not torch.cuda.is_available():
+            raise SystemExit("PYCOMM_CUDA_ARCH=native, but torch finds no GPU.")
+        arch = "{}{}".format(*torch.cuda.get_device_capability())
+    if not re.fullmatch(r"\d{2,3}", arch) or int(arch) < 80:
+        raise SystemExit(f"PYCOMM_CUDA_ARCH={arch}: native, or a number like 90, at least 80.")
+    return [*NVCC_FLAGS[: NVCC_FLAGS.index("-gencode")], "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
 
 
 OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion
@@ -136,12 +150,12 @@ def extension(nvcc):
 
 
 def compile_kernels(nvcc, folder):
-    """Compiles those of csrc/cuda/kernels/*.cu whose sources changed, and returns the objects. What ptxas
-    says lies beside each of them in a .log.
+    """Begins to compile those of csrc/cuda/kernels/*.cu whose sources changed. Returns the objects and the
+    process that makes them. What ptxas says lies beside each of them in a .log.
     """
-    verify_ninja_availability()
     folder.mkdir(parents=True, exist_ok=True)
-    command = " ".join([nvcc, *NVCC_FLAGS, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
+    flags = flags_for(os.environ.get("PYCOMM_CUDA_ARCH"))
+    command = " ".join([nvcc, *flags, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
     lines = ["ninja_required_version = 1.3", "rule kernels"]
     lines += [
         f"  command = {command} > $out.log 2>&1 || (cat $out.log; exit 1)",
@@ -153,8 +167,14 @@ def compile_kernels(nvcc, folder):
         objects.append(str(folder / f"{source.stem}.o"))
         lines.append(f"build {objects[-1]}: kernels {source}")
     (folder / "build.ninja").write_text("\n".join([*lines, ""]))
-    subprocess.run(["ninja", "-C", str(folder), "-j", os.environ["MAX_JOBS"]], check=True)
-    return objects
+    return objects, subprocess.Popen(["ninja", "-C", str(folder), "-j", os.environ["MAX_JOBS"]])
+
+
+def find_ninja():
+    """One beside the interpreter will do: a virtual environment need not be activated."""
+    if not shutil.which("ninja"):
+        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
+    verify_ninja_availability()
 
 
 class BuildExt(BuildExtension):
@@ -170,9 +190,18 @@ class BuildExt(BuildExtension):
         self.force = (
             self.force or self.use_ninja
         )  # ninja knows better than setuptools, which looks at no header
+        find_ninja()
         if NVCC:
-            for ext in self.extensions:
-                ext.extra_objects = compile_kernels(NVCC, Path(self.build_temp) / "cuda")
+            (ext,) = self.extensions
+            ext.extra_objects, kernels = compile_kernels(NVCC, Path(self.build_temp) / "cuda")
+            link = self.compiler.link_shared_object
+
+            def link_when_compiled(*args, **options):
+                if kernels.wait():
+                    raise SystemExit("The CUDA kernels were not compiled: see above.")
+                link(*args, **options)
+
+            self.compiler.link_shared_object = link_when_compiled
         super().build_extensions()
 
     def run(self):

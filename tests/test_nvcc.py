@@ -53,7 +53,8 @@ def log_of_build(source):
     logs = sorted(ROOT.glob(f"build/temp-*/cuda/{source.stem}.o.log"), key=lambda log: log.stat().st_mtime)
     changed = max(path.stat().st_mtime for path in [ROOT / "setup.py", *with_includes(source)])
     ended = logs and logs[-1].with_name(f"{source.stem}.o").exists() and logs[-1].stat().st_mtime > changed
-    return logs[-1].read_text() if ended else None
+    text = logs[-1].read_text() if ended else ""
+    return text if all(arch in text for arch in ARCHITECTURES) else None  # PYCOMM_CUDA_ARCH has one alone
 
 
 def compile_all(sources, folder):

@@ -1,4 +1,4 @@
-"""python tests/gpu [one ... | versions]: see --help, one.py, versions.py."""
+"""python tests/gpu [one ... | versions | pack ... | warm ...]: see --help and the files of these names."""
 
 import sys
 from pathlib import Path
@@ -8,12 +8,16 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # nothing is installed where th
 
 
 def main():
-    from gpu import one, program, versions  # not found before the line above
+    from gpu import one, pack, program, versions, warm  # not found before the line above
 
     if sys.argv[1:2] == ["one"]:
         one.run_and_leave(sys.argv[2:])
     if sys.argv[1:2] == ["versions"]:
         return versions.main()
+    if sys.argv[1:2] == ["pack"]:
+        return pack.main(sys.argv[2:])
+    if sys.argv[1:2] == ["warm"]:
+        return warm.main(sys.argv[2:])
     return program.main()
 
 

@@ -16,9 +16,10 @@ DESCRIPTION = """\
 Builds the extension for this machine's GPU unless it is there, checks everything that needs one, measures,
 and writes benchmarks/results/<date>_<gpu>.md and .json after every step; also into the folder that the
 variable OUT names, if it is set. With --part a part of the steps, of eight minutes at most, and _<part> in
-these names.
+these names; with --only _steps.
 It takes the packages of the Python that runs it: no virtual environment, nothing is installed.
-Exit status: 0 all passed and every target met; 1 a step failed or was not run; 2 only a target was missed.
+Exit status: 0 all passed and every target met; 1 a step failed, was cut short or not run; 2 only a target was
+missed.
 """
 
 
@@ -76,7 +77,8 @@ def check(steps, given, arguments=None):
 
     def report_of(outcomes):
         printed = next((outcome.log for outcome in outcomes if outcome.step.name == "versions"), "")
-        return summary.contents(outcomes, last_object(printed), command, part=given.part)
+        part = given.part or ("steps" if given.only else None)  # a part does not replace the whole report
+        return summary.contents(outcomes, last_object(printed), command, part=part)
 
     outcomes = run_all(
         steps,
@@ -96,7 +98,7 @@ def check(steps, given, arguments=None):
         )
     counts = {
         status: sum(step["status"] == status for step in report["steps"])
-        for status in ("pass", "fail", "not run")
+        for status in ("pass", "fail", "cut short", "not run")
     }
     print(", ".join(f"{number} {status}" for status, number in counts.items()))
     return summary.exit_code(report)

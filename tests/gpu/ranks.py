@@ -16,6 +16,7 @@ import traceback
 
 import torch
 
+LEAST_SECONDS = 1.0  # a case is not begun with less
 TIMEOUT = 10.0  # seconds of an operation whose peers do not come, unless a check says otherwise
 CYCLES_PER_SECOND = (
     2.0e9  # of torch.cuda._sleep: at most so many, since a check needs at least the time it asked for
@@ -52,6 +53,10 @@ class Check:
         with open(self.path, "a") as file:
             file.write(line + "\n")
 
+    def not_reached(self, case, why="the time ran out"):
+        """Appends a line for what was not tried: neither right nor wrong."""
+        self.record(case, None, f"not reached: {why}", reached=False)
+
     def run(self, world_size, body, *args, mode="threads", timeout=TIMEOUT, seconds=None, **options):
         """body on every rank; the results by rank, with the exception of a rank that failed in its place. []
         when it is not their turn.
@@ -69,6 +74,9 @@ class Check:
         """Runs body and records it as one case, when it is the turn of `mode`."""
         if mode != self.now:
             return
+        if self.left() < LEAST_SECONDS:
+            self.not_reached(f"{case}, {world_size} {mode}")
+            return
         began = time.monotonic()
         texts = [describe(result) for result in self.run(world_size, body, *args, mode=mode, **options)]
         problems = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text]
@@ -84,6 +92,10 @@ class Check:
         each: a process takes seconds to begin with CUDA. What follows a body that raises is not run.
         """
         if mode != self.now:
+            return
+        if self.left() < LEAST_SECONDS:
+            for case, *_ in cases:
+                self.not_reached(f"{case}, {world_size} {mode}")
             return
         results = self.run(world_size, in_turn, cases, mode=mode, **options)
         for number, (case, *_) in enumerate(cases):

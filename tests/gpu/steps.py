@@ -14,6 +14,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -22,10 +23,12 @@ from gpu.checks import CHECKS
 from pycomm import env
 
 ROOT = Path(__file__).parents[2]
+TRITON_CACHE = ROOT / "build" / "gpu_triton"  # of all steps and parts; `pack` fills it elsewhere
 TOTAL_SECONDS = 480.0  # of all steps of a part; the report and the start come on top
 LEAST_SECONDS = 8.0  # a step is not begun with less
 SLACK = 3.0  # seconds between a check's own limit and ours: it stops early, and says what it did not reach
-ONE_GPU = "--ranks-per-gpu"
+END_SECONDS = 10.0  # for a process to end after SIGKILL; one that waits in a driver may never do so
+ON_GPU = ("--ranks-per-gpu", "PYCOMM_CUDA")  # words that are left out on host tensors
 ONE_CHECK = ("{python}", "tests/gpu", "one")
 OPS = "all_reduce,all_gather,all_to_all,reduce_scatter"
 PRODUCTS = (
@@ -95,7 +98,7 @@ class Step(NamedTuple):
 
 class Outcome(NamedTuple):
     step: Step
-    status: str  # "pass", "fail", "not run"
+    status: str  # "pass", "fail", "cut short" (passed as far as it came), "not run"
     seconds: float
     note: str = ""
     log: str = ""  # the end of what it printed
@@ -120,7 +123,7 @@ def _fused(name, seconds, about, *words):
 
 def _share(n):
     """Options for n ranks on one GPU."""
-    return "--ranks", str(n), f"{ONE_GPU}={n}"
+    return "--ranks", str(n), f"--ranks-per-gpu={n}"
 
 
 def _with(variables):
@@ -151,7 +154,11 @@ def all_steps():
         Step(
             "build",
             240,
-            ("{python}", "setup.py", "egg_info", "build_ext", "--inplace"),
+            # Without CUDA, or for other GPUs, it would be of no use here.
+            (
+                *("env", "PYCOMM_CUDA=1", "PYCOMM_CUDA_ARCH=native"),
+                *("{python}", "setup.py", "egg_info", "build_ext", "--inplace"),
+            ),
             "the extension, into the source tree",
         ),
         *checks,
@@ -202,8 +209,8 @@ def choose(part=None, only=None):
 def built():
     """Whether the extension is there, with CUDA, for the torch that runs this; asked of a new process."""
     code = "from pycomm import _C; import sys; sys.exit(not _C.built_with_cuda())"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=60)
-    return done.returncode == 0
+    with tempfile.TemporaryFile() as ignored:
+        return run_process([sys.executable, "-c", code], env.for_child(), ignored, 60.0)[0] == 0
 
 
 def run_step(step, folder, limit, on="cuda"):
@@ -219,8 +226,9 @@ def run_step(step, folder, limit, on="cuda"):
         "device": on,
         "seconds": f"{max(1.0, limit - SLACK):.1f}",
     }
-    command = [word.format(**words) for word in step.command if on == "cuda" or not word.startswith(ONE_GPU)]
+    command = [word.format(**words) for word in step.command if on == "cuda" or not word.startswith(ON_GPU)]
     child_env = env.for_child(
+        TRITON_CACHE_DIR=TRITON_CACHE,
         CUDA_DEVICE_MAX_CONNECTIONS=env.THREAD_RANKS["CUDA_DEVICE_MAX_CONNECTIONS"],
         PYTHONUNBUFFERED=1,
         OMP_NUM_THREADS=1,
@@ -229,33 +237,49 @@ def run_step(step, folder, limit, on="cuda"):
     )
     began = time.monotonic()
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=child_env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        try:
-            code = process.wait(limit)
-        except subprocess.TimeoutExpired:
-            code = None
-        _end_session(process)
+        code, left = run_process(command, child_env, file, limit)
     seconds, found = round(time.monotonic() - began, 1), _lines(records)
-    notes = _notes(step, code, found, limit)
-    status, said = "fail" if notes else "pass", log.read_text(errors="replace")[-4000:]
+    notes = _notes(step, code, found, limit) + ([left] if left else [])
+    missed = [record for record in found if record.get("reached") is False]
+    status = "fail" if notes else "cut short" if missed else "pass"
+    notes += [f"{len(missed)} of {len(found)} records were not reached"] if missed else []
+    said = log.read_text(errors="replace")[-4000:]
     return Outcome(step, status, seconds, "; ".join(notes), said, tuple(found), _object(bench))
 
 
+def run_process(command, child_env, file, limit):
+    """(exit status, None: it did not end in time; what could not be ended, or ""). Takes limit + END_SECONDS
+    at most.
+    """
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=child_env,
+        stdin=subprocess.DEVNULL,
+        stdout=file,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        code = process.wait(limit)
+    except subprocess.TimeoutExpired:
+        code = None
+    return code, _end_session(process)
+
+
 def _end_session(process):
-    """Ends what the step left behind: it is in the session that we made for it."""
+    """Ends what the step left behind: it is in the session that we made for it. Returns "" or what is left of
+    it.
+    """
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    process.wait()
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"process {process.pid} is still there {END_SECONDS:g} s after SIGKILL: it waits in a driver"
+    return ""
 
 
 def _notes(step, code, records, limit):

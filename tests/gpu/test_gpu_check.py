@@ -95,7 +95,42 @@ def test_time_runs_out(tmp_path):
     check.now = "threads"
     values.matrix(check, (2,), "threads", (), algorithms=False, spare=10)
     (record,) = [json.loads(line) for line in open(check.path)]
-    assert record["ok"] is False and "not reached" in record["detail"]
+    assert record["ok"] is None and record["reached"] is False and "not reached" in record["detail"]
+    assert not check.failed
+    check.deadline = time.monotonic() + 0.5
+    check.each("late", 2, lambda comm, check: "wrong")  # less than a second is left
+    assert json.loads(open(check.path).read().splitlines()[-1])["reached"] is False
+
+
+def test_a_step_that_is_cut_short(tmp_path):
+    """What was not reached has not failed, and has not passed."""
+    lines = [{"check": "c", "case": "a", "ok": True, "detail": ""}]
+    lines.append({"check": "c", "case": "b", "ok": None, "detail": "not reached", "reached": False})
+    text = "\\n".join(map(json.dumps, lines)).replace("{", "{{").replace("}", "}}")
+    step = python(f"open('{{records}}', 'w').write('{text}')", name="long")
+    (outcome,) = steps.run_all([step], tmp_path, tell=lambda text: None)
+    assert (outcome.status, outcome.note) == ("cut short", "1 of 2 records were not reached")
+    report = summary.contents([outcome], {}, "command")
+    assert summary.exit_code(report) == 1 and "| b | not reached |" in summary.markdown(report)
+
+
+def test_a_process_that_a_kill_does_not_end(tmp_path, monkeypatch):
+    """As one that waits in a driver: it is left behind, and the next step runs."""
+    real, stuck = subprocess.Popen.wait, []
+
+    def wait(process, timeout=None):
+        if "hangs" not in process.args[-1]:
+            return real(process, timeout)
+        assert timeout is not None and timeout <= steps.END_SECONDS
+        stuck.append(process)
+        raise subprocess.TimeoutExpired(process.args, timeout)
+
+    monkeypatch.setattr(subprocess.Popen, "wait", wait)
+    both = [python("'hangs'", 1.0, "hangs"), python("print('fine')", name="runs")]
+    first, second = steps.run_all(both, tmp_path, tell=lambda text: None)
+    assert first.status == "fail" and "is still there 10 s after SIGKILL" in first.note
+    assert second.status == "pass" and len(stuck) == 2
+    real(stuck[0], 10)
 
 
 def test_matrix_covers():
@@ -264,8 +299,8 @@ def test_program_on_host_tensors(tmp_path, monkeypatch, capsys):
         ["--device", "cpu", "--only", "versions,smoke", "--results", str(tmp_path / "results")]
     )
     printed = capsys.readouterr().out
-    assert code == 0 and "2 pass, 0 fail, 0 not run" in printed
-    (path,) = (tmp_path / "out").glob("*.json")
+    assert code == 0 and "2 pass, 0 fail, 0 cut short, 0 not run" in printed
+    (path,) = (tmp_path / "out").glob("*_steps.json")
     report = json.loads(path.read_text())
     assert report["versions"]["torch"].startswith("2.") and [step["status"] for step in report["steps"]] == [
         "pass",

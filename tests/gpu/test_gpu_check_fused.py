@@ -154,7 +154,7 @@ def bench(step, *rows):
         "time_us": 2.0,
         "gflops": 1.0,
         "error": 0.0,
-        "choice": "plain: why",
+        "choice": "fused: why",
     }
     made = [
         {**common, "variant": variant, "epilogue": epilogue, "times_faster": {"plain": 1.0, **faster}}
@@ -163,6 +163,28 @@ def bench(step, *rows):
     made.append({**common, "variant": "symm_mem", "epilogue": "bare", "missing": "needs a GPU for each rank"})
     outcome = steps.Outcome(steps.choose(only=[step])[0], "pass", 1.0)
     return outcome._replace(bench={"kind": "fused", "rows": made, "notes": [], "stopped": ""})
+
+
+def test_equal_code_is_not_compared():
+    """Where plain is chosen, the figures of a target on the choice are noise."""
+    outcome = bench(
+        "bench_fused_8",
+        ("pycomm.fused", "bare", {"plain": 0.97}),
+        ("pycomm.fused", "gelu_tanh", {"plain": 1.2}),
+    )
+    first, second = outcome.bench["rows"][:2]
+    first["choice"] = "plain: it was faster"
+    judged = summary.contents([outcome], {}, "command")["targets"][-1]
+    assert (judged["measured"], judged["met"]) == (1.2, True)
+    assert judged["note"] == "1 of 2 cases chose plain: equal code, met"
+    second["times_faster"] = {"plain": 0.9}
+    assert summary.contents([outcome], {}, "command")["targets"][-1]["met"] is False
+    second["choice"] = "plain: no room"
+    report = summary.contents([outcome], {}, "command")
+    assert (report["targets"][-1]["measured"], report["targets"][-1]["met"]) == (None, True)
+    assert "| 2 of 2 cases chose plain: equal code, met | yes |" in summary.markdown(report)
+    outcome.bench["rows"][:2] = []
+    assert summary.contents([outcome], {}, "command")["targets"][-1]["met"] is None
 
 
 def test_targets():

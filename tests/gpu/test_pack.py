@@ -1,0 +1,144 @@
+"""What gpu-check's `pack` carries, and how setup.py builds for one GPU."""
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+from compiled import KEPT
+
+from gpu import pack, steps
+
+ROOT = steps.ROOT
+
+
+def test_copied_sources(tmp_path):
+    """Complete, links are links; a second time only what has changed is written."""
+    pack.copy_tree(tmp_path)
+    assert (tmp_path / "pycomm" / "parallel").is_symlink()
+    names = ("setup.py", "csrc/cuda/group.cc", "tests/gpu/pack.py", "pycomm/parallel/__init__.py")
+    for name in names:
+        assert (tmp_path / name).read_bytes() == (ROOT / name).read_bytes()
+    assert not list(tmp_path.glob("pycomm/_C*.so")), "what was built here is not taken for there"
+    (tmp_path / "setup.py").write_text("old")
+    before = (tmp_path / "csrc/cuda/group.cc").stat().st_mtime_ns
+    pack.copy_tree(tmp_path)
+    assert (tmp_path / "setup.py").read_bytes() == (ROOT / "setup.py").read_bytes()
+    assert (tmp_path / "csrc/cuda/group.cc").stat().st_mtime_ns == before
+
+
+def test_archive(tmp_path):
+    tree, cache, there = tmp_path / "tree", tmp_path / "cache", tmp_path / "there"
+    (tree / "pycomm").mkdir(parents=True)
+    (cache / "ABC").mkdir(parents=True)
+    library = f"_C{pack.sysconfig.get_config_var('EXT_SUFFIX')}"
+    (tree / "pycomm" / library).write_text("library")
+    (tree / "pycomm" / "_build_info.py").write_text("info")
+    (cache / "ABC" / "kernel.cubin").write_text("kernel")
+    pack.archive(tree, cache, tmp_path / "out" / "packed.tar.gz")
+    with tarfile.open(tmp_path / "out" / "packed.tar.gz") as file:
+        assert all(member.uname == "" and member.uid == 0 for member in file.getmembers())
+        file.extractall(there, filter="data")
+    found = {str(path.relative_to(there)): path.read_text() for path in there.rglob("*") if path.is_file()}
+    assert found == {
+        f"pycomm/{library}": "library",
+        "pycomm/_build_info.py": "info",
+        "build/gpu_triton/ABC/kernel.cubin": "kernel",
+    }
+    assert there / "build" / "gpu_triton" == there / steps.TRITON_CACHE.relative_to(ROOT)
+
+
+def warm(folder, *words):
+    variables = {**os.environ, "TRITON_CACHE_DIR": str(folder), "PYTHONPATH": str(ROOT)}
+    variables.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "tests/gpu", "warm", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250, env=variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.timeout(600)
+def test_warm(tmp_path):
+    """A second time nothing is compiled; another architecture has kernels of its own."""
+    pytest.importorskip("triton")
+    assert "4 launches, 0 refused" in warm(tmp_path, "--part", "values", "--most", "4")
+    files = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    assert len([path for path in files if path.suffix == ".cubin"]) == 4
+    warm(tmp_path, "--part", "values", "--most", "4")
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == files
+    warm(tmp_path, "--part", "values", "--most", "1", "--arch", "80", "--programs", "108")
+    assert len(list(tmp_path.rglob("*.cubin"))) == 5
+
+
+def test_every_launch_is_warmed():
+    """Those of the checks, and what the tuner tries in the benchmarks."""
+    from gpu import fused_cases, warm
+
+    values = {(problem.op, problem.world_size) for problem, *_ in warm.of_values_problems()}
+    assert values == {("matmul", 1)} | {(op, n) for op in fused_cases.COLLECTIVES for n in (2, 4, 8)}
+    shapes = {(p.op, p.m, p.n, p.k) for p, *_ in warm.of_bench(90)}
+    for op, text in (("matmul", steps.PRODUCTS[1]), ("matmul_all_reduce", steps.FUSED[3])):
+        assert {(op, *map(int, shape.split("x"))) for shape in text.split(",")} <= shapes
+
+
+# --- setup.py
+
+
+def function_of_setup(name, **names):
+    """A function of setup.py, which cannot be imported: it builds."""
+    tree = ast.parse((ROOT / "setup.py").read_text())
+    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
+    exec(compile(ast.Module([found], []), "setup.py", "exec"), names)
+    return names[name]
+
+
+FLAGS = ["-O3", "-gencode", "a", "-gencode", "b"]
+
+
+@pytest.mark.parametrize(
+    "arch, expected",
+    [
+        (None, FLAGS),
+        ("90", ["-O3", "-gencode", "arch=compute_90,code=sm_90"]),
+        ("native", ["-O3", "-gencode", "arch=compute_103,code=sm_103"]),
+    ],
+)
+def test_flags_of_one_architecture(arch, expected):
+    import re
+    from types import SimpleNamespace
+
+    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (10, 3))
+    names = {"NVCC_FLAGS": FLAGS, "re": re, "torch": SimpleNamespace(cuda=cuda)}
+    assert function_of_setup("flags_for", **names)(arch) == expected
+    cuda.is_available = lambda: False
+    for wrong, text in (("native", "finds no GPU"), ("sm_90", "a number like 90"), ("75", "at least 80")):
+        with pytest.raises(SystemExit, match=text):
+            function_of_setup("flags_for", **names)(wrong)
+
+
+def test_ninja_beside_the_interpreter(tmp_path, monkeypatch):
+    """In a virtual environment that is not activated."""
+    from types import SimpleNamespace
+
+    for name in ("ninja", "python"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(KEPT))
+    assert not shutil.which("ninja")
+    names = {"os": os, "shutil": shutil, "Path": Path, "sys": SimpleNamespace(executable=tmp_path / "python")}
+    found = []
+    function_of_setup(
+        "find_ninja", verify_ninja_availability=lambda: found.append(shutil.which("ninja")), **names
+    )()
+    assert found == [str(tmp_path / "ninja")]
+
+
+def test_a_build_without_cuda_is_an_error():
+    (build,) = steps.choose(only=["build"])
+    assert build.command[:3] == ("env", "PYCOMM_CUDA=1", "PYCOMM_CUDA_ARCH=native")
+    on_host = [word for word in build.command if not word.startswith(steps.ON_GPU)]
+    assert on_host[:2] == ["env", "{python}"]
