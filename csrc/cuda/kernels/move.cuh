@@ -13,8 +13,8 @@
 //   scatter      root exposes part t to t, all read from root
 //
 // Cost per rank: each byte is read once over the link, one exchange. Reading starts at the next rank, so that
-// readers spread over the sources. For broadcast of large buffers the root's link is the bottleneck: then
-// copy_two_shot (two_shot.cuh).
+// readers spread over the sources; short parts are read from all at once (copy_several). For broadcast of
+// large buffers the root's link is the bottleneck: then copy_two_shot (two_shot.cuh).
 //
 // Per segment s of a pair, half s & 1 of the staging, for each block by itself:
 //
@@ -101,16 +101,20 @@ class Move {
   PC_FN bool read(uint32_t s) {
     const uint32_t mask = sources(s);
     if (!a_.direct_in && !session_.wait(Flag::filled, mask, s)) return false;
-    for (int k = 0; k < n_; ++k) {
+    const int k = c_.thread();
+    if (k < n_) {
       const int p = (me_ + k) % n_;
-      if (!(mask >> p & 1)) continue;
-      const Span at = span(a_.out_bytes[p], s);
+      const Span at = mask >> p & 1 ? span(a_.out_bytes[p], s) : Span{0, 0};
       const std::byte* from = p == me_       ? a_.in_part[a_.distinct ? me_ : 0] + at.begin
                               : a_.direct_in ? shared_.in[p] + at.begin
                                              : slot_of(a_, p, c_.block(), a_.distinct ? me_ : 0, s);
-      copy(c_, a_.out_part[p] + at.begin, from, at.size);
+      shared_.source[k] = from;
+      shared_.target[k] = a_.out_part[p] + at.begin;
+      shared_.nbytes[k] = from == shared_.target[k] ? 0 : at.size;
     }
-    session_.post(Flag::drained, mask, s);
+    c_.sync();
+    copy_several(c_, shared_.target, shared_.source, shared_.nbytes, n_);
+    session_.post(Flag::drained, mask, s);  // all are done with Shared, too
     return true;
   }
 

@@ -14,11 +14,13 @@ namespace pycomm::cuda {
 inline constexpr int copy_unroll = 8;
 
 // Vectors of a source that a thread adds at once: at most 4, and at most 16 accumulators in all. Those of the
-// next source are loaded meanwhile.
+// next sources are loaded meanwhile, of as many that 4 vectors of a thread are under way.
 template <class T>
 inline constexpr int reduce_unroll = sizeof(T) == 1   ? 1
                                      : sizeof(T) == 2 ? 2
                                                       : 4;
+template <class T>
+inline constexpr int reduce_ahead = 4 / reduce_unroll<T>;
 
 inline constexpr int warp = 32;
 inline constexpr int tile_step = warp * 16;  // bytes from one vector of a thread to its next
@@ -75,6 +77,46 @@ PC_FN void copy(Ctx& c, std::byte* to, const std::byte* from, uint64_t nbytes) {
   copy_units<uint8_t>(c, to + done, from + done, nbytes - done);
 }
 
+// Spans of different places. Where all are short, copy() for each would wait for a round trip after the
+// other, as a thread has at most one vector of each: here it has one of each of copy_unroll spans under way.
+template <class Ctx>
+PC_FN void copy_several(Ctx& c, std::byte* const* to, const std::byte* const* from, const uint64_t* nbytes,
+                        int count) {
+  bool together = true;
+  for (int s = 0; s < count; ++s)
+    together = together && aligned16(to[s]) && aligned16(from[s]) &&
+               nbytes[s] < static_cast<uint64_t>(c.threads()) * 16 * copy_unroll;
+  if (!together) {
+#pragma unroll 1
+    for (int s = 0; s < count; ++s) copy(c, to[s], from[s], nbytes[s]);
+    return;
+  }
+#pragma unroll 1
+  for (int base = 0; base < count; base += copy_unroll) {
+    uint64_t longest = 0;
+    for (int s = base; s < count && s < base + copy_unroll; ++s)
+      longest = nbytes[s] > longest ? nbytes[s] : longest;
+#pragma unroll 1
+    for (uint64_t at = static_cast<uint64_t>(c.thread()) * 16; at + 16 <= longest; at += c.threads() * 16) {
+      U4 v[copy_unroll];
+#pragma unroll
+      for (int k = 0; k < copy_unroll; ++k)
+        if (base + k < count && at + 16 <= nbytes[base + k]) v[k] = c.ld16(from[base + k] + at);
+#pragma unroll
+      for (int k = 0; k < copy_unroll; ++k)
+        if (base + k < count && at + 16 <= nbytes[base + k]) c.st16(to[base + k] + at, v[k]);
+    }
+  }
+#pragma unroll 1
+  for (int i = c.thread(); i < count * 16; i += c.threads()) {  // what is left of each
+    const int s = i / 16;
+    const uint64_t at = nbytes[s] / 16 * 16 + i % 16;
+    if (at < nbytes[s])
+      c.template st<uint8_t>(reinterpret_cast<uint8_t*>(to[s] + at),
+                             c.template ld<uint8_t>(reinterpret_cast<const uint8_t*>(from[s] + at)));
+  }
+}
+
 // The sources of a reduction, one per rank: rank order is the order of addition. Its result goes to one place
 // or several.
 using Sources = const std::byte* const*;
@@ -88,30 +130,37 @@ struct Targets {
 template <class T, ReduceOp op, class Ctx>
 PC_FN void reduce_vectors(Ctx& c, const Args& a, Targets targets, Sources sources, int n, uint64_t at,
                           uint64_t end) {
-  constexpr int width = Pack<T>::size, count = reduce_unroll<T>;
+  constexpr int width = Pack<T>::size, count = reduce_unroll<T>, ahead = reduce_ahead<T>;
   Acc<T> acc[count][width];
-  U4 next[count];
+  U4 next[ahead][count];
   const int here = least((end - at + tile_step - 1) / tile_step, static_cast<uint64_t>(count));
-  auto load = [&](int s) {
+  auto load = [&](U4(&to)[count], int s) {
     const std::byte* from = sources[s] + at;
 #pragma unroll
     for (int k = 0; k < count; ++k)
-      if (k < here) next[k] = c.ld16(from + k * tile_step);
+      if (k < here) to[k] = c.ld16(from + k * tile_step);
   };
-  load(0);
+#pragma unroll
+  for (int d = 0; d < ahead; ++d)
+    if (d < n) load(next[d], d);
 #pragma unroll 1
-  for (int s = 0; s < n; ++s) {
-    U4 now[count];
+  for (int base = 0; base < n; base += ahead) {
 #pragma unroll
-    for (int k = 0; k < count; ++k) now[k] = next[k];
-    if (s + 1 < n) load(s + 1);
+    for (int d = 0; d < ahead; ++d) {
+      const int s = base + d;
+      if (s >= n) break;
+      U4 now[count];
 #pragma unroll
-    for (int k = 0; k < count; ++k) {
-      const auto pack = unpack<T, 16>(now[k]);
+      for (int k = 0; k < count; ++k) now[k] = next[d][k];
+      if (s + ahead < n) load(next[d], s + ahead);
 #pragma unroll
-      for (int e = 0; e < width; ++e) {
-        const Acc<T> x = prepare<op>(a, to_acc(pack.element[e]));
-        acc[k][e] = s == 0 ? x : combine<op>(acc[k][e], x);
+      for (int k = 0; k < count; ++k) {
+        const auto pack = unpack<T, 16>(now[k]);
+#pragma unroll
+        for (int e = 0; e < width; ++e) {
+          const Acc<T> x = prepare<op>(a, to_acc(pack.element[e]));
+          acc[k][e] = s == 0 ? x : combine<op>(acc[k][e], x);
+        }
       }
     }
   }

@@ -59,16 +59,20 @@ PC_FN bool marked(U4 words, uint32_t mark) { return words.y == mark && words.w =
 
 template <class T, ReduceOp op, class Ctx>
 PC_FN void one_shot(Ctx& c, const Args& a) {
-  Session<Ctx> session(c, a);
-  session.announce(Ordering::relaxed);
   const Group& g = a.group;
-  const uint64_t epoch = session.epoch(), nbytes = a.in_bytes[0], units = num_units(nbytes);
-  const uint32_t mark = static_cast<uint32_t>(epoch);
+  const uint64_t nbytes = a.in_bytes[0], units = num_units(nbytes);
   const uint64_t first = static_cast<uint64_t>(c.block()) * c.threads() + c.thread(),
                  stride = static_cast<uint64_t>(c.blocks()) * c.threads();
+  Unit own{};  // asked for before the epoch, so that the two round trips overlap
+  if (first < units) own = load_unit<T>(c, a.in_part[0], first, nbytes);
+  auto mine = [&](uint64_t i) { return i == first ? own : load_unit<T>(c, a.in_part[0], i, nbytes); };
+  Session<Ctx> session(c, a);
+  session.announce(Ordering::relaxed);
+  const uint64_t epoch = session.epoch();
+  const uint32_t mark = static_cast<uint32_t>(epoch);
   if (a.stages & stage_fill)
     for (uint64_t i = first; i < units; i += stride) {
-      const Unit unit = load_unit<T>(c, a.in_part[0], i, nbytes);
+      const Unit unit = mine(i);
       for (int k = 1; k < g.world_size; ++k) {
         const int p = (g.rank + k) % g.world_size;
         c.st_words(words_of(g, p, g.rank, epoch) + i * 16, {unit.low, mark, unit.high, mark});
@@ -91,7 +95,7 @@ PC_FN void one_shot(Ctx& c, const Args& a) {
           if (p >= g.world_size || !came) break;
           Unit unit;
           if (p == g.rank) {
-            unit = load_unit<T>(c, a.in_part[0], i, nbytes);
+            unit = mine(i);
           } else {
             came = marked(words[k], mark) ||
                    spin(c, a, place(p), late, [&] { return marked(words[k] = c.ld_words(place(p)), mark); });

@@ -135,6 +135,7 @@ struct Shared {
   const std::byte *in[max_ranks], *out[max_ranks];  // that the headers brought
   const std::byte* source[max_ranks];  // of the reduction at hand
   std::byte* target[max_ranks];  // of its result
+  uint64_t nbytes[max_ranks];  // move: from each source to its target
 };
 
 template <class Ctx>
