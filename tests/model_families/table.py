@@ -8,6 +8,7 @@ Ends with 1 where something is wrong or has crashed.
 
 import re
 import sys
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +36,12 @@ compute a part in fp32 whatever they are given, which makes differences of 1e-7.
 
 
 def number_of(text, reasons):
-    """Refusals that differ in names and numbers only are one reason, told by its first case."""
-    kind = re.sub(r"'[^']*'|\([\d, ]*\)|\d+", "#", text)
+    """Refusals that differ in names, numbers, plan and what torch said are one, told by its first case."""
+    text = re.sub(r"^Plan\([^)]*\): ", "", text)
+    text = re.sub(r"it fails \(.*?\)\. ", "it fails. ", text)
+    kind = re.sub(
+        r"'[^']*'|\([\d, ]*\)|\d+|^[a-z_, ]+(?= cut the model)|\w+(?= cuts the sequence)", "#", text
+    )
     return reasons.setdefault(kind, (len(reasons) + 1, text))[0]
 
 
@@ -54,7 +59,10 @@ def page(results, texts):
     head = "| | " + " | ".join(f"`{text.replace(',', ', ')}`" for text in texts) + " |"
     count = [sum(o.kind == "equal" for found in results.values() for o in found.values())]
     count.append(sum(map(len, results.values())))
-    why = [f"- {number}: {text}" for number, text in reasons.values()]
+    why = [
+        textwrap.fill(f"- {number}: {text}", 108, subsequent_indent="  ", break_on_hyphens=False)
+        for number, text in reasons.values()
+    ]
     return "\n".join(
         [
             HEAD,

@@ -68,6 +68,33 @@ class Plain(nn.Module):
         return self.head(self.norm(self.run_blocks(self.tok(idx))))
 
 
+class TwoResults(models.Block):
+    def forward(self, x):
+        x = super().forward(x)
+        return x, x.square().mean()
+
+
+class OneUsed(Plain):
+    """Blocks return a second tensor with a gradient, as attention weights are, that nobody uses."""
+
+    def __init__(self):
+        super().__init__(TwoResults, 4)
+
+    def run_blocks(self, x):
+        self.sums = []
+        for block in self.blocks:
+            x, square = block(x)
+            self.sums.append(square)
+        return x
+
+
+class LastUsed(OneUsed):
+    """That of the last block alone."""
+
+    def forward(self, idx):
+        return super().forward(idx) * (1 + self.sums[-1])
+
+
 class Positions(nn.Module):
     """A parameter that lies in the module which holds the blocks."""
 
