@@ -49,8 +49,8 @@ def _trunk_for(model, plan):
     trunk = find_trunk(model, plan.blocks)
     if wanted and trunk is None:
         raise ValueError(
-            f"Plan({plan}): {', '.join(wanted)} cut the model at its blocks, but {type(model).__name__} has "
-            "no list of blocks"
+            f"Plan({plan}): the model is cut at its blocks ({', '.join(wanted)}), but {type(model).__name__} "
+            "has no list of blocks"
         )
     return trunk
 

@@ -40,7 +40,7 @@ def number_of(text, reasons):
     text = re.sub(r"^Plan\([^)]*\): ", "", text)
     text = re.sub(r"it fails \(.*?\)\. ", "it fails. ", text)
     kind = re.sub(
-        r"'[^']*'|\([\d, ]*\)|\d+|^[a-z_, ]+(?= cut the model)|\w+(?= cuts the sequence)", "#", text
+        r"'[^']*'|\([\d, ]*\)|\d+|(?<=at its blocks )\([a-z_, ]+\)|\w+(?= cuts the sequence)", "#", text
     )
     return reasons.setdefault(kind, (len(reasons) + 1, text))[0]
 

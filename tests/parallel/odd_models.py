@@ -214,26 +214,6 @@ class Backwards(Positions):
         return self.head(self.norm(x))
 
 
-class LoudBlock(models.Block):
-    """Returns a loss beside the hidden state."""
-
-    def forward(self, x):
-        x = super().forward(x)
-        return x, x.mean()
-
-
-class Loud(Positions):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(LoudBlock(16, 2, 20) for _ in range(3))
-
-    def forward(self, idx):
-        x = self.tok(idx) + self.pos[:, : idx.shape[1]]
-        for block in self.blocks:
-            x, _ = block(x)
-        return self.head(self.norm(x))
-
-
 class Tangle(nn.Module):
     """No list of blocks; a weight in three modules; two dtypes, whole numbers, nothing, and a scalar among
     the parameters.
