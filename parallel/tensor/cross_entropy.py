@@ -69,6 +69,8 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
     ranks of tp call it, and get the same value.
     """
     shard = getattr(logits, "vocab_shard", None)
+    if isinstance(logits, CutLogits):
+        logits, shard = logits.for_loss()
     if logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"cross_entropy: logits of shape {tuple(logits.shape)} do not fit targets of shape "
@@ -87,7 +89,6 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
             "shape, or leave the logits whole: head.sharded_output = False"
         )
     vocab = logits.shape[-1] if shard is None else shard.full_size
-    logits = logits.cut if isinstance(logits, CutLogits) else logits
     targets = targets.reshape(-1)
     counts = targets != ignore_index
     if targets.device.type == "cpu" and bool((counts & ((targets < 0) | (targets >= vocab))).any()):

@@ -9,8 +9,13 @@
     logits[..., :k], view, ...     whole logits
 
 So whatever the forward does is right, and what only returns them is cheap. All ranks of the group run the
-same forward, so they gather together. The tensor is a subclass that torch asks before each of its functions;
-what changes it in place is refused, since the whole may have been made from it already.
+same forward, so they gather together. From then on the whole is what counts, for the loss too: a view of it
+may be written to, and hooks may stand on it. It belongs to the graph also where it is first asked for without
+one (a measure under no_grad).
+
+The tensor is a subclass that torch asks before each of its functions. Code that does not ask (scripted
+functions, torch.vmap, an autograd.Function) would take the part for the whole: what asks at none of its
+operations comes to __torch_dispatch__, which refuses.
 """
 
 from typing import NamedTuple
@@ -22,15 +27,20 @@ from pycomm.parallel.ground import comm, differentiable
 __all__ = ["CutLogits", "VocabShard"]
 
 T = torch.Tensor
-# Each element by itself, whatever its column.
+# Each element by itself, whatever its column. Not detach, which shares memory with what it is taken from.
 _ALONE = {
-    *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.clone, T.contiguous, T.detach),
+    *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.clone, T.contiguous),
     *(T.tanh, torch.tanh, T.neg, torch.neg, T.__neg__),
-}
-# The same, where the other operand is a number.
-_WITH_NUMBER = {
+    # the same, where the other operand is a number
     *(T.mul, torch.mul, T.__mul__, T.__rmul__, T.div, torch.div, T.__truediv__, T.true_divide),
     *(T.add, torch.add, T.__add__, T.__radd__, T.sub, torch.sub, T.__sub__, T.__rsub__),
+}
+# The same of a part and of the whole.
+_ALIKE = {
+    *(T.dtype.__get__, T.device.__get__, T.layout.__get__, T.requires_grad.__get__, T.is_leaf.__get__),
+    *(T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__, T.is_sparse.__get__, T.is_quantized.__get__),
+    *(T.ndim.__get__, T.dim, T.get_device, T.is_floating_point, torch.is_floating_point),
+    *(T.is_complex, torch.is_complex, T.element_size),
 }
 
 
@@ -58,8 +68,21 @@ class CutLogits(torch.Tensor):
     def whole(self):
         """A plain tensor of all columns. Collective at the first call."""
         if self.gathered is None:
-            self.gathered = differentiable.gather_from(self.cut, -1, self.sizes, self.vocab_shard.group)
+            cut = self._checked()
+            with torch.inference_mode(cut.is_inference()), torch.set_grad_enabled(cut.requires_grad):
+                self.gathered = differentiable.gather_from(cut, -1, self.sizes, self.vocab_shard.group)
         return self.gathered
+
+    def for_loss(self):
+        """(this rank's columns, their VocabShard), or (the whole, None) where that has been asked for."""
+        return (self._checked(), self.vocab_shard) if self.gathered is None else (self.gathered, None)
+
+    def _checked(self):
+        """`cut`, unless an autograd.Function has made these logits: then its graph is not that of `cut`."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if self.requires_grad and not self.cut.requires_grad:
+                raise _unseen("an autograd.Function")
+        return self.cut
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
@@ -74,23 +97,28 @@ class CutLogits(torch.Tensor):
                 return full if dim is None else full[dim]
             if func is T.numel:
                 return full.numel()
-            if getattr(func, "__name__", "") in (
-                "__get__",
-                "dim",
-                "is_floating_point",
-                "is_complex",
-                "get_device",
-            ):
-                return func(me.cut, *args[1:], **kwargs)  # dtype, device, requires_grad: those of the part
-            if func in _ALONE or func in _WITH_NUMBER and not _has_tensor(args[1:], kwargs):
-                out = func(me.cut, *args[1:], **kwargs)
-                return out if out.shape != me.cut.shape else cls.of(out, me.vocab_shard, me.sizes)
-            if func.__name__.endswith("_") and not func.__name__.endswith("__") or func is T.__setitem__:
-                raise ValueError(
-                    f"the model changes its logits in place ({func.__name__}), of which this rank has some "
-                    "columns only: change a copy, or name the head in rules as 'replicate'"
-                )
+            if func in _ALIKE:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+            if func in _ALONE and me.gathered is None and not _has_tensor(args[1:], kwargs):
+                cut = me._checked()
+                out = func(cut, *args[1:], **kwargs)
+                if out is cut:
+                    return me
+                return cls.of(out, me.vocab_shard, me.sizes) if isinstance(out, T) else out
         return func(*_wholes(args), **_wholes(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise _unseen(f"a scripted function, torch.vmap, an autograd.Function ({func})")
+
+
+def _unseen(what):
+    return ValueError(
+        "the model gives its logits, of which this rank has some columns only, to code that torch's "
+        f"functions do not see: {what}. Give it logits[...], which are whole, or name the head in rules as "
+        "'replicate'"
+    )
 
 
 def _has_tensor(args, kwargs):

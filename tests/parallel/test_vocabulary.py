@@ -14,6 +14,23 @@ import pycomm.parallel as par
 STEPS = 3
 
 
+def written(logits, view):
+    """The logits, after a view of them was changed."""
+    view.view(-1, 29)[:, 3] = 0.5
+    return logits
+
+
+def measured(logits, offset):
+    with torch.no_grad():
+        assert logits.softmax(-1).amax() <= 1
+    return logits + offset
+
+
+def hooked(logits, offset):
+    logits.register_hook(lambda grad: grad * offset)
+    return logits
+
+
 class Changed(Plain):
     def __init__(self, change):
         super().__init__()
@@ -37,6 +54,15 @@ CHANGES = {
     "stacked": lambda logits, offset: torch.stack([logits, offset.expand(logits.shape)]).sum(0),
     "multiplied by itself": lambda logits, offset: logits * logits,
     "out of place and in": lambda logits, offset: (logits * 1.5).clone() + offset.exp(),
+    "measured before": measured,
+    "hook": hooked,
+    "in place": lambda logits, offset: logits.add_(offset),
+    "relu in place": lambda logits, offset: (F.relu(logits, inplace=True), logits)[1],
+    "view written": lambda logits, offset: written(logits, logits),
+    "contiguous written": lambda logits, offset: written(logits, logits.contiguous()),
+    "detached written": lambda logits, offset: written(logits, logits.detach()),
+    "data written": lambda logits, offset: written(logits, logits.data),
+    "transposed": lambda logits, offset: logits.mT.softmax(1).mT,
 }
 FREE = {"nothing", "scaled", "soft cap"}
 
@@ -89,13 +115,31 @@ def test_what_a_model_does_with_its_logits(name):
         check(each, expected)
 
 
-def in_place(rank, world_size):
-    with pytest.raises(ValueError, match="changes its logits in place.*add_.*'replicate'"):
-        train(Changed(lambda logits, offset: logits.add_(1)), par.Plan(tp=2))
+class Twice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
 
 
-def test_logits_that_are_changed_in_place_are_refused():
-    spawn(2, in_place)
+UNSEEN = [
+    lambda logits, offset: Twice.apply(logits) + offset,
+    lambda logits, offset: logits - torch.vmap(lambda x: x.logsumexp(-1))(logits)[..., None],
+    lambda logits, offset: logits - torch.func.grad(lambda x: x.logsumexp(-1).sum())(logits),
+]
+
+
+def unseen(rank, world_size, change):
+    with pytest.raises(ValueError, match="code that torch's functions do not see.*'replicate'"):
+        train(Changed(change), par.Plan(tp=2))
+
+
+@pytest.mark.parametrize("change", UNSEEN)
+def test_code_that_would_take_a_part_for_the_whole_is_refused(change):
+    spawn(2, unseen, change)
 
 
 class Tied(Plain):
