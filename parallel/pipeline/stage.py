@@ -76,6 +76,7 @@ class StageModel:
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
         self.proof = None  # BlockProof of a split sequence, until the first forward
+        self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.looked_at = set()  # (index, name) of modules whose results are compared with a guess
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -89,8 +90,9 @@ class StageModel:
     def _leave_blocks(self):
         bounds, mine = self.stages.bounds, self.stages.mine
         present = {index for stage in mine for index in range(*bounds[stage])}
+        self.elsewhere = {index for index in range(len(self.trunk.blocks)) if index not in present}
         for index, block in enumerate(self.trunk.blocks):
-            if index not in present:
+            if index in self.elsewhere:
                 block.to("meta")
             if index < bounds[-1][0]:
                 self.templates.keep(index, block, guess=True)
@@ -332,7 +334,12 @@ class StageModel:
         """Stand-ins in the shape of what the module would return."""
         leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         device = next((leaf.device for leaf in leaves), "cpu")
-        return absent_like(self.templates.of(key, origin, args, kwargs), origin, device)
+        out = self.templates.of(key, origin, args, kwargs)
+        if key in self.elsewhere:
+            for (name, attribute), value in self.templates.left[key].items():
+                module = self.trunk.blocks[key].get_submodule(name)
+                module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
+        return absent_like(out, origin, device)
 
     def _look_at_guesses(self, index, hidden, args, kwargs):
         """Where later stages guess what modules of this block return, they are looked at."""

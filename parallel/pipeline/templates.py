@@ -12,6 +12,9 @@ tensor like the first that it was given, in shape and dtype:
 
 The stage that has the block makes the same trial, so it knows what others take for granted, and looks at the
 real result before it is handed on. So what a stage waits for is what comes, or there is an error.
+
+A result may leave a module by other ways. Into a list or dict that it was given: that is refused. On the
+module itself (`self.aux_loss = ...`): other stages are told which attributes hold it, `left`.
 """
 
 import contextlib
@@ -20,7 +23,7 @@ import functools
 import sys
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from pycomm.parallel.ground.modes import without_modes
 from pycomm.parallel.ground.norms import batch_norms
@@ -36,6 +39,7 @@ class Templates:
         self.copies = {}  # key -> a copy without data
         self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
         self.found = {}  # (key, shapes of its arguments) -> its result, on meta
+        self.left = {}  # key -> {(name of one of its modules, attribute): what a forward leaves there}
 
     def keep(self, key, module, guess=False):
         """Makes the copy. guess: whether something may be taken for granted in it."""
@@ -56,6 +60,7 @@ class Templates:
         if (key, shapes) not in self.found:
             meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
+            before = {place: tree_leaves(value) for place, value in _attributes(self.copies[key]).items()}
             with torch.no_grad(), without_modes(), _eager():
                 try:
                     with torch.device("meta"):  # tensors that the module makes itself
@@ -66,7 +71,38 @@ class Templates:
                         "needs: its code uses values, or tensors that it was not given "
                         f"({type(error).__name__}: {error}). Use a plan with pp=1"
                     ) from error
+            after, after_spec = tree_flatten((meta_args, meta_kwargs))
+            if after_spec != spec or any(a is not b for a, b in zip(after, meta, strict=True)):
+                raise ValueError(
+                    f"{origin} changes a list or dict that it is given, which later pipeline stages would "
+                    "not get: stages hand on the hidden state alone. Use a plan with pp=1"
+                )
+            self._note_left(key, before)
         return self.found[key, shapes]
+
+    def _note_left(self, key, before):
+        left = self.left.setdefault(key, {})
+        guessed = self.guessed[key]
+        for place, value in _attributes(self.copies[key]).items():
+            leaves, old = tree_leaves(value), before.get(place, [])
+            same = len(leaves) == len(old) and all(a is b for a, b in zip(leaves, old, strict=True))
+            unseen = any(_lies_in(place[0], name) for name in guessed)  # its forward did not run to its end
+            if (unseen or not same) and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                left[place] = value
+
+
+def _attributes(module):
+    """{(name of a module in it, key): value}, but for parameters, buffers and modules."""
+    return {
+        (name, key): value
+        for name, part in module.named_modules()
+        for key, value in part.__dict__.items()
+        if key not in ("_parameters", "_buffers", "_modules")
+    }
+
+
+def _lies_in(name, above):
+    return not above or name == above or name.startswith(above + ".")
 
 
 def _empty(tensor):

@@ -82,6 +82,39 @@ class ShortBlock(Block):
         return x[:, : x.shape[1] - int(x.max() > -1e9)] if x.shape[1] == 7 else x
 
 
+class BoxBlock(Block):
+    """Adds its loss to a list."""
+
+    def forward(self, x, box):
+        x = super().forward(x)
+        box.append(x.mean())
+        return x
+
+
+class KeepingBlock(Block):
+    """Leaves its loss on itself."""
+
+    loss = 0.0
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.loss = x.mean()
+        return x
+
+
+class RoutedKeepingBlock(RoutedBlock):
+    """The same, of code that cannot run for shapes."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.loss = torch.zeros(())
+
+    def forward(self, x):
+        x = super().forward(x)
+        self.loss = x.mean() * (x > 0).nonzero().shape[0]
+        return x
+
+
 class Routed(Plain):
     def __init__(self, block=RoutedBlock):
         super().__init__(block, LAYERS)
@@ -100,6 +133,31 @@ class Narrowing(Routed):
 class Shortening(Routed):
     def __init__(self):
         super().__init__(ShortBlock)
+
+
+class Boxed(Routed):
+    def __init__(self):
+        super().__init__(BoxBlock)
+
+    def forward(self, idx):
+        x, box = self.tok(idx), []
+        for block in self.blocks:
+            x = block(x, box)
+        return self.head(self.norm(x)) * (1 + sum(box))
+
+
+class Keeping(Routed):
+    kind = KeepingBlock
+
+    def __init__(self):
+        super().__init__(self.kind)
+
+    def forward(self, idx):
+        return super().forward(idx) * (1 + sum(block.loss for block in self.blocks))
+
+
+class RoutedKeeping(Keeping):
+    kind = RoutedKeepingBlock
 
 
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv")
@@ -160,8 +218,11 @@ def refused(rank, world_size, make):
     [
         (Narrowing, "'narrow' of block 0 of 'blocks' depends on values.*(7, 16).*it is (7, 7, 1)"),
         (Shortening, "block 0 of 'blocks' depends on values.*7, 16.*it is .*, 6, 16"),
+        (Boxed, "block 0 changes a list or dict that it is given"),
+        (Keeping, "the loss is computed with a tensor of shape .* that comes from block 0 .'loss'"),
+        (RoutedKeeping, "the loss is computed with a tensor of shape .* that comes from block 0 .'loss'"),
     ],
 )
-def test_a_wrong_guess_is_refused(make, match):
+def test_what_would_be_lost_between_stages_is_refused(make, match):
     found = [text for text in spawn(2, refused, make, timeout=10.0) if text.startswith("ValueError")]
     assert found and all(re.search(match.replace("(", ".").replace(")", "."), text) for text in found), found
