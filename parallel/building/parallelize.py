@@ -43,6 +43,7 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.parts import Parallelized, attach
 from pycomm.parallel.pipeline.ties import make_ties
+from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.optimizer import replace_parameters
 
 __all__ = ["parallelize", "parallelize_on"]
@@ -91,6 +92,8 @@ def parallelize_on(mesh, model, opt, trunk):
     deferred = make_deferred(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
+    if plan.tp > 1:
+        tensor.reads = Reads(model, tensor.layouts)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])

@@ -48,8 +48,10 @@ class Head:
 
 class TensorParallel:
     """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
-    lines), head (Head or None).
+    lines), head (Head or None), reads (Reads or None).
     """
+
+    reads = None
 
     def __init__(self, layouts, found, head):
         self.layouts, self.found, self.head = layouts, found, head
