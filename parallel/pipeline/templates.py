@@ -25,6 +25,7 @@ import sys
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from pycomm.parallel.ground.caches import Caches
 from pycomm.parallel.ground.modes import without_modes
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.trunk import hidden_of
@@ -36,6 +37,7 @@ class Templates:
     """Keys: of modules that some stage of this rank passes over, or whose result a later stage waits for."""
 
     def __init__(self):
+        self.caches = Caches()
         self.copies = {}  # key -> a copy without data
         self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
         self.found = {}  # (key, shapes of its arguments) -> its result, on meta
@@ -64,7 +66,9 @@ class Templates:
             with torch.no_grad(), without_modes(), _eager():
                 try:
                     with torch.device("meta"):  # tensors that the module makes itself
-                        self.found[key, shapes] = self.copies[key].forward(*meta_args, **meta_kwargs)
+                        self.found[key, shapes] = self.caches.around(
+                            lambda: self.copies[key].forward(*meta_args, **meta_kwargs)
+                        )
                 except Exception as error:
                     raise ValueError(
                         f"{origin} cannot be run for the shape of its output alone, which a later stage "

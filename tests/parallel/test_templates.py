@@ -2,6 +2,7 @@
 for shapes alone: equal to one process where shapes are kept, else refused.
 """
 
+import functools
 import re
 
 import pytest
@@ -82,6 +83,18 @@ class ShortBlock(Block):
         return x[:, : x.shape[1] - int(x.max() > -1e9)] if x.shape[1] == 7 else x
 
 
+@functools.lru_cache
+def table(length, dtype):
+    return 1 + torch.arange(length, dtype=dtype)[:, None] / 10
+
+
+class TableBlock(Block):
+    """Multiplies by a table that is remembered, by its length."""
+
+    def forward(self, x):
+        return super().forward(x) * table(x.shape[1], x.dtype)
+
+
 class BoxBlock(Block):
     """Adds its loss to a list."""
 
@@ -135,6 +148,12 @@ class Shortening(Routed):
         super().__init__(ShortBlock)
 
 
+class Tables(Routed):
+    def __init__(self):
+        super().__init__(TableBlock)
+        table.cache_clear()
+
+
 class Boxed(Routed):
     def __init__(self):
         super().__init__(BoxBlock)
@@ -178,6 +197,11 @@ def moved(step):
 
 def test_a_block_that_asks_itself():
     check_equal(OwnCode, *(f"pp=2,schedule={name}" for name in SCHEDULES[:3]), batch=moved)
+
+
+def test_tables_that_are_remembered():
+    """None of the meta device remains for the blocks, and those of the blocks do no harm there."""
+    check_equal(Tables, "pp=2", "pp=2,schedule=interleaved", batch=moved)
 
 
 def mixtral():
