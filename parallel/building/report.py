@@ -5,6 +5,7 @@ what stays whole, why, and how many bytes that is. Reads only; no communication.
 import re
 
 from pycomm.parallel.parts import parts_of
+from pycomm.parallel.zero.kinds import kind_of
 
 __all__ = ["Description", "describe"]
 
@@ -56,12 +57,11 @@ def describe(model):
 
 def _axes(parts):
     plan = parts.plan
-    state = "the optimizer's state"
-    cut = {0: "", 1: state, 2: f"{state} and gradients", 3: f"{state}, gradients and values"}[plan.zero]
+    divided = kind_of(plan).divided
     positions = "positions of the sequence, from the first block on"
     return {
         "pp": _stages(parts),
-        "dp": "rows of the batch" + (f"; {cut} are cut (zero={plan.zero})" if cut else ""),
+        "dp": "rows of the batch" + (f"; zero divides {divided}" if divided else ""),
         "ep": f"experts of {len(parts.moes)} layers",
         "ring": positions,
         "ulysses": positions + "; heads in attention",

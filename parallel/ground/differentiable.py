@@ -28,6 +28,7 @@ __all__ = [
     "copy_to",
     "gather_from",
     "gather_sum",
+    "in_graph",
     "reduce_from",
     "reduce_scatter",
     "scatter_to",
@@ -85,6 +86,13 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx, grad):
         input_sizes, output_sizes, group = ctx.rest
         return comm.all_to_all(grad, output_sizes, input_sizes, group), None, None, None
+
+
+def in_graph(value):
+    """The tensor that a loss may be computed from, of one that stands for it as `cut` (tensor/cut_logits.py):
+    where a hook for its gradient belongs. Anything else is itself.
+    """
+    return getattr(value, "cut", value) if isinstance(value, torch.Tensor) else value
 
 
 def copy_to(x, group):

@@ -28,6 +28,7 @@ class Kind(NamedTuple):
     shards: type[Shards]
     least_buckets: int = 1
     by_unit: bool = False  # values are gathered and freed by unit; frozen parameters are in buckets too
+    divided: str = ""  # what a rank has a part of, for people
 
     def cut(self, infos, limit):
         """Lists of infos, one per bucket; infos: of one unit, where the kind is by_unit."""
@@ -44,9 +45,11 @@ class Kind(NamedTuple):
 
 KINDS = {
     0: Kind(ReplicatedBucket, ReplicatedShards),
-    1: Kind(FlatBucket, FlatShards),
-    2: Kind(StreamedBucket, FlatShards, least_buckets=8),
-    3: Kind(StreamedBucket, StreamedShards, by_unit=True),
+    1: Kind(FlatBucket, FlatShards, divided="the optimizer's state"),
+    2: Kind(StreamedBucket, FlatShards, least_buckets=8, divided="the optimizer's state and gradients"),
+    3: Kind(
+        StreamedBucket, StreamedShards, by_unit=True, divided="the optimizer's state, gradients and values"
+    ),
 }
 
 

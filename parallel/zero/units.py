@@ -32,6 +32,7 @@ import torch
 from torch.autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
 
+from pycomm.parallel.ground.differentiable import in_graph
 from pycomm.parallel.zero.reading import Reading
 
 __all__ = ["Phase", "Unit", "Units"]
@@ -171,7 +172,7 @@ class Units:
         if is_recomputation:
             return out
         if torch.is_grad_enabled():
-            for tensor in tree_leaves(out):
+            for tensor in map(in_graph, tree_leaves(out)):
                 if isinstance(tensor, torch.Tensor) and _made_since(first, tensor):
                     tensor.register_hook(functools.partial(self._before_backward, unit))
         if unit not in self.always and unit not in self.inside:

@@ -142,6 +142,23 @@ def test_code_that_would_take_a_part_for_the_whole_is_refused(change):
     spawn(2, unseen, change)
 
 
+def gathers_of(rank, world_size, plan):
+    torch.manual_seed(0)
+    with par.count_traffic() as traffic:
+        found = train(Changed(CHANGES["nothing"]), plan)
+    return found, traffic.calls("all_gather", "tp")
+
+
+def test_sharded_values_do_not_gather_logits():
+    """ZeRO-3 hooks what a module returns."""
+    torch.manual_seed(0)
+    expected = train(Changed(CHANGES["nothing"]))
+    plain = spawn(2, gathers_of, par.Plan(tp=2))[0][1]
+    for found, gathers in spawn(4, gathers_of, par.Plan(dp=2, tp=2, zero=3)):
+        check(found, expected)
+        assert gathers == plain
+
+
 class Tied(Plain):
     """Three tables and a head of one weight, as in T5."""
 
