@@ -71,6 +71,7 @@ def main(plan, folder):
 
 if __name__ == "__main__":
     logging.disable_progress_bar()
+    torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, use_cache=False, **SIZES)
         LlamaForCausalLM(config).double().save_pretrained(folder, max_shard_size="300KB")
