@@ -8,7 +8,7 @@ using namespace pycomm::cuda;
 
 namespace {
 
-constexpr double timeout = 3;  // seconds
+constexpr double timeout = 20;  // seconds; nothing here takes one, but for a machine that has no time
 constexpr size_t large = 200'000;  // elements: as many blocks as may be
 
 // The same ranks, or some of them, as another group; each call of all of them makes one.
