@@ -2,6 +2,7 @@
 what stays whole, why, and how many bytes that is. Reads only; no communication.
 """
 
+import math
 import re
 
 from pycomm.parallel.parts import parts_of
@@ -95,9 +96,8 @@ def _sizes(parts):
     width = {info.name: info.param.element_size() for info in parts.infos}
     common = max(width.values(), default=4)
     shapes = parts.original.shapes
-    counts = {name: _product(shape) for name, shape in shapes.items()}
-    here = {id(info.param.untyped_storage()): info.param for info in parts.infos}
-    values = {_storage(tensor): tensor for tensor in here.values()}
+    counts = {name: math.prod(shape) for name, shape in shapes.items()}
+    values = {_storage(info.param): info.param for info in parts.infos}
     for shard in parts.all_shards:
         if shard.values_here is not None:
             values[_storage(shard.values_here)] = shard.values_here
@@ -117,13 +117,6 @@ def _sizes(parts):
 
 def _storage(tensor):
     return tensor.untyped_storage().data_ptr()
-
-
-def _product(shape):
-    count = 1
-    for size in shape:
-        count *= size
-    return count
 
 
 def _text(nbytes):
