@@ -159,7 +159,7 @@ class SequenceAttention(TorchFunctionMode):
         if attn_mask is not None and not batch and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(0)
         try:
-            mask = None if attn_mask is None else checked(attn_mask, query, is_causal, self.length)
+            mask = checked(attn_mask, query, is_causal, self.length)
         except ValueError as error:
             self._refuse(str(error))
         self.calls += 1

@@ -12,14 +12,23 @@ attend to nothing gets zeros and gives no gradient, as in torch. Where numbers s
 the lowest number of the dtype, which torch takes as "all alike"), blocks cannot be merged exactly: refused.
 A mask that needs a gradient (a learned bias) is refused too: its gradient would be in pieces.
 
-Cost: no communication; T^2 elements on every rank, which the model makes itself.
+Cost: no communication; T^2 elements on every rank, which the model makes itself. A call looks at them once:
+what one function of this folder has checked, the next takes as it is (Mask).
 """
+
+from typing import NamedTuple
 
 import torch
 
 from pycomm.parallel.sequence import split
 
-__all__ = ["block_of", "checked", "looks_like_mask", "of_heads"]
+__all__ = ["Mask", "block_of", "checked", "looks_like_mask", "of_heads"]
+
+
+class Mask(NamedTuple):
+    """A mask that has been checked. values: in four dimensions."""
+
+    values: torch.Tensor
 
 
 def looks_like_mask(value, length):
@@ -30,9 +39,11 @@ def looks_like_mask(value, length):
 
 
 def checked(mask, q, is_causal, length):
-    """The mask in four dimensions. q: (batch, all query heads, ...). Raises ValueError for one that attention
-    over `length` positions cannot take.
+    """The Mask of a tensor, None for none. q: (batch, all query heads, ...). Raises ValueError for one that
+    attention over `length` positions cannot take.
     """
+    if mask is None or isinstance(mask, Mask):
+        return mask
     shape, (batch, q_heads) = tuple(mask.shape), q.shape[:2]
     if is_causal:
         raise ValueError("attention takes is_causal=True or attn_mask, not both")
@@ -55,19 +66,21 @@ def checked(mask, q, is_causal, length):
                 "attn_mask has a query that may attend to no key, said by numbers; say it by -inf or by "
                 "truth values, or give no such query"
             )
-    return mask.reshape(aside)
+    return Mask(mask.reshape(aside))
 
 
 def of_heads(mask, heads):
-    """The rank's query heads (start, stop) of a mask."""
-    return mask[:, heads[0] : heads[1]] if mask.shape[1] > 1 else mask
+    """The rank's query heads (start, stop) of a Mask, as a Mask."""
+    values = mask.values
+    return Mask(values[:, heads[0] : heads[1]]) if values.shape[1] > 1 else mask
 
 
 def block_of(mask, q_spans, k_spans):
-    """The part of a mask for the queries at some positions and the keys at others; None where nobody sees
-    anything, which only truth values on a CPU tell.
+    """A Mask's part, a tensor, for the queries at some positions and the keys at others. None where nobody
+    sees anything, which only truth values on a CPU tell.
     """
-    rows = mask if mask.shape[2] == 1 else split.cut(mask, 2, q_spans)
+    values = mask.values
+    rows = values if values.shape[2] == 1 else split.cut(values, 2, q_spans)
     part = split.cut(rows, 3, k_spans)
     if part.dtype == torch.bool and part.device.type == "cpu" and not bool(part.any()):
         return None

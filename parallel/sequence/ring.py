@@ -46,7 +46,7 @@ from torch.autograd.function import once_differentiable
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import block, split
-from pycomm.parallel.sequence.mask import block_of, checked, of_heads
+from pycomm.parallel.sequence.mask import Mask, block_of, checked, of_heads
 from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
 
 __all__ = ["ring_attention", "ring_ulysses_attention"]
@@ -90,7 +90,7 @@ class _RingSpec(NamedTuple):
     spans: tuple
     causal: bool
     scale: float
-    mask: torch.Tensor | None = None
+    mask: Mask | None = None
 
     def source(self, step):
         """Whose block is here in this step."""
@@ -274,10 +274,9 @@ def ring_attention(
             )
     split.check_pieces(q, k, v, group, split.local_length(length, group, comm.ALONE, zigzag))
     spans = tuple(split.ring_spans(length, group.size, rank, zigzag) for rank in range(group.size))
-    if attn_mask is not None:
-        attn_mask = checked(attn_mask, q, is_causal, length)
+    mask = checked(attn_mask, q, is_causal, length)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    spec = _RingSpec(group, spans, is_causal, scale, attn_mask)
+    spec = _RingSpec(group, spans, is_causal, scale, mask)
     return _Ring.apply(q, k, v, spec)
 
 
@@ -315,11 +314,10 @@ def ring_ulysses_attention(
         )
     split.check_pieces(q, k, v, ulysses, sizes[ulysses.rank])
     options = {"is_causal": is_causal, "scale": scale, "zigzag": zigzag, "length": length}
-    if attn_mask is not None:
-        attn_mask = checked(attn_mask, q, is_causal, length)
+    mask = checked(attn_mask, q, is_causal, length)
 
     def around(q, k, v, heads, enable_gqa):
-        mask = None if attn_mask is None else of_heads(attn_mask, heads)
-        return ring_attention(q, k, v, ring, **options, attn_mask=mask)
+        part = None if mask is None else of_heads(mask, heads)
+        return ring_attention(q, k, v, ring, **options, attn_mask=part)
 
     return through_heads(q, k, v, ulysses, around, sizes)

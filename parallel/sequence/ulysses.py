@@ -221,16 +221,14 @@ def ulysses_attention(
     attention = F.scaled_dot_product_attention if attention is None else attention
     split.check_pieces(q, k, v, group, None if sizes is None else sizes[group.rank])
     sizes = split.exchange_lengths(q.shape[2], group, q.device) if sizes is None else sizes
-
-    if attn_mask is not None:
-        attn_mask = checked(attn_mask, q, is_causal, sum(sizes))
+    mask = checked(attn_mask, q, is_causal, sum(sizes))
 
     def whole(q, k, v, heads, enable_gqa):
         if not q.shape[2]:
             return nothing(q, k, v)
         options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
-        if attn_mask is not None:
-            options["attn_mask"] = of_heads(attn_mask, heads)
+        if mask is not None:
+            options["attn_mask"] = of_heads(mask, heads).values
         return attention(q, k, v, **options)
 
     return through_heads(q, k, v, group, whole, sizes)

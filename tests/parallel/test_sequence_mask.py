@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ranks import spawn
 
 from pycomm.parallel.ground import comm
@@ -104,9 +105,35 @@ def test_masks(sizes, zigzag):
 
 def test_a_block_that_nobody_sees_is_left_out():
     mask = make_mask("window", 1, 16)
-    assert masks.block_of(mask, ((8, 16),), ((0, 4),)) is None
-    part = masks.block_of(mask, ((0, 2), (14, 16)), ((1, 3), (12, 13)))
+    assert masks.block_of(masks.Mask(mask), ((8, 16),), ((0, 4),)) is None
+    part = masks.block_of(masks.Mask(mask), ((0, 2), (14, 16)), ((1, 3), (12, 13)))
     assert torch.equal(part[0, 0], mask[0, 0][[0, 1, 14, 15]][:, [1, 2, 12]])
+
+
+class Looks(TorchDispatchMode):
+    """Counts the passes over a whole mask of numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.amax.default
+        return func(*args, **(kwargs or {}))
+
+
+def looks_of_one_call(rank, size):
+    inputs, _, mask = make(SHAPES[0], "bias of heads")
+    mode = SequenceAttention(comm.as_group(None, "ring"), comm.ALONE, True)
+    mode.length = inputs[0].shape[2]
+    pieces = [split.cut(x, 2, split.ring_spans(mode.length, size, rank, True)) for x in inputs]
+    with Looks() as looks, mode:
+        F.scaled_dot_product_attention(*pieces, mask)
+    assert looks.count == 1, looks.count
+
+
+def test_a_mask_is_looked_at_once():
+    spawn(2, looks_of_one_call)
 
 
 @pytest.mark.parametrize(
