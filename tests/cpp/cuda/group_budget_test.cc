@@ -74,10 +74,10 @@ void test_many_sends(const Setting& setting, int peers) {
   const auto body = [&](Rank& rank) {
     Member me(rank, setting.devices);
     const int n = rank.world_size;
-    auto call = [](std::vector<float>& data, bool sends, int peer) {
+    auto call = [](Buffer& data, bool sends, int peer) {
       return MessageCall{sends, peer, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
     };
-    std::list<std::vector<float>> sent, received;
+    std::list<Buffer> sent, received;
     std::vector<CudaWorkPtr> works;
     for (int k = 1; k <= peers; ++k) {
       sent.emplace_back(large, static_cast<float>(rank.rank));
@@ -112,11 +112,11 @@ void test_queues(const Setting& setting, size_t refused_at) {
   const auto body = [&](Rank& rank) {
     Member me(rank, setting.devices);
     const int n = rank.world_size;
-    auto call = [](std::vector<float>& data, bool sends, int peer) {
+    auto call = [](Buffer& data, bool sends, int peer) {
       return MessageCall{sends, peer, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
     };
     rank.barrier();
-    std::list<std::vector<float>> data;
+    std::list<Buffer> data;
     std::vector<CudaWorkPtr> works;
     if (rank.rank == 0) {
       for (bool sends : {true, false})

@@ -53,6 +53,19 @@ class OwnStream {
   ContextGuard guard_;
 };
 
+// Memory that kernels use. Where a test fails they may still be running, so it is kept to the end.
+class Buffer : public std::vector<float> {
+ public:
+  using std::vector<float>::vector;
+  ~Buffer() {
+    if (!std::uncaught_exceptions()) return;
+    static std::mutex mutex;
+    static auto& kept = *new std::list<std::vector<float>>;
+    const std::lock_guard lock(mutex);
+    kept.push_back(std::move(*this));
+  }
+};
+
 struct Spec {
   OpKind kind = OpKind::all_reduce;
   size_t count = 1;  // all_reduce, reduce, broadcast: of the buffer; else of one part
@@ -234,7 +247,7 @@ class Trial {
   const int n_, me_;
   const uint64_t salt_;
   Registered registered_{};
-  std::vector<float> plain_;
+  Buffer plain_;
   size_t out_count_ = 0;
   float *in_ = nullptr, *out_ = nullptr;
   std::string wrong_;
