@@ -2,7 +2,8 @@
 
 They are kept in build/tests/ by what the compiler sees: the preprocessed source, the flags and the version
 of the compiler. So all tests, all workers of a run and all runs share them, and a change compiles only what
-it changes.
+it changes. Sources of csrc/ that need no flags of a test's own are not compiled again: `built` finds the
+object files of the extension, so that what is tested is what users get.
 """
 
 import fcntl
@@ -12,11 +13,16 @@ import os
 import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
+from importlib.metadata import version
 from pathlib import Path
 
-KEPT = Path(__file__).parent.parent / "build" / "tests"
+ROOT = Path(__file__).parent.parent
+KEPT = ROOT / "build" / "tests"
 JOBS = 2
 DAYS = 7  # that an object file is kept after its last use
+# Of the fake device (tests/cpp/cuda/fake_*.cc, fiber*.cc, machine.cc) wherever nothing else is asked for.
+DEVICE_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
+DEVICE_FLAGS += ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
 
 
 def command(arguments):
@@ -29,6 +35,19 @@ def command(arguments):
 def in_parallel(function, jobs):
     with ThreadPoolExecutor(JOBS) as pool:
         return list(pool.map(function, jobs))
+
+
+def built(sources):
+    """The object files of the extension for sources of csrc/, in their order."""
+    folder = ROOT / "build" / f"temp-{'.'.join(version('torch').split('.')[:2])}"
+    found = {source: (folder / Path(source).relative_to(ROOT)).with_suffix(".o") for source in sources}
+    old = [str(source) for source, file in found.items() if not file.exists() or is_newer(source, file)]
+    assert not old, f"build the extension first: {old}"
+    return list(found.values())
+
+
+def is_newer(source, file):
+    return Path(source).stat().st_mtime > file.stat().st_mtime
 
 
 def objects(sources, flags):

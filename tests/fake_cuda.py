@@ -27,25 +27,16 @@ import sysconfig
 import tempfile
 import time
 import traceback
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import compiled
 import torch
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "cpp" / "cuda"
-SOURCES = (
-    "fake_torch_module",
-    "fake_launch",
-    "fake_processors",
-    "fake_torch_device",
-    "fake_driver",
-    "fake_streams",
-    "fake_virtual_memory",
-)
-FIBERS = ("fiber", "fiber_ops", "machine")
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-fvisibility=hidden"]
-FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
+FOR_TORCH = ("fake_torch_module", "fake_torch_device")
+DEVICE = ("fake_launch", "fake_processors", "fake_driver", "fake_streams", "fake_virtual_memory")
+DEVICE += ("fiber", "fiber_ops", "machine")
 REPLACED = ("stub.cc",)  # and what nvcc makes, which has no source of this ending
 LIMIT = 40  # seconds of a case
 
@@ -53,76 +44,27 @@ LIMIT = 40  # seconds of a case
 # --- building --------------------
 
 
-def normal_objects():
-    """Object files of the normal build that go into the variant."""
-    minor = ".".join(torch.__version__.split(".")[:2])
-    built = ROOT / "build" / f"temp-{minor}"
-    sources = [path for path in sorted((ROOT / "csrc").rglob("*.cc")) if path.name not in REPLACED]
-    objects = [(built / path.relative_to(ROOT)).with_suffix(".o") for path in sources]
-    pairs = zip(objects, sources, strict=True)
-    old = [
-        str(path)
-        for path, source in pairs
-        if not path.exists() or path.stat().st_mtime < source.stat().st_mtime
-    ]
-    assert not old, f"build the extension first: {old}"
-    return objects
-
-
 def build():
     """Path of the variant; made anew when a source or an object file has changed."""
+    normal = compiled.built(path for path in (ROOT / "csrc").rglob("*.cc") if path.name not in REPLACED)
+    include = Path(torch.__file__).parent / "include"
+    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
+    of_torch = [part for path in folders for part in ("-isystem", path)]
+    jobs = [(HERE / f"{name}.cc", [*compiled.DEVICE_FLAGS, *of_torch]) for name in FOR_TORCH]
+    jobs += [(HERE / f"{name}.cc", compiled.DEVICE_FLAGS) for name in DEVICE]
+    files = [*normal, *compiled.in_parallel(lambda job: compiled.object_file(*job), jobs)]
+    facts = "".join(f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}\n" for path in sorted(files))
     folder = ROOT / "build" / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
-    headers = [*(ROOT / "csrc").rglob("*.h"), *(ROOT / "csrc").rglob("*.cuh"), *HERE.glob("*.h")]
-    common = _digest(sorted(headers)) + torch.__version__ + " ".join(FLAGS)
-    with ThreadPoolExecutor(2) as pool:
-        own = list(pool.map(lambda name: _compile(HERE / f"{name}.cc", folder, common), [*SOURCES, *FIBERS]))
-    normal = normal_objects()
-    facts = "".join(f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}\n" for path in [*normal, *own])
     library = folder / f"_C-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
     if not library.exists():
-        _forget(folder, "_C-*.so")
+        for old in folder.glob("_C-*.so"):
+            old.unlink(missing_ok=True)
         lib = Path(torch.__file__).parent / "lib"
         libraries = [f"-L{lib}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-        _command(["g++", "-shared", "-pthread", *map(str, [*normal, *own]), *libraries], library)
+        own = library.with_name(f"{library.name}.{os.getpid()}")
+        compiled.link([*files, *libraries], own, ["-shared"]).rename(library)
     return library
-
-
-def _digest(paths):
-    return hashlib.sha256(b"".join(path.read_bytes() for path in paths)).hexdigest()
-
-
-def _compile(source, folder, common):
-    target = (
-        folder / f"{source.stem}-{hashlib.sha256((common + _digest([source])).encode()).hexdigest()[:16]}.o"
-    )
-    if not target.exists():
-        _forget(folder, f"{source.stem}-*.o")
-        include = Path(torch.__file__).parent / "include"
-        folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
-        _command(
-            [
-                "g++",
-                *FLAGS,
-                *(part for path in folders for part in ("-isystem", str(path))),
-                "-c",
-                str(source),
-            ],
-            target,
-        )
-    return target
-
-
-def _command(arguments, target):
-    temporary = target.with_name(f"{target.name}.{os.getpid()}")
-    result = subprocess.run([*arguments, "-o", str(temporary)], capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
-    temporary.rename(target)
-
-
-def _forget(folder, pattern):
-    for path in folder.glob(pattern):
-        path.unlink(missing_ok=True)
 
 
 # --- in a process with the variant --------------------

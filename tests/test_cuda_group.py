@@ -6,11 +6,10 @@ import subprocess
 
 import compiled
 import pytest
-from test_cuda_host import CUDA, FAKE, HERE, QUIET, ROOT
+from test_cuda_host import CUDA, FAKE, FLAGS, HERE, ROOT
 from test_sanitizers import core_sources
 
-# Not optimised: the compiler takes longer than the programs.
-FLAGS = ["-std=c++20", "-pthread", "-Wall", "-Wextra", *QUIET]
+MAIN = [*FLAGS, "-O0"]  # of the programs: the compiler takes longer than they run
 HOST = [*sorted(CUDA.glob("*.cc")), *sorted((CUDA / "device").glob("*.cc"))]
 FIBERS = [HERE / f"{name}.cc" for name in ("fiber", "fiber_ops", "machine", "fake_launch", "fake_processors")]
 PROGRAMS = ("group_test", "group_streams_test", "group_faults_test", "group_budget_test")
@@ -22,11 +21,11 @@ def programs(tmp_path_factory):
     """The path of each program, by name."""
     folder = tmp_path_factory.mktemp("cuda_group")
 
-    optimised = compiled.objects(FIBERS, [*FLAGS, "-O1"])  # the compiler takes longer than the rest runs
-    shared = [*core_sources(ROOT / "csrc"), *HOST, *FAKE]
-    files = compiled.objects([*shared, *(HERE / f"{name}.cc" for name in PROGRAMS)], FLAGS)
-    for name, main in zip(PROGRAMS, files[len(shared) :], strict=True):
-        compiled.link([*optimised, *files[: len(shared)], main], folder / name)
+    shared = compiled.built([*core_sources(ROOT / "csrc"), *HOST])
+    shared += compiled.objects([*FAKE, *FIBERS], FLAGS)
+    mains = compiled.objects([HERE / f"{name}.cc" for name in PROGRAMS], MAIN)
+    for name, main in zip(PROGRAMS, mains, strict=True):
+        compiled.link([*shared, main], folder / name)
     return {name: folder / name for name in PROGRAMS}
 
 

@@ -12,14 +12,13 @@ from test_sanitizers import core_sources
 ROOT = Path(__file__).parent.parent
 CUDA = ROOT / "csrc" / "cuda"
 HERE = ROOT / "tests" / "cpp" / "cuda"
-QUIET = ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
-FLAGS = ["-std=c++20", "-O1", "-pthread", "-Wall", "-Wextra", *QUIET]
+FLAGS = compiled.DEVICE_FLAGS
 HOST = [
     *sorted((CUDA / "device").glob("*.cc")),
     CUDA / "budget.cc",
     CUDA / "protocol.cc",
-    CUDA / "kernels" / "stub.cc",
 ]
+STUB = CUDA / "kernels" / "stub.cc"  # not in an extension that has kernels
 FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
 PROGRAMS = ("host_test", "peer_memory_test")
 MACHINES = {
@@ -38,11 +37,12 @@ def programs(tmp_path_factory):
     """The path of each program, by name."""
     folder = tmp_path_factory.mktemp("cuda_host")
 
-    sources = [*core_sources(ROOT / "csrc"), *HOST, *FAKE]
-    files = compiled.objects([*sources, *(HERE / f"{name}.cc" for name in PROGRAMS)], FLAGS)
-    shared, mains = files[: len(sources)], files[len(sources) :]
-    for name, main in zip(PROGRAMS, mains, strict=True):
-        compiled.link([*shared, main], folder / name)
+    extension = compiled.built([*core_sources(ROOT / "csrc"), *HOST])
+    *shared, host, memory = compiled.objects(
+        [*FAKE, STUB, *(HERE / f"{name}.cc" for name in PROGRAMS)], FLAGS
+    )
+    for name, main in zip(PROGRAMS, (host, memory), strict=True):
+        compiled.link([*extension, *shared, main], folder / name)
     return {name: folder / name for name in PROGRAMS}
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import compiled
 import pytest
-from test_cuda_group import CUDA, FIBERS, FLAGS, HERE, HOST
+from test_cuda_group import CUDA, FIBERS, FLAGS, HERE, HOST, MAIN
 from test_cuda_host import FAKE, ROOT
 from test_sanitizers import core_sources
 
@@ -45,9 +45,9 @@ FAULTS = {
 
 def objects():
     """{source: object file} of everything but the programs."""
-    shared = [*core_sources(ROOT / "csrc"), *HOST, *FAKE]
-    files = compiled.objects(FIBERS, [*FLAGS, "-O1"]) + compiled.objects(shared, FLAGS)
-    return dict(zip([*FIBERS, *shared], files, strict=True))
+    extension, device = [*core_sources(ROOT / "csrc"), *HOST], [*FAKE, *FIBERS]
+    files = compiled.built(extension) + compiled.objects(device, FLAGS)
+    return dict(zip([*extension, *device], files, strict=True))
 
 
 def found(fault, files, folder):
@@ -56,9 +56,9 @@ def found(fault, files, folder):
     file = folder / "csrc" / "cuda" / fault.file
     file.write_text(file.read_text().replace(fault.old, fault.new))
     changed = folder / "changed.o"
-    compiled.command([*FLAGS, "-w", "-c", file, "-o", changed])
+    compiled.command([*MAIN, "-w", "-c", file, "-o", changed])
     others = [target for source, target in files.items() if source != CUDA / fault.file]
-    main = compiled.object_file(HERE / f"{fault.program}.cc", FLAGS)
+    main = compiled.object_file(HERE / f"{fault.program}.cc", MAIN)
     program = compiled.link([*others, changed, main], folder / "program")
     try:
         done = subprocess.run([str(program)], capture_output=True, text=True, timeout=150)

@@ -24,7 +24,6 @@ import pytest
 import test_cuda_kernels as kernels
 from compiled import command, in_parallel, link
 from test_cuda_kernels import (
-    BESIDE,
     FEW_KERNELS,
     OWN,
     ROOT,
@@ -369,10 +368,6 @@ def compile_all(jobs):
     in_parallel(lambda job: command([*kernels.FLAGS, *job[3], "-c", job[0] / job[1], "-o", job[2]]), jobs)
 
 
-def objects_in(folder, sources):
-    return {source: folder / f"{source.parent.name}-{source.stem}.o" for source in sources}
-
-
 class Base(NamedTuple):
     """The program without a fault, as one detector needs it."""
 
@@ -391,10 +386,9 @@ def build(detector, folder):
     header.write_text("".join(f"#include {header}\n" for header in STANDARD.split()))
     command(["-std=c++20", "-pthread", *flags, "-x", "c++-header", header, "-o", f"{header}.gch"])
     with_header = [*flags, "-include", header]
-    beside, own = objects_in(folder, BESIDE), objects_in(folder, OWN)
-    jobs = [(sources, source, target, with_header) for source, target in own.items()]
-    compile_all([*jobs, *((sources, source, target, []) for source, target in beside.items())])
-    objects = {**own, **beside}
+    own = {source: folder / f"{source.parent.name}-{source.stem}.o" for source in OWN}
+    compile_all([(sources, source, target, with_header) for source, target in own.items()])
+    objects = {**own, **kernels.beside()}
     return Base(sources, with_header, objects, link(objects.values(), folder / "base", flags))
 
 
