@@ -92,8 +92,9 @@ def parallelize_on(mesh, model, opt, trunk):
     deferred = make_deferred(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
-    if plan.tp > 1:
-        tensor.reads = Reads(model, tensor.layouts)
+    if plan.tp * plan.ep > 1:
+        dealt = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
+        tensor.reads = Reads(model, tensor.layouts, dealt)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])

@@ -371,7 +371,12 @@ def _to_meta(parameter):
 
 
 def _mark_parameters(name, module, device):
-    """Of an absent module, for a forward that reads them itself (a head that is tied by hand)."""
+    """Of an absent module, for a forward that reads them itself (a head that is tied by hand), or asks for
+    their sizes: those of one process, also where tensor parallelism has cut them.
+    """
+    layouts = module.layouts() if hasattr(module, "layouts") else {}
     for key, parameter in module._parameters.items():
         if parameter is not None and parameter.is_meta:
+            if key in layouts:
+                parameter = torch.empty(layouts[key].full_shape, dtype=parameter.dtype, device="meta")
             module._parameters[key] = absent_parameter(parameter, repr(f"{name}.{key}"), device)

@@ -5,7 +5,7 @@ weights of this microbatch's version       PipeDream (pipeline/updates.py)
 a pass of the units                        ZeRO-3 gathers and frees parameters (zero/units.py)
 modes of torch functions                   attention over the whole sequence; weight gradients for later;
                                            ZeRO-3 gathers what is read beside its module (zero/reading.py);
-                                           tp refuses what is read beside its layer (tensor/reads.py)
+                                           what tp has cut is not read beside its layer (tensor/reads.py)
 this model's random numbers                equal or different on the ranks of tp (ground/streams.py)
 """
 
@@ -81,8 +81,8 @@ def forward_pass(parts, phase, stage, number):
             stack.enter_context(DeferWeights(parts.deferred, (stage, number)))
         if parts.units is not None:
             stack.enter_context(parts.units.reading)
-        if parts.tensor.reads is not None and phase is Phase.FORWARD:
-            stack.enter_context(parts.tensor.reads.looked_for((stage, number)))
+        if parts.tensor.reads is not None:
+            stack.enter_context(parts.tensor.reads.refused())
         # A single process draws from the user's stream, as it always did.
         if parts.mesh.world.size > 1 and parts.model.training:
             stack.enter_context(parts.streams.active())

@@ -187,6 +187,7 @@ class SublayerForward:
 
     def __init__(self, inner, fqn, source, width=None):
         self.inner, self.fqn, self.source, self.width = inner, fqn, source, width
+        self.running = False
 
     def view(self, x, views):
         if (
@@ -207,6 +208,7 @@ class SublayerForward:
         views = {}
         args = [self.view(x, views) for x in args]
         kwargs = {name: self.view(x, views) for name, x in kwargs.items()}
+        outer, self.running = self.running, True
         try:
             return self.inner(*args, **kwargs)
         except (RuntimeError, ValueError, AssertionError) as error:
@@ -219,3 +221,5 @@ class SublayerForward:
                 f"features: {error}. If it runs without tp, "
                 f"pass rules={{{self.fqn!r}: 'replicate'}}, or 'column' for its Linear layers"
             ) from error
+        finally:
+            self.running = outer
