@@ -159,17 +159,30 @@ class Applier:
         return any(fqn == above or fqn.startswith(above + ".") for above in self.wholly)
 
 
+def is_whole(model, sublayer):
+    return not any(buffer.is_meta for buffer in model.get_submodule(sublayer.owner).buffers())
+
+
+def kind_of(model, sublayer):
+    """Equal for sublayers that compute alike."""
+    owner = model.get_submodule(sublayer.owner)
+    shapes = tuple((name, tuple(p.shape)) for name, p in owner.named_parameters())
+    return type(owner), sublayer.rule, len(sublayer.columns), shapes
+
+
 def checked(model, cuts, group):
     """The sublayers that compute the same in parts; the others join cuts.whole and say why."""
-    reasons, kept = {}, []  # kind of sublayer -> None, or why it must not be cut
     for sublayer in cuts.sublayers:
         if sublayer.counts is not None:
             split_heads(sublayer.counts.q_heads, sublayer.counts.kv_heads, group.size, sublayer.owner)
-        owner = model.get_submodule(sublayer.owner)
-        shapes = tuple((name, tuple(p.shape)) for name, p in owner.named_parameters())
-        kind = type(owner), sublayer.rule, len(sublayer.columns), shapes
+    reasons, kept = {}, []  # kind of sublayer -> None, or why it must not be cut
+    # Those that a pipeline stage has first: of others the buffers may be gone, without which nothing runs.
+    for sublayer in sorted(cuts.sublayers, key=lambda sublayer: not is_whole(model, sublayer)):
+        kind = kind_of(model, sublayer)
         if kind not in reasons:
             reasons[kind] = probe(model, sublayer, group.size)
+    for sublayer in cuts.sublayers:
+        kind = kind_of(model, sublayer)
         if reasons[kind] is None:
             kept.append(sublayer)
             continue

@@ -10,8 +10,8 @@ given random weights, and run on a random input (1, 5, h)
                 accept when y' = y
 
 without communication, alike on all ranks because weights and input come from one seed. One owner of each kind
-is run, not every block. An owner that cannot be run on x alone (it asks for more arguments) is accepted
-unseen. Cost: two copies of one owner in float32, n + 2 small forwards.
+is run, not every block; its weights may be on meta, as those of other pipeline stages are, its buffers not.
+An owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of one owner in float32, n + 2 small forwards.
 """
 
 import copy
@@ -61,13 +61,11 @@ def prepared(owner):
     cannot be copied.
     """
     parameters = list(owner.parameters())
-    if (
-        any(parameter.is_meta for parameter in parameters)
-        or sum(parameter.numel() for parameter in parameters) > LARGEST
-    ):
+    if any(buffer.is_meta for buffer in owner.buffers()) or sum(p.numel() for p in parameters) > LARGEST:
         return None
+    empty = {id(p): nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for p in parameters if p.is_meta}
     try:
-        twin = copy.deepcopy(owner).float().eval()
+        twin = copy.deepcopy(owner, empty).float().eval()
     except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError):
         return None
     generator = torch.Generator().manual_seed(1)
