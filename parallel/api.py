@@ -11,7 +11,19 @@ from pycomm.parallel.run.step import run_step
 __all__ = ["evaluate", "grad_norm", "sampler", "step"]
 
 
-def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=None, sharded=False):
+def step(
+    model,
+    opt,
+    batch,
+    loss_fn=None,
+    *,
+    microbatches=1,
+    clip=None,
+    count=None,
+    sharded=False,
+    update=True,
+    scaler=None,
+):
     """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective
     over all ranks.
 
@@ -31,6 +43,11 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
             clipping, and no norm is computed.
         count: targets -> number of values that the mean runs over, where that is not the targets other than
             -100 (whole numbers) or all elements (real numbers).
+        update: False adds this batch's gradients to those of the next call, which may be another such one;
+            `clip` and the optimizer wait for a call that updates. The mean is over the targets of all these
+            calls, as if their batches were one. opt.zero_grad(), an error and load() drop what waits.
+        scaler: torch.amp.GradScaler: the loss is scaled, an inf or nan in a gradient of any rank skips the
+            optimizer on all, and the scaler is updated. Norm and clip are of unscaled gradients.
 
     A parameter that got no gradient on any rank is passed over by the optimizer, as in a single process.
     BatchNorm is over the rows of a microbatch on all data ranks, and its averages are equal there; other
@@ -49,7 +66,8 @@ def step(model, opt, batch, loss_fn=None, *, microbatches=1, clip=None, count=No
         )
     with parts.last_words.told():
         batch, loss_fn = for_loss(model, batch, loss_fn)
-        result = run_step(parts, batch, Options(loss_fn, microbatches, clip, count, sharded))
+        options = Options(loss_fn, microbatches, clip, count, sharded, update, scaler)
+        result = run_step(parts, batch, options)
     parts.last_step.note(result.norm)
     return result.loss
 

@@ -32,6 +32,7 @@ from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.split_backward import WeightStore
 from pycomm.parallel.ground.streams import RandomStreams
+from pycomm.parallel.ground.window import Window
 from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.pipeline.ties import Tie
@@ -90,6 +91,7 @@ class Parallelized:
     ties: tuple[Tie, ...]  # weights that two stages hold
     last_words: LastWords  # what ranks have raised
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
+    window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
 
     @property
     def all_shards(self):

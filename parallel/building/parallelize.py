@@ -41,10 +41,10 @@ from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
-from pycomm.parallel.parts import Parallelized, attach
+from pycomm.parallel.parts import Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.tensor.reads import Reads
-from pycomm.parallel.zero.optimizer import replace_parameters
+from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
 __all__ = ["parallelize", "parallelize_on"]
 
@@ -126,6 +126,8 @@ def parallelize_on(mesh, model, opt, trunk):
         ),
     )
     save_pretrained_whole(model)
+    if opt is not None:
+        guard(opt, parts_of(model).window.discard)
     if LOG.isEnabledFor(logging.INFO):
         LOG.info("%s", describe(model))
 

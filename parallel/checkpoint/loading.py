@@ -47,6 +47,7 @@ def load(model, opt, path):
     if opt is not None:
         _check_optimizer(opt, path, catalog, head["about"], members)
     state, fresh = together(parts, lambda: _to_load(parts, opt, path, catalog))
+    parts.window.discard()  # gradients of the values before
     _read(parts, path, state)
     if opt is not None:
         _set_optimizer(opt, fresh, state, head["about"])

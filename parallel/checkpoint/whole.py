@@ -61,10 +61,16 @@ def full_gradients(model):
 
     Returns {name: tensor} of the parameters that are trained, in the dtype that gradients are summed in, a
     tied parameter under its first name. They are after clipping, but before it under precision="bf16" or
-    offload, where the clip factor is applied to a copy. Zeros before the first step. Raises ValueError for a
-    model that has not been through parallelize().
+    offload, where the clip factor (and that of several calls, or of a scaler) is applied to a copy. Zeros
+    before the first step. Raises ValueError for a model that has not been through parallelize(), and while
+    gradients wait for a step.
     """
     parts, entries = parts_of(model), []
+    if not parts.window.is_empty:
+        raise ValueError(
+            f"full_gradients: those of {parts.window.calls} calls with update=False wait for the step, which "
+            "sums them over the ranks: ask after it"
+        )
     for reducer in parts.reducers.values():
         for bucket in reducer.buckets:
             flat = bucket.gradient()

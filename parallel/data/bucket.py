@@ -171,6 +171,13 @@ class Bucket:
         own = self.gradient()
         return [(piece, self.elements(piece, own)) for piece in self.owned]
 
+    def not_finite(self):
+        """How many gradients of what this rank counts have an inf or nan: a 0-dim int64 tensor."""
+        parts = [part for _, part in self._norm_parts() if part.numel()]
+        if not parts:
+            return torch.zeros((), dtype=torch.int64, device=self.device)
+        return torch.stack([~part.isfinite().all() for part in parts]).sum()
+
     def norm_squared(self):
         """Sum of squares, as a 0-dim float64 tensor, of what this rank counts: each element of the model is
         counted by one rank.

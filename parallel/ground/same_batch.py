@@ -1,8 +1,11 @@
-"""Whether all ranks were given the same batch, found out by a sum that travels with other numbers.
+"""Whether all ranks were given the same batch, and call step alike, found out by a sum that travels with
+other numbers.
 
 Each rank makes a number m of its batch. Over n ranks, the numbers are equal exactly where
 n * sum(m^2) = sum(m)^2, so the sums of m and of m^2 say it, and no rank needs a gather.
 """
+
+from typing import NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -10,21 +13,33 @@ from torch.utils._pytree import tree_leaves
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets
 
-__all__ = ["SameBatch"]
+__all__ = ["Call", "SameBatch", "mark_of"]
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Call(NamedTuple):
+    """What else all ranks must agree on."""
+
+    update: bool = True  # gradients become a step, or wait
+    scale: float = 1.0  # of the loss
+
+
+PLAIN = Call()
+
+
 class SameBatch:
-    """The check of one step. batch: None where ranks have batches of their own, and nothing is checked; the
+    """The check of one step. batch: None where ranks have batches of their own, which are not compared; the
     numbers are summed all the same, so that ranks that were called in two ways do not wait for each other.
     """
 
-    def __init__(self, batch, world, device):
+    def __init__(self, batch, world, device, call=PLAIN):
         self.world = world  # Group of all ranks
-        self.mark = None if batch is None else mark_of(batch)
-        mark = float(self.mark or 0)
-        self.numbers = torch.tensor([mark, mark**2], dtype=torch.float64, device=device)
+        self.scale = call.scale
+        self.compares = batch is not None
+        marks = mark_of(inputs_and_targets(batch)) if self.compares else 0, mark_of(torch.tensor(call.scale))
+        numbers = [call.update, *(power for mark in marks for power in (mark, mark**2))]
+        self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.work = None  # the sum under way
 
     def start(self):
@@ -32,23 +47,42 @@ class SameBatch:
         self.work = comm.all_reduce(self.numbers, self.world, async_op=True)
 
     def check(self, sums=None):
-        """Raises ValueError, on every rank, where batches differ. sums: of `numbers`; None: after start()."""
+        """Raises ValueError, on every rank, where batches or calls differ. sums: of `numbers`; None: after
+        start().
+        """
         if sums is None:
             self.work.wait()
             sums = self.numbers
-        if self.mark is not None and self.world.size * float(sums[1]) != float(sums[0]) ** 2:
+        updating, *sums = sums.tolist()
+        who, size = f"[rank {self.world.rank}] step:", self.world.size
+        if updating not in (0, size):
             raise ValueError(
-                f"[rank {self.world.rank}] step: the ranks were given different batches. Give every rank the "
-                "whole batch, or say sharded=True when each data rank has its own; no parameter was changed"
+                f"{who} {int(updating)} of {size} ranks were called with update=True, the others with "
+                "update=False. Update on all ranks in the same call; no parameter was changed"
+            )
+        if self.compares and _differ(*sums[:2], size):
+            raise ValueError(
+                f"{who} the ranks were given different batches. Give every rank the whole batch, or say "
+                "sharded=True when each data rank has its own; no parameter was changed"
+            )
+        if _differ(*sums[2:], size):
+            raise ValueError(
+                f"{who} the scaler of this rank has the scale {self.scale}, others have another. Make it "
+                "alike on all ranks, and leave scaler.update() to step; no parameter was changed"
             )
 
 
-def mark_of(batch):
-    """A number below 2^20 that two different batches hardly share: from the bits of all values, so that no
-    rounding and no nan is in it.
+def _differ(total, squares, size):
+    """Whether marks of `size` ranks are not all equal."""
+    return size * squares != total**2
+
+
+def mark_of(tree):
+    """A number below 2^20 that two different trees of tensors hardly share: from the bits of all values, so
+    that no rounding and no nan is in it.
     """
     mark = 0
-    for leaf in tree_leaves(inputs_and_targets(batch)):
+    for leaf in tree_leaves(tree):
         if isinstance(leaf, torch.Tensor):
             values = torch.view_as_real(leaf) if leaf.is_complex() else leaf
             bits = values.reshape(-1).contiguous().view(WHOLE[values.element_size()]).long()

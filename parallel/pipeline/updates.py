@@ -27,10 +27,11 @@ class PipeDreamUpdates:
     """What a step asks of updates (run/updates.py), for one step.
 
     reducers: stage -> Reducer. take_step: stage -> None, one step of the stage's optimizer. Raises ValueError
-    for a clip.
+    for a clip and for gradients that are to wait.
     """
 
     separate = True
+    weight = scale = 1.0  # of the loss
 
     def __init__(self, reducers, take_step, mesh, device, options):
         if options.clip is not None:
@@ -38,12 +39,22 @@ class PipeDreamUpdates:
                 f'step(clip={options.clip!r}): with schedule "pipedream" the stages step one by one, so '
                 "there is no norm of the whole gradient. Use clip=None, or another schedule"
             )
+        if not options.update:
+            raise ValueError(
+                'step(update=False): with schedule "pipedream" every microbatch is an update of its own, so '
+                "no gradients wait for a later call. Give one call all microbatches, or use another schedule"
+            )
+        if options.scaler is not None and options.scaler.is_enabled():
+            raise ValueError(
+                'step(scaler=...): with schedule "pipedream" the stages step one by one, so that they cannot '
+                "leave a step out together. Use bf16 without a scaler, or another schedule"
+            )
         self.reducers, self.take_step = reducers, take_step
         self.mesh, self.device = mesh, device
         self.microbatches = options.microbatches
         self.stashes = {stage: WeightStash(reducer.params) for stage, reducer in reducers.items()}
 
-    def begin(self, same):
+    def begin(self, same, targets):
         same.start()
         same.check()
 

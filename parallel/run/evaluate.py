@@ -16,7 +16,7 @@ __all__ = ["run_evaluation"]
 def run_evaluation(parts, batch, options):
     """parts: Parallelized. Returns the loss, a float64 tensor without dimensions, on every rank."""
     losses = []
-    microbatches = prepare(parts, batch, options)
+    microbatches, _ = prepare(parts, batch, options)
     with sharded_logits(parts.tensor.head, options.loss_fn):
         for number, microbatch in enumerate(microbatches):
             losses += _evaluate(parts, number, microbatch, options.loss_fn)

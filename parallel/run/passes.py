@@ -91,8 +91,9 @@ def forward_pass(parts, phase, stage, number):
 
 def forget_passes(parts):
     """After a step that raised: forgets what its passes left for later ones. Gradients are cleared at the
-    next step.
+    next step, those of earlier calls that waited for this one too.
     """
+    parts.window.discard()
     if parts.units is not None:
         parts.units.forget_orders()
     if parts.deferred is not None:
@@ -133,6 +134,7 @@ class StagePasses:
             if stage == self.last:
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
                 self.losses.append(y.detach())
+                y = y if self.updates.weight == 1.0 else y * self.updates.weight
         self.saved[stage, microbatch] = x, y, parts.split.length if parts.split is not None else None
         return None if stage == self.last else y.detach()
 

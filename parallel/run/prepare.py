@@ -29,6 +29,8 @@ class Options:
     clip: float | None = None  # largest norm of the gradient; None: it is not computed
     count: Callable | None = None  # targets -> how many count; None: count_targets
     sharded: bool = False  # the batch is that of this data rank, not the whole one
+    update: bool = True  # False: the gradients wait for those of the next call
+    scaler: torch.amp.GradScaler | None = None  # of the loss
 
     def __post_init__(self):
         if self.clip is not None and not self.clip >= 0:
@@ -37,8 +39,8 @@ class Options:
 
 
 def prepare(parts, batch, options, separate=False):
-    """The Microbatches of this rank. parts: Parallelized. separate: each is a batch of its own (PipeDream),
-    whose loss is a mean over its own targets.
+    """(the Microbatches of this rank, how many targets of the whole batch count). parts: Parallelized.
+    separate: each is a batch of its own (PipeDream), whose loss is a mean over its own targets.
     """
     counter = options.count or count_targets
     if options.sharded:
@@ -48,12 +50,14 @@ def prepare(parts, batch, options, separate=False):
         pieces = split_batch(batch, options.microbatches, *parts.mesh.rows)
         whole = split_batch(batch, options.microbatches, 1, 0)
         totals = [int(counter(piece.targets)) for piece in whole]
+    targets = sum(totals)
     if not separate:
-        totals = [sum(totals)] * options.microbatches
-    return [
+        totals = [targets] * options.microbatches
+    pieces = [
         dataclasses.replace(piece, total=max(total, 1), count_of=counter)
         for piece, total in zip(pieces, totals, strict=True)
     ]
+    return pieces, targets
 
 
 def _prepare_sharded(parts, batch, microbatches, counter):

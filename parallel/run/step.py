@@ -12,7 +12,7 @@ Every loss is counted by one rank of those that hold the same one.
 """
 
 from pycomm.parallel.ground.plan import ScheduleName
-from pycomm.parallel.ground.same_batch import SameBatch
+from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
@@ -30,15 +30,17 @@ def run_step(parts, batch, options, make_passes=StagePasses):
     raised on all ranks the model is as before.
     """
     updates = _updates_of(parts, options)
-    microbatches = prepare(parts, batch, options, updates.separate)
-    for moe in parts.moes:
-        moe.aux_scale = 1.0 / options.microbatches
-    for reducer in parts.reducers.values():
-        reducer.zero_grad()
-    same = SameBatch(None if options.sharded else batch, parts.mesh.world, parts.device)
-    passes = make_passes(parts, microbatches, options.loss_fn, updates)
     try:
-        updates.begin(same)
+        microbatches, targets = prepare(parts, batch, options, updates.separate)
+        if parts.window.is_empty:
+            for reducer in parts.reducers.values():
+                reducer.zero_grad()
+        shown = None if options.sharded else batch
+        call = Call(options.update, updates.scale)
+        updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
+        for moe in parts.moes:
+            moe.aux_scale = updates.weight / options.microbatches
+        passes = make_passes(parts, microbatches, options.loss_fn, updates)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             _run_passes(parts, passes, options.microbatches)
         return updates.end(passes.losses)

@@ -1,8 +1,10 @@
 """One update at the end of a step, which is how every schedule but PipeDream's works.
 
     gradients     the last buckets arrive; tied weights of two stages are exchanged        pipeline/ties.py
-    numbers       one all_reduce over all ranks of: squares of the gradient, loss, check of the batch,
-                  users of each parameter
+    numbers       one all_reduce over all ranks of: squares of the gradient, loss, gradients that are not
+                  finite, check of the batch, users of each parameter
+    factor        of what the sum of several calls' gradients is a mean over               ground/window.py
+                  1 / scale, where the loss was scaled                                     scaling.py
     clip          factor = min(1, clip / norm)
     optimizer     on what this rank owns; new values go to where they are computed with    zero/optimizer.py
 
@@ -10,16 +12,21 @@ Every element of the model is counted by exactly one rank in the norm.
 
 [Note: alone] Where there is no norm and no other rank has gradients of this rank's parameters, the optimizer
 waits for nobody, so a pipeline's ranks take their steps while others still work. The check of the batch then
-travels during the passes.
+travels during the passes. So it does in every pipeline: its ends exchange gradients of tied weights, where
+one that does not update would be waited for.
 
 What a step asks of updates, here and in pipeline/updates.py:
 
     separate               each microbatch is a batch of its own
-    begin(same)            before the first pass; same: SameBatch
+    begin(same, targets)   before the first pass; same: SameBatch; targets: how many count
+    weight                 what the loss is multiplied by before its backward
     saving, using          contexts around the forward and the backward of (stage, microbatch)
     sums_after(microbatch) whether gradients are summed over the ranks after it
     update(stage, microbatch)   after each backward
     end(losses)            after the last pass: Result
+
+A call with update=False ends after its passes: it adds gradients and sends none but those that are summed
+after every microbatch (ZeRO 2 and 3).
 """
 
 import contextlib
@@ -29,6 +36,7 @@ import torch
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import Result, own_loss, sum_losses
 from pycomm.parallel.pipeline.ties import exchange_ties
+from pycomm.parallel.run.scaling import Scaling
 from pycomm.parallel.zero.optimizer import step_optimizer
 
 __all__ = ["OneUpdate"]
@@ -41,12 +49,18 @@ class OneUpdate:
 
     def __init__(self, parts, options):
         self.parts, self.options = parts, options
-        self.alone = options.clip is None and parts.mesh.data.size == 1  # see [Note: alone]
-        self.same = None  # SameBatch, from begin()
+        self.scaling = Scaling(options.scaler, parts.plan, parts.device)
+        self.scale = self.scaling.scale
+        self.weight = 1.0  # of the loss; from begin() on
+        # see [Note: alone]
+        self.alone = options.clip is None and parts.mesh.data.size == 1 and not self.scaling.is_on
+        self.checks_early = self.alone or parts.plan.pp > 1
+        self.same, self.targets = None, 0  # SameBatch, and how many targets count; from begin() on
 
-    def begin(self, same):
-        self.same = same
-        if self.alone:
+    def begin(self, same, targets):
+        self.same, self.targets = same, targets
+        self.weight = self.scale * self.parts.window.weight(targets, self.options.update, self.scale)
+        if self.checks_early:
             same.start()
 
     def saving(self, stage, microbatch):
@@ -55,7 +69,7 @@ class OneUpdate:
     using = saving
 
     def sums_after(self, microbatch):
-        return microbatch == self.options.microbatches - 1
+        return self.options.update and microbatch == self.options.microbatches - 1
 
     def update(self, stage, microbatch):
         """Nothing: the update comes in end()."""
@@ -63,29 +77,64 @@ class OneUpdate:
     def end(self, losses):
         for _, reducer in sorted(self.parts.reducers.items()):
             reducer.wait()
+        if self.checks_early:
+            self.same.check()
+        window = self.parts.window
+        if not self.options.update:
+            result = self._end_waiting(losses)
+            window.add(self.targets, self.scale)
+            return result
         exchange_ties(self.parts.ties, self.parts.mesh.group("pp"))
-        return self._end_alone(losses) if self.alone else self._end_together(losses)
+        result = self._end_alone(losses) if self.alone else self._end_together(losses)
+        window.discard()
+        return result
+
+    def _end_waiting(self, losses):
+        """No update: the gradients stay where they are."""
+        if self.alone:
+            return Result(sum_losses(losses, self.parts.mesh, self.parts.device))
+        nothing = torch.zeros((), dtype=torch.float64, device=self.parts.device)
+        return Result(self._sum_numbers(nothing, nothing, losses)[2].clone())
 
     def _end_together(self, losses):
-        parts = self.parts
-        squares = torch.zeros((), dtype=torch.float64, device=parts.device)
-        if self.options.clip is not None:
-            for reducer in parts.reducers.values():
-                for bucket in reducer.buckets:
-                    squares += bucket.norm_squared()
-        head = torch.stack([squares, own_loss(losses, parts.mesh, parts.device)])
-        numbers = torch.cat([head, self.same.numbers, self._used()])
-        comm.all_reduce(numbers, parts.mesh.world)
-        self.same.check(numbers[2:4])
-        norm = None if self.options.clip is None else numbers[0].sqrt()
-        # Like a single process, the optimizer passes over parameters that got no gradient on any rank.
-        names = zip(parts.original.names, numbers[4:].tolist(), strict=True)
-        self._step_optimizer({name for name, users in names if not users}, norm)
-        return Result(numbers[1].clone(), norm)
+        squares = self._sum_over_buckets(lambda bucket: bucket.norm_squared(), self.options.clip is not None)
+        bad = self._sum_over_buckets(lambda bucket: bucket.not_finite(), self.scaling.is_on)
+        numbers = self._sum_numbers(squares, bad, losses)
+        squares, bad, loss = numbers[:3]
+        norm = None if self.options.clip is None else squares.sqrt() * self._factor
+        skipped = self.scaling.is_on and bool(bad > 0)
+        if not skipped:
+            # Like a single process, the optimizer passes over parameters that got no gradient on any rank.
+            names = zip(self.parts.original.names, numbers[3:].tolist(), strict=True)
+            self._step_optimizer({name for name, users in names if not users}, norm)
+        if self.scaling.is_on:
+            self.scaling.end(skipped)
+        return Result(loss.clone(), norm)
+
+    def _sum_numbers(self, squares, bad, losses):
+        """The sums over all ranks: of these two, of the loss, of the users of each parameter."""
+        head = torch.stack([squares, bad, own_loss(losses, self.parts.mesh, self.parts.device)])
+        numbers = torch.cat([head, self._used(), self.same.numbers])
+        comm.all_reduce(numbers, self.parts.mesh.world)
+        if not self.checks_early:
+            self.same.check(numbers[-len(self.same.numbers) :])
+        return numbers[: -len(self.same.numbers)]
+
+    def _sum_over_buckets(self, number_of, wanted):
+        """Of all buckets of this rank, 0 where it is not wanted: a 0-dim float64 tensor."""
+        total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
+        for reducer in self.parts.reducers.values() if wanted else ():
+            for bucket in reducer.buckets:
+                total += number_of(bucket)
+        return total
+
+    @property
+    def _factor(self):
+        """From the sums of gradients as they are to the gradient of the mean loss."""
+        return self.parts.window.factor(self.targets) / self.scale
 
     def _end_alone(self, losses):
         parts = self.parts
-        self.same.check()
         kept = {info.name for info in parts.infos if info.tied}  # the other stage may have used it
         names = zip(parts.original.names, self._used().tolist(), strict=True)
         self._step_optimizer({name for name, used in names if not used} - kept)
@@ -93,6 +142,9 @@ class OneUpdate:
 
     def _step_optimizer(self, unused, norm=None):
         factor = None if norm is None else clip_factor(norm, self.options.clip)
+        if self._factor != 1.0:
+            one = torch.ones((), dtype=torch.float64, device=self.parts.device)
+            factor = (one if factor is None else factor) * self._factor
         step_optimizer(self.parts.opt, self.parts.all_shards, factor, unused)
 
     def _used(self):

@@ -10,7 +10,7 @@ import threading
 
 import torch
 
-__all__ = ["check_fresh", "is_elementwise", "replace_parameters", "step_optimizer"]
+__all__ = ["check_fresh", "guard", "is_elementwise", "replace_parameters", "step_optimizer"]
 
 ELEMENTWISE = (
     *("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam"),
@@ -55,6 +55,27 @@ def replace_parameters(opt, all_shards):
             for param in group["params"]:
                 total = torch.full_like(param, group["initial_accumulator_value"], requires_grad=False)
                 opt.state[param] = {"step": torch.zeros_like(start["step"]), "sum": total}
+
+
+def guard(opt, discard):
+    """What else the user may call. discard(): drops gradients that wait for a step; opt.zero_grad() does it
+    under every plan, wherever these lie.
+    """
+    if hasattr(opt, "zero_grad"):  # a wrapper of an optimizer may have less
+        opt.zero_grad = functools.partial(_zero_grad, opt.zero_grad, discard)
+    opt.add_param_group = _refuse_group
+
+
+def _zero_grad(zero_grad, discard, *args, **kwargs):
+    discard()
+    zero_grad(*args, **kwargs)
+
+
+def _refuse_group(*_, **__):
+    raise ValueError(
+        "add_param_group: the optimizer of a model under a plan has this rank's shards, and no buckets for "
+        "more parameters. Give it all groups before parallelize (lr=0 for those that are to wait)"
+    )
 
 
 _under_way = threading.local()  # .step: whether a step is taken here, by this thread

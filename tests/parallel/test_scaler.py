@@ -1,0 +1,149 @@
+"""step(scaler=): the loss scaled, one decision of all ranks to leave a step out, and autocast around it."""
+
+import equality
+import pytest
+import torch
+from models import GPT, Llama
+from odd_models import cross
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+from pycomm.parallel.data.compression import make_compression
+
+ROWS, LENGTH, STEPS, BAD = 9, 7, 5, (1, 2)  # steps whose gradients are not finite
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    x, y = (torch.randint(0, 29, (ROWS, LENGTH), generator=generator) for _ in range(2))
+    y[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = -100
+    return x, y
+
+
+class Exploding(torch.autograd.Function):
+    """What fp16 does to a large gradient: of the last row, so of one data rank."""
+
+    @staticmethod
+    def forward(ctx, out):
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[-1] = torch.inf
+        return grad
+
+
+def make(kind):
+    torch.manual_seed(0)
+    return GPT(layers=4) if kind == "gpt" else Llama()
+
+
+def exploding(step):
+    return (lambda out, y: cross(Exploding.apply(out), y)) if step in BAD else cross
+
+
+def scaler(**options):
+    return torch.amp.GradScaler("cpu", growth_interval=2, **options)
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def alone(kind, clip):
+    model = make(kind).double()
+    opt, scale, seen = sgd(model), scaler(), []
+    for step in range(STEPS):
+        x, y = batch(step)
+        opt.zero_grad()
+        scale.scale(exploding(step)(model(x), y)).backward()
+        scale.unscale_(opt)
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        scale.step(opt)
+        scale.update()
+        seen.append((scale.get_scale(), norm.item()))
+    return seen, model.state_dict()
+
+
+def planned(rank, world_size, kind, texts, clip):
+    found = []
+    for text in texts:
+        model = make(kind).double()
+        model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+        scale, seen = scaler(), []
+        for step in range(STEPS):
+            par.step(model, opt, batch(step), exploding(step), microbatches=2, clip=clip, scaler=scale)
+            seen.append((scale.get_scale(), par.grad_norm(model).item()))
+        found.append((seen, par.full_state_dict(model)))
+    return found
+
+
+CASES = {
+    "gpt 2": ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp"),
+    "gpt pipelines": ("pp=2,schedule=gpipe", "pp=2,schedule=interleaved", "pp=2,schedule=zbv"),
+    "llama 2": ("ulysses=2", "ring=2"),
+    "gpt 4": ("dp=2,pp=2,zero=2,schedule=zb-h1", "dp=2,tp=2,zero=1"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_step_is_left_out_on_all_ranks(name):
+    kind, texts = name.split()[0], CASES[name]
+    seen, state = alone(kind, 0.5)
+    assert [scale for scale, _ in seen] == [65536.0, 32768.0, 16384.0, 16384.0, 32768.0]
+    for found in spawn(par.Plan.parse(texts[0]).world_size, planned, kind, texts, 0.5):
+        for text, (its_seen, its_state) in zip(texts, found, strict=True):
+            for step, ((scale, norm), (its_scale, its_norm)) in enumerate(zip(seen, its_seen, strict=True)):
+                assert its_scale == scale, (text, step)
+                assert step in BAD or equality.relative(its_norm, norm) < 1e-12, (text, step)
+            for key, value in state.items():
+                assert equality.relative(its_state[key], value) < 1e-11, (text, key)
+
+
+def waiting(rank, world_size, text, scaled):
+    model = make("gpt").double()
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    scale = scaler(init_scale=8.0) if scaled else None
+    for step in range(4):
+        par.step(model, opt, batch(step), clip=0.5, update=step % 2 == 1, scaler=scale)
+    return scale.get_scale() if scaled else None, par.full_state_dict(model)
+
+
+def test_scaled_calls_that_wait():
+    for text in ("dp=2,zero=3", "pp=2"):
+        plain, scaled = spawn(2, waiting, text, False)[0][1], spawn(2, waiting, text, True)
+        for scale, state in scaled:
+            assert scale == 16.0  # two updates, so it has grown once
+            assert all(equality.relative(state[key], value) < 1e-12 for key, value in plain.items())
+
+
+def refused(rank, world_size):
+    model = make("gpt")
+    model, opt = par.parallelize(model, sgd(model), par.Plan(dp=2))
+    before = par.full_state_dict(model)
+    with pytest.raises(ValueError, match=r"takes a torch.amp.GradScaler, not a float"):
+        par.step(model, opt, batch(0), scaler=65536.0)
+    with pytest.raises(ValueError, match="the scaler of this rank has the scale"):
+        par.step(model, opt, batch(0), scaler=scaler(init_scale=2.0 ** (8 + rank)))
+    with pytest.raises(ValueError, match=f"has the scale {(1.0, 4.0)[rank]}, others have another"):
+        par.step(model, opt, batch(0), clip=1.0, scaler=scaler(init_scale=4.0) if rank else None)
+    par.step(model, opt, batch(0), update=False, scaler=scaler())
+    with pytest.raises(ValueError, match="give all calls of one update the same scaler"):
+        par.step(model, opt, batch(0))
+    after = par.full_state_dict(model)
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+    par.step(model, opt, batch(0), scaler=scaler(enabled=False))
+    model = make("llama")
+    model, opt = par.parallelize(model, sgd(model), par.Plan(pp=2, schedule="pipedream"))
+    with pytest.raises(ValueError, match="cannot leave a step out together"):
+        par.step(model, opt, batch(0), scaler=scaler())
+    model = make("gpt")
+    plan = par.Plan(dp=2, compression=make_compression("int8"))
+    model, opt = par.parallelize(model, sgd(model), plan)
+    with pytest.raises(ValueError, match="an inf would stay for ever"):
+        par.step(model, opt, batch(0), scaler=scaler())
+
+
+def test_refusals():
+    spawn(2, refused)
