@@ -9,9 +9,10 @@ taken before its base was written, a function that torch cannot see) does not pa
                       block 0             absent
                       block 1(x, mask)    gets what the stage before has sent in the place of x
 
-Whatever reaches a present module, or the loss, with the mark on it would have been computed from nothing:
-the stage refuses it, and says where it came from. A value that cannot carry a mark (a number, a truth value,
-a shape that depends on values) is refused where it is asked for.
+What was sent is delivered to its stand-in (handover.py), which counts as that tensor until the pass ends.
+Whatever else reaches a present module, or the loss, with the mark on it would have been computed from
+nothing: the stage refuses it, and says where it came from. A value that cannot carry a mark (a number, a
+truth value, a shape that depends on values) is refused where it is asked for.
 
 The mark is the class of the tensor. It goes on at two levels:
 
@@ -26,7 +27,7 @@ import math
 import torch
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["Absent", "absent_like", "absent_parameter", "first_absent", "is_absent"]
+__all__ = ["Absent", "Delivery", "absent_like", "absent_parameter", "first_absent", "is_absent"]
 
 T = torch.Tensor
 # Their results depend on values in a way that no tensor of this shape can stand for.
@@ -57,15 +58,30 @@ _LIKE_NAMES = {func.__name__ for func in _LIKE}
 _IN_MEMORY = {"view_as_complex", "as_strided"}  # they ask how their argument lies in memory
 
 
+class Delivery:
+    """What has come in the place of a stand-in; tensor: None when the pass is over."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
 class Absent(torch.Tensor):
     """A tensor whose values another stage has. `origin`: the module that computes them there."""
 
     origin = "another stage"
+    delivery = None  # Delivery
+
+    @property
+    def delivered(self):
+        """Whether its values have come."""
+        return self.delivery is not None and self.delivery.tensor is not None
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        origin = first_absent((args, kwargs)).origin
+        args, kwargs, absent = _with_deliveries(args, kwargs or {})
+        if absent is None:
+            return func(*args, **kwargs)
+        origin = absent.origin
         if func in _DECIDE or func is T.__getitem__ and _selects(args[1]):
             raise _decides(func.__name__, origin)
         if func is T.__deepcopy__:
@@ -109,6 +125,17 @@ class Absent(torch.Tensor):
                 return out  # another shape of the same tensor
             views = any(result.alias_info is not None for result in func._schema.returns)
             return tree_map_only(T, lambda value: _mark(value, origin, views), out)
+
+
+def _with_deliveries(args, kwargs):
+    """(args, kwargs, the first Absent that is left among them)"""
+    absent = first_absent((args, kwargs))
+    if any(isinstance(leaf, Absent) and leaf.delivered for leaf in tree_leaves((args, kwargs))):
+        args, kwargs = tree_map_only(
+            Absent, lambda leaf: leaf.delivery.tensor if leaf.delivered else leaf, (args, kwargs)
+        )
+        absent = first_absent((args, kwargs))
+    return args, kwargs, absent
 
 
 def _decides(name, origin):

@@ -5,7 +5,9 @@ ranks.
              B(0, i) <-- dx, "B" of stage 1 --- B(1, i)
 
 Per microbatch and boundary there is one message of the size of y each way. Stages of one rank that follow
-each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent.
+each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent. A stage may hand on several
+tensors (handover.py): then a message has as many parts, sent one after the other, and the one that comes back
+has a part for each floating tensor.
 
 [Note: order of messages] A send is done only when its recv has come (docs/decisions/0004), and on CUDA the
 messages of two ranks match in order of issue. So ranks that issue theirs in different orders could wait for
@@ -41,11 +43,14 @@ __all__ = ["Message", "StageOps", "Step", "plan_steps", "run"]
 
 # Passes between the posting of a recv and its use. 1 would hide a transfer behind one pass, maybe a short W.
 AHEAD = 2
+# Part p of message n has the tag n + (p << TAG_BITS).
+TAG_BITS = 20
 
 
 class StageOps(Protocol):
-    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; tensors are of any
-    shape and floating dtype.
+    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; x and y are tensors
+    of any shape and floating dtype, or tuples of tensors. dy is as y, dx as x; in a tuple what is not
+    floating has None.
     """
 
     def forward(self, stage, microbatch, x):
@@ -65,7 +70,7 @@ class StageOps(Protocol):
         """One step of the optimizer of this stage, with the gradients of this microbatch. PipeDream only."""
 
     def input_like(self, stage, microbatch):
-        """(shape, dtype, device) of the x that forward() will get."""
+        """(shape, dtype, device) of the x that forward() will get; a list of these for a tuple."""
 
 
 class Message(NamedTuple):
@@ -158,10 +163,10 @@ class _Mail:
 
     def __init__(self, rank, group, stage_ops):
         self.rank, self.group, self.stage_ops = rank, group, stage_ops
-        self.receiving = {}  # message -> (buffer, work)
-        self.sending = {}  # message -> (tensor, work)
+        self.receiving = {}  # message -> (buffer, works)
+        self.sending = {}  # message -> (tensor, works)
         self.handed = {}  # action -> tensor
-        self.like = {}  # (stage, microbatch) -> (shape, dtype, device) of the y that was sent
+        self.like = {}  # (stage, microbatch) -> what input_like() says, of the y that was sent
 
     def post(self, message):
         kind, stage, microbatch = message.target
@@ -170,22 +175,27 @@ class _Mail:
             if kind == "F"
             else self.like.pop((stage, microbatch))
         )
-        shape, dtype, device = like
-        buffer = torch.empty(shape, dtype=dtype, device=device)
-        self.receiving[message] = buffer, comm.irecv(buffer, message.src, self.group, tag=message.number)
+        buffer = _like(like) if isinstance(like, tuple) else tuple(map(_like, like))
+        works = [
+            comm.irecv(part, message.src, self.group, tag=message.number + (place << TAG_BITS))
+            for place, part in _parts(buffer)
+        ]
+        self.receiving[message] = buffer, works
 
     def take(self, step):
         if step.takes is None:
             return self.handed.pop(step.action, None)
-        buffer, work = self.receiving.pop(step.takes)
-        work.wait()
+        buffer, works = self.receiving.pop(step.takes)
+        for work in works:
+            work.wait()
         for message in step.settles:
             self.settle(message)
         return buffer
 
     def settle(self, message):
-        _, work = self.sending.pop(message)
-        work.wait()
+        _, works = self.sending.pop(message)
+        for work in works:
+            work.wait()
 
     def give(self, step, tensor):
         target = step.hands or (step.sends and step.sends.target)
@@ -199,16 +209,42 @@ class _Mail:
                 f"microbatch {microbatch}, but stage {target.stage} needs it; only the ends of the model "
                 "return None"
             )
-        tensor = tensor.detach().contiguous()
+        tensor = _plain(tensor) if isinstance(tensor, torch.Tensor) else tuple(map(_plain, tensor))
         if step.hands:
             self.handed[target] = tensor
             return
         if kind == "F":
-            self.like[stage, microbatch] = tensor.shape, tensor.dtype, tensor.device
-        self.sending[step.sends] = (
-            tensor,
-            comm.isend(tensor, step.sends.dst, self.group, tag=step.sends.number),
-        )
+            self.like[stage, microbatch] = _likes_of(tensor)
+        message = step.sends
+        works = [
+            comm.isend(part, message.dst, self.group, tag=message.number + (place << TAG_BITS))
+            for place, part in _parts(tensor)
+        ]
+        self.sending[message] = tensor, works
+
+
+def _plain(tensor):
+    return None if tensor is None else tensor.detach().contiguous()
+
+
+def _like(like):
+    if like is None:
+        return None
+    shape, dtype, device = like
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _likes_of(tensor):
+    """Of the gradient that comes back for what was sent."""
+    if isinstance(tensor, torch.Tensor):
+        return tensor.shape, tensor.dtype, tensor.device
+    return [(part.shape, part.dtype, part.device) if part.is_floating_point() else None for part in tensor]
+
+
+def _parts(tensor):
+    """(place, tensor) of what is sent of a tensor or a tuple."""
+    parts = (tensor,) if isinstance(tensor, torch.Tensor) else tensor
+    return [(place, part) for place, part in enumerate(parts) if part is not None]
 
 
 def run(schedule, rank, group, stage_ops):

@@ -5,20 +5,20 @@ whatever else the forward makes for its blocks exist on every stage. Modules of 
 parameters are on the meta device.
 
     stage 1 of 3      tok_emb  pos_emb   block 0  block 1 | block 2   block 3 | block 4  block 5  norm  head
-    does              absent: a tensor of the right shape | gets the  sends   | not reached: the forward is
-                      without values (absent.py)          | received  its     | left by an exception
-                                                          | hidden    output  |
+    does              absent: a tensor of the right shape | gets what         | its arguments are sent, and
+                      without values (absent.py)          | was received      | the forward is left by an
+                                                          |                   | exception
 
 An absent module gives stand-ins in the shape that its forward computes on the meta device (once for each
 shape of the input), so that the shape of what is to be received is known before it arrives, for blocks that
-change the width too. One of them, the hidden state, is replaced by what was received. Any other that reaches
-a present module, a block's output or the loss is refused: it would stand for values that are not here (an
-encoder's output, a skip connection around blocks).
+change the width too. Those that the first block of a stage is given are replaced by what was received: the
+hidden state, and whatever else it takes from earlier stages (handover.py). Any other that reaches a present
+module, a block's output or the loss is refused: it would stand for values that are not here (a skip
+connection around blocks).
 
-A stage hands on one tensor, so the model may do nothing to the hidden state between two blocks, and blocks
-may return no second tensor with a gradient. Both are checked in the first pass: the tensor that a block gets
-must be the one that the block before it returned, absent blocks too. Blocks run once each in the order in
-which they are registered, which is checked in every pass.
+A stage runs until the forward calls the first block of the next stage, so what a model does between two
+blocks is done by the stage of the first of them. Blocks run once each in the order in which they are
+registered, which is checked in every pass.
 
 Several stages on one rank (interleaved, ZBV) are ranges of blocks of the one tree; `run` says which is
 active.
@@ -33,8 +33,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.mesh import device_of
-from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out, replace_hidden
+from pycomm.parallel.ground.trunk import Side, hidden_of, replace_hidden
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
+from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_places, taken
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.pipeline.templates import Templates, check_like
 
@@ -51,11 +52,19 @@ class _Place(enum.Enum):
 
 
 class _Left(BaseException):
-    """Carries the output of a stage's last block out of the model's forward."""
+    """Carries what the first block of the next stage is given out of the model's forward."""
 
-    def __init__(self, hidden):
+    def __init__(self, args, kwargs):
         super().__init__()
-        self.hidden = hidden
+        self.given = args, kwargs
+
+
+class _Entered(BaseException):
+    """The same for a stage's own first block, in a run for shapes."""
+
+    def __init__(self, args, kwargs):
+        super().__init__()
+        self.given = args, kwargs
 
 
 class StageModel:
@@ -70,9 +79,9 @@ class StageModel:
         self.model, self.trunk, self.stages, self.split = model, trunk, stages, split
         self.stage = 0  # the one that runs
         self.place = _Place.IDLE
-        self.received = None  # hidden state from the stage before, or a function that is given its stand-in
-        self.checked = False  # a whole pass has gone well: no need to look at every block again
-        self.previous = None  # output of the block that ran last, until `checked`
+        self.received = None  # tensors from the stage before; None in a run for shapes
+        self.deliveries = Deliveries()
+        self.agreement = Agreement(stages.placement)
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
         self.proof = None  # BlockProof of a split sequence, until the first forward
@@ -85,7 +94,7 @@ class StageModel:
         self._leave_blocks()
         self._leave_owners()
         if 0 in stages.mine and self.last in stages.mine and self.last > 0:
-            self._untie()
+            _untie(found)
 
     def _leave_blocks(self):
         bounds, mine = self.stages.bounds, self.stages.mine
@@ -114,24 +123,6 @@ class StageModel:
             if side is Side.BEFORE:
                 self.templates.keep(name, module)
 
-    def _untie(self):
-        """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
-        gradients add up alike.
-        """
-        first = {
-            id(parameter)
-            for _, module, side in self.owners
-            if side is Side.BEFORE
-            for parameter in module.parameters()
-        }
-        for _, module, side in self.owners:
-            if side is Side.AFTER:
-                for key, parameter in module._parameters.items():
-                    if id(parameter) in first:
-                        module._parameters[key] = torch.nn.Parameter(
-                            parameter.detach().clone(), requires_grad=parameter.requires_grad
-                        )
-
     def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces
@@ -150,26 +141,31 @@ class StageModel:
     def last(self):
         return self.stages.last
 
-    def run(self, stage, call, received=None):
-        """Calls `call()` (the model's forward with its inputs) for one stage: the hidden state that leaves
-        it, or the result.
+    def run(self, stage, call, received=None, places=None):
+        """Calls `call()` (the model's forward with its inputs) for one stage: the tensors that leave it, at
+        `places()` of what the next stage's first block is given, or the result. received: those that enter.
         """
         self._begin(stage, received)
         try:
             with self.outside.written_once(stage, self.stages.mine):
-                out = self._call(call)
+                return self._call(call, places)
         finally:
-            self.place, self.received, self.previous = _Place.IDLE, None, None
+            self.place, self.received = _Place.IDLE, None
             self._leave_compiled()
-        if stage == self.last:
-            self.checked = True
+
+    def _call(self, call, places):
+        block = self.stages.bounds[self.stage][1]
+        try:
+            out = call()
+        except _Left as left:
+            return taken(*self.deliveries.present(left.given), places(), f"block {block}")
+        if self.stage < self.last:
+            raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out
 
-    def _call(self, call):
-        try:
-            return call()
-        except _Left as left:
-            return left.hidden
+    def end_pass(self):
+        """The forward of a stage and its loss are over."""
+        self.deliveries.end()
 
     def check_loss(self, loss):
         """For what a model does after its last module. The last stage has run."""
@@ -179,68 +175,57 @@ class StageModel:
         self._leave_compiled()
         if stage > 0 and "torch._dynamo" in sys.modules:
             self.eager.enter_context(torch.compiler.set_stance("force_eager"))
-        self.stage, self.received, self.place = stage, received, _Place.BEFORE
-        self.previous = self.at = None
+        self.stage, self.received, self.place, self.at = stage, received, _Place.BEFORE, None
 
     def _leave_compiled(self):
         """From here on what is compiled runs compiled; before, it may be given Absent tensors."""
         self.eager.close()
 
     def shape_of_input(self, stage, call):
-        """(shape, dtype) of the hidden state that `stage` receives, found without data."""
-
-        class Found(BaseException):
-            pass
-
-        def stop(hidden):
-            raise Found(hidden)
-
-        self._begin(stage, stop)
+        """[(place among what its first block is given, shape, dtype)] of what `stage` receives, found without
+        data.
+        """
+        first = self.stages.bounds[stage][0]
+        self._begin(stage, None)
         try:
             with torch.no_grad(), self.outside.kept():
                 call()
-        except Found as found:
-            hidden = found.args[0]
-            shape = list(hidden.shape)
-            if self.split is not None:
-                shape[1] = self.split.local_length(shape[1])
-            return tuple(shape), hidden.dtype
+        except _Entered as entered:
+            found = [(place, tuple(leaf.shape), leaf.dtype) for place, leaf in absent_places(*entered.given)]
+            return found if self.split is None else self._cut_shape(entered.given, found, first)
         finally:
-            self.place, self.received = _Place.IDLE, None
+            self.place = _Place.IDLE
             self._leave_compiled()
-        first = self.stages.bounds[stage][0]
         raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
+
+    def _cut_shape(self, given, found, first):
+        """The hidden state alone, of which this rank has a piece."""
+        absent = [leaf for _, leaf in absent_places(*given)]
+        if len(absent) != 1 or absent[0] is not hidden_of(*given):
+            raise ValueError(
+                f"block {first} of {self.trunk.name!r} is given {len(absent)} tensors that earlier pipeline "
+                "stages compute, and the plan cuts the sequence, which can be done where the hidden state is "
+                "the only one. Use pp=1, or a plan without ring, ulysses and megatron_sp"
+            )
+        place, shape, dtype = found[0]
+        return [(place, (shape[0], self.split.local_length(shape[1]), *shape[2:]), dtype)]
 
     def _block(self, index, forward, *args, **kwargs):
         self._check_running()
         first, end = self.stages.bounds[self.stage]
         if index < first:
-            self._check_unchanged(index, hidden_of(args, kwargs))
-            out = self._absent(index, f"block {index}", args, kwargs)
-            self.previous = hidden_out(out)
-            return out
-        if index != first if self.at is None else index <= self.at:
-            raise ValueError(
-                f"block {index} of {self.trunk.name!r} runs "
-                f"{'first' if self.at is None else f'after block {self.at}'}: pipeline stages "
-                "and a split sequence need the blocks to run once each, in the order in which they are "
-                "registered"
-            )
+            return self._absent(index, f"block {index}", args, kwargs)
+        self._check_order(index, first, end)
+        if index >= end:
+            raise _Left(args, kwargs)
         self.at = index
-        hidden = hidden_of(args, kwargs)
-        given = hidden
-        self._check_unchanged(index, hidden)
         if index == first and first > 0:
-            if self.split is not None:
-                self.split.begin(hidden.shape[1])  # the placeholder is whole
-            if not isinstance(self.received, torch.Tensor):
-                self.received(hidden)
-            given = self.received
+            self._receive(index, args, kwargs)
         self._leave_compiled()
         self.place = _Place.INSIDE
-        if given is not hidden:
-            args, kwargs = replace_hidden(args, kwargs, hidden, given)
-        self._check_present((args, kwargs), f"block {index} of {self.trunk.name!r} is given")
+        what = f"block {index} of {self.trunk.name!r}"
+        args, kwargs = self._check_present((args, kwargs), f"{what} is given")
+        given = hidden_of(args, kwargs)
         if index == 0 and self.proof is not None:
             proof, self.proof = self.proof, None
             proof.check(args, kwargs)
@@ -252,33 +237,42 @@ class StageModel:
                 self.on_pieces()
         out = forward(*args, **kwargs)
         if (index, "") in self.looked_at:
-            check_like(f"block {index} of {self.trunk.name!r}", args, kwargs, out)
-        self._check_present(out, f"block {index} of {self.trunk.name!r} computes with")
-        if index == end - 1:
+            check_like(what, args, kwargs, out)
+        out = self._check_present(out, f"{what} computes with")
+        if index == end - 1 and self.stage == self.last:
             self.place = _Place.AFTER
-            if self.stage < self.last:
-                raise _Left(hidden_out(out))
             if (
                 self.split is not None
                 and self.split.megatron
                 and not any(side is Side.AFTER for _, _, side in self.owners)
             ):
                 out = self.split.leave(out)  # no head comes that would do it
-        if not self.checked:
-            self.previous = hidden_out(out)
         return out
 
-    def _check_unchanged(self, index, hidden):
-        """What a block gets is what the block before it has returned."""
-        if index > 0 and self.last > 0 and not self.checked and hidden is not self.previous:
-            raise ValueError(
-                f"the model changes the hidden state between blocks {index - 1} and {index} of "
-                f"{self.trunk.name!r}: a stage hands on "
-                "the output of its last block only. Move that into a block, or name another list with "
-                "Plan(blocks=...)"
-            )
+    def _check_order(self, index, first, end):
+        """A stage runs all of its blocks, if any, and leaves at the one that follows."""
+        expected = first if self.at is None else self.at + 1
+        if index == expected or self.at is not None and self.at < index < end:
+            return
+        raise ValueError(
+            f"block {index} of {self.trunk.name!r} runs "
+            f"{'first' if self.at is None else f'after block {self.at}'}: pipeline stages "
+            "and a split sequence need the blocks to run once each, in the order in which they are "
+            "registered"
+        )
+
+    def _receive(self, index, args, kwargs):
+        """What was received takes the place of the stand-ins that the first block of a stage is given."""
+        if self.split is not None:
+            self.split.begin(hidden_of(args, kwargs).shape[1])  # the placeholder is whole
+        if self.received is None:
+            raise _Entered(args, kwargs)
+        places = absent_places(args, kwargs)
+        self.deliveries.deliver(places, self.received, f"block {index} of {self.trunk.name!r}")
 
     def _check_present(self, values, what):
+        """values with what was delivered. Raises ValueError for what is absent."""
+        values = self.deliveries.present(values)
         absent = first_absent(values) if self.last > 0 else None
         if absent is not None and self.stage == 0 and len(self.stages.mine) == 1:
             raise ValueError(
@@ -293,10 +287,11 @@ class StageModel:
         if absent is not None:
             raise ValueError(
                 f"{what} a tensor of shape {tuple(absent.shape)} that comes from {absent.origin}, which an "
-                f"earlier pipeline stage runs, not stage {self.stage} of {self.last + 1}: stages hand on the "
-                "hidden state alone. Compute it inside the blocks, name another list with Plan(blocks=...), "
-                "or use a plan with pp=1"
+                f"earlier pipeline stage runs, not stage {self.stage} of {self.last + 1}: a stage hands on "
+                "what the first block of the next one is given. Give it to all blocks, compute it inside "
+                "them, name another list with Plan(blocks=...), or use a plan with pp=1"
             )
+        return values
 
     def _check_running(self):
         if self.place is _Place.IDLE and _in_backward():
@@ -311,8 +306,9 @@ class StageModel:
             )
 
     def _outside(self, name, side, forward, *args, **kwargs):
-        if self.place is _Place.IDLE and _in_backward():
-            return forward(*args, **kwargs)  # recomputed, with what it was given in the forward
+        if self.place is _Place.IDLE and _in_backward():  # recomputed, with what it was given in the forward
+            self._check_present((args, kwargs), f"{name!r}, which the model runs again in backward, is given")
+            return forward(*args, **kwargs)
         self._check_running()
         if side is Side.BEFORE and self.place is _Place.AFTER:
             raise ValueError(
@@ -326,8 +322,12 @@ class StageModel:
             )
         if side is Side.BEFORE and self.stage != 0:
             return self._absent(name, repr(name), args, kwargs)
-        if side is Side.AFTER:
-            self._check_present((args, kwargs), f"{name!r} is given")
+        if side is Side.AFTER and self.stage < self.last:
+            raise ValueError(
+                f"{name!r} is registered after the blocks of {self.trunk.name!r} but called between them: "
+                "move it into a block, or register it before them"
+            )
+        args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):
@@ -354,6 +354,25 @@ class StageModel:
                 what = f"{name!r} of block {index} of {self.trunk.name!r}"
                 module.forward = functools.partial(_looked_at, what, module.forward)
             self.looked_at.add((index, name))
+
+
+def _untie(owners):
+    """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
+    gradients add up alike.
+    """
+    first = {
+        id(parameter)
+        for _, module, side in owners
+        if side is Side.BEFORE
+        for parameter in module.parameters()
+    }
+    for _, module, side in owners:
+        if side is Side.AFTER:
+            for key, parameter in module._parameters.items():
+                if id(parameter) in first:
+                    module._parameters[key] = torch.nn.Parameter(
+                        parameter.detach().clone(), requires_grad=parameter.requires_grad
+                    )
 
 
 def _looked_at(what, forward, *args, **kwargs):

@@ -5,7 +5,7 @@ import torch
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import sum_losses
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
-from pycomm.parallel.run.passes import forward_pass, run_stage, shape_of_input
+from pycomm.parallel.run.passes import agree, forward_pass, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.zero.units import Phase
 
@@ -17,6 +17,7 @@ def run_evaluation(parts, batch, options):
     """parts: Parallelized. Returns the loss, a float64 tensor without dimensions, on every rank."""
     losses = []
     microbatches, _ = prepare(parts, batch, options)
+    agree(parts, microbatches)
     with sharded_logits(parts.tensor.head, options.loss_fn):
         for number, microbatch in enumerate(microbatches):
             losses += _evaluate(parts, number, microbatch, options.loss_fn)
@@ -26,17 +27,22 @@ def run_evaluation(parts, batch, options):
 def _evaluate(parts, number, microbatch, loss_fn):
     """[loss] on the ranks of the last stage, [] on others."""
     stages, pp = parts.stages, parts.mesh.group("pp")
-    losses, hidden = [], None
+    losses, handed = [], None
     for stage in stages.mine:
         if stage > 0 and stage - 1 not in stages.mine:
-            shape, dtype = shape_of_input(parts, stage, microbatch)
-            hidden = torch.empty(shape, dtype=dtype, device=parts.device)
-            comm.irecv(hidden, stages.placement[stage - 1], pp, number).wait()
+            likes = shape_of_input(parts, stage, microbatch)
+            handed = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in likes]
+            _wait_all(comm.irecv, handed, stages.placement[stage - 1], pp)
         with forward_pass(parts, Phase.EVALUATE, stage, number):
-            hidden = run_stage(parts, stage, microbatch, hidden)
+            handed = run_stage(parts, stage, microbatch, handed)
             if stage == stages.last:
-                losses.append(microbatch_loss(parts, hidden, microbatch, loss_fn))
+                losses.append(microbatch_loss(parts, handed, microbatch, loss_fn))
         if stage < stages.last and stage + 1 not in stages.mine:
-            comm.isend(hidden.contiguous(), stages.placement[stage + 1], pp, number).wait()
-            hidden = None
+            handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
     return losses
+
+
+def _wait_all(transfer, tensors, peer, pp):
+    tensors = [tensor.contiguous() for tensor in tensors]
+    for work in [transfer(tensor, peer, pp, place) for place, tensor in enumerate(tensors)]:
+        work.wait()

@@ -12,18 +12,19 @@ this model's random numbers                equal or different on the ranks of tp
 import contextlib
 
 import torch
+from torch.utils._pytree import tree_flatten
 
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.run.loss import microbatch_loss
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["StagePasses", "forget_passes", "forward_pass", "run_stage", "shape_of_input"]
+__all__ = ["StagePasses", "agree", "forget_passes", "forward_pass", "run_stage", "shape_of_input"]
 
 
 def run_stage(parts, stage, microbatch, received=None):
-    """The model's forward for one stage: the hidden state that leaves it, or the model's output.
+    """The model's forward for one stage: the tensors that leave it, or the model's output.
 
-    received: the hidden state of the stage before, None for the first.
+    received: the tensors of the stage before, None for the first.
     """
     if parts.stage_model is None:
         return microbatch.call(parts.model)
@@ -31,7 +32,13 @@ def run_stage(parts, stage, microbatch, received=None):
     before = attention.calls if attention else 0
     if parts.split is not None:
         parts.split.note_inputs(microbatch.inputs)
-    out = parts.stage_model.run(stage, lambda: microbatch.call(parts.model), received)
+    model, key = parts.stage_model, _key(parts, microbatch)
+    out = model.run(
+        stage,
+        lambda: microbatch.call(parts.model),
+        received,
+        lambda: model.agreement.places(stage + 1, key),
+    )
     if attention and attention.calls == before:
         raise ValueError(
             f"[rank {parts.mesh.world.rank}] sequence parallelism: the blocks of "
@@ -86,6 +93,8 @@ def forward_pass(parts, phase, stage, number):
         # A single process draws from the user's stream, as it always did.
         if parts.mesh.world.size > 1 and parts.model.training:
             stack.enter_context(parts.streams.active())
+        if parts.stage_model is not None:
+            stack.callback(parts.stage_model.end_pass)
         yield
 
 
@@ -101,12 +110,44 @@ def forget_passes(parts):
 
 
 def shape_of_input(parts, stage, microbatch):
-    """(shape, dtype) of the hidden state that `stage` receives. No communication, no memory, and no random
-    number is used up.
+    """[(shape, dtype, device)] of what `stage` receives. No communication, no memory, and no random number is
+    used up. Raises ValueError where it is not what the stage before was told.
     """
+    found, known = _find_input(parts, stage, microbatch), parts.stage_model.agreement
+    places = tuple(place for place, _, _ in found)
+    if places != known.places(stage, _key(parts, microbatch)):
+        raise ValueError(
+            f"[rank {parts.mesh.world.rank}] the first block of pipeline stage {stage} is given tensors of "
+            "earlier stages in other places than it was for such inputs before. The forward must do the same "
+            "for equal shapes; or use a plan with pp=1"
+        )
+    return [(shape, dtype, parts.device) for _, shape, dtype in found]
+
+
+def _find_input(parts, stage, microbatch):
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
     with parts.streams.kept(), stand_ins:
         return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
+
+
+def agree(parts, microbatches):
+    """Before the passes of a step or an evaluation: the stages tell what they are to be handed."""
+    if parts.plan.pp == 1:
+        return
+
+    def find(stage, microbatch):
+        return [place for place, _, _ in _find_input(parts, stage, microbatch)]
+
+    inputs = {_key(parts, microbatch): microbatch for microbatch in reversed(microbatches)}
+    inputs = dict(reversed(inputs.items()))
+    parts.stage_model.agreement.tell(inputs, find, parts.mesh.group("pp"), parts.device)
+
+
+def _key(parts, microbatch):
+    """Of inputs for which the forward does the same, alike on the ranks of a pipeline."""
+    leaves, tree = tree_flatten(microbatch.inputs)
+    plain = tuple(leaf if isinstance(leaf, (bool, int, float, str)) else None for leaf in leaves)
+    return microbatch.shapes(), plain, repr(tree), parts.model.training
 
 
 class StagePasses:
@@ -120,12 +161,12 @@ class StagePasses:
         self.last = parts.stages.last  # the stage that computes the loss
         self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.shapes = {}  # (stage, shapes of the inputs) -> (shape, dtype) of x
+        self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
 
     def forward(self, stage, microbatch, x):
         parts, piece = self.parts, self.microbatches[microbatch]
-        if x is not None:
-            x.requires_grad_(x.is_floating_point())
+        for tensor in x or ():
+            tensor.requires_grad_(tensor.is_floating_point())
         with (
             self.updates.saving(stage, microbatch),
             forward_pass(parts, Phase.FORWARD, stage, microbatch),
@@ -136,27 +177,27 @@ class StagePasses:
                 self.losses.append(y.detach())
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight
         self.saved[stage, microbatch] = x, y, parts.split.length if parts.split is not None else None
-        return None if stage == self.last else y.detach()
+        return None if stage == self.last else tuple(tensor.detach() for tensor in y)
 
     def backward(self, stage, microbatch, dy):
         parts, reducer = self.parts, self.parts.reducers[stage]
         x, y, length = self.saved.pop((stage, microbatch))
         if reducer.eager:
             reducer.begin_microbatch(self.updates.sums_after(microbatch))
-        if y.requires_grad:  # not where all up to here is frozen
+        ends = [(y, None)] if stage == self.last else zip(y, dy, strict=True)
+        ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
+        if ends:  # not where all up to here is frozen
             with (
                 self.updates.using(stage, microbatch),
                 unit_pass(parts, Phase.BACKWARD, stage),
                 recomputing(parts, length),
             ):
-                torch.autograd.backward(y, dy)
+                torch.autograd.backward(*zip(*ends, strict=True))
         elif stage == self.last:
             raise ValueError(
                 f"[rank {parts.mesh.world.rank}] step: the loss depends on no parameter that is trained"
             )
-        if x is None:
-            return None
-        return torch.zeros_like(x) if x.grad is None else x.grad
+        return None if x is None else tuple(map(_gradient_of, x))
 
     def weight(self, stage, microbatch):
         if self.parts.deferred is not None:
@@ -171,4 +212,11 @@ class StagePasses:
         key = stage, piece.shapes()
         if key not in self.shapes:
             self.shapes[key] = shape_of_input(self.parts, stage, piece)
-        return *self.shapes[key], self.parts.device
+        return self.shapes[key]
+
+
+def _gradient_of(x):
+    """None for what has none."""
+    if not x.is_floating_point():
+        return None
+    return torch.zeros_like(x) if x.grad is None else x.grad

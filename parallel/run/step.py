@@ -17,7 +17,7 @@ from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.loss import sharded_logits
-from pycomm.parallel.run.passes import StagePasses, forget_passes
+from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -42,6 +42,7 @@ def run_step(parts, batch, options, make_passes=StagePasses):
             moe.aux_scale = updates.weight / options.microbatches
         passes = make_passes(parts, microbatches, options.loss_fn, updates)
         with sharded_logits(parts.tensor.head, options.loss_fn):
+            agree(parts, microbatches)
             _run_passes(parts, passes, options.microbatches)
         return updates.end(passes.losses)
     except BaseException:

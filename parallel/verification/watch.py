@@ -1,9 +1,8 @@
 """What the modules compute under the plan, compared with one process while they run, so that nothing but
 numbers is kept.
 
-A forward hook at each module sees its result. A stage leaves the model by an exception after its last block,
-which a hook does not see; it carries the hidden state. Recomputations and runs for shapes are not passes, and
-are not looked at.
+A forward hook at each module sees its result. Recomputations and runs for shapes are not passes, and are not
+looked at.
 """
 
 import contextlib
@@ -34,12 +33,8 @@ class Watch:
         self.found, self.error = {}, None
         self.running = None  # Rows of the pass that runs
         self.calls = {}  # name -> how often it was called in this pass
-        blocks = parts.stage_model.trunk.blocks if parts.stage_model is not None else ()
-        inside = {id(block) for block in blocks}
         for name, module in parts.model.named_modules():
             module.register_forward_hook(functools.partial(self._hook, name))
-            if id(module) in inside:
-                module.forward = functools.partial(self._leaving, name, module.forward)
 
     def raise_error(self):
         if self.error is not None:
@@ -56,14 +51,6 @@ class Watch:
 
     def _hook(self, name, module, args, output):
         self._see(name, output)
-
-    def _leaving(self, name, forward, *args, **kwargs):
-        try:
-            return forward(*args, **kwargs)
-        except BaseException as left:
-            if not isinstance(left, Exception):
-                self._see(name, getattr(left, "hidden", None))
-            raise
 
     def _see(self, name, output):
         if self.running is None:
