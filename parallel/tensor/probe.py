@@ -11,7 +11,8 @@ given random weights, and run on a random input (1, 5, h)
 
 without communication, alike on all ranks because weights and input come from one seed. One owner of each kind
 is run, not every block; its weights may be on meta, as those of other pipeline stages are, its buffers not.
-An owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of one owner in float32, n + 2 small forwards.
+An owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of
+one owner in float32, n + 2 small forwards.
 """
 
 import copy
