@@ -20,6 +20,7 @@ random streams).
 """
 
 import dataclasses
+import functools
 
 import torch
 from torch import nn
@@ -101,6 +102,18 @@ class Parallelized:
 def attach(model, parts):
     """Makes parts_of(model) find its Parallelized. It is no submodule: the model's tree stays the user's."""
     model.__dict__["_parallel"] = parts
+    model.__dict__["__deepcopy__"] = model.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, model)
+
+
+def _refuse_copy(model, *_):
+    """For copy.deepcopy and pickle."""
+    raise ValueError(
+        f"this {type(model).__name__} is one rank's part of a model under Plan({parts_of(model).plan}), and "
+        "shares the plan's groups and buffers: it cannot be copied or pickled. Copy the model before "
+        "parallelize; save it with parallel.save, or parallel.full_state_dict; for an average of its values "
+        "(EMA, AveragedModel) average what the optimizer of each rank holds (docs/strategies.md, Around the "
+        "step)"
+    )
 
 
 def parts_of(model, opt=None):
