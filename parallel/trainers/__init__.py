@@ -1,0 +1,8 @@
+"""Training under a plan with trainers that others wrote. Nothing here is imported but by its user: each
+module needs a package that pycomm does without.
+
+transformers.py    PlanTrainer, a transformers.Trainer
+lightning.py       PlanStrategy, for lightning's Trainer
+
+Accelerate and Lightning Fabric need no module: docs/trainers.md.
+"""
