@@ -4,9 +4,10 @@
 
 BACKEND is the name that the framework is given, "pycomm" or "gloo"; under PYCOMM_REPLACE=gloo the latter
 means pycomm too. Rank 0 writes to FILE which backend torch.distributed has used and the parameters after the
-training.
+training. Trainings under a plan: lightning_ranks.py.
 """
 
+import importlib
 import os
 import sys
 
@@ -136,6 +137,9 @@ def deepspeed(backend, stage):
 
 
 def main(framework, backend, path):
+    if framework.startswith("plan"):
+        lightning_ranks = importlib.import_module("lightning_ranks")
+        return getattr(lightning_ranks, framework)(backend, path)
     name, _, stage = framework.partition(":")
     result = globals()[name](backend, *map(int, stage.split())) if stage else globals()[name](backend)
     parameters = [parameter.detach().clone() for parameter in result]

@@ -1,4 +1,6 @@
-"""Accelerate, Lightning and DeepSpeed train over pycomm, unchanged, to the same parameters as over Gloo."""
+"""Accelerate, Lightning and DeepSpeed train over pycomm, unchanged, to the same parameters as over Gloo; and
+Lightning under plans, to those of plain torch in one process.
+"""
 
 import os
 import socket
@@ -6,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import lightning_model
 import pytest
 import torch
 
@@ -76,3 +79,28 @@ def test_trains_as_over_gloo(framework, tmp_path):
             assert actual.dtype == wanted.dtype and torch.equal(
                 actual, wanted
             )  # two ranks: a sum of two has one rounding
+
+
+@pytest.mark.parametrize("framework", ["plan_trainer", "plan_fabric"])
+def test_lightning_under_plans(framework, tmp_path):
+    pytest.importorskip("lightning", reason="requirements-frameworks.txt is not installed")
+    parameters, steps, loss = lightning_model.train()
+    for found in train(framework, "pycomm", tmp_path / "run"):
+        assert found["backend"] == "pycomm"
+        for state, its_steps, losses in found["runs"]:
+            assert its_steps in (steps, None) and losses == pytest.approx([loss] * len(losses), rel=1e-6)
+            for name, value in parameters.items():
+                torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12)
+        refused = found.get("refused", WORDS)
+        assert refused.keys() == WORDS.keys()
+        for name, words in WORDS.items():
+            assert words in refused[name]
+
+
+WORDS = {
+    "accumulate": "accumulate_grad_batches > 1 (use microbatches)",
+    "value": 'gradient_clip_algorithm="value"',
+    "precision": 'precision="bf16-mixed" (use Plan(precision="bf16"))',
+    "backward": "training_step has to return self.trainer.strategy.step(batch, loss_fn)",
+    "hook": "a hook that is not called then (on_after_backward)",
+}

@@ -1,0 +1,183 @@
+"""Lightning's Trainer under a plan: its loops, loggers, callbacks and checkpoints around par.step.
+
+    class Module(lightning.LightningModule):           # forward, configure_optimizers: as they are
+        def training_step(self, batch, index):
+            return self.trainer.strategy.step(batch, loss_fn)
+        def validation_step(self, batch, index):
+            self.log("val_loss", self.trainer.strategy.evaluate(batch, loss_fn))
+
+    lightning.Trainer(devices=8, strategy=PlanStrategy(par.Plan(dp=2, tp=2, pp=2), microbatches=4))
+
+    Trainer                           DDPStrategy                 PlanStrategy
+    setup                             DistributedDataParallel     par.parallelize, after configure_optimizers
+    loaders                           rows of this rank           whole batches, as in one process
+    training_step                     forward                     par.step: all four, clipped by
+    backward                          loss.backward()               gradient_clip_val
+    optimizer_step                    opt.step()
+    save_checkpoint                   a file                      a folder of par.save: for any plan
+
+A backward of the loss that training_step returns could not run what other ranks hold; so the step is asked
+for where the loss would be computed, and what Lightning calls after it does nothing.
+"""
+
+import functools
+from operator import attrgetter
+
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+
+import pycomm.parallel as par
+
+__all__ = ["PlanStrategy"]
+
+NOT_CALLED = (
+    *("backward", "on_before_backward", "on_after_backward"),
+    *("on_before_optimizer_step", "configure_gradient_clipping"),
+)
+
+
+class PlanStrategy(DDPStrategy):
+    """A strategy for lightning.Trainer. The batch size of a loader is that of the whole job.
+
+    Args:
+        plan: Plan; its number of ranks is the Trainer's devices.
+        microbatches: as par.step's.
+        model: name of the submodule that is put under the plan, such as "net"; None: the LightningModule with
+        its own forward. All parameters lie in it.
+        options: as DDPStrategy's; process_group_backend is "pycomm" if not given.
+
+    Raises ValueError, on every rank, for settings of the Trainer that a plan cannot keep.
+    """
+
+    def __init__(self, plan=None, *, microbatches=1, model=None, **options):
+        super().__init__(**{"process_group_backend": "pycomm", **options})
+        self.plan, self.microbatches, self.name = plan or par.Plan(), microbatches, model
+        self._planned = None  # the model that has been through parallelize
+        self._stepped = False  # since training_step began
+
+    def step(self, batch, loss_fn=None, **options):
+        """To be called, and its result returned, by training_step: par.step of the module. options: count.
+
+        Returns the mean loss over the batch, on every rank.
+        """
+        self._check_loss(loss_fn)
+        trainer = self.lightning_module.trainer
+        if trainer.accumulate_grad_batches != 1:
+            raise ValueError(
+                f"PlanStrategy: accumulate_grad_batches={trainer.accumulate_grad_batches}: a plan does so "
+                "inside of a batch. Make the batch so many times larger, with PlanStrategy(microbatches=...)"
+            )
+        self._stepped = True
+        options |= {"microbatches": self.microbatches, "clip": trainer.gradient_clip_val}
+        return par.step(self._planned, self.optimizers[0], batch, loss_fn, **options)
+
+    def evaluate(self, batch, loss_fn=None, **options):
+        """par.evaluate of the module, for validation_step and test_step. options: count."""
+        self._check_loss(loss_fn)
+        return par.evaluate(self._planned, batch, loss_fn, microbatches=self.microbatches, **options)
+
+    def _check_loss(self, loss_fn):
+        if loss_fn is None and self.name is None:
+            raise ValueError(
+                "PlanStrategy: pass loss_fn, (output, targets) -> mean; a model of transformers has its own "
+                'where it is named: PlanStrategy(model="net")'
+            )
+
+    # --- what the Trainer asks for --------------------
+
+    def setup(self, trainer):
+        _refuse(trainer, self.lightning_module, self.precision_plugin)
+        self.accelerator.setup(trainer)
+        # As use_distributed_sampler=False: it would deal rows to the ranks, in an order of its own.
+        trainer._accelerator_connector.use_distributed_sampler = False
+        model = attrgetter(self.name)(self.lightning_module) if self.name else self.lightning_module
+        fits = trainer.state.fn == TrainerFn.FITTING
+        if self._planned is model and not fits:
+            return  # validate() after fit()
+        self.precision_plugin.convert_module(self.model)
+        if self._planned is not model:
+            self.model_to_device()
+        if fits:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        par.parallelize(model, self.optimizers[0] if fits else None, self.plan)
+        self._planned = model
+
+    def process_dataloader(self, dataloader):
+        """Workers draw the same numbers on all ranks."""
+        if getattr(dataloader, "worker_init_fn", self) is None:
+            dataloader.worker_init_fn = functools.partial(pl_worker_init_function, rank=0)
+        return dataloader
+
+    def backward(self, closure_loss, optimizer, *args, **options):
+        if not self._stepped:
+            raise ValueError(
+                "PlanStrategy: training_step has to return self.trainer.strategy.step(batch, loss_fn), since "
+                "no rank could run the backward of a loss that it has computed itself"
+            )
+        return closure_loss
+
+    def optimizer_step(self, optimizer, closure, model=None, **options):
+        self._stepped = False
+        return closure()
+
+    def teardown(self):
+        """The model and the optimizer stay on their device, parts of the plan."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    # --- checkpoints --------------------
+
+    @property
+    def restore_checkpoint_after_setup(self):
+        return True
+
+    def lightning_module_state_dict(self):
+        return {}  # in save_checkpoint
+
+    def optimizer_state(self, optimizer):
+        return {}
+
+    def save_checkpoint(self, checkpoint, filepath, storage_options=None):
+        """A folder that par.load reads too, whose extra is Lightning's dict."""
+        optimizer = self.optimizers[0] if "optimizer_states" in checkpoint and self.optimizers else None
+        par.save(self._planned, optimizer, filepath, extra=checkpoint)
+
+    def load_checkpoint(self, checkpoint_path, weights_only=None):
+        fits = self.lightning_module.trainer.state.fn == TrainerFn.FITTING
+        return par.load(self._planned, self.optimizers[0] if fits else None, checkpoint_path)
+
+    def load_model_state_dict(self, checkpoint, strict=True):
+        """Nothing: done in load_checkpoint."""
+
+    def load_optimizer_state_dict(self, checkpoint):
+        """Nothing: done in load_checkpoint."""
+
+
+def _refuse(trainer, module, precision):
+    """Raises ValueError for what cannot be kept; the same on every rank."""
+    averaging = [type(one).__name__ for one in trainer.callbacks if _averages(one)]
+    hooks = [name for name in NOT_CALLED if is_overridden(name, module)]
+    wrong = {
+        "accumulate_grad_batches > 1 (use microbatches)": trainer.accumulate_grad_batches != 1,
+        'gradient_clip_algorithm="value"': trainer.gradient_clip_algorithm == "value",
+        f'precision="{precision.precision}" (use Plan(precision="bf16"))': (
+            precision.precision not in ("32-true", "64-true", "bf16-true")
+        ),
+        "sync_batchnorm=True (BatchNorm is over all data ranks anyway)": trainer.strategy._layer_sync,
+        "manual optimization": not module.automatic_optimization,
+        f"a callback that averages ({', '.join(averaging)})": averaging,
+        f"a hook that is not called then ({', '.join(hooks)})": hooks,
+    }
+    for what, asked in wrong.items():
+        if asked:
+            raise ValueError(f"PlanStrategy: {what} is not possible under a plan")
+
+
+def _averages(callback):
+    kinds = {kind.__name__ for kind in type(callback).__mro__}
+    return bool(kinds & {"StochasticWeightAveraging", "WeightAveraging"})
