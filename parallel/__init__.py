@@ -17,7 +17,7 @@ torch's conventions, from its folder:
 """
 
 from pycomm.parallel import data, expert, pipeline, sequence, tensor
-from pycomm.parallel.api import evaluate, grad_norm, sampler, step
+from pycomm.parallel.api import evaluate, grad_norm, predict, sampler, step
 from pycomm.parallel.building import describe, parallelize
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
 from pycomm.parallel.data import DistributedDataParallel
@@ -42,6 +42,7 @@ __all__ = [
     "load",
     "make_schedule",
     "parallelize",
+    "predict",
     "sampler",
     "save",
     "step",

@@ -1,14 +1,15 @@
-"""step() and evaluate(): the same line on every rank under every plan."""
+"""step(), evaluate() and predict(): the same line on every rank under every plan."""
 
 from torch.utils.data import DistributedSampler
 
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
 from pycomm.parallel.run.model_loss import for_loss
+from pycomm.parallel.run.predict import run_prediction
 from pycomm.parallel.run.prepare import Options
 from pycomm.parallel.run.step import run_step
 
-__all__ = ["evaluate", "grad_norm", "sampler", "step"]
+__all__ = ["evaluate", "grad_norm", "predict", "sampler", "step"]
 
 
 def step(
@@ -72,14 +73,43 @@ def step(
     return result.loss
 
 
-def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=False):
+def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=False, metrics=None):
     """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval()
     before where that matters.
+
+    metrics: {name: (output, targets) -> mean over the targets that count}, a number or a tensor without
+    dimensions. As the loss, each is given this rank's rows and positions with whole logits, and weighted with
+    their targets that count, so that the result is the mean over the whole batch. What is no mean over
+    targets (F1, BLEU) is computed from predict(). Then returns (loss, {name: float64 tensor}).
     """
     parts = parts_of(model)
     with parts.last_words.told():
         batch, loss_fn = for_loss(model, batch, loss_fn)
-        return run_evaluation(parts, batch, Options(loss_fn, microbatches, count=count, sharded=sharded))
+        options = Options(loss_fn, microbatches, count=count, sharded=sharded)
+        loss, *means = run_evaluation(parts, batch, options, metrics)
+    return loss if metrics is None else (loss, dict(zip(metrics, means, strict=True)))
+
+
+def predict(model, inputs, *, microbatches=1):
+    """The model's output for a whole batch, without gradients, on every rank. Collective over all ranks. Call
+    model.eval() before where that matters.
+
+    Args:
+        inputs: what the model is called with: a tensor, a tuple or list of arguments, or a mapping of
+            keywords, whose "labels" are left out. Tensors have the rows as dim 0. Equal on all ranks.
+        microbatches: in how many parts the rows are run.
+
+    Returns the tensor or the tree of tensors (tuple, list, dict, dataclass that torch's pytree knows) that
+    the model returns, with all rows in order, all positions and whole logits; of an object with `.logits`,
+    as transformers' are, the logits alone. It is as large as the whole output, on every rank. In eval mode
+    there may be fewer rows than data ranks.
+
+    Raises ValueError on every rank for inputs that differ between ranks, and for an output with tensors that
+    do not have the rows as dim 0 and, where the sequence is cut, the positions as dim 1, or that tp has cut.
+    """
+    parts = parts_of(model)
+    with parts.last_words.told():
+        return run_prediction(parts, inputs, microbatches)
 
 
 def grad_norm(model):

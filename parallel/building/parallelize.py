@@ -43,6 +43,7 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.parts import Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.ties import make_ties
+from pycomm.parallel.run.generate import generate_together
 from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
@@ -126,6 +127,7 @@ def parallelize_on(mesh, model, opt, trunk):
         ),
     )
     save_pretrained_whole(model)
+    generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
     if LOG.isEnabledFor(logging.INFO):

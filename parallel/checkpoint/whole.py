@@ -15,7 +15,7 @@ from pycomm.parallel.checkpoint.holdings import Holding, holdings, persistent_bu
 from pycomm.parallel.ground import comm
 from pycomm.parallel.parts import parts_of
 
-__all__ = ["full_gradients", "full_state_dict"]
+__all__ = ["full_gradients", "full_state_dict", "zeros_of"]
 
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its element
 
@@ -43,7 +43,7 @@ def full_state_dict(model):
     kinds = [(name, dtypes[name], parts.original.shapes[name]) for name in parts.original.names]
     owner = {name: rank for rank in reversed(range(len(told))) for name in told[rank]["buffers"]}
     kinds += [(name, *told[rank]["buffers"][name]) for name, rank in sorted(owner.items())]
-    flat, views = _zeros(kinds, parts.device)
+    flat, views = zeros_of(kinds, parts.device)
     for name, _, boxes in entries:
         _put(views[name], boxes)
     for name, (buffer, _) in buffers.items():
@@ -86,7 +86,7 @@ def full_gradients(model):
     }
     shapes = parts.original.shapes
     kinds = [(name, dtypes[name], shapes[name]) for name in parts.original.names if name in dtypes]
-    flat, views = _zeros(kinds, parts.device)
+    flat, views = zeros_of(kinds, parts.device)
     for name, _, boxes in entries:
         _put(views[name], boxes)
     comm.all_reduce(flat, parts.mesh.world)
@@ -100,7 +100,7 @@ def _aliases(parts):
     return {alias: name_of[id(p)] for alias, p in named if name_of.get(id(p), alias) != alias}
 
 
-def _zeros(kinds, device):
+def zeros_of(kinds, device):
     """One buffer of bytes, and views into it of these (name, dtype, shape)."""
     places, total = [], 0
     for name, dtype, shape in kinds:

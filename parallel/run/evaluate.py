@@ -1,33 +1,50 @@
-"""The mean loss of a batch without gradients: the stages one after the other, for each microbatch."""
+"""The mean loss of a batch without gradients, and other means: the stages one after the other, for each
+microbatch.
+"""
 
 import torch
 
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.losses import sum_losses
+from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.passes import agree, forward_pass, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["run_evaluation"]
+__all__ = ["each_stage", "run_evaluation"]
 
 
 @torch.no_grad()
-def run_evaluation(parts, batch, options):
-    """parts: Parallelized. Returns the loss, a float64 tensor without dimensions, on every rank."""
-    losses = []
+def run_evaluation(parts, batch, options, metrics=None):
+    """parts: Parallelized. metrics: {name: (output, targets) -> mean}. Returns the loss and the metrics, in
+    order: float64 tensors without dimensions, on every rank.
+    """
+    measures = [options.loss_fn, *(_as_tensor(measure) for measure in (metrics or {}).values())]
+    found = [[] for _ in measures]
     microbatches, _ = prepare(parts, batch, options)
     agree(parts, microbatches)
-    with sharded_logits(parts.tensor.head, options.loss_fn):
+    with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
         for number, microbatch in enumerate(microbatches):
-            losses += _evaluate(parts, number, microbatch, options.loss_fn)
-        return sum_losses(losses, parts.mesh, parts.device)
+
+            def measure(output, microbatch=microbatch):
+                for measure, values in zip(measures, found, strict=True):
+                    values.append(microbatch_loss(parts, output, microbatch, measure))
+
+            each_stage(parts, number, microbatch, measure)
+    sums = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
+    comm.all_reduce(sums, parts.mesh.world)
+    return [each.clone() for each in sums]
 
 
-def _evaluate(parts, number, microbatch, loss_fn):
-    """[loss] on the ranks of the last stage, [] on others."""
+def _as_tensor(measure):
+    """A metric may give a number too."""
+    return lambda output, targets: torch.as_tensor(measure(output, targets), dtype=torch.float64)
+
+
+def each_stage(parts, number, microbatch, take):
+    """Forward of this rank's stages; take(output) on the ranks of the last one."""
     stages, pp = parts.stages, parts.mesh.group("pp")
-    losses, handed = [], None
+    handed = None
     for stage in stages.mine:
         if stage > 0 and stage - 1 not in stages.mine:
             likes = shape_of_input(parts, stage, microbatch)
@@ -36,10 +53,9 @@ def _evaluate(parts, number, microbatch, loss_fn):
         with forward_pass(parts, Phase.EVALUATE, stage, number):
             handed = run_stage(parts, stage, microbatch, handed)
             if stage == stages.last:
-                losses.append(microbatch_loss(parts, handed, microbatch, loss_fn))
+                take(handed)
         if stage < stages.last and stage + 1 not in stages.mine:
             handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
-    return losses
 
 
 def _wait_all(transfer, tensors, peer, pp):

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import check_microbatches, count_targets, inputs_and_targets, split_batch
 
-__all__ = ["Options", "prepare"]
+__all__ = ["Options", "place", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ def prepare(parts, batch, options, separate=False):
     if options.sharded:
         pieces, totals = _prepare_sharded(parts, batch, options.microbatches, counter)
     else:
-        batch = _place(parts, batch)
+        batch = place(parts, batch)
         pieces = split_batch(batch, options.microbatches, *parts.mesh.rows)
         whole = split_batch(batch, options.microbatches, 1, 0)
         totals = [int(counter(piece.targets)) for piece in whole]
@@ -66,7 +66,7 @@ def _prepare_sharded(parts, batch, microbatches, counter):
     """
     pieces, counts, problem = [], [0] * microbatches, None
     try:
-        pieces = split_batch(_place(parts, batch), microbatches, 1, 0)
+        pieces = split_batch(place(parts, batch), microbatches, 1, 0)
         counts = [int(counter(piece.targets)) for piece in pieces]
     except ValueError as error:
         problem = error
@@ -84,7 +84,7 @@ def _prepare_sharded(parts, batch, microbatches, counter):
     return pieces, [total // (parts.plan.ring * parts.plan.ulysses) for total in totals]
 
 
-def _place(parts, batch):
+def place(parts, batch):
     """(inputs, targets) on the device; floating inputs in the dtype in which the model computes."""
     inputs, targets = inputs_and_targets(batch)
 

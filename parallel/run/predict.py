@@ -1,0 +1,181 @@
+"""What the model returns for a batch, whole on every rank.
+
+    rows             0 1 2   3 4          of a microbatch, over the data ranks (dp, ep); where these are
+                                          more, the last row is repeated, and left out again
+    positions      a b | c d          over ring and ulysses, as the sequence is cut
+    last stage     has the output     the ranks before it have none
+    ranks of tp    have the same      the first counts
+
+Every rank tells what it has (the tree of the output, shapes, failures), then one all_reduce of zeros into
+which each has put its part, over bytes, so that bits come through. Cost: the whole output in memory on every
+rank, 2(n-1)/n of its bytes sent.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+from pycomm.parallel.checkpoint.agree import exchange
+from pycomm.parallel.checkpoint.whole import zeros_of
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.batch import check_microbatches, split_batch
+from pycomm.parallel.ground.plan import AXES
+from pycomm.parallel.ground.same_batch import mark_of
+from pycomm.parallel.run.evaluate import each_stage
+from pycomm.parallel.run.loss import sharded_logits
+from pycomm.parallel.run.passes import agree
+from pycomm.parallel.run.prepare import place
+from pycomm.parallel.sequence.split import positions
+
+__all__ = ["run_prediction"]
+
+_KEPT = (type(None), bool, int, float, str)  # what an output may hold beside tensors
+
+
+class _Part(NamedTuple):
+    """What a rank tells of its outputs. None in all but `mark` on ranks that do not have the last stage."""
+
+    mark: int  # of the inputs
+    problem: str | None = None
+    spec: Any = None  # of the output's tree
+    others: dict[int, Any] | None = None  # place among the leaves -> what is no tensor
+    kinds: list[tuple] | None = None  # (dtype, shape of the whole) of the tensors
+    of: tuple[int, ...] | None = None  # which part of the whole it is: all coordinates but that of tp
+    found: int = 0  # mark of the values, where there are several tensors
+
+
+@torch.no_grad()
+def run_prediction(parts, inputs, microbatches=1):
+    """parts: Parallelized. Returns the output's tree on every rank. Raises ValueError on all of them."""
+    check_microbatches(microbatches)
+    inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
+    if isinstance(inputs, dict):
+        inputs.pop("labels", None)
+    mark = mark_of(inputs)
+    inputs, _ = place(parts, (inputs, None))
+    wanted, rows, pieces = _pieces(parts, inputs, microbatches)
+    agree(parts, pieces)
+    outputs = []
+    with sharded_logits(parts.tensor.head, None):
+        for number, piece in enumerate(pieces):
+            each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))
+    told = exchange(parts, _told(parts, pieces, outputs, rows, mark))
+    _check(parts, told)
+    part = next(part for part in told if part.kinds is not None)
+    flat, views = zeros_of([(number, *kind) for number, kind in enumerate(part.kinds)], parts.device)
+    if outputs and parts.mesh.coordinate("tp") == 0:
+        for piece, output in zip(pieces, outputs, strict=True):
+            _put(parts, piece, _tensors(output), views)
+    comm.all_reduce(flat, parts.mesh.world)
+    values = iter(view[:wanted] for view in views.values())
+    places = range(len(part.kinds) + len(part.others))
+    return tree_unflatten([part.others[p] if p in part.others else next(values) for p in places], part.spec)
+
+
+def _pieces(parts, inputs, microbatches):
+    """(rows, the same with those that are repeated, the Microbatches of this rank). The targets of these are
+    the numbers of their rows.
+    """
+    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
+    wanted = rows = first.shape[0] if first is not None and first.dim() else 0
+    missing = microbatches * parts.mesh.rows[0] - rows
+    if rows and missing > 0 and not parts.model.training:  # in training, rows may change each other
+        inputs = tree_map(lambda leaf: _repeat_last(leaf, missing), inputs)
+        rows += missing
+    batch = inputs, torch.arange(rows, device=parts.device)
+    return wanted, rows, split_batch(batch, microbatches, *parts.mesh.rows)
+
+
+def _repeat_last(leaf, times):
+    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+        return leaf
+    return torch.cat([leaf, leaf[-1:].expand(times, *leaf.shape[1:])])
+
+
+def _result_of(output):
+    """Of an object with logits, these."""
+    logits = getattr(output, "logits", None)
+    return logits if isinstance(logits, torch.Tensor) else output
+
+
+def _tensors(output):
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _told(parts, pieces, outputs, rows, mark):
+    """The _Part of this rank."""
+    if not outputs:
+        return _Part(mark)
+    leaves, spec = tree_flatten(outputs[0])
+    others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
+    for leaf in others.values():
+        if not isinstance(leaf, _KEPT):
+            kind = type(leaf).__name__
+            return _Part(mark, f"the model returns a {kind}; let it return tensors (use_cache=False)")
+    try:
+        kinds = [_kinds(parts, piece, each, rows) for piece, each in zip(pieces, outputs, strict=True)]
+    except ValueError as error:
+        return _Part(mark, str(error))
+    if not kinds[0] or any(each != kinds[0] for each in kinds):
+        return _Part(mark, f"the model returns no tensors, or other shapes for some microbatches: {kinds}")
+    mesh = parts.mesh
+    of = tuple(mesh.coordinate(axis) for axis in AXES if axis != "tp")
+    found = mark_of([_tensors(each) for each in outputs]) if len(kinds[0]) > 1 else 0
+    return _Part(mark, None, spec, others, kinds[0], of, found)
+
+
+def _kinds(parts, piece, output, rows):
+    """[(dtype, shape of the whole)] of an output's tensors."""
+    found, split = [], parts.split
+    here = len(piece.targets)
+    for tensor in _tensors(output):
+        shape = list(tensor.shape)
+        if not shape or shape[0] != here:
+            raise ValueError(
+                f"the model returns a tensor {tuple(shape)} for {here} rows: a tensor of the output needs "
+                "the rows as dim 0, so that those of all ranks can be joined"
+            )
+        if split is not None and split.degree > 1:
+            if len(shape) < 2 or shape[1] != sum(split.sizes):
+                raise ValueError(
+                    f"the model returns a tensor {tuple(shape)} where this rank has {sum(split.sizes)} of "
+                    f"{split.length} positions: a tensor of the output needs the positions as dim 1, so that "
+                    "those of all ranks can be joined"
+                )
+            shape[1] = split.length
+        found.append((tensor.dtype, (rows, *shape[1:])))
+    return found
+
+
+def _check(parts, told):
+    """Raises ValueError, on every rank, for what some rank has told."""
+    who = f"[rank {parts.mesh.world.rank}] predict:"
+    for rank, part in enumerate(told):
+        if part.mark != told[0].mark:
+            raise ValueError(f"{who} ranks 0 and {rank} were given different inputs; give all ranks the same")
+    for rank, part in enumerate(told):
+        if part.problem is not None:
+            raise ValueError(f"{who} on rank {rank} {part.problem}")
+    first = {}
+    for rank, part in enumerate(told):
+        if part.of is None:
+            continue
+        other = first.setdefault(part.of, rank)
+        if (part.kinds, part.found) != (told[other].kinds, told[other].found):
+            raise ValueError(
+                f"{who} the output differs between ranks {other} and {rank} of tp, so something in it is cut "
+                "by heads or features (attention weights, keys). Return what is whole: the logits alone"
+            )
+
+
+def _put(parts, piece, tensors, views):
+    start, split = int(piece.targets[0]), parts.split
+    for tensor, whole in zip(tensors, views.values(), strict=True):
+        place = whole[start : start + len(piece.targets)]
+        if split is not None and split.degree > 1:
+            held = positions(split.length, split.ring, split.ulysses, split.zigzag, device=tensor.device)
+            place.index_copy_(1, held, tensor)
+        else:
+            place.copy_(tensor)
