@@ -3,11 +3,11 @@
     python examples/20_lora_llama.py
 
     made here once        model-00001-of-00003.safetensors ...   random weights, in files as the hub has them
-    every rank            from_pretrained, get_peft_model, par.parallelize
-    par.step              labels = input_ids: the class's own loss
+    every rank            the model and its adapters on meta: no memory
+    par.parallelize       reads from the files what this rank holds, and initialises the adapters
     save_pretrained       adapter/adapter_model.safetensors      written by rank 0; one process loads it
 
-Needs transformers and peft; nothing is downloaded. The losses and the saved adapter are those of one process.
+Needs transformers and peft; nothing is downloaded. Losses and adapter are those of from_pretrained.
 """
 
 import functools
@@ -18,8 +18,7 @@ import torch
 import torch.nn.functional as F
 from common import on_ranks, same, say
 from peft import LoraConfig, PeftModel, get_peft_model
-from transformers import LlamaConfig, LlamaForCausalLM
-from transformers.utils import logging
+from transformers import LlamaConfig, LlamaForCausalLM, logging
 
 import pycomm.parallel as par
 
@@ -29,41 +28,42 @@ SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "nu
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
 
 
-def make(folder):
-    torch.manual_seed(0)  # of the adapters
-    model = get_peft_model(load(folder), LORA).double()
+def adapted(model):
+    model = get_peft_model(model, LORA).double()
     return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
 
 
 def batches():
-    """Rows that count up, each from another number on."""
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator().manual_seed(1)  # rows that count up, each from another number on
     for _ in range(STEPS):
         tokens = (torch.randint(VOCAB, (ROWS, 1), generator=generator) + torch.arange(LENGTH)) % VOCAB
         yield {"input_ids": tokens, "labels": tokens}
 
 
-def train_alone(folder):
-    (model, optimizer), losses = make(folder), []
+def train_alone(folder, state):
+    (model, optimizer), losses = adapted(load(folder)), []
+    model.load_state_dict(adapters_of(state), strict=False)
     for batch in batches():
         logits = model(input_ids=batch["input_ids"]).logits
         losses.append(F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten()))
         optimizer.zero_grad()
         losses[-1].backward()
         optimizer.step()
-    return [loss.item() for loss in losses], adapter_of(model)
+    return [loss.item() for loss in losses], adapters_of(model.state_dict())
 
 
-def adapter_of(model):
-    return {name: value.detach() for name, value in model.named_parameters() if "lora" in name}
+def adapters_of(state):
+    return {name: value for name, value in state.items() if "lora" in name}
 
 
 def main(plan, folder):
-    expected, right = train_alone(folder)
-    model, optimizer = par.parallelize(*make(folder), par.Plan.parse(plan))
+    with torch.device("meta"):
+        made = adapted(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)))
+    model, optimizer = par.parallelize(*made, par.Plan.parse(plan), weights=folder)
+    expected, right = train_alone(folder, par.full_state_dict(model))
     losses = [par.step(model, optimizer, batch, microbatches=2).item() for batch in batches()]
     model.save_pretrained(folder / "adapter")
-    saved = adapter_of(PeftModel.from_pretrained(load(folder), folder / "adapter"))
+    saved = adapters_of(PeftModel.from_pretrained(load(folder), folder / "adapter").state_dict())
     difference = max(same(losses, expected), *(same(saved[name], value) for name, value in right.items()))
     say(f"{plan:18} loss {losses[0]:.4f} -> {losses[-1]:.4f}; {len(saved)} adapters trained and saved")
     say(f"{plan:18} equals one process: losses differ by {difference:.0e}")

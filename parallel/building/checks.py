@@ -18,12 +18,7 @@ def check(model, opt, plan):
     """Raises ValueError for what does not fit together. Returns the Trunk; None where none is needed."""
     if "_parallel" in model.__dict__:
         raise ValueError(f"this model is parallelized already, by Plan({model.__dict__['_parallel'].plan})")
-    empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
-    if empty:
-        raise ValueError(
-            f"{len(empty)} tensors of the model are on meta ({empty[0]!r}): give it memory and values first "
-            "(to_empty)"
-        )
+    _check_meta(model)
     trunk = _trunk_for(model, plan)
     _check_batch_norms(model, trunk, plan)
     if opt is not None:
@@ -33,6 +28,23 @@ def check(model, opt, plan):
     if plan.schedule == ScheduleName.PIPEDREAM:
         refuse_tied_weights(model)
     return trunk
+
+
+def _check_meta(model):
+    """Parameters and buffers on meta get their values in parallelize(), other tensors do not."""
+    if torch.get_default_device().type == "meta":
+        raise ValueError(
+            'torch\'s default device is meta: build the model under torch.device("meta"), and parallelize '
+            "it outside"
+        )
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise ValueError(
+                    f"{f'{name}.{key}'.lstrip('.')!r} is a tensor on meta that is neither a parameter nor a "
+                    "buffer, so nothing gives it a value: register_buffer it, or give it memory and values "
+                    "first"
+                )
 
 
 def _trunk_for(model, plan):

@@ -84,10 +84,12 @@ def deal_experts(model, moe_names, mesh, plan):
     return moes
 
 
-def cut_tensors(model, original, cut, mesh, plan):
+def cut_tensors(model, original, cut, mesh, plan, filling):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
     proof = None
-    if cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0]):
+    is_proven = cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0])
+    filling.block_of_proof(cut, is_proven)
+    if is_proven:
         proof = cut.stage_model.proof = BlockProof(cut.split, cut.trunk.blocks[0])
     tensor = parallelize_tensor(
         model,
@@ -110,12 +112,12 @@ def _has_moe(block):
 
 
 def cast(model, stage_model, plan):
-    """({parameter: its values at full precision}, compute dtype or None for the model's own)."""
-    full_values = {parameter: parameter.detach() for parameter in model.parameters()}
+    """({parameter that has values: these at full precision}, compute dtype or None for the model's own)."""
+    full_values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     if plan.precision is None:
         return full_values, None
     for_shapes = stage_model.templates.parameters() if stage_model is not None else ()
-    for parameter in [*full_values, *for_shapes]:
+    for parameter in [*model.parameters(), *for_shapes]:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)
     return full_values, torch.bfloat16

@@ -32,6 +32,7 @@ from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
+from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
@@ -52,42 +53,52 @@ __all__ = ["parallelize", "parallelize_on"]
 LOG = logging.getLogger("pycomm.parallel")
 
 
-def parallelize(model, opt=None, plan=None):
+def parallelize(model, opt=None, plan=None, *, weights=None):
     """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
 
     Args:
-        model: any module, whole, on this rank's device, built alike on all ranks. Rank 0's values are taken.
+        model: any module, on this rank's device, built alike on all ranks. Rank 0's values are taken. What is
+        on meta gets its values here, and only what this rank holds gets memory, on torch's default device
+        where nothing of the model has another: see building/filling.py.
         opt: a torch optimizer over its parameters that has not taken a step, or None.
         plan: Plan; None is a single process.
+        weights: a folder with safetensors as the hub has them, which all ranks see: values of the model
+        (checkpoint/hub.py). None: what is on meta is initialised, module by module (building/initial.py).
 
     What was cut, and what stays whole and why: describe(model), and the log "pycomm.parallel" (INFO).
 
     Returns (model, opt): the same objects. The optimizer's parameter groups hold what this rank owns.
-    Raises ValueError for what does not fit, before anything is changed where it can be known then.
+    Raises ValueError for what does not fit, before anything is changed where it can be known then: keys of
+    weights that are missing, that the model has not, or of other shapes; not that a module on meta has no
+    initialisation.
     """
     plan = plan or Plan()
     trunk = check(model, opt, plan)
     mesh = Mesh(plan, device_of(model).type)
     try:
-        parallelize_on(mesh, model, opt, trunk)
+        parallelize_on(mesh, model, opt, trunk, weights)
     except BaseException:
         mesh.close()
         raise
     return model, opt
 
 
-def parallelize_on(mesh, model, opt, trunk):
+def parallelize_on(mesh, model, opt, trunk, weights=None):
     """What comes after the mesh, see the head of the file. trunk: as check() found it."""
     plan, device = mesh.plan, device_of(model)
-    comm.broadcast_values([*model.parameters(), *model.buffers()], mesh.world)
-    streams = RandomStreams(mesh, _seed(mesh, device), device)
-    original = note_original(model, opt)
+    original, seed = note_original(model, opt), _seed(mesh, device)
+    filling = Filling(model, original, weights, (mesh.world, device, seed))
+    tensors = [*model.parameters(), *model.buffers()]
+    comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
+    streams = RandomStreams(mesh, seed, device)
 
     cut = make_stages(model, trunk, mesh, plan)
+    filling.buffers(model, cut)
     moes = deal_experts(model, original.moe_names, mesh, plan)
-    tensor, cut = cut_tensors(model, original, cut, mesh, plan)
+    tensor, cut = cut_tensors(model, original, cut, mesh, plan, filling)
     full_values, compute_dtype = cast(model, cut.stage_model, plan)
 
+    filling.hollow(model, cut)
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)
     reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
     deferred = make_deferred(reducers, plan)
@@ -96,6 +107,7 @@ def parallelize_on(mesh, model, opt, trunk):
     if plan.tp * plan.ep > 1:
         dealt = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
         tensor.reads = Reads(model, tensor.layouts, dealt)
+    give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])
@@ -126,6 +138,7 @@ def parallelize_on(mesh, model, opt, trunk):
             last_words=LastWords(mesh.world, device),
         ),
     )
+    filling.fill(parts_of(model))
     save_pretrained_whole(model)
     generate_together(model)
     if opt is not None:

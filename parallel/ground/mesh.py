@@ -131,8 +131,11 @@ class Mesh:
 
 
 def device_of(model):
-    """The device of a model's first parameter or buffer that holds data."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+    """The device of a model's first parameter that holds data; torch's default one where all are on meta; of
+    its first buffer where there are none.
+    """
+    parameters = list(model.parameters())
+    for tensor in [*parameters, *(() if parameters else model.buffers())]:
         if not tensor.is_meta:
             return tensor.device
-    return torch.device("cpu")
+    return torch.get_default_device()

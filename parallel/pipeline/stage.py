@@ -107,6 +107,7 @@ class StageModel:
                 self.templates.keep(index, block, guess=True)
 
     def _leave_owners(self):
+        device = device_of(self.model)
         for name, module, side in self.owners:
             if not self.stages.here(side):
                 # Not module.to("meta"): its children have entries of their own.
@@ -116,9 +117,7 @@ class StageModel:
                     full = f"{name}.{key}" if name else key
                     around = side is Side.AROUND
                     module._parameters[key] = (
-                        absent_parameter(parameter, repr(full), parameter.device)
-                        if around
-                        else _to_meta(parameter)
+                        absent_parameter(parameter, repr(full), device) if around else _to_meta(parameter)
                     )
             if side is Side.BEFORE:
                 self.templates.keep(name, module)

@@ -118,6 +118,8 @@ class _Prepared(NamedTuple):
 
 def _prepare(model, plan, fp64):
     single, model = alone.copies_of(model)
+    if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
+        raise ValueError("verify compares with a whole model: give it one that has values, none on meta")
     for one in (single, model):
         if fp64:
             one.double()

@@ -54,7 +54,8 @@ def replace_parameters(opt, all_shards):
         if start is not None:  # Adagrad
             for param in group["params"]:
                 total = torch.full_like(param, group["initial_accumulator_value"], requires_grad=False)
-                opt.state[param] = {"step": torch.zeros_like(start["step"]), "sum": total}
+                step = torch.zeros_like(start["step"], device="cpu" if start["step"].is_meta else None)
+                opt.state[param] = {"step": step, "sum": total}
 
 
 def guard(opt, discard):

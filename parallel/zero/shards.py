@@ -51,7 +51,7 @@ class Shards:
     """The shards of one bucket.
 
     originals: parameter -> its values before they were cast to the compute dtype (the parameter itself
-    without mixed precision).
+    without mixed precision); of parameters that are filled later nothing.
 
     A kind has _keep_values() and publish(), and wait() where publish() only starts the work.
     """
@@ -64,14 +64,26 @@ class Shards:
         # Flat: what the optimizer updates. None: the model's parameters.
         self.master = self.values_here
         if options.dtype is not None or device != bucket.device:
-            full = torch.zeros(bucket.spec.numel, dtype=options.dtype or bucket.dtype, device=device)
-            own = bucket.own(self._fill(full, originals))
+            full = self._fill(self._zeros(options.dtype or bucket.dtype, device, originals), originals)
+            own = bucket.own(full) if full.numel() == bucket.spec.numel else full
             self.master = own if own is full else own.clone()  # a clone keeps the other chunks from living on
         self.owned = [self._shard(piece) for piece in bucket.owned]
 
+    def _is_known(self, originals):
+        """Whether there is anything to fill a buffer with; else all of it is filled later."""
+        return any(info.param in originals for info in self.bucket.infos)
+
+    def _zeros(self, dtype, device, originals):
+        """Room for all values, or, where they are filled later, for those that this rank owns."""
+        bucket = self.bucket
+        part = bucket.is_sharded and not self._is_known(originals)
+        return torch.zeros(bucket.spec.chunk if part else bucket.spec.numel, dtype=dtype, device=device)
+
     def _fill(self, flat, originals):
-        for info, view in zip(self.bucket.infos, self.bucket.spec.views(flat), strict=True):
-            view.copy_(originals[info.param])
+        if self._is_known(originals):
+            for info, view in zip(self.bucket.infos, self.bucket.spec.views(flat), strict=True):
+                if info.param in originals:
+                    view.copy_(originals[info.param])
         return flat
 
     def _shard(self, piece):

@@ -89,8 +89,12 @@ class StreamedShards(Shards):
         bucket = self.bucket
         self.work = None  # the all_gather under way
         self.source = None  # what it reads: lives until finish_gather()
-        full = self._fill(torch.zeros(bucket.spec.numel, dtype=bucket.dtype, device=bucket.device), originals)
-        here = bucket.own(full).to("cpu" if on_host else bucket.device, copy=True)
+        full = torch.empty(bucket.spec.numel, dtype=bucket.dtype, device=bucket.device)
+        home = torch.device("cpu") if on_host else bucket.device
+        if self._is_known(originals):
+            here = bucket.own(self._fill(full.zero_(), originals)).to(home, copy=True)
+        else:  # no page of the whole is touched
+            here = self._zeros(bucket.dtype, home, originals)
         self.values = full  # the whole values while they exist; its storage is empty in between
         self.views = bucket.spec.views(full)
         self.nbytes = full.untyped_storage().nbytes()

@@ -135,7 +135,6 @@ PLAN_ERRORS = [
     ("pp=2,stages=1:1", gpt, adamw, "model has 3"),
     ("pp=2", lambda: nn.ModuleList([nn.Linear(2, 2)]), adamw, "no list of blocks"),
     ("checkpoint", Tangle, adamw, r"the model is cut at its blocks \(checkpoint\)"),
-    ("dp=1", lambda: gpt().to("meta"), adamw, "on meta.*tok"),
     ("dp=1", gpt, lambda model: adamw(gpt()), "not the model's"),
     ("dp=1", gpt, lambda model: torch.optim.LBFGS(model.parameters()), "LBFGS"),
     ("tp=2", gpt, named_optimizer("Adafactor"), "looks at whole parameters"),

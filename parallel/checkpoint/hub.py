@@ -1,0 +1,221 @@
+"""Weights in the layout of the Hugging Face hub, of which a rank reads the boxes that it holds.
+
+    folder    model.safetensors                          all tensors in one file, or
+              model.safetensors.index.json               key -> file
+              model-00001-of-00003.safetensors ...       the files
+
+Names of the model become keys in one way for all of them, the one that finds the most:
+
+    as they are                                          any model
+    as the model of transformers inside names them       LoRA: 'base_model.model.' and '.base_layer.' go
+    the same without, or with, its base_model_prefix     files of LlamaModel for LlamaForCausalLM, and back
+
+Nothing else is renamed, joined or split; what does not fit is refused before anything is read. A tied
+parameter may be in the files under any of its names. If it is there under several, they must be equal.
+
+Values are cast to the dtype that the model was built in, as from_pretrained(dtype=...) casts them. Cost: each
+box is read once, from a mapping of its file; one file is open at a time.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["HubFiles"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    **{"BOOL": torch.bool, "C64": torch.complex64},
+}
+# Buffers that older files have and models no longer save, where the model has such a buffer.
+FORMER = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq$", "position_ids": r"(^|\.)position_ids$"}
+
+
+class Entry(NamedTuple):
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors names it
+
+
+class HubFiles:
+    """The files of a folder, for a model on which nothing was changed yet.
+
+    first_name: {every name of a parameter: the first name of the same one}. spared: function of a name, true
+    where it may be missing. Raises ValueError for a folder that is none or cannot be read, and for files that
+    are not this model's.
+    """
+
+    def __init__(self, folder, model, first_name, spared):
+        self.folder = Path(folder)
+        self.entries = _entries(self.folder)
+        self._open, self._file = None, None
+        tensors = dict(model.named_parameters(remove_duplicate=False))
+        tensors |= _persistent_buffers(model)
+        to_key = _way_to_name(model, tensors, self.entries)
+        self.keys = {}  # first name of a tensor -> its keys in the files
+        for name in tensors:
+            if to_key(name) in self.entries:
+                self.keys.setdefault(first_name.get(name, name), []).append(to_key(name))
+        names = dict.fromkeys(first_name.get(name, name) for name in tensors)
+        missing = [name for name in names if name not in self.keys and not spared(name)]
+        unexpected = self._unexpected(model)
+        if missing or unexpected:
+            raise ValueError(self._not_of_this_model(missing, unexpected, to_key))
+        for name, keys in self.keys.items():
+            for key in keys:
+                self._check(name, key, tensors[name])
+
+    def __contains__(self, name):
+        return name in self.keys
+
+    def place(self, name):
+        """In which order to read: by file."""
+        return str(self.entries[self.keys[name][0]].file)
+
+    def read(self, name, offsets, sizes):
+        """A box of a tensor, as it is in the files: it may be a view of a file, until the next read."""
+        first, *others = (self._slice(key, offsets, sizes) for key in self.keys[name])
+        if any(not torch.equal(first, other) for other in others):
+            raise ValueError(
+                f"weights: {' and '.join(map(repr, self.keys[name]))} differ in {self.folder}, and are one "
+                "parameter in the model: build it without the tie (tie_word_embeddings=False)"
+            )
+        return first
+
+    def close(self):
+        self._open = self._file = None
+
+    def _slice(self, key, offsets, sizes):
+        file = self.entries[key].file
+        if file != self._file:
+            self._open, self._file = _opened(file), file
+        if not sizes:
+            return self._open.get_tensor(key)
+        box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        return self._open.get_slice(key)[box]
+
+    def _unexpected(self, model):
+        known = {key for keys in self.keys.values() for key in keys}
+        ignored = [pattern for ends, pattern in FORMER.items() if _has_buffer(model, ends)]
+        for module in model.modules():
+            ignored += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return [
+            key
+            for key in self.entries
+            if key not in known and not any(re.search(pattern, key) for pattern in ignored)
+        ]
+
+    def _not_of_this_model(self, missing, unexpected, to_key):
+        parts = []
+        if missing:
+            parts.append(f"{_some([to_key(name) for name in missing])} of the model is not there")
+        if unexpected:
+            file = self.entries[unexpected[0]].file.name
+            parts.append(f"{_some(unexpected)} is there (in {file}), which the model has not")
+        more = ""
+        if missing and unexpected:
+            more = (
+                ". Keys that a class of transformers renames or joins when it loads are not known here: give "
+                "parallelize the model of from_pretrained"
+            )
+        return f"weights: the files in {self.folder} are not this model's: {', and '.join(parts)}{more}"
+
+    def _check(self, name, key, tensor):
+        entry = self.entries[key]
+        if entry.shape != tuple(tensor.shape):
+            raise ValueError(
+                f"weights: {key!r} has shape {entry.shape} in {entry.file}, and {name!r} has shape "
+                f"{tuple(tensor.shape)} in the model: build it with the sizes of the files"
+            )
+        saved = DTYPES.get(entry.dtype)
+        real = saved is not None and saved.is_floating_point and tensor.dtype.is_floating_point
+        if not real and saved != tensor.dtype:
+            raise ValueError(
+                f"weights: {key!r} is {entry.dtype} in {entry.file}, and {name!r} is {tensor.dtype} in the "
+                "model, to which it is not cast: give parallelize the model of from_pretrained"
+            )
+
+
+def _some(names):
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _opened(file):
+    try:
+        from safetensors import safe_open  # of those who ask for it alone
+    except ImportError as error:
+        raise ValueError("weights: reading safetensors needs the package safetensors") from error
+    try:
+        return safe_open(file, framework="pt", device="cpu")
+    except Exception as error:  # of a kind of its own
+        raise ValueError(f"weights: {file} cannot be read: {error}") from error
+
+
+def _entries(folder):
+    """{key: Entry} of all files."""
+    if not folder.is_dir():
+        raise ValueError(f"weights: {folder} is no folder; nothing is downloaded here")
+    if (folder / SINGLE).is_file():
+        return _entries_of(folder / SINGLE)
+    if not (folder / INDEX).is_file():
+        raise ValueError(f"weights: {folder} has neither {SINGLE} nor {INDEX}")
+    try:
+        file_of = json.loads((folder / INDEX).read_text())["weight_map"]
+    except (ValueError, KeyError) as error:
+        raise ValueError(f"weights: {folder / INDEX} cannot be read: {error!r}") from error
+    found = {}
+    for name in sorted(set(file_of.values())):
+        entries = _entries_of(folder / name)
+        lost = [key for key, file in file_of.items() if file == name and key not in entries]
+        if lost:
+            raise ValueError(f"weights: {folder / name} does not have {_some(lost)}, which {INDEX} promises")
+        found |= {key: entry for key, entry in entries.items() if file_of.get(key) == name}
+    return found
+
+
+def _entries_of(file):
+    opened = _opened(file)
+    found = {}
+    for key in opened.keys():  # noqa: SIM118
+        part = opened.get_slice(key)
+        found[key] = Entry(file, tuple(part.get_shape()), part.get_dtype())
+    return found
+
+
+def _persistent_buffers(model):
+    return {
+        f"{path}.{key}" if path else key: buffer
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    }
+
+
+def _has_buffer(model, ends):
+    return any(name.endswith(ends) for name, _ in model.named_buffers())
+
+
+def _way_to_name(model, names, entries):
+    """The function name -> key that finds the most names in the files."""
+    path, prefix = next(
+        (
+            (path, of_class)
+            for path, module in model.named_modules()
+            if isinstance(of_class := getattr(type(module), "base_model_prefix", None), str) and of_class
+        ),
+        ("", ""),
+    )
+
+    def inside(name):
+        return name.removeprefix(f"{path}.").replace(".base_layer.", ".")
+
+    ways = [lambda name: name, inside]
+    if prefix:
+        ways.append(lambda name: inside(name).removeprefix(f"{prefix}."))
+        ways.append(lambda name: f"{prefix}.{inside(name)}")
+    return max(ways, key=lambda way: sum(way(name) in entries for name in names))
