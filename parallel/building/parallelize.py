@@ -139,12 +139,17 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
         ),
     )
     filling.fill(parts_of(model))
+    _take_over(model, opt)
+    if LOG.isEnabledFor(logging.INFO):
+        LOG.info("%s", describe(model))
+
+
+def _take_over(model, opt):
+    """Methods of the user's objects that are collective from now on, or mean something else."""
     save_pretrained_whole(model)
     generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
-    if LOG.isEnabledFor(logging.INFO):
-        LOG.info("%s", describe(model))
 
 
 def _seed(mesh, device):

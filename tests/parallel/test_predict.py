@@ -102,9 +102,8 @@ class Tree(GPT):
             return out, out.sum()
         if self.what == "object":
             return out, nn.Identity()
-        return out, self.blocks[0].attn.c_attn.weight.new_zeros(
-            len(idx), len(self.blocks[0].attn.c_attn.weight)
-        )
+        layer = self.blocks[0].attn.c_attn
+        return out, layer(out.new_ones(len(idx), 3, layer.in_features))
 
 
 def trees(rank, world_size):
