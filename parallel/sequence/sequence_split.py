@@ -18,6 +18,8 @@ of what they get (they see the local length), and results that mix positions aft
 a dimension of length T are refused for that reason.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
@@ -49,7 +51,9 @@ class LocalShapes(TorchFunctionMode):
         if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs and args[0].dim() > 2:
             shape = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
             length, piece = self.split.length, self.split.piece
-            if len(shape) > 2 and length != piece and shape[1] == length and args[0].shape[1] == piece:
+            of_piece = len(shape) > 2 and shape[1] == length and args[0].shape[1] == piece
+            of_piece &= len(shape) > 2 and shape[0] in (-1, args[0].shape[0])
+            if of_piece and length != piece and math.prod(shape) != args[0].numel():
                 args = args[0], [shape[0], piece, *shape[2:]]
         if func is F.cross_entropy:
             return func(**self._of_own_targets(*args, **(kwargs or {})))

@@ -21,8 +21,9 @@ from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from pycomm.parallel.tensor.modules import is_linear, within
 from pycomm.parallel.tensor.probe import probe
-from pycomm.parallel.tensor.slices import cut
+from pycomm.parallel.tensor.slices import cut, even_slices
 from pycomm.parallel.tensor.sublayers import Found
+from pycomm.parallel.tensor.tables import cut_table
 from pycomm.parallel.tensor.whole_sequence import WholeSequence, after_trunk, check_order
 
 __all__ = ["Head", "TensorParallel", "parallelize_tensor"]
@@ -98,6 +99,9 @@ class Applier:
 
     def single(self, fqn, rule):
         old, options = self.model.get_submodule(fqn), {"sequence": self.sequence_of(fqn), "take": self.take}
+        if type(old) is not nn.Embedding and isinstance(old, nn.Embedding):
+            cut_table(old, self.group, self.take)
+            return
         if isinstance(old, nn.Embedding):
             new = VocabParallelEmbedding.from_module(old, self.group, take=self.take)
         elif rule == "row":
@@ -113,6 +117,13 @@ class Applier:
         swap(self.model, old, new)
         if rule == "row" and fqn in self.after:
             self.whole(fqn)
+
+    def follow(self, fqn, key):
+        """Cuts a vector that is tied to a bias of the vocabulary, in a module that only holds it."""
+        owner = self.model.get_submodule(fqn)
+        parameter = owner._parameters[key]
+        layout = even_slices(len(parameter), self.group).layout(parameter, 0)
+        owner._parameters[key] = self.take(parameter, layout)
 
     def whole(self, fqn):
         """With a sequence, gives a module all tokens; without, replicated modules have them anyway."""
@@ -175,22 +186,22 @@ def checked(model, cuts, group):
     for sublayer in cuts.sublayers:
         if sublayer.counts is not None:
             split_heads(sublayer.counts.q_heads, sublayer.counts.kv_heads, group.size, sublayer.owner)
-    reasons, kept = {}, []  # kind of sublayer -> None, or why it must not be cut
+    verdicts, kept = {}, []  # kind of sublayer -> Verdict
     # Those that a pipeline stage has first: of others the buffers may be gone, without which nothing runs.
     for sublayer in sorted(cuts.sublayers, key=lambda sublayer: not is_whole(model, sublayer)):
         kind = kind_of(model, sublayer)
-        if kind not in reasons:
-            reasons[kind] = probe(model, sublayer, group.size)
+        if kind not in verdicts:
+            verdicts[kind] = probe(model, sublayer, group.size)
     for sublayer in cuts.sublayers:
-        kind = kind_of(model, sublayer)
-        if reasons[kind] is None:
-            kept.append(sublayer)
+        layout, reason = verdicts[kind_of(model, sublayer)]
+        if layout is not None:
+            kept.append(sublayer._replace(layouts=(layout,)))
             continue
         place = sublayer.owner, sublayer.rule
         if place in cuts.asked:
-            raise ValueError(f"tensor-parallel rule {place[1]!r} for {place[0]!r}: it {reasons[kind]}")
+            raise ValueError(f"tensor-parallel rule {place[1]!r} for {place[0]!r}: it {reason}")
         cuts.found[:] = [line for line in cuts.found if (line.fqn, line.rule) != place]
-        cuts.found.append(Found(sublayer.owner, "replicate", f"{sublayer.rule}: {reasons[kind]}"))
+        cuts.found.append(Found(sublayer.owner, "replicate", f"{sublayer.rule}: {reason}"))
         if sublayer.rule == "attention":
             cuts.whole.append(sublayer.owner)
     return kept
@@ -225,6 +236,8 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
         applier.sublayer(sublayer)
     for fqn, rule in cuts.single.items():
         applier.single(fqn, rule)
+    for fqn, key in cuts.followers:
+        applier.follow(fqn, key)
     if sequence is not None:
         for fqn in sorted(cuts.whole, key=len):
             applier.whole(fqn)

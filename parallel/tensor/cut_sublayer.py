@@ -5,8 +5,9 @@ owner sees.
           once        rows of this rank's heads                               its columns
 
 The input edge sits at the column layers, not at the module: what the module does with x beside them (a norm
-before, a residual around) is then as in one process. Fused projections [q | k | v] give each rank its heads'
-rows of all three parts. `take` cuts a parameter and remembers it, so that tied ones stay one.
+before, a residual around) is then as in one process. Of fused projections each rank gets the rows of its
+heads, wherever they lie (Sublayer.layouts). `take` cuts a parameter and remembers it, so that tied ones stay
+one.
 """
 
 from collections.abc import Callable
@@ -16,12 +17,13 @@ from torch import nn
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import Layout, whole
+from pycomm.parallel.tensor.adapters import cut_column_adapter, cut_row_adapter
 from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from pycomm.parallel.tensor.modules import linear_sizes
+from pycomm.parallel.tensor.modules import is_adapter, linear_sizes
 from pycomm.parallel.tensor.multihead import MultiheadForward
-from pycomm.parallel.tensor.narrow import SublayerForward, narrow_attributes
+from pycomm.parallel.tensor.narrow import Narrowed, SublayerForward, narrow_attributes
 from pycomm.parallel.tensor.slices import Slices, even_slices
 
 __all__ = ["Cutter", "cut_sublayer", "swap"]
@@ -51,7 +53,7 @@ def rows(heads, head_dim, offset=0):
 
 def head_slices(counts, heads, rank, fused):
     """(Slices of each column layer, Slices of the row layer) of an attention. heads: RankHeads of
-    all ranks.
+    all ranks. fused: the layout of the only column layer; None where there are three.
     """
     dim, mine = counts.head_dim, heads[rank]
     q_width, kv_width = counts.q_heads * dim, counts.kv_heads * dim
@@ -59,6 +61,8 @@ def head_slices(counts, heads, rank, fused):
     kv_lengths = [head.kv_count * dim for head in heads]
     q = rows(mine.q, dim)
     row = Slices((q,), (q,), tuple(q_lengths))
+    if fused == "heads":
+        return [mixed_slices(counts, heads, rank)], row
     if fused:
         kv = rows(mine.kv, dim, q_width), rows(mine.kv, dim, q_width + kv_width)
         lengths = tuple(q + 2 * kv for q, kv in zip(q_lengths, kv_lengths, strict=True))
@@ -66,6 +70,41 @@ def head_slices(counts, heads, rank, fused):
     kv = rows(mine.kv, dim)
     of_kv = Slices((kv,), (kv,) if mine.counts_kv else (), tuple(kv_lengths), mine.shares_kv)
     return [row, of_kv, of_kv], row
+
+
+def mixed_slices(counts, heads, rank):
+    """Slices of a projection whose rows are those of a kv head and its query heads, head by head."""
+    dim, mine, per_kv = counts.head_dim, heads[rank], counts.q_heads // counts.kv_heads
+    ranges, counted = [], []
+    for kv in range(*mine.kv):
+        start = kv * (per_kv + 2) * dim
+        first, last = (min(max(head - kv * per_kv, 0), per_kv) for head in mine.q)
+        q = rows((first, last), dim, start)
+        both = rows((per_kv, per_kv + 2), dim, start)
+        ranges += [q, both]
+        counted += [q, both] if mine.counts_kv else [q]
+    lengths = tuple((head.q_count + 2 * head.kv_count) * dim for head in heads)
+    return Slices(_joined(ranges), _joined(counted), lengths, mine.shares_kv)
+
+
+def _joined(ranges):
+    """Ranges that follow each other as one."""
+    found = []
+    for start, stop in ranges:
+        if found and found[-1][1] == start:
+            found[-1] = found[-1][0], stop
+        else:
+            found.append((start, stop))
+    return tuple(found)
+
+
+def part_slices(slices, width, full):
+    """Slices of a layer whose rows are `full` // `width` blocks that are cut alike, as `slices` say."""
+    blocks = full // width
+    ranges = tuple(
+        (b * width + start, b * width + stop) for b in range(blocks) for start, stop in slices.ranges
+    )
+    return Slices(ranges, ranges, tuple(blocks * length for length in slices.lengths))
 
 
 def cut_sublayer(model, sublayer, cutter):
@@ -80,34 +119,48 @@ def cut_sublayer(model, sublayer, cutter):
     if sublayer.rule == "attention":
         column_slices, row_slices, width = _narrow_attention(model, owner, sublayer, cutter)
     else:
-        row_slices = even_slices(linear_sizes(model.get_submodule(sublayer.row))[0], cutter.group)
-        column_slices = [row_slices] * len(sublayer.columns)
+        features, _ = linear_sizes(model.get_submodule(sublayer.row))
+        row_slices = even_slices(features, cutter.group)
+        outs = [linear_sizes(model.get_submodule(name))[1] for name in sublayer.columns]
+        column_slices = [part_slices(row_slices, features, out) for out in outs]
         if type(owner) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
             # Keeps torch's layer, and nn.TransformerEncoder, from the fused inference kernel, which reads
             # whole weights.
             owner.activation_relu_or_gelu = 0
-    shared = {"sequence": cutter.sequence, "take": cutter.take}
     for name, slices in zip(sublayer.columns, column_slices, strict=True):
-        old = model.get_submodule(name)
-        column = ColumnParallelLinear.from_module(
-            old, cutter.group, gather_output=False, slices=slices, **shared
-        )
-        column.take_input_from(source, shared=len(sublayer.columns) > 1)
-        swap(model, old, column)
-    old = model.get_submodule(sublayer.row)
-    row = RowParallelLinear.from_module(
-        old, cutter.group, input_is_parallel=True, slices=row_slices, **shared
-    )
-    row.give_output_to(output)
-    swap(model, old, row)
+        _cut_column(model, name, slices, cutter, (source, len(sublayer.columns) > 1))
+    _cut_row(model, sublayer.row, row_slices, cutter, output)
     if type(owner) is not nn.Sequential and not isinstance(owner.forward, SublayerForward):
         owner.forward = SublayerForward(owner.forward, sublayer.owner, source, width)
     return output
 
 
+def _cut_column(model, name, slices, cutter, enters):
+    """enters: (SublayerInput, whether other layers are given the same input)."""
+    old = model.get_submodule(name)
+    if is_adapter(old):
+        cut_column_adapter(old, slices, enters[0], cutter)
+        return
+    options = {"sequence": cutter.sequence, "take": cutter.take, "slices": slices}
+    column = ColumnParallelLinear.from_module(old, cutter.group, gather_output=False, **options)
+    column.take_input_from(*enters)
+    swap(model, old, column)
+
+
+def _cut_row(model, name, slices, cutter, output):
+    old = model.get_submodule(name)
+    if is_adapter(old):
+        cut_row_adapter(old, slices, output, cutter)
+        return
+    options = {"sequence": cutter.sequence, "take": cutter.take, "slices": slices}
+    row = RowParallelLinear.from_module(old, cutter.group, input_is_parallel=True, **options)
+    row.give_output_to(output)
+    swap(model, old, row)
+
+
 def _narrow_attention(model, owner, sublayer, cutter):
     """Makes an attention module see its local heads. Returns (Slices of the column layers, Slices of the row
-    layer, (full, local) width of the last dimension).
+    layer, width), with width as SublayerForward takes it.
     """
     counts, rank = sublayer.counts, cutter.group.rank
     heads = split_heads(counts.q_heads, counts.kv_heads, cutter.group.size, sublayer.owner)
@@ -118,8 +171,10 @@ def _narrow_attention(model, owner, sublayer, cutter):
         parameter = owner.get_parameter(name)
         layout = Layout(tuple(parameter.shape), 0, (mine.q,), (mine.q,))
         owner._parameters[name] = cutter.take(parameter, layout)
-    width = linear_sizes(model.get_submodule(sublayer.columns[0]))[0], mine.q_count * counts.head_dim
-    return *head_slices(counts, heads, rank, len(sublayer.columns) == 1), width
+    hidden, _ = linear_sizes(model.get_submodule(sublayer.columns[0]))
+    narrow = Narrowed(hidden, mine.q_count * counts.head_dim, counts.q_heads, mine.q)
+    fused = sublayer.layout if len(sublayer.columns) == 1 else None
+    return *head_slices(counts, heads, rank, fused), narrow
 
 
 def _cut_multihead(module, sublayer, cutter, source, output):
@@ -131,7 +186,7 @@ def _cut_multihead(module, sublayer, cutter, source, output):
         )
     counts = sublayer.counts
     heads = split_heads(counts.q_heads, counts.kv_heads, group.size, sublayer.owner)
-    (qkv,), q = head_slices(counts, heads, group.rank, True)
+    (qkv,), q = head_slices(counts, heads, group.rank, "blocks")
 
     def part(name, slices, dim):
         parameter = module._parameters.get(name)

@@ -86,9 +86,23 @@ class SublayerOutput:
         x = plain(x)
         if self.sequence is None:
             return linear_reduce(x, weight, bias, self.group, lengths)
+        self._check(x)
+        return linear_reduce_scatter(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)
+
+    def sum(self, part, bias):
+        """The same of a product that this rank has worked out already."""
+        if self.source is not None:
+            self.source.clear()
+        if self.sequence is None:
+            out = differentiable.reduce_from(part, self.group)
+        else:
+            self._check(part)
+            out = differentiable.reduce_scatter(part, *Pieces(1, self.sequence.sizes), self.group)
+        return out if bias is None else out + bias
+
+    def _check(self, x):
         if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
             raise ValueError(
                 f"[rank {self.group.rank}/{self.group.size}] output of a tensor-parallel sublayer: shape "
                 f"{tuple(x.shape)}, but dim 1 should be the whole sequence, {sum(self.sequence.sizes)}"
             )
-        return linear_reduce_scatter(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)

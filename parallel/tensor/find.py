@@ -32,8 +32,9 @@ from torch import nn
 
 from pycomm.parallel.tensor.find_attention import find_attention
 from pycomm.parallel.tensor.find_mlp import find_mlp
-from pycomm.parallel.tensor.modules import is_linear, is_transposed, join, linear_sizes, within
+from pycomm.parallel.tensor.modules import is_linear, is_transposed, join, linear_sizes, reads, within
 from pycomm.parallel.tensor.sublayers import Cuts, Found, Unfit
+from pycomm.parallel.tensor.tables import is_table
 
 __all__ = ["find"]
 
@@ -86,7 +87,7 @@ class Finder:
         self.ties = ties  # name of a parameter -> what is equal for names of one parameter
         self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, rules)) is not None}
         self.taken = set()  # modules that are part of what was found
-        self.cuts = Cuts([], {}, [], [], set(self.rules.items()))
+        self.cuts = Cuts([], {}, [], [], set(self.rules.items()), [])
 
     def run(self):
         for fqn in self.modules:
@@ -139,7 +140,8 @@ class Finder:
         if any(name in self.rules and self.rules[name] != rule for name in names):
             return  # one of its layers has a rule of its own
         self.cuts.sublayers.append(sublayer)
-        self.taken.update(names)
+        for name in names:
+            self._take_all(name)
         if rule == "attention":
             self._take_all(fqn)
         self._note(fqn, rule, sublayer.describe())
@@ -154,7 +156,7 @@ class Finder:
         heads = [
             (table, head, tied)
             for table, t in outside
-            if type(t) is nn.Embedding and not (t.max_norm is not None or t.scale_grad_by_freq or t.sparse)
+            if is_table(t)
             for head, m in outside
             if is_linear(m)
             and ((tied := self._is_tied(join(table, "weight"), join(head, "weight"))) or is_head(t, m))
@@ -171,7 +173,9 @@ class Finder:
         for fqn in self.modules:
             if found := {self.ties[name] for name in self._parameters_of(fqn)} & shared:
                 holders[fqn] = found
+        follow = self._followers(holders, head, outside)
         other = [fqn for fqn in holders if fqn not in outside or not self._has_rows(fqn)]
+        other = [fqn for fqn in other if fqn not in dict(follow)]
         for fqn in [fqn for fqn in holders if fqn in outside and self._has_rows(fqn)]:
             tied = [each for each in holders if each != fqn and holders[each] & holders[fqn]]
             self.taken.add(fqn)
@@ -179,16 +183,28 @@ class Finder:
                 what = f"{other[0] or 'the model'!r} has a parameter of the vocabulary too, and cannot be cut"
                 self._note(fqn, "replicate", f"vocab: {what}")
             else:
+                self.cuts.followers[:] = follow
                 self.cuts.single[fqn] = "vocab"
                 rows = f"{self.modules[table].num_embeddings} rows"
                 self._note(fqn, "vocab", rows + (f", tied to {', '.join(tied)}" if tied else ""))
+
+    def _followers(self, holders, head, outside):
+        """(module, name) of vectors that are the head's bias too, in modules that only hold them (BERT)."""
+        bias = self.ties.get(join(head, "bias"))
+        return [
+            (fqn, name.rpartition(".")[2])
+            for fqn in holders
+            if fqn in outside and not self._has_rows(fqn) and holders[fqn] == {bias}
+            for name in self._parameters_of(fqn)
+            if self.ties[name] == bias and not reads(self.modules[fqn], name.rpartition(".")[2])
+        ]
 
     def _parameters_of(self, fqn):
         own = self.modules[fqn]._parameters
         return [join(fqn, name) for name in own if join(fqn, name) in self.ties]
 
     def _has_rows(self, fqn):
-        return is_linear(self.modules[fqn]) or type(self.modules[fqn]) is nn.Embedding
+        return is_linear(self.modules[fqn]) or is_table(self.modules[fqn])
 
     def _is_tied(self, one, other):
         return self.ties[one] == self.ties[other]
@@ -206,7 +222,7 @@ class Finder:
             module = self.modules[fqn]
             above = self.rules.get(fqn.rpartition(".")[0]) if fqn else None
             if rule in ("column", "row", "vocab"):
-                if not (is_linear(module) or rule == "vocab" and type(module) is nn.Embedding):
+                if not (is_linear(module) or rule == "vocab" and is_table(module)):
                     raise ValueError(
                         f"tensor-parallel rule {rule!r} for {fqn!r}: it is a {type(module).__name__}, not a "
                         "Linear layer"

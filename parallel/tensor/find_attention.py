@@ -2,6 +2,7 @@
 
     separate   q_proj, k_proj, v_proj, o_proj      or other names of SEPARATE and OUTPUT
     fused      c_attn = [q | k | v], c_proj        or other names of FUSED
+               query_key_value, dense              or other names of MIXED: [q | k | v], or head by head
     torch      nn.MultiheadAttention
 
 The number of heads is read from the module's attributes or its configuration (narrow.head_counts); the widths
@@ -13,7 +14,8 @@ import re
 
 from torch import nn
 
-from pycomm.parallel.tensor.modules import child, is_linear, join, linear_sizes
+from pycomm.parallel.tensor.adapters import factors_of
+from pycomm.parallel.tensor.modules import child, is_projection, join, linear_sizes, within
 from pycomm.parallel.tensor.narrow import HeadCounts, head_counts
 from pycomm.parallel.tensor.sublayers import Sublayer, Unfit
 
@@ -41,6 +43,7 @@ FUSED = (
     ("qkv_proj", "o_proj"),
     ("to_qkv", "to_out"),
 )
+MIXED = (("query_key_value", "dense"),)
 OF_QK = re.compile(r"(^|_|\.)(q|k|qk|query|key)(_|\.|$)|qnorm|knorm|qknorm")
 
 
@@ -54,12 +57,18 @@ def find_attention(modules, fqn):
         counts = HeadCounts(module.num_heads, module.num_heads, module.head_dim)
         return [Sublayer("multihead", fqn, (fqn,), join(fqn, "out_proj"), counts)]
     for names in SEPARATE:
-        if all(is_linear(child(module, name)) for name in names):
+        if all(is_projection(child(module, name)) for name in names):
             return [_sublayer(modules, fqn, names, _output(modules, fqn, OUTPUT))]
-    for name, out in FUSED:
-        row = _output(modules, fqn, (out, out + ".0")) if is_linear(child(module, name)) else None
+    for name, out in (*FUSED, *MIXED):
+        row = _output(modules, fqn, (out, out + ".0")) if is_projection(child(module, name)) else None
         if row is not None:
-            return [_sublayer(modules, fqn, (name,), row)]
+            found = _sublayer(modules, fqn, (name,), row)
+            is_known = (name, out) in FUSED
+            return [
+                found._replace(
+                    layouts=("blocks", "heads") if is_known else ("heads", "blocks"), is_known=is_known
+                )
+            ]
     return []
 
 
@@ -68,10 +77,10 @@ def _output(modules, fqn, names):
     attention.output.dense) one of the sibling; None where there is none.
     """
     for name in names:
-        if is_linear(child(modules[fqn], name)):
+        if is_projection(child(modules[fqn], name)):
             return join(fqn, name)
     sibling = join(fqn.rpartition(".")[0], "output.dense")
-    return sibling if fqn and is_linear(modules.get(sibling)) else None
+    return sibling if fqn and is_projection(modules.get(sibling)) else None
 
 
 def _sublayer(modules, fqn, names, row):
@@ -85,7 +94,9 @@ def _sublayer(modules, fqn, names, row):
     counts = _counts(module, outs, value_width, row)
     per_head, inside = _other_parameters(module, fqn, names, row, counts)
     _check_buffers(module, counts)
-    return Sublayer("attention", fqn, tuple(join(fqn, name) for name in names), row, counts, per_head, inside)
+    columns = tuple(join(fqn, name) for name in names)
+    inside += factors_of(modules, columns, row)
+    return Sublayer("attention", fqn, columns, row, counts, per_head, inside)
 
 
 def _counts(module, outs, value_width, row):
@@ -121,7 +132,7 @@ def _other_parameters(module, fqn, columns, row, counts):
     hidden = linear_sizes(child(module, columns[0]))[0]
     for name, parameter in module.named_parameters():
         owner, shape = name.rpartition(".")[0], tuple(parameter.shape)
-        if owner in columns or join(fqn, owner) == row:
+        if any(within(owner, column) for column in columns) or within(join(fqn, owner), row):
             continue
         of_qk = OF_QK.search(name)
         is_norm = "norm" in type(child(module, owner) if owner else module).__name__.lower()

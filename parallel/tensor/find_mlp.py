@@ -2,16 +2,22 @@
 
 Sequential            Linear, elementwise ..., Linear           each such pair, from the front
 a module's children   up (and gate) h -> f, down f -> h         the last Linear that fits is the down
+                      gate and up in one h -> 2f, down f -> h   the probe says whether they are its halves
+two modules           intermediate.dense h -> f, output.dense   as in BERT
 torch's Transformer   linear1, linear2
 layers
 """
 
 from torch import nn
 
-from pycomm.parallel.tensor.modules import is_elementwise, is_linear, join, linear_sizes
+from pycomm.parallel.tensor.adapters import factors_of
+from pycomm.parallel.tensor.modules import child, is_elementwise, is_projection, join, linear_sizes
 from pycomm.parallel.tensor.sublayers import Sublayer, Unfit
 
 __all__ = ["find_mlp"]
+
+HALVES = ("gate_up_proj", "down_proj")  # [gate | up] wherever these names are used
+APART = ("intermediate", "output")
 
 
 def find_mlp(modules, fqn, taken):
@@ -28,18 +34,24 @@ def find_mlp(modules, fqn, taken):
     elif type(module) is nn.Sequential:
         pairs = _pairs(module)
     else:
-        pairs = _children(module, {name for name, _ in module.named_children() if join(fqn, name) in taken})
-    sublayers = [
-        Sublayer("mlp", fqn, tuple(join(fqn, up) for up in ups), join(fqn, down)) for ups, down in pairs
-    ]
+        cut = {name for name, _ in module.named_children() if join(fqn, name) in taken}
+        pairs = _children(module, cut) or _apart(module)
+    sublayers = [_sublayer(modules, fqn, *pair) for pair in pairs]
     return [s for s in sublayers if taken.isdisjoint((*s.columns, s.row))]
+
+
+def _sublayer(modules, fqn, ups, down):
+    columns, row = tuple(join(fqn, up) for up in ups), join(fqn, down)
+    is_fused = linear_sizes(modules[columns[0]])[1] != linear_sizes(modules[row])[0]
+    is_known = not is_fused or (*ups, down) == HALVES
+    return Sublayer("mlp", fqn, columns, row, inside=factors_of(modules, columns, row), is_known=is_known)
 
 
 def _pairs(module):
     """Linear, elementwise ..., Linear in a Sequential, from the front."""
     pairs, up = [], None
     for name, layer in module.named_children():
-        if not is_linear(layer):
+        if not is_projection(layer):
             if up is not None and not is_elementwise(layer):
                 up = None
         elif up is not None and linear_sizes(module._modules[up])[1] == linear_sizes(layer)[0]:
@@ -52,13 +64,13 @@ def _pairs(module):
 
 def _children(module, taken):
     """[(names of the Linears h -> f, name of the Linear f -> h)], or []. taken: names of children."""
-    linears = {name: linear_sizes(layer) for name, layer in module.named_children() if is_linear(layer)}
+    linears = {name: linear_sizes(layer) for name, layer in module.named_children() if is_projection(layer)}
     if len(linears) < 2 or not taken.isdisjoint(linears):
         return []
     for down in reversed(linears):
         f, h = linears[down]
         ups = tuple(name for name in linears if name != down)
-        if all(linears[up] == (h, f) for up in ups):
+        if all(linears[up] == (h, f) for up in ups) or [linears[up] for up in ups] == [(h, 2 * f)]:
             break
     else:
         return []
@@ -72,3 +84,17 @@ def _children(module, taken):
         if name not in linears and not is_norm_of_h and name not in taken and not is_elementwise(layer):
             raise Unfit(f"{name} ({type(layer).__name__}) is not elementwise")
     return [(ups, down)]
+
+
+def _apart(module):
+    """The same of a Linear and an activation in one module, and a Linear in the next (BERT and its kin)."""
+    up, down = (child(module, f"{name}.dense") for name in APART)
+    if not (is_projection(up) and is_projection(down)) or linear_sizes(up) != linear_sizes(down)[::-1]:
+        return []
+    first = module._modules[APART[0]]
+    for name, layer in first.named_children():
+        if layer is not up and not is_elementwise(layer):
+            raise Unfit(f"{APART[0]}.{name} ({type(layer).__name__}) is not elementwise")
+    if next(first.parameters(recurse=False), None) is not None:
+        raise Unfit(f"{APART[0]} has parameters of its own")
+    return [((f"{APART[0]}.dense",), f"{APART[1]}.dense")]

@@ -2,10 +2,24 @@
 elementwise, and names.
 """
 
+import types
+
 import torch
 from torch import nn
 
-__all__ = ["child", "is_elementwise", "is_linear", "is_transposed", "join", "linear_sizes", "within"]
+__all__ = [
+    "base_of",
+    "child",
+    "is_adapter",
+    "is_elementwise",
+    "is_linear",
+    "is_projection",
+    "is_transposed",
+    "join",
+    "linear_sizes",
+    "reads",
+    "within",
+]
 
 ELEMENTWISE = (
     *(nn.Dropout, nn.Identity, nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
@@ -23,8 +37,27 @@ def is_linear(module):
     return type(module) in plain or is_transposed(module)
 
 
+def is_adapter(module):
+    """Whether it wraps a Linear and adds products of low rank to it (peft's lora.Linear)."""
+    parts = getattr(module, "_modules", {})
+    return all(isinstance(parts.get(name), nn.ModuleDict) for name in ("lora_A", "lora_B")) and is_linear(
+        parts.get("base_layer")
+    )
+
+
+def is_projection(module):
+    """A Linear, or one with an adapter."""
+    return is_linear(module) or is_adapter(module)
+
+
+def base_of(projection):
+    """The Linear that an adapter wraps; any other layer itself."""
+    return projection._modules["base_layer"] if is_adapter(projection) else projection
+
+
 def linear_sizes(linear):
     """(in_features, out_features)"""
+    linear = base_of(linear)
     out_dim = 1 if is_transposed(linear) else 0
     return linear.weight.shape[1 - out_dim], linear.weight.shape[out_dim]
 
@@ -43,6 +76,21 @@ def is_elementwise(function):
             return torch.allclose(function(x)[..., :3], function(x[..., :3])) and function(x).shape == x.shape
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
+
+
+def reads(module, attribute):
+    """Whether the code of a module's classes names an attribute, other than where it is made or tied."""
+    return any(
+        attribute in _names_in(function.__code__)
+        for kind in type(module).__mro__[: type(module).__mro__.index(nn.Module)]
+        for name, function in vars(kind).items()
+        if isinstance(function, types.FunctionType) and name not in ("__init__", "_tie_weights")
+    )
+
+
+def _names_in(code):
+    inner = (part for part in code.co_consts if isinstance(part, types.CodeType))
+    return {*code.co_names, *(name for part in inner for name in _names_in(part))}
 
 
 def within(fqn, blocks):

@@ -19,6 +19,7 @@ SublayerForward turns into one that names the module and the way out. Alternativ
 forward (torch.fx), which fails on the data-dependent Python that attention modules are full of.
 """
 
+import inspect
 import re
 from typing import NamedTuple
 
@@ -26,7 +27,16 @@ import torch
 
 from pycomm.parallel.tensor.heads import RankHeads
 
-__all__ = ["NarrowConfig", "NarrowView", "SublayerForward", "head_counts", "narrow_attributes", "plain"]
+__all__ = [
+    "OF_EACH_HEAD",
+    "NarrowConfig",
+    "NarrowView",
+    "Narrowed",
+    "SublayerForward",
+    "head_counts",
+    "narrow_attributes",
+    "plain",
+]
 
 Q_HEADS = re.compile(
     r"^_?(n_?heads?|num_heads|num_attention_heads|nhead|heads|"
@@ -42,6 +52,8 @@ WIDTH = re.compile(
     r"hidden_size|hidden_dim|d_model|dim|inner_dim|width|"
     r"model_dim|attn_dim|op_size|(q|query)_(dim|size|width|channels))$"
 )
+
+OF_EACH_HEAD = ("alibi",)  # arguments of a forward with values for each head: (batch x heads, ...)
 
 SHAPE = torch.Tensor.shape.__get__  # a new object at each access, so compared and not identified
 
@@ -178,36 +190,56 @@ def plain(value):
     return value
 
 
+class Narrowed(NamedTuple):
+    """What a rank's part of an attention is given."""
+
+    full: int  # the last dimension of inputs that are to look narrow
+    local: int  # how wide they look
+    q_heads: int
+    mine: tuple[int, int]  # this rank's query heads
+
+    def of_heads(self, x):
+        """This rank's part of an argument of OF_EACH_HEAD."""
+        if not isinstance(x, torch.Tensor):
+            return x
+        x = x.unflatten(0, (-1, self.q_heads))
+        return x[:, slice(*self.mine)].flatten(0, 1)
+
+
 class SublayerForward:
     """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
     it does not fit.
 
-    width: (full, local) of the last dimension of inputs that are to look narrow, None for none.
+    narrow: Narrowed, None where inputs are not to look narrow.
     """
 
-    def __init__(self, inner, fqn, source, width=None):
-        self.inner, self.fqn, self.source, self.width = inner, fqn, source, width
+    def __init__(self, inner, fqn, source, narrow=None):
+        self.inner, self.fqn, self.source, self.narrow = inner, fqn, source, narrow
+        self.names = tuple(inspect.signature(inner).parameters)
         self.running = False
 
-    def view(self, x, views):
+    def view(self, name, x, views):
+        if self.narrow is None:
+            return x
+        if name in OF_EACH_HEAD:
+            return self.narrow.of_heads(x)
         if (
-            self.width is None
-            or not isinstance(x, torch.Tensor)
+            not isinstance(x, torch.Tensor)
             or x.dim() != 3
             or not x.is_floating_point()
-            or x.shape[2] != self.width[0]
+            or x.shape[2] != self.narrow.full
         ):
             return x
         if id(x) not in views:  # the same tensor must stay the same: attention(x, x, x)
             length = x.shape[1] if self.source.sequence is None else sum(self.source.sequence.sizes)
-            views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.width[1]))
+            views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.narrow.local))
         return views[id(x)]
 
     def __call__(self, *args, **kwargs):
         self.source.clear()
-        views = {}
-        args = [self.view(x, views) for x in args]
-        kwargs = {name: self.view(x, views) for name, x in kwargs.items()}
+        views, names = {}, (*self.names, *[None] * len(args))
+        args = [self.view(name, x, views) for name, x in zip(names, args, strict=False)]
+        kwargs = {name: self.view(name, x, views) for name, x in kwargs.items()}
         outer, self.running = self.running, True
         try:
             return self.inner(*args, **kwargs)

@@ -11,20 +11,26 @@ given random weights, and run on a random input (1, 5, h)
 
 without communication, alike on all ranks because weights and input come from one seed. One owner of each kind
 is run, not every block; its weights may be on meta, as those of other pipeline stages are, its buffers not.
-An owner that cannot be run on x alone (it asks for more arguments) is accepted unseen. Cost: two copies of
-one owner in float32, n + 2 small forwards.
+Where rows of a fused projection may mean different things (Sublayer.layouts), the first meaning with which
+y' = y is right. Some arguments are made up by their names (arguments()); an owner that asks for others cannot
+be run, and is accepted unseen if its names have one meaning everywhere. Cost: two copies of one owner in
+float32, n + 2 small forwards for each layout.
 """
 
 import copy
+import inspect
 import itertools
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
+from pycomm.parallel.tensor.modules import base_of, linear_sizes
 from pycomm.parallel.tensor.slices import cut
 
 __all__ = ["probe"]
@@ -44,16 +50,46 @@ class _Left(BaseException):
         self.part = part
 
 
-def stop_here(x, weight, bias, shards):
-    raise _Left(F.linear(x, weight))
+class StopHere:
+    """In the place of a SublayerOutput."""
+
+    def __call__(self, x, weight, bias, shards):
+        raise _Left(F.linear(x, weight))
+
+    def sum(self, part, bias):
+        raise _Left(part)
 
 
-def give(whole):
-    return lambda x, weight, bias, shards: whole if bias is None else whole + bias
+class Give:
+    """In the place of a SublayerOutput, which has the sum already."""
+
+    def __init__(self, whole):
+        self.whole = whole
+
+    def __call__(self, x, weight, bias, shards):
+        return self.whole if bias is None else self.whole + bias
+
+    def sum(self, part, bias):
+        return self(None, None, bias, None)
 
 
-def run(module, x):
-    out = module(x)
+def arguments(module, sublayer, x, generator):
+    """{name: value} of what the forward of an owner asks for beside x, where its name tells what it is."""
+    parameters = list(inspect.signature(module.forward).parameters.values())[1:]
+    needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
+    made = {"residual": x, "attention_mask": None}
+    if sublayer.counts is not None:
+        heads, dim = sublayer.counts.q_heads, sublayer.counts.head_dim
+        made["position_embeddings"] = tuple(
+            torch.randn((2, 1, LENGTH, dim), generator=generator).to(x.device)
+        )
+        made["alibi"] = torch.randn((heads, 1, LENGTH), generator=generator).to(x.device)
+    wanted = {*needed, *(p.name for p in parameters if p.name == "position_embeddings")}
+    return {name: made[name] for name in wanted if name in made}
+
+
+def run(module, x, others):
+    out = module(x, **others)
     return out[0] if isinstance(out, (tuple, list)) else out
 
 
@@ -83,10 +119,25 @@ def relative(sublayer):
     )
 
 
+class Verdict(NamedTuple):
+    """layout: the one of Sublayer.layouts that computes the same; None where none does, for this reason."""
+
+    layout: str | None
+    reason: str | None = None
+
+
 def probe(model, sublayer, parts):
-    """None when the sublayer computes the same in parts, or cannot be run alone; else the reason why it must
-    not be cut.
-    """
+    """Verdict on a sublayer, seen or unseen."""
+    found = _seen(model, sublayer, parts)
+    if found is not None:
+        return found
+    if sublayer.is_known:
+        return Verdict(sublayer.layout)
+    return Verdict(None, "cannot be run alone to see what the rows of its fused projection mean")
+
+
+def _seen(model, sublayer, parts):
+    """Verdict, or None for what cannot be run."""
     owner = model.get_submodule(sublayer.owner)
     if type(owner) in KNOWN or sublayer.owner and not sublayer.row.startswith(sublayer.owner + "."):
         return None
@@ -95,27 +146,40 @@ def probe(model, sublayer, parts):
         if ready is None:
             return None
         twin, generator = ready
-        first = twin.get_submodule(relative(sublayer).columns[0])
-        hidden = first.in_features if hasattr(first, "in_features") else first.nx
-        x = torch.randn((1, LENGTH, hidden), generator=generator).to(first.weight.device)
+        sublayer = relative(sublayer)
+        first = twin.get_submodule(sublayer.columns[0])
+        hidden, _ = linear_sizes(first)
+        x = torch.randn((1, LENGTH, hidden), generator=generator).to(base_of(first).weight.device)
+        others = arguments(twin, sublayer, x, generator)
         try:
-            expected = run(twin, x)
+            expected = run(twin, x, others)
         except Exception:  # it wants other arguments, and says so in any way
             return None
         if not isinstance(expected, torch.Tensor):
             return None
-        return compare(twin, relative(sublayer), parts, x, expected)
+        reasons = []
+        for layout in _possible(sublayer, twin):
+            reasons.append(compare(twin, sublayer._replace(layouts=(layout,)), parts, (x, others, expected)))
+            if reasons[-1] is None:
+                return Verdict(layout)
+        return Verdict(None, reasons[0])
 
 
-def compare(twin, sublayer, parts, x, expected):
-    total = 0
+def _possible(sublayer, twin):
+    """Layouts that are not the same: with one projection only."""
+    return sublayer.layouts if len(sublayer.columns) == 1 else sublayer.layouts[:1]
+
+
+def compare(twin, sublayer, parts, case):
+    """None where the sublayer computes the same in parts, or why not. case: (x, other arguments, result)."""
+    total, (x, others, expected) = 0, case
     for rank in itertools.chain(range(parts), [None]):
         piece = copy.deepcopy(twin)
         group = comm.Group("probe", parts, rank or 0, None)
         output = cut_sublayer(piece, sublayer, Cutter(group, None, cut))
-        replace_edges(piece, output, stop_here if rank is not None else give(total))
+        replace_edges(piece, output, StopHere() if rank is not None else Give(total))
         try:
-            out = run(piece, x)
+            out = run(piece, x, others)
         except _Left as left:
             total = total + left.part
         except Exception as error:  # any: shapes that do not fit end in many kinds
@@ -133,7 +197,13 @@ def replace_edges(piece, output, instead):
     here.
     """
     for module in piece.modules():
+        forward = getattr(module, "forward", None)
         if isinstance(module, RowParallelLinear) and module.output_edge is output:
             module.give_output_to(instead)
+        if isinstance(forward, AdapterForward):
+            if forward.enters is not None:
+                forward.enters.leave_group()
+            elif forward.output is output:
+                forward.output = instead
         if isinstance(module, ColumnParallelLinear):
             module.input_edge.leave_group()

@@ -23,7 +23,13 @@ class Found(NamedTuple):
 
 
 class Sublayer(NamedTuple):
-    """Linears that are cut together. Names are full; owner: the module whose forward runs them."""
+    """Linears that are cut together. Names are full; owner: the module whose forward runs them.
+
+    layouts: what the rows of a column layer may mean, the likeliest first; probe.py finds out which it is.
+        blocks     those of q, then of k, then of v; or of gate, then of up
+        heads      those of the first kv head and its query heads (q ... q k v), then of the second, ...
+    is_known: the first of `layouts` is meant wherever these names are used, also where it cannot be tried.
+    """
 
     rule: str  # attention, mlp, or multihead for torch.nn.MultiheadAttention
     owner: str
@@ -32,10 +38,19 @@ class Sublayer(NamedTuple):
     counts: HeadCounts | None = None
     per_head: tuple[str, ...] = ()  # vectors with one number per query head
     inside: tuple[str, ...] = ()  # parameters that all ranks hold and use for their own heads
+    layouts: tuple[str, ...] = ("blocks",)
+    is_known: bool = True
+
+    @property
+    def layout(self):
+        return self.layouts[0]
 
     def describe(self):
-        columns = " + ".join(name.rpartition(".")[2] for name in self.columns)
-        text = f"{columns} by rows, {self.row.rpartition('.')[2]} by columns"
+        skip = len(self.owner) + 1 if self.owner and self.columns != (self.owner,) else 0
+        columns = " + ".join(name[skip:] if skip else name.rpartition(".")[2] for name in self.columns)
+        inside = self.owner and self.row.startswith(self.owner + ".")
+        row = self.row[len(self.owner) + 1 :] if inside else self.row.rpartition(".")[2]
+        text = f"{columns} by rows, {row} by columns"
         if self.counts is None:
             return text
         counts = self.counts
@@ -50,6 +65,7 @@ class Cuts(NamedTuple):
     whole: list[str]  # modules that must see the whole sequence: by a rule, or attention that cannot be cut
     found: list[Found]  # in the order of the model
     asked: set[tuple[str, str]]  # (module, rule) by the user
+    followers: list[tuple[str, str]]  # (module, name) of vectors tied to a bias that is cut
 
 
 class Unfit(Exception):

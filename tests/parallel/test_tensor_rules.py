@@ -26,6 +26,23 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.tensor import parallelize_tensor
 from pycomm.parallel.tensor.find import find
 
+
+class PerHead(FusedAttention):
+    """[q k v] of each head side by side in the projection: the same names and sizes as [q | k | v], another
+    meaning of the rows.
+    """
+
+    def forward(self, x):
+        B, T, C = x.size()
+        q, k, v = self.c_attn(x).view(B, T, self.n_head, -1).transpose(1, 2).chunk(3, -1)
+        return self.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
+
+
+class GptPerHead(Gpt):
+    attention = PerHead
+
+
+PER_HEAD = (GptPerHead, 19, "h")
 GPT, LLAMA, ENCODER = (Gpt, 19, "h"), (Llama, 17, "layers"), (Encoder, 13, "encoder.layers")
 CASES = [  # model, its arguments, options
     (GPT, {}, {}),
@@ -34,6 +51,8 @@ CASES = [  # model, its arguments, options
     (GPT, {}, {"sequence": True}),
     (GPT, {}, {"sequence": True, "length": 2, "sharded": True}),
     (GPT, {"mlp": 3}, {}),
+    (PER_HEAD, {}, {"sharded": True}),
+    (PER_HEAD, {}, {"sequence": True}),
     (LLAMA, {}, {"sharded": True}),
     (LLAMA, {"kv_heads": 1}, {"sequence": True}),
     (LLAMA, {"kv_heads": 3}, {}),
@@ -154,6 +173,13 @@ def found(model, **options):
     return {line.fqn: (line.rule, line.detail) for line in find(model, **options).found}
 
 
+def test_a_layout_is_found_by_trying():
+    done = parallelize_tensor(GptPerHead(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
+    assert done.layouts["h.0.attn.c_attn.weight"].ranges == ((24, 36),)
+    done = parallelize_tensor(Gpt(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
+    assert done.layouts["h.0.attn.c_attn.weight"].ranges == ((8, 12), (28, 32), (48, 52))
+
+
 def test_found_is_printable():
     lines = found(Gpt(layers=1), blocks="h")
     assert lines == {
@@ -181,17 +207,6 @@ class Between(Mlp):
         return self.c_proj(self.what(self.c_fc(x)))
 
 
-class PerHead(FusedAttention):
-    """[q k v] of each head side by side in the projection: the same names and sizes, another meaning of the
-    rows.
-    """
-
-    def forward(self, x):
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).view(B, T, self.n_head, -1).transpose(1, 2).chunk(3, -1)
-        return self.c_proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(B, T, C))
-
-
 class WidthScale(FusedAttention):
     def forward(self, x):
         B, T, C = x.size()
@@ -214,7 +229,6 @@ REPLICATED = [  # model, why
     (Between(nn.Softmax(-1)), ".Softmax. is not elementwise"),
     (Between(lambda x: x.softmax(-1)), "computes something else in parts"),
     (Between(lambda x: F.layer_norm(x, (24,))), "does not run in parts"),
-    (PerHead(8, 4), "computes something else in parts"),
     (WidthScale(8, 4), "computes something else in parts"),
     (Gated(8, 4), "parameter gate.weight"),
 ]
