@@ -138,8 +138,13 @@ class Applier:
     def heads(self):
         """Gives the whole sequence to Linears after the trunk that are not cut."""
         for fqn in self.after:
-            if is_linear(self.model.get_submodule(fqn)):
+            if is_linear(self.model.get_submodule(fqn)) and not self._leads_to_head(fqn):
                 self.whole(fqn)
+
+    def _leads_to_head(self, fqn):
+        """Whether a Linear works token by token for the head that is cut, and beside which it lies (BERT)."""
+        around = self.head.fqn.rpartition(".")[0] if self.head is not None else ""
+        return bool(around) and fqn.startswith(around + ".")
 
     def layouts(self):
         parts = {id(part): (layout, parameter) for parameter, layout, part in self.parts.values()}
@@ -212,7 +217,8 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
 
     model: any nn.Module with full weights, equal on all ranks. group: comm.Group, torch process group or None
     (see comm.as_group).
-    rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "tokens" or "replicate"},
+    rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "experts", "tokens" or
+    "replicate"},
     before anything that is found.
     blocks: name of the trunk (ground/trunk.py). sequence: object whose `.sizes`, set before each
     forward, are the lengths per rank along dim 1 of the hidden state from block 0 on (see whole_sequence.py);

@@ -19,12 +19,13 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import Layout, whole
 from pycomm.parallel.tensor.adapters import cut_column_adapter, cut_row_adapter
 from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput
+from pycomm.parallel.tensor.experts import cut_experts
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from pycomm.parallel.tensor.modules import is_adapter, linear_sizes
 from pycomm.parallel.tensor.multihead import MultiheadForward
 from pycomm.parallel.tensor.narrow import Narrowed, SublayerForward, narrow_attributes
-from pycomm.parallel.tensor.slices import Slices, even_slices
+from pycomm.parallel.tensor.slices import Slices, even_slices, part_slices
 
 __all__ = ["Cutter", "cut_sublayer", "swap"]
 
@@ -98,19 +99,13 @@ def _joined(ranges):
     return tuple(found)
 
 
-def part_slices(slices, width, full):
-    """Slices of a layer whose rows are `full` // `width` blocks that are cut alike, as `slices` say."""
-    blocks = full // width
-    ranges = tuple(
-        (b * width + start, b * width + stop) for b in range(blocks) for start, stop in slices.ranges
-    )
-    return Slices(ranges, ranges, tuple(blocks * length for length in slices.lengths))
-
-
 def cut_sublayer(model, sublayer, cutter):
     """Cuts `sublayer` of `model` for this rank of the cutter's group. Returns its SublayerOutput."""
     owner = model.get_submodule(sublayer.owner)
-    source = SublayerInput(cutter.group, cutter.sequence)
+    if sublayer.rule == "experts":
+        cut_experts(owner, sublayer.owner, cutter)
+        return None
+    source = SublayerInput(cutter.group, cutter.sequence, by_token=sublayer.rule == "mlp")
     output = SublayerOutput(cutter.group, cutter.sequence, source)
     if sublayer.rule == "multihead":
         _cut_multihead(owner, sublayer, cutter, source, output)

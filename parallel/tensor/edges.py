@@ -14,7 +14,7 @@ from pycomm.parallel.tensor.narrow import plain
 from pycomm.parallel.tensor.products import copy_linear, gather_linear, linear_reduce, linear_reduce_scatter
 from pycomm.parallel.tensor.slices import Pieces
 
-__all__ = ["SublayerInput", "SublayerOutput", "check_piece"]
+__all__ = ["SublayerInput", "SublayerOutput", "check_piece", "flat_pieces"]
 
 
 def check_piece(x, sequence, group, what):
@@ -27,14 +27,29 @@ def check_piece(x, sequence, group, what):
         )
 
 
+def flat_pieces(x, sequence, group, what):
+    """Pieces of (tokens, h), where a model makes one dimension of the rows and positions of what is this
+    rank's piece.
+    """
+    here = sequence.sizes[group.rank]
+    if x.dim() != 2 or here == 0 or x.shape[0] % here:
+        raise ValueError(
+            f"[rank {group.rank}/{group.size}] {what}: input of shape {tuple(x.shape)}, but dim 0 of "
+            f"(tokens, h) should be rows times this rank's piece of the sequence, {here} of "
+            f"{sum(sequence.sizes)}. Use the model without megatron_sp, or longer sequences"
+        )
+    return Pieces(0, [x.shape[0] // here * size for size in sequence.sizes])
+
+
 class SublayerInput:
     """What the column layers do to their input, once for layers that are given the same tensor.
 
-    sequence: see layers.py.
+    sequence: see layers.py. by_token: each row of the input is treated alone, so that rows and positions may
+    be one dimension (an MLP).
     """
 
-    def __init__(self, group, sequence=None):
-        self.group, self.sequence = group, sequence
+    def __init__(self, group, sequence=None, by_token=False):
+        self.group, self.sequence, self.by_token = group, sequence, by_token
         self.clear()
 
     def clear(self):
@@ -57,8 +72,7 @@ class SublayerInput:
     def _enter(self, x):
         if self.sequence is None:
             return differentiable.copy_to(x, self.group)
-        self._check(x)
-        return differentiable.gather_sum(x, 1, self.sequence.sizes, self.group)
+        return differentiable.gather_sum(x, *self._pieces(x), self.group)
 
     def linear(self, x, weight, bias, lengths):
         """F.linear of what enters, for the only layer that is given x. lengths: of the cut dimension of the
@@ -67,11 +81,14 @@ class SublayerInput:
         x = plain(x)
         if self.sequence is None:
             return copy_linear(x, weight, bias, self.group, lengths)
-        self._check(x)
-        return gather_linear(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)
+        return gather_linear(x, weight, bias, self.group, self._pieces(x), lengths)
 
-    def _check(self, x):
-        check_piece(x, self.sequence, self.group, "input of a tensor-parallel sublayer")
+    def _pieces(self, x):
+        what = "input of a tensor-parallel sublayer"
+        if self.by_token and x.dim() == 2:
+            return flat_pieces(x, self.sequence, self.group, what)
+        check_piece(x, self.sequence, self.group, what)
+        return Pieces(1, self.sequence.sizes)
 
 
 class SublayerOutput:
@@ -86,8 +103,7 @@ class SublayerOutput:
         x = plain(x)
         if self.sequence is None:
             return linear_reduce(x, weight, bias, self.group, lengths)
-        self._check(x)
-        return linear_reduce_scatter(x, weight, bias, self.group, Pieces(1, self.sequence.sizes), lengths)
+        return linear_reduce_scatter(x, weight, bias, self.group, self._pieces(x), lengths)
 
     def sum(self, part, bias):
         """The same of a product that this rank has worked out already."""
@@ -96,13 +112,16 @@ class SublayerOutput:
         if self.sequence is None:
             out = differentiable.reduce_from(part, self.group)
         else:
-            self._check(part)
-            out = differentiable.reduce_scatter(part, *Pieces(1, self.sequence.sizes), self.group)
+            out = differentiable.reduce_scatter(part, *self._pieces(part), self.group)
         return out if bias is None else out + bias
 
-    def _check(self, x):
-        if x.dim() < 3 or x.shape[1] != sum(self.sequence.sizes):
+    def _pieces(self, x):
+        length = sum(self.sequence.sizes)
+        if x.dim() == 2 and self.source is not None and self.source.by_token and x.shape[0] % length == 0:
+            return Pieces(0, [x.shape[0] // length * size for size in self.sequence.sizes])
+        if x.dim() < 3 or x.shape[1] != length:
             raise ValueError(
                 f"[rank {self.group.rank}/{self.group.size}] output of a tensor-parallel sublayer: shape "
-                f"{tuple(x.shape)}, but dim 1 should be the whole sequence, {sum(self.sequence.sizes)}"
+                f"{tuple(x.shape)}, but dim 1 should be the whole sequence, {length}"
             )
+        return Pieces(1, self.sequence.sizes)

@@ -8,6 +8,8 @@ nothing.
     mlp         direct children Linear h->f (one or several) and f->h;   f: the first by rows, the second by
                 Linear, activation, Linear in an nn.Sequential; the      columns
                 two of torch's Transformer layers
+    experts     gate_up_proj and down_proj of all experts in one      features of each: gates by rows, down
+                parameter each, as in transformers                    by columns
     vocab       an Embedding outside of the trunk, and the Linear that   rows of both, and of all that
                 is tied to it or has as many outputs as it has rows      share a weight with them
     column      only by the user's rules: {glob of the name: rule}       rows, output gathered
@@ -31,6 +33,7 @@ import fnmatch
 from torch import nn
 
 from pycomm.parallel.tensor.find_attention import find_attention
+from pycomm.parallel.tensor.find_experts import find_experts
 from pycomm.parallel.tensor.find_mlp import find_mlp
 from pycomm.parallel.tensor.modules import is_linear, is_transposed, join, linear_sizes, reads, within
 from pycomm.parallel.tensor.sublayers import Cuts, Found, Unfit
@@ -38,7 +41,7 @@ from pycomm.parallel.tensor.tables import is_table
 
 __all__ = ["find"]
 
-RULES = ("attention", "column", "mlp", "replicate", "row", "tokens", "vocab")
+RULES = ("attention", "column", "experts", "mlp", "replicate", "row", "tokens", "vocab")
 
 
 def find(model, *, rules=None, blocks=None, ties=None):
@@ -94,6 +97,8 @@ class Finder:
             self._try_rule("attention", fqn, lambda fqn: find_attention(self.modules, fqn))
         self._find_vocabulary()
         for fqn in self.modules:
+            self._try_rule("experts", fqn, lambda fqn: find_experts(self.modules, fqn))
+        for fqn in self.modules:
             self._try_rule("mlp", fqn, lambda fqn: find_mlp(self.modules, fqn, self.taken))
         self._follow_rules()
         for fqn, module in self.modules.items():
@@ -136,13 +141,13 @@ class Finder:
             self._add(rule, fqn, sublayer)
 
     def _add(self, rule, fqn, sublayer):
-        names = (*sublayer.columns, sublayer.row)
+        names = (*sublayer.columns, sublayer.row) if rule != "experts" else ()
         if any(name in self.rules and self.rules[name] != rule for name in names):
             return  # one of its layers has a rule of its own
         self.cuts.sublayers.append(sublayer)
         for name in names:
             self._take_all(name)
-        if rule == "attention":
+        if rule in ("attention", "experts"):
             self._take_all(fqn)
         self._note(fqn, rule, sublayer.describe())
 

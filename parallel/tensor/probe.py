@@ -139,7 +139,8 @@ def probe(model, sublayer, parts):
 def _seen(model, sublayer, parts):
     """Verdict, or None for what cannot be run."""
     owner = model.get_submodule(sublayer.owner)
-    if type(owner) in KNOWN or sublayer.owner and not sublayer.row.startswith(sublayer.owner + "."):
+    outside = sublayer.owner and not sublayer.row.startswith(sublayer.owner + ".")
+    if sublayer.rule == "experts" or type(owner) in KNOWN or outside:
         return None
     with torch.no_grad():
         ready = prepared(owner)

@@ -8,7 +8,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import Layout
 from pycomm.parallel.tensor.heads import spans
 
-__all__ = ["Pieces", "Slices", "cut", "even_slices"]
+__all__ = ["Pieces", "Slices", "cut", "even_slices", "part_slices"]
 
 
 class Pieces(NamedTuple):
@@ -34,6 +34,15 @@ def even_slices(length, group):
     lengths = comm.even_sizes(length, group.size)
     span = spans(lengths)[group.rank]
     return Slices((span,), (span,), tuple(lengths))
+
+
+def part_slices(slices, width, full):
+    """Slices of a layer whose rows are `full` // `width` blocks that are cut alike, as `slices` say."""
+    blocks = full // width
+    ranges = tuple(
+        (b * width + start, b * width + stop) for b in range(blocks) for start, stop in slices.ranges
+    )
+    return Slices(ranges, ranges, tuple(blocks * length for length in slices.lengths))
 
 
 def cut(parameter, layout):

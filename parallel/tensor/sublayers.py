@@ -31,7 +31,7 @@ class Sublayer(NamedTuple):
     is_known: the first of `layouts` is meant wherever these names are used, also where it cannot be tried.
     """
 
-    rule: str  # attention, mlp, or multihead for torch.nn.MultiheadAttention
+    rule: str  # attention, mlp, experts, or multihead for torch.nn.MultiheadAttention
     owner: str
     columns: tuple[str, ...]
     row: str

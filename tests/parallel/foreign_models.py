@@ -67,6 +67,23 @@ def gpt2():
     return _of("GPT2Config", "GPT2LMHeadModel", **sizes, **rates, bos_token_id=1, eos_token_id=2)
 
 
+def mixtral():
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    return _of("MixtralConfig", "MixtralForCausalLM", **GROUPED, **experts)
+
+
+def qwen2_moe():
+    """With an expert that all tokens use, and a gate of it, beside those that are chosen."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    sizes = {"moe_intermediate_size": 9, "shared_expert_intermediate_size": 13}
+    return _of("Qwen2MoeConfig", "Qwen2MoeForCausalLM", **GROUPED, **experts, **sizes)
+
+
+def opt():
+    quiet = {"dropout": 0.0, "ffn_dim": 21, "word_embed_proj_dim": 24}
+    return _of("OPTConfig", "OPTForCausalLM", **SIZES, **quiet)
+
+
 def adapted(make, targets, **options):
     def build():
         import peft
@@ -77,16 +94,41 @@ def adapted(make, targets, **options):
     return build
 
 
+class GatesApart(nn.Module):
+    """Gates and features in turn, not in halves, so no rank has its part of both."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate_up_proj, self.down_proj = nn.Linear(24, 42), nn.Linear(21, 24)
+
+    def forward(self, x):
+        gate, up = self.gate_up_proj(x).unflatten(-1, (-1, 2)).unbind(-1)
+        return self.down_proj(F.silu(gate) * up)
+
+
+def gates_apart():
+    model = phi3()
+    for layer in model.model.layers:
+        layer.mlp = GatesApart()
+    return model
+
+
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 MODELS = {
     "LoRA": adapted(llama, ALL),
     "LoRA in part": adapted(llama, ["q_proj", "down_proj"], use_rslora=True),
     "LoRA of Conv1D": adapted(gpt2, ["c_attn", "c_fc", "c_proj"], fan_in_fan_out=True, lora_bias=False),
+    "LoRA with dropout": adapted(llama, ALL, lora_dropout=0.5),
+    "DoRA": adapted(llama, ["q_proj", "o_proj"], use_dora=True),
+    "LoRA with a bias": adapted(opt, ["fc2"], lora_bias=True),
+    "gates apart": gates_apart,
     "phi3": phi3,
     "LoRA of phi3": adapted(phi3, ["qkv_proj", "gate_up_proj", "o_proj"]),
     "neox": neox,
     "bloom": bloom,
     "bert": bert,
+    "mixtral": mixtral,
+    "qwen2-moe": qwen2_moe,
 }
 
 
@@ -95,7 +137,7 @@ def make(kind):
     model = MODELS[kind]()
     for module in list(model.modules()):
         for name, norm in module.named_children():
-            if type(norm).__name__.endswith("RMSNorm"):
+            if hasattr(norm, "variance_epsilon"):
                 own = nn.RMSNorm(norm.weight.shape, eps=norm.variance_epsilon)
                 own.weight = norm.weight
                 setattr(module, name, own)

@@ -127,6 +127,24 @@ class SwiGlu(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+class Scaled(nn.Embedding):
+    """As Gemma's: a forward of its own, with a buffer."""
+
+    def __init__(self, rows, width):
+        super().__init__(rows, width, padding_idx=3)
+        self.register_buffer("scale", torch.tensor(width**0.5))
+
+    def forward(self, ids):
+        return super().forward(ids) * self.scale.to(self.weight.dtype)
+
+
+class GptScaled(Gpt):
+    def __init__(self, **sizes):
+        super().__init__(**sizes)
+        weight, self.wte = self.wte.weight, Scaled(*self.wte.weight.shape)
+        self.wte.weight = weight
+
+
 class Llama(nn.Module):
     def __init__(self, vocab=17, width=18, heads=6, kv_heads=2, head_dim=4, features=21):
         super().__init__()

@@ -8,8 +8,10 @@ from tensor_models import (
     Encoder,
     FusedAttention,
     Gpt,
+    GptScaled,
     Llama,
     Mlp,
+    Scaled,
     Sizes,
     batch,
     compare,
@@ -42,6 +44,7 @@ class GptPerHead(Gpt):
     attention = PerHead
 
 
+SCALED = (GptScaled, 19, "h")
 PER_HEAD = (GptPerHead, 19, "h")
 GPT, LLAMA, ENCODER = (Gpt, 19, "h"), (Llama, 17, "layers"), (Encoder, 13, "encoder.layers")
 CASES = [  # model, its arguments, options
@@ -51,6 +54,8 @@ CASES = [  # model, its arguments, options
     (GPT, {}, {"sequence": True}),
     (GPT, {}, {"sequence": True, "length": 2, "sharded": True}),
     (GPT, {"mlp": 3}, {}),
+    (SCALED, {}, {"sharded": True}),
+    (SCALED, {"tied": False}, {"sequence": True}),
     (PER_HEAD, {}, {"sharded": True}),
     (PER_HEAD, {}, {"sequence": True}),
     (LLAMA, {}, {"sharded": True}),
@@ -276,6 +281,23 @@ def test_refused_at_plan_time(build, options, text):
     model = build()
     with pytest.raises(ValueError, match=text):
         parallelize_tensor(model, comm.Group("tp", 3, 1, None), **{"blocks": "h", **options})
+
+
+class Shifted(nn.Embedding):
+    """Reads a row beside the one that is asked for."""
+
+    def forward(self, ids):
+        return super().forward((ids + 1).clamp(max=self.num_embeddings - 1))
+
+
+@pytest.mark.parametrize("kind, is_cut", [(Scaled, True), (Shifted, False)])
+def test_an_embedding_of_ones_own_is_tried(kind, is_cut):
+    model = Gpt(tied=False)
+    model.wte = kind(19, 20)
+    done = parallelize_tensor(model, comm.Group("tp", 3, 1, None), blocks="h")
+    assert (done.layouts["wte.weight"].dim == 0) == is_cut
+    if is_cut:
+        assert model.wte.weight.shape == (6, 20) and type(model.wte) is kind
 
 
 def test_an_embedding_is_cut_only_with_its_head():
