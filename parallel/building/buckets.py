@@ -89,7 +89,7 @@ def make_units(model, trunk, shards):
     for key, parts in found.items():
         (name, index), _ = key
         if index is not None:
-            units.add(Unit(f"{name}.{index}", parts), [trunk.blocks[index]])
+            units.add(Unit(trunk.names[index], parts), [trunk.blocks[index]])
             continue
         modules = users[key]
         # A module that needs two units, as one with one tied parameter of two, has both in backward.

@@ -24,7 +24,7 @@ def check(model, opt, plan):
     if opt is not None:
         _check_optimizer(model, opt, plan)
     if plan.pp > 1:
-        cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
+        _check_shared(trunk, cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages))
     if plan.schedule == ScheduleName.PIPEDREAM:
         refuse_tied_weights(model)
     return trunk
@@ -64,7 +64,30 @@ def _trunk_for(model, plan):
             f"Plan({plan}): the model is cut at its blocks ({', '.join(wanted)}), but {type(model).__name__} "
             "has no list of blocks"
         )
+    cuts = [name for name in ("ring", "ulysses", "megatron_sp") if name in wanted]
+    if trunk is not None and len(trunk.lists) > 1 and cuts:
+        raise ValueError(
+            f"Plan({plan}): {cuts[0]} cuts the sequence at one list of blocks, and blocks names two. Name "
+            "one, or use a plan without ring, ulysses and megatron_sp"
+        )
     return trunk
+
+
+def _check_shared(trunk, bounds):
+    """Raises ValueError for a module that blocks of two stages share: a weight can be tied, a module is on
+    one stage.
+    """
+    users = {}
+    for stage, (first, end) in enumerate(bounds):
+        for block in trunk.blocks[first:end]:
+            for module in block.modules():
+                own = any(parameter is not None for parameter in module._parameters.values())
+                if own and users.setdefault(id(module), stage) != stage:
+                    raise ValueError(
+                        f"one {type(module).__name__} is part of blocks of {trunk.name!r} in pipeline stages "
+                        f"{users[id(module)]} and {stage}. Make one for each block and tie their weights "
+                        "(b.weight = a.weight), or use a plan with pp=1"
+                    )
 
 
 def _check_batch_norms(model, trunk, plan):

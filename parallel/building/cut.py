@@ -28,14 +28,12 @@ class Cut(NamedTuple):
 
     def stages_of(self, name):
         """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
-        last = self.stages.last
-        if last == 0:
+        if self.stages.last == 0:
             return (0,)
         block = self.trunk.block_of(name)
         if block is not None:
             return tuple(s for s, (first, end) in enumerate(self.stages.bounds) if first <= block < end)
-        side = self.sides[name.rpartition(".")[0]]
-        return {Side.BEFORE: (0,), Side.AFTER: (last,), Side.AROUND: (0, last)}[side]
+        return self.stages.of(self.sides[name.rpartition(".")[0]])
 
 
 def make_stages(model, trunk, mesh, plan):
@@ -50,7 +48,8 @@ def make_stages(model, trunk, mesh, plan):
         placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
         here = mesh.coordinate("pp")
         mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == here]
-        stages = Stages(tuple(bounds), placement, tuple(mine))
+        between = next(s for s, (_, end) in enumerate(bounds) if end >= trunk.border)
+        stages = Stages(tuple(bounds), placement, tuple(mine), between)
         if placement[0] == placement[-1]:
             _check_around(found, plan)
     else:
@@ -95,7 +94,7 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
         model,
         mesh.group("tp"),
         rules={**dict.fromkeys(original.moe_names, "tokens"), **(plan.rules or {})},
-        blocks=cut.trunk.name if cut.trunk else None,
+        blocks=cut.trunk.lists[0] if cut.trunk and len(cut.trunk.lists) == 1 else None,
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,
     )

@@ -69,12 +69,6 @@ def _stages_of(original, cut):
     used = {}
     for name, first in original.first_name.items():
         used.setdefault(first, set()).update(cut.stages_of(name))
-    for name, stages in used.items():
-        if len(stages) > 2 and name in original.trained:
-            raise ValueError(
-                f"{name!r} is used by pipeline stages {sorted(stages)}; a weight can be tied between two. "
-                "Choose pp or stages so that its users lie in two, or untie it"
-            )
     return {name: tuple(sorted(stages)) for name, stages in used.items()}
 
 

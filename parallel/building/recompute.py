@@ -43,7 +43,8 @@ def forget_keys(model):
 
 
 def _contains(module, trunk):
-    return any(part is trunk.blocks[0] for part in module.modules())
+    parts = set(module.modules())
+    return any(block in parts for block in trunk.blocks)
 
 
 def _recomputed(contexts, forward, *args, **kwargs):

@@ -4,9 +4,10 @@ are called in (OPT's last norm stands before its blocks).
 
 A copy of the model without data runs on the meta device: with the inputs; with those that are no masks; and
 with a yes to whatever is asked of values, which meta has not (is all of this mask true?). The run that comes
-furthest counts. What it calls before the first block, or after the last one, is known then, whatever becomes
-of the rest. Nothing is known of a model of another kind, or of a module that was not reached: for these the
-order of registration counts (trunk.owners). The first forward says where the sides that were found are wrong.
+furthest counts. What it calls before the first block, between two lists or after the last block is known
+then, whatever becomes of the rest. Nothing is known of a model of another kind, or of a module that was not
+reached: for these the order of registration counts (trunk.owners). The first forward says where the sides
+that were found are wrong.
 """
 
 import contextlib
@@ -32,12 +33,19 @@ def called_sides(model, trunk):
     plain = {key: value for key, value in inputs.items() if "mask" not in key}
     runs = ((inputs, False), (plain, False), (plain, True))
     events, finished = max((_calls(model, trunk, *run) for run in runs), key=lambda found: len(found[0]))
-    at = [index for index, name in enumerate(events) if name is None]
-    if not at:
-        return {name: Side.BEFORE for name in events}
-    before = set(events[: at[0]])
-    after = {name for name in events[at[-1] :] if name is not None} if finished else set()
-    return dict.fromkeys(before - after, Side.BEFORE) | dict.fromkeys(after - before, Side.AFTER)
+    at = [[place for place, event in enumerate(events) if event == each] for each in range(len(trunk.lists))]
+    if not at[0]:
+        return {event: Side.BEFORE for event in events if isinstance(event, str)}
+    seen = {Side.BEFORE: events[: at[0][0]]}
+    if len(at) == 2 and at[1]:
+        seen[Side.BETWEEN] = events[at[0][-1] : at[1][0]]
+    if finished and at[-1]:
+        seen[Side.AFTER] = events[at[-1][-1] :]
+    found = {}
+    for side, calls in seen.items():
+        for name in {event for event in calls if isinstance(event, str)}:
+            found.setdefault(name, set()).add(side)
+    return {name: sides.pop() for name, sides in found.items() if len(sides) == 1}
 
 
 class _Yes(TorchFunctionMode):
@@ -56,7 +64,7 @@ def _calls(model, trunk, inputs, answered):
     known = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
     known |= {id(b): b.to("meta") for b in model.buffers()}
     shadow = copy.deepcopy(model, known)
-    events = _record(shadow, trunk.name)
+    events = _record(shadow, trunk)
     try:
         with torch.no_grad(), torch.device("meta"), _Yes() if answered else contextlib.nullcontext():
             Caches().around(lambda: shadow(**{key: value.to("meta") for key, value in inputs.items()}))
@@ -66,12 +74,12 @@ def _calls(model, trunk, inputs, answered):
 
 
 def _record(model, trunk):
-    """The list to which calls are appended: names, or None for a block."""
-    events = []
-    blocks = list(model.get_submodule(trunk).children())
-    inside = {id(module) for block in blocks for module in block.modules()}
-    for block in blocks:
-        block.register_forward_pre_hook(lambda *_: events.append(None))
+    """The list to which calls are appended: names, or the number of the list that a block is in."""
+    events, trunk = [], trunk.now(model)
+    inside = {id(module) for block in trunk.blocks for module in block.modules()}
+    for index, block in enumerate(trunk.blocks):
+        number = int(len(trunk.lists) == 2 and index >= trunk.border)
+        block.register_forward_pre_hook(lambda *_, number=number: events.append(number))
     for name, module in model.named_modules():
         if module._parameters and id(module) not in inside:
             module.register_forward_pre_hook(lambda *_, name=name: events.append(name))

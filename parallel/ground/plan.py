@@ -61,7 +61,7 @@ class Plan:
         even as possible.
         checkpoint: recompute activations block by block.
         blocks: name of the ModuleList, Sequential or ModuleDict that holds the blocks; None: found (not a
-        ModuleDict).
+        ModuleDict). Two names: the lists of an encoder and of a decoder, in the order in which they run.
         rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
 
     Raises ValueError, when made, for values that contradict each other.
@@ -85,7 +85,7 @@ class Plan:
     chunks: int | None = None
     stages: tuple[int, ...] | None = None
     checkpoint: bool = False
-    blocks: str | None = None
+    blocks: str | tuple[str, str] | None = None
     rules: Mapping[str, str] | None = None
 
     def __post_init__(self):
@@ -106,6 +106,8 @@ class Plan:
             raise ValueError(f"Plan(bucket_mb={self.bucket_mb}): must be positive")
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
+        if self.blocks is not None and not isinstance(self.blocks, str):
+            object.__setattr__(self, "blocks", tuple(self.blocks))
         self._check_combinations()
 
     def _check_combinations(self):
@@ -145,7 +147,7 @@ class Plan:
     @classmethod
     def parse(cls, text):
         """From "dp=2,tp=2,schedule=zbv,stages=3:2:2:1,megatron_sp": the fields by name; a name
-        alone is True.
+        alone is True, and two lists of blocks are "blocks=encoder.block+decoder.block".
         """
         values = {}
         kinds = {field.name: field.type for field in dataclasses.fields(cls)}
@@ -184,7 +186,9 @@ class Plan:
 
 
 def _show(value):
-    return ":".join(map(str, value)) if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    return "+".join(value) if isinstance(value[0], str) else ":".join(map(str, value))
 
 
 def _one_of(name, value, allowed):
@@ -199,6 +203,8 @@ def _parse_value(text, name, value):
                 f"plan {text!r}: stages={value!r} must be numbers of blocks joined by colons, as 3:2:2"
             )
         return tuple(int(part) for part in value.split(":"))
+    if name == "blocks":
+        return tuple(value.split("+")) if "+" in value else value
     if re.fullmatch(r"-?\d+", value):
         return int(value)
     if value.lower() in ("true", "false"):

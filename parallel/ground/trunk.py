@@ -4,6 +4,12 @@ splits, ZeRO-3 units and activation checkpoints all cut a model there.
     GPT:  tok_emb, pos_emb     blocks[0] ... blocks[L-1]     norm, head
           before               trunk                         after
 
+An encoder-decoder has two lists, which make one trunk when Plan(blocks=(...)) names both, in the order in
+which they run:
+
+    source embedding   encoder blocks 0 ... n-1   encoder norm, target embedding   decoder blocks n ...   head
+    before             first list                 between                         second list            after
+
 It is the nn.ModuleList or nn.Sequential with the most parameters, the outermost of those that hold each
 other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names. What is
 registered before it is taken to run before it, what is registered after it to run after it; modules without
@@ -24,46 +30,64 @@ class Side(enum.Enum):
     """Where a module outside the blocks runs."""
 
     BEFORE = "before"
+    BETWEEN = "between"  # the two lists of a trunk
     AFTER = "after"
     AROUND = "around"  # it contains the trunk, so its own parameters can be used on either side
 
 
 class Trunk(NamedTuple):
-    name: str  # of the container in the model; "" when the model itself is the list
+    lists: tuple[str, ...]  # names of the containers in the model; ("",) when the model itself is the list
     blocks: list[nn.Module]
-    keys: tuple[str, ...]  # the names of the blocks in the container: "0", "1", or what its maker chose
+    names: tuple[str, ...]  # of the blocks in the model
+    border: int  # index of the first block of the second list; 0 where there is one list
 
     @classmethod
-    def of(cls, name, container):
-        return cls(name, list(container._modules.values()), tuple(container._modules))
+    def of(cls, model, lists):
+        blocks, names, border = [], [], 0
+        for name in lists:
+            border = len(blocks)
+            for key, block in model.get_submodule(name)._modules.items():
+                blocks.append(block)
+                names.append(f"{name}.{key}" if name else key)
+        return cls(tuple(lists), blocks, tuple(names), border)
+
+    @property
+    def name(self):
+        """As Plan.parse takes it."""
+        return "+".join(self.lists)
 
     def now(self, model):
         """The same with the blocks that are there now: some may have been replaced."""
-        return Trunk.of(self.name, model.get_submodule(self.name))
+        return Trunk.of(model, self.lists)
 
     def block_of(self, name):
         """Index of the block in which the parameter or module `name` lies; None outside the blocks."""
-        if self.name and not name.startswith(self.name + "."):
-            return None
-        inside = name[len(self.name) + 1 :] if self.name else name
-        key = inside.split(".")[0]
-        return self.keys.index(key) if key in self.keys else None
+        for container in self.lists:
+            prefix = f"{container}." if container else ""
+            if name.startswith(prefix):
+                block = prefix + name[len(prefix) :].split(".")[0]
+                if block in self.names:
+                    return self.names.index(block)
+        return None
+
+    def contained_in(self, name):
+        """Whether the module `name` is one of the lists, or contains one."""
+        return any(name in ("", each) or each.startswith(name + ".") for each in self.lists)
 
 
 def find_trunk(model, name=None):
     """The Trunk of a model, or None when it has no list of two or more blocks.
 
-    name: of the container, when it is not to be searched for. Raises ValueError when it is not there, or when
-    two lists are alike in size (an encoder and a decoder).
+    name: of the container, when it is not to be searched for, or a pair of names. Raises ValueError when it
+    is not there, or when two lists are alike in size (an encoder and a decoder).
     """
     if name is not None:
-        found = dict(model.named_modules()).get(name)
-        if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
-            kind = "is not in the model" if found is None else f"is a {type(found).__name__}"
-            raise ValueError(
-                f"blocks={name!r}: {kind}; it must be a ModuleList, a Sequential or a ModuleDict"
-            )
-        return Trunk.of(name, found)
+        names, modules = (name,) if isinstance(name, str) else tuple(name), dict(model.named_modules())
+        for each in names:
+            _check_list(name, each, modules.get(each))
+        if len(names) > 2 or any(one != other and one.startswith(other) for one in names for other in names):
+            raise ValueError(f"blocks={name!r}: one list or two, none of them inside of the other")
+        return Trunk.of(model, names)
     lists = []  # (numel, name, module), outermost only
     for candidate, module in model.named_modules():
         inside = any(
@@ -77,9 +101,16 @@ def find_trunk(model, name=None):
     if len(lists) > 1 and lists[1][0] * 2 > lists[0][0] > 0:
         raise ValueError(
             f"both {lists[0][1]!r} and {lists[1][1]!r} may be the list of blocks; name it with "
-            "Plan(blocks=...)"
+            "Plan(blocks=...), or both in the order in which they run: Plan(blocks=(..., ...))"
         )
-    return Trunk.of(lists[0][1], lists[0][2])
+    return Trunk.of(model, (lists[0][1],))
+
+
+def _check_list(asked, name, found):
+    if not isinstance(found, (nn.ModuleList, nn.Sequential, nn.ModuleDict)):
+        kind = "is not in the model" if found is None else f"is a {type(found).__name__}"
+        one = f"blocks={asked!r}: " + ("" if name == asked else f"{name!r} ")
+        raise ValueError(f"{one}{kind}; it must be a ModuleList, a Sequential or a ModuleDict")
 
 
 def owners(model, trunk, called=None):
@@ -88,19 +119,20 @@ def owners(model, trunk, called=None):
     """
     called = called or {}
     inside = {id(module) for block in trunk.blocks for module in block.modules()} if trunk else set()
-    found, passed = [], False
+    found, passed = [], set()
     for name, module in model.named_modules():
-        if trunk and name == trunk.name:
-            passed = True
+        if trunk and name in trunk.lists:
+            passed.add(name)
         if id(module) in inside or not module._parameters:
             continue
-        contains = trunk is not None and (
-            name == "" or trunk.name == name or trunk.name.startswith(name + ".")
-        )
         state = [*module._parameters.values(), *module._buffers.values()]  # a BatchNorm may have no weights
         if any(tensor is not None for tensor in state):
-            side = Side.AROUND if contains or not trunk else Side.AFTER if passed else Side.BEFORE
-            found.append((name, module, side if side is Side.AROUND else called.get(name, side)))
+            if not trunk or trunk.contained_in(name):
+                found.append((name, module, Side.AROUND))
+            else:
+                side = Side.BETWEEN if passed else Side.BEFORE
+                side = Side.AFTER if len(passed) == len(trunk.lists) else side
+                found.append((name, module, called.get(name, side)))
     return found
 
 

@@ -13,15 +13,24 @@ class Stages(NamedTuple):
     bounds: tuple[tuple[int, int], ...]  # per stage: its first block, and the one after its last
     placement: tuple[int, ...]  # per stage: the rank of pp that holds it
     mine: tuple[int, ...]  # the stages of this rank, in rising order
+    between: int = 0  # the stage that ends the first of two lists, and runs what is called between them
 
     @property
     def last(self):
         return len(self.bounds) - 1
 
+    def of(self, side):
+        """The stages that run what is on this Side of the blocks; both ends for what is around them."""
+        return {
+            Side.BEFORE: (0,),
+            Side.BETWEEN: (self.between,),
+            Side.AFTER: (self.last,),
+            Side.AROUND: (0, self.last),
+        }[side]
+
     def here(self, side):
         """Whether a module on this Side of the blocks runs on this rank."""
-        before, after = 0 in self.mine, self.last in self.mine
-        return {Side.BEFORE: before, Side.AFTER: after, Side.AROUND: before or after}[side]
+        return any(stage in self.mine for stage in self.of(side))
 
 
 def cut_blocks(nblocks, stages, sizes=None):

@@ -93,8 +93,8 @@ class StageModel:
         self.owners = found
         self._leave_blocks()
         self._leave_owners()
-        if 0 in stages.mine and self.last in stages.mine and self.last > 0:
-            _untie(found)
+        if self.last > 0:
+            _untie(trunk, found, stages)
 
     def _leave_blocks(self):
         bounds, mine = self.stages.bounds, self.stages.mine
@@ -119,7 +119,7 @@ class StageModel:
                     module._parameters[key] = (
                         absent_parameter(parameter, repr(full), device) if around else _to_meta(parameter)
                     )
-            if side is Side.BEFORE:
+            if side in (Side.BEFORE, Side.BETWEEN):
                 self.templates.keep(name, module)
 
     def install(self, on_pieces):
@@ -309,24 +309,29 @@ class StageModel:
             self._check_present((args, kwargs), f"{name!r}, which the model runs again in backward, is given")
             return forward(*args, **kwargs)
         self._check_running()
-        if side is Side.BEFORE and self.place is _Place.AFTER:
+        (owner,) = self.stages.of(side)
+        if self.place is _Place.AFTER and side in (Side.BEFORE, Side.BETWEEN):
             raise ValueError(
-                f"{name!r} is registered before the blocks of {self.trunk.name!r} but called after them: "
-                "register it after them"
+                f"{name!r} is registered {side.value} the blocks of {self.trunk.name!r} but called after "
+                "them: register it after them"
             )
         if side is Side.AFTER and self.place is _Place.BEFORE:
             raise ValueError(
                 f"{name!r} is registered after the blocks of {self.trunk.name!r} but called before them: "
                 "register it before them"
             )
-        if side is Side.BEFORE and self.stage != 0:
-            return self._absent(name, repr(name), args, kwargs)
-        if side is Side.AFTER and self.stage < self.last:
-            raise ValueError(
-                f"{name!r} is registered after the blocks of {self.trunk.name!r} but called between them: "
-                "move it into a block, or register it before them"
+        if self.stage < owner:
+            what, called = (
+                ("after", "between them") if side is Side.AFTER else ("between", "before the second")
             )
-        args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
+            raise ValueError(
+                f"{name!r} is registered {what} the blocks of {self.trunk.name!r} but called {called}: "
+                "move it into a block, or register it where it is called"
+            )
+        if self.stage > owner:
+            return self._absent(name, repr(name), args, kwargs)
+        if side is not Side.BEFORE:
+            args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):
@@ -355,23 +360,24 @@ class StageModel:
             self.looked_at.add((index, name))
 
 
-def _untie(owners):
-    """The first and the last stage are on this rank: each gets its own copy, as on two ranks, so that
+def _untie(trunk, owners, stages):
+    """Of a weight that several stages on this rank use each gets its own copy, as on several ranks, so that
     gradients add up alike.
     """
-    first = {
-        id(parameter)
-        for _, module, side in owners
-        if side is Side.BEFORE
-        for parameter in module.parameters()
-    }
-    for _, module, side in owners:
-        if side is Side.AFTER:
+    keepers, copies = {}, {}
+    for stage in stages.mine:
+        blocks = trunk.blocks[slice(*stages.bounds[stage])]
+        outside = [m for _, m, side in owners if side is not Side.AROUND and stages.of(side) == (stage,)]
+        for module in [part for block in blocks for part in block.modules()] + outside:
             for key, parameter in module._parameters.items():
-                if id(parameter) in first:
-                    module._parameters[key] = torch.nn.Parameter(
-                        parameter.detach().clone(), requires_grad=parameter.requires_grad
-                    )
+                if parameter is None or keepers.setdefault(id(parameter), stage) == stage:
+                    continue
+                own = copies.setdefault((id(parameter), stage), _copy_of(parameter))
+                module._parameters[key], keepers[id(own)] = own, stage
+
+
+def _copy_of(parameter):
+    return torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
 
 
 def _looked_at(what, forward, *args, **kwargs):

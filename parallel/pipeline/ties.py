@@ -1,11 +1,13 @@
-"""Weights that two pipeline stages hold, such as an embedding that is also the head.
+"""Weights that several pipeline stages hold, such as an embedding that is also the head, or that an encoder
+and a decoder share.
 
-    stage 0            gradient a  --\\   /-->  a + b          both stages then take the same step, so the two
-    last stage         gradient b  --/   \\-->  a + b          copies of the weight stay equal to the bit
+    stage 0            gradient a  --\\   /-->  a + b + c      the stages then take the same step, so the
+    stage 2            gradient b  ---+-+--->  a + b + c      copies of the weight stay equal to the bit
+    last stage         gradient c  --/   \\-->  a + b + c
 
-Each stage sums its own gradient over the data ranks first. Then the two exchange their sums and add them in
-one order, that of the stages. Two stages of one rank add theirs in memory. Cost: the weight's gradient once
-in each direction, per step.
+Each stage sums its own gradient over the data ranks first. Then the stages exchange their sums, each sends
+its own to every other rank that holds the weight, and add them in one order, that of the stages. Stages of
+one rank add theirs in memory. Cost: the weight's gradient once to each other rank, per step.
 """
 
 from typing import Any, NamedTuple
@@ -18,49 +20,53 @@ __all__ = ["Tie", "exchange_ties", "make_ties"]
 
 
 class Tie(NamedTuple):
-    """One stage's side of a tied weight. The other side is at rank `peer` of pp, or `here`."""
+    """A tied weight of which this rank holds a part of the copies."""
 
-    bucket: Any  # data.Bucket; it holds this weight alone
-    first: bool  # bucket is the earlier stage's
-    peer: int | None  # None: the other stage is on this rank too
-    here: Any | None  # the other stage's bucket, where it is on this rank
+    number: int  # among all tied weights, alike on all ranks
+    buckets: dict[int, Any]  # stage of this rank -> its data.Bucket, which holds this weight alone
+    ranks: dict[int, int]  # every stage that uses it, in rising order -> its rank of pp
 
 
 def make_ties(reducers, stages_of, placement):
-    """The Ties of this rank, in an order that both sides share.
+    """The Ties of this rank, in an order that all ranks share.
 
     reducers: stage -> Reducer. stages_of: name of a parameter -> the stages that use it. placement: stage ->
     rank of pp.
     """
-    where = {}  # (name, stage) -> bucket
-    for stage, reducer in reducers.items():
+    held = {}  # name -> {stage: bucket}
+    for stage, reducer in sorted(reducers.items()):
         for bucket in reducer.buckets:
             if bucket.infos[0].tied:
-                where[bucket.infos[0].name, stage] = bucket
-    ties = []
-    for (name, stage), bucket in sorted(where.items()):
-        first, second = stages_of[name]
-        other = second if stage == first else first
-        here = where.get((name, other))
-        ties.append(Tie(bucket, stage == first, None if here is not None else placement[other], here))
-    return tuple(ties)
+                held.setdefault(bucket.infos[0].name, {})[stage] = bucket
+    tied = sorted(name for name, stages in stages_of.items() if len(stages) > 1)
+    return tuple(
+        Tie(number, held[name], {stage: placement[stage] for stage in sorted(stages_of[name])})
+        for number, name in enumerate(tied)
+        if name in held
+    )
 
 
 def exchange_ties(ties, group):
-    """Gives each side of a tie the sum of both gradients. group: pp."""
-    messages = []  # (tie, own gradient, the other's, recv, send)
-    for tag, tie in enumerate(ties):
-        if tie.here is None:
-            own = tie.bucket.gradient().contiguous()
-            other = torch.empty_like(own)
-            received = comm.irecv(other, tie.peer, group, tag)
-            messages.append((tie, own, other, received, comm.isend(own, tie.peer, group, tag)))
-    for tie, own, other, received, sent in messages:
-        received.wait()
-        sent.wait()
-        tie.bucket.gradient().copy_(own + other if tie.first else other + own)
+    """Gives each copy of a tie the sum of all gradients. group: pp."""
+    found, works = [], []
     for tie in ties:
-        if tie.here is not None and tie.first:
-            total = tie.bucket.gradient() + tie.here.gradient()
-            tie.bucket.gradient().copy_(total)
-            tie.here.gradient().copy_(total)
+        gradients = {}
+        for stage, rank in tie.ranks.items():
+            tag = (tie.number << 10) + stage
+            if rank != group.rank:
+                gradients[stage] = torch.empty_like(next(iter(tie.buckets.values())).gradient())
+                works.append(comm.irecv(gradients[stage], rank, group, tag))
+                continue
+            gradients[stage] = tie.buckets[stage].gradient().contiguous()
+            for other in sorted(set(tie.ranks.values()) - {rank}):
+                works.append(comm.isend(gradients[stage], other, group, tag))
+        found.append(gradients)
+    for work in works:
+        work.wait()
+    for tie, gradients in zip(ties, found, strict=True):
+        first, *others = gradients.values()
+        total = first.clone()
+        for gradient in others:
+            total += gradient
+        for bucket in tie.buckets.values():
+            bucket.gradient().copy_(total)
