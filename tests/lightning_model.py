@@ -44,12 +44,12 @@ def data():
     )
 
 
-def train():
+def train(epochs=EPOCHS):
     """(parameters, steps, loss of all rows) of one process."""
     model, (inputs, targets), steps = Net(), data().tensors, 0
     opt = optimizer_of(model)
     scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    for _ in range(EPOCHS):
+    for _ in range(epochs):
         for x, y in zip(inputs.split(WHOLE), targets.split(WHOLE), strict=True):
             opt.zero_grad()
             F.mse_loss(model(x), y).backward()

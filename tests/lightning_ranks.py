@@ -4,9 +4,9 @@ import lightning
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_model import EPOCHS, WHOLE, Net, data, optimizer_of
+from test_docs import blocks_with
 
 import pycomm.parallel as par
 from pycomm.parallel.trainers.lightning import PlanStrategy
@@ -99,18 +99,9 @@ def plan_trainer(backend, path):
 
 
 def plan_fabric(backend, path):
-    """The recipe of docs/trainers.md."""
-    from lightning.fabric.strategies import DDPStrategy
-
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=DDPStrategy(process_group_backend=backend))
-    fabric.launch()
-    model = fabric.to_device(Net())
-    model, opt = par.parallelize(model, optimizer_of(model), par.Plan(tp=2))
-    scheduler = torch.optim.lr_scheduler.StepLR(opt, 1, 0.5)
-    loader = torch.utils.data.DataLoader(data(), WHOLE)
-    loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
-    for _ in range(EPOCHS):
-        for batch in loader:
-            par.step(model, opt, batch, F.mse_loss, microbatches=2, clip=0.5)
-        scheduler.step()
+    """The block of docs/trainers.md: an epoch."""
+    model = Net()
+    given = {"model": model, "opt": optimizer_of(model), "loss_fn": F.mse_loss, "plan": par.Plan(tp=2)}
+    given |= {"dataset": data(), "folder": "saved"}
+    exec(blocks_with("docs/trainers.md", "import Fabric"), given)
     write(path, runs=[(par.full_state_dict(model), None, [])], backend=dist.get_backend())

@@ -81,10 +81,10 @@ def test_trains_as_over_gloo(framework, tmp_path):
             )  # two ranks: a sum of two has one rounding
 
 
-@pytest.mark.parametrize("framework", ["plan_trainer", "plan_fabric"])
-def test_lightning_under_plans(framework, tmp_path):
+@pytest.mark.parametrize(("framework", "epochs"), [("plan_trainer", 2), ("plan_fabric", 1)])
+def test_lightning_under_plans(framework, epochs, tmp_path):
     pytest.importorskip("lightning", reason="requirements-frameworks.txt is not installed")
-    parameters, steps, loss = lightning_model.train()
+    parameters, steps, loss = lightning_model.train(epochs)
     for found in train(framework, "pycomm", tmp_path / "run"):
         assert found["backend"] == "pycomm"
         for state, its_steps, losses in found["runs"]:

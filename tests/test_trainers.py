@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
+from test_docs import blocks_with
 from torch_ranks import spawn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -16,7 +17,7 @@ import pycomm.parallel as par
 from pycomm.parallel.trainers.transformers import PlanTrainer
 
 ROWS, LENGTH, VOCAB, WHOLE = 22, 7, 31, 8  # rows of the data and of a whole batch: the last one has 6
-STEPS = 6  # of two epochs
+STEPS = 6  # in two epochs
 
 
 def make():
@@ -216,30 +217,25 @@ def test_trainer_refuses_a_last_batch_of_too_few_rows(tmp_path):
     assert all(spawn(3, too_few, tmp_path))
 
 
-def with_accelerate(rank, world_size, plan):
-    """The recipe of docs/trainers.md."""
+def with_accelerate(rank, world_size, plan, folder):
+    """The block of docs/trainers.md."""
     as_rank(rank, world_size)
-    accelerator = Accelerator(cpu=True)
-    model = make().to(accelerator.device)
+    model = make()
     opt = torch.optim.AdamW(model.parameters(), lr=0.02)
     scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS)
-    model, opt = par.parallelize(model, opt, plan)
-    loader = torch.utils.data.DataLoader(data(), WHOLE)  # not prepared: whole batches
-    losses = []
-    for _ in range(2):
-        for batch in loader:
-            losses.append(par.step(model, opt, batch, microbatches=2, clip=0.5).item())
-            scheduler.step()
-    accelerator.wait_for_everyone()
-    return losses, par.full_state_dict(model), accelerator.num_processes, accelerator.is_main_process
+    names = {"model": model, "opt": opt, "scheduler": scheduler, "plan": plan}
+    names |= {"dataset": data(), "folder": folder}
+    exec(blocks_with("docs/trainers.md", "import Accelerator"), names)
+    accelerator, loss = names["accelerator"], names["loss"].item()
+    return loss, par.full_state_dict(model), accelerator.num_processes, accelerator.is_main_process
 
 
-def test_accelerate():
-    expected = with_accelerate_alone()
-    for rank, (losses, state, ranks, first) in enumerate(spawn(2, with_accelerate, par.Plan(dp=2, zero=1))):
-        assert (ranks, first) == (2, rank == 0)
-        assert losses == pytest.approx(expected[0], rel=1e-12)
-        check_state(state, expected[1])
+def test_accelerate(tmp_path):
+    plan, expected = par.Plan(dp=2, zero=1), with_accelerate_alone()
+    for rank, found in enumerate(spawn(2, with_accelerate, plan, tmp_path / "saved")):
+        assert found[2:] == (2, rank == 0)
+        assert found[0] == pytest.approx(expected[0], rel=1e-12)
+        check_state(found[1], expected[1])
 
 
 def with_accelerate_alone():
@@ -250,15 +246,12 @@ def with_accelerate_alone():
     scheduler = torch.optim.lr_scheduler.LinearLR(opt, 1.0, 0.1, STEPS)
     loader = torch.utils.data.DataLoader(data(), WHOLE)
     model, opt, loader, scheduler = accelerator.prepare(model, opt, loader, scheduler)
-    losses = []
-    for _ in range(2):
-        for batch in loader:
-            opt.zero_grad()
-            count = (batch["labels"][:, 1:] != -100).sum()
-            loss = exact(model(batch["input_ids"]), batch["labels"], count)
-            accelerator.backward(loss)
-            accelerator.clip_grad_norm_(model.parameters(), 0.5)
-            opt.step()
-            scheduler.step()
-            losses.append(loss.item())
-    return losses, model.state_dict()
+    for batch in loader:
+        opt.zero_grad()
+        count = (batch["labels"][:, 1:] != -100).sum()
+        loss = exact(model(batch["input_ids"]), batch["labels"], count)
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        opt.step()
+        scheduler.step()
+    return loss.item(), model.state_dict()

@@ -166,7 +166,7 @@ class PlanTrainer(Trainer):
 
     def _batch(self, inputs):
         inputs = self._prepare_inputs(inputs)
-        microbatches = max(1, min(self.microbatches, find_batch_size(inputs) // self.data_ranks))
+        microbatches = max(1, min(self.microbatches, (find_batch_size(inputs) or 0) // self.data_ranks))
         return {"batch": inputs, "loss_fn": self.loss_fn, "microbatches": microbatches}
 
     def _clip(self):
@@ -256,15 +256,17 @@ class _Stepped(AcceleratedOptimizer):
 
 def _enough_rows(batch, rows):
     """The batch with at least so many rows: the last one again, with targets that do not count."""
-    missing = rows - find_batch_size(batch)
-    if missing <= 0 or batch["labels"].is_floating_point():
+    missing, labels = rows - (find_batch_size(batch) or rows), batch.get("labels")
+    if missing <= 0 or labels is None or labels.is_floating_point():
         return batch
-    more = {
-        key: torch.cat([value, value[-1:].repeat(missing, *[1] * (value.dim() - 1))])
-        for key, value in batch.items()
-    }
+    more = {key: _again(value, missing) for key, value in batch.items()}
     more["labels"][-missing:] = -100
     return more
+
+
+def _again(value, times):
+    """With the last row so many times more."""
+    return torch.cat([value, *[value[-1:]] * times]) if isinstance(value, torch.Tensor) else value
 
 
 def _refuse(kind, args, options, plan):
