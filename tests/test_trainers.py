@@ -56,16 +56,24 @@ def exact(out, labels, num_items_in_batch):
 
 
 def run(trainer, **options):
-    """(losses of the steps, in fp64, and of evaluations; what was logged), after train()."""
+    """(losses of the steps, in fp64, of evaluations, some logits; what was logged), after train()."""
     step, losses = trainer.training_step, []
     trainer.training_step = lambda *given: losses.append(step(*given)) or losses[-1]
     before = trainer.evaluate()["eval_loss"]
     trainer.train(**options)
     keys = ("loss", "eval_loss", "grad_norm", "learning_rate", "train_loss", "total_flos", "epoch")
-    keys += ("num_input_tokens_seen",)
+    keys += ("num_input_tokens_seen", "eval_right")
     logs = [{key: log[key] for key in keys if key in log} for log in trainer.state.log_history]
-    evaluated = [before, trainer.evaluate(data(4))["eval_loss"], *(log.get("eval_loss") for log in logs)]
+    predicted = trainer.predict(data(9))
+    evaluated = [before, predicted.metrics["test_loss"], *predicted.predictions[:, 2, 3].tolist()]
+    evaluated += [log.get("eval_loss") for log in logs]
     return [loss.item() for loss in losses] + [loss for loss in evaluated if loss is not None], logs
+
+
+def right(evaluation):
+    """The share of the labels that are the most likely token."""
+    found, labels = evaluation.predictions[:, :-1].argmax(-1), evaluation.label_ids[:, 1:]
+    return {"right": (found == labels)[labels != -100].mean()}
 
 
 EVALUATION = {"eval_strategy": "epoch", "include_num_input_tokens_seen": "all"}
@@ -75,8 +83,8 @@ EVALUATION = {"eval_strategy": "epoch", "include_num_input_tokens_seen": "all"}
 def alone(tmp_path_factory):
     """By a plain Trainer."""
     args = arguments(tmp_path_factory.mktemp("alone"), **EVALUATION)
-    options = {"train_dataset": data(), "eval_dataset": data(9), "compute_loss_func": exact}
-    trainer = Trainer(make(), args, **options)
+    options = {"train_dataset": data(), "eval_dataset": data(9), "compute_metrics": right}
+    trainer = Trainer(make(), args, compute_loss_func=exact, **options)
     return *run(trainer), trainer.model.state_dict()
 
 
@@ -91,8 +99,8 @@ def under_plans(rank, world_size, folder, texts):
             "per_device_eval_batch_size": WHOLE // plan.dp,
         }
         args = arguments(folder, WHOLE // plan.dp // 2, **settings)
-        options = {"train_dataset": data(), "eval_dataset": data(9), "microbatches": 2}
-        trainer = PlanTrainer(make(), args, plan=plan, **options)
+        options = {"train_dataset": data(), "eval_dataset": data(9), "compute_metrics": right}
+        trainer = PlanTrainer(make(), args, plan=plan, microbatches=2, **options)
         found.append((*run(trainer), par.full_state_dict(trainer.model)))
     return found
 
@@ -176,7 +184,6 @@ REFUSED = [
     ({"optim": "galore_adamw_layerwise"}, {}, "optim='galore_adamw_layerwise'"),
     ({"accelerator_config": {"split_batches": True}}, {}, "accelerator_config"),
     ({"label_names": ["start"]}, {}, r"takes its targets as \['start'\]"),
-    ({}, {"compute_metrics": len}, "compute_metrics"),
     ({}, {"compute_loss_func": exact}, "compute_loss_func .*pass loss_fn"),
     (
         {},
@@ -201,8 +208,8 @@ def test_trainer_refuses_later(tmp_path):
     trainer = PlanTrainer(make(), arguments(tmp_path), train_dataset=data())
     with pytest.raises(ValueError, match="checkpoint-1 has no folder 'plan'"):
         trainer.train(resume_from_checkpoint=True)
-    with pytest.raises(ValueError, match="predictions"):
-        trainer.predict(data())
+    with pytest.raises(ValueError, match="no search over plans"):
+        trainer.hyperparameter_search()
 
 
 def too_few(rank, world_size, folder):

@@ -3,6 +3,7 @@ module needs a package that pycomm does without.
 
 transformers.py    PlanTrainer, a transformers.Trainer
 lightning.py       PlanStrategy, for lightning's Trainer
+rows.py            what both do with batches of few rows
 
 Accelerate and Lightning Fabric need no module: docs/trainers.md.
 """

@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 import pycomm.parallel as par
+from pycomm.parallel.trainers.rows import enough_rows, fewer_microbatches
 
 __all__ = ["PlanStrategy"]
 
@@ -43,7 +44,7 @@ class PlanStrategy(DDPStrategy):
 
     Args:
         plan: Plan; its number of ranks is the Trainer's devices.
-        microbatches: as par.step's.
+        microbatches: as par.step's; fewer where a batch has fewer rows.
         model: name of the submodule that is put under the plan, such as "net"; None: the LightningModule with
         its own forward. All parameters lie in it.
         options: as DDPStrategy's; process_group_backend is "pycomm" if not given.
@@ -70,13 +71,16 @@ class PlanStrategy(DDPStrategy):
                 "inside of a batch. Make the batch so many times larger, with PlanStrategy(microbatches=...)"
             )
         self._stepped = True
-        options |= {"microbatches": self.microbatches, "clip": trainer.gradient_clip_val}
+        options["microbatches"] = fewer_microbatches(batch, self.microbatches, self.plan)
+        options["clip"] = trainer.gradient_clip_val
         return par.step(self._planned, self.optimizers[0], batch, loss_fn, **options)
 
     def evaluate(self, batch, loss_fn=None, **options):
         """par.evaluate of the module, for validation_step and test_step. options: count."""
         self._check_loss(loss_fn)
-        return par.evaluate(self._planned, batch, loss_fn, microbatches=self.microbatches, **options)
+        batch = enough_rows(batch, self.plan)
+        options["microbatches"] = fewer_microbatches(batch, self.microbatches, self.plan)
+        return par.evaluate(self._planned, batch, loss_fn, **options)
 
     def _check_loss(self, loss_fn):
         if loss_fn is None and self.name is None:

@@ -6,7 +6,7 @@
     prepare(model, optimizer), which is DDP       par.parallelize, when the optimizer is made
     training_step: forward, backward              par.step: forward, backward, clipping, update
     clip_grad_norm_; optimizer.step()             the norm that the step has found; nothing
-    prediction_step                               par.evaluate
+    prediction_step                               par.evaluate and, where outputs are asked for, par.predict
     save_model                                    save_pretrained on all ranks: the files of one process
     optimizer.pt, scheduler.pt                    <checkpoint>/plan, by par.save: for any plan
 
@@ -22,11 +22,11 @@ from pathlib import Path
 import torch
 from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import find_batch_size
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import has_length
 
 import pycomm.parallel as par
+from pycomm.parallel.trainers.rows import enough_rows, fewer_microbatches
 
 __all__ = ["PlanTrainer"]
 
@@ -166,7 +166,7 @@ class PlanTrainer(Trainer):
 
     def _batch(self, inputs):
         inputs = self._prepare_inputs(inputs)
-        microbatches = max(1, min(self.microbatches, (find_batch_size(inputs) or 0) // self.data_ranks))
+        microbatches = fewer_microbatches(inputs, self.microbatches, self.plan)
         return {"batch": inputs, "loss_fn": self.loss_fn, "microbatches": microbatches}
 
     def _clip(self):
@@ -192,14 +192,17 @@ class PlanTrainer(Trainer):
         return super().evaluation_loop(*args, **options)
 
     def prediction_step(self, model, inputs, prediction_loss_only, ignore_keys=None):
-        loss = par.evaluate(self.model, **self._batch(_enough_rows(inputs, self.data_ranks)))
-        return loss.expand(self.data_ranks), None, None  # the loop repeats it for each row of one rank
-
-    def predict(self, *args, **options):
-        raise ValueError(
-            "PlanTrainer: predictions need the outputs of all ranks. save_model writes files from which one "
-            "process predicts"
-        )
+        """Loss and, where there are metrics or predict() asks, logits of the whole batch, on every rank."""
+        loss = None
+        if inputs.get("labels") is not None:
+            loss = par.evaluate(self.model, **self._batch(enough_rows(inputs, self.plan)))
+            loss = loss.expand(self.data_ranks)  # the loop repeats it for each row of one rank
+        if prediction_loss_only:
+            return loss, None, None
+        inputs = self._prepare_inputs(inputs)
+        microbatches = fewer_microbatches(inputs, self.microbatches, self.plan)
+        logits = par.predict(self.model, inputs, microbatches=microbatches)
+        return loss, logits, inputs.get("labels")
 
     # --- checkpoints --------------------
 
@@ -254,21 +257,6 @@ class _Stepped(AcceleratedOptimizer):
         pass
 
 
-def _enough_rows(batch, rows):
-    """The batch with at least so many rows: the last one again, with targets that do not count."""
-    missing, labels = rows - (find_batch_size(batch) or rows), batch.get("labels")
-    if missing <= 0 or labels is None or labels.is_floating_point():
-        return batch
-    more = {key: _again(value, missing) for key, value in batch.items()}
-    more["labels"][-missing:] = -100
-    return more
-
-
-def _again(value, times):
-    """With the last row so many times more."""
-    return torch.cat([value, *[value[-1:]] * times]) if isinstance(value, torch.Tensor) else value
-
-
 def _refuse(kind, args, options, plan):
     """Raises ValueError for what cannot be kept; the same on every rank."""
     for name, instead in REFUSED.items():
@@ -290,7 +278,6 @@ def _refuse(kind, args, options, plan):
         "load_best_model_at_end with save_only_model": args.load_best_model_at_end and args.save_only_model,
         "compute_loss of your own (pass loss_fn)": kind.compute_loss is not Trainer.compute_loss,
         "compute_loss_func (pass loss_fn)": options.get("compute_loss_func"),
-        "compute_metrics, which needs the outputs of all ranks": options.get("compute_metrics"),
         "several GPUs in one process (CUDA_VISIBLE_DEVICES, torchrun)": args.n_gpu > 1,
     }
     wrong = [what for what, asked in others.items() if asked]
