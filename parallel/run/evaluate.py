@@ -7,7 +7,7 @@ import torch
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
-from pycomm.parallel.run.passes import agree, forward_pass, run_stage, shape_of_input
+from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.zero.units import Phase
 
@@ -54,6 +54,8 @@ def each_stage(parts, number, microbatch, take):
             handed = run_stage(parts, stage, microbatch, handed)
             if stage == stages.last:
                 take(handed)
+            else:
+                handed = handed_on(parts, handed)
         if stage < stages.last and stage + 1 not in stages.mine:
             handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
 

@@ -3,6 +3,8 @@
 around a forward, outside to inside        what for
 weights of this microbatch's version       PipeDream (pipeline/updates.py)
 a pass of the units                        ZeRO-3 gathers and frees parameters (zero/units.py)
+no cache of casts                          autocast casts weights where they are used: a copy of one that
+                                           ZeRO-3 has freed, or a step has updated, is of no use
 modes of torch functions                   attention over the whole sequence; weight gradients for later;
                                            ZeRO-3 gathers what is read beside its module (zero/reading.py);
                                            what tp has cut is not read beside its layer (tensor/reads.py)
@@ -15,10 +17,19 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from pycomm.parallel.pipeline import DeferWeights
+from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.loss import microbatch_loss
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["StagePasses", "agree", "forget_passes", "forward_pass", "run_stage", "shape_of_input"]
+__all__ = [
+    "StagePasses",
+    "agree",
+    "forget_passes",
+    "forward_pass",
+    "handed_on",
+    "run_stage",
+    "shape_of_input",
+]
 
 
 def run_stage(parts, stage, microbatch, received=None):
@@ -47,6 +58,29 @@ def run_stage(parts, stage, microbatch, received=None):
             "ulysses"
         )
     return out
+
+
+def handed_on(parts, tensors):
+    """What a stage leaves, as the next one expects it: in the dtype that it has without autocast, which does
+    not act in the run for shapes. No bit is lost.
+    """
+    kind = parts.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensors
+    low = torch.get_autocast_dtype(kind)
+    present = (p for p in parts.model.parameters() if not is_absent(p) and p.is_floating_point())
+    own = next((p.dtype for p in present), low)
+    return tuple(tensor.to(own) if tensor.dtype == low else tensor for tensor in tensors)
+
+
+@contextlib.contextmanager
+def _without_cached_casts():
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
 
 
 @contextlib.contextmanager
@@ -82,6 +116,7 @@ def forward_pass(parts, phase, stage, number):
     """Around the forward of microbatch `number`; see the head of the file."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(unit_pass(parts, phase, stage))
+        stack.enter_context(_without_cached_casts())
         for mode in parts.split.modes() if parts.split is not None else ():
             stack.enter_context(mode)
         if parts.deferred is not None and torch.is_grad_enabled():
@@ -176,6 +211,8 @@ class StagePasses:
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
                 self.losses.append(y.detach())
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight
+            else:
+                y = handed_on(parts, y)
         self.saved[stage, microbatch] = x, y, parts.split.length if parts.split is not None else None
         return None if stage == self.last else tuple(tensor.detach() for tensor in y)
 

@@ -11,11 +11,12 @@ which each has put its part, over bytes, so that bits come through. Cost: the wh
 rank, 2(n-1)/n of its bytes sent.
 """
 
+import itertools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
@@ -34,13 +35,19 @@ __all__ = ["run_prediction"]
 _KEPT = (type(None), bool, int, float, str)  # what an output may hold beside tensors
 
 
+class _Slot:
+    """The place of a tensor, the how-manieth."""
+
+    def __init__(self, number):
+        self.number = number
+
+
 class _Part(NamedTuple):
     """What a rank tells of its outputs. None in all but `mark` on ranks that do not have the last stage."""
 
     mark: int  # of the inputs
     problem: str | None = None
-    spec: Any = None  # of the output's tree
-    others: dict[int, Any] | None = None  # place among the leaves -> what is no tensor
+    tree: Any = None  # the output, with _Slots in the place of tensors
     kinds: list[tuple] | None = None  # (dtype, shape of the whole) of the tensors
     of: tuple[int, ...] | None = None  # which part of the whole it is: all coordinates but that of tp
     found: int = 0  # mark of the values, where there are several tensors
@@ -69,9 +76,7 @@ def run_prediction(parts, inputs, microbatches=1):
         for piece, output in zip(pieces, outputs, strict=True):
             _put(parts, piece, _tensors(output), views)
     comm.all_reduce(flat, parts.mesh.world)
-    values = iter(view[:wanted] for view in views.values())
-    places = range(len(part.kinds) + len(part.others))
-    return tree_unflatten([part.others[p] if p in part.others else next(values) for p in places], part.spec)
+    return tree_map(lambda leaf: views[leaf.number][:wanted] if isinstance(leaf, _Slot) else leaf, part.tree)
 
 
 def _pieces(parts, inputs, microbatches):
@@ -108,12 +113,10 @@ def _told(parts, pieces, outputs, rows, mark):
     """The _Part of this rank."""
     if not outputs:
         return _Part(mark)
-    leaves, spec = tree_flatten(outputs[0])
-    others = {place: leaf for place, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor)}
-    for leaf in others.values():
-        if not isinstance(leaf, _KEPT):
-            kind = type(leaf).__name__
-            return _Part(mark, f"the model returns a {kind}; let it return tensors (use_cache=False)")
+    strange = [leaf for leaf in tree_leaves(outputs[0]) if not isinstance(leaf, (torch.Tensor, *_KEPT))]
+    if strange:
+        kind = type(strange[0]).__name__
+        return _Part(mark, f"the model returns a {kind}; let it return tensors (use_cache=False)")
     try:
         kinds = [_kinds(parts, piece, each, rows) for piece, each in zip(pieces, outputs, strict=True)]
     except ValueError as error:
@@ -123,7 +126,9 @@ def _told(parts, pieces, outputs, rows, mark):
     mesh = parts.mesh
     of = tuple(mesh.coordinate(axis) for axis in AXES if axis != "tp")
     found = mark_of([_tensors(each) for each in outputs]) if len(kinds[0]) > 1 else 0
-    return _Part(mark, None, spec, others, kinds[0], of, found)
+    slots = map(_Slot, itertools.count())
+    tree = tree_map(lambda leaf: next(slots) if isinstance(leaf, torch.Tensor) else leaf, outputs[0])
+    return _Part(mark, None, tree, kinds[0], of, found)
 
 
 def _kinds(parts, piece, output, rows):

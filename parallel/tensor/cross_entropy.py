@@ -96,6 +96,8 @@ def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
             f"cross_entropy: targets must lie in 0..{vocab - 1} or be ignore_index={ignore_index}"
         )
     flat = logits.reshape(targets.numel(), logits.shape[-1])
+    if torch.is_autocast_enabled(flat.device.type) and flat.dtype in (torch.float16, torch.bfloat16):
+        flat = flat.float()  # as autocast does for torch's
     if shard is None:
         total = F.cross_entropy(flat, targets, ignore_index=ignore_index, reduction="sum")
     else:

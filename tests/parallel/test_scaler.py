@@ -5,6 +5,7 @@ import pytest
 import torch
 from models import GPT, Llama
 from odd_models import cross
+from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -147,3 +148,75 @@ def refused(rank, world_size):
 
 def test_refusals():
     spawn(2, refused)
+
+
+def stack():
+    """Its hidden state is 16 bits wide under autocast: nothing adds fp32 to it."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(16, 24), nn.GELU(), nn.Linear(24, 16)) for _ in range(4)]
+    return nn.Sequential(nn.Embedding(29, 16), *blocks, nn.LayerNorm(16), nn.Linear(16, 29))
+
+
+def make_wide(kind):
+    if kind == "moe":
+        return equality.make_model("moe", torch.float32)
+    return stack() if kind == "stack" else make(kind)
+
+
+def autocast_steps(kind, dtype, plan):
+    """Losses, and the dtype of the output. plan: None for plain torch."""
+    model = make_wide(kind)
+    opt, losses, scale = sgd(model), [], scaler(enabled=dtype == torch.float16)
+    if plan is not None:
+        model, opt = par.parallelize(model, opt, plan)
+    with torch.autocast(
+        "cpu", dtype
+    ):  # around several steps, which must not see the weights of the first one
+        for step in range(STEPS):
+            x, y = batch(step)
+            if plan is None:
+                torch.clear_autocast_cache()
+                opt.zero_grad()
+                loss = cross(model(x), y)
+                with torch.autocast("cpu", enabled=False):
+                    scale.scale(loss).backward()
+                    scale.step(opt)
+                    scale.update()
+            else:
+                # the load-balance loss is a mean over microbatches
+                loss = par.step(model, opt, (x, y), microbatches=1 if kind == "moe" else 2, scaler=scale)
+            losses.append(loss.item())
+        torch.clear_autocast_cache()
+        out = model(x) if plan is None else par.predict(model, x, microbatches=2)
+    return losses, out.dtype, scale.get_scale(), out.detach().float()
+
+
+def under_autocast(rank, world_size, kind, texts):
+    return [
+        [autocast_steps(kind, dtype, par.Plan.parse(text)) for text in texts]
+        for dtype in (torch.bfloat16, torch.float16)
+    ]
+
+
+AUTOCAST = {
+    "gpt 2": ("dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "pp=2,schedule=zb-h1", "dp=2,checkpoint"),
+    "llama 2": ("ulysses=2", "ring=2"),
+    "stack 2": ("pp=2", "dp=2,zero=1"),
+    "moe 2": ("ep=2",),
+}
+
+
+@pytest.mark.parametrize("name", AUTOCAST)
+def test_autocast(name):
+    """Sums in other orders round otherwise: 8 bits of bf16, 11 of fp16."""
+    kind, texts = name.split()[0], AUTOCAST[name]
+    limits = {torch.bfloat16: 4e-3, torch.float16: 5e-4}
+    alone_in = {dtype: autocast_steps(kind, dtype, None) for dtype in limits}
+    for found in spawn(2, under_autocast, kind, texts):
+        for (dtype, limit), of_dtype in zip(limits.items(), found, strict=True):
+            losses, out_dtype, scale, out = alone_in[dtype]
+            for text, its in zip(texts, of_dtype, strict=True):
+                assert its[1] == out_dtype == dtype and its[2] == scale, (text, dtype)
+                assert equality.relative(its[0], losses) < limit, (text, dtype)
+                # of two experts that are nearly equal, rounding chooses
+                assert kind == "moe" or equality.relative(its[3], out) < 10 * limit, (text, dtype)
