@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
 
 __all__ = ["Reads"]
@@ -82,6 +83,8 @@ class Reads:
                 self._let(expert, list(expert.parameters()))
         for module in model.modules():
             inner = module.out_proj if isinstance(module, nn.MultiheadAttention) else None
+            if isinstance(module.forward, AdapterForward):
+                inner = module.forward.base  # whose bias it adds
             self._let(module, [p for each in (module, inner) if each for p in each._parameters.values()])
         _find_sublayers(model, self.notes)
 

@@ -8,6 +8,8 @@ trunk draws from the own stream, and what runs on the whole sequence inside it f
 that is not cut, and the dropout of adapters of column layers.
 """
 
+import functools
+
 from pycomm.parallel.ground.streams import Stream
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -23,13 +25,14 @@ def switch_at_edges(model, streams, megatron):
     """
     if not streams.cut:
         return
-    inside = {part for module in model.modules() if _is_adapter(module) for part in module.modules()}
+    adapters = {module for module in model.modules() if isinstance(_forward(module), AdapterForward)}
+    inside = {part for adapter in adapters for part in adapter.modules()}
     for module in model.modules():
-        forward = getattr(module, "forward", None)
+        forward = _forward(module)
         if megatron:
-            if isinstance(forward, WholeSequence) or _is_adapter(module) and forward.enters is not None:
+            if isinstance(forward, WholeSequence) or module in adapters and forward.enters is not None:
                 _around(module, streams, Stream.SHARED, Stream.OWN)
-        elif _is_adapter(module):
+        elif module in adapters:
             edges = (Stream.SHARED, Stream.OWN) if forward.enters is not None else (Stream.OWN, Stream.SHARED)
             _around(module, streams, *edges)
         elif module in inside:
@@ -42,8 +45,12 @@ def switch_at_edges(model, streams, megatron):
             module.register_forward_pre_hook(lambda *_: streams.switch(Stream.SHARED))
 
 
-def _is_adapter(module):
-    return isinstance(getattr(module, "forward", None), AdapterForward)
+def _forward(module):
+    """Its forward without what reads.py has put around it."""
+    forward = getattr(module, "forward", None)
+    while isinstance(forward, functools.partial) and forward.args:
+        forward = forward.args[-1]
+    return forward
 
 
 def _around(module, streams, inside, outside):

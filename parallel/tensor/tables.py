@@ -37,11 +37,10 @@ def _is_by_row(module):
         return False
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn((ROWS, module.embedding_dim), generator=generator)
-    buffers = {
-        name: torch.rand(buffer.shape, generator=generator) + 0.5 if buffer.is_floating_point() else buffer
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    }
+    buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
+    for name, buffer in buffers.items():
+        random = torch.rand(buffer.shape, generator=generator) + 0.5
+        buffers[name] = random.to(buffer.dtype)
     ids = torch.tensor([[0, 3, 6], [5, 3, 1]])
     try:
         with torch.no_grad():

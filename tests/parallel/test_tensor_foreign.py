@@ -200,3 +200,31 @@ def test_what_stays_whole_says_why(kind):
     for found, text in spawn(2, described, kind):
         assert equality.relative(found, losses) < 1e-11
         assert re.search(REASONS[kind], text), text
+
+
+class Encoder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(12, 3, 10, dropout=0.4, batch_first=True)
+        self.tok, self.head = torch.nn.Embedding(19, 12), torch.nn.Linear(12, 19)
+        self.encoder = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, ids):
+        return self.head(self.encoder(self.tok(ids)))
+
+
+def uneven_heads(rank, world_size):
+    torch.manual_seed(0)
+    model = Encoder()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), par.Plan(tp=2))
+    ids = torch.arange(35).reshape(5, 7) % 19
+    loss = lambda out, y: torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten())  # noqa: E731
+    for _ in range(STEPS):
+        par.step(model, opt, (ids, ids), loss)
+    return {name: value.detach() for name, value in model.named_parameters() if "norm" in name}
+
+
+def test_ranks_with_unequal_heads_draw_the_same_masks_outside():
+    """Two heads of torch's attention draw more numbers than one."""
+    one, other = spawn(2, uneven_heads)
+    assert len(one) == 8 and all(torch.equal(value, other[name]) for name, value in one.items())
