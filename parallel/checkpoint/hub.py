@@ -46,8 +46,8 @@ class HubFiles:
     """The files of a folder, for a model on which nothing was changed yet.
 
     first_name: {every name of a parameter: the first name of the same one}. spared: function of a name, true
-    where it may be missing. Raises ValueError for a folder that is none or cannot be read, and for files that
-    are not this model's.
+    where it may be missing, as may what its class of transformers says it computes. Raises ValueError for a
+    folder that is none or cannot be read, and for files that are not this model's.
     """
 
     def __init__(self, folder, model, first_name, spared):
@@ -56,14 +56,20 @@ class HubFiles:
         self._open, self._file = None, None
         tensors = dict(model.named_parameters(remove_duplicate=False))
         tensors |= _persistent_buffers(model)
-        to_key = _way_to_name(model, tensors, self.entries)
+        path, inner = _of_transformers(model)
+        to_key = _way_to_name(path, inner, tensors, self.entries)
         self.keys = {}  # first name of a tensor -> its keys in the files
         for name in tensors:
             if to_key(name) in self.entries:
                 self.keys.setdefault(first_name.get(name, name), []).append(to_key(name))
         names = dict.fromkeys(first_name.get(name, name) for name in tensors)
-        missing = [name for name in names if name not in self.keys and not spared(name)]
-        unexpected = self._unexpected(model)
+        made = _patterns(inner, "_keys_to_ignore_on_load_missing")
+        missing = [
+            name
+            for name in names
+            if name not in self.keys and not spared(name) and not _matches(made, to_key(name))
+        ]
+        unexpected = self._unexpected(model, _patterns(inner, "_keys_to_ignore_on_load_unexpected"))
         if missing or unexpected:
             raise ValueError(self._not_of_this_model(missing, unexpected, to_key))
         for name, keys in self.keys.items():
@@ -99,16 +105,10 @@ class HubFiles:
         box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         return self._open.get_slice(key)[box]
 
-    def _unexpected(self, model):
+    def _unexpected(self, model, ignored):
         known = {key for keys in self.keys.values() for key in keys}
-        ignored = [pattern for ends, pattern in FORMER.items() if _has_buffer(model, ends)]
-        for module in model.modules():
-            ignored += getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()
-        return [
-            key
-            for key in self.entries
-            if key not in known and not any(re.search(pattern, key) for pattern in ignored)
-        ]
+        ignored = ignored + [pattern for ends, pattern in FORMER.items() if _has_buffer(model, ends)]
+        return [key for key in self.entries if key not in known and not _matches(ignored, key)]
 
     def _not_of_this_model(self, missing, unexpected, to_key):
         parts = []
@@ -200,16 +200,26 @@ def _has_buffer(model, ends):
     return any(name.endswith(ends) for name, _ in model.named_buffers())
 
 
-def _way_to_name(model, names, entries):
+def _of_transformers(model):
+    """(name, module) of the outermost model of transformers, or ("", None)."""
+    for path, module in model.named_modules():
+        if isinstance(getattr(type(module), "base_model_prefix", None), str):
+            return path, module
+    return "", None
+
+
+def _patterns(inner, attribute):
+    """What from_pretrained of this class takes no notice of."""
+    return list(getattr(inner, attribute, None) or ())
+
+
+def _matches(patterns, key):
+    return any(re.search(pattern, key) for pattern in patterns)
+
+
+def _way_to_name(path, inner, names, entries):
     """The function name -> key that finds the most names in the files."""
-    path, prefix = next(
-        (
-            (path, of_class)
-            for path, module in model.named_modules()
-            if isinstance(of_class := getattr(type(module), "base_model_prefix", None), str) and of_class
-        ),
-        ("", ""),
-    )
+    prefix = "" if inner is None else type(inner).base_model_prefix
 
     def inside(name):
         return name.removeprefix(f"{path}.").replace(".base_layer.", ".")

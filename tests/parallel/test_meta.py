@@ -153,6 +153,39 @@ def test_files_of_the_base_model(tmp_path):
     assert all(torch.equal(value, right[name]) for name, value in base.state_dict().items())
 
 
+def lora(model):
+    peft = pytest.importorskip("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])).double()
+
+
+def test_adapters_on_files_of_the_model_without_them(tmp_path):
+    torch.manual_seed(0)
+    folder = saved(tmp_path, llama())
+    torch.manual_seed(3)  # as trained() does
+    first, _ = par.parallelize(on_meta(lambda: lora(llama())), None, par.Plan(), weights=folder)
+    state = {name: value.clone() for name, value in first.state_dict().items()}
+    plain = lora(hf.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float64))
+    for name, value in plain.state_dict().items():
+        if "lora_A" not in name:  # zeros of lora_B, and all that is in the files
+            assert torch.equal(value, state[name]), name
+        else:
+            assert state[name].std().item() == pytest.approx(value.std().item(), rel=0.4)
+    plain.load_state_dict(state)
+    reference = trained(plain, "", microbatches=2)
+    check_equal(reference, lambda: lora(llama()), ["dp=2,zero=3", "tp=2", "pp=2"], folder)
+
+
+def test_what_the_class_computes_may_be_missing(tmp_path):
+    """Positions of Marian are sines, which are not saved."""
+    sizes = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "d_model": 16, "vocab_size": 41}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 8, "decoder_ffn_dim": 8}
+    config = hf.MarianConfig(**sizes, **layers, pad_token_id=0, decoder_start_token_id=0)
+    model = hf.MarianMTModel(config)
+    folder = saved(tmp_path, model)
+    mine, _ = par.parallelize(on_meta(lambda: hf.MarianMTModel(config)), None, par.Plan(), weights=folder)
+    assert all(torch.equal(mine.state_dict()[name], value) for name, value in model.state_dict().items())
+
+
 # What is refused ----------------------------------------------------------
 
 
