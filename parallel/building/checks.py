@@ -24,7 +24,7 @@ def check(model, opt, plan):
     if opt is not None:
         _check_optimizer(model, opt, plan)
     if plan.pp > 1:
-        _check_shared(trunk, cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages))
+        _check_shared(model, trunk, cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages))
     if plan.schedule == ScheduleName.PIPEDREAM:
         refuse_tied_weights(model)
     return trunk
@@ -73,21 +73,35 @@ def _trunk_for(model, plan):
     return trunk
 
 
-def _check_shared(trunk, bounds):
-    """Raises ValueError for a module that blocks of two stages share: a weight can be tied, a module is on
-    one stage.
+def _check_shared(model, trunk, bounds):
+    """Raises ValueError for a module with values that blocks of two stages share, or a block and the model
+    around it: a weight can be tied, a module is on one stage.
     """
-    users = {}
-    for stage, (first, end) in enumerate(bounds):
-        for block in trunk.blocks[first:end]:
-            for module in block.modules():
-                own = any(parameter is not None for parameter in module._parameters.values())
-                if own and users.setdefault(id(module), stage) != stage:
-                    raise ValueError(
-                        f"one {type(module).__name__} is part of blocks of {trunk.name!r} in pipeline stages "
-                        f"{users[id(module)]} and {stage}. Make one for each block and tie their weights "
-                        "(b.weight = a.weight), or use a plan with pp=1"
-                    )
+    users = {}  # id of a module -> (stage, where it is)
+    blocks = {id(block) for block in trunk.blocks}
+    places = [
+        (stage, f"block {index}", module)
+        for stage, (first, end) in enumerate(bounds)
+        for index in range(first, end)
+        for module in trunk.blocks[index].modules()
+    ]
+    for stage, place, module in places + [(None, repr(name), m) for name, m in _around(model, blocks)]:
+        values = [*module._parameters.values(), *module._buffers.values()]
+        other, where = users.setdefault(id(module), (stage, place))
+        if other != stage and any(value is not None for value in values):
+            raise ValueError(
+                f"one {type(module).__name__} is part of {where} of {trunk.name!r}, in pipeline stage {other}, "
+                f"and of {place}{'' if stage is None else f', in stage {stage}'}. Make one for each and tie "
+                "their weights (b.weight = a.weight), or use a plan with pp=1"
+            )
+
+
+def _around(module, blocks, prefix=""):
+    """(name, module) of all that is reached without going into a block."""
+    for name, child in module.named_children():
+        if id(child) not in blocks:
+            yield prefix + name, child
+            yield from _around(child, blocks, f"{prefix}{name}.")
 
 
 def _check_batch_norms(model, trunk, plan):

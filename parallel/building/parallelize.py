@@ -104,7 +104,7 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
     deferred = make_deferred(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
-    if plan.tp * plan.ep > 1:
+    if plan.tp * plan.ep * plan.pp > 1:
         dealt = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
         tensor.reads = Reads(model, tensor.layouts, dealt)
     give_memory(described.infos)

@@ -7,6 +7,8 @@ where the model is cut at its blocks theirs become ours:
 
     a block of the trunk         recomputed as with Plan(checkpoint=True)
     layers outside of the trunk  by the function that their class calls for it, which is ours from then on
+
+Whether they recompute may be changed after parallelize(), too: those methods of theirs turn a switch.
 """
 
 import functools
@@ -17,20 +19,54 @@ from torch.utils.checkpoint import checkpoint
 
 __all__ = ["forget_keys", "recompute_blocks"]
 
+_ENABLE = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
+_DISABLE = ("gradient_checkpointing_disable", "activation_checkpointing_disable")
+
+
+class _Switch:
+    """Whether the blocks of a model are recomputed. always: by the plan."""
+
+    def __init__(self, model, trunk, always, contexts):
+        self.model, self.trunk, self.always, self.contexts = model, trunk, always, contexts
+        self.on = always
+
+    def take_over(self):
+        """After the model's own methods: what they ask for becomes ours."""
+        trunk, contexts = self.trunk, self.contexts
+        own = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        inside = {id(module) for block in trunk.blocks for module in block.modules()}
+        around = [module for module in own if id(module) not in inside and _contains(module, trunk)]
+        of_blocks = [module for module in [*trunk.blocks, *around] if module in own]
+        asked = any(getattr(module, "gradient_checkpointing", False) for module in of_blocks)
+        self.on = self.always or asked
+        blocks = {id(block) for block in trunk.blocks}
+        for module in own:
+            module._gradient_checkpointing_func = functools.partial(_outside, blocks, contexts)
+        if self.on:
+            forget_keys(self.model)
+
+    def turned(self, method, *args, **kwargs):
+        """In the place of a method of the model."""
+        out = method(*args, **kwargs)
+        self.take_over()
+        return out
+
 
 def recompute_blocks(model, trunk, plan, contexts):
     """contexts: as torch.utils.checkpoint's context_fn; called in each forward."""
-    own = [module for module in model.modules() if hasattr(module, "_gradient_checkpointing_func")]
-    inside = {id(module) for block in trunk.blocks for module in block.modules()}
-    around = [module for module in own if id(module) not in inside and _contains(module, trunk)]
-    of_blocks = [module for module in [*trunk.blocks, *around] if module in own]
-    if plan.checkpoint or any(getattr(module, "gradient_checkpointing", False) for module in of_blocks):
+    switch = _Switch(model, trunk, plan.checkpoint, contexts)
+    switch.take_over()
+    methods = [
+        (module, name)
+        for module in model.modules()
+        for name in (*_ENABLE, *_DISABLE)
+        if hasattr(type(module), name)
+    ]
+    for module, name in methods:
+        setattr(module, name, functools.partial(switch.turned, getattr(module, name)))
+    if switch.on or methods:
         for block in trunk.blocks:
-            block.forward = functools.partial(_recomputed, contexts, block.forward)
-        forget_keys(model)
-    blocks = {id(block) for block in trunk.blocks}
-    for module in own:
-        module._gradient_checkpointing_func = functools.partial(_outside, blocks, contexts)
+            block.forward = functools.partial(_recomputed, switch, contexts, block.forward)
 
 
 def forget_keys(model):
@@ -47,9 +83,13 @@ def _contains(module, trunk):
     return any(block in parts for block in trunk.blocks)
 
 
-def _recomputed(contexts, forward, *args, **kwargs):
-    if not torch.is_grad_enabled():
+def _recomputed(switch, contexts, forward, *args, **kwargs):
+    if not (switch.on and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
+    return _checkpointed(contexts, forward, *args, **kwargs)
+
+
+def _checkpointed(contexts, forward, *args, **kwargs):
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
@@ -57,7 +97,9 @@ def _outside(blocks, contexts, function, *args, **kwargs):
     """What transformers calls with a layer's forward, or its __call__. Blocks see to themselves."""
     if id(_layer_of(function)) in blocks:
         return function(*args, **kwargs)
-    return _recomputed(contexts, function, *args, **kwargs)
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    return _checkpointed(contexts, function, *args, **kwargs)
 
 
 def _layer_of(function):

@@ -17,6 +17,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from pycomm.parallel.ground.caches import Caches
+from pycomm.parallel.ground.shared_state import SharedState
 from pycomm.parallel.ground.trunk import Side
 
 __all__ = ["called_sides"]
@@ -66,7 +67,12 @@ def _calls(model, trunk, inputs, answered):
     shadow = copy.deepcopy(model, known)
     events = _record(shadow, trunk)
     try:
-        with torch.no_grad(), torch.device("meta"), _Yes() if answered else contextlib.nullcontext():
+        with (
+            torch.no_grad(),
+            torch.device("meta"),
+            SharedState(model.modules()).kept(on_meta=True),
+            _Yes() if answered else contextlib.nullcontext(),
+        ):
             Caches().around(lambda: shadow(**{key: value.to("meta") for key, value in inputs.items()}))
     except Exception:  # what was called before stays true
         return events, False

@@ -1,10 +1,14 @@
-"""Modes of torch functions, which see every call of torch's Python API while they are active."""
+"""Modes of torch functions, which see every call of torch's Python API while they are active; and copies of
+modules, for runs that leave no trace.
+"""
 
 import contextlib
+import copy
+import sys
 
 import torch
 
-__all__ = ["without_modes"]
+__all__ = ["copied", "eager", "without_modes"]
 
 
 @contextlib.contextmanager
@@ -14,3 +18,21 @@ def without_modes():
         for _ in torch.overrides._get_current_function_mode_stack():
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
+
+
+def copied(module, memo=None):
+    """A deep copy. Raises ValueError for what has none, with what to do."""
+    try:
+        return copy.deepcopy(module, memo)
+    except RuntimeError as error:
+        raise ValueError(
+            f"a {type(module).__name__} cannot be copied, which the plan needs for runs on the side: {error} "
+            "Weights that a hook computes (torch.nn.utils.weight_norm) are made anew by a parametrization "
+            "(torch.nn.utils.parametrizations)"
+        ) from error
+
+
+def eager():
+    """A context in which what is compiled runs as it is written: nothing is compiled for runs on the side."""
+    known = "torch._dynamo" in sys.modules
+    return torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()

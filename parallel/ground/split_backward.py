@@ -177,6 +177,7 @@ def _is_weight(tensor, dims):
         and tensor.requires_grad
         and tensor.is_leaf
         and tensor.dim() == dims
+        and not tensor._backward_hooks  # they see what autograd accumulates
     )
 
 

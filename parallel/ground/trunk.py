@@ -18,6 +18,7 @@ be used on either side.
 """
 
 import enum
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -148,7 +149,13 @@ def hidden_of(args, kwargs=None):
 
 def hidden_out(out):
     """The same in what a block has returned, a tensor or several values."""
-    return hidden_of(out if isinstance(out, torch.Tensor) else tuple(out))
+    if isinstance(out, torch.Tensor):
+        return out
+    if not isinstance(out, Iterable):
+        raise ValueError(
+            f"a block returned a {type(out).__name__}: a tensor, or a tuple that begins with one"
+        )
+    return hidden_of(tuple(out.values() if isinstance(out, Mapping) else out))
 
 
 def replace_hidden(args, kwargs, old, new):

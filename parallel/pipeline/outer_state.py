@@ -7,6 +7,8 @@ both write is refused.
 
 import contextlib
 
+from pycomm.parallel.ground.shared_state import SharedState
+
 __all__ = ["OuterState"]
 
 
@@ -16,7 +18,8 @@ class OuterState:
     def __init__(self, model, blocks):
         inside = {id(module) for block in blocks for module in block.modules()}
         self.modules = [module for module in model.modules() if id(module) not in inside]
-        self.writers = {}  # (module, key of a buffer or number) -> the stage whose forward writes to it
+        self.shared = SharedState(self.modules)
+        self.writers = {}  # (module, key of a buffer or number), or words -> the stage that writes to it
 
     def buffers(self):
         """(module, key) of each."""
@@ -35,7 +38,8 @@ class OuterState:
         for module, key, value in before:
             module._buffers[key] = value.clone()
         try:
-            yield
+            with self.shared.kept():
+                yield
         finally:
             for module, key, value in before:
                 module._buffers[key] = value
@@ -51,18 +55,17 @@ class OuterState:
         if len(mine) == 1:
             yield
             return
-        before = self._versions()
+        before, tokens = self._versions(), self.shared.tokens()
         yield
-        after = self._versions()
-        for module, key in before:
-            if after.get((module, key)) == before[module, key]:
-                continue
-            if self.writers.setdefault((module, key), stage) != stage:
+        after, changed = self._versions(), self.shared.changed(tokens)
+        written = [place for place in before if after.get(place) != before[place]]
+        words = {(module, key): f"{key!r} of a {type(module).__name__}" for module, key in written}
+        for place, what in [*words.items(), *([(changed, changed)] if changed else [])]:
+            if self.writers.setdefault(place, stage) != stage:
                 raise ValueError(
-                    f"the model's forward writes to {key!r} of a {type(module).__name__} outside of the "
-                    f"blocks, in stages {self.writers[module, key]} and {stage} of one rank, so twice "
-                    "for each microbatch. Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), "
-                    "or move that into a block"
+                    f"the model's forward writes to {what} outside of the blocks, in stages "
+                    f"{self.writers[place]} and {stage} of one rank, so twice for each microbatch. Choose a "
+                    "schedule with one stage on a rank (1f1b, gpipe, zb-h1), or move that into a block"
                 )
 
     def _versions(self):

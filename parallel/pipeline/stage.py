@@ -33,11 +33,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.mesh import device_of
-from pycomm.parallel.ground.trunk import Side, hidden_of, replace_hidden
+from pycomm.parallel.ground.trunk import Side, hidden_of
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
+from pycomm.parallel.pipeline.assumptions import Assumptions
 from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_places, taken
 from pycomm.parallel.pipeline.outer_state import OuterState
-from pycomm.parallel.pipeline.templates import Templates, check_like
+from pycomm.parallel.pipeline.templates import Templates
 
 __all__ = ["StageModel"]
 
@@ -87,10 +88,10 @@ class StageModel:
         self.proof = None  # BlockProof of a split sequence, until the first forward
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
-        self.looked_at = set()  # (index, name) of modules whose results are compared with a guess
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
         self.outside = None  # OuterState, from install()
         self.owners = found
+        self.assumptions = Assumptions(model, trunk, self.templates, split)
         self._leave_blocks()
         self._leave_owners()
         if self.last > 0:
@@ -125,7 +126,7 @@ class StageModel:
     def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces
-        self.trunk = self.trunk.now(self.model)  # tensor parallelism may have replaced some
+        self.trunk = self.assumptions.trunk = self.trunk.now(self.model)  # tp may have replaced some
         self.outside = OuterState(self.model, self.trunk.blocks)
         for index, block in enumerate(self.trunk.blocks):
             block.forward = functools.partial(self._block, index, block.forward)
@@ -229,16 +230,18 @@ class StageModel:
             proof, self.proof = self.proof, None
             proof.check(args, kwargs)
         if self.stage < self.last:
-            self._look_at_guesses(index, given, args, kwargs)
+            self.assumptions.before(index, index == first, given, args, kwargs)
         if self.split is not None:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
         out = forward(*args, **kwargs)
-        if (index, "") in self.looked_at:
-            check_like(what, args, kwargs, out)
         out = self._check_present(out, f"{what} computes with")
-        if index == end - 1 and self.stage == self.last:
+        if self.stage < self.last:
+            self.assumptions.after(index, args, kwargs, out)
+            if index == end - 1:
+                self.assumptions.end(self.stage, given.shape)
+        elif index == end - 1:
             self.place = _Place.AFTER
             if (
                 self.split is not None
@@ -345,20 +348,6 @@ class StageModel:
                 module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
         return absent_like(out, origin, device)
 
-    def _look_at_guesses(self, index, hidden, args, kwargs):
-        """Where later stages guess what modules of this block return, they are looked at."""
-        if self.split is not None and index > 0:  # a piece, where the later stages have a whole stand-in
-            length = self.split.length
-            whole = hidden.new_empty((hidden.shape[0], length, *hidden.shape[2:]), device="meta")
-            args, kwargs = replace_hidden(args, kwargs, hidden, whole)
-        self.templates.of(index, f"block {index}", args, kwargs)
-        for name in self.templates.guessed[index]:
-            if name and (index, name) not in self.looked_at:
-                module = self.trunk.blocks[index].get_submodule(name)
-                what = f"{name!r} of block {index} of {self.trunk.name!r}"
-                module.forward = functools.partial(_looked_at, what, module.forward)
-            self.looked_at.add((index, name))
-
 
 def _untie(trunk, owners, stages):
     """Of a weight that several stages on this rank use each gets its own copy, as on several ranks, so that
@@ -378,12 +367,6 @@ def _untie(trunk, owners, stages):
 
 def _copy_of(parameter):
     return torch.nn.Parameter(parameter.detach().clone(), requires_grad=parameter.requires_grad)
-
-
-def _looked_at(what, forward, *args, **kwargs):
-    out = forward(*args, **kwargs)
-    check_like(what, args, kwargs, out)
-    return out
 
 
 def _in_backward():

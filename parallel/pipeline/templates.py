@@ -14,23 +14,29 @@ The stage that has the block makes the same trial, so it knows what others take 
 real result before it is handed on. So what a stage waits for is what comes, or there is an error.
 
 A result may leave a module by other ways. Into a list or dict that it was given: that is refused. On the
-module itself (`self.aux_loss = ...`): other stages are told which attributes hold it, `left`.
+module itself (`self.aux_loss = ...`): other stages are told which attributes hold it, `left`, numbers too.
+Into a global or an attribute of a class (ground/shared_state.py): refused where a run changes it that follows
+one of the same shapes, as what is kept for the next call (tables of positions) is there by then. A number
+among the results must be the same in both runs.
 """
 
-import contextlib
-import copy
 import functools
-import sys
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from pycomm.parallel.ground.caches import Caches
-from pycomm.parallel.ground.modes import without_modes
+from pycomm.parallel.ground.modes import copied, eager, without_modes
 from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.ground.shared_state import SharedState
 from pycomm.parallel.ground.trunk import hidden_of
 
-__all__ = ["Templates", "check_like"]
+__all__ = ["NOT_HANDED_ON", "Templates", "check_like", "numbers_of"]
+
+NOT_HANDED_ON = (
+    "which later pipeline stages would not get: stages hand on the hidden state alone. Compute it behind the "
+    "blocks, or use a plan with pp=1"
+)
 
 
 class Templates:
@@ -38,6 +44,7 @@ class Templates:
 
     def __init__(self):
         self.caches = Caches()
+        self.shared = SharedState(())  # what blocks write beside themselves
         self.copies = {}  # key -> a copy without data
         self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
         self.found = {}  # (key, shapes of its arguments) -> its result, on meta
@@ -63,18 +70,19 @@ class Templates:
             meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
             before = {place: tree_leaves(value) for place, value in _attributes(self.copies[key]).items()}
-            with torch.no_grad(), without_modes(), _eager():
+            with torch.no_grad(), without_modes(), eager(), self.shared.kept(on_meta=True):
                 try:
                     with torch.device("meta"):  # tensors that the module makes itself
-                        self.found[key, shapes] = self.caches.around(
-                            lambda: self.copies[key].forward(*meta_args, **meta_kwargs)
-                        )
+                        out = self._run(key, meta_args, meta_kwargs)
+                        problem = self._run_again(key, out, *tree_unflatten(meta, spec))
                 except Exception as error:
                     raise ValueError(
                         f"{origin} cannot be run for the shape of its output alone, which a later stage "
                         "needs: its code uses values, or tensors that it was not given "
                         f"({type(error).__name__}: {error}). Use a plan with pp=1"
                     ) from error
+            if problem is not None:
+                raise ValueError(f"{origin} {problem}")
             after, after_spec = tree_flatten((meta_args, meta_kwargs))
             if after_spec != spec or any(a is not b for a, b in zip(after, meta, strict=True)):
                 raise ValueError(
@@ -82,7 +90,23 @@ class Templates:
                     "not get: stages hand on the hidden state alone. Use a plan with pp=1"
                 )
             self._note_left(key, before)
+            self.found[key, shapes] = out
         return self.found[key, shapes]
+
+    def _run(self, key, args, kwargs):
+        return self.caches.around(lambda: self.copies[key].forward(*args, **kwargs))
+
+    def _run_again(self, key, out, args, kwargs):
+        """What a second run shows that later stages would not get, in words, or None."""
+        numbers = numbers_of(out)
+        if not numbers and not self.shared.places:
+            return None
+        before = self.shared.tokens()
+        again = numbers_of(self._run(key, args, kwargs))
+        changed = self.shared.changed(before)
+        if changed is not None:
+            return f"writes to {changed}, {NOT_HANDED_ON}"
+        return None if again == numbers else f"returns a number ({numbers}, then {again}), {NOT_HANDED_ON}"
 
     def _note_left(self, key, before):
         left = self.left.setdefault(key, {})
@@ -91,8 +115,21 @@ class Templates:
             leaves, old = tree_leaves(value), before.get(place, [])
             same = len(leaves) == len(old) and all(a is b for a, b in zip(leaves, old, strict=True))
             unseen = any(_lies_in(place[0], name) for name in guessed)  # its forward did not run to its end
-            if (unseen or not same) and any(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                left[place] = value
+            if (unseen or not same) and any(isinstance(leaf, (torch.Tensor, *NUMBER)) for leaf in leaves):
+                left[place] = tree_map_only(NUMBER, _number, value)
+
+
+NUMBER = (int, float)  # truth values too
+
+
+def numbers_of(values):
+    """The numbers among values of any kind."""
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, NUMBER)]
+
+
+def _number(value):
+    """In the place of a number that another stage has: refused where it is used."""
+    return torch.empty((), dtype=torch.tensor(value).dtype, device="meta")
 
 
 def _attributes(module):
@@ -113,15 +150,9 @@ def _empty(tensor):
     return torch.empty_like(tensor, device="meta")
 
 
-def _eager():
-    """What is compiled runs as it is written: nothing is compiled for meta."""
-    known = "torch._dynamo" in sys.modules
-    return torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()
-
-
 def _for_shapes(module):
     """A copy without data. Of what a BatchNorm does in training, some needs values."""
-    module = copy.deepcopy(module).to("meta")
+    module = copied(module).to("meta")
     for part in batch_norms(module).values():
         part.eval()
     return module

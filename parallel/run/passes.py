@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.loss import microbatch_loss
+from pycomm.parallel.sequence.attention import UNASKING
 from pycomm.parallel.zero.units import Phase
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "run_stage",
     "shape_of_input",
 ]
+
+_backward = UNASKING[torch.autograd.backward]  # modes stay active in it, for what it recomputes
 
 
 def run_stage(parts, stage, microbatch, received=None):
@@ -97,17 +100,19 @@ def unit_pass(parts, phase, stage):
 
 
 @contextlib.contextmanager
-def recomputing(parts, length):
+def recomputing(parts, length, key):
     """Around a backward, for checkpoints of the model's own inside of its blocks: what they run again attends
-    over the whole sequence, as it did in the forward.
+    over the whole sequence and postpones weight gradients, as it did in the forward.
 
-    length: that of the microbatch. The plan's own recomputation brings this along (building/recompute.py).
+    length: that of the microbatch. key: (stage, microbatch). The plan's own recomputation brings this along
+    (building/recompute.py).
     """
-    if parts.split is None or parts.split.attention is None:
-        yield
-        return
-    parts.split.begin(length)
-    with parts.split.attention:
+    with contextlib.ExitStack() as stack:
+        if parts.split is not None and parts.split.attention is not None:
+            parts.split.begin(length)
+            stack.enter_context(parts.split.attention)
+        if parts.deferred is not None:
+            stack.enter_context(DeferWeights(parts.deferred, key))
         yield
 
 
@@ -161,7 +166,8 @@ def shape_of_input(parts, stage, microbatch):
 
 def _find_input(parts, stage, microbatch):
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
-    with parts.streams.kept(), stand_ins:
+    reads = contextlib.nullcontext() if parts.tensor.reads is None else parts.tensor.reads.refused()
+    with parts.streams.kept(), stand_ins, reads:
         return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
 
 
@@ -227,9 +233,9 @@ class StagePasses:
             with (
                 self.updates.using(stage, microbatch),
                 unit_pass(parts, Phase.BACKWARD, stage),
-                recomputing(parts, length),
+                recomputing(parts, length, (stage, microbatch)),
             ):
-                torch.autograd.backward(*zip(*ends, strict=True))
+                _backward(*zip(*ends, strict=True))
         elif stage == self.last:
             raise ValueError(
                 f"[rank {parts.mesh.world.rank}] step: the loss depends on no parameter that is trained"

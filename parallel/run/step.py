@@ -11,6 +11,7 @@
 Every loss is counted by one rank of those that hold the same one.
 """
 
+from pycomm import MismatchError
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.pipeline import make_schedule
@@ -45,9 +46,25 @@ def run_step(parts, batch, options, make_passes=StagePasses):
             agree(parts, microbatches)
             _run_passes(parts, passes, options.microbatches)
         return updates.end(passes.losses)
-    except BaseException:
+    except BaseException as error:
         forget_passes(parts)
+        cause = _unlike(parts.plan) if isinstance(error, MismatchError) else None
+        if cause is not None:
+            raise ValueError(f"{cause} {error}") from error
         raise
+
+
+def _unlike(plan):
+    """What ranks that do not call the same collectives have done, or None where it is not known."""
+    if plan.megatron_sp or plan.zero == 3:
+        why = "works on its positions" if plan.megatron_sp else "gathers parameters"
+        return (
+            f"Plan({plan}): the ranks did not call the same modules in the same order, as they must where "
+            f"each {why}: experts in a ModuleList of which a rank calls some only, or a block left out by "
+            "chance. Name the module around them in rules as 'replicate' (megatron_sp), call all of them, or "
+            "use another plan."
+        )
+    return None
 
 
 def _updates_of(parts, options):

@@ -2,7 +2,7 @@
 
     gradients     the last buckets arrive; tied weights of two stages are exchanged        pipeline/ties.py
     numbers       one all_reduce over all ranks of: squares of the gradient, loss, gradients that are not
-                  finite, check of the batch, users of each parameter
+                  finite, users of each parameter, checks of buffers that were written and of the batch
     factor        of what the sum of several calls' gradients is a mean over               ground/window.py
                   1 / scale, where the loss was scaled                                     scaling.py
     clip          factor = min(1, clip / norm)
@@ -37,6 +37,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import Result, own_loss, sum_losses
 from pycomm.parallel.pipeline.ties import exchange_ties
 from pycomm.parallel.run.scaling import Scaling
+from pycomm.parallel.run.written_buffers import WrittenBuffers
 from pycomm.parallel.zero.optimizer import step_optimizer
 
 __all__ = ["OneUpdate"]
@@ -55,10 +56,12 @@ class OneUpdate:
         # see [Note: alone]
         self.alone = options.clip is None and parts.mesh.data.size == 1 and not self.scaling.is_on
         self.checks_early = self.alone or parts.plan.pp > 1
-        self.same, self.targets = None, 0  # SameBatch, and how many targets count; from begin() on
+        # SameBatch, WrittenBuffers, and how many targets count; from begin() on
+        self.same, self.buffers, self.targets = None, None, 0
 
     def begin(self, same, targets):
         self.same, self.targets = same, targets
+        self.buffers = None if self.alone else WrittenBuffers(self.parts)
         self.weight = self.scale * self.parts.window.weight(targets, self.options.update, self.scale)
         if self.checks_early:
             same.start()
@@ -114,11 +117,14 @@ class OneUpdate:
     def _sum_numbers(self, squares, bad, losses):
         """The sums over all ranks: of these two, of the loss, of the users of each parameter."""
         head = torch.stack([squares, bad, own_loss(losses, self.parts.mesh, self.parts.device)])
-        numbers = torch.cat([head, self._used(), self.same.numbers])
+        pieces = [head, self._used(), self.buffers.numbers(), self.same.numbers]
+        numbers = torch.cat(pieces)
         comm.all_reduce(numbers, self.parts.mesh.world)
+        *numbers, buffers, same = numbers.split([len(piece) for piece in pieces])
         if not self.checks_early:
-            self.same.check(numbers[-len(self.same.numbers) :])
-        return numbers[: -len(self.same.numbers)]
+            self.same.check(same)
+        self.buffers.check(buffers)
+        return torch.cat(numbers)
 
     def _sum_over_buckets(self, number_of, wanted):
         """Of all buckets of this rank, 0 where it is not wanted: a 0-dim float64 tensor."""

@@ -42,7 +42,7 @@ from torch.overrides import TorchFunctionMode
 from pycomm.parallel.sequence.mask import checked
 from pycomm.parallel.sequence.ring import ring_ulysses_attention
 
-__all__ = ["SequenceAttention"]
+__all__ = ["UNASKING", "SequenceAttention"]
 
 
 def _unasking(function):

@@ -26,7 +26,8 @@ from torch.utils._pytree import tree_map
 
 from pycomm import CommError
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.modes import without_modes
+from pycomm.parallel.ground.modes import copied, eager, without_modes
+from pycomm.parallel.ground.shared_state import SharedState
 from pycomm.parallel.ground.trunk import hidden_of, hidden_out
 
 __all__ = ["BlockProof"]
@@ -49,7 +50,7 @@ class BlockProof:
     def _copy(self, block):
         groups = (self.split.ring, self.split.ulysses, self.split.tp)
         shared = [self.split, *(group.pg for group in groups)]
-        kept = copy.deepcopy(block, {id(value): value for value in shared}).double().eval()
+        kept = copied(block, {id(value): value for value in shared}).double().eval()
         for parameter in kept.parameters():
             parameter.requires_grad_(False)
             if not parameter.any():
@@ -62,14 +63,16 @@ class BlockProof:
         ValueError on all of them where the results differ.
         """
         split = self.split
-        try:
-            whole, args, kwargs = self._run_whole(torch.float64, args, kwargs)
-        except RuntimeError:  # a kernel that is not there in fp64
-            self.whole.float(), self.cut.float()
-            whole, args, kwargs = self._run_whole(torch.float32, args, kwargs)
+        with SharedState(self.whole.modules()).kept(), eager():
+            try:
+                whole, args, kwargs = self._run_whole(torch.float64, args, kwargs)
+            except RuntimeError:  # a kernel that is not there in fp64
+                self.whole.float(), self.cut.float()
+                whole, args, kwargs = self._run_whole(torch.float32, args, kwargs)
         hidden = hidden_of(args, kwargs)
         random = not torch.equal(*whole)
-        error, cause = self._error(whole[0], args, kwargs, hidden)
+        with SharedState(self.whole.modules()).kept(), eager():  # what was kept of the whole is no piece's
+            error, cause = self._error(whole[0], args, kwargs, hidden)
         numbers = torch.tensor([float(not error <= MOST), float(random)], device=hidden.device)
         for group in (split.ring, split.ulysses, split.tp):
             comm.all_reduce(numbers, group)

@@ -34,7 +34,9 @@ def is_transposed(linear):
 
 def is_linear(module):
     plain = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    return type(module) in plain or is_transposed(module)
+    if type(module) not in plain and not is_transposed(module):
+        return False
+    return module._parameters.get("weight") is not None  # not one that a hook computes (weight_norm)
 
 
 def is_adapter(module):

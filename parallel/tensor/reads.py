@@ -7,6 +7,7 @@
     norms under megatron_sp, and others    whole, but gradients are summed over tp: a penalty would count
     with `partial` layouts                 once for each rank
     experts under ep                       a penalty would count only with the share of this rank's rows
+    blocks of other stages under pp        they have no values here
 
 No shape need tell. So through every forward of a step these parameters have a class of their own, but for
 the time in which the module runs that has them:
@@ -72,7 +73,9 @@ class Reads:
         self.kind = type("Parameter", (_Guarded,), {"notes": self.notes})
         for name, parameter in model.named_parameters():
             layout = layouts[name]
-            if layout.dim is not None:
+            if parameter.is_meta:
+                self._guard(parameter, name, _ABSENT, torch.Size(layout.full_shape))
+            elif layout.dim is not None:
                 self._guard(parameter, name, _CUT, torch.Size(layout.full_shape))
             elif layout.partial:
                 self._guard(parameter, name, _PARTIAL)
@@ -85,8 +88,12 @@ class Reads:
             inner = module.out_proj if isinstance(module, nn.MultiheadAttention) else None
             if isinstance(module.forward, AdapterForward):
                 inner = module.forward.base  # whose bias it adds
-            self._let(module, [p for each in (module, inner) if each for p in each._parameters.values()])
+            self._let(
+                module, [p for each in (module, inner) if each is not None for p in each._parameters.values()]
+            )
         _find_sublayers(model, self.notes)
+        if any(_is_compiled(module) for module in model.modules()):
+            _leave_uncompiled(model)
 
     def _guard(self, parameter, name, why, shape=None):
         if type(parameter) is nn.Parameter and id(parameter) not in self.notes:
@@ -114,6 +121,7 @@ class Reads:
 
 _CUT = "of which this rank of tp has a part only"
 _PARTIAL = "whose gradients are summed over tp, as each rank works on its positions or heads with it"
+_ABSENT = "which another pipeline stage has"
 _DEALT = "an expert that this rank of ep alone has"
 
 
@@ -127,6 +135,20 @@ def _find_sublayers(model, notes):
                 note = notes.get(id(parameter))
                 if note is not None:
                     notes[id(parameter)] = note._replace(sublayers=(*note.sublayers, forward))
+
+
+def _is_compiled(module):
+    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
+
+
+def _leave_uncompiled(model):
+    """Dynamo takes neither a change of class nor a view that tells another shape (narrow.py): what is cut
+    runs as it is written, between compiled parts.
+    """
+    for module in model.modules():
+        forward = module.__dict__.get("forward")
+        if isinstance(forward, SublayerForward) or getattr(forward, "func", None) is _as_parameters:
+            module.forward = torch.compiler.disable(forward)
 
 
 def _as_parameters(own, forward, *args, **kwargs):
@@ -164,6 +186,8 @@ class _Guarded(nn.Parameter):
 def _way_out(note):
     if note.why is _CUT:
         return "name the layer in rules as 'replicate', or use a plan with tp=1"
+    if note.why is _ABSENT:
+        return "leave it out, or use a plan with pp=1"
     if note.why is _PARTIAL:
         return "leave it out, or use a plan without megatron_sp, or with tp=1"
     return "leave it out, or use a plan with ep=1"

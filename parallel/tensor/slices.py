@@ -49,4 +49,9 @@ def cut(parameter, layout):
     """The local part of a parameter, as a parameter of its own; the parameter itself when it is not cut."""
     if layout.dim is None:
         return parameter
+    if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+        raise ValueError(
+            f"tensor parallelism: a parameter of shape {layout.full_shape} has a gradient hook, which would "
+            "be given a part of its gradient. Name its layer in rules as 'replicate', or take the hook away"
+        )
     return nn.Parameter(layout.take(parameter.detach()), requires_grad=parameter.requires_grad)

@@ -142,10 +142,13 @@ class Reference(NamedTuple):
 
 
 def run_alone(model, chunks, loss_fn, count):
-    """A Reference. chunks: Microbatches, whose losses are weighted with their counts. count: see par.step."""
-    counter, outputs, active = count or count_targets, {}, [False]
+    """A Reference; the model keeps its gradients. chunks: Microbatches, whose losses are weighted with their
+    counts. count: see par.step.
+    """
+    counter, outputs, active, hooks = count or count_targets, {}, [False], []
+    model.zero_grad()
     for name, module in model.named_modules():
-        module.register_forward_hook(_recorder(outputs, name, active))
+        hooks.append(module.register_forward_hook(_recorder(outputs, name, active)))
         if isinstance(module, MoE):
             module.aux_scale = 1.0 / len(chunks)
     counts = [int(counter(chunk.targets)) for chunk in chunks]
@@ -161,6 +164,8 @@ def run_alone(model, chunks, loss_fn, count):
             value = value * (targets / max(sum(counts), 1))
         value.backward()
         loss += float(value.detach().double())
+    for hook in hooks:
+        hook.remove()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {
         name: _to_cpu(torch.zeros_like(p) if p.grad is None else p.grad) for name, p in trained.items()

@@ -73,7 +73,7 @@ class Verification:
     """What verify() has found, the same on all ranks. It is true where all is equal."""
 
     equal: bool
-    loss: float  # under the plan
+    loss: float  # under the plan, in `step`
     loss_alone: float  # of one process
     module: Difference | None  # the first module whose output differs
     parameter: Difference | None  # the first in backward whose gradient differs; else, whose new value does
@@ -84,6 +84,8 @@ class Verification:
     largest: float  # relative difference of all that is equal
     notes: tuple[str, ...]
     plan: str
+    step: int = 1  # the first that differs; where all are equal, how many there were
+    steps: int = 1  # how many were asked for
 
     def __bool__(self):
         return self.equal
@@ -91,13 +93,15 @@ class Verification:
     def __str__(self):
         compared = f"{self.compared[0]} modules and {self.compared[1]} parameters compared"
         if self.equal:
+            steps = f" in {self.steps} steps" if self.steps > 1 else ""
             lines = [
-                f"verify {self.plan}: equal to one process. Loss {self.loss:.6g}, {compared}, largest "
+                f"verify {self.plan}: equal to one process{steps}. Loss {self.loss:.6g}, {compared}, largest "
                 f"relative difference {self.largest:.0e}"
             ]
         else:
+            step = f" in step {self.step} of {self.steps}" if self.steps > 1 else ""
             lines = [
-                f"verify {self.plan}: NOT equal to one process ({compared})",
+                f"verify {self.plan}: NOT equal to one process{step} ({compared})",
                 f"  loss      {self.loss:.12g}, by one process {self.loss_alone:.12g}",
                 f"  forward   {_line(self.module, self.modules, 'all outputs are equal')}",
                 f"  backward  {_line(self.parameter, self.parameters, 'all gradients are equal')}",

@@ -7,12 +7,13 @@
     step           par.step of the first; what each module returns is compared      watch.py, pieces.py
     gradients      whole ones, and the parameters after a step of SGD with lr=1
     exchange       what all ranks have found                                        report.py
+                   and so on from `alone`, for the steps that were asked for, until one differs
 
 The user's model and random numbers are as before afterwards. The plan has groups of its own, which are closed
 in the end; torch's default group serves to tell all ranks how each of them fared, also where one of them
 failed in the middle of the step and the others were waiting for it.
 
-Cost: the memory of the two copies and of all outputs of one process; the work of three steps.
+Cost: the memory of the two copies and of all outputs of one process; for each step the work of three.
 """
 
 import contextlib
@@ -53,6 +54,7 @@ __all__ = ["verify"]
 # In fp64 rounding gives 1e-13, but 1e-7 where a norm computes in fp32 by itself.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 COARSE = 5e-2  # 16 bits
+LR, LR_OF_STEPS = 1.0, 0.1  # of one step; of several, which would leave the range where rounding stays small
 
 
 def verify(
@@ -61,6 +63,7 @@ def verify(
     plan,
     loss_fn=None,
     *,
+    steps=1,
     microbatches=1,
     count=None,
     sharded=False,
@@ -68,14 +71,15 @@ def verify(
     fp64=True,
     show=True,
 ):
-    """Compares one step under a plan with the same step by one process, on the same ranks. Collective over
-    all ranks; rank 0 prints what was found.
+    """Compares steps under a plan with the same steps by one process, on the same ranks. Collective over all
+    ranks; rank 0 prints what was found.
 
     Args:
         model: as it would be given to parallelize(), or a function without arguments that makes it, for
         models that cannot be copied. It stays as it is.
         batch, loss_fn, microbatches, count, sharded: as for step(). One process runs the whole batch at once,
         but by microbatches where there is a BatchNorm or a parallel.MoE.
+        steps: how many, each with this batch; the first that differs is the last.
         plan: Plan. Its precision, compression and pipedream, which differ on purpose, are left aside.
         tolerance: what is equal, as a part of the largest value of a tensor. None: 1e-6 in fp64, 1e-3 in
         fp32, 0.05 below.
@@ -83,22 +87,24 @@ def verify(
         show: False prints nothing.
 
     Compared are the outputs of all modules of which a rank has rows, positions or columns, the loss, the
-    gradient of every parameter, and its value after a step of SGD. Rates of dropout are zero in both.
+    gradient of every parameter, and its value after the step of SGD. Rates of dropout are zero in both.
 
     Returns a Verification, the same on all ranks, true where all is equal: equal, module (the first in the
     forward whose output differs), parameter (the first in the backward whose gradient does), difference (the
-    first of all), loss, ...; str() of it is the report. Raises what parallelize() and step() raise for this
-    plan, with their words, and ValueError for a model that cannot be copied or run by one process.
+    first of all), step, loss, ...; str() of it is the report. Raises what parallelize() and step() raise for
+    this plan, with their words, and ValueError for a model that cannot be copied or run by one process.
     """
+    if not isinstance(steps, int) or steps < 1:
+        raise ValueError(f"verify(steps={steps!r}): how many steps, 1 or more")
     options = Options(loss_fn, microbatches, count=count, sharded=sharded)
     plan, notes = _exact(plan)
     if plan.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("pycomm")
     world = comm.as_group()
     device = device_of(model) if isinstance(model, torch.nn.Module) else torch.empty(0).device
-    asked = _Asked(batch, options, tolerance, fp64, notes)
+    asked = _Asked(batch, options, steps, tolerance, fp64, notes)
     with _undisturbed(), torch.enable_grad():
-        prepared = together_over(world, device, lambda: _prepare(model, plan, fp64))
+        prepared = together_over(world, device, lambda: _prepare(model, plan, asked))
         found = together_over(world, device, functools.partial(_on_own_groups, plan, prepared, asked))
     del prepared
     gc.collect()  # a model under a plan refers to itself, so its memory is not given back before
@@ -116,15 +122,15 @@ class _Prepared(NamedTuple):
     trunk: Trunk | None
 
 
-def _prepare(model, plan, fp64):
+def _prepare(model, plan, asked):
     single, model = alone.copies_of(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise ValueError("verify compares with a whole model: give it one that has values, none on meta")
     for one in (single, model):
-        if fp64:
+        if asked.fp64:
             one.double()
     alone.without_dropout(model)
-    opt = torch.optim.SGD(model.parameters(), lr=1.0)
+    opt = torch.optim.SGD(model.parameters(), lr=asked.lr)
     return _Prepared(single, model, opt, check(model, opt, plan))
 
 
@@ -145,9 +151,14 @@ class _Asked(NamedTuple):
 
     batch: Any
     options: Options
+    steps: int
     tolerance: float | None
     fp64: bool
     notes: list[str]
+
+    @property
+    def lr(self):
+        return LR if self.steps == 1 else LR_OF_STEPS
 
 
 def _exact(plan):
@@ -191,12 +202,29 @@ def _compare(parts, single, asked):
         chunks = [_on_device(chunk, parts.device) for chunk in chunks]
         with _explained(asked.fp64):
             reference = alone.run_alone(single, chunks, options.loss_fn, options.count)
-        return Watch(parts, reference, [row[parts.mesh.rows[1]] for row in rows])
+        watch.begin(reference, [row[parts.mesh.rows[1]] for row in rows])
 
-    watch = together(parts, run)
-    loss = float(run_step(parts, batch, options, functools.partial(WatchedPasses, watch)).loss)
-    together(parts, watch.raise_error)
-    return _found(parts, watch, loss, asked)
+    watch, found = Watch(parts), None
+    for step in range(1, asked.steps + 1):
+        if found is not None:
+            _take_step(single, asked.lr)
+        together(parts, run)
+        loss = float(run_step(parts, batch, options, functools.partial(WatchedPasses, watch)).loss)
+        together(parts, watch.raise_error)
+        largest = 0.0 if found is None else found.largest
+        found = _found(parts, watch, loss, asked)
+        found = dataclasses.replace(found, step=step, largest=max(largest, found.largest))
+        if not found.equal:
+            break
+    return found
+
+
+@torch.no_grad()
+def _take_step(single, lr):
+    """SGD, of one process."""
+    for parameter in single.parameters():
+        if parameter.grad is not None:
+            parameter -= lr * parameter.grad
 
 
 def _pieces(parts, batch, told, microbatches):
@@ -236,7 +264,7 @@ def _found(parts, watch, loss, asked):
     reference, told = watch.reference, exchange(parts, watch.found)
     tolerance = _tolerance(reference) if asked.tolerance is None else asked.tolerance
     module, modules, largest = first_module(told, reference.order, tolerance)
-    offs, order = _parameters(parts, reference), _order_of_parameters(parts, reference)
+    offs, order = _parameters(parts, reference, asked.lr), _order_of_parameters(parts, reference)
     parameter, parameters, other = None, (), 0.0
     for what, some in offs.items():
         if parameter is None:
@@ -263,6 +291,7 @@ def _found(parts, watch, loss, asked):
         largest=max(largest, other, 0.0 if wrong else apart.relative),
         notes=tuple(notes),
         plan=f"Plan({parts.plan})",
+        steps=asked.steps,
     )
 
 
@@ -271,14 +300,14 @@ def _tolerance(reference):
     return max((TOLERANCES.get(dtype, COARSE) for dtype in dtypes), default=COARSE)
 
 
-def _parameters(parts, reference):
+def _parameters(parts, reference, lr):
     """{what: {name: Off}} of the gradients and of the values after the step, equal on all ranks."""
     gradients, values = full_gradients(parts.model), full_state_dict(parts.model)
     right = reference.gradients
     offs = {
         "gradient": {name: off(gradients[name], right[name]) for name in right},
         "value after the step": {
-            name: off(values[name], value.double() - right[name].double())
+            name: off(values[name], value.double() - lr * right[name].double())
             for name, value in reference.values.items()
         },
     }

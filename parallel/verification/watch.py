@@ -21,20 +21,24 @@ __all__ = ["Watch", "WatchedPasses"]
 
 
 class Watch:
-    """parts: Parallelized, whose model is given hooks. reference: Reference. rows: Rows of each microbatch of
-    this rank.
+    """parts: Parallelized, whose model is given hooks. begin() before each step.
 
-    `found`: name of a module -> Off, the largest of its calls. `error`: what went wrong in here, for a hook
-    must not raise on one rank alone.
+    `found`: name of a module -> Off, the largest of its calls in the step. `error`: what went wrong in here,
+    for a hook must not raise on one rank alone.
     """
 
-    def __init__(self, parts, reference, rows):
-        self.parts, self.reference, self.rows = parts, reference, rows
+    def __init__(self, parts):
+        self.parts = parts
+        self.reference, self.rows = None, ()
         self.found, self.error = {}, None
         self.running = None  # Rows of the pass that runs
         self.calls = {}  # name -> how often it was called in this pass
         for name, module in parts.model.named_modules():
             module.register_forward_hook(functools.partial(self._hook, name))
+
+    def begin(self, reference, rows):
+        """reference: Reference of the step. rows: Rows of each microbatch of this rank."""
+        self.reference, self.rows, self.found = reference, rows, {}
 
     def raise_error(self):
         if self.error is not None:

@@ -25,6 +25,7 @@ those of a unit that was read while it was sharded (reading.py).
 """
 
 import contextlib
+import dataclasses
 import enum
 import functools
 
@@ -172,7 +173,9 @@ class Units:
         if is_recomputation:
             return out
         if torch.is_grad_enabled():
-            for tensor in map(in_graph, tree_leaves(out)):
+            leaves = tree_leaves(out)
+            _check_seen(unit, leaves)
+            for tensor in map(in_graph, leaves):
                 if isinstance(tensor, torch.Tensor) and _made_since(first, tensor):
                     tensor.register_hook(functools.partial(self._before_backward, unit))
         if unit not in self.always and unit not in self.inside:
@@ -198,6 +201,16 @@ class Units:
                 self.active.free()
             self.active = unit
             self.use(unit)
+
+
+def _check_seen(unit, leaves):
+    """Raises ValueError for an object that hides its tensors: their gradients would not be seen to come."""
+    hiding = [x for x in leaves if not isinstance(x, torch.Tensor) and dataclasses.is_dataclass(x)]
+    if hiding:
+        raise ValueError(
+            f"zero=3: {unit.name!r} returns a {type(hiding[0]).__name__}, whose tensors are not seen: return "
+            "a tuple or a dict, or torch.utils._pytree.register_dataclass it"
+        )
 
 
 def _made_since(first, tensor):

@@ -6,7 +6,7 @@ import functools
 
 import pytest
 import torch
-from against_one import check_equal, planned
+from against_one import check_equal, planned, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
 from torch import nn
@@ -21,6 +21,8 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
+
+import pycomm.parallel as par
 
 
 def llama():
@@ -167,3 +169,59 @@ def refused(rank, world_size, plan):
 @pytest.mark.parametrize("plan", ["ring=2", "ulysses=2"])
 def test_checkpoints_around_blocks_are_refused(plan):
     spawn(2, refused, plan, timeout=10.0)
+
+
+def late(rank, world_size, text):
+    """Switched on after parallelize(), off and on again."""
+    torch.manual_seed(0)
+    model = without().double()
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    block = model.model.layers[-1 if rank else 0].mlp
+    calls, losses = [], []
+    block.register_forward_pre_hook(lambda *_: calls.append(1))
+    for turn in (lambda: None, model.gradient_checkpointing_enable, model.gradient_checkpointing_disable):
+        turn()
+        calls.clear()
+        losses.append(par.step(model, opt, named(0), logits).item())
+        losses.append(len(calls))
+    return losses
+
+
+def without():
+    model = llama()
+    model.gradient_checkpointing_disable()
+    return model
+
+
+@pytest.mark.parametrize("text", ["pp=2,schedule=zb-h1", "ulysses=2", "tp=2"])
+def test_switched_after_parallelize(text):
+    """A layer runs twice in a step while it is on, and the losses are those of one process."""
+    model = without().double()
+    torch.manual_seed(0)
+    model = without().double()
+    opt, right = sgd(model), []
+    for _ in range(3):
+        loss = logits(model(**named(0)[0]), named(0)[1])
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        right.append(loss.item())
+    for losses in spawn(2, late, text):
+        assert losses[::2] == pytest.approx(right, rel=1e-9) and losses[1::2] == [1, 2, 1]
+
+
+class OwnCheckpoint(Block):
+    reentrant = False
+
+    def forward(self, x):
+        x = x + self.attn(self.ln_1(x))
+        return x + checkpoint(self.mlp, self.ln_2(x), use_reentrant=self.reentrant)
+
+
+class Reentrant(OwnCheckpoint):
+    reentrant = True
+
+
+@pytest.mark.parametrize("block", [OwnCheckpoint, Reentrant])
+def test_inside_of_a_block_whose_weight_gradients_wait(block):
+    check_equal(lambda: Plain(block, 4), "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")

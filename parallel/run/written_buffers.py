@@ -1,0 +1,79 @@
+"""Buffers that the forwards of a step have written: running averages, counts.
+
+One process writes them from all rows and positions of a microbatch, a rank from its own; where that makes a
+difference the ranks hold different buffers afterwards, and what is computed with them is not that of one
+process. So a mark of what was written travels with the numbers at the end of a step, for each rank of pp:
+
+    sum over n ranks of mark, of mark^2        n * sum(mark^2) = sum(mark)^2    only if all are equal
+
+BatchNorms, which are over all rows here, experts, and tables that have got another shape are not looked at.
+Cost, for models with such buffers: two numbers for each rank of pp, and a pass over what was written.
+"""
+
+import torch
+
+from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.ground.same_batch import mark_of
+from pycomm.parallel.pipeline.absent import Absent
+
+__all__ = ["WrittenBuffers"]
+
+
+class WrittenBuffers:
+    """parts: Parallelized. Made before the first forward of a step."""
+
+    def __init__(self, parts):
+        self.mesh, self.device = parts.mesh, parts.device
+        norms = {id(module) for module in batch_norms(parts.model).values()}
+        norms |= {id(module) for moe in parts.moes for module in moe.experts.modules()}
+        self.held = [
+            (name, module)
+            for name, module in parts.model.named_modules()
+            if module._buffers and id(module) not in norms
+        ]
+        self.before = {place: _state(value) for place, value in self._buffers()}
+
+    def _buffers(self):
+        """((name of its module, key), tensor) of each that this rank has."""
+        for name, module in self.held:
+            for key, value in module._buffers.items():
+                if value is not None and not value.is_meta and not isinstance(value, Absent):
+                    yield (name, key), value
+
+    def numbers(self):
+        """What is to be summed over all ranks: as many on each, none for a model without buffers."""
+        if not self.held:
+            return torch.zeros(0, dtype=torch.float64, device=self.device)
+        written = [
+            value
+            for place, value in self._buffers()
+            if place in self.before and _is_other(self.before[place], _state(value))
+        ]
+        mark = float(mark_of(written)) if written else 0.0
+        sums = torch.zeros(self.mesh.group("pp").size, 2, dtype=torch.float64)
+        sums[self.mesh.coordinate("pp")] = torch.tensor([mark, mark**2])
+        return sums.flatten().to(self.device)
+
+    def check(self, sums):
+        """Raises ValueError, on every rank, where ranks have written different values."""
+        count = self.mesh.world.size // self.mesh.group("pp").size
+        for total, squares in sums.view(sums.numel() // 2, 2).tolist():
+            if count * squares != total**2:
+                names = ", ".join(repr(".".join(filter(None, place))) for place in self._written()[:2])
+                raise ValueError(
+                    f"[rank {self.mesh.world.rank}] step: the forward writes a buffer ({names}) from this "
+                    "rank's rows, positions or heads, and the ranks differ in it: one process would have "
+                    "another. Use a BatchNorm for averages over the batch, or a plan that does not cut what "
+                    "it is over; no parameter was changed"
+                )
+
+    def _written(self):
+        return [place for place, value in self._buffers() if self.before.get(place) != _state(value)]
+
+
+def _state(value):
+    return id(value), None if value.is_inference() else value._version, value.shape
+
+
+def _is_other(before, now):
+    return before != now and before[2] == now[2]

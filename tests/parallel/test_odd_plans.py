@@ -1,0 +1,174 @@
+"""Odd things that models do, under plans: as in one process, or refused with a reason."""
+
+import dataclasses
+import re
+
+import pytest
+import torch
+from against_one import check_equal, sgd
+from models import Block
+from odd_models import Plain, cross, tokens
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+
+
+def compiled():
+    model = Plain(layers=2)
+    for number, block in enumerate(model.blocks):
+        model.blocks[number] = torch.compile(block, backend="eager")
+    return model
+
+
+def test_compiled_blocks_under_tp():
+    check_equal(compiled, "tp=2", "tp=2,megatron_sp")
+
+
+def shared_module():
+    model = Plain(layers=4)
+    model.blocks[3].mlp = model.blocks[0].mlp
+    return model
+
+
+def shared_weight():
+    model = Plain(layers=4)
+    model.blocks[3].mlp[0].weight = model.blocks[0].mlp[0].weight
+    return model
+
+
+def shared_norm():
+    model = Plain(layers=4)
+    model.blocks[0].ln_1 = model.norm
+    return model
+
+
+def test_what_blocks_share():
+    """Modules in one stage, weights in several."""
+    check_equal(shared_module, "tp=2", "dp=2,zero=3", "ulysses=2", "tp=2,megatron_sp")
+    check_equal(shared_weight, "pp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
+
+
+@pytest.mark.parametrize(
+    ("make", "plan", "words"),
+    [
+        (shared_module, "pp=2", "one Linear is part of block 0 of .* and of block 3, in stage"),
+        (shared_module, "pp=2,schedule=zbv", "one Linear is part of block 0 of .* and of block 3, in stage"),
+        (shared_norm, "pp=2", "one LayerNorm is part of block 0 .* and of 'norm'"),
+    ],
+)
+def test_what_blocks_of_two_stages_cannot_share(make, plan, words):
+    spawn(2, refused, make, plan, words)
+
+
+def refused(rank, world_size, make, plan, words):
+    with pytest.raises(ValueError, match=words):
+        par.parallelize(make(), None, par.Plan.parse(plan))
+
+
+# In a step ------------------------------------------------------------
+
+
+class Averaging(Block):
+    """Subtracts a running average that it makes itself."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("average", torch.zeros(16))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
+        return super().forward(x - self.average)
+
+
+def penalty(model):
+    return lambda out, y: cross(out, y) + 0.01 * sum(p.square().sum() for p in model.parameters())
+
+
+def weight_norm():
+    model = Plain(layers=4)
+    for block in model.blocks:
+        nn.utils.weight_norm(block.mlp[0])
+    return model
+
+
+def with_hook():
+    model = Plain(layers=4)
+    model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
+    return model
+
+
+@dataclasses.dataclass
+class Out:
+    hidden: torch.Tensor
+
+
+class DataBlock(Block):
+    def forward(self, x):
+        return Out(super().forward(x))
+
+
+class Data(Plain):
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x).hidden
+        return x
+
+
+class DictBlock(Block):
+    def forward(self, x):
+        return {"hidden": super().forward(x), "extra": None}
+
+
+class Dicts(Plain):
+    def run_blocks(self, x):
+        for block in self.blocks:
+            x = block(x)["hidden"]
+        return x
+
+
+class Skipping(Plain):
+    """Leaves out the last block of the first stage."""
+
+    def run_blocks(self, x):
+        return self.blocks[3](self.blocks[2](self.blocks[0](x)))
+
+
+REFUSED = [
+    (lambda: Data(DataBlock, 4), None, "pp=2", "a block returned a Out"),
+    (lambda: Data(DataBlock, 4), None, "dp=2,zero=3", "returns a Out, whose tensors are not seen"),
+    (lambda: Skipping(layers=4), None, "pp=2", "need the blocks to run once each|changes the hidden state"),
+    (lambda: Plain(Averaging, 4), None, "dp=2", r"writes a buffer \('blocks.0.average'"),
+    (lambda: Plain(Averaging, 4), None, "ulysses=2,zero=3", "writes a buffer"),
+    (lambda: Plain(layers=4), penalty, "pp=2", "which another pipeline stage has|comes from"),
+    (lambda: Plain(layers=4), penalty, "pp=2,schedule=zbv", "which another pipeline stage has"),
+    (weight_norm, None, "ulysses=2", "a Block cannot be copied"),
+    (weight_norm, None, "pp=2", "a Block cannot be copied"),
+    (with_hook, None, "tp=2", "has a gradient hook"),
+]
+
+
+def two_steps(rank, world_size, make, loss, text):
+    torch.manual_seed(0)
+    model = make().double()
+    with pytest.raises(Exception) as caught:
+        model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+        for step in range(2):
+            par.step(model, opt, tokens(step), loss(model) if loss else cross)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(("make", "loss", "text", "words"), REFUSED)
+def test_refused(make, loss, text, words):
+    """With a ValueError on the ranks that see it; the others' error has its text."""
+    found = spawn(2, two_steps, make, loss, text, timeout=10.0)
+    assert any(kind == "ValueError" for kind, _ in found), found
+    for _, text in found:
+        assert re.search(words, text), text
+
+
+def test_right():
+    check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
+    check_equal(weight_norm, "dp=2,zero=1", "tp=2")
+    check_equal(with_hook, "dp=2,zero=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
