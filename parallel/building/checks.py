@@ -19,6 +19,7 @@ def check(model, opt, plan):
     if "_parallel" in model.__dict__:
         raise ValueError(f"this model is parallelized already, by Plan({model.__dict__['_parallel'].plan})")
     _check_meta(model)
+    _check_compiled(model, plan)
     trunk = _trunk_for(model, plan)
     _check_batch_norms(model, trunk, plan)
     if opt is not None:
@@ -102,6 +103,28 @@ def _around(module, blocks, prefix=""):
         if id(child) not in blocks:
             yield prefix + name, child
             yield from _around(child, blocks, f"{prefix}{name}.")
+
+
+def _check_compiled(model, plan):
+    """What is compiled is traced together with what a plan puts around and into it."""
+    compiled = {name: module for name, module in model.named_modules() if _is_compiled(module)}
+    into = [axis for axis in ("tp", "ring", "ulysses") if getattr(plan, axis) > 1]
+    if compiled and into:
+        raise ValueError(
+            f"Plan({plan}): {next(iter(compiled)) or 'the model'!r} is compiled, and {', '.join(into)} puts "
+            "attention or sums over ranks into it, which a compiler does not follow. Use the plan without "
+            "torch.compile, or dp and zero with it"
+        )
+    within = [name for name, module in compiled.items() if not (name and hasattr(module, "_orig_mod"))]
+    if within and plan.pp > 1:
+        raise ValueError(
+            f"Plan({plan}): {within[0] or 'the model'!r} is compiled with what a pipeline changes in it. "
+            "Compile its blocks, each by itself: blocks[i] = torch.compile(blocks[i])"
+        )
+
+
+def _is_compiled(module):
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _check_batch_norms(model, trunk, plan):

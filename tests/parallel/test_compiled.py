@@ -1,0 +1,90 @@
+"""Compiled models under plans: as one process, or refused."""
+
+import equality
+import pytest
+import torch
+from models import GPT
+from odd_models import cross, tokens
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+
+
+def make():
+    torch.manual_seed(0)
+    return GPT(layers=2).double()
+
+
+def blocks_of(model):
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = torch.compile(block, backend="aot_eager")
+
+
+def in_place(model):
+    for block in model.blocks:
+        block.compile(backend="aot_eager")
+
+
+def whole(model):
+    model.compile(backend="aot_eager")
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def alone():
+    model = make()
+    opt, losses = sgd(model), []
+    for step in range(2):
+        x, y = tokens(step)
+        opt.zero_grad()
+        loss = cross(model(x), y)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses
+
+
+def planned(rank, world_size, text, before, after):
+    model = make()
+    if before is not None:
+        before(model)
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    if after is not None:
+        after(model)
+    return [par.step(model, opt, tokens(step), microbatches=2).item() for step in range(2)]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("text", "before", "after"),
+    [
+        pytest.param("dp=2", blocks_of, None, marks=SLOW),
+        pytest.param("dp=2,zero=1", None, in_place, marks=SLOW),
+        ("dp=2,zero=3", blocks_of, None),
+        pytest.param("pp=2", blocks_of, None, marks=SLOW),
+    ],
+)
+def test_equal_to_one_process(text, before, after):
+    for losses in spawn(2, planned, text, before, after):
+        assert equality.relative(losses, alone()) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("text", "compiles", "words"),
+    [
+        ("tp=2", blocks_of, "puts attention or sums over ranks into it"),
+        ("ring=2", in_place, "puts attention or sums over ranks into it"),
+        ("ulysses=2", whole, "'the model' is compiled"),
+        ("pp=2", whole, "Compile its blocks, each by itself"),
+        ("pp=2", in_place, "'blocks.0' is compiled with what a pipeline changes"),
+    ],
+)
+def test_refusals(text, compiles, words):
+    model = make()
+    compiles(model)
+    with pytest.raises(ValueError, match=words):
+        par.parallelize(model, None, par.Plan.parse(text))
