@@ -91,9 +91,9 @@ def _check_shared(model, trunk, bounds):
         other, where = users.setdefault(id(module), (stage, place))
         if other != stage and any(value is not None for value in values):
             raise ValueError(
-                f"one {type(module).__name__} is part of {where} of {trunk.name!r}, in pipeline stage {other}, "
-                f"and of {place}{'' if stage is None else f', in stage {stage}'}. Make one for each and tie "
-                "their weights (b.weight = a.weight), or use a plan with pp=1"
+                f"one {type(module).__name__} is part of {where} of {trunk.name!r}, in pipeline stage "
+                f"{other}, and of {place}{'' if stage is None else f', in stage {stage}'}. Make one for each "
+                "and tie their weights (b.weight = a.weight), or use a plan with pp=1"
             )
 
 
@@ -108,17 +108,17 @@ def _around(module, blocks, prefix=""):
 def _check_compiled(model, plan):
     """What is compiled is traced together with what a plan puts around and into it."""
     compiled = {name: module for name, module in model.named_modules() if _is_compiled(module)}
-    into = [axis for axis in ("tp", "ring", "ulysses") if getattr(plan, axis) > 1]
+    into = [axis for axis in ("ring", "ulysses") if getattr(plan, axis) > 1]
     if compiled and into:
         raise ValueError(
             f"Plan({plan}): {next(iter(compiled)) or 'the model'!r} is compiled, and {', '.join(into)} puts "
-            "attention or sums over ranks into it, which a compiler does not follow. Use the plan without "
-            "torch.compile, or dp and zero with it"
+            "attention over ranks into it, which a compiler does not follow. Use the plan without torch.compile, "
+            "or dp, tp and zero with it"
         )
     within = [name for name, module in compiled.items() if not (name and hasattr(module, "_orig_mod"))]
-    if within and plan.pp > 1:
+    if within and (plan.pp > 1 or plan.megatron_sp):
         raise ValueError(
-            f"Plan({plan}): {within[0] or 'the model'!r} is compiled with what a pipeline changes in it. "
+            f"Plan({plan}): {within[0] or 'the model'!r} is compiled with what the plan changes in it. "
             "Compile its blocks, each by itself: blocks[i] = torch.compile(blocks[i])"
         )
 

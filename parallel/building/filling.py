@@ -108,7 +108,7 @@ class Filling:
         def give():
             made = {}
             block = cut.trunk.blocks[0]
-            path = f"{cut.trunk.name}.{cut.trunk.keys[0]}".lstrip(".")
+            path = cut.trunk.names[0]
             for inner, module in block.named_modules():
                 for key, parameter in module._parameters.items():
                     if parameter is not None and parameter.is_meta:

@@ -33,7 +33,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.mesh import device_of
-from pycomm.parallel.ground.trunk import Side, hidden_of
+from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 from pycomm.parallel.pipeline.assumptions import Assumptions
 from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_places, taken
@@ -214,7 +214,9 @@ class StageModel:
         self._check_running()
         first, end = self.stages.bounds[self.stage]
         if index < first:
-            return self._absent(index, f"block {index}", args, kwargs)
+            out = self._absent(index, f"block {index}", args, kwargs)
+            hidden_out(out)  # where there is none, values inside of it would carry no mark
+            return out
         self._check_order(index, first, end)
         if index >= end:
             raise _Left(args, kwargs)
@@ -238,6 +240,7 @@ class StageModel:
         out = forward(*args, **kwargs)
         out = self._check_present(out, f"{what} computes with")
         if self.stage < self.last:
+            hidden_out(out)
             self.assumptions.after(index, args, kwargs, out)
             if index == end - 1:
                 self.assumptions.end(self.stage, given.shape)

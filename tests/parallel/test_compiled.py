@@ -66,6 +66,9 @@ SLOW = pytest.mark.slow
         pytest.param("dp=2,zero=1", None, in_place, marks=SLOW),
         ("dp=2,zero=3", blocks_of, None),
         pytest.param("pp=2", blocks_of, None, marks=SLOW),
+        pytest.param("tp=2", in_place, None, marks=SLOW),
+        pytest.param("tp=2,megatron_sp", blocks_of, None, marks=SLOW),
+        ("tp=2", whole, None),
     ],
 )
 def test_equal_to_one_process(text, before, after):
@@ -76,11 +79,11 @@ def test_equal_to_one_process(text, before, after):
 @pytest.mark.parametrize(
     ("text", "compiles", "words"),
     [
-        ("tp=2", blocks_of, "puts attention or sums over ranks into it"),
-        ("ring=2", in_place, "puts attention or sums over ranks into it"),
+        ("ring=2", in_place, "puts attention over ranks into it"),
+        ("tp=2,megatron_sp", whole, "Compile its blocks, each by itself"),
         ("ulysses=2", whole, "'the model' is compiled"),
         ("pp=2", whole, "Compile its blocks, each by itself"),
-        ("pp=2", in_place, "'blocks.0' is compiled with what a pipeline changes"),
+        ("pp=2", in_place, "'blocks.0' is compiled with what the plan changes"),
     ],
 )
 def test_refusals(text, compiles, words):

@@ -14,17 +14,6 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 
 
-def compiled():
-    model = Plain(layers=2)
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = torch.compile(block, backend="eager")
-    return model
-
-
-def test_compiled_blocks_under_tp():
-    check_equal(compiled, "tp=2", "tp=2,megatron_sp")
-
-
 def shared_module():
     model = Plain(layers=4)
     model.blocks[3].mlp = model.blocks[0].mlp
