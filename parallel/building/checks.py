@@ -112,8 +112,8 @@ def _check_compiled(model, plan):
     if compiled and into:
         raise ValueError(
             f"Plan({plan}): {next(iter(compiled)) or 'the model'!r} is compiled, and {', '.join(into)} puts "
-            "attention over ranks into it, which a compiler does not follow. Use the plan without torch.compile, "
-            "or dp, tp and zero with it"
+            "attention over ranks into it, which a compiler does not follow. Use the plan without "
+            "torch.compile, or dp, tp and zero with it"
         )
     within = [name for name, module in compiled.items() if not (name and hasattr(module, "_orig_mod"))]
     if within and (plan.pp > 1 or plan.megatron_sp):

@@ -21,6 +21,7 @@ from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.run.updates import OneUpdate
+from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
 
 __all__ = ["run_step"]
@@ -56,7 +57,7 @@ def run_step(parts, batch, options, make_passes=StagePasses):
 
 def _unlike(plan):
     """What ranks that do not call the same collectives have done, or None where it is not known."""
-    if plan.megatron_sp or plan.zero == 3:
+    if plan.megatron_sp or kind_of(plan).by_unit:
         why = "works on its positions" if plan.megatron_sp else "gathers parameters"
         return (
             f"Plan({plan}): the ranks did not call the same modules in the same order, as they must where "

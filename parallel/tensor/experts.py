@@ -23,7 +23,7 @@ from pycomm.parallel.tensor.narrow import NarrowConfig
 from pycomm.parallel.tensor.slices import even_slices, part_slices
 from pycomm.parallel.tensor.sublayers import Unfit
 
-__all__ = ["DOWN", "UP", "check_experts", "cut_experts", "has_experts"]
+__all__ = ["DOWN", "UP", "check_experts", "cut_experts", "has_experts", "misfit"]
 
 UP, DOWN = "gate_up_proj", "down_proj"
 SAID = {
@@ -79,6 +79,24 @@ def _same_in_parts(module):
     except Exception:  # in whatever way it says that it needs something else
         return False
     return whole.shape == parts.shape and (whole - parts).abs().max() <= TOLERANCE * whole.abs().max()
+
+
+def misfit(module, parts):
+    """Why the kernel of these experts does not take their parts, or None. All but the plain one (eager) ask
+    for rows of whole multiples of 16 bytes.
+    """
+    down = module._parameters[DOWN]
+    features, kernel = (
+        down.shape[2],
+        getattr(getattr(module, "config", None), "_experts_implementation", None),
+    )
+    lengths = {features // parts, -(-features // parts)}
+    if kernel in (None, "eager") or all(length * down.itemsize % 16 == 0 for length in lengths):
+        return None
+    return (
+        f"has {features} features over {parts} ranks, and {kernel} needs parts of whole multiples of "
+        f"{16 // down.itemsize}"
+    )
 
 
 def cut_experts(module, fqn, cutter):

@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from pycomm.parallel.ground import comm
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer
+from pycomm.parallel.tensor.experts import misfit
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from pycomm.parallel.tensor.modules import base_of, linear_sizes
 from pycomm.parallel.tensor.slices import cut
@@ -140,7 +141,10 @@ def _seen(model, sublayer, parts):
     """Verdict, or None for what cannot be run."""
     owner = model.get_submodule(sublayer.owner)
     outside = sublayer.owner and not sublayer.row.startswith(sublayer.owner + ".")
-    if sublayer.rule == "experts" or type(owner) in KNOWN or outside:
+    if sublayer.rule == "experts":
+        reason = misfit(owner, parts)
+        return None if reason is None else Verdict(None, reason)
+    if type(owner) in KNOWN or outside:
         return None
     with torch.no_grad():
         ready = prepared(owner)
