@@ -7,6 +7,7 @@ import re
 import against_one
 import pytest
 import torch
+from halves import quick
 from models import Block
 from odd_models import Plain, cross, tokens
 from torch import nn
@@ -201,7 +202,9 @@ def check_lists(make, blocks, *texts):
 ALL = ["pp=2,schedule=gpipe", *PLANS[2:], "pp=2,schedule=zbv,checkpoint"]
 
 
-@pytest.mark.parametrize(("make", "texts"), [(t5, ALL), (bart, ALL), (Translator, ALL[:2])])
+@pytest.mark.parametrize(
+    ("make", "texts"), [(t5, ALL), pytest.param(bart, ALL, marks=pytest.mark.slow), (Translator, ALL[:2])]
+)
 def test_encoder_and_decoder_make_one_trunk(make, texts):
     check_lists(make, 2, *texts)
 
@@ -212,7 +215,11 @@ def test_an_encoder_in_front_of_the_blocks(make):
 
 
 @pytest.mark.parametrize(
-    "text", ["pp=4,stages=2:2:1:1", "dp=2,pp=2,zero=1", "tp=2,pp=2", "pp=3,schedule=interleaved"]
+    "text",
+    quick(
+        ["pp=4,stages=2:2:1:1", "dp=2,pp=2,zero=1", "tp=2,pp=2", "pp=3,schedule=interleaved"],
+        "pp=4,stages=2:2:1:1",
+    ),
 )
 def test_an_embedding_of_three_stages(text):
     check_lists(t5, 2, text)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from halves import quick
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -68,7 +69,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", quick(CASES, "llama 2", "gpt2 2"))
 def test_tokens_of_one_process(name):
     kind, texts = name.split()[0], CASES[name]
     ways = list(WAYS) if name.endswith("2") else ["sampling"]

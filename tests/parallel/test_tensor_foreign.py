@@ -79,7 +79,15 @@ def held(layout):
     return sum(stop - start for start, stop in layout.ranges) / layout.full_shape[layout.dim]
 
 
-@pytest.mark.parametrize("kind, texts", CASES, ids=lambda value: str(value)[:40])
+def cases():
+    """The first of a model; the others in the slow half."""
+    seen = set()
+    for kind, texts in CASES:
+        yield pytest.param(kind, texts, marks=[pytest.mark.slow] * (kind in seen))
+        seen.add(kind)
+
+
+@pytest.mark.parametrize("kind, texts", list(cases()), ids=lambda value: str(value)[:40])
 def test_equal_to_one_process(kind, texts):
     (losses, parameters), limit = expected(kind), LIMITS.get(kind, 1e-11)
     world_size = par.Plan.parse(texts[0]).world_size
