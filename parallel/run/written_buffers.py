@@ -10,6 +10,8 @@ BatchNorms, which are over all rows here, experts, and tables that have got anot
 Cost, for models with such buffers: two numbers for each rank of pp, and a pass over what was written.
 """
 
+import weakref
+
 import torch
 
 from pycomm.parallel.ground.norms import batch_norms
@@ -18,19 +20,25 @@ from pycomm.parallel.pipeline.absent import Absent
 
 __all__ = ["WrittenBuffers"]
 
+_held = weakref.WeakKeyDictionary()  # Parallelized -> [(name, module)] that are looked at
+
+
+def _modules_of(parts):
+    """All that are looked at, so that a later buffer of theirs is; none for a model without buffers."""
+    norms = {id(module) for module in batch_norms(parts.model).values()}
+    norms |= {id(module) for moe in parts.moes for module in moe.experts.modules()}
+    found = [(name, module) for name, module in parts.model.named_modules() if id(module) not in norms]
+    return found if any(module._buffers for _, module in found) else []
+
 
 class WrittenBuffers:
     """parts: Parallelized. Made before the first forward of a step."""
 
     def __init__(self, parts):
         self.mesh, self.device = parts.mesh, parts.device
-        norms = {id(module) for module in batch_norms(parts.model).values()}
-        norms |= {id(module) for moe in parts.moes for module in moe.experts.modules()}
-        self.held = [
-            (name, module)
-            for name, module in parts.model.named_modules()
-            if module._buffers and id(module) not in norms
-        ]
+        if parts not in _held:
+            _held[parts] = _modules_of(parts)
+        self.held = _held[parts]
         self.before = {place: _state(value) for place, value in self._buffers()}
 
     def _buffers(self):
