@@ -59,7 +59,7 @@ class WrittenBuffers:
         ]
         mark = float(mark_of(written)) if written else 0.0
         sums = torch.zeros(self.mesh.group("pp").size, 2, dtype=torch.float64)
-        sums[self.mesh.coordinate("pp")] = torch.tensor([mark, mark**2])
+        sums[self.mesh.coordinate("pp")] = torch.tensor([mark, mark**2], dtype=torch.float64)
         return sums.flatten().to(self.device)
 
     def check(self, sums):

@@ -161,3 +161,32 @@ def test_right():
     check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
     check_equal(weight_norm, "dp=2,zero=1", "tp=2")
     check_equal(with_hook, "dp=2,zero=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
+
+
+class Counting(Plain):
+    """Writes what all ranks have alike: a count of its calls and an average of the weights."""
+
+    def __init__(self):
+        super().__init__(layers=4)
+        self.register_buffer("count", torch.tensor(5_000_000))
+        self.register_buffer("average", torch.rand(16))
+
+    def forward(self, idx):
+        self.count += 1
+        self.average.mul_(0.9)
+        return super().forward(idx)
+
+
+def counted(rank, world_size, text):
+    torch.manual_seed(0)
+    model = Counting().double()
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    for step, update in enumerate((False, True, True)):
+        par.step(model, opt, tokens(step), cross, microbatches=2, clip=0.5, update=update)
+    return int(par.full_state_dict(model)["count"])
+
+
+@pytest.mark.parametrize("text", ["dp=2", "tp=2", "pp=2"])
+def test_buffers_that_all_ranks_write_alike_are_taken(text):
+    """Also where the square of the mark is more than fp32 holds."""
+    assert spawn(2, counted, text) == [5_000_006] * 2
