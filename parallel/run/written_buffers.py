@@ -67,7 +67,8 @@ class WrittenBuffers:
         count = self.mesh.world.size // self.mesh.group("pp").size
         for total, squares in sums.view(sums.numel() // 2, 2).tolist():
             if count * squares != total**2:
-                names = ", ".join(repr(".".join(filter(None, place))) for place in self._written()[:2])
+                names = [repr(".".join(filter(None, place))) for place in self._written()]
+                names = ("one of " if len(names) > 1 else "") + ", ".join(names[:5])
                 raise ValueError(
                     f"[rank {self.mesh.world.rank}] step: the forward writes a buffer ({names}) from this "
                     "rank's rows, positions or heads, and the ranks differ in it: one process would have "

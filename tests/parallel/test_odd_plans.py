@@ -128,7 +128,7 @@ REFUSED = [
     (lambda: Data(DataBlock, 4), None, "pp=2", "a block returned a Out"),
     (lambda: Data(DataBlock, 4), None, "dp=2,zero=3", "returns a Out, whose tensors are not seen"),
     (lambda: Skipping(layers=4), None, "pp=2", "need the blocks to run once each|changes the hidden state"),
-    (lambda: Plain(Averaging, 4), None, "dp=2", r"writes a buffer \('blocks.0.average'"),
+    (lambda: Plain(Averaging, 4), None, "dp=2", r"writes a buffer \(one of 'blocks.0.average'"),
     (lambda: Plain(Averaging, 4), None, "ulysses=2,zero=3", "writes a buffer"),
     (lambda: Plain(layers=4), penalty, "pp=2", "which another pipeline stage has|comes from"),
     (lambda: Plain(layers=4), penalty, "pp=2,schedule=zbv", "which another pipeline stage has"),
