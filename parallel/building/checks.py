@@ -3,6 +3,7 @@
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pycomm.parallel.ground.modes import is_compiled
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.trunk import find_trunk
@@ -107,7 +108,7 @@ def _around(module, blocks, prefix=""):
 
 def _check_compiled(model, plan):
     """What is compiled is traced together with what a plan puts around and into it."""
-    compiled = {name: module for name, module in model.named_modules() if _is_compiled(module)}
+    compiled = {name: module for name, module in model.named_modules() if is_compiled(module)}
     into = [axis for axis in ("ring", "ulysses") if getattr(plan, axis) > 1]
     if compiled and into:
         raise ValueError(
@@ -121,10 +122,6 @@ def _check_compiled(model, plan):
             f"Plan({plan}): {within[0] or 'the model'!r} is compiled with what the plan changes in it. "
             "Compile its blocks, each by itself: blocks[i] = torch.compile(blocks[i])"
         )
-
-
-def _is_compiled(module):
-    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _check_batch_norms(model, trunk, plan):

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-__all__ = ["copied", "eager", "without_modes"]
+__all__ = ["copied", "eager", "is_compiled", "without_modes"]
 
 
 @contextlib.contextmanager
@@ -30,6 +30,11 @@ def copied(module, memo=None):
             "Weights that a hook computes (torch.nn.utils.weight_norm) are made anew by a parametrization "
             "(torch.nn.utils.parametrizations)"
         ) from error
+
+
+def is_compiled(module):
+    """Whether torch.compile has wrapped it, or compile() has changed it."""
+    return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def eager():

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets
 
-__all__ = ["Call", "SameBatch", "mark_of"]
+__all__ = ["Call", "SameBatch", "differ", "mark_of", "powers"]
 
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -37,8 +37,9 @@ class SameBatch:
         self.world = world  # Group of all ranks
         self.scale = call.scale
         self.compares = batch is not None
-        marks = mark_of(inputs_and_targets(batch)) if self.compares else 0, mark_of(torch.tensor(call.scale))
-        numbers = [call.update, *(power for mark in marks for power in (mark, mark**2))]
+        batch = mark_of(inputs_and_targets(batch)) if self.compares else 0
+        scale = mark_of(torch.tensor(call.scale)) if call.scale != 1.0 else 0
+        numbers = [call.update, *powers(batch), *powers(scale)]
         self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.work = None  # the sum under way
 
@@ -60,20 +61,25 @@ class SameBatch:
                 f"{who} {int(updating)} of {size} ranks were called with update=True, the others with "
                 "update=False. Update on all ranks in the same call; no parameter was changed"
             )
-        if self.compares and _differ(*sums[:2], size):
+        if self.compares and differ(*sums[:2], size):
             raise ValueError(
                 f"{who} the ranks were given different batches. Give every rank the whole batch, or say "
                 "sharded=True when each data rank has its own; no parameter was changed"
             )
-        if _differ(*sums[2:], size):
+        if differ(*sums[2:], size):
             raise ValueError(
                 f"{who} the scaler of this rank has the scale {self.scale}, others have another. Make it "
                 "alike on all ranks, and leave scaler.update() to step; no parameter was changed"
             )
 
 
-def _differ(total, squares, size):
-    """Whether marks of `size` ranks are not all equal."""
+def powers(mark):
+    """What is to be summed over the ranks, in float64, which holds it exactly."""
+    return float(mark), float(mark) ** 2
+
+
+def differ(total, squares, size):
+    """Whether marks of `size` ranks are not all equal. total, squares: the sums of powers()."""
     return size * squares != total**2
 
 

@@ -24,7 +24,7 @@ import torch
 
 from pycomm import CommError
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.same_batch import mark_of
+from pycomm.parallel.ground.same_batch import differ, mark_of, powers
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.predict import run_prediction
@@ -178,8 +178,8 @@ class _Loop:
         """Raises ValueError, on every rank, where tokens differ or some ranks have left."""
         if self.group.size == 1:
             return
-        mark = float(mark_of(tokens))
-        numbers = torch.tensor([mark, mark**2, float(left)], dtype=torch.float64, device=self.parts.device)
+        numbers = [*powers(mark_of(tokens)), float(left)]
+        numbers = torch.tensor(numbers, dtype=torch.float64, device=self.parts.device)
         comm.all_reduce(numbers, self.group)
         total, squares, gone = numbers.tolist()
         self.inside = self.inside or gone not in (0, self.group.size)
@@ -189,7 +189,7 @@ class _Loop:
                 f"{who} {int(gone)} of {size} ranks have ended, the others not: prompts, arguments or a "
                 "stopping criterion differ. Ranks that share a forward need the same ones"
             )
-        if size * squares != total**2:
+        if differ(total, squares, size):
             raise ValueError(
                 f"{who} ranks have different prompts or have made different tokens. Give all of them the "
                 "same prompts and arguments, and call model.eval() before"

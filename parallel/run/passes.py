@@ -46,12 +46,12 @@ def run_stage(parts, stage, microbatch, received=None):
     before = attention.calls if attention else 0
     if parts.split is not None:
         parts.split.note_inputs(microbatch.inputs)
-    model, key = parts.stage_model, _key(parts, microbatch)
+    model = parts.stage_model
     out = model.run(
         stage,
         lambda: microbatch.call(parts.model),
         received,
-        lambda: model.agreement.places(stage + 1, key),
+        lambda: model.agreement.places(stage + 1, _key(parts, microbatch)),
     )
     if attention and attention.calls == before:
         raise ValueError(

@@ -97,34 +97,34 @@ class OneUpdate:
         if self.alone:
             return Result(sum_losses(losses, self.parts.mesh, self.parts.device))
         nothing = torch.zeros((), dtype=torch.float64, device=self.parts.device)
-        return Result(self._sum_numbers(nothing, nothing, losses)[2].clone())
+        _, _, loss, _ = self._sum_numbers(nothing, nothing, losses)
+        return Result(loss.clone())
 
     def _end_together(self, losses):
         squares = self._sum_over_buckets(lambda bucket: bucket.norm_squared(), self.options.clip is not None)
         bad = self._sum_over_buckets(lambda bucket: bucket.not_finite(), self.scaling.is_on)
-        numbers = self._sum_numbers(squares, bad, losses)
-        squares, bad, loss = numbers[:3]
+        squares, bad, loss, used = self._sum_numbers(squares, bad, losses)
         norm = None if self.options.clip is None else squares.sqrt() * self._factor
         skipped = self.scaling.is_on and bool(bad > 0)
         if not skipped:
             # Like a single process, the optimizer passes over parameters that got no gradient on any rank.
-            names = zip(self.parts.original.names, numbers[3:].tolist(), strict=True)
+            names = zip(self.parts.original.names, used, strict=True)
             self._step_optimizer({name for name, users in names if not users}, norm)
         if self.scaling.is_on:
             self.scaling.end(skipped)
         return Result(loss.clone(), norm)
 
     def _sum_numbers(self, squares, bad, losses):
-        """The sums over all ranks: of these two, of the loss, of the users of each parameter."""
+        """The sums over all ranks: of these two, of the loss, [of the users of each parameter]."""
         head = torch.stack([squares, bad, own_loss(losses, self.parts.mesh, self.parts.device)])
         pieces = [head, self._used(), self.buffers.numbers(), self.same.numbers]
         numbers = torch.cat(pieces)
         comm.all_reduce(numbers, self.parts.mesh.world)
-        *numbers, buffers, same = numbers.split([len(piece) for piece in pieces])
+        head, used, buffers, same = numbers.split([len(piece) for piece in pieces])
         if not self.checks_early:
             self.same.check(same)
         self.buffers.check(buffers)
-        return torch.cat(numbers)
+        return *head, used.tolist()
 
     def _sum_over_buckets(self, number_of, wanted):
         """Of all buckets of this rank, 0 where it is not wanted: a 0-dim float64 tensor."""

@@ -15,7 +15,7 @@ import weakref
 import torch
 
 from pycomm.parallel.ground.norms import batch_norms
-from pycomm.parallel.ground.same_batch import mark_of
+from pycomm.parallel.ground.same_batch import differ, mark_of, powers
 from pycomm.parallel.pipeline.absent import Absent
 
 __all__ = ["WrittenBuffers"]
@@ -57,16 +57,16 @@ class WrittenBuffers:
             for place, value in self._buffers()
             if place in self.before and _is_other(self.before[place], _state(value))
         ]
-        mark = float(mark_of(written)) if written else 0.0
+        mark = mark_of(written) if written else 0
         sums = torch.zeros(self.mesh.group("pp").size, 2, dtype=torch.float64)
-        sums[self.mesh.coordinate("pp")] = torch.tensor([mark, mark**2], dtype=torch.float64)
+        sums[self.mesh.coordinate("pp")] = torch.tensor(powers(mark), dtype=torch.float64)
         return sums.flatten().to(self.device)
 
     def check(self, sums):
         """Raises ValueError, on every rank, where ranks have written different values."""
         count = self.mesh.world.size // self.mesh.group("pp").size
         for total, squares in sums.view(sums.numel() // 2, 2).tolist():
-            if count * squares != total**2:
+            if differ(total, squares, count):
                 names = [repr(".".join(filter(None, place))) for place in self._written()]
                 names = ("one of " if len(names) > 1 else "") + ", ".join(names[:5])
                 raise ValueError(

@@ -31,6 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from pycomm.parallel.ground.modes import is_compiled
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
 
@@ -92,7 +93,7 @@ class Reads:
                 module, [p for each in (module, inner) if each is not None for p in each._parameters.values()]
             )
         _find_sublayers(model, self.notes)
-        if any(_is_compiled(module) for module in model.modules()):
+        if any(is_compiled(module) for module in model.modules()):
             _leave_uncompiled(model)
 
     def _guard(self, parameter, name, why, shape=None):
@@ -135,10 +136,6 @@ def _find_sublayers(model, notes):
                 note = notes.get(id(parameter))
                 if note is not None:
                     notes[id(parameter)] = note._replace(sublayers=(*note.sublayers, forward))
-
-
-def _is_compiled(module):
-    return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def _leave_uncompiled(model):
