@@ -5,23 +5,31 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
 
     step                     makes                          the model afterwards
     check                    trunk                          untouched: what is refused here changes nothing
-    Mesh, broadcast          mesh                           values of rank 0 on all ranks, so that every plan
-                                                            starts from the same
+    Mesh                     mesh                           untouched
     note_original            original                       untouched: names, ties and optimizer groups are
                                                             noted before parameters are replaced
+    Filling                  where values on meta come      untouched
+                             from (filling.py)
+    broadcast                -                              values of rank 0 on all ranks, so that every plan
+                                                            starts from the same
     make_stages              stages, split, stage_model     parameters of other pipeline stages are on meta
+    buffers                  -                              buffers that were on meta have values
     deal_experts             moes                           experts of other ranks have left
     cut_tensors              tensor                         layers are cut
     cast                     full-precision values          computes in bf16 where the plan says so
+    hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
     make_reducers            reducers                       gradients have hooks
     make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
     synchronize              -                              BatchNorm is over the rows of all data ranks
+    Reads, give_memory       tensor.reads                   cut parameters are read in their layers only
     wrap                     units                          forwards are wrapped, inside to outside:
                                                             recomputation, ZeRO-3, random streams, stages
     replace_parameters       -                              the optimizer has what this rank owns, and steps
                                                             in parallel.step only
     make_ties                ties
+    fill                     -                              what was on meta has its values
+    _take_over               -                              save_pretrained, generate, zero_grad are of all ranks
 """
 
 import logging
