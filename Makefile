@@ -23,7 +23,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
-test: build                  ## the tests of every part; about a quarter of an hour on two cores
+test: build                  ## the tests of every part; 20 to 30 minutes on two cores
 	$(PYTEST) -m "not slow and not torch_suite"
 
 test-slow: build             ## the same, deeper: all kernels ahead of time, all planted faults, long matrices, stress, more random programs

@@ -29,7 +29,7 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
                                                             in parallel.step only
     make_ties                ties
     fill                     -                              what was on meta has its values
-    _take_over               -                              save_pretrained, generate, zero_grad are of all ranks
+    _take_over               -                              save_pretrained, generate are of all ranks
 """
 
 import logging
