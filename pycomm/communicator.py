@@ -20,7 +20,7 @@ import contextlib
 
 import torch
 
-from pycomm import _C, env
+from pycomm import _C, env, hosts
 from pycomm.arrays import as_tensor, as_tensors, call_in_stream, like
 from pycomm.options import seconds, transport_options
 
@@ -103,8 +103,11 @@ class Communicator:
         staging_bytes=None,
         threads=None,
         _origin=None,
+        _host=None,
     ):
         settings = env.settings()
+        if _host is not None:  # a word for a simulated host, of this rank alone
+            settings = settings._replace(host_id=_host)
         if store is None:
             launch = env.launch()
             rank = launch.rank if rank is None else rank
@@ -116,7 +119,7 @@ class Communicator:
         timeout = seconds(timeout, "PYCOMM_TIMEOUT or 300") or settings.timeout or DEFAULT_TIMEOUT
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
         self._store = store
-        self._comm = _C.connect(store, rank, world_size, options, _origin)
+        self._comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
         for op, algorithm in settings.algorithm.items():
             self._comm.set_algorithm(op, algorithm)
         self._splits = 0

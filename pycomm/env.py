@@ -14,6 +14,8 @@
                                                                         backends mean pycomm
     PYCOMM_HOST_ID               a word                     boot id     ranks with the same word share memory:
                                                                         simulates several hosts on one
+    PYCOMM_HOST_TIMEOUT          seconds, above 0 to 1e8    10          a host of the group that is silent for
+                                                                        so long is lost
     PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
@@ -59,8 +61,8 @@ LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
-    "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_THREADS PYCOMM_STAGING_BYTES "
-    "PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED PYCOMM_TUNED PYCOMM_CACHE "
+    "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT PYCOMM_THREADS "
+    "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED PYCOMM_TUNED PYCOMM_CACHE "
     "PYCOMM_LOG"
 ).split()
 
@@ -81,6 +83,7 @@ class Settings(NamedTuple):
     timeout: float | None  # seconds
     algorithm: dict  # operation -> algorithm
     host_id: str | None
+    host_timeout: float | None  # seconds
     threads: int | None
     staging_bytes: int | None
     cma: bool | None
@@ -117,6 +120,7 @@ def settings():
         timeout=_seconds("PYCOMM_TIMEOUT"),
         algorithm=_algorithm("PYCOMM_ALGORITHM"),
         host_id=_get("PYCOMM_HOST_ID"),
+        host_timeout=_seconds("PYCOMM_HOST_TIMEOUT"),
         threads=None if threads is None else _integer("PYCOMM_THREADS", threads, 1, 1024),
         staging_bytes=_nbytes("PYCOMM_STAGING_BYTES"),
         cma=None if cma is None else cma == "1",
@@ -126,6 +130,11 @@ def settings():
         if connections is None
         else _integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
     )
+
+
+def simulate_host(word):
+    """Sets PYCOMM_HOST_ID for the groups that this process makes from now on."""
+    os.environ["PYCOMM_HOST_ID"] = word
 
 
 def replaced_backends():

@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from pycomm import _C, env, tuned
 
+DEFAULT_HOST_TIMEOUT = 10.0  # seconds
+
 _OPS = {name: index for index, name in enumerate(_C.reduce_ops)}
 _PLAIN = {name: (code, 1.0) for name, code in _OPS.items() if name != "premul_sum"}
 _ALGORITHMS = {name: index for index, name in enumerate(_C.algorithms)}
@@ -69,7 +71,10 @@ def transport_options(settings, name, timeout, world_size, staging_bytes=None, t
     threads = threads or settings.threads or default_threads(world_size)
     cuda = (settings.cuda_protocol or "", settings.cuda_connections or 0, settings.cuda_staging_bytes or 0)
     host_id, cma = settings.host_id or "", settings.cma is not False
-    return _C.transport_options(name, timeout, staging_bytes, host_id, cma, threads, *cuda, tuned.load().rows)
+    limit = settings.host_timeout or DEFAULT_HOST_TIMEOUT
+    return _C.transport_options(
+        name, timeout, staging_bytes, host_id, cma, threads, *cuda, tuned.load().rows, limit
+    )
 
 
 def default_threads(world_size):

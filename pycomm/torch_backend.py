@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm import _C, env
+from pycomm import _C, env, hosts
 from pycomm.options import transport_options
 
 # Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not
@@ -49,6 +49,7 @@ def create(options, pg_options):
         transport,
         {_C.kinds.index(op): _algorithm(name) for op, name in settings.algorithm.items()},
         list(options.global_ranks_in_group) or list(range(options.group_size)),
+        hosts.engines,
     )
 
 

@@ -18,7 +18,7 @@ import pycomm
 LAYERS = [
     {"bindings"},
     {"torch"},
-    {"cuda"},
+    {"cuda", "hosts"},
     {"cuda/kernels"},
     {"cuda/device"},
     {"collectives"},

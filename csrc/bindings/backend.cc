@@ -5,6 +5,7 @@
 
 #include "../torch/interpreter.h"
 #include "bindings.h"
+#include "engines.h"
 
 namespace pycomm {
 
@@ -14,12 +15,13 @@ namespace {
 c10::intrusive_ptr<PycommBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                          double timeout, TransportOptions transport,
                                          const std::map<int, int>& algorithms,
-                                         std::vector<uint64_t> global_ranks) {
+                                         std::vector<uint64_t> global_ranks, py::function engines) {
   Algorithms by_kind{};
   for (auto [kind, algorithm] : algorithms) by_kind.at(kind) = static_cast<Algorithm>(algorithm);
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::duration<double>(std::min(timeout, longest_timeout)));
-  auto options = c10::make_intrusive<PycommBackend::Options>(milliseconds, std::move(transport), by_kind);
+  auto options = c10::make_intrusive<PycommBackend::Options>(milliseconds, std::move(transport), by_kind,
+                                                            make_wires_by(std::move(engines)));
   options->group_name = options->transport.name;
   options->global_ranks_in_group = std::move(global_ranks);
   WithoutGil no_gil;

@@ -32,8 +32,9 @@ py::dict describe(const CommPtr& comm) {
   const char* reaches[] = {"staging only", "process_vm_readv", "pointers (ranks are threads of one process)"};
   py::dict facts;
   facts["name"] = t.name();
-  facts["rank"] = t.rank();
-  facts["world_size"] = t.world_size();
+  facts["rank"] = comm->rank();
+  facts["world_size"] = comm->world_size();
+  facts["hosts"] = comm->hosts_side() ? py::object(py::str(comm->hosts_side()->describe())) : py::none();
   facts["reach"] = reaches[static_cast<int>(t.reach())];
   facts["cores"] = t.cores();
   facts["kernel_ahead"] = t.kernel_ahead();

@@ -18,31 +18,25 @@ constexpr size_t bytes_worth_a_lane = 512 << 10;  // below this a further thread
 
 }  // namespace
 
-Range chunk_of(size_t count, int index, int chunks, size_t item) {
-  size_t line = std::max<size_t>(1, cache_line / item);
-  size_t lines = (count + line - 1) / line;
-  size_t begin = lines * index / chunks * line, end = lines * (index + 1) / chunks * line;
-  return {std::min(begin, count), std::min(end, count)};
-}
-
 Call::Call(Communicator& comm, const Op& op, uint64_t sequence)
     : comm(comm),
       transport(comm.transport()),
       op(op),
       rank(comm.rank()),
       world_size(comm.world_size()),
-      item(size_of(op.dtype)) {
-  scope.op = {op.kind, sequence};
-  scope.timeout = op.timeout > 0 ? op.timeout : transport.timeout();
-  scope.deadline =
-      std::chrono::steady_clock::now() + std::chrono::duration_cast<std::chrono::steady_clock::duration>(
-                                             std::chrono::duration<double>(std::min(scope.timeout, 1e8)));
+      item(size_of(op.dtype)),
+      sequence(sequence) {
+  if (comm.served()) {
+    scope = *comm.served();
+    return;
+  }
+  scope = scope_of({op.kind, sequence}, op.timeout > 0 ? op.timeout : transport.timeout());
 }
 
 void Call::publish(bool with_payload) {
   transport.check(scope.op);
   transport.note_core();
-  OpSlot& slot = transport.slot(rank, scope.op.sequence);
+  OpSlot& slot = transport.slot(rank, sequence);
   slot.count = op.count;
   slot.extra = extra_of(op);
   if (with_payload) {
@@ -65,19 +59,18 @@ void Call::publish(bool with_payload) {
     publish_parts();
   }
   // Everything above is visible to whoever sees the key.
-  slot.key.store(pack_key(op, scope.op.sequence), std::memory_order_release);
+  slot.key.store(pack_key(op, sequence), std::memory_order_release);
   if (with_payload)
     transport.notify_if_last(
         [this](int p) { return published(p); });  // else match() does, after the first fill
 }
 
 bool Call::published(int peer) const {
-  return transport.slot(peer, scope.op.sequence).key.load(std::memory_order_acquire) >> 32 ==
-         (scope.op.sequence & 0xffffffff);
+  return transport.slot(peer, sequence).key.load(std::memory_order_acquire) >> 32 ==
+         (sequence & 0xffffffff);
 }
 
 void Call::publish_parts() {
-  const uint64_t sequence = scope.op.sequence;
   OpSlot& slot = transport.slot(rank, sequence);
   slot.out_of_reach = 0;
   const size_t worth_a_look = transport.reach() != Transport::Reach::kernel ? SIZE_MAX
@@ -110,7 +103,6 @@ bool Call::headers_ready() const {
 
 void Call::match() {
   if (matched_) return;
-  const uint64_t sequence = scope.op.sequence;
   auto there = [this](int p) { return published(p); };
   transport.notify_if_last(there);
   transport.wait_all(there, scope);
@@ -127,15 +119,10 @@ void Call::match() {
 
 // Names the first field that differs. Every rank compares with every other, so every rank raises.
 void Call::compare(int peer) const {
-  const OpSlot& other = transport.slot(peer, scope.op.sequence);
-  const Key key = unpack_key(other.key.load(std::memory_order_relaxed));
-  const Fingerprint here{op.kind, op.dtype, op.reduce_op, op.root, op.uneven, op.count, extra_of(op)};
-  const Fingerprint there{key.kind, key.dtype, key.reduce_op, key.root, op.uneven, other.count, other.extra};
-  std::string text = describe_difference(here, there, peer);
-  if (text.empty() && key.algorithm != op.algorithm)
-    text = describe_algorithms(to_string(op.algorithm), to_string(key.algorithm), peer);
-  if (text.empty()) text = describe_extra(here, there, peer);
-  transport.raise(ErrorKind::mismatch, scope.op, peer, text);
+  const OpSlot& other = transport.slot(peer, sequence);
+  transport.raise(ErrorKind::mismatch, scope.op, peer,
+                  describe_call(op, {other.key.load(std::memory_order_relaxed), other.count, other.extra},
+                                transport.name(peer)));
 }
 
 // Every rank reads all n*n sizes, so all come to the same verdict.
@@ -147,10 +134,7 @@ void Call::compare_splits() const {
       if (sent == expected) continue;
       int other = src == rank ? dst : src;
       transport.raise(ErrorKind::mismatch, scope.op, other,
-                      "rank " + std::to_string(src) + " sends " + std::to_string(sent) +
-                          " elements to rank " + std::to_string(dst) + ", which expects " +
-                          std::to_string(expected) +
-                          ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.");
+                      describe_splits(src, sent, dst, expected));
     }
 }
 
@@ -164,7 +148,7 @@ size_t Call::longest_pair() {
 }
 
 const std::byte* Call::payload(int peer, size_t offset) const {
-  const OpSlot& slot = transport.slot(peer, scope.op.sequence);
+  const OpSlot& slot = transport.slot(peer, sequence);
   size_t total = op.nbytes();
   if (op.uneven && op.kind == OpKind::all_to_all) {
     total = 0;
@@ -182,7 +166,7 @@ const std::byte* Call::payload(int peer, size_t offset) const {
 }
 
 std::byte* Call::mapped(int peer, bool output, int part) const {
-  const OpSlot& slot = transport.slot(peer, scope.op.sequence);
+  const OpSlot& slot = transport.slot(peer, sequence);
   return transport.map_address(peer, peer_part(peer, output, part).address,
                                output ? slot.out_region : slot.in_region);
 }
@@ -209,7 +193,7 @@ void Call::put(int peer, int part, size_t offset, const void* from, size_t nbyte
 }
 
 bool Call::registered(int peer) const {
-  const OpSlot& slot = transport.slot(peer, scope.op.sequence);
+  const OpSlot& slot = transport.slot(peer, sequence);
   return slot.in_region != 0 && slot.out_region != 0;
 }
 
@@ -222,7 +206,7 @@ bool Call::all_mapped() const {
 
 bool Call::kernel_reaches_all() const {
   for (int p = 0; p < world_size; ++p)
-    if (transport.slot(p, scope.op.sequence).out_of_reach) return false;
+    if (transport.slot(p, sequence).out_of_reach) return false;
   return true;
 }
 
@@ -238,7 +222,7 @@ void Call::on_lanes(size_t nbytes, const std::function<void(int, size_t, size_t)
 }
 
 void Call::reduce_into(void* out, const void* const* sources, size_t count) const {
-  const double factor = op.reduce_op == ReduceOp::avg ? world_size : op.factor;
+  const double factor = op.reduce_op != ReduceOp::avg ? op.factor : op.divisor ? op.divisor : world_size;
   reduce({op.dtype, op.reduce_op, factor}, sources, world_size, out, count);
 }
 

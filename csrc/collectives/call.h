@@ -12,12 +12,14 @@
 #include <chrono>
 
 #include "../communicator/communicator.h"
+#include "../op/chunk.h"
 #include "../op/op.h"
 
 namespace pycomm {
 
-// Whether the data travel with the header, or as select.cc chooses once the headers are there.
-enum class Route { payload, by_choice };
+// Whether the data travel with the header, or as select.cc chooses once the headers are there; or it is an
+// operation of several hosts (HostsSide).
+enum class Route { payload, by_choice, across };
 
 class Call {
  public:
@@ -29,6 +31,7 @@ class Call {
   const int rank;
   const int world_size;
   const size_t item;             // bytes of one element
+  const uint64_t sequence;  // of the operation here; errors speak of scope.op
   WaitScope scope;
 
   void publish(bool with_payload);
@@ -42,7 +45,7 @@ class Call {
 
   // Direct: buffers of peers. Valid after match(). `part` is an index into in_parts/out_parts, or 0.
   PartRef peer_part(int peer, bool output, int part) const {
-    return transport.parts(peer, scope.op.sequence, output)[part];
+    return transport.parts(peer, sequence, output)[part];
   }
   std::byte* mapped(int peer, bool output, int part) const;  // nullptr where only the kernel reaches it
   void fetch(int peer, int part, size_t offset, void* to, size_t nbytes) const;  // from a peer's input
@@ -70,13 +73,6 @@ class Call {
   bool matched_ = false;
 };
 
-// Elements [begin, end) of chunk `index` when `count` elements are cut into `chunks` chunks of whole cache
-// lines where possible.
-struct Range {
-  size_t begin, end;
-  size_t size() const { return end - begin; }
-};
-Range chunk_of(size_t count, int index, int chunks, size_t item);
 // Bytes of the longest of them when `nbytes` are cut so.
 inline size_t longest_chunk(size_t nbytes, int chunks) {
   return round_up(round_up(nbytes, cache_line) / cache_line, chunks) / chunks * cache_line;

@@ -32,6 +32,10 @@ CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std:
     throw std::invalid_argument(comm.transport().where({op_.kind, 0}) + "there is no algorithm " +
                                 to_string(op_.algorithm) + " for this operation");
   separate_overlap();
+  if (comm.hosts_side()) {
+    route_ = Route::across;
+    return;
+  }
   size_t per_part = table_bytes(op_);
   if (op_.kind == OpKind::all_to_all && op_.uneven)
     per_part = slot_payload_bytes + 1;  // sizes are known pairwise only: look at tables first
@@ -64,11 +68,13 @@ void CollectiveTask::separate_overlap() {
 }
 
 void CollectiveTask::publish() {
+  if (route_ == Route::across) return;
   call_.emplace(comm_, op_, sequence());
   call_->publish(route_ == Route::payload);
 }
 
 void CollectiveTask::finish(bool patient) {
+  if (route_ == Route::across) return run_across(patient);
   try {
     complete(patient);
   } catch (const CommError&) {
@@ -84,19 +90,16 @@ void CollectiveTask::finish(bool patient) {
 // Returns when the group is broken, by this or by another reason.
 void CollectiveTask::end_group(const char* reason) const {
   try {
-    comm_.transport().fail(ErrorKind::aborted, call_->scope.op, comm_.rank(),
-                           "rank " + std::to_string(comm_.rank()) + " failed in it: " + reason);
+    comm_.transport().fail(ErrorKind::aborted, {op_.kind, sequence()}, comm_.transport().rank(),
+                           comm_.transport().name(comm_.transport().rank()) + " failed in it: " + reason);
   } catch (const std::exception&) {  // what it raises here; the caller raises its own
   }
 }
 
 void CollectiveTask::complete(bool patient) {
   Call& call = *call_;
-  call.scope.patient = patient;
-  if (wait_timeout_ > 0 && (wait_is_own_ || wait_deadline_ < call.scope.deadline)) {
-    call.scope.timeout = wait_timeout_;
-    call.scope.deadline = wait_deadline_;
-  }
+  call.scope.patient |= patient;
+  limit(call.scope);
   const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
   switch (op_.kind) {
     case OpKind::all_reduce: return all_reduce(call, choice, route_);
@@ -114,6 +117,28 @@ void CollectiveTask::complete(bool patient) {
   }
 }
 
+// By the waiter that runs it.
+void CollectiveTask::limit(WaitScope& scope) const {
+  if (wait_timeout_ <= 0 || (!wait_is_own_ && wait_deadline_ >= scope.deadline)) return;
+  scope.timeout = wait_timeout_;
+  scope.deadline = wait_deadline_;
+}
+
+void CollectiveTask::run_across(bool patient) {
+  WaitScope scope = scope_of({op_.kind, sequence()}, op_.timeout > 0 ? op_.timeout : comm_.transport().timeout());
+  scope.patient = patient;
+  limit(scope);
+  try {
+    comm_.transport().check(scope.op);
+    comm_.hosts_side()->run(op_, scope);
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {  // of this rank alone (memory): its peers would wait for it
+    end_group(error.what());
+    throw;
+  }
+}
+
 void CollectiveTask::make_room() {
   call_->match();
   for (int p = 0; p < comm_.world_size(); ++p) {
@@ -123,6 +148,7 @@ void CollectiveTask::make_room() {
 }
 
 void CollectiveTask::look(double late) const {
+  if (route_ == Route::across) return comm_.transport().check({op_.kind, sequence()});
   const Call& call = *call_;
   WaitScope scope{{op_.kind, sequence()},
                   late > 0 ? std::chrono::steady_clock::now() : call.scope.deadline,
@@ -169,10 +195,8 @@ void run(Communicator& comm, Op op) {
   comm.run(task);
 }
 
-std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size,
-                                                const TransportOptions& options) {
-  std::shared_ptr<Communicator> comm(
-      new Communicator(Transport::join(store, rank, world_size, options), &run), release_communicator);
+std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> transport) {
+  std::shared_ptr<Communicator> comm(new Communicator(std::move(transport), &run), release_communicator);
   comm->attach(std::make_unique<SendRecv>(*comm));
   return comm;
 }

@@ -43,6 +43,8 @@ class CollectiveTask : public Task {
   Choice choose();
   bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);
+  void run_across(bool patient);
+  void limit(WaitScope& scope) const;
   void end_group(const char* reason) const;
   void make_room();  // for what the peers send, where only they know how much
 
@@ -56,8 +58,7 @@ class CollectiveTask : public Task {
 // Runs op to completion in the caller's thread (or behind what is queued).
 void run(Communicator& comm, Op op);
 
-// Joins the group and equips it with point-to-point messages (send_recv.h).
-std::shared_ptr<Communicator> make_communicator(Store& store, int rank, int world_size,
-                                                const TransportOptions& options);
+// A group of ranks on one host, with point-to-point messages (send_recv.h).
+std::shared_ptr<Communicator> make_communicator(std::unique_ptr<Transport> transport);
 
 }  // namespace pycomm

@@ -89,10 +89,13 @@ std::exception_ptr mismatch(const Transport& transport, const Message& mine, int
   std::string what = spec.dtype != dtype
                          ? std::string("dtype=") + to_string(spec.dtype) + " here, " + to_string(dtype)
                          : "count=" + std::to_string(spec.count) + " here, " + std::to_string(count);
-  what += " on rank " + std::to_string(peer) + " (tag " + std::to_string(spec.tag) +
+  what += " on " + transport.name(peer) + " (tag " + std::to_string(spec.tag) +
           "). A recv must have the count and dtype of its send.";
-  return std::make_exception_ptr(CommError(ErrorKind::mismatch, transport.where(mine.info()) + what,
-                                           transport.rank(), transport.world_size(), mine.info(), peer));
+  try {
+    transport.raise(ErrorKind::mismatch, mine.info(), peer, what);
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 }  // namespace pycomm

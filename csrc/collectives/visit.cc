@@ -29,7 +29,7 @@ void Visit::look() const {
   for (int p = 0; p < call_.world_size; ++p)
     if (p != call_.rank && transport.peer_closed(p))
       transport.fail(ErrorKind::peer, call_.scope.op, p,
-                     "rank " + std::to_string(p) + " closed the group in the middle of this operation");
+                     transport.name(p) + " closed the group in the middle of this operation");
 }
 
 void Visit::finish() const {

@@ -29,8 +29,11 @@ thread_local int waits_with_progress = 0;  // in which this thread runs Backgrou
 
 }  // namespace
 
-Communicator::Communicator(std::unique_ptr<Transport> transport, RunOp run_op)
-    : transport_(std::move(transport)), run_op_(run_op) {}
+Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op, int rank, int world_size)
+    : transport_(std::move(transport)), run_op_(run_op), rank_(rank), world_size_(world_size) {}
+
+Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op)
+    : Communicator(transport, run_op, transport->rank(), transport->world_size()) {}
 
 Communicator::~Communicator() {
   if (transport_->forked()) {
@@ -60,6 +63,18 @@ void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
 bool Communicator::progress_inside_a_wait() { return waits_with_progress > 0; }
 
 void Communicator::attach(std::unique_ptr<DeviceSide> side) { device_side_ = std::move(side); }
+
+void Communicator::attach(std::unique_ptr<HostsSide> side) { hosts_side_ = std::move(side); }
+
+void Communicator::raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const {
+  throw CommError(kind, transport_->where(op) + text, rank_, world_size_, op, peer);
+}
+
+void Communicator::fail(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) {
+  transport_->mark_broken({kind, op, peer, text});
+  transport_->check(op);
+  raise(kind, op, peer, text);
+}
 
 void Task::wait(double timeout) { comm_.wait(*this, timeout); }
 bool Task::poll() { return comm_.poll(*this); }
@@ -279,7 +294,7 @@ void Communicator::help(Task& task) {
 // Who sleeps until the queue changes: callers in wait(), and the worker.
 void Communicator::wake_all() {
   changed_.notify_all();
-  if (has_worker_.load(std::memory_order_relaxed)) transport_->ring_helper(rank());
+  if (has_worker_.load(std::memory_order_relaxed)) transport_->ring_helper(transport_->rank());
 }
 
 void Communicator::help_queue() {
@@ -381,6 +396,7 @@ void Communicator::close() {
   if (transport_->forked()) return;
   settle_debts();
   if (device_side_) device_side_->close();
+  if (hosts_side_) hosts_side_->leave();
   transport_->close();
   transport_->ring_self();
   {

@@ -77,6 +77,20 @@ class DeviceSide {
   virtual bool on_own_thread() const = 0;  // is this a thread of the device side, in a callback?
 };
 
+// What a group does that spans hosts (hosts/across.h). Its Communicator counts all ranks, while the transport
+// is that of this host's; a second Communicator on the same transport runs the operations inside the host.
+class HostsSide {
+ public:
+  virtual ~HostsSide() = default;
+  // One collective, in the order of the group, from the thread that runs it.
+  virtual void run(const Op& op, const WaitScope& scope) = 0;
+  virtual void leave() = 0;  // says to the other hosts that this rank closes the group
+  virtual bool on_own_thread() const = 0;
+  virtual std::string describe() const = 0;  // "2 hosts x 4"
+  virtual Communicator& inside() = 0;  // the group of this host's ranks
+  virtual int local(int rank) const = 0;  // its number in inside(), -1: it is on another host
+};
+
 // The pipeline position of one lane; see collectives/pipeline.h.
 struct LaneState {
   uint64_t steps = 0;  // done so far, the same on all ranks
@@ -88,14 +102,17 @@ class Communicator {
   // What runs a collective on the CPU to completion (collectives/collectives.h), for those below it.
   using RunOp = void (*)(Communicator&, Op);
 
-  Communicator(std::unique_ptr<Transport> transport, RunOp run_op);
+  // `rank` and `world_size`: where not the transport's (HostsSide).
+  Communicator(std::shared_ptr<Transport> transport, RunOp run_op);
+  Communicator(std::shared_ptr<Transport> transport, RunOp run_op, int rank, int world_size);
   ~Communicator();
   Communicator(const Communicator&) = delete;
 
   Transport& transport() { return *transport_; }
   const Transport& transport() const { return *transport_; }
-  int rank() const { return transport_->rank(); }
-  int world_size() const { return transport_->world_size(); }
+  const std::shared_ptr<Transport>& shared_transport() const { return transport_; }
+  int rank() const { return rank_; }
+  int world_size() const { return world_size_; }
 
   void run(Task& task);  // to completion; throws what the operation threw
   void run(Op op) { run_op_(*this, std::move(op)); }
@@ -113,7 +130,13 @@ class Communicator {
   void abort(const std::string& reason);
   void close();
   bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }
-  bool on_own_thread() const { return on_worker_thread() || (device_side_ && device_side_->on_own_thread()); }
+  bool on_own_thread() const {
+    return on_worker_thread() || (device_side_ && device_side_->on_own_thread()) ||
+           (hosts_side_ && hosts_side_->on_own_thread());
+  }
+  // Of this rank alone; `peer` is a rank of this group.
+  [[noreturn]] void raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const;
+  [[noreturn]] void fail(ErrorKind kind, const OpInfo& op, int peer, const std::string& text);
 
   void attach(std::unique_ptr<BackgroundProgress> progress);
   // This thread makes progress beside an operation, of whatever group, in which it waits. A callback that
@@ -122,6 +145,12 @@ class Communicator {
   BackgroundProgress* background() { return background_.get(); }
   void attach(std::unique_ptr<DeviceSide> side);
   DeviceSide* device_side() { return device_side_.get(); }
+  void attach(std::unique_ptr<HostsSide> side);
+  HostsSide* hosts_side() const { return hosts_side_.get(); }
+  // While an operation of a group that spans hosts runs a part of itself here: that operation, for errors and
+  // limits.
+  void serve(const WaitScope* scope) { served_ = scope; }
+  const WaitScope* served() const { return served_; }
   std::mutex& making_device_side() { return making_device_side_; }
   // The worker is there from now on and looks at what background() wants of it when its bell rings. Where the
   // system refuses a thread, whoever waits does the work; if nobody will, this throws.
@@ -156,10 +185,13 @@ class Communicator {
   void worker_loop();
   static void settle(Task& task, std::exception_ptr error);
 
-  std::unique_ptr<Transport> transport_;
+  std::shared_ptr<Transport> transport_;
   const RunOp run_op_;
+  const int rank_, world_size_;
+  const WaitScope* served_ = nullptr;
   std::unique_ptr<BackgroundProgress> background_;
   std::unique_ptr<DeviceSide> device_side_;
+  std::unique_ptr<HostsSide> hosts_side_;
   std::mutex making_device_side_;
   LaneState lanes_[max_lanes];
   Algorithm default_algorithms_[num_op_kinds] = {};

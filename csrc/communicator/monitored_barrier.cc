@@ -199,6 +199,10 @@ class Round {
 
 void monitored_barrier(Communicator& comm, double timeout, bool wait_all_ranks) {
   if (comm.world_size() == 1) return comm.transport().check(info);
+  if (comm.hosts_side())
+    throw std::invalid_argument(comm.transport().where(info) +
+                                "monitored_barrier is not there for a group that spans hosts (" +
+                                comm.hosts_side()->describe() + "); barrier() names who is missing, too");
   Round round(comm, timeout);
   bool passed = false;
   try {

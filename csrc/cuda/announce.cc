@@ -42,32 +42,33 @@ Meta Meta::unpack(uint64_t word) {
 }
 
 std::string describe_difference(const Announcement& here, const Announcement& there, int peer) {
+  const std::string who = "rank " + std::to_string(peer);
   const Meta a = Meta::unpack(here.meta), b = Meta::unpack(there.meta);
   auto fingerprint = [](const Meta& meta, const Announcement& call) {
     return Fingerprint{meta.kind, meta.dtype, meta.reduce_op, meta.root, meta.uneven, call.count, call.extra};
   };
   const Fingerprint mine = fingerprint(a, here), other = fingerprint(b, there);
-  const std::string common = pycomm::describe_difference(mine, other, peer);
+  const std::string common = pycomm::describe_difference(mine, other, who);
   if (!common.empty()) return common;
   if (a.uneven != b.uneven)
     return describe({"sizes", a.uneven ? "uneven" : "even", b.uneven ? "uneven" : "even",
                      "All ranks must use the same form of the call."},
-                    peer);
+                    who);
   if (a.direct != b.direct)
     return describe({"buffers", a.direct ? "registered" : "plain", b.direct ? "registered" : "plain",
                      "Pass buffers from pycomm.empty on all ranks or on none."},
-                    peer);
+                    who);
   if (a.kernel != b.kernel || a.blocks != b.blocks)
-    return describe_algorithms(name_of(a.kernel), name_of(b.kernel), peer);
+    return describe_algorithms(name_of(a.kernel), name_of(b.kernel), who);
   if (a.kind == OpKind::send)
     return describe({"tag", std::to_string(here.extra), std::to_string(there.extra),
                      "A message's tag must be that of its receive."},
-                    peer);
+                    who);
   if (a.kind == OpKind::all_to_all && a.uneven)
     return "rank " + std::to_string(peer) + " sends " + std::to_string(there.extra) +
            " bytes to this rank, which expects " + std::to_string(here.extra) +
            ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.";
-  return describe_extra(mine, other, peer);
+  return describe_extra(mine, other, who);
 }
 
 }  // namespace pycomm::cuda

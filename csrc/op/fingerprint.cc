@@ -33,45 +33,60 @@ uint64_t extra_of(const Op& op) {
   return hash;
 }
 
-std::string describe(const Difference& difference, int peer) {
-  return std::string(difference.field) + "=" + difference.here + " here, " + difference.there + " on rank " +
-         std::to_string(peer) + ". " + difference.rule;
+std::string describe(const Difference& difference, const std::string& who) {
+  return std::string(difference.field) + "=" + difference.here + " here, " + difference.there + " on " + who +
+         ". " + difference.rule;
 }
 
-std::string describe_difference(const Fingerprint& here, const Fingerprint& there, int peer) {
+std::string describe_difference(const Fingerprint& here, const Fingerprint& there, const std::string& who) {
   if (here.kind != there.kind)
     return describe({"operation", to_string(here.kind), to_string(there.kind),
                      "All ranks must call the same operations in the same order."},
-                    peer);
+                    who);
   if (here.dtype != there.dtype)
     return describe(
-        {"dtype", to_string(here.dtype), to_string(there.dtype), "All ranks must pass equal dtypes."}, peer);
+        {"dtype", to_string(here.dtype), to_string(there.dtype), "All ranks must pass equal dtypes."}, who);
   if (here.reduce_op != there.reduce_op)
     return describe({"reduce op", to_string(here.reduce_op), to_string(there.reduce_op),
                      "All ranks must pass the same reduce op."},
-                    peer);
+                    who);
   if (here.root != there.root)
     return describe(
         {"root", std::to_string(here.root), std::to_string(there.root), "All ranks must name the same root."},
-        peer);
+        who);
   if (here.count != there.count)
     return describe({"count", std::to_string(here.count), std::to_string(there.count),
                      "All ranks must pass equal sizes."},
-                    peer);
+                    who);
   return "";
 }
 
-std::string describe_extra(const Fingerprint& here, const Fingerprint& there, int peer) {
+std::string describe_extra(const Fingerprint& here, const Fingerprint& there, const std::string& who) {
   if (here.reduce_op == ReduceOp::premul_sum && !here.uneven)
     return describe({"premul_sum factor", factor_of(here.extra), factor_of(there.extra),
                      "All ranks must pass the same factor."},
-                    peer);
-  return "the list of sizes differs from that of rank " + std::to_string(peer) +
-         ". All ranks must pass the same list.";
+                    who);
+  return "the list of sizes differs from that of " + who + ". All ranks must pass the same list.";
 }
 
-std::string describe_algorithms(const std::string& here, const std::string& there, int peer) {
-  return describe({"algorithm", here, there, "All ranks must ask for the same algorithm."}, peer);
+std::string describe_algorithms(const std::string& here, const std::string& there, const std::string& who) {
+  return describe({"algorithm", here, there, "All ranks must ask for the same algorithm."}, who);
+}
+
+std::string describe_call(const Op& op, const Header& theirs, const std::string& who) {
+  const Key key = unpack_key(theirs.key);
+  const Fingerprint here{op.kind, op.dtype, op.reduce_op, op.root, op.uneven, op.count, extra_of(op)};
+  const Fingerprint there{key.kind, key.dtype, key.reduce_op, key.root, op.uneven, theirs.count, theirs.extra};
+  std::string text = describe_difference(here, there, who);
+  if (text.empty() && key.algorithm != op.algorithm)
+    text = describe_algorithms(to_string(op.algorithm), to_string(key.algorithm), who);
+  return text.empty() ? describe_extra(here, there, who) : text;
+}
+
+std::string describe_splits(int src, size_t sent, int dst, size_t expected) {
+  return "rank " + std::to_string(src) + " sends " + std::to_string(sent) + " elements to rank " +
+         std::to_string(dst) + ", which expects " + std::to_string(expected) +
+         ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.";
 }
 
 }  // namespace pycomm

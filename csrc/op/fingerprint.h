@@ -52,12 +52,25 @@ struct Difference {
   std::string here, there;
   const char* rule;
 };
-std::string describe(const Difference& difference, int peer);
+std::string describe(const Difference& difference, const std::string& who);
 
+// `who`: "rank 3".
 // The first of kind, dtype, reduce op, root and count that differs; empty: none does.
-std::string describe_difference(const Fingerprint& here, const Fingerprint& there, int peer);
+std::string describe_difference(const Fingerprint& here, const Fingerprint& there, const std::string& who);
 // What it means that only `extra` differs.
-std::string describe_extra(const Fingerprint& here, const Fingerprint& there, int peer);
-std::string describe_algorithms(const std::string& here, const std::string& there, int peer);
+std::string describe_extra(const Fingerprint& here, const Fingerprint& there, const std::string& who);
+std::string describe_algorithms(const std::string& here, const std::string& there, const std::string& who);
+
+// What ranks compare of a call on the CPU.
+struct Header {
+  uint64_t key = 0, count = 0, extra = 0;
+  bool operator==(const Header&) const = default;
+};
+inline Header header_of(const Op& op, uint64_t sequence) {
+  return {pack_key(op, sequence), op.count, extra_of(op)};
+}
+// How the call of another rank differs, one of whose words does.
+std::string describe_call(const Op& op, const Header& theirs, const std::string& who);
+std::string describe_splits(int src, size_t sent, int dst, size_t expected);
 
 }  // namespace pycomm

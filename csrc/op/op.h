@@ -55,6 +55,7 @@ struct Op {
   bool uneven = false;
   int root = 0;
   double factor = 1;    // premul_sum
+  int divisor = 0;      // avg: 0: world_size; of a part of a larger group: of that
   double timeout = 0;   // seconds; 0: the group's
   const std::byte* in = nullptr;
   std::byte* out = nullptr;

@@ -22,6 +22,10 @@ class Store {
 // Ranks as threads of one process: tests and pycomm.testing.run_ranks.
 class LocalStore final : public Store {
  public:
+  // wire_delay_us: of messages between simulated hosts, at most (hosts/loop_wire.h); for tests.
+  explicit LocalStore(int wire_delay_us = 0) : wire_delay_us(wire_delay_us) {}
+  const int wire_delay_us;
+
   void set(const std::string& key, const std::string& value) override {
     std::lock_guard lock(mutex_);
     values_[key] = value;

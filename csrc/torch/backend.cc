@@ -14,9 +14,10 @@ namespace pycomm {
 namespace {
 
 std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
-                                      const TransportOptions& options) {
+                                      const PycommBackend::Options& options) {
   TorchStore adapter(store);
-  return pycomm::connect(adapter, rank, size, options);
+  const MakeWires make_wires = [&](const WireRequest& request) { return options.make_wires(store, request); };
+  return pycomm::connect(adapter, rank, size, options.transport, make_wires);
 }
 
 }  // namespace
@@ -25,7 +26,7 @@ PycommBackend::PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int r
                              c10::intrusive_ptr<Options> options)
     : c10d::Backend(rank, size),
       options_(std::move(options)),
-      comm_(connect(store, rank, size, options_->transport)),
+      comm_(connect(store, rank, size, *options_)),
       submitter_(comm_, [this] { return describe(); }, options_->timeout) {}
 
 RecordedGroup PycommBackend::describe() const {

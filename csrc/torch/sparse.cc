@@ -134,7 +134,7 @@ class SparseAllReduce final : public TensorTask {
     const Block& mine = blocks[comm_.rank()];
     for (int p = 0; p < comm_.world_size(); ++p)
       if (!mine.alike(blocks[p]))
-        comm_.transport().raise(ErrorKind::mismatch, {OpKind::all_reduce, sequence()}, p,
+        comm_.raise(ErrorKind::mismatch, {OpKind::all_reduce, sequence()}, p,
                                 "sparse tensor of " + mine.describe() + " here, of " + blocks[p].describe() +
                                     " on rank " + std::to_string(p) +
                                     ". All ranks must pass equal dtypes and sizes.");

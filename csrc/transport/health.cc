@@ -55,35 +55,57 @@ bool Health::claim_reason() {
 }
 
 void Health::mark_broken(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) {
+  write_reason({kind, op, identity_.number(peer), text}, identity_.rank);
+}
+
+void Health::mark_broken(const Reason& reason) { write_reason(reason, elsewhere); }
+
+void Health::write_reason(const Reason& reason, int reporter) {
   if (claim_reason()) {
-    header_.kind = static_cast<uint32_t>(kind);
-    header_.reporter = identity_.rank;
-    header_.peer = peer;
-    header_.op = static_cast<uint32_t>(op.kind);
-    header_.sequence = op.sequence;
-    std::strncpy(header_.text, text.c_str(), sizeof(header_.text) - 1);
+    header_.kind = static_cast<uint32_t>(reason.kind);
+    header_.reporter = reporter;
+    header_.peer = reason.number;
+    header_.op = static_cast<uint32_t>(reason.op.kind);
+    header_.sequence = reason.op.sequence;
+    std::strncpy(header_.text, reason.text.c_str(), sizeof(header_.text) - 1);
     header_.broken.store(told, std::memory_order_release);
   }
   std::atomic_thread_fence(std::memory_order_seq_cst);
   ring_all_sleepers(memory_);
 }
 
+std::optional<Reason> Health::reason() const {
+  if (!broken()) return std::nullopt;
+  Reason reason{static_cast<ErrorKind>(header_.kind),
+                {static_cast<OpKind>(header_.op), header_.sequence},
+                header_.peer,
+                header_.text};
+  if (header_.reporter != elsewhere) reason.text += " (seen by " + identity_.name(header_.reporter) + ")";
+  return reason;
+}
+
+std::string Health::names(const std::vector<int>& peers) const {
+  if (peers.size() == 1) return name(peers[0]);
+  std::string text = "ranks ";
+  for (size_t i = 0; i < peers.size(); ++i)
+    text += (i ? ", " : "") + std::to_string(identity_.number(peers[i]));
+  return text + (identity_.part() ? " (" + identity_.whole.host + ")" : "");
+}
+
 void Health::raise_broken(const OpInfo& op) const {
-  const auto kind = static_cast<ErrorKind>(header_.kind);
   const OpInfo origin{static_cast<OpKind>(header_.op), header_.sequence};
-  std::string text = header_.text;
-  if (header_.reporter != identity_.rank) text += " (seen by rank " + std::to_string(header_.reporter) + ")";
+  std::string text = header_.reporter == identity_.rank ? header_.text : reason()->text;
   if (op.kind != origin.kind || op.sequence != origin.sequence)
     if (origin.kind != OpKind::none)
       text += std::string(", in ") + to_string(origin.kind) + " #" + std::to_string(origin.sequence);
   text += ". The group is broken: close it and create a new one.";
-  identity_.raise(kind, op, header_.peer, text);
+  throw identity_.error_about(static_cast<ErrorKind>(header_.kind), op, header_.peer, text);
 }
 
 void Health::abort(const std::string& reason) {
   if (forked()) return;  // a forked child must not speak for its parent
   mark_broken(ErrorKind::aborted, {}, identity_.rank,
-              "rank " + std::to_string(identity_.rank) + " aborted the group" +
+              identity_.name(identity_.rank) + " aborted the group" +
                   (reason.empty() ? "" : ": " + reason));
 }
 

@@ -7,6 +7,9 @@
 #pragma once
 
 #include <atomic>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include "../memory/life.h"
 #include "group_memory.h"
@@ -23,6 +26,14 @@ struct Lives {
   bool alive(int rank) const { return !life || life->held(bytes[rank]); }
 };
 
+// Why a group is broken, in a form that can go to another host.
+struct Reason {
+  ErrorKind kind = ErrorKind::none;
+  OpInfo op;
+  int number = -1;  // of the rank that it is about (Identity::number)
+  std::string text;  // with who has seen it
+};
+
 class Health {
  public:
   Health(const Identity& identity, GroupMemory& memory, Lives lives);
@@ -33,6 +44,10 @@ class Health {
   void abort(const std::string& reason);
   // As fail(), for an error that this rank raises itself.
   void mark_broken(ErrorKind kind, const OpInfo& op, int peer, const std::string& text);
+  void mark_broken(const Reason& reason);  // as another host has found
+  std::optional<Reason> reason() const;
+  std::string name(int peer) const { return identity_.name(peer); }
+  std::string names(const std::vector<int>& peers) const;  // "ranks 2, 3"
   const Lives& lives() const { return lives_; }
   void set_lives(Lives lives) { lives_ = std::move(lives); }  // before the group is used
   bool close();  // this rank leaves, and says so; false: it had left already
@@ -49,7 +64,9 @@ class Health {
  private:
   static constexpr uint32_t told = 2;
   static uint32_t claim_of(int rank) { return 2 * static_cast<uint32_t>(rank) + 1; }
+  static constexpr int elsewhere = -1;  // as reporter
   bool claim_reason();
+  void write_reason(const Reason& reason, int reporter);
   [[noreturn]] void raise_broken(const OpInfo& op) const;
 
   const Identity& identity_;

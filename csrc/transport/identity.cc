@@ -3,8 +3,13 @@
 
 namespace pycomm {
 
+std::string Identity::name(int peer) const {
+  return "rank " + std::to_string(number(peer)) + (part() ? " (" + whole.host + ")" : "");
+}
+
 std::string Identity::where(const OpInfo& op) const {
-  std::string text = "[rank " + std::to_string(rank) + "/" + std::to_string(world_size);
+  std::string text = "[rank " + std::to_string(number(rank)) + "/" +
+                     std::to_string(part() ? whole.world_size : world_size);
   if (!group.empty() && group != "default") text += " of group " + group;
   text += "] ";
   if (op.kind != OpKind::none) {
@@ -16,7 +21,11 @@ std::string Identity::where(const OpInfo& op) const {
 }
 
 void Identity::raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const {
-  throw CommError(kind, where(op) + text, rank, world_size, op, peer);
+  throw error_about(kind, op, number(peer), text);
+}
+
+CommError Identity::error_about(ErrorKind kind, const OpInfo& op, int about, const std::string& text) const {
+  return {kind, where(op) + text, number(rank), part() ? whole.world_size : world_size, op, about};
 }
 
 }  // namespace pycomm

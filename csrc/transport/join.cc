@@ -1,14 +1,6 @@
-// join.cc -- how the ranks of a group on one node come together.
-//
-// In order:
-//   1  the ranks find each other and exchange their records (rendezvous.h): all know the same and decide
-//      alike
-//   2  every rank maps the shared memory, says `joined` and waits for all
-//   3  every rank tries to reach the memory of every peer, says `ready` with the result and waits for all
-//   4  the records leave the store; from here on only shared memory is used
-//
-// Whoever fails, for whatever reason and wherever, says so in the store and, from step 2 on, in the shared
-// memory: nobody waits for it.
+// join.cc -- see join.h.
+#include "join.h"
+
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -18,8 +10,6 @@
 #include "cores.h"
 #include "kernel_copy.h"
 #include "process.h"
-#include "rendezvous.h"
-#include "transport.h"
 
 namespace pycomm {
 
@@ -38,12 +28,6 @@ Transport::Terms settle_terms(const Identity& identity, const TransportOptions& 
   terms.lanes = max_lanes;
   int further = 0;
   for (int p = 0; p < identity.world_size; ++p) {
-    if (records[p].host != records[identity.rank].host)
-      identity.raise(
-          ErrorKind::mismatch, {}, p,
-          "rank " + std::to_string(p) +
-              " is on another host (or in another network namespace, or of another user); a "
-              "pycomm group must lie on one node. Use one group per node and another backend between nodes.");
     further |= records[p].primary;
     terms.lanes = std::min(terms.lanes, std::max(1, records[p].threads));
   }
@@ -78,45 +62,59 @@ std::unique_ptr<SharedMemory> share_memory(Rendezvous& rendezvous, const Identit
 
 }  // namespace
 
-std::unique_ptr<Transport> Transport::join(Store& store, int rank, int world_size,
-                                           const TransportOptions& options) {
+Joining::Joining(Store& store, int rank, int world_size, const TransportOptions& options)
+    : options_(options), identity_{options.name, rank, world_size, options.whole} {
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw std::invalid_argument("pycomm: rank " + std::to_string(rank) +
                                 " is not in [0, world_size=" + std::to_string(world_size) + ")");
-  if (world_size > max_ranks_of_node)
-    throw std::invalid_argument("pycomm: world_size=" + std::to_string(world_size) + " exceeds " +
-                                std::to_string(max_ranks_of_node) + " ranks on one node");
-  const Identity identity{options.name, rank, world_size};
   const std::chrono::duration<double> limit(std::min(options.timeout, longest_timeout));
-  const WaitScope scope{
-      {}, Clock::now() + std::chrono::duration_cast<Clock::duration>(limit), options.timeout};
-  Rendezvous rendezvous(store, identity, scope);
-  std::unique_ptr<Transport> transport;
-  try {
-    Record mine = own_record(options.host_id);
+  scope_ = {{}, Clock::now() + std::chrono::duration_cast<Clock::duration>(limit), options.timeout};
+  rendezvous_.emplace(store, identity_, scope_, options.place);
+  telling([this] {
+    Record mine = own_record(options_.host_id);
     mine.primary = has_primary_group();
-    mine.threads = options.threads;
-    const std::vector<Record> records = rendezvous.meet(std::move(mine));
-    const Terms terms = settle_terms(identity, options, records);
-    auto memory = share_memory(rendezvous, identity, terms, options);
-    transport = std::make_unique<Transport>(identity, options, terms, std::move(memory), rendezvous.lives());
-    transport->meet(scope);
-    transport->health_.set_lives(rendezvous.lasting_lives(records));
-    rendezvous.complete();
-    return transport;
-  } catch (const CommError& error) {
-    if (const auto cause = rendezvous.told()) throw *cause;
-    rendezvous.tell(error);
-    throw;
-  } catch (const std::exception& error) {
-    const std::string text = "creating the group: " + std::string(error.what());
-    const CommError failure(ErrorKind::none, identity.where({}) + text, rank, world_size, {}, rank);
-    rendezvous.tell(failure);
-    if (transport)
-      transport->health_.mark_broken(ErrorKind::peer, {}, rank,
-                                     "rank " + std::to_string(rank) + " failed: " + text);
-    throw failure;
-  }
+    mine.threads = options_.threads;
+    records_ = rendezvous_->meet(std::move(mine));
+    return 0;
+  });
+}
+
+bool Joining::one_host() const {
+  return std::all_of(records_.begin(), records_.end(),
+                     [this](const Record& record) { return record.host == records_[0].host; });
+}
+
+std::unique_ptr<Transport> Joining::transport() {
+  return telling([this] {
+    if (identity_.world_size > max_ranks_of_node)
+      throw std::invalid_argument("world_size=" + std::to_string(identity_.world_size) + " exceeds " +
+                                  std::to_string(max_ranks_of_node) + " ranks on one node");
+    const Transport::Terms terms = settle_terms(identity_, options_, records_);
+    auto memory = share_memory(*rendezvous_, identity_, terms, options_);
+    transport_ = std::make_unique<Transport>(identity_, options_, terms, std::move(memory),
+                                             rendezvous_->lives());
+    transport_->meet(scope_);
+    transport_->set_lives(rendezvous_->lasting_lives(records_));
+    rendezvous_->complete();
+    return std::move(transport_);
+  });
+}
+
+void Joining::tell(const CommError& error) {
+  if (const auto cause = rendezvous_->told()) throw *cause;
+  rendezvous_->tell(error);
+  throw error;
+}
+
+void Joining::tell_own(const std::exception& error) {
+  const std::string text = "creating the group: " + std::string(error.what());
+  const CommError failure =
+      identity_.error_about(ErrorKind::none, {}, identity_.number(identity_.rank), text);
+  rendezvous_->tell(failure);
+  if (transport_)
+    transport_->mark_broken({ErrorKind::peer, {}, failure.peer,
+                             identity_.name(identity_.rank) + " failed: " + text});
+  throw failure;
 }
 
 // Steps 2 and 3.

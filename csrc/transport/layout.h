@@ -26,7 +26,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 8;
+inline constexpr uint64_t layout_version = 9;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -104,7 +104,7 @@ struct alignas(cache_line) GroupHeader {
   int32_t peer;
   uint32_t op;
   uint64_t sequence;
-  char text[256];
+  char text[320];
   // What rank 0 has to say to all (TransportOptions::write_note); complete before it says `joined`.
   alignas(cache_line) std::byte note[note_bytes];
 };

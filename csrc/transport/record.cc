@@ -29,6 +29,15 @@ const std::string& boot_id() {
   return id;
 }
 
+constexpr size_t longest_label = 40;
+
+std::string label_of(const std::string& host_id) {
+  char name[256] = {};
+  if (host_id.empty()) ::gethostname(name, sizeof(name) - 1);
+  const std::string label = host_id.empty() ? name : host_id;
+  return label.substr(0, std::min(label.find('\n'), longest_label));
+}
+
 // One kernel, one network namespace (abstract sockets), one user.
 std::string host_identity() {
   struct stat network{};
@@ -44,7 +53,7 @@ std::string Record::pack() const {
   out << layout_version << ' ' << token << ' ' << primary << ' ' << threads << " c" << cores << " c" << cache
       << ' ' << lives.size();
   for (const LifeRef& life : lives) out << ' ' << life.name << ' ' << life.byte;
-  out << '\n' << host;
+  out << '\n' << label << '\n' << host;
   return out.str();
 }
 
@@ -61,13 +70,16 @@ Record Record::unpack(const std::string& text) {
   record.cache.erase(0, 1);
   record.lives.resize(num_lives);
   for (LifeRef& life : record.lives) in >> life.name >> life.byte;
-  record.host = text.substr(end + 1);
+  const size_t second = text.find('\n', end + 1);
+  record.label = text.substr(end + 1, second - end - 1);
+  record.host = text.substr(second + 1);
   return record;
 }
 
 Record own_record(const std::string& host_id) {
   Record record;
   record.host = host_id.empty() ? host_identity() : host_id;
+  record.label = label_of(host_id);
   record.token = process_token();
   record.cores = allowed_cores();
   record.cache = cores_of_one_cache(record.cores);

@@ -10,6 +10,7 @@ namespace pycomm {
 
 struct Record {
   std::string host;  // ranks with the same one can share memory
+  std::string label;  // what people call it
   uint64_t token = 0;  // of the process
   int primary = 0;  // the process has a group already
   int threads = 1;

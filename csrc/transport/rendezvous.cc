@@ -63,11 +63,12 @@ Rendezvous::Offer Rendezvous::Offer::unpack(const std::string& text) {
   return {text.substr(0, first), text.substr(first + 1, second - first - 1), text.substr(second + 1)};
 }
 
-Rendezvous::Rendezvous(Store& store, const Identity& identity, const WaitScope& scope)
+Rendezvous::Rendezvous(Store& store, const Identity& identity, const WaitScope& scope,
+                       const std::string& place)
     : store_(store),
       identity_(identity),
       scope_(scope),
-      prefix_("pycomm/" + identity.group + "/"),
+      prefix_("pycomm/" + identity.group + "/" + place),
       attempt_(identity.rank == 0 ? random_token() : ""),
       records_(identity.world_size),
       locked_(identity.world_size) {}
@@ -106,7 +107,7 @@ void Rendezvous::follow(const Record& mine) {
     const Offer offer = Offer::unpack(text);
     return !is_over(offer.attempt) && take_part(offer);
   };
-  await(found, [this] { raise_late(0, "0"); });
+  await(found, [this] { raise_late(0, std::to_string(identity_.number(0))); });
   publish(mine);
 }
 
@@ -139,7 +140,7 @@ bool Rendezvous::take_part(const Offer& offer) {
     attempt_.clear();
     return false;
   } catch (const TooLate&) {
-    raise_late(0, "0");
+    raise_late(0, std::to_string(identity_.number(0)));
   }
 }
 
@@ -159,7 +160,7 @@ void Rendezvous::serve(std::chrono::nanoseconds wait) {
 
 std::unique_ptr<SharedMemory> Rendezvous::share_memory(size_t nbytes) {
   if (identity_.rank == 0) resize_memory_file(memory_file_.get(), nbytes);
-  else await([this] { return memory_file_bytes(memory_file_.get()) > 0; }, [this] { raise_late(0, "0"); });
+  else await([this] { return memory_file_bytes(memory_file_.get()) > 0; }, [this] { raise_late(0, std::to_string(identity_.number(0))); });
   auto memory = std::make_unique<SharedMemory>(memory_file_.get());
   memory_file_.reset();
   return memory;
@@ -247,14 +248,14 @@ void Rendezvous::look_at_lives() {
 void Rendezvous::raise_dead(int peer) {
   if (const auto failure = told()) throw *failure;  // it lives, and has given up
   identity_.raise(ErrorKind::peer, scope_.op, peer,
-                  "creating the group: rank " + std::to_string(peer) + " died (its process ended)");
+                  "creating the group: " + identity_.name(peer) + " died (its process ended)");
 }
 
 void Rendezvous::raise_missing(int first) {
   std::string missing;
   for (int p = first; p < identity_.world_size; ++p)
     if (p != identity_.rank && !store_.has({key(p)}))
-      missing += (missing.empty() ? "" : ", ") + std::to_string(p);
+      missing += (missing.empty() ? "" : ", ") + std::to_string(identity_.number(p));
   raise_late(first, missing);
 }
 
@@ -273,12 +274,12 @@ void Rendezvous::tell(const CommError& error) {
   if (attempt_.empty()) return;
   first_told(attempt_, identity_.rank);
   const bool own = error.kind == ErrorKind::none;
-  const std::string where = identity_.where(error.op), rank = std::to_string(identity_.rank);
+  const std::string where = identity_.where(error.op), rank = std::to_string(identity_.number(identity_.rank));
   std::string text = error.what();
   if (text.starts_with(where)) text.erase(0, where.size());
   std::ostringstream out;
   out << static_cast<uint32_t>(own ? ErrorKind::peer : error.kind) << ' '
-      << (own ? identity_.rank : error.peer) << ' ' << rank << ' ' << now_ns() << '\n'
+      << (own ? identity_.number(identity_.rank) : error.peer) << ' ' << rank << ' ' << now_ns() << '\n'
       << (own ? "rank " + rank + " failed: " : "") << text;
   try {
     if (store_.has({key("failed")})) return;
@@ -314,9 +315,7 @@ std::optional<Rendezvous::Failure> Rendezvous::read_failure(const std::string& a
   in.get();
   std::getline(in, text, '\0');
   if (reporter != peer) text += " (seen by rank " + std::to_string(reporter) + ")";
-  return Failure{CommError(static_cast<ErrorKind>(kind), identity_.where(scope_.op) + text, identity_.rank,
-                           identity_.world_size, scope_.op, peer),
-                 when};
+  return Failure{identity_.error_about(static_cast<ErrorKind>(kind), scope_.op, peer, text), when};
 }
 
 }  // namespace pycomm

@@ -51,7 +51,8 @@ namespace pycomm {
 
 class Rendezvous {
  public:
-  Rendezvous(Store& store, const Identity& identity, const WaitScope& scope);
+  // `place`: for the keys of a part of a group.
+  Rendezvous(Store& store, const Identity& identity, const WaitScope& scope, const std::string& place = "");
 
   // The records of all ranks, by rank. Throws CommError.
   std::vector<Record> meet(Record mine);
@@ -61,6 +62,8 @@ class Rendezvous {
   // In the complete group: a life file that all processes had before, else the new one.
   Lives lasting_lives(const std::vector<Record>& records);
   void complete();  // takes the record out of the store
+  const std::string& attempt() const { return attempt_; }  // a word that is new for every try
+  void look();  // at what ends this try: throws what another has told, or that one has died
 
   // Tells the others that this rank gives up, if nobody has told yet. Both are silent about a store that
   // fails.
@@ -85,7 +88,6 @@ class Rendezvous {
   [[noreturn]] void raise_dead(int peer);
   // Returns once ready() is true; raises what ends the try before. give_up() raises: the deadline has passed.
   void await(const std::function<bool()>& ready, const std::function<void()>& give_up);
-  void look();
   void look_at_lives();
   [[noreturn]] void raise_missing(int first);
   [[noreturn]] void raise_late(int first, const std::string& missing);

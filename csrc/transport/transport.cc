@@ -12,7 +12,7 @@ namespace {
 
 // Only ESRCH says that there is no such process any more.
 [[noreturn]] void fail_copy(Transport& transport, const char* done, int error, int peer, const OpInfo& op) {
-  const std::string who = "rank " + std::to_string(peer);
+  const std::string who = transport.name(peer);
   transport.check(op);  // a peer whose operation has ended with an error may have freed its memory
   if (transport.peer_closed(peer))
     transport.fail(ErrorKind::peer, op, peer, who + " closed the group in the middle of this operation");

@@ -6,12 +6,13 @@
 //   wait           the one place where a rank waits, and how others wake it
 //   regions        registered memory, mapped by every rank
 //   rendezvous     how the ranks of a group find each other, with record (what they tell each other)
-//   join           how a group is made of them
+//   join           how a group is made of them (Joining)
 // Transport holds them and adds the reach into peers' memory.
 #pragma once
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "../store/store.h"
@@ -44,6 +45,9 @@ struct TransportOptions {
   // till then, that every rank finds at Transport::note().
   std::function<void(int, int, std::byte*)> write_note;
   DeviceOptions device;
+  double host_timeout = 10;  // seconds after which a host of the group that is silent is lost
+  Whole whole;  // of which the group is a part
+  std::string place;  // of that part, in the keys of the store
 };
 
 class Transport {
@@ -57,13 +61,11 @@ class Transport {
     bool primary = false;  // the first group of each process
   };
 
-  // Blocks until all ranks have come. Collective.
-  static std::unique_ptr<Transport> join(Store& store, int rank, int world_size,
-                                         const TransportOptions& options);
   Transport(Identity identity, const TransportOptions& options, const Terms& terms,
             std::unique_ptr<SharedMemory> memory, Lives lives);
   ~Transport() { close(); }
   Transport(const Transport&) = delete;
+  void meet(const WaitScope& scope);  // all ranks, in the shared memory; before anything else
 
   int rank() const { return identity_.rank; }
   int world_size() const { return identity_.world_size; }
@@ -79,6 +81,7 @@ class Transport {
   void set_timeout(double seconds) { timeout_.store(seconds, std::memory_order_relaxed); }
   const DeviceOptions& device_options() const { return options_.device; }
   std::string where(const OpInfo& op) const { return identity_.where(op); }  // "[rank 2/4] all_reduce #17: "
+  std::string name(int peer) const { return identity_.name(peer); }  // "rank 3"
 
   // --- shared memory (group_memory.h) ---
   const std::byte* note() const { return memory_.header().note; }
@@ -120,6 +123,8 @@ class Transport {
   void notify(int peer) { waiting_.notify(peer); }
   void ring_self() { waiting_.ring_self(); }
   void note_core() { waiting_.note_core(); }
+  void beat() { waiting_.beat(); }  // this rank waits, for something that is not here
+  double host_timeout() const { return options_.host_timeout; }
   void set_idle_hook(std::function<void()> hook) { waiting_.set_idle_hook(std::move(hook)); }
 
   // --- health (health.h) ---
@@ -132,11 +137,16 @@ class Transport {
     identity_.raise(kind, op, peer, text);
   }
   void abort(const std::string& reason) { health_.abort(reason); }
+  // Where this is a part of a group, on one of its hosts (hosts/): what goes to and comes from the others.
+  void mark_broken(const Reason& reason) { health_.mark_broken(reason); }
+  std::optional<Reason> reason() const { return health_.reason(); }
+  bool closed() const { return health_.closed(); }
   void close();
   bool forked() const { return health_.forked(); }
   bool broken() const { return health_.broken(); }
   bool peer_alive(int peer) const { return health_.peer_alive(peer); }
   const Lives& lives() const { return health_.lives(); }
+  void set_lives(Lives lives) { health_.set_lives(std::move(lives)); }  // before the group is used
   bool peer_closed(int peer) const { return health_.peer_closed(peer); }
 
   // --- peers' memory ---
@@ -164,7 +174,6 @@ class Transport {
   static size_t region_bytes(size_t stride, int world_size) { return Regions::bytes(stride, world_size); }
 
  private:
-  void meet(const WaitScope& scope);
   void probe_peers();
   Reach common_reach() const;
 

@@ -133,10 +133,10 @@ void Waiting::examine(int first, int last, const Condition& ready, const WaitSco
     if (left) {
       if (scope.any_peer && ++closed < last - first - 1) continue;
       health_.fail(ErrorKind::peer, scope.op, p,
-                   "rank " + std::to_string(p) + " closed the group before it came to this operation");
+                   health_.name(p) + " closed the group before it came to this operation");
     }
     if (died)
-      health_.fail(ErrorKind::peer, scope.op, p, "rank " + std::to_string(p) + " died (its process ended)");
+      health_.fail(ErrorKind::peer, scope.op, p, health_.name(p) + " died (its process ended)");
     missing.push_back(p);
   }
   if (late && !missing.empty()) fail_for(std::move(missing), scope);
@@ -157,8 +157,7 @@ void Waiting::fail_for(std::vector<int> missing, const WaitScope& scope) {
   if (silent.empty()) silent = silent_of(all);
   if (!silent.empty()) missing = silent;
   std::ostringstream text;
-  text << (missing.size() > 1 ? "ranks " : "rank ");
-  for (size_t i = 0; i < missing.size(); ++i) text << (i ? ", " : "") << missing[i];
+  text << health_.names(missing);
   text << " did not arrive within the timeout of " << scope.timeout << " s";
   health_.fail(ErrorKind::timeout, scope.op, missing[0], text.str());
 }

@@ -36,6 +36,7 @@
 // a `surely`, which waits for that thread and then says what is true.
 #pragma once
 
+#include <algorithm>
 #include <chrono>
 #include <functional>
 
@@ -53,6 +54,13 @@ struct WaitScope {
       false;  // one of the peers suffices: those that closed the group are not missed while one is left
   bool patient = false;  // a worker thread: sleeps early, the cores belong to the caller
 };
+
+inline WaitScope scope_of(const OpInfo& op, double timeout) {
+  const std::chrono::duration<double> limit(std::min(timeout, 1e8));
+  return {op, std::chrono::steady_clock::now() +
+                  std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit),
+          timeout};
+}
 
 // What a wait waits for, by peer. Ready is called often, must be cheap and load with acquire order; its
 // `surely`, if it has one, is called before the wait ends early ([Note: the last look]).
@@ -159,6 +167,7 @@ class Waiting {
 
   // Says where this rank runs, so that peers do not spin on the core that it needs.
   void note_core();
+  void beat();  // leaves a heartbeat: [Note: who is to blame]
   void set_idle_hook(std::function<void()> hook) { idle_hook_ = std::move(hook); }
 
  private:
@@ -168,7 +177,6 @@ class Waiting {
   void examine(int first, int last, const Condition& ready, const WaitScope& scope);
   [[noreturn]] void fail_for(std::vector<int> missing, const WaitScope& scope);
   void sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds);
-  void beat();
   bool has_heartbeat(int peer) const;
   void leave_shared_core(std::chrono::steady_clock::time_point now);
   bool shares_core(int peer) const {

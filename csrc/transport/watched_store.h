@@ -17,7 +17,8 @@ namespace pycomm {
 
 class WatchedStore final : public Store {
  public:
-  // `members`: the ranks in `known`, a group that lives as long as this, of the ranks of the new group.
+  // `members`: the ranks in `known`, a group that lives as long as this, of the ranks of the new group; -1:
+  // not known there.
   WatchedStore(Store& store, const Transport& known, std::vector<int> members, Identity identity)
       : store_(store), known_(known), members_(std::move(members)), identity_(std::move(identity)) {}
 
@@ -38,7 +39,7 @@ class WatchedStore final : public Store {
     if (raised_ || now < next_look_) return;
     next_look_ = now + look_every;
     for (size_t p = 0; p < members_.size(); ++p) {
-      if (members_[p] == known_.rank() || known_.peer_alive(members_[p])) continue;
+      if (members_[p] < 0 || members_[p] == known_.rank() || known_.peer_alive(members_[p])) continue;
       raised_ = true;
       identity_.raise(ErrorKind::peer, {}, static_cast<int>(p),
                       "creating the group: rank " + std::to_string(p) + " died (its process ended)");

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from pycomm import _autoload
+from pycomm import _autoload, env
 from pycomm.communicator import Communicator
 
 
@@ -24,6 +24,7 @@ class GroupOptions:
         operation_timeout: seconds of one operation whose peers do not come.
         communicator: further options of a Communicator: name, staging_bytes, threads.
         in_threads: the ranks are threads of one process.
+        hosts: for each rank the number of its simulated host; None: all are on this one.
     """
 
     backend: str | None
@@ -31,18 +32,22 @@ class GroupOptions:
     operation_timeout: float
     communicator: dict
     in_threads: bool
+    hosts: Sequence[int] | None = None
 
     @contextlib.contextmanager
     def join(self, store, rank, world_size):
         """Forms the group, for as long as the context lasts. Its value is what the rank's function gets: the
         Communicator, or this rank's number. Left by an error, it does not wait for the peers.
         """
+        host = None if self.hosts is None else f"host{self.hosts[rank]}"
         with self._on_device(rank):
             if self.backend is None:
                 options = {"timeout": self.operation_timeout, **self.communicator}
-                with Communicator(store, rank, world_size, **options) as comm:
+                with Communicator(store, rank, world_size, _host=host, **options) as comm:
                     yield comm
                 return
+            if host is not None:
+                env.simulate_host(host)
             _autoload.register()  # for a pycomm that is on the path but not installed
             limit = datetime.timedelta(seconds=self.operation_timeout)
             dist.init_process_group(
@@ -60,7 +65,7 @@ class GroupOptions:
         return torch.cuda.stream(torch.cuda.Stream())
 
 
-def make_options(world_size, timeout, *, in_threads, backend=None, devices=None, **others):
+def make_options(world_size, timeout, *, in_threads, backend=None, devices=None, hosts=None, **others):
     """GroupOptions of the options of run_ranks. Raises ValueError."""
     operation_timeout = others.pop("operation_timeout", timeout)
     if backend is not None and in_threads:
@@ -69,4 +74,26 @@ def make_options(world_size, timeout, *, in_threads, backend=None, devices=None,
         raise ValueError(f"{', '.join(others)}: for a Communicator, not with backend={backend!r}")
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"devices={devices!r}: one for each of {world_size} ranks")
-    return GroupOptions(backend, devices, operation_timeout, others, in_threads)
+    hosts = None if hosts is None else hosts_of(hosts, world_size)
+    return GroupOptions(backend, devices, operation_timeout, others, in_threads, hosts)
+
+
+def hosts_of(text, world_size):
+    """For each rank the number of its host. "2x3": two hosts of three ranks; "3+5": hosts of three and five;
+    "0101": the host of each rank, one digit each; a list of numbers is taken as it is. Raises ValueError.
+    """
+    try:
+        if not isinstance(text, str):
+            hosts = [int(host) for host in text]
+        elif "x" in text:
+            count, size = map(int, text.split("x"))
+            hosts = [rank // size for rank in range(count * size)]
+        elif "+" in text:
+            hosts = [host for host, size in enumerate(text.split("+")) for _ in range(int(size))]
+        else:
+            hosts = [int(digit) for digit in text]
+    except ValueError:
+        raise ValueError(f"hosts={text!r}: expected a form like '2x3', '3+5' or '0101'") from None
+    if len(hosts) != world_size:
+        raise ValueError(f"hosts={text!r} has {len(hosts)} ranks, the group {world_size}")
+    return hosts

@@ -44,6 +44,9 @@ def run_ranks(world_size, fn, *args, mode="threads", timeout=60.0, fail=True, **
             backend: None (default): the group is a Communicator. A name ("pycomm", "gloo", "nccl"): it is the
                 default group of torch.distributed; for processes only.
             devices: the CUDA device of each rank, such as ["cuda:0", "cuda:1"].
+            hosts: simulates several hosts on this one: "2x3" (two hosts of three ranks), "3+5", "0101" (the
+                host of each rank). Between threads messages go through this process, between processes by
+                the loopback interface.
             operation_timeout: seconds of one operation whose peers do not come.
             name, staging_bytes, threads: of a Communicator.
 

@@ -1,0 +1,134 @@
+// across.cc -- see across.h.
+#include "across.h"
+
+#include <thread>
+
+#include "../transport/interrupt.h"
+#include "collectives.h"
+
+namespace pycomm {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr auto tick = std::chrono::milliseconds(20);
+constexpr auto until_reason = std::chrono::seconds(1);  // for whoever knows better to say it
+constexpr auto grace = std::chrono::milliseconds(500);  // [Note: limits inside]
+
+void run_kind(Operation& operation, Agreement& agreement) {
+  switch (operation.op.kind) {
+    case OpKind::all_reduce: return across::all_reduce(operation, agreement);
+    case OpKind::reduce: return across::reduce(operation, agreement);
+    case OpKind::broadcast: return across::broadcast(operation, agreement);
+    case OpKind::all_gather: return across::all_gather(operation, agreement);
+    case OpKind::reduce_scatter: return across::reduce_scatter(operation, agreement);
+    case OpKind::all_to_all: return across::all_to_all(operation, agreement);
+    case OpKind::gather: return across::gather(operation, agreement);
+    case OpKind::scatter: return across::scatter(operation, agreement);
+    case OpKind::barrier: agreement.begin(); return agreement.conclude();
+    default: throw std::logic_error("pycomm: unknown collective");
+  }
+}
+
+}  // namespace
+
+Across::Across(Placement placement, int rank, std::shared_ptr<Communicator> inside, Wires wires)
+    : placement_(std::move(placement)),
+      rank_(rank),
+      host_(placement_.host_of[rank]),
+      inside_(std::move(inside)),
+      board_(*inside_, placement_.world_size()),
+      wires_(std::move(wires)),
+      ticker_(std::make_unique<Ticker>(tick)) {
+  if (leads())
+    speaker_ = std::make_unique<Speaker>(placement_, host_, *wires_.control, transport(), board_, *ticker_);
+}
+
+// A forked child has neither the threads nor the connections.
+Across::~Across() {
+  if (!transport().forked()) return;
+  (void)speaker_.release();
+  (void)ticker_.release();
+  (void)new Wires(std::move(wires_));
+}
+
+void Across::leave() {
+  if (transport().forked()) return;
+  if (speaker_) speaker_->leave();
+  inside_->close();
+}
+
+bool Across::on_own_thread() const { return inside_->on_own_thread() || ticker_->is_this_thread(); }
+
+void Across::run(const Op& op, const WaitScope& scope) {
+  Operation operation(*this, op, scope);
+  Agreement agreement(operation);
+  run_kind(operation, agreement);
+}
+
+std::byte* Across::memory(size_t nbytes) {
+  if (nbytes > memory_bytes_) {
+    memory_.reset();
+    memory_ = std::make_unique_for_overwrite<std::byte[]>(nbytes);
+    memory_bytes_ = nbytes;
+  }
+  return memory_.get();
+}
+
+void Across::await(Ticket& ticket, int peer, const WaitScope& scope) {
+  const Ticker::Watched watched(*ticker_, ticket);
+  Clock::time_point closed{};
+  for (;;) {
+    try {
+      if (ticket.wait()) return;
+    } catch (const WireError& error) {
+      lost(peer, error, scope);
+    }
+    look(peer, closed, scope);
+  }
+}
+
+// At what ends a wait for the wire.
+void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
+  transport().beat();
+  transport().check(scope.op);
+  if (interrupted()) {
+    transport().abort(interrupted_text);
+    transport().check(scope.op);
+  }
+  const auto now = Clock::now();
+  if (board_.closed(peer)) {  // what it sent before may still be on its way
+    if (closed == Clock::time_point{}) closed = now;
+    if (now - closed > until_reason) fail_closed(peer, scope);
+  }
+  if (now < scope.deadline + grace) return;
+  std::string limit = std::to_string(scope.timeout);
+  fail(ErrorKind::timeout, peer,
+       placement_.name(peer) + " did not arrive within the timeout of " + limit + " s", scope);
+}
+
+void Across::lost(int peer, const WireError& error, const WaitScope& scope) {
+  for (const auto limit = Clock::now() + until_reason; Clock::now() < limit;) {
+    transport().check(scope.op);
+    if (board_.closed(peer)) fail_closed(peer, scope);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+  fail(ErrorKind::peer, peer,
+       "the connection to " + placement_.name(peer) + " ended: it died or closed the group (" + error.what() +
+           ")",
+       scope);
+}
+
+void Across::fail_closed(int peer, const WaitScope& scope) {
+  fail(ErrorKind::peer, peer, placement_.name(peer) + " closed the group before it came to this operation",
+       scope);
+}
+
+void Across::fail(ErrorKind kind, int peer, const std::string& text, const WaitScope& scope) {
+  transport().mark_broken({kind, scope.op, peer, text + " (seen by " + placement_.name(rank_) + ")"});
+  transport().check(scope.op);
+  throw CommError(kind, transport().where(scope.op) + text, rank_, placement_.world_size(), scope.op, peer);
+}
+
+}  // namespace pycomm

@@ -1,0 +1,211 @@
+// speaker.cc -- see speaker.h.
+#include "speaker.h"
+
+#include <pthread.h>
+
+#include <cstring>
+
+namespace pycomm {
+
+namespace {
+
+constexpr uint32_t tag = 1;
+constexpr auto look_every = std::chrono::milliseconds(50);
+constexpr auto alive_every = std::chrono::seconds(1);
+constexpr auto longest_pause = std::chrono::seconds(2);  // of this thread, beyond which silence is its own
+constexpr auto until_reason = std::chrono::milliseconds(500);  // for whoever knows better to say it
+constexpr auto longest_farewell = std::chrono::seconds(1);
+constexpr size_t most_said = 32;
+
+}  // namespace
+
+Speaker::Speaker(const Placement& placement, int host, Wire& wire, Transport& transport, Board& board,
+                 Ticker& ticker)
+    : placement_(placement),
+      host_(host),
+      wire_(wire),
+      transport_(transport),
+      board_(board),
+      ticker_(ticker),
+      closed_(placement.size_of(host)) {
+  for (int h = 0; h < placement.hosts(); ++h) {
+    peers_.push_back(h == host ? nullptr : std::make_unique<Peer>());
+    if (h != host) peers_[h]->heard.store(Clock::now().time_since_epoch().count());
+  }
+  for (int h = 0; h < placement.hosts(); ++h)
+    if (h != host) peers_[h]->thread = std::thread([this, h] { hear(h); });
+  thread_ = std::thread([this] { speak(); });
+  ::pthread_setname_np(thread_.native_handle(), "pycomm-speaker");
+}
+
+Speaker::~Speaker() {
+  {
+    std::lock_guard lock(mutex_);
+    stop_.store(true);
+    for (auto& peer : peers_)
+      if (peer && peer->hears) peer->hears->nudge();
+  }
+  ended_.notify_all();
+  thread_.join();
+  for (auto& peer : peers_)
+    if (peer) peer->thread.join();
+}
+
+void Speaker::leave() {
+  std::lock_guard lock(mutex_);
+  if (std::exchange(left_, true)) return;
+  look_at_host();
+  Word word;
+  word.kind = Kind::closed;
+  word.rank = placement_.ranks[host_][0];
+  say(word);
+  const auto limit = Clock::now() + longest_farewell;
+  for (auto& peer : peers_) {
+    if (!peer || peer->gone.load() || peer->said.empty()) continue;
+    Ticket& last = *peer->said.back().second;
+    const Ticker::Watched watched(ticker_, last);
+    try {
+      while (!last.wait() && Clock::now() < limit && !peer->gone.load()) continue;
+    } catch (const WireError&) {
+      peer->gone.store(true);  // it is not there to hear it
+    }
+  }
+}
+
+void Speaker::speak() {
+  auto last = Clock::now();
+  std::unique_lock lock(mutex_);
+  while (!stop_.load()) {
+    const auto now = Clock::now();
+    if (!left_) look_at_host();
+    look_at_others(now - last);
+    if (!left_ && now >= next_alive_) {
+      next_alive_ = now + alive_every;
+      say({});
+    }
+    last = now;
+    ended_.wait_for(lock, look_every, [this] { return stop_.load(); });
+  }
+}
+
+void Speaker::look_at_host() {
+  for (int l = 0; l < placement_.size_of(host_); ++l) {
+    if (closed_[l]) continue;
+    if (transport_.peer_closed(l)) {
+      closed_[l] = true;
+      Word word;
+      word.kind = Kind::closed;
+      word.rank = placement_.ranks[host_][l];
+      if (l != 0) say(word);
+    } else if (l != 0 && !transport_.broken() && !transport_.peer_alive(l) && !transport_.peer_closed(l)) {
+      transport_.mark_broken({ErrorKind::peer, {}, placement_.ranks[host_][l],
+                              transport_.name(l) + " died (its process ended)"});
+    }
+  }
+  const std::optional<Reason> reason = transport_.reason();
+  if (!reason || std::exchange(told_broken_, true) || heard_broken_.load()) return;
+  Word word;
+  word.kind = Kind::broken;
+  word.error = static_cast<uint32_t>(reason->kind);
+  word.rank = reason->number;
+  word.op = static_cast<uint32_t>(reason->op.kind);
+  word.sequence = reason->op.sequence;
+  std::strncpy(word.text, reason->text.c_str(), sizeof(word.text) - 1);
+  say(word);
+}
+
+void Speaker::look_at_others(Clock::duration since_last_look) {
+  const auto now = Clock::now();
+  const auto patience = std::chrono::duration<double>(transport_.host_timeout());
+  for (int h = 0; h < placement_.hosts(); ++h) {
+    if (!peers_[h] || peers_[h]->gone.load()) continue;
+    if (since_last_look > longest_pause) peers_[h]->heard.store(now.time_since_epoch().count());
+    const Clock::time_point heard{Clock::duration(peers_[h]->heard.load())};
+    if (now - heard < patience || transport_.broken()) continue;
+    std::string seconds = std::to_string(transport_.host_timeout());
+    seconds.erase(seconds.find_last_not_of('0') + 1);
+    if (seconds.back() == '.') seconds.pop_back();
+    transport_.mark_broken({ErrorKind::peer, {}, placement_.ranks[h][0],
+                            placement_.names[h] + " (" + ranks_of(h) + ") has not been heard for " + seconds +
+                                " s: its link is lost, or rank " + std::to_string(placement_.ranks[h][0]) +
+                                ", which speaks for it, is stopped"});
+  }
+}
+
+std::string Speaker::ranks_of(int h) const {
+  const auto& ranks = placement_.ranks[h];
+  if (ranks.size() == 1) return "rank " + std::to_string(ranks[0]);
+  if (ranks.back() - ranks[0] + 1 == static_cast<int>(ranks.size()))
+    return "ranks " + std::to_string(ranks[0]) + " to " + std::to_string(ranks.back());
+  std::string text = "ranks";
+  for (size_t i = 0; i < ranks.size(); ++i) text += (i ? ", " : " ") + std::to_string(ranks[i]);
+  return text;
+}
+
+// What is said and not taken for long is dropped: nobody is there to take it.
+void Speaker::say(const Word& word) {
+  for (int h = 0; h < placement_.hosts(); ++h) {
+    if (!peers_[h] || peers_[h]->gone.load()) continue;
+    auto& said = peers_[h]->said;
+    if (said.size() == most_said) said.pop_front();
+    auto copy = std::make_unique<Word>(word);
+    try {
+      TicketPtr ticket = wire_.send(h, tag, reinterpret_cast<std::byte*>(copy.get()), sizeof(Word));
+      said.emplace_back(std::move(copy), std::move(ticket));
+    } catch (const WireError&) {
+      // its thread sees it
+    }
+  }
+}
+
+void Speaker::hear(int h) {
+  ::pthread_setname_np(::pthread_self(), "pycomm-hears");
+  Peer& peer = *peers_[h];
+  Word word;
+  try {
+    for (;;) {
+      Ticket* ticket = nullptr;
+      {
+        std::lock_guard lock(mutex_);
+        if (stop_.load()) return;
+        peer.hears = wire_.recv(h, tag, reinterpret_cast<std::byte*>(&word), sizeof(Word));
+        ticket = peer.hears.get();
+      }
+      while (!ticket->wait())
+        if (stop_.load()) break;
+      if (stop_.load()) break;
+      peer.heard.store(Clock::now().time_since_epoch().count());
+      take(h, word);
+    }
+  } catch (const WireError& error) {
+    miss(h, error.what());
+  }
+  std::lock_guard lock(mutex_);
+  peer.hears.reset();
+}
+
+void Speaker::take(int h, const Word& word) {
+  if (word.kind == Kind::broken) {
+    heard_broken_.store(true);
+    transport_.mark_broken({static_cast<ErrorKind>(word.error),
+                            {static_cast<OpKind>(word.op), word.sequence},
+                            word.rank,
+                            word.text});
+  }
+  if (word.kind != Kind::closed) return;
+  board_.note_closed(word.rank);
+  if (word.rank == placement_.ranks[h][0]) peers_[h]->gone.store(true);
+}
+
+void Speaker::miss(int h, const std::string& what) {
+  if (peers_[h]->gone.exchange(true)) return;
+  const auto limit = Clock::now() + until_reason;
+  while (!transport_.broken() && !stop_.load() && Clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  if (transport_.broken() || stop_.load()) return;
+  const int leader = placement_.ranks[h][0];
+  transport_.mark_broken(
+      {ErrorKind::peer, {}, leader, placement_.name(leader) + " died (its connection ended: " + what + ")"});
+}
+
+}  // namespace pycomm

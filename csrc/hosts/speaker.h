@@ -1,0 +1,84 @@
+// speaker.h -- what the leaders of the hosts tell each other while a group lives.
+//
+// Each leader has a connection of its own to every other leader, apart from the data, on which words of one
+// size travel:
+//   alive     every second; a host that has not been heard for `host_timeout` is lost
+//   broken    the group is broken on my host, and why: the other hosts raise the same
+//   closed    a rank of my host has closed the group (board.h); if it is the leader, nothing follows
+// One thread for each other leader receives, and one speaks: it also looks at the lives of this host's ranks,
+// for nobody else does while they all wait for the wire. A connection that ends without `closed` is a leader
+// that died. When a leader has closed the group, its host has no speaker: what its other ranks do then is seen
+// on their own connections.
+//
+// A leader that was stopped itself has heard nobody meanwhile; so silence counts only while this thread runs.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+#include "board.h"
+#include "placement.h"
+#include "ticker.h"
+#include "wire.h"
+
+namespace pycomm {
+
+class Speaker {
+ public:
+  // All of it outlives the speaker. `host`: this one.
+  Speaker(const Placement& placement, int host, Wire& wire, Transport& transport, Board& board, Ticker& ticker);
+  ~Speaker();
+  Speaker(const Speaker&) = delete;
+
+  void leave();  // tells that this rank closes the group; once
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  enum class Kind : uint32_t { alive, broken, closed };
+  struct Word {
+    Kind kind = Kind::alive;
+    uint32_t error = 0;
+    int32_t rank = -1;
+    uint32_t op = 0;
+    uint64_t sequence = 0;
+    char text[360] = {};
+  };
+  struct Peer {  // the leader of another host
+    std::atomic<Clock::rep> heard{0};
+    std::atomic<bool> gone{false};
+    std::deque<std::pair<std::unique_ptr<Word>, TicketPtr>> said;  // under the lock
+    TicketPtr hears;  // set before the thread starts and by it, under the lock
+    std::thread thread;
+  };
+
+  void speak();
+  void look_at_host();
+  void look_at_others(Clock::duration since_last_look);
+  void say(const Word& word);  // with the lock held
+  void hear(int h);
+  void take(int h, const Word& word);
+  void miss(int h, const std::string& what);
+  std::string ranks_of(int h) const;
+
+  const Placement& placement_;
+  const int host_;
+  Wire& wire_;
+  Transport& transport_;
+  Board& board_;
+  Ticker& ticker_;
+  std::vector<std::unique_ptr<Peer>> peers_;  // by host, null for this one
+  std::vector<bool> closed_;                  // of this host's ranks, as told
+  std::atomic<bool> heard_broken_{false};
+  bool told_broken_ = false;
+  std::mutex mutex_;
+  std::condition_variable ended_;
+  std::atomic<bool> stop_{false};
+  bool left_ = false;
+  Clock::time_point next_alive_{};
+  std::thread thread_;
+};
+
+}  // namespace pycomm

@@ -1,0 +1,170 @@
+"""Makes Gloo's contexts between the ranks of several hosts: see the head of the package."""
+
+import contextlib
+import datetime
+import functools
+import threading
+import time
+
+import torch.distributed as dist
+
+from pycomm import env
+from pycomm.hosts import probe, records
+from pycomm.hosts.meeting import SHORTEST_S, Meeting
+
+# Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
+# one would end in words that name nobody.
+GLOO_TIMEOUT_S = 1e8
+THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thread of the device
+COUNTERS = ("record", "second", "reached", "made")
+
+
+def engines(store, rank, hosts, labels, token, timeout):
+    """Gloo's contexts for a group that spans hosts. Collective over its ranks.
+
+    Args:
+        store: torch.distributed Store that all ranks share.
+        rank: of this process in the group.
+        hosts: for each rank the number of its host; hosts are numbered by their lowest rank.
+        labels: for each host its name in messages, such as "node-a".
+        token: a word of this attempt to make the group, different from that of all others on the store.
+        timeout: seconds for all of it.
+
+    Returns (data, control): torch.distributed.ProcessGroupGloo over all ranks, and over the leaders, the
+    lowest rank of each host, in order of the hosts; None on other ranks.
+
+    Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
+    the others add who has seen it.
+    """
+    meeting = Meeting(dist.PrefixStore(f"pycomm.hosts/{token}", store), rank, hosts, labels, timeout)
+    with contextlib.ExitStack() as opened:  # what is closed tells others that this rank has ended
+        try:
+            made = _meet_and_make(meeting, store, token, opened)
+        except BaseException as error:
+            problem = meeting.fail(error)
+            if problem is error:
+                raise
+            raise problem from None
+    meeting.leave(COUNTERS)
+    return made
+
+
+def _meet_and_make(meeting, store, token, opened):
+    leaders = [meeting.hosts.index(host) for host in range(len(meeting.labels))]
+    meeting.raise_failure()
+    everyone, listener = _meet(meeting, store, token, opened)
+    if text := records.problem(everyone, meeting.label):
+        raise ValueError(text)
+    trial = opened.enter_context(contextlib.closing(probe.Probe(meeting, everyone, leaders, token)))
+    probe.check_reach(meeting, trial, listener)
+    meeting.watch = trial.look
+    made = _make(meeting, everyone[meeting.rank].address, leaders)
+    meeting.arrive("made")
+    meeting.wait_for_all("made", meeting.world_size, "The connections of the other ranks were not made")
+    return made
+
+
+def _meet(meeting, store, token, opened):
+    """(the Record of each rank, this rank's Listener)."""
+    address, chosen = records.own_address(store)
+    word = probe.word_of(token, meeting.rank)
+    listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
+    meeting.tell("record", records.make_record(address, listener.port, chosen))
+    said = meeting.hear("record", range(meeting.world_size))
+    everyone = [records.Record(*said[rank]) for rank in range(meeting.world_size)]
+    again = records.must_choose_again(everyone)
+    if meeting.rank in again:
+        address = records.address_towards(everyone, meeting.rank) or address
+        listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
+        meeting.tell("second", records.make_record(address, listener.port, chosen))
+    for rank, second in meeting.hear("second", again).items():
+        everyone[rank] = records.Record(*second)
+    return everyone, listener
+
+
+# [Note: Gloo's constructor] It publishes this rank's addresses in the store, waits for those of all others,
+# and connects. It waits in the store, so no other thread could use it, and for as long as operations may
+# take: the limit is the same. So it gets a store that waits in short steps and can be told to give up, and
+# runs in a thread of its own. Should it hang nevertheless, the thread is left behind, and the group is not
+# made.
+
+
+class _Steps(dist.Store):
+    """A part of the meeting's store that never waits inside it."""
+
+    def __init__(self, meeting, part):
+        super().__init__()
+        self.meeting, self.part, self.given_up = meeting, part, False
+
+    def set(self, key, value):
+        self.meeting.set(f"{self.part}/{key}", value)
+
+    def get(self, key):
+        self.wait([key])
+        return self.meeting.store.get(f"{self.part}/{key}")
+
+    def check(self, keys):
+        return self.meeting.store.check([f"{self.part}/{key}" for key in keys])
+
+    def wait(self, keys, timeout=None):
+        while not self.check(keys):
+            if self.given_up or time.monotonic() > self.meeting.deadline:
+                raise RuntimeError("another rank has failed, or has not come")
+            time.sleep(SHORTEST_S)
+
+
+class _Constructor(threading.Thread):
+    """Makes the contexts; `made` or `error` is set at its end."""
+
+    def __init__(self, meeting, address, leaders):
+        super().__init__(name="pycomm Gloo", daemon=True)
+        self.meeting, self.address, self.leaders = meeting, address, leaders
+        self.stores = [_Steps(meeting, "data"), _Steps(meeting, "control")]
+        self.made = self.error = None
+
+    def run(self):
+        meeting = self.meeting
+        try:
+            make = _gloo_on(self.address)
+            data, control = make(self.stores[0], meeting.rank, meeting.world_size), None
+            if meeting.rank in self.leaders:
+                control = make(self.stores[1], self.leaders.index(meeting.rank), len(self.leaders))
+            self.made = data, control
+        except Exception as error:
+            self.error = error
+
+    def give_up(self):
+        for store in self.stores:
+            store.given_up = True
+
+
+def _make(meeting, address, leaders):
+    """(data, control). Raises RuntimeError, TimeoutError."""
+    constructor = _Constructor(meeting, address, leaders)
+    meeting.hurry()
+    constructor.start()
+    try:
+        while constructor.is_alive():
+            meeting.pause()
+            if time.monotonic() > meeting.deadline:
+                raise TimeoutError(f"Gloo has not connected all ranks within {meeting.timeout:g} s.")
+    finally:
+        constructor.give_up()
+    if constructor.error is not None:
+        where = f"on {address.ip} ({address.interface})"
+        raise RuntimeError(f"Gloo could not connect the ranks {where}: {constructor.error}")
+    return constructor.made
+
+
+def _gloo_on(address):
+    """make(store, rank, world_size): a context on one device, a listening socket and the thread that moves
+    the bytes. Where this torch has no such device, the context finds the interface by its name.
+    """
+    limit, gloo = datetime.timedelta(seconds=GLOO_TIMEOUT_S), dist.ProcessGroupGloo
+    if not (hasattr(gloo, "create_device") and hasattr(getattr(gloo, "_Options", None), "_devices")):
+        env.use_gloo_interface(address.interface)
+        return functools.partial(gloo, timeout=limit)
+    options = gloo._Options()
+    options._devices, options._threads = [gloo.create_device(hostname=address.ip)], THREADS
+    options._timeout = limit
+    return lambda store, rank, world_size: gloo(store, rank, world_size, options)

@@ -1,0 +1,132 @@
+"""Ranks that agree through a store, none of them waiting for what cannot come.
+
+    tell(key, value), hear(key)      what a rank has published, by key and rank
+    all_here(key), arrive(key)       counters: who has come so far
+    pause()                          a moment of sleep; raises what any other rank has failed with
+
+A rank that fails writes why. All others see it at their next pause() and raise the same words. No call waits
+inside the store: a client of torch's TCPStore that waits keeps all other callers of the process out, and
+Ctrl-C as well.
+"""
+
+import contextlib
+import json
+import time
+
+SHORTEST_S, LONGEST_S = 0.001, 0.05  # between two looks into the store
+KINDS = {kind.__name__: kind for kind in (ValueError, RuntimeError, TimeoutError)}
+
+
+class Meeting:
+    """What the ranks of a group that is being made say to each other.
+
+    Attributes: rank, world_size; hosts: the number of each rank's host; labels: the name of each host; watch:
+    called at each pause(), may raise.
+    """
+
+    def __init__(self, store, rank, hosts, labels, timeout):
+        self.store, self.rank, self.hosts, self.labels = store, rank, list(hosts), list(labels)
+        self.world_size, self.timeout = len(self.hosts), timeout
+        self.deadline = time.monotonic() + timeout
+        self.watch = None
+        self._written, self._sleep = [], SHORTEST_S
+
+    def label(self, rank):
+        return self.labels[self.hosts[rank]]
+
+    # --- what is said --------------------
+
+    def tell(self, key, value):
+        self.set(f"{key}/{self.rank}", json.dumps(value))
+        self.arrive(key)
+
+    def hear(self, key, ranks):
+        """{rank: what it told}. Waits until all have told; raises TimeoutError, in which they are named."""
+        ranks = list(ranks)
+        while not self.all_here(key, len(ranks)):
+            if time.monotonic() >= self.deadline:
+                raise TimeoutError(f"{self.missing(key, ranks)} did not come within {self.timeout:g} s.")
+            self.pause()
+        names = [f"{key}/{rank}" for rank in ranks]
+        values = self.store.multi_get(names) if self.store.has_extended_api() else map(self.store.get, names)
+        return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
+
+    def missing(self, key, ranks):
+        """For messages, those that have not told yet: "Rank 1 (node-a), ranks 4, 5 (node-b)"."""
+        missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
+        by_host = {}
+        for rank in missing:
+            by_host.setdefault(self.label(rank), []).append(rank)
+        names = ", ".join(
+            f"rank{'s' * (len(some) > 1)} {', '.join(map(str, some))} ({label})"
+            for label, some in by_host.items()
+        )
+        return names[:1].upper() + names[1:]
+
+    def set(self, key, value):
+        self._written.append(key)
+        self.store.set(key, value)
+
+    def arrive(self, key):
+        return self.store.add(f"count/{key}", 1)
+
+    def all_here(self, key, number):
+        return self.store.add(f"count/{key}", 0) >= number
+
+    def wait_for_all(self, key, number, what):
+        """Until so many have arrived; what: for the TimeoutError."""
+        while not self.all_here(key, number):
+            if time.monotonic() >= self.deadline:
+                raise TimeoutError(f"{what} within {self.timeout:g} s.")
+            self.pause()
+        self.raise_failure()  # of one that had arrived before it failed
+
+    # --- failures --------------------
+
+    def pause(self):
+        """Sleeps for a moment, longer from time to time. Raises what another rank has failed with."""
+        self.raise_failure()
+        if self.watch is not None:
+            self.watch()
+        time.sleep(self._sleep)
+        self._sleep = min(LONGEST_S, self._sleep * 1.2)
+
+    def hurry(self):
+        """What follows is expected to take no time: the next pauses are short."""
+        self._sleep = SHORTEST_S
+
+    def raise_failure(self):
+        """Raises what another rank has failed with, if one has."""
+        if self.store.check(["failure"]):
+            failure = json.loads(self.store.get("failure"))
+            if failure["rank"] != self.rank:
+                raise KINDS[failure["kind"]](f"{failure['text']} (seen by rank {failure['rank']})")
+
+    def fail(self, error):
+        """Tells the others why this rank gives up; the first failure of all counts. Returns the exception to
+        raise here.
+        """
+        kind = next((name for name, one in KINDS.items() if isinstance(error, one)), "RuntimeError")
+        text = str(error) if isinstance(error, Exception) else f"Interrupted by {type(error).__name__}."
+        written = json.dumps({"rank": self.rank, "kind": kind, "text": text or type(error).__name__})
+        try:
+            if self.store.add("count/failures", 1) == 1:
+                self.store.set("failure", written)
+                return error
+            while not self.store.check(["failure"]) and time.monotonic() < self.deadline:
+                time.sleep(SHORTEST_S)  # the first is about to write
+            self.raise_failure()
+        except tuple(KINDS.values()) as first:
+            return first
+        return error
+
+    # --- the end --------------------
+
+    def leave(self, counters):
+        """After success: the last rank to come here removes the counters, each rank what it has written."""
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot delete
+            for key in self._written:
+                self.store.delete_key(key)
+            if self.arrive("left") == self.world_size:
+                for key in (*counters, "left"):
+                    self.store.delete_key(f"count/{key}")

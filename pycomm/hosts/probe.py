@@ -1,0 +1,151 @@
+"""Whether the ranks can reach each other, tried with plain TCP before Gloo is, which names nobody.
+
+Every rank listens on its address. The leader of each host connects to all ranks of the other hosts and reads
+a word that only the right rank can send: packets to an address that two machines have go astray.
+
+    leaders   connect ... read the word ... all reached: count/reached + 1
+    all       answer who connects, until every leader is done
+
+The connections stay open until the group is made: one that closes before says which rank has died. A rank
+closes its own after all have made their contexts, or after it has written why it fails, so what closed can be
+told from the store.
+"""
+
+import contextlib
+import errno
+import hashlib
+import os
+import selectors
+import socket
+import time
+
+from pycomm.hosts.meeting import SHORTEST_S
+
+AT_ONCE = 64  # connections that a leader begins
+REACH_S = 30.0  # for one that has published its address
+PATIENCE_S = 1.0  # with a leader that is about to say whom it cannot reach
+LOOK_S = 0.02  # between two looks into the store
+ADVICE = "Is a firewall in the way? All ports between hosts are used."
+
+
+def word_of(token, rank):
+    return hashlib.sha256(f"pycomm {token} {rank}".encode()).digest()[:16]
+
+
+class Listener:
+    """Answers whoever connects to this rank."""
+
+    def __init__(self, address, word):
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        self.socket, self.word, self.accepted = socket.socket(family, socket.SOCK_STREAM), word, []
+        try:
+            self.socket.bind((address.ip, 0))
+            self.socket.listen(1024)
+        except OSError as error:
+            self.socket.close()
+            raise RuntimeError(f"Cannot listen on {address.ip} ({address.interface}): {error}.") from None
+        self.socket.setblocking(False)
+        self.port = self.socket.getsockname()[1]
+
+    def answer(self):
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            while True:
+                connection, _ = self.socket.accept()
+                self.accepted.append(connection)
+                connection.send(self.word)
+
+    def close(self):
+        for one in (self.socket, *self.accepted):
+            one.close()
+
+
+class Probe:
+    """The connections of a leader to the ranks of the other hosts; none on other ranks."""
+
+    def __init__(self, meeting, records, leaders, token):
+        self.meeting, self.records, self.token, self.leaders = meeting, records, token, leaders
+        self.leading = meeting.rank in leaders
+        mine = meeting.hosts[meeting.rank]
+        others = [rank for rank, host in enumerate(meeting.hosts) if host != mine]
+        self.left = list(reversed(others)) if self.leading else []
+        self.selector = selectors.DefaultSelector()
+        self.begun = {}  # rank -> when; those that have not answered
+        self.connections = []
+
+    def close(self):
+        for connection in self.connections:
+            connection.close()
+        self.selector.close()
+
+    def look(self):
+        """Goes on, without waiting. Raises RuntimeError, which says who cannot be reached, or has died."""
+        while self.left and len(self.begun) < AT_ONCE:
+            self._begin(self.left.pop())
+        for key, _ in self.selector.select(0):
+            self._read(key.fileobj, key.data)
+        now, meeting = time.monotonic(), self.meeting
+        for rank, begun in self.begun.items():
+            if now - begun > REACH_S or now > meeting.deadline:
+                raise self._unreachable(rank, f" within {min(REACH_S, meeting.timeout):g} s")
+
+    def done(self):
+        return not self.left and not self.begun
+
+    def _begin(self, rank):
+        record = self.records[rank]
+        connection = socket.socket(socket.AF_INET6 if record.address.version == 6 else socket.AF_INET)
+        self.connections.append(connection)
+        connection.setblocking(False)
+        with contextlib.suppress(OSError):  # the system chooses
+            connection.bind((self.records[self.meeting.rank].ip, 0))
+        status = connection.connect_ex((record.ip, record.port))
+        if status not in (0, errno.EINPROGRESS):
+            raise self._unreachable(rank, f" ({os.strerror(status)})")
+        self.selector.register(connection, selectors.EVENT_READ, rank)
+        self.begun[rank] = time.monotonic()
+
+    def _read(self, connection, rank):
+        expected = word_of(self.token, rank)
+        try:
+            said = connection.recv(len(expected))
+        except OSError as error:
+            said = error
+        if rank in self.begun and said == expected:
+            del self.begun[rank]
+            return
+        self.selector.unregister(connection)
+        self.meeting.raise_failure()
+        if self.meeting.all_here("made", self.meeting.world_size):
+            return  # the rank has done its part, and left
+        if rank not in self.begun:
+            text = f"Rank {rank} ({self.meeting.label(rank)}, {self.records[rank].ip}) has died"
+            raise RuntimeError(f"{text} while the group was made.")
+        why = said.strerror if isinstance(said, OSError) else "somebody else answers there"
+        raise self._unreachable(rank, f" ({why})")
+
+    def _unreachable(self, rank, why):
+        me, label, records = self.meeting.rank, self.meeting.label, self.records
+        return RuntimeError(
+            f"Cannot reach rank {rank} ({label(rank)}, {records[rank].ip}) from rank {me} ({label(me)}, "
+            f"{records[me].ip}) over {records[me].interface}{why}. {ADVICE}"
+        )
+
+
+def check_reach(meeting, probe, listener):
+    """Until every leader has reached the ranks of all other hosts. Raises RuntimeError, TimeoutError."""
+    looked, told = 0.0, not probe.leading
+    while True:
+        listener.answer()
+        probe.look()
+        if not told and probe.done():
+            meeting.tell("reached", True)
+            told = True
+        if time.monotonic() - looked > LOOK_S:
+            meeting.raise_failure()
+            if told and meeting.all_here("reached", len(probe.leaders)):
+                return
+            looked = time.monotonic()
+        if time.monotonic() > meeting.deadline + PATIENCE_S:
+            late = meeting.missing("reached", probe.leaders)
+            raise TimeoutError(f"{late} did not reach the other hosts within {meeting.timeout:g} s.")
+        time.sleep(SHORTEST_S)
