@@ -31,6 +31,13 @@
 
 namespace pycomm {
 
+// What the hosts' leaders tell each other of one operation (agree.h), one host behind the other, and the
+// messages that bring it.
+struct Pages {
+  std::vector<std::byte> bytes;
+  std::vector<std::pair<int, TicketPtr>> coming;  // with the ranks that send them
+};
+
 class Across final : public HostsSide {
  public:
   Across(Placement placement, int rank, std::shared_ptr<Communicator> inside, Wires wires);
@@ -58,6 +65,7 @@ class Across final : public HostsSide {
   // Until the message is there, or the group is not fit for it any more. `peer` is a rank.
   void await(Ticket& ticket, int peer, const WaitScope& scope);
   std::byte* memory(size_t nbytes);  // until the next call; not cleared
+  Pages& pages(uint64_t sequence) { return pages_[sequence & 1]; }
 
  private:
   void look(int peer, std::chrono::steady_clock::time_point& closed, const WaitScope& scope);
@@ -72,6 +80,7 @@ class Across final : public HostsSide {
   Wires wires_;
   std::unique_ptr<Ticker> ticker_;
   std::unique_ptr<Speaker> speaker_;  // of a leader
+  Pages pages_[2];  // of this operation and of the next
   std::unique_ptr<std::byte[]> memory_;
   size_t memory_bytes_ = 0;
 };

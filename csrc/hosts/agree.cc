@@ -30,17 +30,32 @@ Agreement::Agreement(Operation& operation)
     : operation_(operation),
       small_(fits_card(operation.op, operation.placement)),
       cards_(operation.locals),
+      pages_(operation.group.pages(operation.scope().op.sequence)),
       flight_(operation.group, operation.scope()) {
   size_t end = 0;
-  for (int h = 0; h <= operation.placement.hosts(); ++h) {
+  for (int h = 0; h < operation.placement.hosts(); ++h) {
     page_begin_.push_back(end);
-    if (h < operation.placement.hosts()) end += operation.placement.size_of(h) * sizeof(Header) + card_payload;
+    end += operation.placement.size_of(h) * sizeof(Header) + card_payload;
   }
-  pages_.resize(end);
+  page_begin_.push_back(end);
+  expect(pages_);
+}
+
+void Agreement::expect(Pages& pages) {
+  pages.bytes.resize(page_begin_.back());
+  if (!operation_.group.leads() || !pages.coming.empty()) return;
+  std::vector<std::pair<int, TicketPtr>> coming;
+  for (int h = 0; h < operation_.placement.hosts(); ++h) {
+    if (h == operation_.host) continue;
+    const int leader = operation_.placement.ranks[h][0];
+    std::byte* to = pages.bytes.data() + page_begin_[h];
+    coming.emplace_back(leader, operation_.group.wire().recv(leader, cards_phase, to, page_bytes(h)));
+  }
+  pages.coming = std::move(coming);
 }
 
 const std::byte* Agreement::of_host(int host) const {
-  return pages_.data() + page_begin_[host + 1] - card_payload;
+  return pages_.bytes.data() + page_begin_[host + 1] - card_payload;
 }
 
 void Agreement::fill_card() {
@@ -52,18 +67,6 @@ void Agreement::fill_card() {
 
 void Agreement::begin() {
   fill_card();
-  Across& group = operation_.group;
-  auto message = [&](int h, bool sends) {
-    const int leader = group.placement().ranks[h][0];
-    const size_t elements = page_bytes(sends ? operation_.host : h);
-    if (sends) flight_.add(leader, group.wire().send(leader, cards_phase, page(operation_.host), elements));
-    else flight_.add(leader, group.wire().recv(leader, cards_phase, page(h), elements));
-  };
-  auto to_others = [&](bool sends) {
-    for (int h = 0; h < operation_.placement.hosts() && group.leads(); ++h)
-      if (h != operation_.host) message(h, sends);
-  };
-  to_others(false);
   Op step;
   step.kind = OpKind::all_gather;
   step.count = sizeof(Card);
@@ -72,7 +75,12 @@ void Agreement::begin() {
   operation_.inside(std::move(step));
   for (const Card& card : cards_) host_agrees_ &= card.header == cards_[0].header;
   fill_page();
-  to_others(true);
+  for (int h = 0; h < operation_.placement.hosts() && operation_.group.leads(); ++h) {
+    if (h == operation_.host) continue;
+    const int leader = operation_.placement.ranks[h][0];
+    flight_.add(leader, operation_.group.wire().send(leader, cards_phase, page(operation_.host),
+                                                     page_bytes(operation_.host)));
+  }
 }
 
 void Agreement::fill_page() {
@@ -101,13 +109,20 @@ void Agreement::fill_page() {
 
 void Agreement::conclude() {
   operation_.patient_inside();
+  for (auto& [rank, ticket] : pages_.coming) operation_.group.await(*ticket, rank, operation_.scope());
+  pages_.coming.clear();
   flight_.land();
   Op step;
   step.kind = OpKind::broadcast;
-  step.count = pages_.size();
-  step.in = step.out = pages_.data();
+  step.count = pages_.bytes.size();
+  step.in = step.out = pages_.bytes.data();
   if (operation_.local != 0) step.in = nullptr;
   operation_.inside(std::move(step));
+  try {
+    expect(operation_.group.pages(operation_.scope().op.sequence + 1));
+  } catch (const WireError&) {
+    // the next operation, if there is one, finds it again
+  }
   const Header& mine = cards_[operation_.local].header;
   for (int h = 0; h < operation_.placement.hosts(); ++h)
     for (int l = 0; l < operation_.placement.size_of(h); ++l) {

@@ -10,6 +10,9 @@
 // over a difference. Between 1 and 3 steps inside the host may run that write no result, as long as the cards
 // of the host agree. A difference raises on every rank, and the group goes on.
 //
+// The receives of 2 are posted at the end of the operation before: a message that finds its receive goes at
+// once, where one that does not asks first.
+//
 // A small operation is done after 3: its data were in the messages. Cost: one message for each other host,
 // and three operations in shared memory.
 #pragma once
@@ -43,18 +46,20 @@ class Agreement {
   };
   void fill_card();
   void fill_page();
-  std::byte* page(int host) { return pages_.data() + page_begin_[host]; }
+  // Receives for the pages of an operation, if they are not there yet.
+  void expect(Pages& pages);
+  std::byte* page(int host) { return pages_.bytes.data() + page_begin_[host]; }
   const Header* headers(int host) const {
-    return reinterpret_cast<const Header*>(pages_.data() + page_begin_[host]);
+    return reinterpret_cast<const Header*>(pages_.bytes.data() + page_begin_[host]);
   }
   size_t page_bytes(int host) const { return page_begin_[host + 1] - page_begin_[host]; }
 
   Operation& operation_;
   const bool small_;
   std::vector<Card> cards_;  // of this host
-  // By host, one behind the other: the headers of its ranks, then what a small operation needs of it.
-  std::vector<std::byte> pages_;
+  // By host: the headers of its ranks, then what a small operation needs of it.
   std::vector<size_t> page_begin_;
+  Pages& pages_;
   Flight flight_;
   bool host_agrees_ = true;
 };

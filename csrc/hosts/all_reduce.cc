@@ -76,12 +76,15 @@ class Pipeline {
   // This rank's slice of a part, counted from the part's begin.
   Range slice(Range part) const { return chunk_of(part.size(), o_.local, o_.locals, o_.item); }
   // This host's sum of that slice, and what host `h` sends of it.
+  const std::byte* sum(size_t s, int g) const {
+    return o_.sums_alone() ? o_.at(o_.op.in, part(s, g).begin) : own(s, g);
+  }
   std::byte* own(size_t s, int g) const { return memory_ + s % slots * slot_bytes_ + g * slice_room() * o_.item; }
   std::byte* from(size_t s, int h) const { return own(s, parts_ + h); }
   int rank_at(int host, int local) const { return o_.placement.ranks[host][local]; }
 
   void reduce_inside(size_t s) {
-    if (!agreement_.host_agrees()) return;
+    if (!agreement_.host_agrees() || o_.sums_alone()) return;
     for (int g = 0; g < parts_; ++g) {
       const Range range = part(s, g);
       reduce_to_slices(o_, o_.at(o_.op.in, range.begin), range.size(), own(s, g));
@@ -105,7 +108,7 @@ class Pipeline {
         o_.recv(flight, rank, o_.at(from(s, h), begin - slice(received).begin), count);
       });
       for_crossings(sent, h, [&](int rank, size_t begin, size_t count) {
-        o_.send(flight, rank, o_.at(own(s, theirs), begin - slice(sent).begin), count);
+        o_.send(flight, rank, o_.at(sum(s, theirs), begin - slice(sent).begin), count);
       });
     }
   }
@@ -116,7 +119,7 @@ class Pipeline {
     const int mine = hosts_ == 2 ? 0 : o_.host;
     const Range range = part(s, mine), total = slice(range);
     std::vector<const void*> sources;
-    for (int h = 0; h < hosts_; ++h) sources.push_back(h == o_.host ? own(s, mine) : from(s, h));
+    for (int h = 0; h < hosts_; ++h) sources.push_back(h == o_.host ? sum(s, mine) : from(s, h));
     o_.sum_hosts(sources, o_.at(o_.op.out, range.begin + total.begin), total.size());
     if (hosts_ == 2) return;
     Flight& flight = flights_[s % slots][1];
@@ -134,6 +137,7 @@ class Pipeline {
 
   void finish(size_t s) {
     flights_[s % slots][1].land();
+    if (o_.locals == 1) return;
     for (int g = 0; g < parts_; ++g) {
       const Range range = part(s, g);
       gather_slices(o_, o_.at(o_.op.out, range.begin), range.size());

@@ -49,6 +49,10 @@ bool Operation::divides_inside() const {
   return op.reduce_op == ReduceOp::avg && (op.dtype == DType::f16 || op.dtype == DType::bf16);
 }
 
+bool Operation::sums_alone() const {
+  return locals == 1 && op.reduce_op != ReduceOp::premul_sum && !divides_inside();
+}
+
 Op Operation::reduction_inside(OpKind kind) const {
   Op step;
   step.kind = kind;

@@ -49,6 +49,7 @@ class Operation {
   void recv(Flight& flight, int rank, std::byte* data, size_t count, int phase = 0);
   // What the inner steps and the sum over hosts do of op's reduction.
   Op reduction_inside(OpKind kind) const;
+  bool sums_alone() const;  // one rank per host: its input is the host's sum, as it is
   void sum_hosts(const std::vector<const void*>& of_hosts, std::byte* out, size_t count) const;
 
   std::byte* at(std::byte* data, size_t element) const { return data + element * item; }
