@@ -67,7 +67,7 @@ class Work(_C.Work):
 
 
 class Communicator:
-    """A group of ranks on one node and the collectives among them.
+    """A group of ranks, on one node or several, and the collectives among them.
 
     Args:
         store: a torch.distributed Store that all ranks share; None: made from torchrun's environment

@@ -1,6 +1,7 @@
 // across.cc -- see across.h.
 #include "across.h"
 
+#include <sstream>
 #include <thread>
 
 #include "../transport/interrupt.h"
@@ -103,9 +104,9 @@ void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
     if (now - closed > until_reason) fail_closed(peer, scope);
   }
   if (now < scope.deadline + grace) return;
-  std::string limit = std::to_string(scope.timeout);
-  fail(ErrorKind::timeout, peer,
-       placement_.name(peer) + " did not arrive within the timeout of " + limit + " s", scope);
+  std::ostringstream text;
+  text << placement_.name(peer) << " did not arrive within the timeout of " << scope.timeout << " s";
+  fail(ErrorKind::timeout, peer, text.str(), scope);
 }
 
 void Across::lost(int peer, const WireError& error, const WaitScope& scope) {

@@ -4,6 +4,7 @@
 #include <pthread.h>
 
 #include <cstring>
+#include <sstream>
 
 namespace pycomm {
 
@@ -122,13 +123,11 @@ void Speaker::look_at_others(Clock::duration since_last_look) {
     if (since_last_look > longest_pause) peers_[h]->heard.store(now.time_since_epoch().count());
     const Clock::time_point heard{Clock::duration(peers_[h]->heard.load())};
     if (now - heard < patience || transport_.broken()) continue;
-    std::string seconds = std::to_string(transport_.host_timeout());
-    seconds.erase(seconds.find_last_not_of('0') + 1);
-    if (seconds.back() == '.') seconds.pop_back();
-    transport_.mark_broken({ErrorKind::peer, {}, placement_.ranks[h][0],
-                            placement_.names[h] + " (" + ranks_of(h) + ") has not been heard for " + seconds +
-                                " s: its link is lost, or rank " + std::to_string(placement_.ranks[h][0]) +
-                                ", which speaks for it, is stopped"});
+    const int leader = placement_.ranks[h][0];
+    std::ostringstream text;
+    text << placement_.names[h] << " (" << ranks_of(h) << ") has not been heard for " << transport_.host_timeout()
+         << " s: its link is lost, or rank " << leader << ", which speaks for it, is stopped";
+    transport_.mark_broken({ErrorKind::peer, {}, leader, text.str()});
   }
 }
 
