@@ -438,17 +438,13 @@ def test_reporter_dies_before_it_has_told():
 
 @pytest.mark.parametrize("names", [("rack 1", "rack 1"), ("rack 1", "rack 2"), ("", "a\nb c")], ids=str)
 def test_names_of_hosts(names):
-    """PYCOMM_HOST_ID may be any text."""
+    """PYCOMM_HOST_ID may be any text; ranks with different ones form a group over hosts."""
 
     def body(comm, link):
         os.environ["PYCOMM_HOST_ID"] = names[comm.rank]
-        return attempt(make, comm, comm._store, timeout=20.0)
+        seconds, result = attempt(make, comm, comm._store, timeout=HARD_LIMIT)
+        return result
 
     with Group(2, body) as group:
         for rank in range(2):
-            seconds, result = group.get(rank)
-            if names[0] == names[1]:
-                assert result is True, result
-            else:
-                assert result["kind"] == "MismatchError" and "another host" in result["text"], result
-                assert seconds.own < SOON, seconds
+            assert group.get(rank) is True

@@ -21,7 +21,7 @@ c10::intrusive_ptr<PycommBackend> create(const c10::intrusive_ptr<c10d::Store>& 
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::duration<double>(std::min(timeout, longest_timeout)));
   auto options = c10::make_intrusive<PycommBackend::Options>(milliseconds, std::move(transport), by_kind,
-                                                            make_wires_by(std::move(engines)));
+                                                             make_wires_by(std::move(engines)));
   options->group_name = options->transport.name;
   options->global_ranks_in_group = std::move(global_ranks);
   WithoutGil no_gil;

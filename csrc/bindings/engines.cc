@@ -25,7 +25,8 @@ MakeWiresWithStore make_wires_by(py::function engines) {
     const Placement& placement = request.placement;
     std::pair<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>> made;
     try {
-      made = (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt, request.timeout)
+      made = (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt,
+                        request.timeout)
                  .cast<decltype(made)>();
     } catch (const py::error_already_set& error) {
       throw std::runtime_error(py::str(error.value()).cast<std::string>());

@@ -52,8 +52,7 @@ MakeWires loop_wires(const LocalStore& store) {
 TransportOptions transport_options(const std::string& name, double timeout, size_t staging_bytes,
                                    const std::string& host_id, bool use_cma, int threads,
                                    const std::string& cuda_protocol, int cuda_connections,
-                                   size_t cuda_staging_bytes, const TunedRows* tuned,
-                                   double host_timeout) {
+                                   size_t cuda_staging_bytes, const TunedRows* tuned, double host_timeout) {
   if (!(timeout > 0 && timeout <= longest_timeout))  // nan, too
     throw std::invalid_argument("pycomm: timeout=" + std::to_string(timeout) +
                                 ": must be a number of seconds above 0 and at most 1e8");

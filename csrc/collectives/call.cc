@@ -66,8 +66,7 @@ void Call::publish(bool with_payload) {
 }
 
 bool Call::published(int peer) const {
-  return transport.slot(peer, sequence).key.load(std::memory_order_acquire) >> 32 ==
-         (sequence & 0xffffffff);
+  return transport.slot(peer, sequence).key.load(std::memory_order_acquire) >> 32 == (sequence & 0xffffffff);
 }
 
 void Call::publish_parts() {
@@ -133,8 +132,7 @@ void Call::compare_splits() const {
              expected = peer_part(dst, true, src).nbytes / item;
       if (sent == expected) continue;
       int other = src == rank ? dst : src;
-      transport.raise(ErrorKind::mismatch, scope.op, other,
-                      describe_splits(src, sent, dst, expected));
+      transport.raise(ErrorKind::mismatch, scope.op, other, describe_splits(src, sent, dst, expected));
     }
 }
 

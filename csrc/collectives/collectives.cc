@@ -125,7 +125,8 @@ void CollectiveTask::limit(WaitScope& scope) const {
 }
 
 void CollectiveTask::run_across(bool patient) {
-  WaitScope scope = scope_of({op_.kind, sequence()}, op_.timeout > 0 ? op_.timeout : comm_.transport().timeout());
+  WaitScope scope =
+      scope_of({op_.kind, sequence()}, op_.timeout > 0 ? op_.timeout : comm_.transport().timeout());
   scope.patient = patient;
   limit(scope);
   try {

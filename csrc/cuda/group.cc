@@ -28,7 +28,8 @@ CudaGroup::CudaGroup(Setup setup)
 CudaGroup& CudaGroup::of(Communicator& comm, Device device) {
   if (comm.transport().forked()) comm.transport().check({});
   if (comm.hosts_side())
-    throw std::invalid_argument(comm.transport().where({}) + "this group spans " + comm.hosts_side()->describe() +
+    throw std::invalid_argument(comm.transport().where({}) + "this group spans " +
+                                comm.hosts_side()->describe() +
                                 "; between hosts pycomm moves CPU tensors only. Use the backend nccl for "
                                 "CUDA tensors of this group, or a group within one host.");
   std::lock_guard making(comm.making_device_side());

@@ -11,8 +11,9 @@
 // Every collective has its own file; what they share is here: the inner group, the wire, waiting and memory.
 //
 // [Note: sums over hosts] Inside a host ranks are added in their order, the hosts' sums in the order of
-// hosts, by one owner (two hosts: by both). So all ranks get equal bits, and every run with the same placement
-// gets them; another placement adds in another order. 16-bit floats are rounded once per host and once more.
+// hosts, by one owner (two hosts: by both). So all ranks get equal bits, and every run with the same
+// placement gets them; another placement adds in another order. 16-bit floats are rounded once per host and
+// once more.
 //
 // [Note: limits inside] In the inner steps that follow a wait for another host, ranks of this host may wait
 // for one that waits for the wire. So such a step gives up later than the wire, which gives up later than a

@@ -31,7 +31,7 @@ class Agreement {
  public:
   explicit Agreement(Operation& operation);
 
-  void begin();     // 1, and the messages of 2 are under way
+  void begin();  // 1, and the messages of 2 are under way
   bool host_agrees() const { return host_agrees_; }
   void conclude();  // the rest; throws CommError
 

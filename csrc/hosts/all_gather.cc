@@ -1,7 +1,7 @@
 // all_gather.cc -- all_gather over hosts: every rank sends its block to one rank of each other host, which
 // shares it there. The blocks of a host of k ranks go to the ranks of another in turn (rank i to rank i mod
-// k'), so all of them receive. (N - k) b bytes into each host's link. Long blocks go in pieces, so that one is
-// on the wire while the one before is shared.
+// k'), so all of them receive. (N - k) b bytes into each host's link. Long blocks go in pieces, so that one
+// is on the wire while the one before is shared.
 #include <deque>
 
 #include "collectives.h"
@@ -66,7 +66,8 @@ class Blocks {
     step.uneven = true;
     for (int l = 0; l < o_.locals; ++l) {
       const bool there = first + l < o_.placement.size_of(h);
-      step.out_parts.push_back(there ? piece(o_.placement.ranks[h][first + l], begin, length) : Part{nullptr, 0});
+      step.out_parts.push_back(there ? piece(o_.placement.ranks[h][first + l], begin, length)
+                                     : Part{nullptr, 0});
       step.count += step.out_parts.back().count;
     }
     step.in = step.out_parts[o_.local].data;

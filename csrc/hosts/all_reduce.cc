@@ -10,8 +10,8 @@
 //   host 0   slice 0  a0 |          host 1   slice 0  b0       a0 + b0 on both, by ranks 0 of both hosts
 //            slice 1  a1 | <------>          slice 1  b1       a1 + b1 on both, by ranks 1
 //
-// With more hosts each owns a part of the segment: every host reduces all parts inside, sends each part to its
-// owner, who adds in the order of hosts, and sends the total back to all. 2 (H-1)/H n bytes on each link.
+// With more hosts each owns a part of the segment: every host reduces all parts inside, sends each part to
+// its owner, who adds in the order of hosts, and sends the total back to all. 2 (H-1)/H n bytes on each link.
 //
 //   host h   for every part g: sum of this host -> slices -> host g adds -> slices of the total -> all hosts
 //
@@ -38,7 +38,8 @@ class Pipeline {
         segment_(std::min(operation.op.count, operation.segment())),
         slot_bytes_((parts_ + hosts_) * slice_room() * o_.item),
         memory_(operation.group.memory(slots * slot_bytes_)) {
-    for (int s = 0; s < slots; ++s) flights_.push_back({Flight(o_.group, o_.scope()), Flight(o_.group, o_.scope())});
+    for (int s = 0; s < slots; ++s)
+      flights_.push_back({Flight(o_.group, o_.scope()), Flight(o_.group, o_.scope())});
   }
 
   void run() {
@@ -66,9 +67,7 @@ class Pipeline {
     const size_t line = std::max<size_t>(1, 64 / o_.item);
     return (longest / line / o_.locals + 2) * line;
   }
-  Range segment(size_t s) const {
-    return {s * segment_, std::min(o_.op.count, (s + 1) * segment_)};
-  }
+  Range segment(size_t s) const { return {s * segment_, std::min(o_.op.count, (s + 1) * segment_)}; }
   Range part(size_t s, int g) const {
     const Range whole = segment(s), range = chunk_of(whole.size(), g, parts_, o_.item);
     return {whole.begin + range.begin, whole.begin + range.end};
@@ -79,7 +78,9 @@ class Pipeline {
   const std::byte* sum(size_t s, int g) const {
     return o_.sums_alone() ? o_.at(o_.op.in, part(s, g).begin) : own(s, g);
   }
-  std::byte* own(size_t s, int g) const { return memory_ + s % slots * slot_bytes_ + g * slice_room() * o_.item; }
+  std::byte* own(size_t s, int g) const {
+    return memory_ + s % slots * slot_bytes_ + g * slice_room() * o_.item;
+  }
   std::byte* from(size_t s, int h) const { return own(s, parts_ + h); }
   int rank_at(int host, int local) const { return o_.placement.ranks[host][local]; }
 

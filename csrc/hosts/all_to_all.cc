@@ -1,5 +1,5 @@
-// all_to_all.cc -- all_to_all over hosts: what stays in the host goes through shared memory, every other block
-// straight to its rank. k (N - k) b bytes on each link, which no two levels could lower.
+// all_to_all.cc -- all_to_all over hosts: what stays in the host goes through shared memory, every other
+// block straight to its rank. k (N - k) b bytes on each link, which no two levels could lower.
 //
 // Where sizes differ from pair to pair they are not in the headers, so every rank gets all n*n of them first,
 // by the same three steps (agree.h), and all come to the same verdict.
@@ -88,8 +88,8 @@ void compare(Operation& o, Tables& tables) {
       if (sent == expected || expected == unknown) continue;
       const int other = src == rank ? dst : src;
       throw CommError(ErrorKind::mismatch,
-                      o.group.transport().where(o.scope().op) + describe_splits(src, sent, dst, expected), rank,
-                      n, o.scope().op, other);
+                      o.group.transport().where(o.scope().op) + describe_splits(src, sent, dst, expected),
+                      rank, n, o.scope().op, other);
     }
 }
 

@@ -1,6 +1,6 @@
 // broadcast.cc -- broadcast over hosts: segment by segment, the root's host shares it in shared memory, its
-// ranks send a slice each to every other host, and there the slices are gathered. n (H-1) bytes on the link of
-// the root's host, n on the others'.
+// ranks send a slice each to every other host, and there the slices are gathered. n (H-1) bytes on the link
+// of the root's host, n on the others'.
 #include <deque>
 
 #include "collectives.h"
@@ -60,8 +60,9 @@ void broadcast(Operation& o, Agreement& agreement) {
             o.send(flight, rank, o.at(piece, range.begin), range.size());
           });
     } else {
-      for_pieces(o, home, count,
-                 [&](int rank, Range range) { o.recv(flight, rank, o.at(piece, range.begin), range.size()); });
+      for_pieces(o, home, count, [&](int rank, Range range) {
+        o.recv(flight, rank, o.at(piece, range.begin), range.size());
+      });
     }
     if (flights.size() > 1) land(begin - segment);
   }

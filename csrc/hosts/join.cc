@@ -45,7 +45,8 @@ std::shared_ptr<Communicator> join_hosts(Joining& joining, Store& store, const T
     const int rank = joining.identity().rank;
     std::shared_ptr<Communicator> inside = join_inside(joining, store, options, placement);
     Wires wires = make_wires({placement, rank, options.name, joining.rendezvous().attempt(),
-                              std::max(0.001, left_until(joining.scope().deadline)), [&] { joining.rendezvous().look(); }});
+                              std::max(0.001, left_until(joining.scope().deadline)),
+                              [&] { joining.rendezvous().look(); }});
     std::shared_ptr<Communicator> comm(
         new Communicator(inside->shared_transport(), &run, rank, placement.world_size()),
         release_communicator);

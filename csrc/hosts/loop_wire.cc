@@ -8,7 +8,8 @@ namespace pycomm {
 
 class LoopTicket final : public Ticket {
  public:
-  LoopTicket(std::shared_ptr<LoopNetwork> network, int src, int dst, uint32_t tag, std::byte* data, size_t nbytes)
+  LoopTicket(std::shared_ptr<LoopNetwork> network, int src, int dst, uint32_t tag, std::byte* data,
+             size_t nbytes)
       : network(std::move(network)), src(src), dst(dst), tag(tag), data(data), nbytes(nbytes) {}
   ~LoopTicket() override { network->withdraw(*this); }
 

@@ -18,8 +18,8 @@ void slices_to_root(Operation& o, const std::byte* slice, std::byte* out, size_t
     const Range range = chunk_of(count, l, o.locals, o.item);
     const size_t mine = chunk_of(count, o.local, o.locals, o.item).size();
     step.in_parts.push_back({const_cast<std::byte*>(slice), l == root ? mine : 0});
-    step.out_parts.push_back({o.local == root ? o.at(out, range.begin) : nullptr,
-                              o.local == root ? range.size() : 0});
+    step.out_parts.push_back(
+        {o.local == root ? o.at(out, range.begin) : nullptr, o.local == root ? range.size() : 0});
   }
   o.inside(std::move(step));
 }

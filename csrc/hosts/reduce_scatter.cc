@@ -1,7 +1,7 @@
 // reduce_scatter.cc -- reduce_scatter over hosts: for every other host, this host's ranks add up what they
 // have for the ranks there, one part each in turn, and send the sum to the part's rank, which adds the hosts'
-// sums in their order. (N - k) b bytes out of each host's link, instead of k (N - k) b without the sum inside.
-// Long parts go in pieces: while one is on the wire, the next is added up.
+// sums in their order. (N - k) b bytes out of each host's link, instead of k (N - k) b without the sum
+// inside. Long parts go in pieces: while one is on the wire, the next is added up.
 #include <algorithm>
 #include <array>
 
@@ -71,7 +71,8 @@ class Parts {
       step.out = sum(slot, r);
       const size_t count = step.in_parts[o_.local].count;
       o_.inside(std::move(step));
-      if (host != o_.host && count) o_.send(flight, placement.ranks[host][first + o_.local], sum(slot, r), count);
+      if (host != o_.host && count)
+        o_.send(flight, placement.ranks[host][first + o_.local], sum(slot, r), count);
     }
   }
 
@@ -94,8 +95,8 @@ class Parts {
 
 }  // namespace
 
-// In place (the result in this rank's own part) the input of later pieces is not touched: an output lies where
-// the own part's piece was, which is summed first.
+// In place (the result in this rank's own part) the input of later pieces is not touched: an output lies
+// where the own part's piece was, which is summed first.
 void reduce_scatter(Operation& o, Agreement& agreement) {
   agreement.begin();
   agreement.conclude();

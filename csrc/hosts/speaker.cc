@@ -99,7 +99,9 @@ void Speaker::look_at_host() {
       word.rank = placement_.ranks[host_][l];
       if (l != 0) say(word);
     } else if (l != 0 && !transport_.broken() && !transport_.peer_alive(l) && !transport_.peer_closed(l)) {
-      transport_.mark_broken({ErrorKind::peer, {}, placement_.ranks[host_][l],
+      transport_.mark_broken({ErrorKind::peer,
+                              {},
+                              placement_.ranks[host_][l],
                               transport_.name(l) + " died (its process ended)"});
     }
   }
@@ -125,8 +127,9 @@ void Speaker::look_at_others(Clock::duration since_last_look) {
     if (now - heard < patience || transport_.broken()) continue;
     const int leader = placement_.ranks[h][0];
     std::ostringstream text;
-    text << placement_.names[h] << " (" << ranks_of(h) << ") has not been heard for " << transport_.host_timeout()
-         << " s: its link is lost, or rank " << leader << ", which speaks for it, is stopped";
+    text << placement_.names[h] << " (" << ranks_of(h) << ") has not been heard for "
+         << transport_.host_timeout() << " s: its link is lost, or rank " << leader
+         << ", which speaks for it, is stopped";
     transport_.mark_broken({ErrorKind::peer, {}, leader, text.str()});
   }
 }

@@ -7,8 +7,8 @@
 //   closed    a rank of my host has closed the group (board.h); if it is the leader, nothing follows
 // One thread for each other leader receives, and one speaks: it also looks at the lives of this host's ranks,
 // for nobody else does while they all wait for the wire. A connection that ends without `closed` is a leader
-// that died. When a leader has closed the group, its host has no speaker: what its other ranks do then is seen
-// on their own connections.
+// that died. When a leader has closed the group, its host has no speaker: what its other ranks do then is
+// seen on their own connections.
 //
 // A leader that was stopped itself has heard nobody meanwhile; so silence counts only while this thread runs.
 #pragma once
@@ -29,7 +29,8 @@ namespace pycomm {
 class Speaker {
  public:
   // All of it outlives the speaker. `host`: this one.
-  Speaker(const Placement& placement, int host, Wire& wire, Transport& transport, Board& board, Ticker& ticker);
+  Speaker(const Placement& placement, int host, Wire& wire, Transport& transport, Board& board,
+          Ticker& ticker);
   ~Speaker();
   Speaker(const Speaker&) = delete;
 
@@ -70,7 +71,7 @@ class Speaker {
   Board& board_;
   Ticker& ticker_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by host, null for this one
-  std::vector<bool> closed_;                  // of this host's ranks, as told
+  std::vector<bool> closed_;  // of this host's ranks, as told
   std::atomic<bool> heard_broken_{false};
   bool told_broken_ = false;
   std::mutex mutex_;

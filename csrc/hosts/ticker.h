@@ -1,9 +1,8 @@
 // ticker.h -- brings ranks back out of the engine now and then.
 //
-// An engine's wait() blocks inside the engine, which knows nothing of deadlines, of a group that has broken or
-// of Ctrl-C. So whoever waits there hands its ticket to this thread, which nudges it every `tick`: the waiter
-// looks around and waits again. It sleeps when nobody has waited for a
-// while.
+// An engine's wait() blocks inside the engine, which knows nothing of deadlines, of a group that has broken
+// or of Ctrl-C. So whoever waits there hands its ticket to this thread, which nudges it every `tick`: the
+// waiter looks around and waits again. It sleeps when nobody has waited for a while.
 #pragma once
 
 #include <chrono>

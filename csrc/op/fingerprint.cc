@@ -76,7 +76,8 @@ std::string describe_algorithms(const std::string& here, const std::string& ther
 std::string describe_call(const Op& op, const Header& theirs, const std::string& who) {
   const Key key = unpack_key(theirs.key);
   const Fingerprint here{op.kind, op.dtype, op.reduce_op, op.root, op.uneven, op.count, extra_of(op)};
-  const Fingerprint there{key.kind, key.dtype, key.reduce_op, key.root, op.uneven, theirs.count, theirs.extra};
+  const Fingerprint there{key.kind,  key.dtype,    key.reduce_op, key.root,
+                          op.uneven, theirs.count, theirs.extra};
   std::string text = describe_difference(here, there, who);
   if (text.empty() && key.algorithm != op.algorithm)
     text = describe_algorithms(to_string(op.algorithm), to_string(key.algorithm), who);

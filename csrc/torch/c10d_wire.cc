@@ -46,13 +46,15 @@ TicketPtr post(std::byte* data, size_t nbytes, const Post& post) {
 }  // namespace
 
 TicketPtr C10dWire::send(int dst, uint32_t tag, const std::byte* data, size_t nbytes) {
-  return post(const_cast<std::byte*>(data), nbytes,
-              [&](std::vector<at::Tensor>& tensors) { return backend_->send(tensors, dst, static_cast<int>(tag)); });
+  return post(const_cast<std::byte*>(data), nbytes, [&](std::vector<at::Tensor>& tensors) {
+    return backend_->send(tensors, dst, static_cast<int>(tag));
+  });
 }
 
 TicketPtr C10dWire::recv(int src, uint32_t tag, std::byte* data, size_t nbytes) {
-  return post(data, nbytes,
-              [&](std::vector<at::Tensor>& tensors) { return backend_->recv(tensors, src, static_cast<int>(tag)); });
+  return post(data, nbytes, [&](std::vector<at::Tensor>& tensors) {
+    return backend_->recv(tensors, src, static_cast<int>(tag));
+  });
 }
 
 }  // namespace pycomm

@@ -8,9 +8,9 @@
 
 namespace pycomm {
 
-// Blocks until all ranks have come. Collective. `make_wires` where they are on several hosts; it may be empty.
-// Whoever lets go of the last reference may hold Python's lock: the end of the group, which waits for its
-// threads, then runs without it.
+// Blocks until all ranks have come. Collective. `make_wires` where they are on several hosts; it may be
+// empty. Whoever lets go of the last reference may hold Python's lock: the end of the group, which waits for
+// its threads, then runs without it.
 std::shared_ptr<Communicator> connect(Store& store, int rank, int world_size, const TransportOptions& options,
                                       const MakeWires& make_wires);
 

@@ -135,9 +135,8 @@ class SparseAllReduce final : public TensorTask {
     for (int p = 0; p < comm_.world_size(); ++p)
       if (!mine.alike(blocks[p]))
         comm_.raise(ErrorKind::mismatch, {OpKind::all_reduce, sequence()}, p,
-                                "sparse tensor of " + mine.describe() + " here, of " + blocks[p].describe() +
-                                    " on rank " + std::to_string(p) +
-                                    ". All ranks must pass equal dtypes and sizes.");
+                    "sparse tensor of " + mine.describe() + " here, of " + blocks[p].describe() +
+                        " on rank " + std::to_string(p) + ". All ranks must pass equal dtypes and sizes.");
     const at::Tensor sum = sum_of(blocks);
     for (at::Tensor& target : targets_) target.copy_(sum);
   }

@@ -105,8 +105,7 @@ void Health::raise_broken(const OpInfo& op) const {
 void Health::abort(const std::string& reason) {
   if (forked()) return;  // a forked child must not speak for its parent
   mark_broken(ErrorKind::aborted, {}, identity_.rank,
-              identity_.name(identity_.rank) + " aborted the group" +
-                  (reason.empty() ? "" : ": " + reason));
+              identity_.name(identity_.rank) + " aborted the group" + (reason.empty() ? "" : ": " + reason));
 }
 
 bool Health::peer_alive(int peer) const {

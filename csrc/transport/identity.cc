@@ -8,8 +8,8 @@ std::string Identity::name(int peer) const {
 }
 
 std::string Identity::where(const OpInfo& op) const {
-  std::string text = "[rank " + std::to_string(number(rank)) + "/" +
-                     std::to_string(part() ? whole.world_size : world_size);
+  std::string text =
+      "[rank " + std::to_string(number(rank)) + "/" + std::to_string(part() ? whole.world_size : world_size);
   if (!group.empty() && group != "default") text += " of group " + group;
   text += "] ";
   if (op.kind != OpKind::none) {

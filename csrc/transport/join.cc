@@ -91,8 +91,8 @@ std::unique_ptr<Transport> Joining::transport() {
                                   std::to_string(max_ranks_of_node) + " ranks on one node");
     const Transport::Terms terms = settle_terms(identity_, options_, records_);
     auto memory = share_memory(*rendezvous_, identity_, terms, options_);
-    transport_ = std::make_unique<Transport>(identity_, options_, terms, std::move(memory),
-                                             rendezvous_->lives());
+    transport_ =
+        std::make_unique<Transport>(identity_, options_, terms, std::move(memory), rendezvous_->lives());
     transport_->meet(scope_);
     transport_->set_lives(rendezvous_->lasting_lives(records_));
     rendezvous_->complete();
@@ -112,8 +112,8 @@ void Joining::tell_own(const std::exception& error) {
       identity_.error_about(ErrorKind::none, {}, identity_.number(identity_.rank), text);
   rendezvous_->tell(failure);
   if (transport_)
-    transport_->mark_broken({ErrorKind::peer, {}, failure.peer,
-                             identity_.name(identity_.rank) + " failed: " + text});
+    transport_->mark_broken(
+        {ErrorKind::peer, {}, failure.peer, identity_.name(identity_.rank) + " failed: " + text});
   throw failure;
 }
 

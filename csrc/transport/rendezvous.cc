@@ -160,7 +160,9 @@ void Rendezvous::serve(std::chrono::nanoseconds wait) {
 
 std::unique_ptr<SharedMemory> Rendezvous::share_memory(size_t nbytes) {
   if (identity_.rank == 0) resize_memory_file(memory_file_.get(), nbytes);
-  else await([this] { return memory_file_bytes(memory_file_.get()) > 0; }, [this] { raise_late(0, std::to_string(identity_.number(0))); });
+  else
+    await([this] { return memory_file_bytes(memory_file_.get()) > 0; },
+          [this] { raise_late(0, std::to_string(identity_.number(0))); });
   auto memory = std::make_unique<SharedMemory>(memory_file_.get());
   memory_file_.reset();
   return memory;
@@ -274,7 +276,8 @@ void Rendezvous::tell(const CommError& error) {
   if (attempt_.empty()) return;
   first_told(attempt_, identity_.rank);
   const bool own = error.kind == ErrorKind::none;
-  const std::string where = identity_.where(error.op), rank = std::to_string(identity_.number(identity_.rank));
+  const std::string where = identity_.where(error.op),
+                    rank = std::to_string(identity_.number(identity_.rank));
   std::string text = error.what();
   if (text.starts_with(where)) text.erase(0, where.size());
   std::ostringstream out;

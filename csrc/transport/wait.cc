@@ -135,8 +135,7 @@ void Waiting::examine(int first, int last, const Condition& ready, const WaitSco
       health_.fail(ErrorKind::peer, scope.op, p,
                    health_.name(p) + " closed the group before it came to this operation");
     }
-    if (died)
-      health_.fail(ErrorKind::peer, scope.op, p, health_.name(p) + " died (its process ended)");
+    if (died) health_.fail(ErrorKind::peer, scope.op, p, health_.name(p) + " died (its process ended)");
     missing.push_back(p);
   }
   if (late && !missing.empty()) fail_for(std::move(missing), scope);

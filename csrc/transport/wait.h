@@ -57,8 +57,9 @@ struct WaitScope {
 
 inline WaitScope scope_of(const OpInfo& op, double timeout) {
   const std::chrono::duration<double> limit(std::min(timeout, 1e8));
-  return {op, std::chrono::steady_clock::now() +
-                  std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit),
+  return {op,
+          std::chrono::steady_clock::now() +
+              std::chrono::duration_cast<std::chrono::steady_clock::duration>(limit),
           timeout};
 }
 
