@@ -33,13 +33,20 @@ Speaker::Speaker(const Placement& placement, int host, Wire& wire, Transport& tr
     peers_.push_back(h == host ? nullptr : std::make_unique<Peer>());
     if (h != host) peers_[h]->heard.store(Clock::now().time_since_epoch().count());
   }
-  for (int h = 0; h < placement.hosts(); ++h)
-    if (h != host) peers_[h]->thread = std::thread([this, h] { hear(h); });
-  thread_ = std::thread([this] { speak(); });
+  try {
+    for (int h = 0; h < placement.hosts(); ++h)
+      if (h != host) peers_[h]->thread = std::thread([this, h] { hear(h); });
+    thread_ = std::thread([this] { speak(); });
+  } catch (...) {  // the system refuses a thread
+    end();
+    throw;
+  }
   ::pthread_setname_np(thread_.native_handle(), "pycomm-speaker");
 }
 
-Speaker::~Speaker() {
+Speaker::~Speaker() { end(); }
+
+void Speaker::end() {
   {
     std::lock_guard lock(mutex_);
     stop_.store(true);
@@ -47,19 +54,23 @@ Speaker::~Speaker() {
       if (peer && peer->hears) peer->hears->nudge();
   }
   ended_.notify_all();
-  thread_.join();
+  if (thread_.joinable()) thread_.join();
   for (auto& peer : peers_)
-    if (peer) peer->thread.join();
+    if (peer && peer->thread.joinable()) peer->thread.join();
 }
 
 void Speaker::leave() {
-  std::lock_guard lock(mutex_);
-  if (std::exchange(left_, true)) return;
-  look_at_host();
-  Word word;
-  word.kind = Kind::closed;
-  word.rank = placement_.ranks[host_][0];
-  say(word);
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(left_, true)) return;
+    look_at_host();
+    Word word;
+    word.kind = Kind::closed;
+    word.rank = placement_.ranks[host_][0];
+    say(word);
+  }
+  // Without the lock: the other leader may be here, too, and its word needs the thread that hears. Nothing is
+  // said after this.
   const auto limit = Clock::now() + longest_farewell;
   for (auto& peer : peers_) {
     if (!peer || peer->gone.load() || peer->said.empty()) continue;

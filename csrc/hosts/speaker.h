@@ -55,6 +55,7 @@ class Speaker {
     std::thread thread;
   };
 
+  void end();
   void speak();
   void look_at_host();
   void look_at_others(Clock::duration since_last_look);
