@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 HERE = Path(__file__).parent
 PASSES = HERE / "gloo_passes.txt"
-FLAGS = {"gpus": ["--gpus"], "rpc": ["--rpc"]}
+FLAGS = {"gpus": ["--gpus"], "rpc": ["--rpc"], "hosts": ["--hosts"]}
 ANSWER_LIMIT = 180  # seconds; the worker has a limit of its own per test
 
 # In this order: a test runs where it is first not skipped. (what the suite's conditions take the backend for,
@@ -38,6 +38,8 @@ SETTINGS = [
 ]
 # Another suite of its own, with its own number of ranks.
 RPC = ("rpc", 4)
+# What the suite runs for Gloo, with the ranks on two simulated hosts.
+HOSTS = ("hosts", 4)
 
 
 class Case(NamedTuple):
@@ -199,6 +201,7 @@ def main():
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("words", nargs="*", help="run the tests whose names contain one of these")
+    parser.add_argument("--hosts", action="store_true", help="4 ranks on two simulated hosts")
     parser.add_argument("--backend", choices=("pycomm", "gloo"), default="pycomm")
     parser.add_argument(
         "--profiler",
@@ -214,6 +217,10 @@ def main():
     for case in read_passes():
         if arguments.words and not any(word in case.name for word in arguments.words):
             continue
+        if arguments.hosts:
+            if case.conditions != "gloo":
+                continue
+            case = Case(*HOSTS, case.name)
         results.append(workers.run(case, arguments.profiler))
         report(case, results[-1])
         if results[-1]["outcome"] != "passed":

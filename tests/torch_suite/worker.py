@@ -5,12 +5,12 @@ every test, which costs seconds of `import torch`. This process imports it once 
 Everything else is the suite's: init_process_group and destroy_process_group per test, the time limits of
 groups, the comparison of exit codes.
 
-    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus | --rpc]
+    BACKEND=gloo WORLD_SIZE=3 python worker.py pycomm [--gpus | --rpc | --hosts]
 
 Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler
 shows. Answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds. BACKEND and
 WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see
-cuda_on_cpu.py; --rpc: instead of the suite, DDP under distributed autograd.
+cuda_on_cpu.py; --hosts: two ranks on each simulated host; --rpc: instead of the suite, DDP under distributed autograd.
 """
 
 import contextlib
@@ -24,6 +24,8 @@ import types
 import unittest
 
 import cuda_on_cpu
+
+from pycomm import env
 
 TIME_LIMIT = 100  # seconds per test; the longest on a free machine takes 20
 NAME_TESTS = {
@@ -64,9 +66,11 @@ def make_suite(suite, backend, with_gpus):
             self._start_processes(multiprocessing.get_context("fork").Process)
 
         @classmethod
-        def _run(cls, *args, **kwargs):
+        def _run(cls, rank, *args, **kwargs):
+            if "--hosts" in sys.argv:
+                env.simulate_host(f"host{rank // 2}")
             with cuda_on_cpu.CpuDevice() if with_gpus else contextlib.nullcontext():
-                super()._run(*args, **kwargs)
+                super()._run(rank, *args, **kwargs)
 
         def _check_return_codes(self, fn, elapsed_time):
             super()._check_return_codes(fn, elapsed_time)
