@@ -8,6 +8,7 @@ pays for this file, so it only writes a table entry; the extension is loaded whe
 
 import datetime
 import functools
+import importlib
 
 NAME = "pycomm"
 DEVICES = ["cpu", "cuda"]  # a list: torch <= 2.13 takes a plain string apart into characters
@@ -39,6 +40,7 @@ def register():
         _prepare_old_torch(dist.Backend)
         _allow_monitored_barrier(dist.distributed_c10d, dist)
         _allow_pg_timeout(dist.distributed_c10d)
+    _understand_launchers()
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
 
 
@@ -120,3 +122,23 @@ def _allow_pg_timeout(c10d):
             group._get_backend(device)._set_default_timeout(timeout)
 
     c10d._set_pg_timeout = set_pg_timeout
+
+
+def _understand_launchers():
+    """init_process_group() without a store reads RANK and others, which torchrun alone sets. Under srun and
+    MPI launchers torch would raise that they are missing; they are set first, from what those say.
+    """
+    handlers = getattr(importlib.import_module("torch.distributed.rendezvous"), "_rendezvous_handlers", {})
+    original = handlers.get("env")
+    if original is None:  # another version of torch: it raises as before
+        return
+
+    @functools.wraps(original)
+    def by_environment(*args, **kwargs):
+        from pycomm import env
+
+        if env.launched_by_others():
+            env.set_launch()
+        return original(*args, **kwargs)
+
+    handlers["env"] = by_environment

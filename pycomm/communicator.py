@@ -1,6 +1,6 @@
 """The native API: Communicator, and Work, the handle of an asynchronous operation.
 
-    with pycomm.Communicator() as comm:            # under torchrun
+    with pycomm.Communicator() as comm:            # under torchrun, srun or mpiexec
         comm.all_reduce(x)                         # in place
         work = comm.all_gather(x, async_op=True)   # progresses while the caller computes
         y = work.wait()
@@ -70,8 +70,8 @@ class Communicator:
     """A group of ranks, on one node or several, and the collectives among them.
 
     Args:
-        store: a torch.distributed Store that all ranks share; None: made from torchrun's environment
-            (MASTER_ADDR, MASTER_PORT), which also gives `rank` and `world_size`.
+        store: a torch.distributed Store that all ranks share; None: made from what torchrun, Slurm,
+            Open MPI, MPICH or Intel MPI have set, which also gives `rank` and `world_size`.
         rank, world_size: of this process in the group.
         timeout: seconds until an operation that misses a rank raises CommTimeoutError, above 0 and at most
             1e8; None: PYCOMM_TIMEOUT, else 300.
@@ -109,7 +109,7 @@ class Communicator:
         if _host is not None:  # a word for a simulated host, of this rank alone
             settings = settings._replace(host_id=_host)
         if store is None:
-            launch = env.launch()
+            launch = env.set_launch()
             rank = launch.rank if rank is None else rank
             world_size = launch.world_size if world_size is None else world_size
             # torchrun's own store where it offers one

@@ -2,10 +2,10 @@
 (tests/test_layering.py holds this).
 
     variable                     value                      default     meaning
-    RANK                         0 to WORLD_SIZE-1          required    \\
-    WORLD_SIZE                   1 or more                  required     | set by torchrun, read where a
-    MASTER_ADDR                  host name                  required     | Communicator is made without store;
-    MASTER_PORT                  1 to 65535                 required     | the meaning is torch.distributed's
+    RANK                         0 to WORLD_SIZE-1          see below   \\
+    WORLD_SIZE                   1 or more                  see below    | set by torchrun, read where a
+    MASTER_ADDR                  host name                  see below    | Communicator is made without store;
+    MASTER_PORT                  1 to 65535                 see below    | the meaning is torch.distributed's
     LOCAL_RANK                   0 or more                  RANK        /
     PYCOMM_TIMEOUT               seconds, above 0 to 1e8    300         how long an operation waits for peers
     PYCOMM_ALGORITHM             op=algorithm,...           a table     algorithm of an operation, e.g.
@@ -16,6 +16,9 @@
                                                                         simulates several hosts on one
     PYCOMM_HOST_TIMEOUT          seconds, above 0 to 1e8    10          a host of the group that is silent for
                                                                         so long is lost
+    PYCOMM_SOCKET_IFNAME         eth,ib0 | =eth0 | ^docker  the route   interfaces between hosts: what their
+                                                                        names begin with; after = whole
+                                                                        names; after ^ all but these
     PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
@@ -31,11 +34,16 @@
                                                                         0: use the built-in one
     PYCOMM_CACHE                 a folder                   see below   what was measured on this machine
                                                                         (pycomm/fused/tuner.py, tuned.py)
+    GLOO_SOCKET_IFNAME           eth0,ib0                   the route   Gloo's, where PYCOMM_SOCKET_IFNAME is
+                                                                        not set: the first interface there is
     TRITON_INTERPRET             0 | 1                      0           Triton's: kernels run in its
                                                                         interpreter, on CPU tensors
     CUDA_DEVICE_MAX_CONNECTIONS  1 to 32                    8           the driver's: hardware queues, which
                                                                         ranks as threads on one GPU need
     PYCOMM_LOG                   debug info warning error   warning     what the logger "pycomm" lets through
+
+Where RANK and WORLD_SIZE are not set, the variables of Slurm, Open MPI, MPICH and Intel MPI count, for
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT, too: see pycomm/launchers.py.
 
 PYCOMM_CACHE is by default pycomm in the folder XDG_CACHE_HOME, which is by default ~/.cache. PYCOMM_TUNED is
 by default tuned-CPU-CORES.json in PYCOMM_CACHE, with the machine's processor and its number of cores.
@@ -51,6 +59,7 @@ import os
 import re
 from typing import NamedTuple
 
+LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # what PYCOMM_ALGORITHM may name
 OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter".split()
 OPERATIONS += ["send", "recv", "barrier"]
@@ -61,7 +70,8 @@ LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
-    "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT PYCOMM_THREADS "
+    "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
+    "PYCOMM_SOCKET_IFNAME PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
     "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_LOG"
 ).split()
@@ -93,9 +103,14 @@ class Settings(NamedTuple):
 
 
 def launch():
-    """Reads RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT. Raises ValueError if one is missing or
-    wrong.
+    """Who this process is: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or where RANK and
+    WORLD_SIZE are not set by what other launchers set (launchers.py). Raises ValueError if something is
+    missing or wrong.
     """
+    if _get("RANK") is None and _get("WORLD_SIZE") is None:
+        found = _launchers().find_launch(os.environ)
+        if found is not None:
+            return Launch(*found)
     world_size = _integer("WORLD_SIZE", _required("WORLD_SIZE"), 1)
     rank = _integer("RANK", _required("RANK"), 0, world_size - 1)
     local_rank = _get("LOCAL_RANK")
@@ -106,6 +121,35 @@ def launch():
         master_addr=_required("MASTER_ADDR"),
         master_port=_integer("MASTER_PORT", _required("MASTER_PORT"), 1, 65535),
     )
+
+
+def set_launch():
+    """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in this process as torchrun would, where
+    another launcher has started it and they are not set. For programs that read them: torch does in
+    init_process_group(). Returns what launch() does, and raises ValueError.
+    """
+    found = launch()
+    values = (found.rank, found.world_size, found.local_rank, found.master_addr, found.master_port)
+    for name, value in zip(LAUNCH, values, strict=True):
+        if _get(name) is None:
+            os.environ[name] = str(value)
+    return found
+
+
+def launched_by_others():
+    """True where RANK and WORLD_SIZE are not set, and a launcher that is not torchrun has started this
+    process as one of several. Raises ValueError where launchers disagree.
+    """
+    if _get("RANK") is not None or _get("WORLD_SIZE") is not None:
+        return False
+    place = _launchers().find_place(os.environ)
+    return place is not None and place.world_size > 1
+
+
+def _launchers():
+    from pycomm import launchers  # `import torch` loads this file, and need not load that one
+
+    return launchers
 
 
 def settings():
@@ -135,6 +179,26 @@ def settings():
 def simulate_host(word):
     """Sets PYCOMM_HOST_ID for the groups that this process makes from now on."""
     os.environ["PYCOMM_HOST_ID"] = word
+
+
+def socket_interface():
+    """Which interfaces may be used between hosts: (variable, value), or None where neither
+    PYCOMM_SOCKET_IFNAME nor GLOO_SOCKET_IFNAME is set.
+    """
+    for name in ("PYCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        if _get(name) is not None:
+            return name, _get(name)
+    return None
+
+
+def use_gloo_interface(name):
+    """Sets GLOO_SOCKET_IFNAME in this process, for a torch in which nothing else chooses the interface."""
+    os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def master_address():
+    """MASTER_ADDR, or None."""
+    return _get("MASTER_ADDR")
 
 
 def replaced_backends():
@@ -200,8 +264,8 @@ def allow_thread_ranks():
 
 
 def launched():
-    """True where a launcher such as torchrun has started this process as one of several."""
-    return _get("RANK") is not None and _get("WORLD_SIZE") is not None
+    """True where a launcher such as torchrun, srun or mpiexec has started this process as one of several."""
+    return (_get("RANK") is not None and _get("WORLD_SIZE") is not None) or launched_by_others()
 
 
 def set_variables():
@@ -213,7 +277,10 @@ def set_variables():
 
 def is_first_rank():
     """True on rank 0, and where there are no ranks: the one process that says what all would say."""
-    return _get("RANK") in (None, "0")
+    if _get("RANK") is not None:
+        return _get("RANK") == "0"
+    place = _launchers().find_place(os.environ)
+    return place is None or place.rank == 0
 
 
 @functools.cache
@@ -259,7 +326,8 @@ def _required(name):
     value = _get(name)
     if value is None:
         raise ValueError(
-            f"{name} is not set in the environment. Start with torchrun, or pass store, rank and world_size."
+            f"{name} is not set in the environment. Start with torchrun, srun or mpiexec, or pass store, "
+            "rank and world_size."
         )
     return value
 

@@ -170,10 +170,10 @@ def leave_out(options):
 
 
 def under_launcher():
-    """torchrun's description of this process, or None when the ranks are ours to start. Raises ValueError if
-    it is incomplete.
+    """The launcher's description of this process, or None when the ranks are ours to start. Raises ValueError
+    if it is incomplete.
     """
-    return env.launch() if "RANK" in env.for_child() else None
+    return env.set_launch() if "RANK" in env.for_child() or env.launched() else None
 
 
 def _run_alone(options, progress):

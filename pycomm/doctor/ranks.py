@@ -23,7 +23,7 @@ def ask_all():
     """
     import torch.distributed as dist  # heavy; a single process may do without
 
-    launch = env.launch()
+    launch = env.set_launch()
     store, rank, world_size = next(dist.rendezvous("env://", launch.rank, launch.world_size, timeout=ANSWER))
     store = dist.PrefixStore("pycomm.doctor", store)
     mine = facts.gather(rank)
