@@ -3,7 +3,7 @@
     1. an interface that PYCOMM_SOCKET_IFNAME allows, or GLOO_SOCKET_IFNAME names
     2. else the address from which packets to the store's host, or else to MASTER_ADDR, would leave
     3. else the one of the default route
-    4. else the only one that is not loopback
+    4. else that of the only interface that is not loopback
 
 2 and 3 ask the kernel by connecting a UDP socket, which sends nothing. The host's own name is not asked: on
 many machines it resolves to loopback. Where the store is on this machine 2 is often loopback, too; what
@@ -75,8 +75,8 @@ def choose(wanted, found, routed):
     if routed:
         return Address("an interface without a name here", routed)
     outside = [address for address in found if not address.loopback]
-    if len(outside) == 1:
-        return outside[0]
+    if len({address.interface for address in outside}) == 1:
+        return min(outside, key=lambda one: one.version)
     if not outside and found:
         return found[0]
     raise ValueError(

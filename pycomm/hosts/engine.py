@@ -16,7 +16,7 @@ from pycomm.hosts.meeting import SHORTEST_S, Meeting
 # one would end in words that name nobody.
 GLOO_TIMEOUT_S = 1e8
 THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thread of the device
-COUNTERS = ("record", "second", "reached", "made")
+COUNTERS = ("came", "record", "second", "reached", "made")
 
 
 def engines(store, rank, hosts, labels, token, timeout):
@@ -51,6 +51,7 @@ def engines(store, rank, hosts, labels, token, timeout):
 
 def _meet_and_make(meeting, store, token, opened):
     leaders = [meeting.hosts.index(host) for host in range(len(meeting.labels))]
+    meeting.arrive("came")
     meeting.raise_failure()
     everyone, listener = _meet(meeting, store, token, opened)
     if text := records.problem(everyone, meeting.label):

@@ -14,6 +14,7 @@ import json
 import time
 
 SHORTEST_S, LONGEST_S = 0.001, 0.05  # between two looks into the store
+STAY_S = 1.0  # after a failure, so that the others hear of it
 KINDS = {kind.__name__: kind for kind in (ValueError, RuntimeError, TimeoutError)}
 
 
@@ -109,16 +110,31 @@ class Meeting:
         kind = next((name for name, one in KINDS.items() if isinstance(error, one)), "RuntimeError")
         text = str(error) if isinstance(error, Exception) else f"Interrupted by {type(error).__name__}."
         written = json.dumps({"rank": self.rank, "kind": kind, "text": text or type(error).__name__})
-        try:
+        with contextlib.suppress(RuntimeError):  # the store has gone
             if self.store.add("count/failures", 1) == 1:
                 self.store.set("failure", written)
-                return error
-            while not self.store.check(["failure"]) and time.monotonic() < self.deadline:
-                time.sleep(SHORTEST_S)  # the first is about to write
-            self.raise_failure()
-        except tuple(KINDS.values()) as first:
-            return first
+            elif (first := self._first_failure()) is not None:
+                error = first
+            self._stay()
         return error
+
+    def _first_failure(self):
+        """What another rank has failed with; it may be about to write it."""
+        end = time.monotonic() + STAY_S
+        while time.monotonic() < end:
+            try:
+                self.raise_failure()
+            except tuple(KINDS.values()) as first:
+                return first
+            time.sleep(SHORTEST_S)
+        return None
+
+    def _stay(self):
+        """Until all who have come know of the failure: the store may be in this process, and end with it."""
+        self.arrive("know")
+        end = time.monotonic() + STAY_S
+        while time.monotonic() < end and not self.all_here("know", self.store.add("count/came", 0)):
+            time.sleep(SHORTEST_S)
 
     # --- the end --------------------
 
