@@ -17,10 +17,17 @@ threads or run in new interpreters ("spawn"), which import everything again and 
 
 Every wait has a limit. A process that does not finish is killed, by its own id; one that is left alone,
 because the process that started it was killed, ends itself. Ranks that mpiexec or torchrun starts are not
-started here.
+started here. emulated.py has hosts for them, of which the machine is but one.
 """
 
-from pycomm.testing.processes import RankProcesses
-from pycomm.testing.run import RankFailure, run_ranks
+import importlib
 
 __all__ = ["RankFailure", "RankProcesses", "run_ranks"]
+
+_HOME = {"RankFailure": "run", "RankProcesses": "processes", "run_ranks": "run"}
+
+
+def __getattr__(name):
+    if name not in _HOME:  # the rest need not wait for torch to be imported
+        raise AttributeError(f"module 'pycomm.testing' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"pycomm.testing.{_HOME[name]}"), name)
