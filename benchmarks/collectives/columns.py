@@ -111,13 +111,24 @@ def page(content):
         tables.append(comparison(lines, f"Compared: {COMPARED}"))
     legend = [BOUND_LEGEND, ""] if any(row.get("copy_gbps") for row in rows) else []
     versions = [f"- {name}: {version}" for name, version in content["versions"].items()]
+    versions += [f"- {line}" for line in hosts_line(content)]
     return Page(versions, tables, [*legend, f"`~`: {SPREAD_LEGEND}. GB = 1e9.", *content["notes"]])
+
+
+def hosts_line(content):
+    """Where the ranks were, if not on one host."""
+    settings = content["settings"]
+    if not settings.get("hosts"):
+        return []
+    rate = f"links of {settings['rate']} each way" if settings["rate"] else "links without a limit"
+    return [f"emulated hosts {settings['hosts']} on this machine, {rate}"]
 
 
 def show(content, backends):
     """In the terminal. backends: their versions by name."""
     rows, lines = content["rows"], content["comparison"]
     shown = [report.machine_line(content), *(f"{name}: {version}" for name, version in backends.items())]
+    shown += hosts_line(content)
     title = "{op}, {place}; GB/s, GB = 1e9; median and 99th percentile"
     shown += [of_op(beside, title) for beside in by_op(rows)]
     if lines:

@@ -2,12 +2,15 @@
 
 import sys
 
+from pycomm import env
 from pycomm.benchmarks.collectives import backends, cases, columns, runner
 from pycomm.benchmarks.common import device, report
 from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.options import add_files, add_place, chosen, new_parser
 from pycomm.benchmarks.common.ranks import RankError
+from pycomm.testing import emulated
 
+INSIDE = "--inside-emulated-hosts"  # said by the command to itself
 BACKENDS = {"cpu": "pycomm,gloo", "cuda": "pycomm,pycomm-torch,nccl"}  # unless --backends says otherwise
 DESCRIPTION = """\
 Measures collectives of several backends side by side, in one run, with the columns of nccl-tests.
@@ -15,6 +18,7 @@ Measures collectives of several backends side by side, in one run, with the colu
   python -m pycomm.benchmarks all_reduce --sizes 8:256M --dtype f32 --ranks 4 --backends pycomm,gloo,mpi
   torchrun --nproc-per-node 4 -m pycomm.benchmarks all --backends pycomm-torch,gloo
   python -m pycomm.benchmarks all_reduce --ranks 8 --groups 4 --dtype f32,bf16
+  python -m pycomm.benchmarks all_reduce --hosts 2x4 --rate 1gbit --backends pycomm,pycomm-torch,gloo,mpi
   python -m pycomm.benchmarks all_reduce --device cuda --ranks 8 --ranks-per-gpu 8 --graph --sizes 8K:256M
 
 backends
@@ -54,18 +58,26 @@ what is timed
 
 def main(arguments):
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a result was wrong, 2 without a
-    GPU; argparse exits with 2.
+    GPU, 77 where hosts cannot be emulated; argparse exits with 2.
     """
     parser = make_parser()
+    if inside := INSIDE in arguments:
+        arguments = [word for word in arguments if word != INSIDE]
+        sys.orig_argv.remove(INSIDE)  # of the report, which says how to run this again
     given = parser.parse_args(arguments)
     if given.device == "cuda" and (missing := device.why_no_cuda()):
         print(f"error: --device cuda: {missing}.", file=sys.stderr)
         return 2
     try:
         options = make_options(given)
+        if options.hosts is not None and not inside:
+            emulated.apart([sys.executable, "-m", "pycomm.benchmarks", *arguments, INSIDE])
         results = runner.run(options)
     except ValueError as error:
         parser.error(str(error))
+    except emulated.Unavailable as error:
+        print(f"skip: --hosts: {error}", file=sys.stderr)
+        return emulated.SKIPPED
     except RankError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -84,7 +96,18 @@ def main(arguments):
 def show(results, options, given=None):
     """Writes the files that were asked for, prints the tables, and returns the report."""
     rows = [runner.as_record(row) for row in results.rows]
-    names = ("groups", "rounds", "seconds", "over_ranks", "sessions", "device", "ranks_per_gpu", "ranks_as")
+    names = (
+        "hosts",
+        "rate",
+        "groups",
+        "rounds",
+        "seconds",
+        "over_ranks",
+        "sessions",
+        "device",
+        "ranks_per_gpu",
+        "ranks_as",
+    )
     content = {
         **report.context("collectives", options.device, ("torch", "numpy"), results.versions),
         "settings": {name: getattr(options, name) for name in (*names, "registered", "graph")},
@@ -110,6 +133,11 @@ def make_parser():
     names = f"(default {BACKENDS['cpu']}; with CUDA {BACKENDS['cuda']})"
     add("--backends", help=f"with commas between them {names}")
     add_place(add, f"processes per backend; under torchrun its world size {default}")
+    forms = "2x4 (hosts x ranks), 3+5 (ranks of each), 0101 (the host of each rank)"
+    add("--hosts", help=f"emulated hosts, by namespaces: {forms}; needs root or user namespaces")
+    add(
+        "--rate", help="with --hosts: of each host's link, each way, as tc takes it: 1gbit (default no limit)"
+    )
     together = "cut the ranks into so many groups of neighbours, all at work at once"
     add("--groups", type=int, default=1, help=f"{together} {default}")
     mapped = "buffers of pycomm by comm.empty, which every rank has mapped (CUDA)"
@@ -141,8 +169,22 @@ def make_options(given):
         raise ValueError("--graph, --registered and --ranks-per-gpu need --device cuda.")
     if given.ranks_per_gpu is not None and given.ranks_per_gpu < 1:
         raise ValueError("--ranks-per-gpu must be 1 or more.")
-    computed = {"ops": ops, "sizes": cases.parse_sizes(given.sizes, given.factor), "backends": names}
+    place = hosts_of(given)
+    computed = {**place, "ops": ops, "sizes": cases.parse_sizes(given.sizes, given.factor), "backends": names}
     computed["dtypes"] = chosen(given.dtype, ITEMSIZE, "--dtype")
     computed["over_ranks"] = given.over_ranks or ("max" if cuda else "mean")
     kept = {name: value for name, value in vars(given).items() if name in runner.Options._fields}
     return runner.Options(**{**kept, **computed})
+
+
+def hosts_of(given):
+    """What --hosts says of the options. Raises ValueError."""
+    if given.hosts is None:
+        if given.rate is not None:
+            raise ValueError("--rate needs --hosts.")
+        return {}
+    if given.device == "cuda":
+        raise ValueError("--hosts needs --device cpu.")
+    if env.launched():
+        raise ValueError("--hosts starts its ranks itself, not under a launcher.")
+    return {"ranks": len(emulated.parse_placement(given.hosts)), "ranks_as": "processes"}

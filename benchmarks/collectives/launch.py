@@ -12,12 +12,14 @@ ranks are then started by mpiexec on that node. Ranks are told where the control
 store, through `spec` (worker.main); only processes that were started here are ended here.
 """
 
+import contextlib
 import json
 import multiprocessing
 import secrets
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -71,9 +73,9 @@ class Ranks:
 
     def start_mpi(self, spec, found):
         text = json.dumps({**spec, "site": found.site})
-        command = [found.mpiexec, *found.flags, "-n", str(spec["ranks"])]
+        command = [*found.before, found.mpiexec, *found.flags, "-n", str(spec["ranks"])]
         command += [sys.executable, "-m", worker.__name__, text]
-        child_env = env.for_child(MPI4PY_LIBMPI=found.library, OMP_NUM_THREADS=1)
+        child_env = env.for_child(MPI4PY_LIBMPI=found.library, OMP_NUM_THREADS=1, **found.variables)
         self.commands.append(
             subprocess.Popen(command, env=child_env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
         )
@@ -115,10 +117,11 @@ class Ranks:
 class Controller:
     """Has all teams. A context manager: leaving it ends every rank."""
 
-    def __init__(self, options, host, store, ranks, *, tell=lambda spec: None):
+    def __init__(self, options, host, store, ranks, *, tell=lambda spec: None, hosts=None):
         """Listens on host; store is (host, port) of torch's; ranks are those to start here; tell(spec) lets
-        others start theirs.
+        others start theirs; hosts: emulated ones for the ranks, or None.
         """
+        self.hosts, self.opened = hosts, contextlib.ExitStack()
         self.options, self.ranks_here = options, ranks
         self.ranks, self.teams = Ranks(), []
         self.pending = []  # channels of ranks that have not said who they are
@@ -131,6 +134,8 @@ class Controller:
             "store": store,
             "threads": False,
             "site": None,
+            "keepers": hosts and [hosts.keepers[host].pid for host in hosts.placement],
+            "hosts": hosts and [hosts.names[host] for host in hosts.placement],
         }
         for name in (
             "ranks",
@@ -156,6 +161,11 @@ class Controller:
     def _start(self):
         names, options = self.options.backends, self.options
         installations = {name: mpi.find_mpi(name, options.mpi_root) for name in names if is_mpi(name)}
+        if self.hosts is not None:
+            installations = {
+                name: mpi.over_hosts(found, self.hosts, self.folder())
+                for name, found in installations.items()
+            }
         for name in names:
             threads = options.ranks_as == "threads" and can_be_threads(name)
             spec = {**self.spec, "backend": name, "threads": threads}
@@ -173,6 +183,10 @@ class Controller:
             Team(name, self.versions[name], [channels[rank] for rank in sorted(channels)])
             for name, channels in self.found.items()
         ]
+
+    def folder(self):
+        """For what an MPI must read; gone with the controller."""
+        return self.opened.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-mpi-"))
 
     def _accept(self, deadline):
         """Takes ranks in. A rank connects before it forms its group, so its hello may be far behind."""
@@ -225,3 +239,4 @@ class Controller:
         if error[0] is None:
             self.ranks.join(END_TIMEOUT_S)
         self.ranks.end()
+        self.opened.close()

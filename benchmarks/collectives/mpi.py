@@ -1,6 +1,7 @@
 """MPI by mpi4py, on NumPy arrays: the installation, and the calls."""
 
 import shutil
+import socket
 import subprocess
 import sys
 import sysconfig
@@ -20,6 +21,9 @@ class Mpi(NamedTuple):
     flags: list
     library: str | None  # for mpi4py; None: it finds the library itself
     site: str | None  # where that installation's Python packages are, if not among ours
+    kind: str = "mpich"  # or "openmpi", "intel"
+    before: tuple = ()  # what mpiexec is started by
+    variables: dict = {}  # of its environment
 
 
 def find_mpi(name, root):
@@ -46,7 +50,58 @@ def find_mpi(name, root):
     libraries = [prefix / "lib" / library for library in MPI_LIBRARIES] if prefix else []
     library = next((str(path) for path in libraries if path.exists()), None)
     site = str(prefix / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)) if which else None
-    return Mpi(mpiexec, flags, library, site)
+    kind = "openmpi" if is_open_mpi else "intel" if "intel" in version.lower() else "mpich"
+    return Mpi(mpiexec, flags, library, site, kind)
+
+
+# mpiexec reaches a host by ssh; here by the namespaces of its keeper
+SSH = """#!/bin/sh
+while :; do
+  case "$1" in
+    -o|-p|-l) shift 2;;
+    -*) shift;;
+    *) break;;
+  esac
+done
+host=$1; shift
+case "$host" in
+%s
+  *) echo "no such host: $host" >&2; exit 1;;
+esac
+exec nsenter -t "$keeper" -n -m -u -i --wd="$PWD" sh -c "$*"
+"""
+OVER_HOSTS = {  # kind -> (flags, variables); {ssh}, {file} and {list} are filled in
+    "intel": (
+        "-bootstrap ssh -bootstrap-exec {ssh} -iface eth0 -machinefile {file}",
+        {"I_MPI_OFI_PROVIDER": "tcp", "I_MPI_FABRICS": "shm:ofi", "I_MPI_PIN": "0"},
+    ),
+    "mpich": (
+        "-launcher ssh -launcher-exec {ssh} -iface eth0 -f {file}",
+        {"UCX_TLS": "tcp,self,sm", "UCX_NET_DEVICES": "eth0"},
+    ),
+    "openmpi": (
+        "--prtemca plm_ssh_agent {ssh} --prtemca prte_if_include eth0 --mca pml ob1 --mca btl tcp,self,sm "
+        "--mca btl_tcp_if_include eth0 --host {list}",
+        {},
+    ),
+}
+
+
+def over_hosts(found, hosts, folder):
+    """An installation whose mpiexec starts its ranks on emulated hosts. folder: for what it must read."""
+    places = [(hosts.address(host), hosts.placement.count(host)) for host in range(len(hosts.names))]
+    keepers = zip(places, hosts.keepers, strict=True)
+    ssh, machines = Path(folder, "ssh"), Path(folder, "machines")
+    ssh.write_text(SSH % "\n".join(f"  {ip}) keeper={keeper.pid};;" for (ip, _), keeper in keepers))
+    ssh.chmod(0o755)
+    listed = [f"{ip}:{ranks}" for ip, ranks in places]
+    machines.write_text("".join(f"{line}\n" for line in listed))
+    flags, variables = OVER_HOSTS[found.kind]
+    words = [word.format(ssh=ssh, file=machines, list=",".join(listed)) for word in flags.split()]
+    before = tuple(hosts.command(0))
+    # with it Open MPI puts more ranks on a host than the list allows
+    kept = [flag for flag in found.flags if flag != "--oversubscribe"]
+    return found._replace(flags=[*kept, *words], before=before, variables=variables)
 
 
 def make_adapter():
@@ -67,6 +122,9 @@ class MpiAdapter(Adapter):
                 "library differ"
             )
         self.enter_group(self.comm.rank, spec)
+        if spec["hosts"] and socket.gethostname() != spec["hosts"][self.comm.rank]:
+            wrong = f"mpiexec put rank {self.comm.rank} on {socket.gethostname()}"
+            raise RuntimeError(f"{wrong} instead of {spec['hosts'][self.comm.rank]}")
         if spec["groups"] > 1:
             self.comm = self.comm.Split(self.group, self.rank)
 

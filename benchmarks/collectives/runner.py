@@ -23,6 +23,7 @@ from pycomm.benchmarks.collectives.launch import Controller, Ranks
 from pycomm.benchmarks.common import device, memory, turns
 from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.ranks import RankError
+from pycomm.testing import emulated
 
 # A batch lasts at least this long: reading the clock costs nothing then. On a GPU it is longer, since ranks
 # that are threads begin their batches as much as a few milliseconds apart.
@@ -58,6 +59,8 @@ class Options(NamedTuple):
     ranks_as: str | None = None  # "processes", or "threads" of the backends that can; None: see resolve
     registered: bool = False  # buffers by comm.empty, of pycomm
     graph: bool = False  # a batch is one replay of a CUDA graph
+    hosts: str | None = None  # emulated ones: where the ranks are, as pycomm.testing.emulated takes it
+    rate: str | None = None  # of the link of each host, as tc takes it
 
     @property
     def group_ranks(self):
@@ -136,7 +139,10 @@ def run(options, progress=None):
     options, left_out = leave_out(resolve(options, launch, devices))
     if not options.backends:
         return Results([], {}, left_out)
-    results = _run_launched(options, launch, progress) if launch else _run_alone(options, progress)
+    if options.hosts is not None:
+        results = _run_on_hosts(options, progress)
+    else:
+        results = _run_launched(options, launch, progress) if launch else _run_alone(options, progress)
     return results and results._replace(notes=left_out + results.notes)
 
 
@@ -159,7 +165,8 @@ def leave_out(options):
     """(options with the backends that can take part, a note for each other one)."""
     able, notes = [], []
     for name in options.backends:
-        if reason := backends.why_not(name, options.device, options.ranks_per_gpu, options.groups):
+        reason = backends.why_not(name, options.device, options.ranks_per_gpu, options.groups)
+        if reason or (reason := why_not_on_hosts(name, options.hosts)):
             notes.append(f"{name} is left out: {reason}.")
         else:
             able.append(name)
@@ -167,6 +174,16 @@ def leave_out(options):
         text = "its ranks are processes, which is all it can do; those of pycomm are threads."
         notes += [f"{name}: {text}" for name in able if not backends.can_be_threads(name)]
     return options._replace(backends=tuple(able)), notes
+
+
+def why_not_on_hosts(name, hosts):
+    """Why a backend cannot take part on emulated hosts, or None."""
+    placement = emulated.parse_placement(hosts) if hosts else []
+    if backends.is_mpi(name) and placement != sorted(placement):
+        return "mpiexec is not asked to place ranks in turns"
+    if name == "deepspeed" and hosts:
+        return "its kernel is for one host"
+    return None
 
 
 def under_launcher():
@@ -182,6 +199,22 @@ def _run_alone(options, progress):
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with Controller(options, "127.0.0.1", ("127.0.0.1", server.port), range(options.ranks)) as controller:
         return measure_all(options, controller.teams, progress)
+
+
+def _run_on_hosts(options, progress):
+    """The controller talks to the ranks, and they meet, on the first of the emulated hosts. This process was
+    started by emulated.apart().
+    """
+    import torch.distributed as dist
+
+    with emulated.Hosts(options.hosts, rate=options.rate) as hosts:
+        address = hosts.address(0)
+        with hosts.network_of(0):
+            server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+            place = address, (address, server.port), range(options.ranks)
+            controller = Controller(options, *place, hosts=hosts)
+        with controller:
+            return measure_all(options, controller.teams, progress)
 
 
 def _run_launched(options, launch, progress):

@@ -26,6 +26,7 @@ from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case
 from pycomm.benchmarks.collectives.channel import connect
 from pycomm.benchmarks.common import data, device, oracle
 from pycomm.benchmarks.common.ranks import GRACE_S
+from pycomm.testing import emulated
 
 SALT_OF_GROUP = 1000
 GRAPH_CALLS = 100  # in a graph, at most; a longer batch replays it several times
@@ -191,8 +192,11 @@ def serve_or_die(spec, watchdog, gate=None):
 def main(rank, link, spec):
     """Runs a rank, or all ranks of a backend as threads. spec: address and token of the controller, store
     (host, port), backend, ranks, groups, threads, device, ranks_per_gpu, registered, graph, timeout,
-    sessions, site. link: to the process that started this one; not used.
+    sessions, site, hosts and keepers (name and process of the emulated host of each rank; None: this host).
+    link: to the process that started this one; not used.
     """
+    if spec["keepers"] and rank is not None:  # mpiexec has started its ranks where they belong
+        emulated.enter(spec["keepers"][rank])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which ends us
     if spec["sessions"] and os.getsid(0) != os.getpid():
         if os.getpgrp() == os.getpid():  # the leader of a process group must leave it first
