@@ -25,7 +25,7 @@ def clean(monkeypatch):
 
 
 def test_nothing_is_set():
-    assert env.settings() == env.Settings(None, {}, None, None, None, None, None, None, None)
+    assert env.settings() == env.Settings(None, {}, *[None] * 8)
     assert env.replaced_backends() == ()
     assert env.is_first_rank()
 
@@ -42,6 +42,7 @@ def test_nothing_is_set():
             {"all_reduce": "ring", "broadcast": "direct"},
         ),
         ("PYCOMM_HOST_ID", "node-a", "host_id", "node-a"),
+        ("PYCOMM_HOST_TIMEOUT", "2.5", "host_timeout", 2.5),
         ("PYCOMM_THREADS", "4", "threads", 4),
         ("PYCOMM_STAGING_BYTES", "4096", "staging_bytes", 4096),
         ("PYCOMM_STAGING_BYTES", "8m", "staging_bytes", 8 << 20),
@@ -62,6 +63,7 @@ WRONG = {
     "PYCOMM_CUDA_STAGING_BYTES": ["0", "-1", "much"],
     "CUDA_DEVICE_MAX_CONNECTIONS": ["0", "many"],
     "PYCOMM_TIMEOUT": ["0", "-1", "nan", "inf", "soon"],
+    "PYCOMM_HOST_TIMEOUT": ["0", "nan", "long"],
     "PYCOMM_ALGORITHM": ["ring", "all_redcue=ring", "all_reduce=", "all_reduce=ring,all_reduce=ring", ","],
     "PYCOMM_THREADS": ["0", "-1", "two", "1.5", "100000"],
     "PYCOMM_STAGING_BYTES": ["0", "8MB", "-1", "1.5M"],
