@@ -2,8 +2,8 @@
 would be given to the real forward, and a real one to the run on meta. So what such a run has asked is
 emptied behind it, and a run that fails after it was given something old is tried again.
 
-Known are the caches of functions in modules and of methods that exist when the object is made, but for those
-of torch.
+Known are the caches of functions in modules and of methods that exist when the object is made, and those of
+modules that are new when a run begins, but for those of torch.
 """
 
 import functools
@@ -17,16 +17,33 @@ _CACHE = functools._lru_cache_wrapper
 
 class Caches:
     def __init__(self):
-        found = {}
+        self.all = []
+        self._seen = set()  # names of modules
+        self._find()
+
+    def _find(self):
+        """Adds the caches of modules that were not there yet."""
+        found, classes = {}, {}
         for name, module in list(sys.modules.items()):
+            if name in self._seen:
+                continue
+            self._seen.add(name)
             if name.split(".")[0] != "torch" and isinstance(module, types.ModuleType):
                 for value in list(vars(module).values()):
-                    of_class = list(vars(value).values()) if isinstance(value, type) else ()
-                    found |= {id(each): each for each in (value, *of_class) if type(each) is _CACHE}
-        self.all = [each for each in found.values() if not (each.__module__ or "").startswith("torch.")]
+                    if isinstance(value, type):
+                        classes[id(value)] = value  # once, however many modules import it
+                    elif type(value) is _CACHE:
+                        found[id(value)] = value
+        for each in classes.values():
+            found |= {id(value): value for value in list(vars(each).values()) if type(value) is _CACHE}
+        known = set(map(id, self.all))
+        for key, each in found.items():
+            if key not in known and not (each.__module__ or "").startswith("torch."):
+                self.all.append(each)
 
     def around(self, run):
         """run(), a run without data."""
+        self._find()
         try:
             return self._emptied(run)
         except Exception:

@@ -32,8 +32,9 @@ def called_sides(model, trunk):
     except Exception:  # no such attribute, or one that this class has not filled in
         return {}
     plain = {key: value for key, value in inputs.items() if "mask" not in key}
-    runs = ((inputs, False), (plain, False), (plain, True))
-    events, finished = max((_calls(model, trunk, *run) for run in runs), key=lambda found: len(found[0]))
+    runs = [(inputs, False), (plain, False), (plain, True)][len(plain) == len(inputs) :]
+    caches = Caches()  # a walk through all modules, so once
+    events, finished = max((_calls(model, trunk, caches, *run) for run in runs), key=lambda run: len(run[0]))
     at = [[place for place, event in enumerate(events) if event == each] for each in range(len(trunk.lists))]
     if not at[0]:
         return {event: Side.BEFORE for event in events if isinstance(event, str)}
@@ -58,7 +59,7 @@ class _Yes(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _calls(model, trunk, inputs, answered):
+def _calls(model, trunk, caches, inputs, answered):
     """(what was called, see _record; whether it ended) in a run of a copy with these inputs. answered:
     whether code that looks at values goes on.
     """
@@ -73,7 +74,7 @@ def _calls(model, trunk, inputs, answered):
             SharedState(model.modules()).kept(on_meta=True),
             _Yes() if answered else contextlib.nullcontext(),
         ):
-            Caches().around(lambda: shadow(**{key: value.to("meta") for key, value in inputs.items()}))
+            caches.around(lambda: shadow(**{key: value.to("meta") for key, value in inputs.items()}))
     except Exception:  # what was called before stays true
         return events, False
     return events, True
