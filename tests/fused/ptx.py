@@ -10,6 +10,7 @@ their own.
     successors   per instruction; loops are natural loops, found by dominators
 """
 
+import functools
 import re
 from typing import NamedTuple
 
@@ -24,7 +25,7 @@ SILENT = re.compile(
 )
 
 
-class Instruction(NamedTuple):
+class Fields(NamedTuple):
     line: int  # in the text, from 1
     guard: str | None  # predicate, with "!" where it is negated
     opcode: str
@@ -32,9 +33,17 @@ class Instruction(NamedTuple):
     site: str  # where it comes from: "signal.py:56:4"
     calls: str  # that led there, innermost first; "" in the kernel itself
 
+
+class Instruction(Fields):
+    """What is asked of one thousands of times is found once."""
+
     def has(self, *words):
         """Whether the opcode has all of these parts: has("st", "global")."""
-        return set(words) <= {part.partition("::")[0] for part in self.opcode.split(".")}
+        return self._parts.issuperset(words)
+
+    @functools.cached_property
+    def _parts(self):
+        return {part.partition("::")[0] for part in self.opcode.split(".")}
 
     @property
     def address(self):
@@ -49,13 +58,13 @@ class Instruction(NamedTuple):
         vector, bits = re.search(r"\.v(\d)\b", self.opcode), re.search(r"\.[busf](\d+)\b", self.opcode)
         return int(vector[1] if vector else 1) * int(bits[1] if bits else 0) // 8
 
-    @property
+    @functools.cached_property
     def written(self):
         if SILENT.match(self.opcode) or not self.operands or self.operands[0].startswith("["):
             return []
         return REGISTER.findall(self.operands[0])
 
-    @property
+    @functools.cached_property
     def read(self):
         first = 1 if self.written else 0
         return [register for operand in self.operands[first:] for register in REGISTER.findall(operand)]
@@ -77,6 +86,7 @@ class Kernel:
         self.parameters |= dict.fromkeys(
             re.findall(r"\.param [^,)]*\.b8 (\w+_param_\d+)\[\d+\]", header), DESCRIPTOR
         )
+        self.operands = {}  # see named_in
         self.instructions, self.labels = parse(body, first_line)
         tables = re.findall(r"([\w$]+):\s*\.branchtargets\s+([^;]+);", body)
         self.tables = {label: [target.strip() for target in targets.split(",")] for label, targets in tables}
@@ -127,14 +137,20 @@ class Kernel:
         return set().union(*(self.look_up(operand, origins) for operand in instruction.operands[1:]))
 
     def look_up(self, operand, origins):
-        found = {name for symbol, name in self.parameters.items() if re.search(rf"\b{symbol}\b", operand)}
-        return found.union(
-            *(
-                origins.get(register, ())
-                for register in REGISTER.findall(operand)
-                if not is_predicate(register)
-            )
-        )
+        parameters, registers = self.named_in(operand)
+        return parameters.union(*(origins.get(register, ()) for register in registers))
+
+    def named_in(self, operand):
+        """(names of the parameters, registers but for predicates)"""
+        if operand not in self.operands:
+            names = {
+                name
+                for symbol, name in self.parameters.items()
+                if symbol in operand and re.search(rf"\b{symbol}\b", operand)
+            }
+            registers = [x for x in REGISTER.findall(operand) if not is_predicate(x)]
+            self.operands[operand] = names, registers
+        return self.operands[operand]
 
     def origins_of_address(self, instruction):
         return self.look_up(instruction.address, self.origins)
@@ -253,12 +269,12 @@ class Kernel:
                 if position and self.predecessors[position] != [position - 1]:
                     handed_on = False
                 if instruction.has("st", "shared"):
-                    handed_on = bool(found & set(instruction.read))
+                    handed_on = not found.isdisjoint(instruction.read)
                 elif instruction.has("ld"):
                     if handed_on and instruction.has("shared"):
-                        found |= set(instruction.written)
-                elif found & set(instruction.read):
-                    found |= set(instruction.written)
+                        found.update(instruction.written)
+                elif not found.isdisjoint(instruction.read):
+                    found.update(instruction.written)
         return found
 
 
