@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
@@ -23,6 +24,10 @@ DAYS = 7  # that an object file is kept after its last use
 # Of the fake device (tests/cpp/cuda/fake_*.cc, fiber*.cc, machine.cc) wherever nothing else is asked for.
 DEVICE_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
 DEVICE_FLAGS += ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
+STANDARD = """algorithm atomic bit cerrno chrono condition_variable cstdint cstring deque functional map memory
+mutex optional set sstream stdexcept string thread vector""".split()
+# GCC forgets that a precompiled header is of the system, and warns of copies in it that never happen.
+QUIET = ["-Wno-stringop-overflow", "-Wno-array-bounds", "-Wno-restrict"]
 
 
 def command(arguments):
@@ -55,18 +60,42 @@ def objects(sources, flags):
     return in_parallel(lambda source: object_file(source, flags), sources)
 
 
-def object_file(source, flags):
+def object_file(source, flags, many=False):
+    """many: many sources have these flags."""
     seen = command([*flags, "-E", source])
-    facts = [_compiler(), *map(str, flags)]
-    key = hashlib.sha256("\0".join(facts).encode() + seen).hexdigest()[:24]
+    target = KEPT / f"{Path(source).stem}-{_key(flags, seen, many)}.o"
+    return _made(target, lambda: [*flags, *(standard(flags) if many else []), "-c", source])
+
+
+def standard(flags):
+    """Flags that are added to `flags`, with which the standard library's headers are found compiled."""
+    # it knows no macro of the command line
+    kept = [str(flag) for flag in flags if not str(flag).startswith(("-D", "-W"))]
+    text = "".join(f"#include <{name}>\n" for name in STANDARD)
+    header = KEPT / f"standard-{_key(kept, text.encode())}.h"
+    if not header.exists():
+        KEPT.mkdir(parents=True, exist_ok=True)
+        own = header.with_suffix(f".{os.getpid()}.{threading.get_ident()}")
+        own.write_text(text)
+        own.rename(header)
+    _made(header.with_suffix(".h.gch"), lambda: [*kept, "-x", "c++-header", header])
+    return ["-include", header, *QUIET]
+
+
+def _key(flags, seen, many=True):
+    facts = [_compiler(), *map(str, flags), *((*STANDARD, *QUIET) if many else ())]
+    return hashlib.sha256("\0".join(facts).encode() + seen).hexdigest()[:24]
+
+
+def _made(target, arguments):
+    """The file `target`, which the compiler writes with these arguments unless it is there."""
     KEPT.mkdir(parents=True, exist_ok=True)
-    target = KEPT / f"{Path(source).stem}-{key}.o"
     with open(f"{target}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # another worker may be compiling it
         if target.exists():
             os.utime(target)
         else:
-            command([*flags, "-c", source, "-o", f"{target}.new"])
+            command([*arguments(), "-o", f"{target}.new"])
             os.rename(f"{target}.new", target)
     return target
 
@@ -78,7 +107,7 @@ def link(files, program, flags=()):
 
 @functools.cache
 def _compiler():
-    for path in KEPT.glob("*.o*"):
+    for path in (*KEPT.glob("*.o*"), *KEPT.glob("standard-*")):
         if time.time() - path.stat().st_mtime > DAYS * 86400:
             path.unlink(missing_ok=True)
     return command(["--version"]).decode()

@@ -67,7 +67,7 @@ def beside():
 def build(folder, builds):
     """{name: program}"""
     jobs = [(ROOT / source, [*FLAGS, *builds[name]]) for name in builds for source in OWN]
-    files = compiled.in_parallel(lambda job: compiled.object_file(*job), jobs)
+    files = compiled.in_parallel(lambda job: compiled.object_file(*job, many=True), jobs)
     programs = {}
     for number, name in enumerate(builds):
         own = files[number * len(OWN) : (number + 1) * len(OWN)]

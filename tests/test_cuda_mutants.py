@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 import test_cuda_kernels as kernels
-from compiled import command, in_parallel, link
+from compiled import command, in_parallel, link, standard
 from test_cuda_kernels import (
     FEW_KERNELS,
     OWN,
@@ -55,9 +55,6 @@ SUITES = {  # what kernel_test is asked for until something is found
         "records": ["records 1", "records 2"],
     },
 }
-STANDARD = (
-    "<algorithm> <cstring> <functional> <memory> <optional> <stdexcept> <string> <type_traits> <vector>"
-)
 SESSION, TWO_SHOT, RING, MOVE, MESSAGE, ONE_SHOT = (
     "kernels/session.cuh",
     "kernels/two_shot.cuh",
@@ -381,11 +378,8 @@ def build(detector, folder):
     sources = folder / "sources"
     shutil.copytree(ROOT / "csrc", sources / "csrc", ignore=shutil.ignore_patterns("torch"))
     shutil.copytree(ROOT / TESTS, sources / TESTS)
-    # a precompiled header: half of the time goes into the standard library's
-    header, flags = folder / "standard.h", DETECTORS[detector]
-    header.write_text("".join(f"#include {header}\n" for header in STANDARD.split()))
-    command(["-std=c++20", "-pthread", *flags, "-x", "c++-header", header, "-o", f"{header}.gch"])
-    with_header = [*flags, "-include", header]
+    flags = DETECTORS[detector]
+    with_header = [*flags, *standard([*kernels.FLAGS, *flags])]
     own = {source: folder / f"{source.parent.name}-{source.stem}.o" for source in OWN}
     compile_all([(sources, source, target, with_header) for source, target in own.items()])
     objects = {**own, **kernels.beside()}

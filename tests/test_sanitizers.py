@@ -38,7 +38,8 @@ def compile_files(sources, flags):
 
     def compile_one(source):
         slow = "undefined" in flags[0] and source.stem.startswith("kernels")  # minutes else
-        return compiled.object_file(source, [*FLAGS, *flags, *["-fno-sanitize=undefined"] * slow])
+        own = ["-fno-sanitize=undefined"] * slow
+        return compiled.object_file(source, [*FLAGS, *flags, *own], many=not slow)
 
     names = [f"{source.parent.name}-{source.stem}" for source in sources]
     return dict(zip(names, compiled.in_parallel(compile_one, sources), strict=True))
