@@ -29,6 +29,7 @@ from torch_ranks import spawn  # noqa: E402
 import pycomm.parallel as par  # noqa: E402
 
 STEPS, ROWS, LENGTH, MICROBATCHES, CLIP = 10, 13, 11, 3, 0.5
+FEW_STEPS = 4  # of the quick tests: an optimizer's state is used again, and each buffer of a pair
 LIMITS = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 ALONE = [
@@ -134,9 +135,9 @@ def make_optimizer(model, dtype):
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def batches():
+def batches(steps):
     generator = torch.Generator().manual_seed(5)
-    for _ in range(STEPS):
+    for _ in range(steps):
         inputs = torch.randint(0, 29, (ROWS, LENGTH), generator=generator)
         targets = torch.randint(0, 29, (ROWS, LENGTH), generator=generator)
         targets[torch.rand(ROWS, LENGTH, generator=generator) < 0.3] = -100
@@ -144,7 +145,7 @@ def batches():
         yield inputs, targets
 
 
-def reference(kind, dtype):
+def reference(kind, dtype, steps):
     """Plain torch: (losses, norms, gradients, parameters), the last two by name."""
     model = make_model(kind, dtype)
     opt = make_optimizer(model, dtype)
@@ -152,7 +153,7 @@ def reference(kind, dtype):
         if isinstance(module, par.MoE):
             module.aux_scale = 1 / MICROBATCHES  # the load-balance loss is a mean over the microbatches
     losses, norms = [], []
-    for inputs, targets in batches():
+    for inputs, targets in batches(steps):
         opt.zero_grad()
         total, sizes = (
             (targets != -100).sum(),
@@ -174,11 +175,11 @@ def reference(kind, dtype):
     )
 
 
-def run_plan(rank, world_size, kind, dtype, plan):
+def run_plan(rank, world_size, kind, dtype, plan, steps):
     model = make_model(kind, dtype)
     model, opt = par.parallelize(model, make_optimizer(model, dtype), plan)
     losses, norms = [], []
-    for batch in batches():
+    for batch in batches(steps):
         losses.append(
             par.step(model, opt, batch, par.cross_entropy, microbatches=MICROBATCHES, clip=CLIP).item()
         )
@@ -200,14 +201,14 @@ def relative(actual, expected):
 _references = {}
 
 
-def compare(kind, text, dtype):
+def compare(kind, text, dtype, steps=STEPS):
     """Runs one plan and returns its largest Errors over all ranks."""
-    plan = par.Plan.parse(text)
-    if (kind, dtype) not in _references:
-        _references[kind, dtype] = reference(kind, dtype)
-    losses, norms, gradients, parameters = _references[kind, dtype]
+    plan, run = par.Plan.parse(text), (kind, dtype, steps)
+    if run not in _references:
+        _references[run] = reference(*run)
+    losses, norms, gradients, parameters = _references[run]
     worst = [0.0, 0.0, 0.0, 0.0]
-    for result in spawn(plan.world_size, run_plan, kind, dtype, plan):
+    for result in spawn(plan.world_size, run_plan, kind, dtype, plan, steps):
         found = [max(map(relative, result[0], losses)), max(map(relative, result[1], norms)), 0.0, 0.0]
         for place, expected in ((2, gradients), (3, parameters)):
             if result[place] is not None:
@@ -220,7 +221,7 @@ def compare(kind, text, dtype):
 TABLE_HEAD = """# Equality with a single process
 
 Written by `python tests/parallel/equality.py`. The same runs are tests, with the limits 1e-6 (fp32) and 1e-12
-(fp64).
+(fp64, of which tests take the first 4 steps).
 
 {about}
 
