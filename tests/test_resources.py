@@ -36,7 +36,9 @@ class Usage:
         self.rss = sum(int(kib) << 10 for kib in kinds)
 
     def growth_since(self, before, rss_bound):
-        """What has grown, as text. Threads that were joined may take a moment to leave /proc."""
+        """What has grown, as text. Threads that were joined may take a moment to leave /proc, with what they
+        hold: then and now, so that there may be less than before.
+        """
         now, deadline = self, time.monotonic() + 5
         while now.threads > before.threads and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -44,8 +46,8 @@ class Usage:
         grown = [
             f"{name}: {getattr(before, name)} -> {getattr(now, name)}"
             for name in ("fds", "threads", "segments")
+            if getattr(now, name) > getattr(before, name)
         ]
-        grown = [text for text in grown if len(set(text.split(": ")[1].split(" -> "))) > 1]
         return grown + [f"resident bytes: {before.rss} -> {now.rss}"] * (now.rss - before.rss > rss_bound)
 
 

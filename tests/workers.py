@@ -10,6 +10,7 @@ goes on behind it (pytest-xdist 3.8 by itself would run the hanging test again a
 """
 
 import faulthandler
+import gc
 import os
 
 import pytest
@@ -59,6 +60,17 @@ class FilesOnce(LoadFileScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return FilesOnce(config, log)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_collection():
+    """All files are imported here, a million objects that stay: looking whether some are garbage took a quarter
+    of the time, and each collection of a test looked at them again.
+    """
+    gc.disable()
+    yield
+    gc.enable()
+    gc.freeze()
 
 
 _stderr = pytest.StashKey[int]()
