@@ -13,8 +13,8 @@ import pycomm.parallel as par
 CASES = equality.ALONE + equality.HYBRIDS
 
 
-# Every plan in fp64, which shows errors a million times smaller, in few steps. One in fp32; the others are slow,
-# and have all steps.
+# Every plan in fp64, which shows errors a million times smaller, in few steps. One in fp32; the others are
+# slow, and have all steps.
 QUICK_FP32 = ("gpt", "dp=2")
 
 
