@@ -24,10 +24,10 @@ DAYS = 7  # that an object file is kept after its last use
 # Of the fake device (tests/cpp/cuda/fake_*.cc, fiber*.cc, machine.cc) wherever nothing else is asked for.
 DEVICE_FLAGS = ["-std=c++20", "-O1", "-fPIC", "-pthread", "-fvisibility=hidden", "-Wall", "-Wextra"]
 DEVICE_FLAGS += ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-missing-field-initializers"]
-STANDARD = """algorithm atomic bit cerrno chrono condition_variable cstdint cstring deque functional map memory
-mutex optional set sstream stdexcept string thread vector""".split()
-# GCC forgets that a precompiled header is of the system, and warns of copies in it that never happen.
-QUIET = ["-Wno-stringop-overflow", "-Wno-array-bounds", "-Wno-restrict"]
+STANDARD = """algorithm atomic bit cerrno chrono condition_variable cstdint cstring deque functional map
+memory mutex optional set sstream stdexcept string thread vector""".split()
+# GCC forgets that a precompiled header is of the system, and warns of a copy in it that never happens.
+QUIET = ["-Wno-stringop-overflow"]
 
 
 def command(arguments):
