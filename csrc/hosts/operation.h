@@ -41,7 +41,10 @@ class Operation {
   // A step inside the host.
   void inside(Op step);
   // From now on steps inside may have to wait for the wire: [Note: limits inside], across.h.
-  void patient_inside() { inside_scope_.deadline = scope_.deadline + patience; }
+  void patient_inside() {
+    inside_scope_.deadline = scope_.deadline + patience;
+    inside_scope_.patient = true;
+  }
 
   // Messages of `count` elements to or from a rank; none if count is 0. Two phases of an operation do not
   // mix up their messages.

@@ -60,7 +60,7 @@ void Waiting::wait_slowly(int first, int last, const Condition& ready, const Wai
       std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(tick / 2));
   auto next_look = now + look_every;
   auto yield_until = now + yield_budget;
-  bool yield_helps = !scope.patient;
+  bool yield_helps = !scope.patient && scope.yields;
   int useless = 0;
   for (;;) {
     if (none_pending()) return;
