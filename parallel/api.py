@@ -57,7 +57,7 @@ def step(
     others raise what the backend says, and what those had raised.
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
-    without load-balance losses. Raises ValueError for batches that differ between ranks or have too few rows,
+    without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or have too few rows,
     CommError and its kinds for a lost or a diverging rank.
     """
     parts = parts_of(model, opt)
@@ -66,7 +66,7 @@ def step(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
     with parts.last_words.told():
-        batch, loss_fn = for_loss(model, batch, loss_fn)
+        batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
         options = Options(loss_fn, microbatches, clip, count, sharded, update, scaler)
         result = run_step(parts, batch, options)
     parts.last_step.note(result.norm)
@@ -84,7 +84,7 @@ def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=
     """
     parts = parts_of(model)
     with parts.last_words.told():
-        batch, loss_fn = for_loss(model, batch, loss_fn)
+        batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
         options = Options(loss_fn, microbatches, count=count, sharded=sharded)
         loss, *means = run_evaluation(parts, batch, options, metrics)
     return loss if metrics is None else (loss, dict(zip(metrics, means, strict=True)))

@@ -55,6 +55,7 @@ class Original:
     trained: frozenset[str]  # those of `names` that require a gradient
     option: dict[str, int]  # name -> index of its parameter group in the optimizer, where that has it
     moe_names: tuple[str, ...]  # of the MoE layers
+    stacked_names: tuple[str, ...]  # of experts stacked in parameters that ep deals
 
 
 class LastStep:

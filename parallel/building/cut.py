@@ -1,4 +1,4 @@
-"""The steps that take parts of the model away: stages, experts, tensors, and the cast to bf16."""
+"""The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
 
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
-__all__ = ["Cut", "cast", "cut_tensors", "deal_experts", "make_stages"]
+__all__ = ["Cut", "cast", "cut_tensors", "make_stages"]
 
 
 class Cut(NamedTuple):
@@ -71,18 +71,6 @@ def _check_around(found, plan):
             )
 
 
-def deal_experts(model, moe_names, mesh, plan):
-    """The MoE layers; experts of other ranks leave them."""
-    if plan.ep > 1 and not moe_names:
-        raise ValueError(
-            f"Plan(ep={plan.ep}): the model has no parallel.MoE layer whose experts could be dealt"
-        )
-    moes = tuple(model.get_submodule(name) for name in moe_names)
-    for moe in moes:
-        moe.shard(mesh.group("ep"), mesh.data_tp if plan.megatron_sp else mesh.data)
-    return moes
-
-
 def cut_tensors(model, original, cut, mesh, plan, filling):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
     proof = None
@@ -93,7 +81,7 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     tensor = parallelize_tensor(
         model,
         mesh.group("tp"),
-        rules={**dict.fromkeys(original.moe_names, "tokens"), **(plan.rules or {})},
+        rules={**dict.fromkeys((*original.moe_names, *original.stacked_names), "tokens"), **(plan.rules or {})},
         blocks=cut.trunk.lists[0] if cut.trunk and len(cut.trunk.lists) == 1 else None,
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from pycomm.parallel.building.experts import stacked_to_deal
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.parts import Original
@@ -10,8 +11,8 @@ from pycomm.parallel.pipeline.absent import is_absent
 __all__ = ["Described", "describe_parameters", "note_original"]
 
 
-def note_original(model, opt):
-    """Original, of a model that nothing has been taken from."""
+def note_original(model, opt, plan):
+    """Original, of a model that nothing has been taken from. Raises ValueError where ep has nothing to deal."""
     first_name, by_id = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name[name] = by_id.setdefault(id(parameter), name)
@@ -20,13 +21,15 @@ def note_original(model, opt):
         for parameter in group["params"]:
             option[by_id[id(parameter)]] = number
     parameters = dict(model.named_parameters())
+    moe_names = tuple(name for name, module in model.named_modules() if isinstance(module, MoE))
     return Original(
         names=tuple(parameters),
         first_name=first_name,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         trained=frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
         option=option,
-        moe_names=tuple(name for name, module in model.named_modules() if isinstance(module, MoE)),
+        moe_names=moe_names,
+        stacked_names=stacked_to_deal(model, moe_names, first_name, plan),
     )
 
 
@@ -47,7 +50,8 @@ def describe_parameters(model, original, cut, layouts, mesh):
         if is_absent(parameter):
             continue
         first, layout = original.first_name[name], layouts[name]
-        is_expert = any(name.startswith(f"{moe}.experts.") for moe in original.moe_names)
+        is_expert = name.rpartition(".")[0] in original.stacked_names
+        is_expert |= any(name.startswith(f"{moe}.experts.") for moe in original.moe_names)
         here = next(stage for stage in cut.stages_of(name) if stage in cut.stages.mine)
         info = ParamInfo(
             name=first,
@@ -74,7 +78,6 @@ def _stages_of(original, cut):
 
 def _group_of(mesh, is_expert, layout):
     """The ranks over which a gradient is summed: those with a part of it."""
-    with_tp = layout.partial and layout.dim is None
     if is_expert:
-        return mesh.expert_tp if with_tp else mesh.expert
-    return mesh.data_tp if with_tp else mesh.data
+        return mesh.expert_tp if layout.partial else mesh.expert
+    return mesh.data_tp if layout.partial and layout.dim is None else mesh.data

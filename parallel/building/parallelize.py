@@ -14,8 +14,9 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
                                                             starts from the same
     make_stages              stages, split, stage_model     parameters of other pipeline stages are on meta
     buffers                  -                              buffers that were on meta have values
-    deal_experts             moes                           experts of other ranks have left
+    deal_moes                moes                           experts of other ranks have left
     cut_tensors              tensor                         layers are cut
+    deal_all_stacked         layouts in tensor              of stacked experts this rank's are left
     cast                     full-precision values          computes in bf16 where the plan says so
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
@@ -38,8 +39,9 @@ import torch
 
 from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
 from pycomm.parallel.building.checks import check
-from pycomm.parallel.building.cut import cast, cut_tensors, deal_experts, make_stages
+from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
+from pycomm.parallel.building.experts import deal_all_stacked, deal_moes
 from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
@@ -94,7 +96,7 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
 def parallelize_on(mesh, model, opt, trunk, weights=None):
     """What comes after the mesh, see the head of the file. trunk: as check() found it."""
     plan, device = mesh.plan, device_of(model)
-    original, seed = note_original(model, opt), _seed(mesh, device)
+    original, seed = note_original(model, opt, plan), _seed(mesh, device)
     filling = Filling(model, original, weights, (mesh.world, device, seed))
     tensors = [*model.parameters(), *model.buffers()]
     comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
@@ -102,8 +104,9 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
 
     cut = make_stages(model, trunk, mesh, plan)
     filling.buffers(model, cut)
-    moes = deal_experts(model, original.moe_names, mesh, plan)
+    moes = deal_moes(model, original.moe_names, mesh, plan)
     tensor, cut = cut_tensors(model, original, cut, mesh, plan, filling)
+    stacked = deal_all_stacked(model, original.stacked_names, mesh, tensor)
     full_values, compute_dtype = cast(model, cut.stage_model, plan)
 
     filling.hollow(model, cut)
@@ -113,8 +116,8 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
     if plan.tp * plan.ep * plan.pp > 1:
-        dealt = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
-        tensor.reads = Reads(model, tensor.layouts, dealt)
+        moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
+        tensor.reads = Reads(model, tensor.layouts, moe_of, stacked)
     give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:

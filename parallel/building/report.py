@@ -63,7 +63,7 @@ def _axes(parts):
     return {
         "pp": _stages(parts),
         "dp": "rows of the batch" + (f"; zero divides {divided}" if divided else ""),
-        "ep": f"experts of {len(parts.moes)} layers",
+        "ep": f"experts of {len(parts.moes) + len(parts.original.stacked_names)} layers",
         "ring": positions,
         "ulysses": positions + "; heads in attention",
         "tp": "heads and features of the layers below"

@@ -129,13 +129,13 @@ def dispatch(x, routes, group):
 
 def combine(rows, weights, routes, group):
     """The converse of dispatch: rows (as dispatch gave them, after the experts), weights (tokens, top_k) ->
-    (tokens, dim). Collective.
+    (tokens, dim), summed in the wider dtype of the two and returned in that of rows. Collective.
     """
     rows = _Permute.apply(rows, routes.ungroup, routes.regroup)
     rows = differentiable.all_to_all(rows, routes.received, routes.sent, group)
     rows = _Permute.apply(rows, routes.inverse, routes.order).view(*weights.shape, rows.shape[1])
-    weights = weights.to(rows.dtype).unsqueeze(-1)
+    weights = weights.unsqueeze(-1)
     out = rows[:, 0] * weights[:, 0]
     for choice in range(1, routes.top_k):
         out = out + rows[:, choice] * weights[:, choice]
-    return out
+    return out.to(rows.dtype)

@@ -172,7 +172,7 @@ class MoE(nn.Module):
             pieces = zip(self.experts.values(), rows.split(routes.per_expert), strict=True)
             # Under autocast experts may give another dtype; a rank without experts could not know which.
             rows = torch.cat([expert(piece) for expert, piece in pieces]).to(x.dtype)
-        out = dispatch.combine(rows, weights, routes, self.group)
+        out = dispatch.combine(rows, weights.to(rows.dtype), routes, self.group)
         if balanced:
             work.wait()
             out = _AddGradient.apply(out, self._balance(over_ranks, sums), self.aux_scale)

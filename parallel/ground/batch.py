@@ -52,6 +52,7 @@ class Microbatch:
     targets: Any  # the same
     total: int = 1  # how many targets the mean of the batch runs over, on all ranks
     count_of: Callable = count_targets  # targets -> how many of them count
+    share: float = 1.0  # of what counts for each microbatch alike
 
     def call(self, model):
         """The model's result for the inputs."""

@@ -34,7 +34,7 @@ __all__ = ["SharedState"]
 
 _DEEP = 4  # functions that functions name
 _FOREIGN = {"torch", "numpy", "pycomm", "functorch", *sys.stdlib_module_names}
-_MISSING = object()
+_MISSING, _NAN = object(), object()
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
 
@@ -236,7 +236,7 @@ def _write(space, name, value):
 
 def _token(value, deep=2):
     if isinstance(value, _NUMBERS):
-        return value
+        return value if value == value else _NAN
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if deep and isinstance(value, dict):

@@ -5,6 +5,7 @@ import contextlib
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["microbatch_loss", "sharded_logits"]
@@ -17,7 +18,7 @@ def sharded_logits(head, loss_fn):
     head: tensor.Head or None.
     """
     if head is not None:
-        head.sharded_output = loss_fn is cross_entropy
+        head.sharded_output = plain_loss(loss_fn) is cross_entropy
     try:
         yield
     finally:
@@ -27,6 +28,13 @@ def sharded_logits(head, loss_fn):
 
 def microbatch_loss(parts, output, microbatch, loss_fn):
     """The microbatch's part of the global mean, a 0-dim tensor that requires grad."""
+    value = _of_targets(parts, output, microbatch, plain_loss(loss_fn))
+    if isinstance(loss_fn, RouterLoss):
+        value = value + microbatch.share * loss_fn.of_routers(output, microbatch.inputs, parts.mesh.data)
+    return value
+
+
+def _of_targets(parts, output, microbatch, loss_fn):
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
     count = int(microbatch.count_of(targets))
     if count == 0:

@@ -14,7 +14,8 @@ of Hugging Face's transformers has one, chosen by its class, which it would comp
     ForSequence-, ForImageClassification      one class per row                  as they are
     others                                    -                                  refused
 
-Then the loss is cross_entropy over the targets that count, equal under every plan. Shifting before the cut
+Then the loss is cross_entropy over the targets that count, equal under every plan; with
+config.output_router_logits, and that of the routers (router_loss.py). Shifting before the cut
 is what makes it right where the sequence is cut, and where microbatches or ranks have unequal counts.
 """
 
@@ -24,6 +25,7 @@ from collections.abc import Mapping
 
 import torch
 
+from pycomm.parallel.run.router_loss import RouterLoss
 from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["for_loss", "model_loss_of", "with_targets"]
@@ -37,18 +39,18 @@ _DECODERS_ALONE = {
 }
 
 
-def for_loss(model, batch, loss_fn):
+def for_loss(model, batch, loss_fn, plan):
     """(batch, loss function) of a step, as its caller gave them to it: the loss that is meant, and the batch
     with its targets.
     """
-    loss_fn, own = model_loss_of(model, loss_fn)
+    loss_fn, own = model_loss_of(model, loss_fn, plan)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
     return with_targets(model, batch) if own else batch, loss_fn
 
 
-def model_loss_of(model, loss_fn):
+def model_loss_of(model, loss_fn, plan):
     """(loss function, whether the targets are those of the model's own loss). Raises ValueError for a model
-    whose own loss is not among those above.
+    whose own loss is not among those above, or not to be had under the plan.
     """
     if loss_fn is not None:
         return loss_fn, False
@@ -60,16 +62,31 @@ def model_loss_of(model, loss_fn):
         raise ValueError(
             f"{name} was given a loss function: pass it to step(loss_fn=...), as (output, targets) -> mean"
         )
-    if any(getattr(c, "output_router_logits", False) for c in (model.config, model.config.get_text_config())):
-        raise ValueError(
-            f"{name} adds a loss of its routers (config.output_router_logits), which step would leave out: "
-            "set it to False, or pass loss_fn"
-        )
     if not (_is_shifted(model) or _is_aligned(model)):
         raise ValueError(
             f"the loss of {name} is not known here: pass loss_fn, (output, targets) -> mean over the targets"
         )
-    return cross_entropy, True
+    return _with_routers(model, plan), True
+
+
+def _with_routers(model, plan):
+    """cross_entropy, with the loss of the routers where the configuration asks for it."""
+    configs = model.config, model.config.get_text_config()
+    if not any(getattr(config, "output_router_logits", False) for config in configs):
+        return cross_entropy
+    what = f"{type(model).__name__} adds a loss of its routers (config.output_router_logits)"
+    names = _names_in_forward(model)
+    known = {"load_balancing_loss_func", "router_aux_loss_coef"} <= names
+    if not known or any("z_loss" in name for name in names):
+        raise ValueError(f"{what}, which is not known here: set it to False, or pass loss_fn")
+    cuts = [axis for axis in ("pp", "ring", "ulysses") if getattr(plan, axis) > 1]
+    cuts += ["megatron_sp"] * (plan.megatron_sp and plan.tp > 1)
+    if cuts:
+        raise ValueError(
+            f"{what}, over all tokens and layers, of which a rank of {cuts[0]} has some only: set it to "
+            f"False, pass loss_fn, or use a plan without {cuts[0]}"
+        )
+    return RouterLoss(model)
 
 
 def with_targets(model, batch):

@@ -51,10 +51,11 @@ def prepare(parts, batch, options, separate=False):
         whole = split_batch(batch, options.microbatches, 1, 0)
         totals = [int(counter(piece.targets)) for piece in whole]
     targets = sum(totals)
+    share = 1.0 if separate else 1.0 / options.microbatches
     if not separate:
         totals = [targets] * options.microbatches
     pieces = [
-        dataclasses.replace(piece, total=max(total, 1), count_of=counter)
+        dataclasses.replace(piece, total=max(total, 1), count_of=counter, share=share)
         for piece, total in zip(pieces, totals, strict=True)
     ]
     return pieces, targets

@@ -64,11 +64,11 @@ class _Note(NamedTuple):
 
 
 class Reads:
-    """layouts: of the parameters of `model`, by name, final. dealt: {name: MoE layer}, whose experts have
-    been dealt over ranks.
+    """layouts: of the parameters of `model`, by name, final. moes, stacked: {name: MoE layer}, {name: module
+    of stacked experts}, whose experts have been dealt over ranks.
     """
 
-    def __init__(self, model, layouts, dealt):
+    def __init__(self, model, layouts, moes, stacked):
         self.notes = {}  # id of a parameter -> _Note
         self.guarded = []
         self.kind = type("Parameter", (_Guarded,), {"notes": self.notes})
@@ -77,10 +77,11 @@ class Reads:
             if parameter.is_meta:
                 self._guard(parameter, name, _ABSENT, torch.Size(layout.full_shape))
             elif layout.dim is not None:
-                self._guard(parameter, name, _CUT, torch.Size(layout.full_shape))
+                why = _DEALT if name.rpartition(".")[0] in stacked else _CUT
+                self._guard(parameter, name, why, torch.Size(layout.full_shape))
             elif layout.partial:
                 self._guard(parameter, name, _PARTIAL)
-        for prefix, moe in dealt.items():
+        for prefix, moe in moes.items():
             for name, parameter in moe.experts.named_parameters():
                 self._guard(parameter, f"{prefix}.experts.{name}", _DEALT)
             for expert in moe.experts.values():

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.batch import Microbatch, count_targets
 from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.verification.pieces import Rows
 
@@ -85,9 +86,10 @@ def _rates(owner, keys, *names):
     ]
 
 
-def depends_on_rows(model):
+def depends_on_rows(model, loss_fn):
     """Whether a result depends by design on which rows run together."""
-    return bool(batch_norms(model)) or any(isinstance(module, MoE) for module in model.modules())
+    experts = isinstance(loss_fn, RouterLoss) or any(isinstance(module, MoE) for module in model.modules())
+    return experts or bool(batch_norms(model))
 
 
 def chunks_of(pieces, by_microbatch):
@@ -159,9 +161,11 @@ def run_alone(model, chunks, loss_fn, count):
         result = chunk.call(model)
         draws = draws or not all(map(torch.equal, before, _random_state(model)))
         active[0] = False
-        value = _loss(loss_fn, result, chunk.targets)
+        value = _loss(plain_loss(loss_fn), result, chunk.targets)
         if len(chunks) > 1:
             value = value * (targets / max(sum(counts), 1))
+        if isinstance(loss_fn, RouterLoss):
+            value = value + loss_fn.of_routers(result, chunk.inputs) / len(chunks)
         value.backward()
         loss += float(value.detach().double())
     for hook in hooks:

@@ -187,15 +187,15 @@ def _compare(parts, single, asked):
     if dropped := alone.without_dropout(single):
         asked.notes.append(f"dropout is zero here, in {len(dropped)} modules: with it no two runs are equal")
     comm.broadcast_values([*single.parameters(), *single.buffers()], parts.mesh.world)
-    batch, loss_fn = for_loss(single, asked.batch, asked.options.loss_fn)
+    batch, loss_fn = for_loss(single, asked.batch, asked.options.loss_fn, parts.plan)
     batch = tuple(inputs_and_targets(batch))
     options = dataclasses.replace(asked.options, loss_fn=loss_fn)
     if asked.fp64:
         batch = alone.double(batch)
     told = exchange(parts, (parts.mesh.rows[1], _on(batch, "cpu"))) if options.sharded else None
-    by_microbatch = options.microbatches > 1 and alone.depends_on_rows(single)
+    by_microbatch = options.microbatches > 1 and alone.depends_on_rows(single, loss_fn)
     if by_microbatch:
-        asked.notes.append("one process runs the same microbatches, for its BatchNorm or parallel.MoE")
+        asked.notes.append("one process runs the same microbatches, for its BatchNorm or the balance of experts")
 
     def run():
         chunks, rows = alone.chunks_of(_pieces(parts, batch, told, options.microbatches), by_microbatch)

@@ -79,6 +79,17 @@ def qwen2_moe():
     return _of("Qwen2MoeConfig", "Qwen2MoeForCausalLM", **GROUPED, **experts, **sizes)
 
 
+def gpt_oss():
+    """Transposed, with biases, gates and features in turn; its router has a bias, which here leaves two of
+    five experts without tokens.
+    """
+    experts = {"num_local_experts": 5, "num_experts_per_tok": 2, "experts_implementation": "eager"}
+    model = _of("GptOssConfig", "GptOssForCausalLM", **GROUPED, **experts, head_dim=4)
+    for layer in model.model.layers:
+        nn.init.constant_(layer.mlp.router.bias[3:], -1e4)
+    return model
+
+
 def opt():
     quiet = {"dropout": 0.0, "ffn_dim": 21, "word_embed_proj_dim": 24}
     return _of("OPTConfig", "OPTForCausalLM", **SIZES, **quiet)
@@ -129,6 +140,8 @@ MODELS = {
     "bert": bert,
     "mixtral": mixtral,
     "qwen2-moe": qwen2_moe,
+    "gpt-oss": gpt_oss,
+    "LoRA of mixtral": adapted(mixtral, ["q_proj", "v_proj"]),
 }
 
 

@@ -1,0 +1,82 @@
+"""The loss that a mixture of experts of transformers adds for its routers (config.output_router_logits).
+
+    coefficient E sum_e C_e / N  P_e / N      C_e   how often expert e is chosen: a constant
+                                              P_e   the sum of its probabilities
+                                              N     rows of router logits
+    all three over the tokens of a microbatch on all data ranks and over all layers, padding left out
+
+It is no mean over tokens. So C and N are summed over the ranks, and each rank differentiates its own tokens'
+part of P: the sum over the ranks is the loss above, value and gradient. Cost: one all_reduce of E + 1 numbers
+for each microbatch. The loss of a step is that of its microbatches, each with the same weight, as it is by
+accumulation in one process. Fedus et al. 2021 (Switch).
+
+What a class of transformers computes for its own rows comes with its output (aux_loss). The same formula over
+these rows must give that number, or the class means another one, which is refused.
+"""
+
+from collections.abc import Mapping
+
+import torch
+
+from pycomm.parallel.ground import comm
+from pycomm.parallel.tensor import cross_entropy
+
+__all__ = ["RouterLoss", "plain_loss"]
+
+MOST = 1e-2  # of the number that the class gives, which may be in 16 bits
+
+
+def plain_loss(loss_fn):
+    """The function of output and targets alone."""
+    return cross_entropy if isinstance(loss_fn, RouterLoss) else loss_fn
+
+
+class RouterLoss:
+    """cross_entropy, and the loss of the routers. model: of transformers."""
+
+    def __init__(self, model):
+        self.name, config = type(model).__name__, model.config.get_text_config()
+        self.coefficient = float(getattr(model, "router_aux_loss_coef", config.router_aux_loss_coef))
+        self.top_k = int(getattr(model, "num_experts_per_tok", config.num_experts_per_tok))
+
+    def of_routers(self, output, inputs, group=comm.ALONE):
+        """This rank's part of the loss of the routers, a tensor without dimensions. group: the data ranks, on
+        which this is collective. Raises ValueError for a class that computes something else.
+        """
+        layers = getattr(output, "router_logits", None)
+        if not layers:
+            raise self._unknown("its output has no router_logits")
+        mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        counts, sums, rows = self._sums(layers, mask)
+        right = getattr(output, "aux_loss", None)
+        own = float(self._product(counts, sums.detach(), rows))
+        if right is None or not abs(own - float(right)) <= MOST * abs(own):
+            raise self._unknown(f"it is {right} for the rows of this rank, and {own} was expected")
+        numbers = torch.cat([counts, rows[None]])
+        comm.all_reduce(numbers, group)
+        return self.coefficient * self._product(numbers[:-1], sums, numbers[-1])
+
+    def _sums(self, layers, mask):
+        """(C, P, N) of this rank's rows; C and N in float64."""
+        experts = layers[0].shape[-1]
+        here = torch.ones(layers[0].shape[0], dtype=torch.float64, device=layers[0].device)
+        here = here if mask is None else mask.reshape(-1).to(here)
+        counts, sums = torch.zeros(experts, dtype=torch.float64, device=here.device), 0.0
+        for logits in layers:
+            probabilities = torch.softmax(logits, -1)
+            chosen = torch.topk(probabilities, self.top_k, -1).indices
+            counts.scatter_add_(0, chosen.flatten(), here.repeat_interleave(self.top_k))
+            wide = probabilities.to(torch.promote_types(logits.dtype, torch.float32))
+            sums = sums + (wide * here[:, None].to(wide.dtype)).sum(0)
+        return counts, sums, here.sum() * len(layers)
+
+    def _product(self, counts, sums, rows):
+        """E sum_e C_e / N  P_e / N, in the dtype of P."""
+        shares = counts / rows.clamp(min=1) / rows.clamp(min=1)
+        return len(counts) * (shares.to(sums.dtype) * sums).sum()
+
+    def _unknown(self, why):
+        return ValueError(
+            f"the loss of the routers of {self.name} (config.output_router_logits) is not the one known here: "
+            f"{why}. Set it to False, or pass loss_fn"
+        )
