@@ -38,7 +38,7 @@ def _of_targets(parts, output, microbatch, loss_fn):
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
     count = int(microbatch.count_of(targets))
     if count == 0:
-        return _zero_of(output)
+        return _zero_of(output, targets, loss_fn)
     if parts.compute_dtype is not None:
         output = tree_map(lambda leaf: _precise(leaf, parts.compute_dtype), output)
     if loss_fn is cross_entropy:
@@ -53,8 +53,19 @@ def _of_targets(parts, output, microbatch, loss_fn):
     return value * (count / microbatch.total)
 
 
-def _zero_of(output):
-    """A zero with a graph, whatever values the output has."""
+def _zero_of(output, targets, loss_fn):
+    """A zero where no target counts. Its graph is that of the loss on other ranks: backward goes through the
+    same modules, which may wait for each other there, and all gradients in it are zero.
+    """
+    if loss_fn is cross_entropy and not isinstance(output, torch.Tensor):
+        output = output.logits
+    elif loss_fn is not cross_entropy and torch.is_grad_enabled():
+        try:
+            value = loss_fn(tree_map(_without_values, output), targets)
+        except Exception:  # a mean over nothing, in whatever way it says so
+            value = None
+        if isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad:
+            return _Zero.apply(value)
     leaves = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
     first = next(leaves, None)
     if first is None:
@@ -62,7 +73,26 @@ def _zero_of(output):
             "the model must return a floating tensor, or a tuple, list or dict with one; got "
             f"{_describe(output)}"
         )
-    return first.masked_fill(torch.ones_like(first, dtype=torch.bool), 0.0).sum()
+    return _without_values(first).sum()
+
+
+def _without_values(leaf):
+    """Zeros, to which any gradient, NaN too, is zero."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return leaf.masked_fill(torch.ones_like(leaf, dtype=torch.bool), 0.0)
+
+
+class _Zero(torch.autograd.Function):
+    """value -> 0, whatever it is."""
+
+    @staticmethod
+    def forward(ctx, value):
+        return torch.zeros_like(value)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
 
 
 def _precise(leaf, compute_dtype):

@@ -18,6 +18,8 @@ BERT = {**SMALL, "num_attention_heads": 2, "max_position_embeddings": 16}
 GPT2 = {"vocab_size": 41, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 16}
 OPT = {"vocab_size": 41, "hidden_size": 16, "ffn_dim": 20, "num_hidden_layers": 2, "num_attention_heads": 2}
 OPT.update(word_embed_proj_dim=16, max_position_embeddings=16)
+SWITCH = {"vocab_size": 41, "d_model": 16, "d_kv": 8, "d_ff": 20, "num_layers": 2, "num_heads": 2}
+SWITCH.update(num_experts=2, num_sparse_encoder_layers=1, num_decoder_layers=2, num_sparse_decoder_layers=1)
 PROPHET = {"encoder_ffn_dim": 20, "decoder_ffn_dim": 20, "num_encoder_layers": 2, "num_decoder_layers": 2}
 PROPHET.update(num_encoder_attention_heads=2, num_decoder_attention_heads=2)
 
@@ -121,9 +123,11 @@ def with_loss(name):
         ),
         (lambda: with_loss("llama"), lambda: batch_of("llama"), "was given a loss function: pass it to step"),
         (
-            lambda: hf.MixtralForCausalLM(hf.MixtralConfig(**SMALL, **HEADS, output_router_logits=True)),
+            lambda: hf.SwitchTransformersForConditionalGeneration(
+                hf.SwitchTransformersConfig(**SWITCH, decoder_start_token_id=0, output_router_logits=True)
+            ),
             lambda: batch_of("llama"),
-            "adds a loss of its routers",
+            "adds a loss of its routers .*, which is not known here",
         ),
         (
             lambda: make("bert-rows"),
