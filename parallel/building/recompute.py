@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pycomm.parallel.ground.modes import uncompiled
+
 __all__ = ["forget_keys", "recompute_blocks"]
 
 _ENABLE = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
@@ -66,7 +68,7 @@ def recompute_blocks(model, trunk, plan, contexts):
         setattr(module, name, functools.partial(switch.turned, getattr(module, name)))
     if switch.on or methods:
         for block in trunk.blocks:
-            block.forward = functools.partial(_recomputed, switch, contexts, block.forward)
+            block.forward = uncompiled(functools.partial(_recomputed, switch, contexts, block.forward))
 
 
 def forget_keys(model):

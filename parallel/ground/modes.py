@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-__all__ = ["copied", "eager", "is_compiled", "without_modes"]
+__all__ = ["as_written", "copied", "eager", "is_compiled", "uncompiled", "without_modes"]
 
 
 @contextlib.contextmanager
@@ -35,6 +35,22 @@ def copied(module, memo=None):
 def is_compiled(module):
     """Whether torch.compile has wrapped it, or compile() has changed it."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def uncompiled(function):
+    """The function, which a compiler passes over, with all that it calls but what is compiled by itself. Every
+    optimizer of torch's loads the compiler; without one the function stays as it is.
+    """
+    if "torch._dynamo" not in sys.modules:
+        return function
+    made = torch.compiler.disable(function)
+    made.as_written = function
+    return made
+
+
+def as_written(function):
+    """What uncompiled() was given; another function itself."""
+    return getattr(function, "as_written", function)
 
 
 def eager():

@@ -30,6 +30,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from pycomm.parallel.ground.modes import as_written
+
 __all__ = ["SharedState"]
 
 _DEEP = 4  # functions that functions name
@@ -184,9 +186,9 @@ def _functions(value):
 
 def _forward_of(module):
     """The function behind what wrappers may have made of it."""
-    forward = module.forward
+    forward = as_written(module.forward)
     while isinstance(forward, functools.partial):
-        forward = next((each for each in forward.args if callable(each)), forward.func)
+        forward = as_written(next((each for each in forward.args if callable(each)), forward.func))
     forward = getattr(forward, "__func__", forward)
     return forward if isinstance(forward, types.FunctionType) else type(module).forward
 

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pycomm.parallel.ground.modes import is_compiled
+from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
 
@@ -94,8 +94,7 @@ class Reads:
                 module, [p for each in (module, inner) if each is not None for p in each._parameters.values()]
             )
         _find_sublayers(model, self.notes)
-        if any(is_compiled(module) for module in model.modules()):
-            _leave_uncompiled(model)
+        _leave_uncompiled(model)
 
     def _guard(self, parameter, name, why, shape=None):
         if type(parameter) is nn.Parameter and id(parameter) not in self.notes:
@@ -146,7 +145,7 @@ def _leave_uncompiled(model):
     for module in model.modules():
         forward = module.__dict__.get("forward")
         if isinstance(forward, SublayerForward) or getattr(forward, "func", None) is _as_parameters:
-            module.forward = torch.compiler.disable(forward)
+            module.forward = uncompiled(forward)
 
 
 def _as_parameters(own, forward, *args, **kwargs):

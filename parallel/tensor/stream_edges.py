@@ -10,6 +10,7 @@ that is not cut, and the dropout of adapters of column layers.
 
 import functools
 
+from pycomm.parallel.ground.modes import as_written
 from pycomm.parallel.ground.streams import Stream
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
@@ -47,9 +48,9 @@ def switch_at_edges(model, streams, megatron):
 
 def _forward(module):
     """Its forward without what reads.py has put around it."""
-    forward = getattr(module, "forward", None)
+    forward = as_written(getattr(module, "forward", None))
     while isinstance(forward, functools.partial) and forward.args:
-        forward = forward.args[-1]
+        forward = as_written(forward.args[-1])
     return forward
 
 

@@ -34,6 +34,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.differentiable import in_graph
+from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.zero.reading import Reading
 
 __all__ = ["Phase", "Unit", "Units"]
@@ -113,7 +114,7 @@ class Units:
         if always:
             self.always.append(unit)
         for module in modules:
-            module.forward = functools.partial(self._call, unit, module.forward)
+            module.forward = uncompiled(functools.partial(self._call, unit, module.forward))
 
     def begin(self, phase, stage=0):
         self.phase, self.active, self.inside = phase, None, []
