@@ -33,6 +33,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.mesh import device_of
+from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter, first_absent
 from pycomm.parallel.pipeline.assumptions import Assumptions
@@ -129,13 +130,15 @@ class StageModel:
         self.trunk = self.assumptions.trunk = self.trunk.now(self.model)  # tp may have replaced some
         self.outside = OuterState(self.model, self.trunk.blocks)
         for index, block in enumerate(self.trunk.blocks):
-            block.forward = functools.partial(self._block, index, block.forward)
+            block.forward = uncompiled(functools.partial(self._block, index, block.forward))
         device = device_of(self.model)
         for name, module, side in self.owners:
             if side is not Side.AROUND:
                 module = self.model.get_submodule(name)
                 _mark_parameters(name, module, device)
-                module.forward = functools.partial(self._outside, name, side, module.forward)
+                module.forward = uncompiled(
+                    functools.partial(self._outside, name, side, module.forward)
+                )
 
     @property
     def last(self):

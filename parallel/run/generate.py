@@ -1,4 +1,4 @@
-"""generate() of Hugging Face's decoders under a plan: the tokens of one process, on every rank.
+"""generate() of Hugging Face's models under a plan: the tokens of one process, on every rank.
 
 transformers' own loop runs on every rank. What its call of the model's forward becomes:
 
@@ -9,6 +9,10 @@ transformers' own loop runs on every rank. What its call of the model's forward 
     pp, ring, ulysses, megatron_sp   predict() of all tokens so far             no                equal
 
 Without keys each token costs a forward over all that came before it: right, and slow for long texts.
+
+An encoder, which the loop calls by itself before the first token, is gathered to run under zero=3. Under pp
+no rank has all of it, and it runs again with each token: what the loop gets for its output are the numbers of
+the rows, which it repeats and reorders as it would the output, and which say what rows the forward is given.
 
 Ranks that work together must make the same tokens. Rank 0's random numbers are everybody's during the loop. A
 small sum before each forward says whether the tokens so far are the same everywhere, and whether a rank has
@@ -51,7 +55,7 @@ def _generate(model, module, generate, *args, **kwargs):
     _check(parts, group, args, kwargs)
     if is_cut:
         kwargs["use_cache"] = False
-    loop = _Loop(parts, group, module.forward)
+    loop = _Loop(parts, group)
     with parts.last_words.told(), _random_numbers_of_first(group, parts.device):
         with loop.installed():
             return loop.run(lambda: generate(*args, **kwargs))
@@ -68,14 +72,18 @@ def _check(parts, group, args, kwargs):
             f"generate(max_time=...) under Plan({plan}): each rank has its own clock, and would stop at "
             "another token. Use max_new_tokens"
         )
-    if getattr(module.config, "is_encoder_decoder", False) and (parts.stage_model or parts.units):
+    if _has_encoder(module) and parts.split is not None:
         raise ValueError(
             f"generate() of {type(module).__name__}, an encoder-decoder, under Plan({plan}): its "
-            "encoder is called by itself, where the plan has not all of it. Load par.full_state_dict(model) "
-            "into a plain model, and generate with that"
+            "sequences have two lengths, of which the plan cuts one. Load par.full_state_dict(model) into a "
+            "plain model, and generate with that"
         )
     if parts.stage_model is not None and kwargs.get("assistant_model") is not None:
         raise ValueError(f"generate(assistant_model=...) under Plan({plan}): it needs keys that are kept")
+
+
+def _has_encoder(module):
+    return bool(getattr(module.config, "is_encoder_decoder", False))
 
 
 @contextlib.contextmanager
@@ -98,38 +106,41 @@ def _random_numbers_of_first(group, device):
 
 
 class _Loop:
-    """The loop of one generate(). forward: the module's own."""
+    """The loop of one generate()."""
 
-    def __init__(self, parts, group, forward):
-        self.parts, self.group, self.forward = parts, group, forward
+    def __init__(self, parts, group):
+        self.parts, self.group = parts, group
         self.inside = False  # of a forward
+        self.encoded = {}  # what the encoder was called with; under pp
+        self.taken = [(parts.model, parts.model.forward, self._step)]  # modules whose forwards come here
+        if _has_encoder(parts.model) and (parts.stage_model is not None or parts.units is not None):
+            encoder = parts.model.get_encoder()
+            self.taken.append((encoder, encoder.forward, self._encode))
 
     @contextlib.contextmanager
     def installed(self):
-        """The module's forward is called through this loop."""
-        state = self.parts.model.__dict__
-        before = state.get("forward")
-
-        @functools.wraps(self.forward)  # generate() looks at its signature
-        def forward(*args, **kwargs):
-            return self._step(*args, **kwargs)
-
-        state["forward"] = forward
+        """Forwards are called through this loop."""
+        before = [module.__dict__.get("forward") for module, _, _ in self.taken]
+        for module, _, through in self.taken:
+            module.__dict__["forward"] = _like(type(module).forward, through)
         try:
             yield
         finally:
-            state.pop("forward")
-            if before is not None:
-                state["forward"] = before
+            for (module, _, _), own in zip(self.taken, before, strict=True):
+                module.__dict__.pop("forward")
+                if own is not None:
+                    module.__dict__["forward"] = own
 
     @contextlib.contextmanager
     def _as_it_was(self):
-        state = self.parts.model.__dict__
-        ours, state["forward"] = state["forward"], self.forward
+        ours = [module.__dict__["forward"] for module, _, _ in self.taken]
+        for module, forward, _ in self.taken:
+            module.__dict__["forward"] = forward
         try:
             yield
         finally:
-            state["forward"] = ours
+            for (module, _, _), forward in zip(self.taken, ours, strict=True):
+                module.__dict__["forward"] = forward
 
     def run(self, generate):
         """Tells the others when this rank has left its loop, by an error too."""
@@ -144,17 +155,44 @@ class _Loop:
 
     def _step(self, *args, **kwargs):
         self.inside = True  # and stays so where this raises: the others may be in it
-        self._agree((args, kwargs.get("input_ids"), kwargs.get("inputs_embeds")))
-        parts = self.parts
-        if parts.stage_model is not None:
+        self._agree((args, *(kwargs.get(name) for name in _OF_TOKENS)))
+        if self.parts.stage_model is not None:
             out = self._predicted(args, kwargs)
-        elif parts.units is not None:
-            with self._as_it_was(), forward_pass(parts, Phase.EVALUATE, 0, 0):
-                out = self.forward(*args, **kwargs)
         else:
-            out = self.forward(*args, **kwargs)
+            out = self._gathered(0, args, kwargs)
         self.inside = False
         return out
+
+    def _encode(self, *args, **kwargs):
+        self.inside = True
+        self._agree((args, *(kwargs.get(name) for name in _OF_TOKENS)))
+        if self.parts.stage_model is None:
+            out = self._gathered(1, args, kwargs)
+        else:
+            out = self._numbered(args, kwargs)
+        self.inside = False
+        return out
+
+    def _gathered(self, which, args, kwargs):
+        """The forward of a module among `taken`, on this rank."""
+        forward = self.taken[which][1]
+        if self.parts.units is None:
+            return forward(*args, **kwargs)
+        with self._as_it_was(), forward_pass(self.parts, Phase.EVALUATE, -which, 0):
+            return forward(*args, **kwargs)
+
+    def _numbered(self, args, kwargs):
+        """In the place of the encoder's output: (rows, 1, 1), the number of each row."""
+        inputs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
+        main = inputs.get(getattr(self.parts.model, "main_input_name", "input_ids"), inputs.get("inputs_embeds"))
+        if args or main is None:
+            raise ValueError(
+                f"generate() under Plan({self.parts.plan}): the encoder is called without its main input by name"
+            )
+        self.encoded, rows = inputs, len(main)
+        numbers = torch.arange(rows, dtype=torch.float64, device=self.parts.device)
+        output = sys.modules["transformers.modeling_outputs"].BaseModelOutput
+        return output(last_hidden_state=numbers[:, None, None])
 
     def _predicted(self, args, kwargs):
         if args or kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
@@ -163,16 +201,27 @@ class _Loop:
                 "states"
             )
         kept = {name: value for name, value in kwargs.items() if name not in _OF_KEYS and value is not None}
-        tokens = kept["input_ids"] if "input_ids" in kept else kept["inputs_embeds"]
-        length = tokens.shape[1]
+        output = sys.modules["transformers.modeling_outputs"]
+        numbers = kept.pop("encoder_outputs", None)
+        if numbers is not None:
+            if not self.encoded:
+                raise ValueError(
+                    f"generate(encoder_outputs=...) under Plan({self.parts.plan}): give it what the encoder is "
+                    "called with"
+                )
+            rows = numbers[0][:, 0, 0].long()
+            kept = {name: value for name, value in kept.items() if name not in self.encoded}
+            # A mask that the encoder does not look at may have rows of its own (Whisper).
+            inputs = {name: value for name, value in self.encoded.items() if len(value) > int(rows.max())}
+            kept |= {name: value[rows] for name, value in inputs.items()}
+        kind = output.CausalLMOutputWithPast if numbers is None else output.Seq2SeqLMOutput
+        length = next(kept[name] for name in _OF_TOKENS if name in kept).shape[1]
         if self.parts.split is not None:
             kept.pop("logits_to_keep", None)  # the last position is on some rank only
             kept = _longer(kept, length, 2 * self.parts.split.degree)
         with self._as_it_was():
             logits = run_prediction(self.parts, {**kept, "use_cache": False, "return_dict": True})
-        logits = logits[:, :length]
-        output = sys.modules["transformers.modeling_outputs"].CausalLMOutputWithPast
-        return output(logits=logits)
+        return kind(logits=logits[:, :length])
 
     def _agree(self, tokens, left=False):
         """Raises ValueError, on every rank, where tokens differ or some ranks have left."""
@@ -213,4 +262,16 @@ def _longer(inputs, length, least):
     return found
 
 
+def _like(forward, through):
+    """`through` with the signature of `forward`, at which generate() looks."""
+
+    @functools.wraps(forward)
+    def called(*args, **kwargs):
+        return through(*args, **kwargs)
+
+    return called
+
+
+# Whose positions the logits have, the first that there is.
+_OF_TOKENS = ("decoder_input_ids", "decoder_inputs_embeds", "input_ids", "inputs_embeds")
 _OF_KEYS = ("past_key_values", "cache_position", "use_cache", "return_dict")
