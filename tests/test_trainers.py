@@ -137,7 +137,9 @@ def test_trainer(tmp_path, alone, texts):
 
 
 def save_and_resume(rank, world_size, folder):
-    """Saved under one plan; the best checkpoint, and training that goes on under another one."""
+    """Saved under one plan, in the middle of an epoch and with accumulation; the best checkpoint, and training
+    that goes on under another one.
+    """
     as_rank(rank, world_size)
     settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
     settings |= {"load_best_model_at_end": True, "metric_for_best_model": "worst", "save_total_limit": 2}
@@ -149,14 +151,15 @@ def save_and_resume(rank, world_size, folder):
             return super().evaluate(*args, **options) | {"eval_worst": self.state.global_step}
 
     options = {"train_dataset": data(), "eval_dataset": data(9), "microbatches": 2}
-    first = Worst(
-        make(), arguments(folder, greater_is_better=False, **settings), plan=par.Plan(pp=2), **options
-    )
+    accumulated = {"gradient_accumulation_steps": 2, **settings}
+    args = arguments(folder, WHOLE // 2, greater_is_better=False, **accumulated)
+    first = Worst(make(), args, plan=par.Plan(pp=2), **options)
     first.train()
     best = par.full_state_dict(first.model)
     first.save_model(f"{folder}/final")
     kept = sorted(name for name in os.listdir(folder) if name.startswith("checkpoint"))
-    second = PlanTrainer(make(), arguments(folder, WHOLE // 2), plan=par.Plan(dp=2, zero=1), **options)
+    args = arguments(folder, WHOLE // 4, gradient_accumulation_steps=2)
+    second = PlanTrainer(make(), args, plan=par.Plan(dp=2, zero=1), **options)
     second.train(resume_from_checkpoint=f"{folder}/checkpoint-2")
     return best, kept, par.full_state_dict(second.model), second.state.global_step
 

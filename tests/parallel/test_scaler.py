@@ -192,6 +192,38 @@ def autocast_steps(kind, dtype, plan):
     return losses, out.dtype, scale.get_scale(), out.detach().float()
 
 
+def autocast_calls(rank, world_size, texts, calls):
+    """[what training has added to each parameter] for each plan: steps of two batches, in one call or two."""
+    found = []
+    for text in texts:
+        model, scale = make("gpt"), scaler(init_scale=8.0)
+        before = {name: value.detach().clone() for name, value in model.named_parameters()}
+        model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+        for step in range(0, 4, 2):
+            pairs = [batch(step), batch(step + 1)]
+            if calls == 1:
+                pairs = [tuple(torch.cat(both) for both in zip(*pairs, strict=True))]
+            with torch.autocast("cpu", torch.float16):
+                for number, pair in enumerate(pairs):
+                    last = number == len(pairs) - 1
+                    options = {"microbatches": 4 // calls, "clip": 0.5, "scaler": scale, "update": last}
+                    par.step(model, opt, pair, **options)
+        state = par.full_state_dict(model)
+        found.append({name: state[name] - value for name, value in before.items()})
+    return found
+
+
+@pytest.mark.parametrize("texts", [("",), ("dp=2,zero=3", "pp=2", "tp=2")], ids=["one process", "plans"])
+def test_calls_that_wait_under_autocast(texts):
+    """The microbatches are the same ones, so only the factor of the mean is put elsewhere."""
+    size = par.Plan.parse(texts[0]).world_size
+    ranks = [spawn(size, autocast_calls, texts, calls) for calls in (1, 2)]
+    for at_once, one_by_one in zip(*ranks, strict=True):
+        for text, right, found in zip(texts, at_once, one_by_one, strict=True):
+            for name, value in right.items():
+                assert value.any() and equality.relative(found[name], value) < 5e-3, (text, name)
+
+
 def under_autocast(rank, world_size, kind, texts):
     return [
         [autocast_steps(kind, dtype, par.Plan.parse(text)) for text in texts]

@@ -212,6 +212,20 @@ def outer(rank, world_size, text):
     return [round(par.step(model, opt, tokens(0), cross, microbatches=2).item(), 9) for _ in range(2)]
 
 
+def test_nan_is_no_change():
+    """Nan is another number than itself; what holds it has not changed for that."""
+    global TOTAL
+    before, TOTAL = TOTAL, float("nan")
+    try:
+        state = SharedState([InGlobal(16, 2, 20)])
+        tokens = state.tokens()
+        assert state.changed(tokens) is None and tokens == state.tokens()
+        TOTAL = 0.5
+        assert "TOTAL" in state.changed(tokens)
+    finally:
+        TOTAL = before
+
+
 def test_kept():
     state = SharedState([InList(16, 2, 20), InHelper(16, 2, 20), OnType(16, 2, 20), InGlobal(16, 2, 20)])
     LOSSES[:], COUNTS["calls"] = [1], 3
