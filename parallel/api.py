@@ -57,8 +57,8 @@ def step(
     others raise what the backend says, and what those had raised.
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
-    without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or have too few rows,
-    CommError and its kinds for a lost or a diverging rank.
+    without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or
+    have too few rows, CommError and its kinds for a lost or a diverging rank.
     """
     parts = parts_of(model, opt)
     if opt is None:

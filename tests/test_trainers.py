@@ -137,8 +137,8 @@ def test_trainer(tmp_path, alone, texts):
 
 
 def save_and_resume(rank, world_size, folder):
-    """Saved under one plan, in the middle of an epoch and with accumulation; the best checkpoint, and training
-    that goes on under another one.
+    """Saved under one plan, in the middle of an epoch and with accumulation; the best checkpoint, and
+    training that goes on under another one.
     """
     as_rank(rank, world_size)
     settings = {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}

@@ -78,10 +78,11 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     filling.block_of_proof(cut, is_proven)
     if is_proven:
         proof = cut.stage_model.proof = BlockProof(cut.split, cut.trunk.blocks[0])
+    dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
         mesh.group("tp"),
-        rules={**dict.fromkeys((*original.moe_names, *original.stacked_names), "tokens"), **(plan.rules or {})},
+        rules={**dict.fromkeys(dealt, "tokens"), **(plan.rules or {})},
         blocks=cut.trunk.lists[0] if cut.trunk and len(cut.trunk.lists) == 1 else None,
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,

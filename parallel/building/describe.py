@@ -12,7 +12,7 @@ __all__ = ["Described", "describe_parameters", "note_original"]
 
 
 def note_original(model, opt, plan):
-    """Original, of a model that nothing has been taken from. Raises ValueError where ep has nothing to deal."""
+    """Original, of a model that nothing was taken from. Raises ValueError where ep has nothing to deal."""
     first_name, by_id = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name[name] = by_id.setdefault(id(parameter), name)

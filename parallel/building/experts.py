@@ -1,8 +1,8 @@
 """The steps that deal experts over the ranks of ep.
 
-    parallel.MoE             before tensors are cut; experts of other ranks leave the module     expert/moe.py
-    stacked, transformers    after that, so that what is tried on the first block (sequence/     expert/stacked.py
-                             proof.py) is tried without ranks; tp leaves them whole
+parallel.MoE             before tensors are cut; experts of other ranks leave the module
+stacked, transformers    after that, so that what is tried on the first block (sequence/proof.py) is tried
+                         without ranks; tp leaves them whole
 """
 
 from pycomm.parallel.expert.stacked import deal_stacked, is_stacked, misfit

@@ -5,15 +5,15 @@
     rank 1                    experts 3 4                experts 3 4
 
     x (tokens, h); chosen, weights (tokens, top_k): what the router of this rank has found
-      dispatch     each row to the ranks of its experts                      dispatch.py, with picture and cost
+      dispatch     each row to the ranks of its experts; picture and cost: dispatch.py
       inner        the module's own forward on what came: one choice for each row, of weight 1
       combine      the rows back to their tokens; here each is weighted, and they are summed
 
-The router is the model's own and on every rank, as are the weights that it gives: their gradient is made here,
+The router is the model's own and on every rank, as are the weights that it gives: their gradient is made
 where the tokens are. So any kernel of the module's (eager, grouped_mm, batched_mm) runs unchanged.
 
-What a module must keep to, tried with few random features before anything is dealt: each row is treated alone,
-and what an expert gives is multiplied by its weight.
+What a module must keep to, tried with few random features before anything is dealt: each row is treated
+alone, and what an expert gives is multiplied by its weight.
 
 [Note: equal graphs] in moe.py holds here too. A rank to which no row came does not call the module, whose
 kernels may not take none: its parameters get zeros.
@@ -55,7 +55,9 @@ def misfit(module, ranks):
     hooked = [name for name, p in own.items() if p._backward_hooks or p._post_accumulate_grad_hooks]
     if hooked:
         return f"{hooked[0]!r} has a gradient hook, which would be given a part of its gradient"
-    return None if _same_by_expert(module) else "it computes something else by its experts, or cannot be tried"
+    if not _same_by_expert(module):
+        return "it computes something else by its experts, or cannot be tried"
+    return None
 
 
 def _same_by_expert(module):

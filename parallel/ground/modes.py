@@ -38,8 +38,8 @@ def is_compiled(module):
 
 
 def uncompiled(function):
-    """The function, which a compiler passes over, with all that it calls but what is compiled by itself. Every
-    optimizer of torch's loads the compiler; without one the function stays as it is.
+    """The function, which a compiler passes over, with all that it calls but what is compiled by itself.
+    Every optimizer of torch's loads the compiler; without one the function stays as it is.
     """
     if "torch._dynamo" not in sys.modules:
         return function

@@ -136,9 +136,7 @@ class StageModel:
             if side is not Side.AROUND:
                 module = self.model.get_submodule(name)
                 _mark_parameters(name, module, device)
-                module.forward = uncompiled(
-                    functools.partial(self._outside, name, side, module.forward)
-                )
+                module.forward = uncompiled(functools.partial(self._outside, name, side, module.forward))
 
     @property
     def last(self):

@@ -184,10 +184,12 @@ class _Loop:
     def _numbered(self, args, kwargs):
         """In the place of the encoder's output: (rows, 1, 1), the number of each row."""
         inputs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
-        main = inputs.get(getattr(self.parts.model, "main_input_name", "input_ids"), inputs.get("inputs_embeds"))
+        name = getattr(self.parts.model, "main_input_name", "input_ids")
+        main = inputs.get(name, inputs.get("inputs_embeds"))
         if args or main is None:
             raise ValueError(
-                f"generate() under Plan({self.parts.plan}): the encoder is called without its main input by name"
+                f"generate() under Plan({self.parts.plan}): the encoder is called without {name}= and "
+                "inputs_embeds="
             )
         self.encoded, rows = inputs, len(main)
         numbers = torch.arange(rows, dtype=torch.float64, device=self.parts.device)
@@ -206,8 +208,8 @@ class _Loop:
         if numbers is not None:
             if not self.encoded:
                 raise ValueError(
-                    f"generate(encoder_outputs=...) under Plan({self.parts.plan}): give it what the encoder is "
-                    "called with"
+                    f"generate(encoder_outputs=...) under Plan({self.parts.plan}): give it what the encoder "
+                    "is called with"
                 )
             rows = numbers[0][:, 0, 0].long()
             kept = {name: value for name, value in kept.items() if name not in self.encoded}

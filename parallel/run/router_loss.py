@@ -77,6 +77,6 @@ class RouterLoss:
 
     def _unknown(self, why):
         return ValueError(
-            f"the loss of the routers of {self.name} (config.output_router_logits) is not the one known here: "
-            f"{why}. Set it to False, or pass loss_fn"
+            f"the loss of the routers of {self.name} (config.output_router_logits) is not the one known here:"
+            f" {why}. Set it to False, or pass loss_fn"
         )

@@ -195,7 +195,9 @@ def _compare(parts, single, asked):
     told = exchange(parts, (parts.mesh.rows[1], _on(batch, "cpu"))) if options.sharded else None
     by_microbatch = options.microbatches > 1 and alone.depends_on_rows(single, loss_fn)
     if by_microbatch:
-        asked.notes.append("one process runs the same microbatches, for its BatchNorm or the balance of experts")
+        asked.notes.append(
+            "one process runs the same microbatches, for its BatchNorm or the balance of experts"
+        )
 
     def run():
         chunks, rows = alone.chunks_of(_pieces(parts, batch, told, options.microbatches), by_microbatch)

@@ -33,6 +33,7 @@ AXES = [
     "pp=2,schedule=1f1b",
     "ulysses=2",
     "ring=2",
+    "ep=2",
 ]
 MORE = [
     "dp=2,zero=1",
@@ -45,6 +46,8 @@ MORE = [
     "dp=2,tp=2",
     "tp=2,pp=2",
     "dp=2,pp=2,zero=1",
+    "ep=2,zero=3",
+    "ep=2,pp=2",
 ]
 
 
@@ -152,7 +155,10 @@ def _compared(losses, state, reference):
 
 
 def outcomes(name, texts):
-    """{plan: Outcome} of a family; the ranks must agree. Plans of one size share their ranks."""
+    """{plan: Outcome} of a family, of the plans that it takes; the ranks must agree. Plans of one size share
+    their ranks.
+    """
+    texts = [text for text in texts if FAMILIES[name].takes(text)]
     reference, found = alone(name), {}
     sizes = {text: par.Plan.parse(text).world_size for text in texts}
     for size in sorted(set(sizes.values())):

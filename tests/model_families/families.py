@@ -27,6 +27,11 @@ class Family(NamedTuple):
     blocks: str | None = None  # Plan(blocks=...), where the list cannot be told from others
     vision: bool = False  # needs build/vision
     microbatches: int = 2
+    experts: bool = False  # which plans with ep deal
+
+    def takes(self, text):
+        """Whether a plan, as text, is for it."""
+        return self.experts or "ep=2" not in text.split(",")
 
 
 # Batches ---------------------------------------------------------------
@@ -292,6 +297,7 @@ ENDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 2, "decoder
 OPT = {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 24}
 NEOX = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 FAMILIES = {
     "llama": Family(decoder("Llama"), text),
@@ -307,7 +313,14 @@ FAMILIES = {
     "phi3": Family(decoder("Phi3"), text),
     "gpt-neox": Family(of("GPTNeoXConfig", "GPTNeoXForCausalLM", **SIZES, **NEOX), text),
     "bloom": Family(of("BloomConfig", "BloomForCausalLM", **SIZES, n_layer=4, n_head=4), text),
-    "mixtral": Family(decoder("Mixtral", **EXPERTS), text),
+    "mixtral": Family(decoder("Mixtral", **EXPERTS), text, experts=True),
+    "qwen2-moe": Family(
+        decoder("Qwen2Moe", **QWEN_EXPERTS, shared_expert_intermediate_size=16), text, experts=True
+    ),
+    "qwen3-moe": Family(decoder("Qwen3Moe", **QWEN_EXPERTS, head_dim=6), text, experts=True),
+    "gpt-oss": Family(
+        decoder("GptOss", **EXPERTS, head_dim=6, sliding_window=4, attention="eager"), text, experts=True
+    ),
     "opt": Family(decoder("OPT", **OPT), text),
     "bert, masked": Family(of("BertConfig", "BertForMaskedLM", **BERT), masked),
     "bert, classes": Family(

@@ -27,7 +27,8 @@ Written by `make test-models`, which runs all of it again; `make test` runs one 
 Models of transformers, timm, torchvision and torch.nn, as they are: small configurations with random weights
 (`tests/model_families/families.py`, where a line adds a family). Each is trained for three steps in fp64,
 with uneven targets, in two microbatches (one for BatchNorm, whose statistics are those of a microbatch), and
-compared with plain torch in one process: every loss and every parameter. The loss is the model's own.
+compared with plain torch in one process: every loss and every parameter. The loss is the model's own. Plans
+with `ep` are for mixtures of experts.
 
 `=` is equal: no parameter is off by more than 1e-6 of what training changed in it. (Some of these models
 compute a part in fp32 whatever they are given, which makes differences of 1e-7.) A number is a refusal: a
@@ -46,6 +47,8 @@ def number_of(text, reasons):
 
 
 def cell(outcome, reasons):
+    if outcome is None:
+        return ""
     if outcome.kind == "equal":
         return EQUAL
     return str(number_of(outcome.text, reasons)) if outcome.kind == "refused" else outcome.kind
@@ -55,7 +58,7 @@ def page(results, texts):
     """results: {family: {plan: Outcome}}."""
     reasons, lines = {}, []
     for name, found in results.items():
-        lines.append(f"| {name} | " + " | ".join(cell(found[text], reasons) for text in texts) + " |")
+        lines.append(f"| {name} | " + " | ".join(cell(found.get(text), reasons) for text in texts) + " |")
     head = "| | " + " | ".join(f"`{text.replace(',', ', ')}`" for text in texts) + " |"
     count = [sum(o.kind == "equal" for found in results.values() for o in found.values())]
     count.append(sum(map(len, results.values())))
@@ -86,7 +89,10 @@ def documented():
         if line.startswith("|") and not line.startswith("|--")
     ]
     texts = [part.strip("`").replace(", ", ",") for part in rows[0][1:]]
-    return {row[0]: dict(zip(texts, [value == EQUAL for value in row[1:]], strict=True)) for row in rows[1:]}
+    return {
+        name: {text: value == EQUAL for text, value in zip(texts, values, strict=True) if value}
+        for name, *values in rows[1:]
+    }
 
 
 def main(words):

@@ -9,7 +9,8 @@ from table import documented
 def test_the_page_has_them_all():
     rows = documented()
     assert rows.keys() == FAMILIES.keys(), "run make test-models"
-    assert all(row.keys() == set(AXES + MORE) for row in rows.values())
+    for name, row in rows.items():
+        assert row.keys() == {text for text in AXES + MORE if FAMILIES[name].takes(text)}, name
 
 
 @pytest.mark.parametrize("name", families())
@@ -19,5 +20,5 @@ def test_family(name):
     assert not bad
     expected = documented()[name]
     assert {text: outcome.kind == "equal" for text, outcome in found.items()} == {
-        text: expected[text] for text in AXES
+        text: expected[text] for text in AXES if text in expected
     }, found

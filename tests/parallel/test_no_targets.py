@@ -1,5 +1,5 @@
-"""A rank, or a microbatch, of which no target counts: its backward goes where that of the others goes, through
-what the loss uses and nothing else.
+"""A rank, or a microbatch, of which no target counts: its backward goes where that of the others goes,
+through what the loss uses and nothing else.
 """
 
 import pytest

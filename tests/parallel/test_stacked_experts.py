@@ -127,7 +127,6 @@ def test_as_users_have_it():
     assert spawn(2, as_users) == [True, True]
 
 
-
 def refused(rank, world_size):
     few = foreign.make("mixtral")
     for layer in few.model.layers:
