@@ -43,6 +43,8 @@ def make_stages(model, trunk, mesh, plan):
     needed = plan.pp > 1 or split is not None
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
+    if split is not None:
+        split.sides = sides
     if plan.pp > 1:
         bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
         placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement

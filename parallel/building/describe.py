@@ -2,9 +2,8 @@
 
 from typing import NamedTuple
 
-from pycomm.parallel.building.experts import stacked_to_deal
+from pycomm.parallel.building.experts import moe_names_of, stacked_to_deal
 from pycomm.parallel.data.bucket import ParamInfo
-from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.parts import Original
 from pycomm.parallel.pipeline.absent import is_absent
 
@@ -21,15 +20,15 @@ def note_original(model, opt, plan):
         for parameter in group["params"]:
             option[by_id[id(parameter)]] = number
     parameters = dict(model.named_parameters())
-    moe_names = tuple(name for name, module in model.named_modules() if isinstance(module, MoE))
+    stacked_names = stacked_to_deal(model, opt, first_name, plan)
     return Original(
         names=tuple(parameters),
         first_name=first_name,
         shapes={name: tuple(parameter.shape) for name, parameter in parameters.items()},
         trained=frozenset(name for name, parameter in parameters.items() if parameter.requires_grad),
         option=option,
-        moe_names=moe_names,
-        stacked_names=stacked_to_deal(model, moe_names, first_name, plan),
+        moe_names=moe_names_of(model),
+        stacked_names=stacked_names,
     )
 
 

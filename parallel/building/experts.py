@@ -5,9 +5,16 @@ stacked, transformers    after that, so that what is tried on the first block (s
                          without ranks; tp leaves them whole
 """
 
+from pycomm.parallel.expert import MoE
 from pycomm.parallel.expert.stacked import deal_stacked, is_stacked, misfit
+from pycomm.parallel.zero.optimizer import is_elementwise
 
-__all__ = ["deal_all_stacked", "deal_moes", "stacked_to_deal"]
+__all__ = ["deal_all_stacked", "deal_moes", "moe_names_of", "stacked_to_deal"]
+
+
+def moe_names_of(model):
+    """Names of the MoE layers."""
+    return tuple(name for name, module in model.named_modules() if isinstance(module, MoE))
 
 
 def deal_moes(model, moe_names, mesh, plan):
@@ -18,11 +25,13 @@ def deal_moes(model, moe_names, mesh, plan):
     return moes
 
 
-def stacked_to_deal(model, moe_names, first_name, plan):
-    """Names of the stacked experts that ep deals. Raises ValueError where ep has nothing to deal."""
+def stacked_to_deal(model, opt, first_name, plan):
+    """Names of the stacked experts that ep deals. Raises ValueError where ep has nothing to deal, and for an
+    optimizer that would have to see all experts of a parameter.
+    """
     if plan.ep == 1:
         return ()
-    names, reasons = [], []
+    names, reasons, moe_names = [], [], moe_names_of(model)
     for name, module in model.named_modules():
         if is_stacked(module) and not any(name.startswith(f"{moe}.") for moe in moe_names):
             why = _shared(name, module, first_name) or misfit(module, plan.ep)
@@ -34,6 +43,11 @@ def stacked_to_deal(model, moe_names, first_name, plan):
         raise ValueError(
             f"Plan(ep={plan.ep}): the model has no parallel.MoE layer whose experts could be dealt, and no "
             f"experts stacked in parameters as in transformers{reasons[0] if reasons else ''}"
+        )
+    if names and opt is not None and not is_elementwise(opt):
+        raise ValueError(
+            f"Plan(ep={plan.ep}): {type(opt).__name__} looks at whole parameters, and in {names[0]!r} the "
+            "experts of all ranks are one"
         )
     return tuple(names)
 

@@ -168,7 +168,7 @@ class StackedForward:
             return torch.empty_like(x)
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
-        routes, _ = dispatch.make_routes(chosen, self.held, self.group)
+        routes, _ = dispatch.make_routes(chosen.long(), self.held, self.group)
         rows = dispatch.dispatch(x, routes, self.group)
         return dispatch.combine(self._run(rows, routes.per_expert), weights, routes, self.group)
 

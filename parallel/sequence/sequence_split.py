@@ -69,11 +69,12 @@ class LocalShapes(TorchFunctionMode):
 class SequenceSplit:
     """The cut of one plan. ring, ulysses, tp: Groups; megatron: whether tp cuts the sequence too.
 
-    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `modes()`: a context in
-    which attention sees the whole sequence.
+    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `sides`: {name: Side}
+    of modules outside the blocks. `modes()`: a context in which attention sees the whole sequence.
     """
 
     def __init__(self, mesh, plan):
+        self.sides = {}
         self.ring, self.ulysses, self.tp = mesh.group("ring"), mesh.group("ulysses"), mesh.group("tp")
         self.zigzag = plan.zigzag and self.ring.size > 1
         self.megatron = plan.megatron_sp and self.tp.size > 1

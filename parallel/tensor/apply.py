@@ -72,7 +72,8 @@ class Applier:
         self.partial = set()  # names of parameters that all ranks hold and use for their own heads
         self.wholly = set()  # names of modules that are given the whole sequence
         self.head = None  # the Head that was cut
-        self.after = after_trunk(model, blocks) if sequence is not None else set()  # names of modules
+        sides = getattr(sequence, "sides", {})
+        self.after = after_trunk(model, blocks, sides) if sequence is not None else set()  # names of modules
 
     def in_sequence(self, fqn):
         return self.sequence is not None and (fqn in self.after or within(fqn, self.blocks))
@@ -221,8 +222,8 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
     "replicate"},
     before anything that is found.
     blocks: name of the trunk (ground/trunk.py). sequence: object whose `.sizes`, set before each
-    forward, are the lengths per rank along dim 1 of the hidden state from block 0 on (see whole_sequence.py);
-    needs `blocks`. ties: {name of a parameter: first name of the same one}, for a model whose parameters no
+    forward, are the lengths per rank along dim 1 of the hidden state from block 0 on, and `.sides` what is
+    known of {module: Side} (see whole_sequence.py); needs `blocks`. ties: {name of a parameter: first name of the same one}, for a model whose parameters no
     longer show it (on meta); None compares them. A group of one changes nothing.
 
     Raises ValueError for rules that do not fit, fewer query heads than ranks, and tied parameters that would

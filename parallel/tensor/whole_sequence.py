@@ -4,14 +4,15 @@
 whoever calls cuts it at block 0. Between the sublayers that are cut each rank works on its own tokens, so a
 parameter there (a norm) gets a part of its gradient, to be summed over tp: Layout.partial. Attention that is
 not cut, and what a rule says to replicate, is given the whole sequence and gives back its piece; a head that
-is not cut is given the whole sequence. What is "after the trunk" is read from the order of registration, and
-checked in the first forward.
+is not cut is given the whole sequence. What is "after the trunk" is read from the order of registration, or
+known from the calls (ground/call_order.py), and checked in the first forward.
 """
 
 import torch
 from torch import nn
 
 from pycomm.parallel.ground import differentiable
+from pycomm.parallel.ground.trunk import Side
 from pycomm.parallel.tensor.edges import check_piece
 from pycomm.parallel.tensor.modules import within
 
@@ -53,11 +54,15 @@ class WholeSequence:
         return self._piece(out) if self.give_piece else out
 
 
-def after_trunk(model, blocks):
-    """Names of the modules that are registered after the trunk; embeddings always come before it."""
+def after_trunk(model, blocks, sides):
+    """Names of the modules that run after the trunk: as `sides` ({name: Side}) has it; of others those that
+    are registered after it. Embeddings always come before it.
+    """
     names = [fqn for fqn, _ in model.named_modules()]
     last = max(index for index, fqn in enumerate(names) if within(fqn, blocks))
-    return {fqn for fqn in names[last + 1 :] if not isinstance(model.get_submodule(fqn), nn.Embedding)}
+    found = {fqn for fqn in names[last + 1 :] if sides.get(fqn, Side.AFTER) is Side.AFTER}
+    found |= {fqn for fqn, side in sides.items() if side is Side.AFTER}
+    return {fqn for fqn in found if not isinstance(model.get_submodule(fqn), nn.Embedding)}
 
 
 def check_order(model, blocks, after):

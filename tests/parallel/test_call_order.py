@@ -111,9 +111,10 @@ def train(rank, world_size, plan):
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-12, msg=name)
 
 
-@pytest.mark.parametrize(
-    "plan", ["pp=2,schedule=1f1b", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv", "pp=4", "dp=2,pp=2,zero=2"]
-)
+PLANS = ["pp=2,schedule=1f1b", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv", "pp=4", "dp=2,pp=2,zero=2"]
+
+
+@pytest.mark.parametrize("plan", [*PLANS, "tp=2,megatron_sp", "tp=2,pp=2,megatron_sp"])
 def test_training(plan):
     plan = par.Plan.parse(plan)
     spawn(plan.world_size, train, plan)
