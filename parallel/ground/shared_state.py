@@ -242,7 +242,7 @@ def _token(value, deep=2):
     if isinstance(value, torch.Tensor):
         return id(value), 0 if value.is_inference() else value._version
     if deep and isinstance(value, dict):
-        return id(value), [(id(key), _token(each, deep - 1)) for key, each in value.items()]
+        return id(value), [(id(key), _token(each, deep - 1)) for key, each in _entries(value).items()]
     if deep and isinstance(value, (list, tuple, collections.deque, set)):
         return id(value), [_token(each, deep - 1) for each in value]
     if deep and _is_mutable(value):
@@ -259,17 +259,38 @@ def _keep(value, deep=2):
         inner = within
     else:
         held = value if isinstance(value, dict) else vars(value)
-        within = dict(held)
+        within = _entries(held)
         inner = within.values()
     undo = [_keep(each, deep - 1) for each in inner]
 
     def restore():
-        held.clear()
-        (held.extend if isinstance(held, (list, collections.deque)) else held.update)(within)
+        if isinstance(held, dict):
+            _refill(held, within)
+        else:
+            held.clear()
+            (held.update if isinstance(held, set) else held.extend)(within)
         for each in undo:
             each()
 
     return restore
+
+
+def _kind_of(mapping):
+    return collections.OrderedDict if isinstance(mapping, collections.OrderedDict) else dict
+
+
+def _entries(mapping):
+    """What a dict has, whatever its class gives instead (transformers' ACT2FN makes a new object at each
+    access).
+    """
+    return {key: dict.__getitem__(mapping, key) for key in _kind_of(mapping).__iter__(mapping)}
+
+
+def _refill(mapping, entries):
+    kind = _kind_of(mapping)
+    kind.clear(mapping)
+    for key, value in entries.items():
+        kind.__setitem__(mapping, key, value)
 
 
 def _on_meta(tensor):
@@ -281,7 +302,7 @@ def _empty_within(value, deep=2):
     if not deep or not _is_mutable(value) or isinstance(value, (torch.Tensor, set)):
         return
     held = value if isinstance(value, _CONTAINERS) else vars(value)
-    for key, each in list(held.items() if isinstance(held, dict) else enumerate(held)):
+    for key, each in list(_entries(held).items() if isinstance(held, dict) else enumerate(held)):
         if isinstance(each, torch.Tensor):
             held[key] = _on_meta(each)
         elif isinstance(each, tuple) and any(isinstance(one, torch.Tensor) for one in each):

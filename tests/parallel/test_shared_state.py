@@ -2,6 +2,7 @@
 they keep for their next call are right, and no run without data leaves anything there.
 """
 
+import collections
 import re
 import types
 
@@ -210,6 +211,31 @@ def test_the_forward_around_the_blocks():
 def outer(rank, world_size, text):
     model, opt = par.parallelize(*_made(lambda: OuterList(layers=4)), par.Plan.parse(text or "dp=2"))
     return [round(par.step(model, opt, tokens(0), cross, microbatches=2).item(), 9) for _ in range(2)]
+
+
+class Made(collections.OrderedDict):
+    """Gives an object of the class that it has."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
+MADE = Made(relu=torch.nn.ReLU)
+
+
+class Looking(Block):
+    def forward(self, x):
+        return super().forward(MADE["relu"](x))
+
+
+def test_a_table_keeps_what_it_has():
+    """Not what its class makes of it, as transformers' table of activations does."""
+    state = SharedState([Looking(16, 2, 20)])
+    tokens = state.tokens()
+    with state.kept(on_meta=True):
+        MADE["gelu"] = torch.nn.GELU
+    assert dict(collections.OrderedDict.items(MADE)) == {"relu": torch.nn.ReLU}
+    assert isinstance(MADE["relu"], torch.nn.ReLU) and tokens == state.tokens()
 
 
 def test_nan_is_no_change():
