@@ -66,14 +66,13 @@ def _zero_of(output, targets, loss_fn):
             value = None
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad:
             return _Zero.apply(value)
-    leaves = (x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point())
-    first = next(leaves, None)
-    if first is None:
+    leaves = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    if not leaves:
         raise ValueError(
             "the model must return a floating tensor, or a tuple, list or dict with one; got "
             f"{_describe(output)}"
         )
-    return _without_values(first).sum()
+    return sum(_without_values(leaf).sum() for leaf in leaves)  # what the loss uses is among them
 
 
 def _without_values(leaf):

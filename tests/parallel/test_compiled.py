@@ -68,7 +68,7 @@ SLOW = pytest.mark.slow
         pytest.param("pp=2", blocks_of, None, marks=SLOW),
         pytest.param("tp=2", in_place, None, marks=SLOW),
         pytest.param("tp=2,megatron_sp", blocks_of, None, marks=SLOW),
-        ("tp=2", whole, None),
+        pytest.param("tp=2", whole, None, marks=SLOW),
         ("tp=2", None, in_place),
         pytest.param("tp=2", None, blocks_of, marks=SLOW),
         pytest.param("tp=2", None, whole, marks=SLOW),

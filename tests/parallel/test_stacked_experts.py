@@ -46,7 +46,7 @@ def train(rank, world_size, kind, texts):
     return found
 
 
-@pytest.mark.parametrize("name", quick(CASES, "mixtral 2", "qwen2-moe 2", "gpt-oss 2", "mixtral 4"))
+@pytest.mark.parametrize("name", quick(CASES, "mixtral 2", "qwen2-moe 2", "gpt-oss 2"))
 def test_equal_to_one_process(name):
     kind, texts = name.rpartition(" ")[0], CASES[name]
     losses, parameters = foreign.alone(kind)
