@@ -6,7 +6,7 @@
 
 #include <new>
 
-#include "../collectives/send_recv.h"
+#include "../communicator/messages.h"
 #include "../torch/interpreter.h"
 #include "python_call.h"
 
@@ -96,7 +96,7 @@ PyType_Spec spec{
 }  // namespace
 
 int source_of(const Handle& handle) {
-  auto* message = dynamic_cast<Message*>(handle.work.get());
+  auto* message = dynamic_cast<MessageWork*>(handle.work.get());
   return message ? message->source() : handle.source;
 }
 

@@ -7,17 +7,32 @@
 namespace pycomm {
 
 bool PostedRecvs::expected_from(int src) const {
-  return std::any_of(recvs_.begin(), recvs_.end(), [src](const MessagePtr& m) { return m->comes_from(src); });
+  return std::any_of(recvs_.begin(), recvs_.end(), [src](const MessagePtr& m) {
+    return m->comes_from(src) && !m->claimed_elsewhere();
+  });
 }
 
-MessagePtr PostedRecvs::take(int src, int tag) {
-  auto found =
-      std::find_if(recvs_.begin(), recvs_.end(), [&](const MessagePtr& m) { return m->matches(src, tag); });
-  if (found == recvs_.end()) return nullptr;
-  MessagePtr message = *found;
+MessagePtr PostedRecvs::take(int src, int tag, Tally& tally) {
+  for (;;) {
+    auto found =
+        std::find_if(recvs_.begin(), recvs_.end(), [&](const MessagePtr& m) { return m->matches(src, tag); });
+    if (found == recvs_.end()) return nullptr;
+    MessagePtr message = *found;
+    recvs_.erase(found);
+    if (message->claim()) {
+      message->matched(src);
+      return message;
+    }
+    tally.end(std::move(message), nullptr);
+  }
+}
+
+void PostedRecvs::drop(Message& recv, Tally& tally) {
+  const auto found =
+      std::find_if(recvs_.begin(), recvs_.end(), [&](const MessagePtr& m) { return m.get() == &recv; });
+  if (found == recvs_.end()) return;
+  tally.end(*found, nullptr);
   recvs_.erase(found);
-  message->matched(src);
-  return message;
 }
 
 void PostedRecvs::give_up(Tally& tally, const std::exception_ptr& error) {
@@ -44,7 +59,7 @@ bool Incoming::take_next() {
   aside_.push_back({slot.tag, dtype, slot.mode, taken_ + 1, slot.count, slot.count * size_of(dtype),
                     slot.address, slot.region});
   auto arrival = std::prev(aside_.end());
-  arrival->recv = recvs_.take(src_, arrival->tag);
+  arrival->recv = recvs_.take(src_, arrival->tag, tally_);
   if (arrival->mode == MessageMode::in_slot) {
     if (!arrival->recv) arrival->data.assign(slot.payload, slot.payload + arrival->nbytes);
     else if (arrival->agrees() && arrival->nbytes)
@@ -95,7 +110,7 @@ bool Incoming::match_aside() {
   bool moved = false;
   for (auto it = aside_.begin(); it != aside_.end();) {
     auto arrival = it++;
-    if (arrival->recv || !(arrival->recv = recvs_.take(src_, arrival->tag))) continue;
+    if (arrival->recv || !(arrival->recv = recvs_.take(src_, arrival->tag, tally_))) continue;
     moved = true;
     if (stream_ != &*arrival) deliver(arrival);  // else when its data are complete
   }

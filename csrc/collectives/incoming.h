@@ -15,7 +15,9 @@ class PostedRecvs {
   void add(MessagePtr recv) { recvs_.push_back(std::move(recv)); }
   bool empty() const { return recvs_.empty(); }
   bool expected_from(int src) const;
-  MessagePtr take(int src, int tag);  // the first that matches, or nullptr
+  // The first that matches, or nullptr. On the way those end that are claimed elsewhere.
+  MessagePtr take(int src, int tag, Tally& tally);
+  void drop(Message& recv, Tally& tally);  // claimed elsewhere; if it is still here
   void give_up(Tally& tally, const std::exception_ptr& error);
 
  private:

@@ -19,7 +19,7 @@ Message::Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpe
     : owner_(owner),
       kind_(kind),
       spec_(spec),
-      nbytes_(spec.count * size_of(spec.dtype)),
+      nbytes_(spec.nbytes()),
       data_(data),
       peer_(spec.peer) {
   finalizer_ = std::move(finalizer);
@@ -31,6 +31,8 @@ void Message::wait(double timeout) {
   owner_.wait(*this, limit);
   if (error()) std::rethrow_exception(error());
 }
+
+int Message::source() const { return owner_.transport().number(peer_); }
 
 bool Message::poll() {
   if (done()) return true;
@@ -85,17 +87,20 @@ bool Tally::take(MessagePtr& message, std::exception_ptr& error) {
 
 std::exception_ptr mismatch(const Transport& transport, const Message& mine, int peer, size_t count,
                             DType dtype) {
-  const MessageSpec& spec = mine.spec();
-  std::string what = spec.dtype != dtype
-                         ? std::string("dtype=") + to_string(spec.dtype) + " here, " + to_string(dtype)
-                         : "count=" + std::to_string(spec.count) + " here, " + std::to_string(count);
-  what += " on " + transport.name(peer) + " (tag " + std::to_string(spec.tag) +
-          "). A recv must have the count and dtype of its send.";
   try {
-    transport.raise(ErrorKind::mismatch, mine.info(), peer, what);
+    transport.raise(ErrorKind::mismatch, mine.info(), peer,
+                    difference(mine.spec(), transport.name(peer), count, dtype));
   } catch (...) {
     return std::current_exception();
   }
+}
+
+std::string difference(const MessageSpec& spec, const std::string& name, size_t count, DType dtype) {
+  std::string what = spec.dtype != dtype
+                         ? std::string("dtype=") + to_string(spec.dtype) + " here, " + to_string(dtype)
+                         : "count=" + std::to_string(spec.count) + " here, " + std::to_string(count);
+  return what + " on " + name + " (tag " + std::to_string(spec.tag) +
+         "). A recv must have the count and dtype of its send.";
 }
 
 }  // namespace pycomm

@@ -4,32 +4,22 @@
 #include <deque>
 #include <memory>
 
-#include "../communicator/communicator.h"
+#include "../communicator/messages.h"
 
 namespace pycomm {
 
-inline constexpr int any_source = -1;
 // A message of this size that its receiver copies calls the receiver's worker when it is posted, so that it
 // moves while the receiver computes; for a smaller one waking a thread costs more than the copy.
 inline constexpr size_t worth_the_worker = 1 << 20;
 
 class SendRecv;
 
-// What the caller says about a message.
-struct MessageSpec {
-  DType dtype = DType::u8;
-  size_t count = 0;
-  int peer = 0;  // destination or source; any_source for a recv from whoever comes first
-  int tag = 0;
-  double timeout = 0;  // seconds, 0: the group's
-};
-
 // What the worker has to do with a message: nothing; move it when a peer waits for it (lent); move it at
 // every flag, because nobody may come to wait for it soon (given). over: it has ended, the worker is out of
 // it.
 enum class Trust : uint8_t { none, lent, given, over };
 
-class Message final : public Work, public std::enable_shared_from_this<Message> {
+class Message final : public MessageWork, public std::enable_shared_from_this<Message> {
  public:
   Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
           std::function<void()> finalizer);
@@ -37,7 +27,8 @@ class Message final : public Work, public std::enable_shared_from_this<Message> 
   void wait(double timeout = 0) override;
   bool poll() override;
   void help(bool nobody_waits = false) override;
-  int source() const { return peer_; }  // of a completed recv
+  int source() const override;
+  int peer() const { return peer_; }  // of a recv from any source: once matched
 
   const MessageSpec& spec() const { return spec_; }
   OpInfo info() const { return {kind_, 0}; }
@@ -46,6 +37,8 @@ class Message final : public Work, public std::enable_shared_from_this<Message> 
   std::byte* data() const { return data_; }
   size_t nbytes() const { return nbytes_; }
   uint64_t id() const { return id_; }  // in its channel, once posted
+  bool claimed_elsewhere() const { return spec_.claim && spec_.claim->by() != Claim::By::nobody; }
+  bool claim() const { return !spec_.claim || spec_.claim->take(Claim::By::host); }
   bool matches(int src, int tag) const { return tag == spec_.tag && comes_from(src); }
   bool comes_from(int src) const { return peer_ == src || peer_ == any_source; }
   // Times count from the issue of the message.
@@ -95,7 +88,9 @@ class Tally {
   std::deque<std::pair<MessagePtr, std::exception_ptr>> ended_;
 };
 
-// The error of a message whose peer has another count or dtype.
+// What is wrong with a message whose peer, `name`, has another count or dtype.
+std::string difference(const MessageSpec& mine, const std::string& name, size_t count, DType dtype);
+// The error of such a message.
 std::exception_ptr mismatch(const Transport& transport, const Message& mine, int peer, size_t count,
                             DType dtype);
 

@@ -38,24 +38,17 @@ SendRecv::SendRecv(Communicator& comm)
   }
 }
 
-SendRecv& messages_of(Communicator& comm) { return static_cast<SendRecv&>(*comm.background()); }
-
 MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
                           std::function<void()> finalizer) {
   const OpInfo info{kind, 0};
-  if (spec.peer == comm_.rank() || spec.peer < (kind == OpKind::send ? 0 : any_source) ||
-      spec.peer >= comm_.world_size())
-    throw std::invalid_argument(transport_.where(info) + "peer rank " + std::to_string(spec.peer) +
-                                " must be another rank of the group, in [0, " +
-                                std::to_string(comm_.world_size()) + ")");
-  if (comm_.world_size() == 1)
-    throw std::invalid_argument(transport_.where(info) + "the group has no other rank");
+  refuse_bad_peer(comm_, kind, spec.peer);
   transport_.check(info);
   transport_.note_core();
   return std::make_shared<Message>(*this, kind, data, spec, std::move(finalizer));
 }
 
-MessagePtr SendRecv::send(const std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) {
+MessagePtr SendRecv::start_send(const std::byte* data, const MessageSpec& spec,
+                                std::function<void()> finalizer) {
   MessagePtr message = make(OpKind::send, const_cast<std::byte*>(data), spec, std::move(finalizer));
   try {
     std::lock_guard lock(mutex_);
@@ -68,7 +61,7 @@ MessagePtr SendRecv::send(const std::byte* data, const MessageSpec& spec, std::f
   return message;
 }
 
-MessagePtr SendRecv::recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) {
+MessagePtr SendRecv::start_recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) {
   MessagePtr message = make(OpKind::recv, data, spec, std::move(finalizer));
   {
     std::lock_guard lock(mutex_);
@@ -79,6 +72,12 @@ MessagePtr SendRecv::recv(std::byte* data, const MessageSpec& spec, std::functio
   return message;
 }
 
+void SendRecv::withdraw(Message& recv) {
+  std::unique_lock lock(mutex_);
+  recvs_.drop(recv, tally_);
+  settle(lock);
+}
+
 void SendRecv::help(Message& message, bool nobody_waits) {
   {
     std::lock_guard lock(mutex_);
@@ -86,7 +85,7 @@ void SendRecv::help(Message& message, bool nobody_waits) {
     if (message.sends() && message.passive() && !nobody_waits) return;  // its receiver completes it
     const bool given = nobody_waits || message.sends() || message.trust() == Trust::given;
     tally_.entrust(message, given ? Trust::given : Trust::lent);
-    if (nobody_waits) unattended_.push_back(message.weak_from_this());
+    if (nobody_waits && !message.spec().claim) unattended_.push_back(message.weak_from_this());
   }
   comm_.lend_worker(nobody_waits);
   // What came since it was issued, while another caller attended, has called nobody.
@@ -95,7 +94,7 @@ void SendRecv::help(Message& message, bool nobody_waits) {
 }
 
 void SendRecv::urge(const Message& message) {
-  const int peer = message.source();
+  const int peer = message.peer();
   for (int p = 0; p < comm_.world_size(); ++p)
     if (p != comm_.rank() && (peer == any_source || p == peer)) transport_.ring_helper(p);
 }
@@ -121,13 +120,13 @@ void SendRecv::wait(Message& message, const WaitScope& scope) {
   };
   auto surely = [&] { return over(message); };
   // Once a recv from any source has its message, it is the death of that sender that matters.
-  auto matched = [&] { return ready() || message.source() != any_source; };
-  auto surely_matched = [&] { return surely() || message.source() != any_source; };
+  auto matched = [&] { return ready() || message.peer() != any_source; };
+  auto surely_matched = [&] { return surely() || message.peer() != any_source; };
   try {
-    if (message.source() == any_source) transport_.wait_all(Until{matched, surely_matched}, scope);
+    if (message.peer() == any_source) transport_.wait_all(Until{matched, surely_matched}, scope);
     WaitScope from_one = scope;
     from_one.any_peer = false;
-    if (!message.done()) transport_.wait_for(message.source(), Until{ready, surely}, from_one);
+    if (!message.done()) transport_.wait_for(message.peer(), Until{ready, surely}, from_one);
   } catch (const CommError&) {
     fail_all(std::current_exception());
   }
@@ -151,7 +150,7 @@ SendRecv::Attending::~Attending() {
 }
 
 void SendRecv::look(Message& message) {
-  const int peer = message.source();
+  const int peer = message.peer();
   const bool any = peer == any_source;
   WaitScope scope = message.scope(0);
   scope.any_peer = any;

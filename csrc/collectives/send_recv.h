@@ -54,16 +54,31 @@
 
 namespace pycomm {
 
-class SendRecv final : public BackgroundProgress {
+class SendRecv final : public Messages {
  public:
   explicit SendRecv(Communicator& comm);
 
   Transport& transport() { return transport_; }
 
-  // Throw std::invalid_argument for a bad peer. `data` must stay valid until the message is done; `finalizer`
-  // runs just before.
-  MessagePtr send(const std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
-  MessagePtr recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
+  MessageWorkPtr send(const std::byte* data, const MessageSpec& spec,
+                      std::function<void()> finalizer) override {
+    return start_send(data, spec, std::move(finalizer));
+  }
+  MessageWorkPtr recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) override {
+    return start_recv(data, spec, std::move(finalizer));
+  }
+  MessagePtr start_send(const std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
+  MessagePtr start_recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
+  void withdraw(Message& recv);  // it has been claimed elsewhere
+
+  // A caller that moves whatever comes, while it waits.
+  struct Attending {
+    explicit Attending(SendRecv& messages) : messages(messages) {
+      messages.attending_.fetch_add(1, std::memory_order_relaxed);
+    }
+    ~Attending();
+    SendRecv& messages;
+  };
 
   // What a message asks for while it is under way.
   void wait(Message& message, const WaitScope& scope);
@@ -85,14 +100,6 @@ class SendRecv final : public BackgroundProgress {
   MessagePtr make(OpKind kind, std::byte* data, const MessageSpec& spec, std::function<void()> finalizer);
   bool over(Message& message);
 
-  // A caller that moves whatever comes, while it waits.
-  struct Attending {
-    explicit Attending(SendRecv& messages) : messages(messages) {
-      messages.attending_.fetch_add(1, std::memory_order_relaxed);
-    }
-    ~Attending();
-    SendRecv& messages;
-  };
   bool progress(std::unique_lock<std::mutex> lock);
   bool advance();
   bool settle(std::unique_lock<std::mutex>& lock);
@@ -109,8 +116,5 @@ class SendRecv final : public BackgroundProgress {
   std::vector<Outgoing> out_;  // by destination
   std::vector<Incoming> in_;  // by source
 };
-
-// The messages of a group made by make_communicator (collectives.h).
-SendRecv& messages_of(Communicator& comm);
 
 }  // namespace pycomm

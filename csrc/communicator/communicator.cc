@@ -42,6 +42,7 @@ Communicator::~Communicator() {
   }
   close();
   end_worker();  // where a callback on the worker thread had closed it; see release_communicator
+  background_.reset();  // before the hosts' side, which its messages may need
 }
 
 // The last reference may go in a callback that the worker, or a thread of the device side, runs: it cannot
@@ -55,7 +56,7 @@ void Communicator::attach(std::unique_ptr<BackgroundProgress> progress) {
   background_ = std::move(progress);
   transport_->set_idle_hook([this] {
     ++waits_with_progress;
-    background_->progress();
+    if (background_) background_->progress();
     --waits_with_progress;
   });
 }
@@ -396,6 +397,7 @@ void Communicator::close() {
   if (transport_->forked()) return;
   settle_debts();
   if (device_side_) device_side_->close();
+  if (background_) background_->leave();
   if (hosts_side_) hosts_side_->leave();
   transport_->close();
   transport_->ring_self();

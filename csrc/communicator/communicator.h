@@ -67,6 +67,8 @@ class BackgroundProgress {
   virtual bool keen() const = 0;  // and it should look at every flag
   virtual bool owes() const = 0;  // peers wait for something that only progress() here can give them
   virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
+  virtual void leave() {}  // says to whom it concerns that this rank closes the group
+  virtual bool on_own_thread() const { return false; }
 };
 
 // The same on a device (cuda/group.h): made by the first operation on device memory.
@@ -132,7 +134,7 @@ class Communicator {
   bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }
   bool on_own_thread() const {
     return on_worker_thread() || (device_side_ && device_side_->on_own_thread()) ||
-           (hosts_side_ && hosts_side_->on_own_thread());
+           (hosts_side_ && hosts_side_->on_own_thread()) || (background_ && background_->on_own_thread());
   }
   // Of this rank alone; `peer` is a rank of this group.
   [[noreturn]] void raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const;

@@ -93,6 +93,7 @@ void Across::await(Ticket& ticket, int peer, const WaitScope& scope) {
 // At what ends a wait for the wire.
 void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
   transport().beat();
+  transport().idle();  // messages go on
   transport().check(scope.op);
   if (interrupted()) {
     transport().abort(interrupted_text);

@@ -65,6 +65,11 @@ class Across final : public HostsSide {
 
   // Until the message is there, or the group is not fit for it any more. `peer` is a rank.
   void await(Ticket& ticket, int peer, const WaitScope& scope);
+  // Breaks the group, and throws.
+  [[noreturn]] void fail(ErrorKind kind, int peer, const std::string& text, const WaitScope& scope);
+  const Board& board() const { return board_; }
+  Ticker& ticker() { return *ticker_; }
+  const std::shared_ptr<Communicator>& shared_inside() const { return inside_; }
   std::byte* memory(size_t nbytes);  // until the next call; not cleared
   Pages& pages(uint64_t sequence) { return pages_[sequence & 1]; }
 
@@ -72,7 +77,6 @@ class Across final : public HostsSide {
   void look(int peer, std::chrono::steady_clock::time_point& closed, const WaitScope& scope);
   [[noreturn]] void lost(int peer, const WireError& error, const WaitScope& scope);
   [[noreturn]] void fail_closed(int peer, const WaitScope& scope);
-  [[noreturn]] void fail(ErrorKind kind, int peer, const std::string& text, const WaitScope& scope);
 
   const Placement placement_;
   const int rank_, host_;

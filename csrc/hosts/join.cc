@@ -3,6 +3,7 @@
 
 #include "../collectives/collectives.h"
 #include "across.h"
+#include "messages.h"
 
 namespace pycomm {
 
@@ -50,7 +51,10 @@ std::shared_ptr<Communicator> join_hosts(Joining& joining, Store& store, const T
     std::shared_ptr<Communicator> comm(
         new Communicator(inside->shared_transport(), &run, rank, placement.world_size()),
         release_communicator);
-    comm->attach(std::make_unique<Across>(std::move(placement), rank, std::move(inside), std::move(wires)));
+    auto across = std::make_unique<Across>(std::move(placement), rank, std::move(inside), std::move(wires));
+    auto messages = std::make_unique<AcrossMessages>(*comm, *across);
+    comm->attach(std::move(across));
+    comm->attach(std::move(messages));
     // All have read all records, and the wire works.
     Op first;
     first.kind = OpKind::barrier;

@@ -401,7 +401,7 @@ at::Tensor checked_message(const Transport& transport, OpKind kind, const at::Te
   return tensor.contiguous();
 }
 
-MessagePtr send_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options) {
+MessageWorkPtr send_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options) {
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCPU);
   const MessageSpec spec{dtype_of(dense), static_cast<size_t>(dense.numel()), options.peer, options.tag,
                          options.timeout};
@@ -409,7 +409,7 @@ MessagePtr send_tensor(Communicator& comm, const at::Tensor& tensor, const Messa
                                 [kept = Kept(dense)] {});
 }
 
-MessagePtr recv_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options) {
+MessageWorkPtr recv_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options) {
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCPU);
   const MessageSpec spec{dtype_of(dense), static_cast<size_t>(dense.numel()), options.peer, options.tag,
                          options.timeout};

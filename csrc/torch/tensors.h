@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "../collectives/collectives.h"
-#include "../collectives/send_recv.h"
+#include "../communicator/messages.h"
 
 namespace pycomm {
 
@@ -105,7 +105,7 @@ at::Tensor checked_message(const Transport& transport, OpKind kind, const at::Te
 
 // Point to point, on the CPU. Keeps the tensor alive; a non-contiguous recv is copied back when the message
 // completes.
-MessagePtr send_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options);
-MessagePtr recv_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options);
+MessageWorkPtr send_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options);
+MessageWorkPtr recv_tensor(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options);
 
 }  // namespace pycomm

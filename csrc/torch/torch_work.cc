@@ -152,7 +152,7 @@ std::exception_ptr TorchWork::exception() const {
 }
 
 int TorchWork::sourceRank() const {
-  auto* message = parts_.size() == 1 ? dynamic_cast<Message*>(parts_[0].get()) : nullptr;
+  auto* message = parts_.size() == 1 ? dynamic_cast<MessageWork*>(parts_[0].get()) : nullptr;
   TORCH_CHECK(
       message,
       "sourceRank() may only be called on work objects that correspond to a recv or recv-from-any call.");

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "../collectives/collectives.h"
-#include "../collectives/send_recv.h"
+#include "../communicator/messages.h"
 
 namespace pycomm {
 

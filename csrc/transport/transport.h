@@ -82,6 +82,7 @@ class Transport {
   const DeviceOptions& device_options() const { return options_.device; }
   std::string where(const OpInfo& op) const { return identity_.where(op); }  // "[rank 2/4] all_reduce #17: "
   std::string name(int peer) const { return identity_.name(peer); }  // "rank 3"
+  int number(int peer) const { return identity_.number(peer); }  // as users know it
 
   // --- shared memory (group_memory.h) ---
   const std::byte* note() const { return memory_.header().note; }
@@ -126,6 +127,7 @@ class Transport {
   void beat() { waiting_.beat(); }  // this rank waits, for something that is not here
   double host_timeout() const { return options_.host_timeout; }
   void set_idle_hook(std::function<void()> hook) { waiting_.set_idle_hook(std::move(hook)); }
+  void idle() { waiting_.idle(); }  // runs that hook, for a wait elsewhere
 
   // --- health (health.h) ---
   void check(const OpInfo& op) const { health_.check(op); }

@@ -66,7 +66,7 @@ void Waiting::wait_slowly(int first, int last, const Condition& ready, const Wai
     if (none_pending()) return;
     beat();
     note_core();
-    if (idle_hook_) idle_hook_();
+    idle();
     if (interrupted()) {
       health_.abort(interrupted_text);
       health_.check(scope.op);

@@ -171,6 +171,9 @@ class Waiting {
   void note_core();
   void beat();  // leaves a heartbeat: [Note: who is to blame]
   void set_idle_hook(std::function<void()> hook) { idle_hook_ = std::move(hook); }
+  void idle() {
+    if (idle_hook_) idle_hook_();
+  }
 
  private:
   template <class Ready>

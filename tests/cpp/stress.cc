@@ -297,7 +297,7 @@ class Run {
 // then waits and compares.
 void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt,
               const std::function<void()>& meanwhile) {
-  SendRecv& messages = messages_of(comm);
+  Messages& messages = messages_of(comm);
   struct Post {
     bool sending;
     int src, dst, tag;
