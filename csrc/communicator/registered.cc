@@ -45,13 +45,16 @@ Deadline deadline_of(const Transport& transport) {
              std::chrono::duration<double>(std::min(transport.timeout(), 1e8)));
 }
 
+std::string difference(size_t here, size_t there, int peer) {
+  return "nbytes=" + std::to_string(here) + " here, " + std::to_string(there) + " on rank " +
+         std::to_string(peer) + ". All ranks must allocate equal sizes.";
+}
+
 void check_sizes(const Transport& transport, const std::vector<Offer>& offers) {
   const uint64_t nbytes = offers[transport.rank()].nbytes;
   for (int p = 0; p < transport.world_size(); ++p)
     if (offers[p].nbytes != nbytes)
-      transport.raise(ErrorKind::mismatch, info, p,
-                      "nbytes=" + std::to_string(nbytes) + " here, " + std::to_string(offers[p].nbytes) +
-                          " on rank " + std::to_string(p) + ". All ranks must allocate equal sizes.");
+      transport.raise(ErrorKind::mismatch, info, p, difference(nbytes, offers[p].nbytes, transport.number(p)));
 }
 
 void hand_out(const std::vector<Offer>& offers, int file, Deadline deadline) {
@@ -73,9 +76,26 @@ OwnedFd take_file(Listener& listener, Deadline deadline) {
   throw std::runtime_error("rank 0 did not hand over the memory in time");
 }
 
+// Each host has memory for its own ranks.
+RegisteredBuffer allocate_on_hosts(Communicator& comm, size_t nbytes) {
+  const std::vector<uint64_t> sizes = all_gather_value<uint64_t>(comm, nbytes);
+  for (int p = 0; p < comm.world_size(); ++p)
+    if (sizes[p] != nbytes) comm.raise(ErrorKind::mismatch, info, p, difference(nbytes, sizes[p], p));
+  Communicator& inside = comm.hosts_side()->inside();
+  RegisteredBuffer buffer;
+  const auto verdicts =
+      all_gather_value(comm, attempt([&] { buffer = allocate_registered(inside, nbytes); }));
+  int rank = -1;
+  const std::string failure = first_failure(verdicts, &rank);
+  if (failure.empty()) return buffer;
+  if (buffer.memory) inside.transport().drop_region(buffer.region);
+  comm.raise(ErrorKind::none, info, rank, failure);
+}
+
 }  // namespace
 
 RegisteredBuffer allocate_registered(Communicator& comm, size_t nbytes) {
+  if (comm.hosts_side()) return allocate_on_hosts(comm, nbytes);
   Transport& transport = comm.transport();
   const size_t stride = round_up(nbytes ? nbytes : 1, nbytes >= huge_page ? huge_page : small_page);
   const Deadline deadline = deadline_of(transport);

@@ -304,7 +304,7 @@ void exchange(Communicator& comm, Random& plan, Random& own, unsigned salt,
     size_t count;
     bool any;
     std::vector<std::byte> data;
-    MessagePtr message;
+    MessageWorkPtr message;
   };
   std::vector<Post> posts;
   for (int m = 0, num = 1 + pick(plan, 24); m < num; ++m) {
