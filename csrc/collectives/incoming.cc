@@ -7,9 +7,8 @@
 namespace pycomm {
 
 bool PostedRecvs::expected_from(int src) const {
-  return std::any_of(recvs_.begin(), recvs_.end(), [src](const MessagePtr& m) {
-    return m->comes_from(src) && !m->claimed_elsewhere();
-  });
+  return std::any_of(recvs_.begin(), recvs_.end(),
+                     [src](const MessagePtr& m) { return m->comes_from(src) && !m->claimed_elsewhere(); });
 }
 
 MessagePtr PostedRecvs::take(int src, int tag, Tally& tally) {

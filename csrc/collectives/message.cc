@@ -16,12 +16,7 @@ constexpr auto poll_look_every = std::chrono::milliseconds(10);
 
 Message::Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
                  std::function<void()> finalizer)
-    : owner_(owner),
-      kind_(kind),
-      spec_(spec),
-      nbytes_(spec.nbytes()),
-      data_(data),
-      peer_(spec.peer) {
+    : owner_(owner), kind_(kind), spec_(spec), nbytes_(spec.nbytes()), data_(data), peer_(spec.peer) {
   finalizer_ = std::move(finalizer);
 }
 

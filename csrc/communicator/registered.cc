@@ -54,7 +54,8 @@ void check_sizes(const Transport& transport, const std::vector<Offer>& offers) {
   const uint64_t nbytes = offers[transport.rank()].nbytes;
   for (int p = 0; p < transport.world_size(); ++p)
     if (offers[p].nbytes != nbytes)
-      transport.raise(ErrorKind::mismatch, info, p, difference(nbytes, offers[p].nbytes, transport.number(p)));
+      transport.raise(ErrorKind::mismatch, info, p,
+                      difference(nbytes, offers[p].nbytes, transport.number(p)));
 }
 
 void hand_out(const std::vector<Offer>& offers, int file, Deadline deadline) {

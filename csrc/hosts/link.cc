@@ -114,11 +114,10 @@ bool Link::lost(Clock::time_point& since, std::string& why) const {
 
 std::exception_ptr Link::mismatch(const RemoteMessage& mine, const Frame& other) const {
   const Placement& placement = across_.placement();
-  const std::string what = difference(mine.spec(), placement.name(peer_), other.count,
-                                      static_cast<DType>(other.dtype));
-  return std::make_exception_ptr(CommError(ErrorKind::mismatch,
-                                           across_.transport().where(mine.info()) + what, across_.rank(),
-                                           placement.world_size(), mine.info(), peer_));
+  const std::string what =
+      difference(mine.spec(), placement.name(peer_), other.count, static_cast<DType>(other.dtype));
+  return std::make_exception_ptr(CommError(ErrorKind::mismatch, across_.transport().where(mine.info()) + what,
+                                           across_.rank(), placement.world_size(), mine.info(), peer_));
 }
 
 // --- what comes

@@ -30,9 +30,8 @@ AcrossMessages::AcrossMessages(Communicator& comm, Across& across)
       state_(new State{Mailbox(across.transport()), {}, {}, {}, {}}) {
   const Placement& placement = across.placement();
   for (int p = 0; p < placement.world_size(); ++p)
-    state_->links.push_back(placement.host_of[p] == across.host()
-                                ? nullptr
-                                : std::make_unique<Link>(across, mailbox(), p));
+    state_->links.push_back(
+        placement.host_of[p] == across.host() ? nullptr : std::make_unique<Link>(across, mailbox(), p));
 }
 
 AcrossMessages::~AcrossMessages() {
@@ -69,7 +68,8 @@ MessageWorkPtr AcrossMessages::send(const std::byte* data, const MessageSpec& sp
   return message;
 }
 
-MessageWorkPtr AcrossMessages::recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) {
+MessageWorkPtr AcrossMessages::recv(std::byte* data, const MessageSpec& spec,
+                                    std::function<void()> finalizer) {
   refuse_bad_peer(comm_, OpKind::recv, spec.peer);
   transport().check({OpKind::recv, 0});
   if (const int here = spec.peer == any_source ? -1 : across_.local(spec.peer); here >= 0) {
@@ -230,7 +230,8 @@ void AcrossMessages::look_at_peers() {
 void AcrossMessages::examine(RemoteMessage& message, const WaitScope& scope) {
   transport().beat();
   transport().check(scope.op);
-  const int peer = message.source();
+  int peer = message.source();
+  if (const MessagePtr& half = message.half(); half && half->peer() != any_source) peer = half->source();
   std::vector<int> missing;
   int gone = -1;
   for (int p = 0; p < comm_.world_size(); ++p) {

@@ -19,9 +19,9 @@
 // [Note: no deadlock among links] An engine's wait blocks, so each link has a thread of its own, which takes
 // what comes, one frame after the other. It waits for the next frame, and for what both sides have posted: a
 // payload whose `sent` has come, or frames and payloads that the peer says it has. Those the engine ends by
-// itself, whatever either thread does meanwhile. Nothing else blocks it: frames are posted and forgotten until
-// the peer says that it has them, and it runs no callback. So each thread comes back for the next frame, and
-// any order of sends and recvs on any ranks completes.
+// itself, whatever either thread does meanwhile. Nothing else blocks it: frames are posted and forgotten
+// until the peer says that it has them, and it runs no callback. So each thread comes back for the next
+// frame, and any order of sends and recvs on any ranks completes.
 //
 // [Note: one winner] A recv from any source stands here and, as a recv of its own (`half`), among those of
 // this host. Both have one Claim, which is asked before a message is given to either.
@@ -55,7 +55,8 @@ class AcrossMessages final : public Messages {
   AcrossMessages(Communicator& comm, Across& across);
   ~AcrossMessages() override;
 
-  MessageWorkPtr send(const std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) override;
+  MessageWorkPtr send(const std::byte* data, const MessageSpec& spec,
+                      std::function<void()> finalizer) override;
   MessageWorkPtr recv(std::byte* data, const MessageSpec& spec, std::function<void()> finalizer) override;
 
   // What a message asks for while it is under way.

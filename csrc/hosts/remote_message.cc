@@ -45,7 +45,9 @@ void RemoteMessage::help(bool nobody_waits) {
 }
 
 WaitScope RemoteMessage::scope(double timeout) const {
-  const double limit = timeout > 0 ? timeout : spec_.timeout > 0 ? spec_.timeout : owner_.transport().timeout();
+  const double limit = timeout > 0         ? timeout
+                       : spec_.timeout > 0 ? spec_.timeout
+                                           : owner_.transport().timeout();
   WaitScope scope = scope_of(info(), limit);
   scope.deadline += issued_ - Clock::now();
   scope.any_peer = from_any();

@@ -44,10 +44,10 @@ std::vector<uint64_t> peer_addresses(Communicator& comm, const at::Tensor& tenso
   for (int peer = 0; peer < comm.world_size(); ++peer) {
     const int here = comm.hosts_side() ? comm.hosts_side()->local(peer) : peer;
     if (here < 0)
-      throw std::invalid_argument(comm.transport().where({OpKind::alloc, 0}) + "rank " +
-                                  std::to_string(peer) +
-                                  " is on another host, so its memory has no address here; use a group within "
-                                  "one host");
+      throw std::invalid_argument(
+          comm.transport().where({OpKind::alloc, 0}) + "rank " + std::to_string(peer) +
+          " is on another host, so its memory has no address here; use a group within "
+          "one host");
     const std::byte* address = group    ? group->at_peer(tensor.data_ptr(), tensor.nbytes(), peer)
                                : region ? comm.transport().at_peer(region, here, tensor.data_ptr())
                                         : nullptr;
