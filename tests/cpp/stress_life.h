@@ -39,15 +39,15 @@ void expect_all(const int32_t* values, size_t count, int32_t expected, const cha
 // Around the ring of ranks; nothing is kept longer than it must be.
 template <class Fail>
 void ring_of_messages(Communicator& comm, int first_tag, const Fail& fail) {
-  SendRecv& messages = messages_of(comm);
+  Messages& messages = messages_of(comm);
   const int n = comm.world_size(), next = (comm.rank() + 1) % n, before = (comm.rank() + n - 1) % n;
   constexpr size_t counts[] = {1, 239, 241, 3000, 20000};
   for (int i = 0; i < 5; ++i) {
     std::vector<int32_t> sent(counts[i], comm.rank() + i), received(counts[i], -1);
     const MessageSpec to{DType::i32, counts[i], next, first_tag + i, 0};
     const MessageSpec from{DType::i32, counts[i], before, first_tag + i, 0};
-    MessagePtr recv = messages.recv(bytes(received), from, {});
-    MessagePtr send = messages.send(bytes(sent), to, {});
+    MessageWorkPtr recv = messages.recv(bytes(received), from, {});
+    MessageWorkPtr send = messages.send(bytes(sent), to, {});
     recv->wait();
     recv.reset();
     send->wait();
