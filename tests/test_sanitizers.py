@@ -29,7 +29,7 @@ pytestmark = pytest.mark.timeout(600)  # of which most is for compilers on a bus
 
 def core_sources(csrc):
     """All of the core, without Python and torch."""
-    folders = ("memory", "transport", "arithmetic", "op", "communicator", "collectives")
+    folders = ("memory", "transport", "arithmetic", "op", "communicator", "collectives", "hosts")
     return sorted(path for folder in folders for path in (csrc / folder).glob("*.cc"))
 
 
@@ -75,11 +75,12 @@ def without_randomisation():
     return prefix if works else []
 
 
-def run(program, seed, ranks, reach, ending, rounds=60):
+def run(program, seed, ranks, reach, ending, hosts=None, rounds=60):
     """(exit status, output) of a run, which ends with its first report: to print one costs more
     than the run.
     """
     command = [*without_randomisation(), str(program), str(seed), str(ranks), str(rounds), reach, ending]
+    command += [hosts] if hosts else []
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS, env=environment
@@ -106,11 +107,19 @@ ENDINGS = ("close", "abort", "leave", "timeout")
 CASES = [(1, 2, "pointer", "close"), (2, 4, "pointer", "leave"), (3, 3, "pointer", "timeout"),
          (4, 2, "none", "leave"), (5, 4, "none", "abort"), (6, 3, "none", "close"),
          (7, 3, "none", "close")]  # fmt: skip
+HOSTS_CASES = [(1, 2, "pointer", "close", "01"), (2, 4, "pointer", "leave", "0101"),
+               (3, 4, "none", "abort", "0012"), (4, 3, "pointer", "close", "011")]  # fmt: skip
 FAULT_CASES = CASES[-2:]  # those for the planted faults; clean without them
 MANY_CASES = [
     (seed, ranks, reach, ENDINGS[seed % 4])
     for seed in range(10, 22)
     for ranks in (2, 3, 4)
+    for reach in ("pointer", "none")
+]
+MANY_CASES += [
+    (seed, len(hosts), reach, ENDINGS[seed % 3], hosts)
+    for seed in range(22, 28)
+    for hosts in ("01", "0101", "0012")
     for reach in ("pointer", "none")
 ]
 
@@ -122,8 +131,8 @@ MANY_CASES = [
 )
 def test_no_report(stress, sanitizer):
     program, _ = stress(sanitizer)
-    cases = CASES if sanitizer == "thread" else [*CASES, (8, 3, "kernel", "close")]
-    check(run_all(program, cases))
+    cases = [*CASES, *HOSTS_CASES]
+    check(run_all(program, cases if sanitizer == "thread" else [*cases, (8, 3, "kernel", "close")]))
 
 
 @pytest.mark.slow

@@ -1,7 +1,9 @@
 // stress.cc -- random collectives and messages among ranks that are threads of this process, for
 // ThreadSanitizer and AddressSanitizer.
 //
-//   stress SEED RANKS ROUNDS REACH ENDING     REACH: pointer none kernel; ENDING: close abort leave timeout
+//   stress SEED RANKS ROUNDS REACH ENDING [HOSTS]     REACH: pointer none kernel
+//                                                     ENDING: close abort leave timeout
+//                                                     HOSTS: of each rank, such as 0101; none: all on one
 //
 // All ranks draw the same plan from the seed: two groups, synchronous and asynchronous collectives of every
 // kind, size and algorithm, calls that do not match, messages with tags and from any source, several threads
@@ -25,6 +27,7 @@
 
 #include "../../csrc/collectives/collectives.h"
 #include "../../csrc/collectives/send_recv.h"
+#include "join_group.h"
 #include "one_mapping.h"
 #include "stress_life.h"
 
@@ -48,7 +51,12 @@ struct Settings {
   unsigned seed;
   int ranks, rounds;
   Transport::Reach reach;
-  std::string ending;
+  std::string ending, hosts;
+
+  std::shared_ptr<Communicator> join(Store& store, int rank, const TransportOptions& options) const {
+    return hosts.empty() ? join_group(store, rank, ranks, options)
+                         : join_group_on(hosts, store, rank, options);
+  }
 };
 
 std::atomic<long> operations{0}, num_messages{0}, wrong{0}, expected_errors{0};
@@ -435,7 +443,7 @@ void rank_body(const Settings& settings, Store& store, int rank) {
   Run::Buffers buffers[2][5];
   for (int g = 0; g < 2; ++g) {
     options.name = "group" + std::to_string(g);
-    comms[g] = make_communicator(store, rank, settings.ranks, options);
+    comms[g] = settings.join(store, rank, options);
     reach_of(comms[g]->transport()) = settings.reach;
   }
   std::jthread onlooker = look_on(comms);
@@ -462,7 +470,7 @@ void rank_body(const Settings& settings, Store& store, int rank) {
       case 2: exchange(*comms[g], plan, own, salt, collectives); break;
       case 3: exchange(*comms[g], plan, own, salt, [] {}); break;
       case 4: life::several_threads(*comms[g], static_cast<int>(salt), fail); break;
-      case 5: life::short_life(store, rank, settings.ranks, options, fail); break;
+      case 5: life::short_life(settings.join(store, rank, options), fail); break;
       default: collectives();
     }
   }
@@ -473,15 +481,19 @@ void rank_body(const Settings& settings, Store& store, int rank) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  if (argc != 6)
-    return std::puts("usage: stress SEED RANKS ROUNDS pointer|none|kernel close|abort|leave|timeout"), 2;
+  if (argc < 6 || argc > 7)
+    return std::puts("usage: stress SEED RANKS ROUNDS pointer|none|kernel close|abort|leave|timeout [HOSTS]"),
+           2;
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   const std::string reach = argv[4];
-  const Settings settings{static_cast<unsigned>(std::atoi(argv[1])), std::atoi(argv[2]), std::atoi(argv[3]),
+  const Settings settings{static_cast<unsigned>(std::atoi(argv[1])),
+                          std::atoi(argv[2]),
+                          std::atoi(argv[3]),
                           reach == "pointer"  ? Transport::Reach::pointer
                           : reach == "kernel" ? Transport::Reach::kernel
                                               : Transport::Reach::none,
-                          argv[5]};
+                          argv[5],
+                          argc > 6 ? argv[6] : ""};
   LocalStore store;
   std::vector<std::thread> ranks;
   for (int rank = 0; rank < settings.ranks; ++rank)

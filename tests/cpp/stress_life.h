@@ -101,8 +101,8 @@ void several_threads(Communicator& comm, int first_tag, const Fail& fail) {
 }
 
 template <class Fail>
-void short_life(Store& store, int rank, int ranks, const TransportOptions& options, const Fail& fail) {
-  std::shared_ptr<Communicator> comm = make_communicator(store, rank, ranks, options);
+void short_life(const std::shared_ptr<Communicator>& comm, const Fail& fail) {
+  const int rank = comm->rank(), ranks = comm->world_size();
   const int total = ranks * (ranks - 1) / 2;
   for (size_t count : {size_t{700}, size_t{50000}}) {
     const RegisteredBuffer buffer = allocate_registered(*comm, count * sizeof(int32_t));

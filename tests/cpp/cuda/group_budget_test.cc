@@ -27,7 +27,7 @@ class MoreGroups {
     options.timeout = timeout;
     options.device = run_options({}).device;
     options.device.protocol = protocol;
-    return make_communicator(store, rank, world_size, options);
+    return join_group(store, rank, world_size, options);
   }
 
  private:

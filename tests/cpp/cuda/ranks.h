@@ -21,6 +21,7 @@
 
 #include "../../../csrc/collectives/collectives.h"
 #include "../../../csrc/communicator/agree.h"
+#include "../join_group.h"
 #include "fake_driver.h"
 
 namespace pycomm::cuda {
@@ -95,7 +96,7 @@ inline int run_process(const RunOptions& options, int first, int count, const st
         TransportOptions transport;
         transport.timeout = options.timeout;
         transport.device = options.device;
-        const auto comm = make_communicator(store, r, options.ranks, transport);
+        const auto comm = join_group(store, r, options.ranks, transport);
         Rank rank{*comm, r, options.ranks};
         body(rank);
       } catch (const std::exception& error) {
