@@ -66,6 +66,7 @@ void Across::run(const Op& op, const WaitScope& scope) {
   Operation operation(*this, op, scope);
   Agreement agreement(operation);
   run_kind(operation, agreement);
+  transport().idle();  // settles messages that came meanwhile, where the worker is held up
 }
 
 std::byte* Across::memory(size_t nbytes) {

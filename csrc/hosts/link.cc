@@ -79,8 +79,8 @@ void Link::accept(const Frame& frame, const RemotePtr& recv) {
     return post(std::move(answer));
   }
   if (answer.agrees && recv->nbytes()) std::memcpy(recv->data(), frame.payload, recv->nbytes());
+  mailbox_.end(recv, answer.agrees ? nullptr : mismatch(*recv, frame));  // before its sender knows
   post(std::move(answer));
-  mailbox_.end(recv, answer.agrees ? nullptr : mismatch(*recv, frame));
 }
 
 Link::Said Link::under_way(Frame frame) {
@@ -237,7 +237,7 @@ bool Link::end_payload(std::deque<Payload>& payloads, const Frame& frame) {
   }
   if (!land(*ticket)) return false;
   std::lock_guard lock(mailbox_.mutex);
-  const Payload payload = std::move(payloads.front());
+  mailbox_.end(payloads.front().message, nullptr);
   payloads.pop_front();
   if (frame.kind == Frame::Kind::sent) {
     Frame taken;
@@ -245,7 +245,6 @@ bool Link::end_payload(std::deque<Payload>& payloads, const Frame& frame) {
     taken.id = frame.id;
     post(std::move(taken));
   }
-  mailbox_.end(payload.message, nullptr);
   return true;
 }
 

@@ -11,10 +11,14 @@ import threading
 import time
 
 import pytest
+import test_callbacks
 import test_message_progress as progress
 import test_point_to_point as one_host
+import test_torch_messages
+import test_torch_sparse
 import torch
 import torch.distributed as dist
+import torch_ranks
 from places import over_hosts, raises
 from test_point_to_point import message_is, pattern
 from torch_ranks import data, equal, spawn
@@ -249,14 +253,32 @@ def futures(r, n):
     return True
 
 
-@pytest.mark.parametrize("body", [torch_calls, futures])
-def test_torch(body, monkeypatch):
-    import torch_ranks
+@pytest.fixture
+def torch_over_hosts(monkeypatch):
+    def run(n, *args, **options):
+        return run_ranks(n, *args, hosts=[r % 2 for r in range(n)], **options)
 
-    monkeypatch.setattr(
-        torch_ranks, "run_ranks", lambda *args, **options: run_ranks(*args, hosts="001", **options)
-    )
+    monkeypatch.setattr(torch_ranks, "run_ranks", run)
+
+
+@pytest.mark.usefixtures("torch_over_hosts")
+@pytest.mark.parametrize("body", [torch_calls, futures])
+def test_torch(body):
     assert spawn(3, body) == [True] * 3
+
+
+TORCH_ON_ONE_HOST = [
+    test_callbacks.test_callback_in_a_wait,
+    test_torch_messages.test_torch_messages_of_two_groups,
+    test_torch_messages.test_torch_message_that_never_comes,
+    test_torch_sparse.test_sums,
+]
+
+
+@pytest.mark.usefixtures("torch_over_hosts")
+@pytest.mark.parametrize("test", TORCH_ON_ONE_HOST, ids=lambda test: test.__name__.removeprefix("test_"))
+def test_torch_as_on_one_host(test):
+    test()
 
 
 # --- random programs against an oracle --------------------
