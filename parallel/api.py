@@ -1,7 +1,10 @@
 """step(), evaluate() and predict(): the same line on every rank under every plan."""
 
+import contextlib
+
 from torch.utils.data import DistributedSampler
 
+from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
 from pycomm.parallel.run.model_loss import for_loss
@@ -68,8 +71,9 @@ def step(
     with parts.last_words.told():
         batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
         options = Options(loss_fn, microbatches, clip, count, sharded, update, scaler)
-        result = run_step(parts, batch, options)
-    parts.last_step.note(result.norm)
+        with count_traffic() if parts.mesh.spans_hosts else contextlib.nullcontext() as traffic:
+            result = run_step(parts, batch, options)
+    parts.last_step.note(result.norm, traffic and traffic.by_group())
     return result.loss
 
 

@@ -59,13 +59,14 @@ class Original:
 
 
 class LastStep:
-    """What the last step found; grad_norm() asks for it."""
+    """What the last step found; grad_norm() and describe() ask for it."""
 
     def __init__(self):
         self.norm = None  # of the whole gradient; None: that step did not clip
+        self.sent = None  # {name of a group: bytes that this rank sent}; None: not counted, on one host
 
-    def note(self, norm):
-        self.norm = norm
+    def note(self, norm, sent=None):
+        self.norm, self.sent = norm, sent
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

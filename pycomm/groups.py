@@ -9,12 +9,18 @@ differ, every piece is padded to the longest:
 
     sizes 3, 2, 2      pieces   a a a | b b | c c
                        padded   a a a | b b . | c c .         pad_pieces, unpad_pieces
+
+Which host each rank is on is told by host_mark, and a placement of ranks is a list of host numbers, by rank.
 """
 
+import functools
+import hashlib
+import os
 from typing import NamedTuple
 
 import torch.distributed as dist
 
+from pycomm import env
 from pycomm.communicator import Communicator
 
 __all__ = [
@@ -23,8 +29,12 @@ __all__ = [
     "all_gather_flat",
     "as_group",
     "even_sizes",
+    "host_mark",
+    "hosts_of",
+    "numbered",
     "pad_pieces",
     "reduce_scatter_flat",
+    "show_hosts",
     "unpad_pieces",
 ]
 
@@ -100,3 +110,60 @@ def unpad_pieces(padded, sizes):
     """The pieces of pad_pieces, as views."""
     longest = padded.shape[0] // len(sizes)
     return [padded[r * longest : r * longest + size] for r, size in enumerate(sizes)]
+
+
+def host_mark():
+    """16 bytes that are equal in processes which can share memory: one kernel, network namespace and user, or
+    one PYCOMM_HOST_ID, as csrc/transport/record.cc has it.
+    """
+    word = env.settings().host_id or _own_host()
+    return hashlib.blake2b(word.encode(), digest_size=16).digest()
+
+
+@functools.cache
+def _own_host():
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            kernel = file.readline().strip()
+        return f"{kernel}-{os.stat('/proc/self/ns/net').st_ino}-{os.geteuid()}"
+    except OSError:
+        return "unknown"  # a mesh that takes hosts for one, or for several, is slower and no less right
+
+
+def numbered(marks):
+    """The number of each rank's host, from a mark for each rank: hosts count in the order of their lowest
+    ranks.
+    """
+    seen = {}
+    return [seen.setdefault(mark, len(seen)) for mark in marks]
+
+
+def hosts_of(text, world_size):
+    """For each rank the number of its host. "2x3": two hosts of three ranks; "3+5": hosts of three and five;
+    "0101": the host of each rank, one digit each; a list of numbers is taken as it is. Raises ValueError.
+    """
+    try:
+        if not isinstance(text, str):
+            hosts = [int(host) for host in text]
+        elif "x" in text:
+            count, size = map(int, text.split("x"))
+            hosts = [rank // size for rank in range(count * size)]
+        elif "+" in text:
+            hosts = [host for host, size in enumerate(text.split("+")) for _ in range(int(size))]
+        else:
+            hosts = [int(digit) for digit in text]
+    except ValueError:
+        raise ValueError(f"hosts={text!r}: expected a form like '2x3', '3+5' or '0101'") from None
+    if len(hosts) != world_size:
+        raise ValueError(f"hosts={text!r} has {len(hosts)} ranks, the group {world_size}")
+    return hosts
+
+
+def show_hosts(hosts):
+    """A list of host numbers in words, as Communicator.describe()["hosts"] has them: "2 hosts x 4", "hosts of
+    3 + 5", "1 host x 4".
+    """
+    sizes = [hosts.count(host) for host in sorted(set(hosts))]
+    if len(set(sizes)) > 1:
+        return f"hosts of {' + '.join(map(str, sizes))}"
+    return f"{len(sizes)} host{'s' * (len(sizes) > 1)} x {sizes[0]}"

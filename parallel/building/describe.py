@@ -52,11 +52,13 @@ def describe_parameters(model, original, cut, layouts, mesh):
         is_expert = name.rpartition(".")[0] in original.stacked_names
         is_expert |= any(name.startswith(f"{moe}.experts.") for moe in original.moe_names)
         here = next(stage for stage in cut.stages_of(name) if stage in cut.stages.mine)
+        group, replicas = mesh.shards_of(_group_of(mesh, is_expert, layout))
         info = ParamInfo(
             name=first,
             param=parameter,
             layout=layout,
-            group=_group_of(mesh, is_expert, layout),
+            group=group,
+            replicas=replicas,
             overlap=mesh.group("tp") if layout.overlap else None,
             option=original.option.get(first),
             number=number_of[first],

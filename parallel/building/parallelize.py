@@ -43,6 +43,7 @@ from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
 from pycomm.parallel.building.experts import deal_all_stacked, deal_moes
 from pycomm.parallel.building.filling import Filling, give_memory
+from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
@@ -75,7 +76,8 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
         weights: a folder with safetensors as the hub has them, which all ranks see: values of the model
         (checkpoint/hub.py). None: what is on meta is initialised, module by module (building/initial.py).
 
-    What was cut, and what stays whole and why: describe(model), and the log "pycomm.parallel" (INFO).
+    What was cut, and what stays whole and why: describe(model), and the log "pycomm.parallel" (INFO). That an
+    axis which talks in every block crosses hosts is a warning there.
 
     Returns (model, opt): the same objects. The optimizer's parameter groups hold what this rank owns.
     Raises ValueError for what does not fit, before anything is changed where it can be known then: keys of
@@ -84,7 +86,7 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
     """
     plan = plan or Plan()
     trunk = check(model, opt, plan)
-    mesh = Mesh(plan, device_of(model).type)
+    mesh = Mesh(plan, device_of(model))
     try:
         parallelize_on(mesh, model, opt, trunk, weights)
     except BaseException:
@@ -151,6 +153,8 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
     )
     filling.fill(parts_of(model))
     _take_over(model, opt)
+    for sentence in warnings_of(mesh) if mesh.world.rank == 0 else ():
+        LOG.warning("Plan(%s): %s", plan, sentence)
     if LOG.isEnabledFor(logging.INFO):
         LOG.info("%s", describe(model))
 

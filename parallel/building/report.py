@@ -5,6 +5,7 @@ what stays whole, why, and how many bytes that is. Reads only; no communication.
 import math
 import re
 
+from pycomm.parallel.building.over_hosts import over_hosts
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.zero.kinds import kind_of
 
@@ -16,16 +17,21 @@ class Description:
 
     rank, axes: {axis: (this rank's place, ranks)}. layers: [(module, rule, detail, number of such)], modules
     alike but for numbers in one line with * for these. numel, nbytes: of the whole model's parameters and of
-    this rank's, {"model", "here", "updated"}; updated: what this rank's optimizer has.
+    this rank's, {"model", "here", "updated"}; updated: what this rank's optimizer has. hosts: where the ranks
+    are, None on one host; crossing: sentences about the axes that cross hosts, and what that costs.
     """
 
-    def __init__(self, rank, plan, axes, layers, sizes):
+    def __init__(self, rank, plan, axes, layers, sizes, over=(None, ())):
         self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
         self.numel, self.nbytes = sizes
+        self.hosts, self.crossing = over
 
     def __str__(self):
         lines = [f"Plan({self.plan}), rank {self.rank[0]} of {self.rank[1]}"]
         lines += [f"  {axis:8} {place} of {size}: {text}" for axis, (place, size, text) in self.axes.items()]
+        if self.hosts:
+            lines.append(f"  hosts    {self.hosts}")
+            lines += [f"    {sentence}" for sentence in self.crossing]
         if self.layers:
             width = min(44, max(len(name) for name, *_ in self.layers))
             lines.append("  layers, of all stages")
@@ -53,12 +59,16 @@ def describe(model):
         if group.size > 1:
             axes[axis] = group.rank, group.size, text
     layers = _layers(parts) if parts.plan.tp > 1 else []
-    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts))
+    return Description(
+        (world.rank, world.size), parts.plan, axes, layers, _sizes(parts), over_hosts(parts)
+    )
 
 
 def _axes(parts):
     plan = parts.plan
     divided = kind_of(plan).divided
+    if divided and plan.zero_group == "host":
+        divided += f" among the {parts.mesh.shards_of(parts.mesh.data)[0].size} of a host"
     positions = "positions of the sequence, from the first block on"
     return {
         "pp": _stages(parts),

@@ -36,13 +36,14 @@ def holdings(parts):
     """Holdings of all parameters of this rank, frozen ones included."""
     found, sharded = [], set()
     for shards in parts.all_shards:
-        first = shards.bucket.is_sharded or shards.bucket.group.rank == 0
         for info, piece, part in shards.owned:
-            found.append(Holding(info, piece.start, piece.stop, part.detach(), part, first))
+            values, first = part.detach(), shards.bucket.is_first
+            found.append(Holding(info, piece.start, piece.stop, values, part, first))
         sharded.update(id(info) for info in shards.bucket.infos)
     for info in parts.infos:
         if id(info) not in sharded:
-            found.append(Holding(info, 0, info.numel, info.param.detach(), None, info.group.rank == 0))
+            first = info.group.rank == 0 and info.replicas.rank == 0
+            found.append(Holding(info, 0, info.numel, info.param.detach(), None, first))
     return found
 
 

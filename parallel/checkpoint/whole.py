@@ -75,7 +75,7 @@ def full_gradients(model):
         for bucket in reducer.buckets:
             flat = bucket.gradient()
             entries += [(info.name, flat.dtype, []) for info in bucket.infos]
-            for piece in bucket.owned if bucket.is_sharded or bucket.group.rank == 0 else []:
+            for piece in bucket.owned if bucket.is_first else []:
                 info, values = bucket.infos[piece.index], bucket.elements(piece, flat)
                 holding = Holding(info, piece.start, piece.stop, values, None, True)
                 entries.append((info.name, flat.dtype, holding.boxes(values, True)))

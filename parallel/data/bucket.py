@@ -30,7 +30,9 @@ class ParamInfo:
     name: str  # as in the original model
     param: torch.nn.Parameter
     layout: Layout  # what of the original parameter is here
-    group: comm.Group  # ranks over which the gradient is summed
+    group: comm.Group  # ranks over which the gradient is summed first; where it is sharded, those that share
+    # ranks over which the shards of that sum are summed then, since they hold the same ones (HSDP)
+    replicas: comm.Group = comm.ALONE
     overlap: comm.Group | None = None  # the tp group, where the layout says overlap
     option: int | None = None  # index of its parameter group in the optimizer; None: the optimizer has it not
     number: int = 0  # place among the names of the model
@@ -46,12 +48,17 @@ class ParamInfo:
     def nbytes(self):
         return self.numel * self.param.element_size()
 
+    @property
+    def ranks(self):
+        """Names of the groups that sum the gradient: equal on all ranks of them."""
+        return self.group.name, self.replicas.name
+
     def key(self):
         """What the parameters of one bucket have in common."""
         return (
             self.param.dtype,
             self.param.device,
-            self.group.name,
+            self.ranks,
             self.option,
             self.name if self.tied else None,
             self.param.requires_grad,
@@ -73,12 +80,12 @@ def cut_into_buckets(infos, limit, least=1):
     """
     totals = {}
     for info in infos:
-        totals[info.group.name] = totals.get(info.group.name, 0) + info.nbytes
+        totals[info.ranks] = totals.get(info.ranks, 0) + info.nbytes
     done, open_ones = [], {}
     for info in infos:
         key = info.key()
         current = open_ones.get(key)
-        if current is None or current[1] + info.nbytes > min(limit, totals[info.group.name] / least):
+        if current is None or current[1] + info.nbytes > min(limit, totals[info.ranks] / least):
             current = open_ones[key] = [[], 0]
             done.append(current[0])
         current[0].append(info)
@@ -90,7 +97,7 @@ class Bucket:
     """Gradients of `infos`, which have one key(). Its life in a step:
 
     zero_grad() -> per microbatch: collect() or accumulate() of each gradient, then launch() where it is
-    summed now -> wait() -> gradient(), norm_squared().
+    summed now -> after the last one launch_across() -> wait() -> gradient(), norm_squared().
 
     whole: no parameter is cut between ranks (FlatSpec).
     """
@@ -101,6 +108,7 @@ class Bucket:
     def __init__(self, infos, whole=False):
         self.infos = infos  # in the order in which they lie in the buffer
         self.group = infos[0].group  # ranks over which the gradients are summed
+        self.replicas = infos[0].replicas  # ranks that then sum what they own: they own the same
         self.dtype, self.device = infos[0].param.dtype, infos[0].param.device
         self.spec = FlatSpec([info.shape for info in infos], self.group.size, whole)  # places in the buffer
         self.index = {id(info.param): i for i, info in enumerate(infos)}  # id of a parameter -> its place
@@ -127,6 +135,11 @@ class Bucket:
         """Starts the sum over the group."""
         raise NotImplementedError
 
+    def launch_across(self):
+        """After the last launch() of a step: waits for it, and starts the sum over the replicas of what this
+        rank owns; nothing where it has none.
+        """
+
     def wait(self):
         """Afterwards gradient() is the sum."""
 
@@ -135,6 +148,11 @@ class Bucket:
         raise NotImplementedError
 
     # What this rank owns: the whole buffer, or its chunk of it where the kind is sharded.
+
+    @property
+    def is_first(self):
+        """Whether this rank is the first of those that own the same."""
+        return (self.is_sharded or self.group.rank == 0) and self.replicas.rank == 0
 
     @property
     def start(self):
@@ -167,9 +185,15 @@ class Bucket:
                 view.copy_(info.layout.take(full))
 
     def _norm_parts(self):
-        """(Piece, its gradients) of all that this rank stands for in the norm."""
-        own = self.gradient()
-        return [(piece, self.elements(piece, own)) for piece in self.owned]
+        """(Piece, its gradients) of all that this rank stands for in the norm. Among those that own the same,
+        parameters are dealt by number.
+        """
+        own, others = self.gradient(), self.replicas
+        return [
+            (piece, self.elements(piece, own))
+            for piece in self.owned
+            if self.infos[piece.index].number % others.size == others.rank
+        ]
 
     def not_finite(self):
         """How many gradients of what this rank counts have an inf or nan: a 0-dim int64 tensor."""

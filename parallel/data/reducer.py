@@ -15,6 +15,12 @@ Buckets that are summed in every microbatch (zero/streamed.py) hold a buffer of 
 done. Therefore at most IN_FLIGHT of them are under way: with the one that is being filled two exist, as many
 as FSDP2 has.
 
+With Plan(zero_group="host") the sums of a host go on to those of the others, of each bucket when the next one
+starts, so that the link works while backward goes on:
+
+    bucket 0      ready | sum inside |     sum across |
+    bucket 1                     ready | sum inside |     sum across |
+
 What can go wrong: a parameter used twice (autograd calls its hook once, after it has summed); a rank that
 would skip a bucket (finish_microbatch starts all that are left); two stages of one rank that start theirs in
 an order that other ranks do not have (the schedule is the same on all of them).
@@ -52,6 +58,7 @@ class _Queue:
     def __init__(self):
         self.buckets = []
         self.started = 0  # how many of them, in this microbatch
+        self.crossed = 0  # of how many of these the sum over replicas has been started
 
     def next(self):
         return self.buckets[self.started] if self.started < len(self.buckets) else None
@@ -78,10 +85,10 @@ class Reducer:
         self.eager = eager
         self.sync = False  # this microbatch is the last of the step
         self.missing = {}  # bucket -> how many of its gradients are still to come; empty outside a backward
-        self.queues = {}  # name of a group -> its _Queue
+        self.queues = {}  # names of the groups that sum -> their _Queue
         self.params, self.places = [], {}  # id of a parameter -> _Place
         for bucket in buckets:
-            queue = self.queues.setdefault(bucket.group.name, _Queue())
+            queue = self.queues.setdefault(bucket.infos[0].ranks, _Queue())
             place = _Place(bucket, queue, len(queue.buckets))
             queue.buckets.append(bucket)
             self.params += [info.param for info in bucket.infos]
@@ -133,6 +140,16 @@ class Reducer:
             under_way = [other for other in queue.buckets[: queue.started] if other.in_flight]
             for other in under_way[:-IN_FLIGHT]:
                 other.wait()
+            self._cross(queue, queue.started - 1)
+
+    def _cross(self, queue, count):
+        """Starts the sums over replicas of the first `count` buckets. After the last microbatch only: what
+        streamed buckets have summed until then goes across once.
+        """
+        if self.sync:
+            for bucket in queue.buckets[queue.crossed : count]:
+                bucket.launch_across()
+            queue.crossed = max(queue.crossed, count)
 
     def finish_microbatch(self, sync):
         self.sync = sync
@@ -145,8 +162,10 @@ class Reducer:
 
     def _restart_queues(self):
         for queue in self.queues.values():
-            queue.started = 0
+            queue.started = queue.crossed = 0
 
     def wait(self):
+        for queue in self.queues.values():
+            self._cross(queue, queue.started)
         for bucket in self.buckets:
             bucket.wait()

@@ -79,6 +79,10 @@ class Traffic:
     def nbytes(self, op=None, group=None):
         return sum(call.nbytes for call in self.chosen(op, group))
 
+    def by_group(self):
+        """{name of a group: bytes}"""
+        return {group: self.nbytes(group=group) for group in {call.group for call in self.log}}
+
 
 _recorders: list[Traffic] = []
 

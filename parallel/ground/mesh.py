@@ -8,6 +8,12 @@ replicated) are flattened dimensions of the same mesh, made on all ranks in the 
     expert      dp ring ulysses               gradients of expert parameters
     *_tp        the same and tp               gradients of which each rank of tp has a part
     world       all                           gradient norm and loss
+
+Ranks take their places so that inner axes stay inside hosts (hosts.py). Under Plan(zero_group="host") each of
+the first three has two parts:
+
+    4 ranks of data, 2 on each host        inside   (0 1) (2 3)    own shards of one copy of the model
+    0 1 | 2 3                              across   (0 2) (1 3)    own the same shards
 """
 
 import math
@@ -15,7 +21,9 @@ import math
 import torch
 import torch.distributed as dist
 
-from pycomm.parallel.ground.comm import ALONE, as_group
+from pycomm.groups import host_mark, numbered, show_hosts
+from pycomm.parallel.ground import comm, hosts
+from pycomm.parallel.ground.comm import ALONE, Group, as_group
 from pycomm.parallel.ground.plan import AXES
 
 __all__ = ["Mesh"]
@@ -25,16 +33,18 @@ EXPERT = ("dp", "ring", "ulysses")
 
 
 class Mesh:
-    """Groups of a plan. Collective over all ranks when made.
+    """Groups of a plan. Collective over all ranks when made. device: that the ranks' tensors are on.
 
     Sets up torch.distributed (backend "pycomm", from the environment that torchrun gives) where the plan has
     several ranks and it is not set up. own: all groups are made for this plan, so that close() leaves none,
     and whatever happens in them does not touch torch's default group, which else serves for all ranks. Raises
-    ValueError when the plan's ranks are not the ranks that exist.
+    ValueError when the plan's ranks are not the ranks that exist, or do not lie on hosts as it needs it.
     """
 
-    def __init__(self, plan, device_type="cpu", own=False):
-        self.plan = plan
+    def __init__(self, plan, device="cpu", own=False):
+        self.plan, device = plan, torch.device(device)
+        self.hosts = [0]  # the number of each rank's host
+        self._divided = {}  # name of a Group -> the Groups (inside, across)
         self._made = []  # process groups that are this plan's alone
         self.device_mesh = None  # torch's DeviceMesh; None for one rank
         self.world = ALONE  # Group of all ranks
@@ -47,24 +57,38 @@ class Mesh:
                 or "all axes 1"
             )
             raise ValueError(f"the plan is for {plan.world_size} ranks ({sizes}), but there are {world_size}")
-        names = [axis for axis in AXES if getattr(plan, axis) > 1]
-        if names:
-            sizes = [getattr(plan, axis) for axis in names]
-            self.device_mesh = dist.device_mesh.init_device_mesh(
-                device_type, sizes, mesh_dim_names=tuple(names)
-            )
+        self.names = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
+        if self.names:
+            self.hosts = _hosts_of(as_group(None, "world"), device)
+            self.device_mesh = self._place(device.type)
             self.world = as_group(self._make() if own else None, "world")
         self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
         for axis in AXES:
             self.group(axis)
         self.data, self.data_tp = self.group(*DATA), self.group(*DATA, "tp")
         self.expert, self.expert_tp = self.group(*EXPERT), self.group(*EXPERT, "tp")
+        if plan.zero_group == "host":
+            for axes in (DATA, (*DATA, "tp"), EXPERT, (*EXPERT, "tp")):
+                self._divide(self._names_of(axes))
+
+    def _place(self, device_type):
+        """torch's DeviceMesh, of the ranks at their places."""
+        sizes = [getattr(self.plan, axis) for axis in self.names]
+        together = (DATA, (*DATA, "tp"), EXPERT, (*EXPERT, "tp"))
+        joined = [[self.names.index(axis) for axis in self._names_of(axes)] for axes in together]
+        ranks = hosts.arrange(self.hosts, sizes, joined)
+        if ranks.flatten().tolist() == list(range(len(self.hosts))):
+            return dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=self.names)
+        return dist.device_mesh.DeviceMesh(device_type, ranks, mesh_dim_names=self.names)
+
+    def _names_of(self, axes):
+        return tuple(axis for axis in self.names if axis in axes)
 
     def group(self, *axes):
         """The ranks that differ from this one along `axes` only. Joined axes are collective over all ranks at
         their first use.
         """
-        names = tuple(axis for axis in AXES if axis in axes and getattr(self.plan, axis) > 1)
+        names = self._names_of(axes)
         if names not in self._groups:
             if len(names) == 1:
                 mesh = self.device_mesh[names[0]]
@@ -77,6 +101,55 @@ class Mesh:
                 self._made.append(pg)
             self._groups[names] = as_group(pg, "+".join(names))
         return self._groups[names]
+
+    def shards_of(self, group):
+        """(ranks among which zero divides what `group` would hold several times, ranks that then hold the
+        same): the group and no others, or its parts inside and across hosts. group: of gradients, see the
+        head of the file.
+        """
+        return self._divided.get(group.name, (group, ALONE))
+
+    def _divide(self, names):
+        whole = self.group(*names)
+        if whole.name in self._divided or whole.size == 1:
+            return
+        found = hosts.divide(self.device_mesh.mesh, [self.names.index(axis) for axis in names], self.hosts)
+        if found is None:
+            raise ValueError(
+                f"Plan({self.plan}): zero_group='host' needs as many ranks of {whole.name} on each host, and "
+                f"alike in every group; the ranks are on {show_hosts(self.hosts)} (rank by rank: "
+                f"{' '.join(map(str, self.hosts))}). Use other sizes of the axes, or zero_group='all'"
+            )
+        if len(found[0][0]) == 1:  # one host: all of it is inside
+            return
+        if len(found[0][1]) == 1:
+            self._divided[whole.name] = Group(f"{whole.name} inside hosts", 1, 0, None), whole
+            return
+        inside = self._own_of([ranks for parts, _ in found for ranks in parts])
+        across = self._own_of([ranks for _, parts in found for ranks in parts])
+        self._divided[whole.name] = (
+            as_group(inside, f"{whole.name} inside hosts"),
+            as_group(across, f"{whole.name} across hosts"),
+        )
+
+    def _own_of(self, groups):
+        """Makes a process group of each of these lists of ranks; returns that of this rank."""
+        for ranks in groups:
+            made = self._make(ranks)
+            if self.world.rank in ranks:
+                mine = made
+        return mine
+
+    @property
+    def spans_hosts(self):
+        return len(set(self.hosts)) > 1
+
+    def crossings(self, axis):
+        """(groups of this axis with ranks on several hosts, groups of this axis)"""
+        axes = [self.names.index(axis)]
+        return hosts.crossings(self.device_mesh.mesh, axes, self.hosts), len(self.hosts) // getattr(
+            self.plan, axis
+        )
 
     def _make(self, ranks=None):
         """A process group of these ranks, all if None; on other ranks nothing of use."""
@@ -92,13 +165,8 @@ class Mesh:
         group = self.group(*axes)
         if group.size == 1:
             return group
-        names = [axis for axis in self.device_mesh.mesh_dim_names if axis in axes]
-        rest = [axis for axis in self.device_mesh.mesh_dim_names if axis not in axes]
-        order = [self.device_mesh.mesh_dim_names.index(axis) for axis in rest + names]
-        for ranks in self.device_mesh.mesh.permute(order).reshape(-1, group.size).tolist():
-            made = self._make(ranks)
-            if self.world.rank in ranks:
-                mine = made
+        numbers = [self.names.index(axis) for axis in self._names_of(axes)]
+        mine = self._own_of(hosts.lines(self.device_mesh.mesh, numbers).tolist())
         return as_group(mine, f"{group.name} (apart)")
 
     def close(self):
@@ -128,6 +196,14 @@ class Mesh:
             if getattr(self.plan, axis) > 1
         )
         return f"rank {self.world.rank}/{math.prod(self.device_mesh.shape)}: {places}"
+
+
+def _hosts_of(world, device):
+    """The number of each rank's host. Collective, 16 bytes from each rank."""
+    mark = torch.frombuffer(bytearray(host_mark()), dtype=torch.uint8).to(device)
+    marks = mark.new_empty(world.size * mark.numel())
+    comm.all_gather(marks, mark, world)
+    return numbered(bytes(each.tolist()) for each in marks.cpu().split(mark.numel()))
 
 
 def device_of(model):

@@ -44,6 +44,8 @@ class Plan:
         Ulysses; both together are the hybrid.
     Data:
         zero: 0 (all replicated), 1 (optimizer state), 2 (and gradients), 3 (and parameters are sharded).
+        zero_group: the ranks among which zero divides: "all" data ranks, or those of a "host", so that every
+        host has a whole copy, and of what zero sends only the sums of gradients go from host to host.
         grad_sync: "all_reduce", or "naive": one rank gathers and broadcasts (needs zero=0).
         compression: None, "fp16", "bf16", "int8", "powersgd", "topk", or a factory as made by
         `data.compression.make_compression` (zero=0).
@@ -74,6 +76,7 @@ class Plan:
     ring: int = 1
     ulysses: int = 1
     zero: int = 0
+    zero_group: str = "all"
     grad_sync: str = "all_reduce"
     compression: str | Callable | None = None
     bucket_mb: float = 25.0
@@ -96,6 +99,7 @@ class Plan:
                     f"Plan({axis}={value!r}): the number of ranks of an axis is a whole number, 1 or more"
                 )
         _one_of("zero", self.zero, (0, 1, 2, 3))
+        _one_of("zero_group", self.zero_group, ("all", "host"))
         _one_of("schedule", self.schedule, tuple(name.value for name in ScheduleName))
         _one_of("grad_sync", self.grad_sync, ("all_reduce", "naive"))
         _one_of("precision", self.precision, (None, "bf16"))
@@ -116,6 +120,11 @@ class Plan:
             raise ValueError(
                 f"Plan({what}, zero={self.zero}): both replace the all_reduce of whole gradients, which "
                 "exists with zero=0 only"
+            )
+        if self.zero_group != "all" and not self.zero:
+            raise ValueError(
+                f"Plan(zero_group={self.zero_group!r}, zero=0): it says among which ranks zero divides, and "
+                "zero=0 divides nothing: choose zero=1, 2 or 3"
             )
         if self.compression and self.grad_sync == "naive":
             raise ValueError(

@@ -138,7 +138,7 @@ def _on_own_groups(plan, prepared, asked):
     """The Verification. Collective over all ranks. The plan has groups of its own, which are closed at the
     end, so that ranks which wait for one that failed wait no longer.
     """
-    mesh = Mesh(plan, device_of(prepared.model).type, own=True)
+    mesh = Mesh(plan, device_of(prepared.model), own=True)
     try:
         parallelize_on(mesh, prepared.model, prepared.opt, prepared.trunk)
         return _compare(parts_of(prepared.model), prepared.single, asked)

@@ -31,6 +31,11 @@ class FlatBucket(BufferedBucket):
         self._sum_overlaps()
         self.work = comm.reduce_scatter(self.own(self.flat), self.flat, self.group, async_op=True)
 
+    def launch_across(self):
+        if self.replicas.size > 1:
+            self.wait()
+            self.work = comm.all_reduce(self.gradient(), self.replicas, async_op=True)
+
     def gradient(self):
         return self.own(self.flat)
 

@@ -40,6 +40,7 @@ class StreamedBucket(Bucket):
     def __init__(self, infos, whole=False):
         super().__init__(infos, whole)
         self.sum = None  # this rank's chunk of the sum over all microbatches so far; None: no gradient yet
+        self.work = None  # the sum over the replicas under way
 
     def zero_grad(self):
         self.wait()  # only a step that raised leaves anything under way
@@ -68,11 +69,19 @@ class StreamedBucket(Bucket):
         self.in_flight.append((work, chunk, self.flat))  # the buffer lives until wait()
         self.flat = self.views = None
 
+    def launch_across(self):
+        if self.replicas.size > 1:
+            self.wait()
+            self.work = comm.all_reduce(self.gradient(), self.replicas, async_op=True)
+
     def wait(self):
         for work, chunk, _ in self.in_flight:
             work.wait()
             self.sum = chunk if self.sum is None else self.sum.add_(chunk)
         self.in_flight.clear()
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
 
     def gradient(self):
         if self.sum is None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from pycomm import _autoload, env
 from pycomm.communicator import Communicator
+from pycomm.groups import hosts_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +77,3 @@ def make_options(world_size, timeout, *, in_threads, backend=None, devices=None,
         raise ValueError(f"devices={devices!r}: one for each of {world_size} ranks")
     hosts = None if hosts is None else hosts_of(hosts, world_size)
     return GroupOptions(backend, devices, operation_timeout, others, in_threads, hosts)
-
-
-def hosts_of(text, world_size):
-    """For each rank the number of its host. "2x3": two hosts of three ranks; "3+5": hosts of three and five;
-    "0101": the host of each rank, one digit each; a list of numbers is taken as it is. Raises ValueError.
-    """
-    try:
-        if not isinstance(text, str):
-            hosts = [int(host) for host in text]
-        elif "x" in text:
-            count, size = map(int, text.split("x"))
-            hosts = [rank // size for rank in range(count * size)]
-        elif "+" in text:
-            hosts = [host for host, size in enumerate(text.split("+")) for _ in range(int(size))]
-        else:
-            hosts = [int(digit) for digit in text]
-    except ValueError:
-        raise ValueError(f"hosts={text!r}: expected a form like '2x3', '3+5' or '0101'") from None
-    if len(hosts) != world_size:
-        raise ValueError(f"hosts={text!r} has {len(hosts)} ranks, the group {world_size}")
-    return hosts
