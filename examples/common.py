@@ -116,16 +116,17 @@ def say(text):
         print(text, flush=True)
 
 
-def on_ranks(world_size, main, *args):
+def on_ranks(world_size, main, *args, hosts=None):
     """Runs main(*args) on world_size ranks: this process is one of them under torchrun, else they are forked
-    from it. One rank is this process."""
+    from it, on simulated hosts where `hosts` says so ("2x2"). One rank is this process."""
     if world_size == 1:
         main(*args)
         return
     if not dist.is_torchelastic_launched():
         # the first optimizer imports half a second of modules: once, and not on every rank
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        run_ranks(world_size, _rank, main, args, mode="processes", backend="pycomm", timeout=LIMIT)
+        group = {"backend": "pycomm", "timeout": LIMIT, "hosts": hosts}
+        run_ranks(world_size, _rank, main, args, mode="processes", **group)
         return
     dist.init_process_group("pycomm")
     if dist.get_world_size() != world_size:

@@ -5,10 +5,11 @@ import os
 import torch
 
 from pycomm import _C, env, tuned
+from pycomm._over_hosts import explain_over_hosts
 from pycomm.fused.choice import choose
 from pycomm.fused.form import has_triton
 from pycomm.fused.problem import ACTIVATIONS, OPS, Problem
-from pycomm.groups import even_sizes
+from pycomm.groups import even_sizes, hosts_of
 
 __all__ = ["explain"]
 
@@ -49,6 +50,7 @@ def explain(
     algorithm=None,
     dtype="float32",
     activation=None,
+    hosts=None,
 ):
     """Says which algorithm would run `op`, and why.
 
@@ -58,7 +60,7 @@ def explain(
         size: bytes of a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all
             of one part. pycomm.fused: (M, N, K) of this rank's product, M the gathered rows, N the columns of
             the result; the rows are cut evenly.
-        world_size: ranks of the group, all on one node.
+        world_size: ranks of the group, all on one host, or on those of `hosts`.
         device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a
         GPU each).
         cores: that the ranks may run on; None: those of this process.
@@ -70,12 +72,19 @@ def explain(
         dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias
             one of its activations. What is said is what PYCOMM_FUSED, the tuner's figures for this machine or
             the table have; for "cuda" one GPU per rank is assumed.
+        hosts: where the ranks are, of a collective on CPU tensors: "2x4" (two hosts of four ranks), "3+5",
+            "0101" (the host of each rank), or a list of host numbers. None: on one host.
 
-    Returns a text of one line; where a table has decided it says which. Raises ValueError for an unknown op
-    or algorithm, and where PYCOMM_TUNED names a file that does not count.
+    Returns a text of one line; where a table has decided it says which, and over hosts the steps and the
+    bytes on a link. Raises ValueError for an unknown op or algorithm, hosts that are not those of world_size
+    ranks, and where PYCOMM_TUNED names a file that does not count.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
+    placement = [0] if hosts is None else hosts_of(hosts, world_size)
+    several = len(set(placement)) > 1
+    if several and (op in OPS or device == "cuda"):
+        raise ValueError(f"hosts={hosts!r}: groups over hosts do collectives on CPU tensors")
     if op in OPS:
         return _explain_fused(op, size, world_size, device, dtype, activation)
     if op not in _COLLECTIVES:
@@ -84,6 +93,8 @@ def explain(
     algorithm = algorithm or env.settings().algorithm.get(op, "automatic")
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
+    if several:
+        return explain_over_hosts(op, size, placement)
     if device == "cuda":
         name, reason = _C.choose_on_device(
             _C.kinds.index(op), size, world_size, False, mapped, _C.algorithms.index(algorithm)

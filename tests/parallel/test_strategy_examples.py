@@ -69,6 +69,13 @@ PRINTED = {  # example -> patterns of what it prints
         r"dp=2,pp=2,zero=1 +equals one process",
         ALONE,
     ],
+    "21_hsdp": [
+        r"'all': 4\.\d+ P over the link",
+        r"'host': 1\.00 P over the link",
+        r"hosts +2 hosts x 2: no axis inside",
+        r"among the 2 of a host",
+        ALONE,
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
