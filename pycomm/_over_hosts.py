@@ -12,11 +12,11 @@ _STEPS = {
     "other hosts and added in the order of hosts, and each host gathers the slices",
     "reduce": "each host adds up in shared memory, its slices go to the root's host, which adds them in the "
     "order of hosts and gathers them at the root",
-    "broadcast": "the root's host shares segments in shared memory, its ranks send a slice each to every other "
-    "host, and there the slices are gathered",
+    "broadcast": "the root's host shares segments in shared memory, its ranks send a slice each to every "
+    "other host, and there the slices are gathered",
     "all_gather": "every block goes once to each other host, and is shared there in shared memory",
-    "reduce_scatter": "each host adds up the blocks of another host's ranks in shared memory and sends the sums "
-    "there, which are added in the order of hosts",
+    "reduce_scatter": "each host adds up the blocks of another host's ranks in shared memory and sends the "
+    "sums there, which are added in the order of hosts",
     "all_to_all": "blocks for the same host go through shared memory, every other one straight to its rank",
     "gather": "blocks of the root's host go through shared memory, every other one straight to the root",
     "scatter": "blocks for the root's host go through shared memory, every other one straight to its rank",
@@ -31,7 +31,9 @@ def explain_over_hosts(op, size, hosts):
     what = f"{op} of {size} bytes on {len(hosts)} ranks, two levels: {show_hosts(hosts)}"
     if _fits_a_card(op, size, sizes):
         return f"{what}: {_SMALL} of about {CARD} bytes."
-    return f"{what}: {_STEPS[op]}. Over the busiest link, in one direction: {_on_link(op, size, sizes)} bytes."
+    return (
+        f"{what}: {_STEPS[op]}. Over the busiest link, in one direction: {_on_link(op, size, sizes)} bytes."
+    )
 
 
 def _fits_a_card(op, size, sizes):

@@ -6,7 +6,7 @@ from pycomm.groups import show_hosts
 
 __all__ = ["over_hosts", "warnings_of"]
 
-TALKS_MOST = ("tp", "ulysses", "ring", "ep")  # in every block; the others once or twice in a step or microbatch
+TALKS_MOST = ("tp", "ulysses", "ring", "ep")  # in every block, not once or twice in a step or microbatch
 WHAT = {
     "pp": "hidden states and their gradients go from stage to stage over the link",
     "ep": "tokens go to their experts over the link and back, in every MoE layer",

@@ -59,9 +59,7 @@ def describe(model):
         if group.size > 1:
             axes[axis] = group.rank, group.size, text
     layers = _layers(parts) if parts.plan.tp > 1 else []
-    return Description(
-        (world.rank, world.size), parts.plan, axes, layers, _sizes(parts), over_hosts(parts)
-    )
+    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts), over_hosts(parts))
 
 
 def _axes(parts):
