@@ -81,10 +81,7 @@ def explain(
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
-    placement = [0] if hosts is None else hosts_of(hosts, world_size)
-    several = len(set(placement)) > 1
-    if several and (op in OPS or device == "cuda"):
-        raise ValueError(f"hosts={hosts!r}: groups over hosts do collectives on CPU tensors")
+    placement = _several(hosts, world_size, op in OPS or device == "cuda")
     if op in OPS:
         return _explain_fused(op, size, world_size, device, dtype, activation)
     if op not in _COLLECTIVES:
@@ -93,7 +90,7 @@ def explain(
     algorithm = algorithm or env.settings().algorithm.get(op, "automatic")
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
-    if several:
+    if placement:
         return explain_over_hosts(op, size, placement)
     if device == "cuda":
         name, reason = _C.choose_on_device(
@@ -102,6 +99,16 @@ def explain(
         how = f"{name} ({_STEPS_ON_DEVICE[name]})"
         return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
     return _explain_on_cpu(op, size, world_size, (cores, _C.kernel_ahead(), mapped, kernel_reads), algorithm)
+
+
+def _several(hosts, world_size, on_one):
+    """For each rank its host, of ranks on several hosts; None on one. on_one: there can be no others."""
+    placement = [] if hosts is None else hosts_of(hosts, world_size)
+    if len(set(placement)) < 2:
+        return None
+    if on_one:
+        raise ValueError(f"hosts={hosts!r}: groups over hosts do collectives on CPU tensors")
+    return placement
 
 
 def _explain_on_cpu(op, size, world_size, reach, algorithm):

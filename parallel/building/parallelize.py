@@ -153,8 +153,14 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
     )
     filling.fill(parts_of(model))
     _take_over(model, opt)
+    _tell(model)
+
+
+def _tell(model):
+    """The log: what the plan has made of the model, and a warning where it will be slow."""
+    mesh = parts_of(model).mesh
     for sentence in warnings_of(mesh) if mesh.world.rank == 0 else ():
-        LOG.warning("Plan(%s): %s", plan, sentence)
+        LOG.warning("Plan(%s): %s", mesh.plan, sentence)
     if LOG.isEnabledFor(logging.INFO):
         LOG.info("%s", describe(model))
 

@@ -88,7 +88,9 @@ def test_any_placement_gives_groups_in_the_order_that_torch_has():
 
 
 def test_groups_are_divided_by_host():
-    divide = lambda hosts, sizes, axes: places.divide(torch.arange(len(hosts)).view(sizes), axes, hosts)  # noqa: E731
+    def divide(hosts, sizes, axes):
+        return places.divide(torch.arange(len(hosts)).view(sizes), axes, hosts)
+
     assert divide([0, 1, 0, 1], (4,), (0,)) == [([[0, 2], [1, 3]], [[0, 1], [2, 3]])]
     assert divide([0, 0, 1, 1], (2, 2), (0,)) == [([[0], [2]], [[0, 2]]), ([[1], [3]], [[1, 3]])]
     assert divide([0, 0, 0, 0], (4,), (0,)) == [([[0, 1, 2, 3]], [[0], [1], [2], [3]])]
@@ -130,10 +132,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("kind, text, hosts", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]))
+@pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
-def test_equal_to_one_process(kind, text, hosts, dtype):
+def test_equal_to_one_process(case, dtype):
     """10 steps with clipping: losses, norms, gradients and parameters."""
+    kind, text, hosts = case
     losses, norms, gradients, parameters = equality.reference(kind, dtype)
     for result in spawn(hosts, equality.run_plan, kind, dtype, par.Plan.parse(text)):
         pairs = [*zip(result[0], losses, strict=True), *zip(result[1], norms, strict=True)]
@@ -215,12 +218,11 @@ def test_what_zero_sends_over_hosts(zero):
         sums, nbytes = total(log, "reduce_scatter", "dp inside hosts")
         microbatches = 1 if zero == 1 else 2
         assert sums == microbatches * buckets and nbytes == pytest.approx(microbatches * size / 2, rel=0.01)
-        assert {call.group for call in log} == {"dp inside hosts", "dp across hosts", "dp", "world"}
-        assert sum(call.nbytes for call in log if call.group == "dp") < 1000  # how many targets count
+        assert {call.group for call in log} == {"dp inside hosts", "dp across hosts", "world"}
         assert "dp crosses hosts in 1 of 1 groups" in str(before) and "after a step" in str(before)
         assert "among the 2 of a host" in str(before) and before.hosts == "2 hosts x 2: no axis inside"
         [sentence] = after.crossing
-        sent = sum(call.nbytes for call in log if call.group in ("dp", "dp across hosts"))
+        sent = sum(call.nbytes for call in log if call.group == "dp across hosts")
         assert f"this rank sent {sent:,} bytes" in sentence
 
 
@@ -229,7 +231,7 @@ def test_one_host_is_as_before():
     plain = [spawn("000", calls_of_a_step, f"dp=3,zero=3{more}", 1) for more in ("", ",zero_group=host")]
     for (making, log, descriptions, _), (its_making, its_log, _, _) in zip(*plain, strict=True):
         assert log == its_log and making == its_making
-        assert [call for call in making if call.op == "all_gather"] == [("all_gather", "world", 32)]
+        assert making[0] == ("all_gather", "world", 32) and making.count(making[0]) == 1
         assert all(text.hosts is None and "host" not in str(text) for text in descriptions)
 
 
