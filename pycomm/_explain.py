@@ -72,12 +72,12 @@ def explain(
         dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias
             one of its activations. What is said is what PYCOMM_FUSED, the tuner's figures for this machine or
             the table have; for "cuda" one GPU per rank is assumed.
-        hosts: where the ranks are, of a collective on CPU tensors: "2x4" (two hosts of four ranks), "3+5",
-            "0101" (the host of each rank), or a list of host numbers. None: on one host.
+        hosts: where the ranks are: "2x4" (two hosts of four ranks), "3+5", "0101" (the host of each rank), or
+            a list of host numbers; for collectives on CPU tensors. None: on one host.
 
-    Returns a text of one line; where a table has decided it says which, and over hosts the steps and the
-    bytes on a link. Raises ValueError for an unknown op or algorithm, hosts that are not those of world_size
-    ranks, and where PYCOMM_TUNED names a file that does not count.
+    Returns a text of one line; where a table has decided it says which, over hosts the steps and the bytes on
+    a link. Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and
+    where PYCOMM_TUNED names a file that does not count.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")

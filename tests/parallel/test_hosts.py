@@ -27,6 +27,7 @@ from pycomm.parallel.ground import hosts as places
 from pycomm.parallel.parts import parts_of
 from pycomm.testing import run_ranks
 
+STEPS = equality.FEW_STEPS
 LIMIT = 90  # seconds of the ranks of one test
 
 
@@ -135,10 +136,10 @@ CASES = [
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):
-    """10 steps with clipping: losses, norms, gradients and parameters."""
+    """Some steps with clipping: losses, norms, gradients and parameters."""
     kind, text, hosts = case
-    losses, norms, gradients, parameters = equality.reference(kind, dtype)
-    for result in spawn(hosts, equality.run_plan, kind, dtype, par.Plan.parse(text)):
+    losses, norms, gradients, parameters = equality.reference(kind, dtype, STEPS)
+    for result in spawn(hosts, equality.run_plan, kind, dtype, par.Plan.parse(text), STEPS):
         pairs = [*zip(result[0], losses, strict=True), *zip(result[1], norms, strict=True)]
         for found, expected in zip(result[2:], (gradients, parameters), strict=True):
             pairs += [(found[name], value) for name, value in expected.items()] if found is not None else []
@@ -148,9 +149,9 @@ def test_equal_to_one_process(case, dtype):
 def test_gloo_alone():
     """Hosts are found whatever the backend is."""
     text = "dp=2,tp=2,zero=3,zero_group=host"
-    losses, norms, _, _ = equality.reference("gpt", torch.float64)
+    losses, norms, _, _ = equality.reference("gpt", torch.float64, STEPS)
     for result in spawn(
-        "0101", equality.run_plan, "gpt", torch.float64, par.Plan.parse(text), backend="gloo"
+        "0101", equality.run_plan, "gpt", torch.float64, par.Plan.parse(text), STEPS, backend="gloo"
     ):
         assert max(map(equality.relative, result[0], losses)) < 1e-12
         assert max(map(equality.relative, result[1], norms)) < 1e-12
@@ -158,7 +159,7 @@ def test_gloo_alone():
 
 def accumulated(rank, world_size, zero):
     """Two calls, of which the second updates, and one over the rows of both: (norm, parameters, calls)"""
-    inputs, targets = next(equality.batches())
+    inputs, targets = next(equality.batches(1))
     found = []
     for calls in (2, 1):
         model = equality.make_model("gpt", torch.float64)
