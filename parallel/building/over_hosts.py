@@ -3,6 +3,7 @@
 import math
 
 from pycomm.groups import show_hosts
+from pycomm.parallel.zero.kinds import kind_of
 
 __all__ = ["over_hosts", "warnings_of"]
 
@@ -13,12 +14,6 @@ WHAT = {
     "ring": "keys and values go round over the link, in every block",
     "ulysses": "heads and positions change places over the link, in every block",
     "tp": "every layer that is cut waits for the link, in forward and backward",
-}
-OF_DATA = {
-    0: "gradients are summed over the link",
-    1: "gradients are summed over the link, and new values gathered",
-    2: "gradients are summed over the link in every microbatch, and new values gathered",
-    3: "values are gathered over the link, and gradients summed, in every microbatch",
 }
 OF_HOST = "the sums of a host's gradients are added over the link, once a step"
 
@@ -47,7 +42,7 @@ def _crossing(mesh, axis):
 def _sentence(parts, axis):
     what = WHAT.get(axis)
     if what is None:
-        what = OF_HOST if parts.plan.zero_group == "host" else OF_DATA[parts.plan.zero]
+        what = OF_HOST if parts.plan.zero_group == "host" else kind_of(parts.plan).over_link
     return f"{_crossing(parts.mesh, axis)}: {what}{_cost(parts, axis)}"
 
 

@@ -29,6 +29,7 @@ class Kind(NamedTuple):
     least_buckets: int = 1
     by_unit: bool = False  # values are gathered and freed by unit; frozen parameters are in buckets too
     divided: str = ""  # what a rank has a part of, for people
+    over_link: str = "gradients are summed over the link"  # where data ranks lie on several hosts, for people
 
     def cut(self, infos, limit):
         """Lists of infos, one per bucket; infos: of one unit, where the kind is by_unit."""
@@ -45,10 +46,25 @@ class Kind(NamedTuple):
 
 KINDS = {
     0: Kind(ReplicatedBucket, ReplicatedShards),
-    1: Kind(FlatBucket, FlatShards, divided="the optimizer's state"),
-    2: Kind(StreamedBucket, FlatShards, least_buckets=8, divided="the optimizer's state and gradients"),
+    1: Kind(
+        FlatBucket,
+        FlatShards,
+        divided="the optimizer's state",
+        over_link="gradients are summed over the link, and new values gathered",
+    ),
+    2: Kind(
+        StreamedBucket,
+        FlatShards,
+        least_buckets=8,
+        divided="the optimizer's state and gradients",
+        over_link="gradients are summed over the link in every microbatch, and new values gathered",
+    ),
     3: Kind(
-        StreamedBucket, StreamedShards, by_unit=True, divided="the optimizer's state, gradients and values"
+        StreamedBucket,
+        StreamedShards,
+        by_unit=True,
+        divided="the optimizer's state, gradients and values",
+        over_link="values are gathered over the link, and gradients summed, in every microbatch",
     ),
 }
 

@@ -127,8 +127,8 @@ CASES = [
     ("moe", "dp=2,ep=2,zero=3,zero_group=host", "0101"),
     ("gpt", "pp=2,dp=2,tp=2,zero=3,zero_group=host", "01010101"),
     ("gpt", "pp=2,dp=4,zero=2,zero_group=host,schedule=zb-h1", "00110011"),
-    ("gpt", "dp=6,zero=1,zero_group=host", "012012"),
-    ("moe", "dp=4,ep=2,zero=2,zero_group=host", "00001111"),
+    ("llama", "dp=3,ulysses=2,zero=1,zero_group=host", "012012"),
+    ("moe", "dp=2,ep=2,tp=2,zero=2,zero_group=host", "00001111"),
     ("llama", "dp=2,ulysses=2,tp=2,zero=3,zero_group=host,megatron_sp", "01010101"),
 ]
 
