@@ -26,6 +26,7 @@ class GroupOptions:
         communicator: further options of a Communicator: name, staging_bytes, threads.
         in_threads: the ranks are threads of one process.
         hosts: for each rank the number of its simulated host; None: all are on this one.
+        wire_delay_us: of messages between simulated hosts of threads, at most.
     """
 
     backend: str | None
@@ -34,6 +35,7 @@ class GroupOptions:
     communicator: dict
     in_threads: bool
     hosts: Sequence[int] | None = None
+    wire_delay_us: int = 0
 
     @contextlib.contextmanager
     def join(self, store, rank, world_size):
@@ -75,5 +77,8 @@ def make_options(world_size, timeout, *, in_threads, backend=None, devices=None,
         raise ValueError(f"{', '.join(others)}: for a Communicator, not with backend={backend!r}")
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"devices={devices!r}: one for each of {world_size} ranks")
+    delay = others.pop("wire_delay_us", 0)
+    if delay and not (hosts and in_threads):
+        raise ValueError(f"wire_delay_us={delay!r}: for simulated hosts of threads")
     hosts = None if hosts is None else hosts_of(hosts, world_size)
-    return GroupOptions(backend, devices, operation_timeout, others, in_threads, hosts)
+    return GroupOptions(backend, devices, operation_timeout, others, in_threads, hosts, delay)

@@ -47,6 +47,8 @@ def run_ranks(world_size, fn, *args, mode="threads", timeout=60.0, fail=True, **
             hosts: simulates several hosts on this one: "2x3" (two hosts of three ranks), "3+5", "0101" (the
                 host of each rank). Between threads messages go through this process, between processes by
                 the loopback interface.
+            wire_delay_us: microseconds by which messages between simulated hosts are late, at most; they
+                overtake each other. For threads only.
             operation_timeout: seconds of one operation whose peers do not come.
             name, staging_bytes, threads: of a Communicator.
 
@@ -83,7 +85,7 @@ def _is_echo(error):
 
 
 def _run_threads(world_size, group, timeout, fn, args):
-    store = _C.LocalStore()
+    store = _C.LocalStore(group.wire_delay_us)
     results, failures = {}, {}
     if torch.version.cuda and not torch.cuda.is_initialized():  # asking for a GPU would already begin with it
         env.allow_thread_ranks()
