@@ -132,7 +132,8 @@ void Call::compare_splits() const {
              expected = peer_part(dst, true, src).nbytes / item;
       if (sent == expected) continue;
       int other = src == rank ? dst : src;
-      transport.raise(ErrorKind::mismatch, scope.op, other, describe_splits(src, sent, dst, expected));
+      transport.raise(ErrorKind::mismatch, scope.op, other,
+                      describe_splits(transport.name(src), sent, transport.name(dst), expected));
     }
 }
 

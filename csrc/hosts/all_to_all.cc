@@ -88,7 +88,8 @@ void compare(Operation& o, Tables& tables) {
       if (sent == expected || expected == unknown) continue;
       const int other = src == rank ? dst : src;
       throw CommError(ErrorKind::mismatch,
-                      o.group.transport().where(o.scope().op) + describe_splits(src, sent, dst, expected),
+                      o.group.transport().where(o.scope().op) +
+                          describe_splits(o.placement.name(src), sent, o.placement.name(dst), expected),
                       rank, n, o.scope().op, other);
     }
 }

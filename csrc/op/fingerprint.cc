@@ -84,9 +84,9 @@ std::string describe_call(const Op& op, const Header& theirs, const std::string&
   return text.empty() ? describe_extra(here, there, who) : text;
 }
 
-std::string describe_splits(int src, size_t sent, int dst, size_t expected) {
-  return "rank " + std::to_string(src) + " sends " + std::to_string(sent) + " elements to rank " +
-         std::to_string(dst) + ", which expects " + std::to_string(expected) +
+std::string describe_splits(const std::string& src, size_t sent, const std::string& dst, size_t expected) {
+  return src + " sends " + std::to_string(sent) + " elements to " + dst + ", which expects " +
+         std::to_string(expected) +
          ". in_splits[dst] of the sender must equal out_splits[src] of the receiver.";
 }
 

@@ -71,6 +71,6 @@ inline Header header_of(const Op& op, uint64_t sequence) {
 }
 // How the call of another rank differs, one of whose words does.
 std::string describe_call(const Op& op, const Header& theirs, const std::string& who);
-std::string describe_splits(int src, size_t sent, int dst, size_t expected);
+std::string describe_splits(const std::string& src, size_t sent, const std::string& dst, size_t expected);
 
 }  // namespace pycomm
