@@ -14,10 +14,19 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.timeout(300)
 def test_reduce(tmp_path):
     """Every dtype, reduce op and SIMD level of csrc/arithmetic, all patterns of the 16-bit floats."""
+    run("reduce_test", sorted((ROOT / "csrc" / "arithmetic").glob("*.cc")), tmp_path)
 
-    reduce = sorted((ROOT / "csrc" / "arithmetic").glob("*.cc"))
-    main = compiled.object_file(ROOT / "tests" / "cpp" / "reduce_test.cc", ["-O2", "-std=c++20"])
-    program = str(compiled.link([main, *compiled.built(reduce)], tmp_path / "reduce_test"))
+
+def test_hosts(tmp_path):
+    """Placements of up to 4 hosts and cuts of up to 5 ranks against a count of every element; what the wire
+    between threads promises.
+    """
+    run("hosts_test", [ROOT / "csrc" / "hosts" / name for name in ("placement.cc", "loop_wire.cc")], tmp_path)
+
+
+def run(name, sources, folder):
+    main = compiled.object_file(ROOT / "tests" / "cpp" / f"{name}.cc", ["-O2", "-std=c++20"])
+    program = str(compiled.link([main, *compiled.built(sources)], folder / name))
     result = subprocess.run([program], capture_output=True, text=True, timeout=200)
     assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, (
         result.stdout[-3000:]

@@ -96,6 +96,10 @@ std::shared_ptr<Wire> LoopNetwork::wire(int rank) {
 void LoopNetwork::lose(int rank, bool lost) {
   std::lock_guard lock(mutex_);
   lost_[rank] = lost;
+  for (const auto& [key, line] : lines_) {
+    const auto [src, dst, tag] = key;
+    if (!lost && (src == rank || dst == rank)) match(src, dst, tag);
+  }
 }
 
 void LoopNetwork::end(int rank) {
@@ -169,12 +173,12 @@ void LoopNetwork::loop() {
     arrivals_.pop_back();
     if (!next.send || !next.recv) continue;
     const auto [src, dst, tag] = std::tuple(next.send->src, next.send->dst, next.send->tag);
+    Line& line = lines_[{src, dst, tag}];
+    line.moving = false;
     if (lost_[src] || lost_[dst]) continue;
     deliver(*next.send, *next.recv);
-    Line& line = lines_[{src, dst, tag}];
     line.sends.pop_front();
     line.recvs.pop_front();
-    line.moving = false;
     match(src, dst, tag);
   }
 }

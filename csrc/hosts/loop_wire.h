@@ -31,7 +31,8 @@ class LoopNetwork : public std::enable_shared_from_this<LoopNetwork> {
   // The network of this name, made by whoever asks first; it lives as long as one of its wires.
   static std::shared_ptr<LoopNetwork> named(const std::string& name, int size, int max_delay_us);
   std::shared_ptr<Wire> wire(int rank);
-  void lose(int rank, bool lost);  // nothing arrives at or comes from it, and nobody is told
+  // Nothing arrives at or comes from it, and nobody is told, until it is found again.
+  void lose(int rank, bool lost);
   void end(int rank);  // its connections end: others see errors
 
  private:
