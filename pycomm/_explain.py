@@ -55,8 +55,7 @@ def explain(
     """Says which algorithm would run `op`, and why.
 
     Args:
-        op: name of a collective, e.g. "all_reduce", or of a function of pycomm.fused, e.g.
-        "all_gather_matmul".
+        op: name of a collective ("all_reduce") or of a function of pycomm.fused ("all_gather_matmul").
         size: bytes of a rank's whole buffer; for all_gather, gather, reduce_scatter, scatter and all_to_all
             of one part. pycomm.fused: (M, N, K) of this rank's product, M the gathered rows, N the columns of
             the result; the rows are cut evenly.

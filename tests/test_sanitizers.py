@@ -23,6 +23,7 @@ SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
 }
 JOBS = 2
+ROUNDS = 60  # of a run
 SECONDS = 100  # of a run; one takes about one second on a free machine
 pytestmark = pytest.mark.timeout(600)  # of which most is for compilers on a busy machine
 
@@ -75,11 +76,11 @@ def without_randomisation():
     return prefix if works else []
 
 
-def run(program, seed, ranks, reach, ending, hosts=None, rounds=60):
+def run(program, seed, ranks, reach, ending, hosts=None):
     """(exit status, output) of a run, which ends with its first report: to print one costs more
     than the run.
     """
-    command = [*without_randomisation(), str(program), str(seed), str(ranks), str(rounds), reach, ending]
+    command = [*without_randomisation(), str(program), str(seed), str(ranks), str(ROUNDS), reach, ending]
     command += [hosts] if hosts else []
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
     result = subprocess.run(

@@ -10,7 +10,8 @@ groups, the comparison of exit codes.
 Reads names of tests, one per line, with "+profiler" behind those that shall also check what torch's profiler
 shows. Answers each with a line of JSON: test, outcome (passed, failed, skipped), reason, seconds. BACKEND and
 WORLD_SIZE are what the suite's decorators look at when they decide which tests there are; --gpus: see
-cuda_on_cpu.py; --hosts: two ranks on each simulated host; --rpc: instead of the suite, DDP under distributed autograd.
+cuda_on_cpu.py; --hosts: two ranks on each simulated host; --rpc: instead of the suite, DDP under distributed
+autograd.
 """
 
 import contextlib
