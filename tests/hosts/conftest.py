@@ -5,10 +5,10 @@ from places import PLACES, THREADS, over_hosts
 
 
 @pytest.fixture(params=PLACES)
-def run(request, monkeypatch):
-    return over_hosts(request.param, monkeypatch)
+def run(request):
+    return over_hosts(request.param)
 
 
 @pytest.fixture(params=THREADS)
-def run_threads(request, monkeypatch):
-    return over_hosts(request.param, monkeypatch)
+def run_threads(request):
+    return over_hosts(request.param)

@@ -2,7 +2,6 @@
 
 import pytest
 
-from pycomm import _C
 from pycomm.testing import run_ranks
 
 # name -> (the host of each of n ranks, microseconds that messages may be late, mode)
@@ -15,14 +14,17 @@ PLACES = {
 THREADS = [name for name, (_, _, mode) in PLACES.items() if mode == "threads"]
 
 
-def over_hosts(place, monkeypatch, hosts=None):
+def over_hosts(place, hosts=None):
     """run_ranks with the ranks on several hosts: those of `place`, or else these."""
     hosts_of, delay_us, mode = PLACES[place]
-    store = _C.LocalStore
-    monkeypatch.setattr(_C, "LocalStore", lambda: store(delay_us))
 
     def run(n, body, *args, **options):
-        return run_ranks(n, body, *args, **{**options, "hosts": hosts or list(hosts_of(n)), "mode": mode})
+        return run_ranks(
+            n,
+            body,
+            *args,
+            **{**options, "hosts": hosts or list(hosts_of(n)), "mode": mode, "wire_delay_us": delay_us},
+        )
 
     return run
 

@@ -321,8 +321,8 @@ def random_messages(comm, seed):
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("hosts", ["01", "0011", "00101", "0123"])
-def test_random_messages(hosts, seed, monkeypatch):
-    run = over_hosts("late", monkeypatch, list(map(int, hosts)))
+def test_random_messages(hosts, seed):
+    run = over_hosts("late", list(map(int, hosts)))
     n = len(hosts)
     assert run(n, random_messages, seed, timeout=60) == [[]] * n
 
