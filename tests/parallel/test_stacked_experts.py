@@ -142,9 +142,7 @@ def refused(rank, world_size):
     with pytest.raises(ValueError, match="computes something else by its experts"):
         par.parallelize(other, None, par.Plan(ep=2))
     whole = foreign.make("mixtral")  # of the size of an update Adafactor takes the mean over a parameter
-    with pytest.raises(
-        ValueError, match="Adafactor looks at whole parameters, and in 'model.layers.0"
-    ):
+    with pytest.raises(ValueError, match="Adafactor looks at whole parameters, and in 'model.layers.0"):
         par.parallelize(whole, torch.optim.Adafactor(whole.parameters()), par.Plan(ep=2))
     model, opt = foreign.planned("mixtral", "ep=2")
 
