@@ -23,6 +23,7 @@ import torch
 
 from pycomm import Communicator
 from pycomm.testing import RankProcesses
+from pycomm.testing.groups import hosts_of
 
 CONTRACT, HARD_LIMIT = 0.2, 1.0  # seconds, see the note above
 LIMIT = 20.0  # seconds that a test waits for a message of a child
@@ -52,12 +53,13 @@ class Moment(NamedTuple):
 
 
 class Group:
-    """`world_size` forked ranks of a group, each running body(comm, link). What is left of them is killed at
-    the end.
+    """`world_size` forked ranks of a group, each running body(comm, link); hosts: of each rank, as for
+    run_ranks. What is left of them is killed at the end.
     """
 
-    def __init__(self, world_size, body, **options):
+    def __init__(self, world_size, body, hosts=None, **options):
         self.world_size = world_size
+        options["hosts"] = None if hosts is None else hosts_of(hosts, world_size)
         self._folder = tempfile.TemporaryDirectory(prefix="pycomm-")
         store = os.path.join(self._folder.name, "store")
         self._ranks = RankProcesses(world_size, _rank, world_size, body, store, options, limit=60)
@@ -117,6 +119,8 @@ def _rank(rank, link, world_size, body, path, options):
     """
     try:
         store = torch.distributed.FileStore(path, world_size)
+        hosts = options.pop("hosts")
+        options["_host"] = None if hosts is None else f"host{hosts[rank]}"
         comm = Communicator(store, rank, world_size, **{"timeout": 30.0, **options})
         link.send("ready")
         result = body(comm, link)

@@ -149,7 +149,11 @@ void CollectiveTask::make_room() {
 }
 
 void CollectiveTask::look(double late) const {
-  if (route_ == Route::across) return comm_.transport().check({op_.kind, sequence()});
+  if (route_ == Route::across) {
+    comm_.transport().check({op_.kind, sequence()});
+    if (late > 0) comm_.hosts_side()->blame({op_.kind, sequence()}, late);
+    return;
+  }
   const Call& call = *call_;
   WaitScope scope{{op_.kind, sequence()},
                   late > 0 ? std::chrono::steady_clock::now() : call.scope.deadline,

@@ -91,6 +91,9 @@ class HostsSide {
   virtual std::string describe() const = 0;  // "2 hosts x 4"
   virtual Communicator& inside() = 0;  // the group of this host's ranks
   virtual int local(int rank) const = 0;  // its number in inside(), -1: it is on another host
+  // `late` seconds were too many for whoever waits for this operation, which runs: throws who is missing, if
+  // the hosts can tell.
+  virtual void blame(const OpInfo& op, double late) = 0;
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.

@@ -51,6 +51,7 @@ Across::~Across() {
   if (!transport().forked()) return;
   (void)speaker_.release();
   (void)ticker_.release();
+  for (Pages& pages : pages_) (void)new Pages(std::move(pages));
   (void)new Wires(std::move(wires_));
 }
 
@@ -63,6 +64,7 @@ void Across::leave() {
 bool Across::on_own_thread() const { return inside_->on_own_thread() || ticker_->is_this_thread(); }
 
 void Across::run(const Op& op, const WaitScope& scope) {
+  board_.note_arrival(rank_, scope.op.sequence);
   Operation operation(*this, op, scope);
   Agreement agreement(operation);
   run_kind(operation, agreement);
@@ -100,15 +102,25 @@ void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
     transport().abort(interrupted_text);
     transport().check(scope.op);
   }
+  look_at_leader(scope);
   const auto now = Clock::now();
   if (board_.closed(peer)) {  // what it sent before may still be on its way
     if (closed == Clock::time_point{}) closed = now;
     if (now - closed > until_reason) fail_closed(peer, scope);
   }
-  if (now < scope.deadline + grace) return;
+  if (now >= scope.deadline) board_.note_overdue(scope.op, scope.timeout);
+  if (now < scope.deadline + grace) return;  // the speakers find out who is missing: speaker.h
   std::ostringstream text;
   text << placement_.name(peer) << " did not arrive within the timeout of " << scope.timeout << " s";
   fail(ErrorKind::timeout, peer, text.str(), scope);
+}
+
+// It looks at the lives of the others (speaker.h), and nobody else at its own while all wait for the wire.
+void Across::look_at_leader(const WaitScope& scope) {
+  if (leads() || transport().peer_closed(0) || transport().peer_alive(0)) return;
+  if (transport().peer_closed(0)) return;  // it has said so since, and then ended
+  const int leader = placement_.ranks[host_][0];
+  fail(ErrorKind::peer, leader, placement_.name(leader) + " died (its process ended)", scope);
 }
 
 void Across::lost(int peer, const WireError& error, const WaitScope& scope) {
@@ -121,6 +133,14 @@ void Across::lost(int peer, const WireError& error, const WaitScope& scope) {
        "the connection to " + placement_.name(peer) + " ended: it died or closed the group (" + error.what() +
            ")",
        scope);
+}
+
+void Across::blame(const OpInfo& op, double late) {
+  board_.note_overdue(op, late);
+  for (const auto limit = Clock::now() + grace; Clock::now() < limit;) {
+    transport().check(op);
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
 }
 
 void Across::fail_closed(int peer, const WaitScope& scope) {

@@ -52,6 +52,7 @@ class Across final : public HostsSide {
   int local(int rank) const override {
     return placement_.host_of[rank] == host_ ? placement_.local_of[rank] : -1;
   }
+  void blame(const OpInfo& op, double late) override;
 
   const Placement& placement() const { return placement_; }
   int rank() const { return rank_; }
@@ -70,11 +71,21 @@ class Across final : public HostsSide {
   const Board& board() const { return board_; }
   Ticker& ticker() { return *ticker_; }
   const std::shared_ptr<Communicator>& shared_inside() const { return inside_; }
+  // The ticket that post() returns, of a message to or from `peer`.
+  template <class Post>
+  TicketPtr posted(int peer, const WaitScope& scope, const Post& post) {
+    try {
+      return post();
+    } catch (const WireError& error) {
+      lost(peer, error, scope);
+    }
+  }
   std::byte* memory(size_t nbytes);  // until the next call; not cleared
   Pages& pages(uint64_t sequence) { return pages_[sequence & 1]; }
 
  private:
   void look(int peer, std::chrono::steady_clock::time_point& closed, const WaitScope& scope);
+  void look_at_leader(const WaitScope& scope);
   [[noreturn]] void lost(int peer, const WireError& error, const WaitScope& scope);
   [[noreturn]] void fail_closed(int peer, const WaitScope& scope);
 

@@ -38,10 +38,10 @@ Agreement::Agreement(Operation& operation)
     end += operation.placement.size_of(h) * sizeof(Header) + card_payload;
   }
   page_begin_.push_back(end);
-  expect(pages_);
+  expect(pages_, false);
 }
 
-void Agreement::expect(Pages& pages) {
+void Agreement::expect(Pages& pages, bool of_the_next) {
   pages.bytes.resize(page_begin_.back());
   if (!operation_.group.leads() || !pages.coming.empty()) return;
   std::vector<std::pair<int, TicketPtr>> coming;
@@ -49,7 +49,9 @@ void Agreement::expect(Pages& pages) {
     if (h == operation_.host) continue;
     const int leader = operation_.placement.ranks[h][0];
     std::byte* to = pages.bytes.data() + page_begin_[h];
-    coming.emplace_back(leader, operation_.group.wire().recv(leader, cards_phase, to, page_bytes(h)));
+    auto post = [&] { return operation_.group.wire().recv(leader, cards_phase, to, page_bytes(h)); };
+    coming.emplace_back(leader,
+                        of_the_next ? post() : operation_.group.posted(leader, operation_.scope(), post));
   }
   pages.coming = std::move(coming);
 }
@@ -78,8 +80,10 @@ void Agreement::begin() {
   for (int h = 0; h < operation_.placement.hosts() && operation_.group.leads(); ++h) {
     if (h == operation_.host) continue;
     const int leader = operation_.placement.ranks[h][0];
-    flight_.add(leader, operation_.group.wire().send(leader, cards_phase, page(operation_.host),
-                                                     page_bytes(operation_.host)));
+    flight_.add(leader, operation_.group.posted(leader, operation_.scope(), [&] {
+      return operation_.group.wire().send(leader, cards_phase, page(operation_.host),
+                                          page_bytes(operation_.host));
+    }));
   }
 }
 
@@ -119,7 +123,7 @@ void Agreement::conclude() {
   if (operation_.local != 0) step.in = nullptr;
   operation_.inside(std::move(step));
   try {
-    expect(operation_.group.pages(operation_.scope().op.sequence + 1));
+    expect(operation_.group.pages(operation_.scope().op.sequence + 1), true);
   } catch (const WireError&) {
     // the next operation, if there is one, finds it again
   }

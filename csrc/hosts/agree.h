@@ -47,7 +47,7 @@ class Agreement {
   void fill_card();
   void fill_page();
   // Receives for the pages of an operation, if they are not there yet.
-  void expect(Pages& pages);
+  void expect(Pages& pages, bool of_the_next);  // of_the_next: throws WireError
   std::byte* page(int host) { return pages_.bytes.data() + page_begin_[host]; }
   const Header* headers(int host) const {
     return reinterpret_cast<const Header*>(pages_.bytes.data() + page_begin_[host]);

@@ -1,7 +1,9 @@
-// board.h -- which ranks of other hosts have closed the group, for all ranks of this host to read. The leader
-// writes what the other leaders tell it (speaker.h).
+// board.h -- what the ranks of a host tell each other about a group that spans hosts, in shared memory: which
+// ranks of other hosts have closed the group (the leader writes what the other leaders tell it, speaker.h),
+// which operation each rank of this host has come to, and which one is overdue.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 
 #include "../communicator/registered.h"
@@ -12,16 +14,44 @@ class Board {
  public:
   // Collective among the ranks of the host.
   Board(Communicator& inside, int world_size)
-      : buffer_(allocate_registered(inside, world_size * sizeof(Word))),
-        words_(reinterpret_cast<Word*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))) {}
+      : buffer_(allocate_registered(inside, sizeof(Overdue) + world_size * sizeof(Line))),
+        overdue_(reinterpret_cast<Overdue*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))),
+        lines_(reinterpret_cast<Line*>(overdue_ + 1)) {}
 
-  void note_closed(int rank) { words_[rank].store(1, std::memory_order_release); }
-  bool closed(int rank) const { return words_[rank].load(std::memory_order_acquire) != 0; }
+  void note_closed(int rank) { lines_[rank].closed.store(1, std::memory_order_release); }
+  bool closed(int rank) const { return lines_[rank].closed.load(std::memory_order_acquire) != 0; }
+
+  void note_arrival(int rank, uint64_t sequence) {
+    lines_[rank].arrived.store(sequence, std::memory_order_release);
+  }
+  uint64_t arrived(int rank) const { return lines_[rank].arrived.load(std::memory_order_acquire); }
+
+  // The deadline of a rank of this host has passed in this operation.
+  void note_overdue(const OpInfo& op, double timeout) {
+    if (overdue_->sequence.load(std::memory_order_relaxed) >= op.sequence) return;
+    overdue_->kind.store(static_cast<uint32_t>(op.kind), std::memory_order_relaxed);
+    overdue_->timeout.store(timeout, std::memory_order_relaxed);
+    overdue_->sequence.store(op.sequence, std::memory_order_release);
+  }
+  OpInfo overdue(double& timeout) const {
+    const uint64_t sequence = overdue_->sequence.load(std::memory_order_acquire);
+    timeout = overdue_->timeout.load(std::memory_order_relaxed);
+    return {static_cast<OpKind>(overdue_->kind.load(std::memory_order_relaxed)), sequence};
+  }
 
  private:
-  using Word = std::atomic<uint32_t>;
+  struct Overdue {
+    std::atomic<uint64_t> sequence;
+    std::atomic<double> timeout;
+    std::atomic<uint32_t> kind;
+  };
+  struct Line {
+    std::atomic<uint64_t> arrived;
+    std::atomic<uint32_t> closed;
+  };
   const RegisteredBuffer buffer_;
-  Word* const words_;
+  Overdue* const overdue_;
+  Line* const lines_;
 };
 
 }  // namespace pycomm

@@ -38,11 +38,15 @@ Operation::Operation(Across& group, const Op& op, const WaitScope& scope)
 void Operation::inside(Op step) { group.inside().run(std::move(step)); }
 
 void Operation::send(Flight& flight, int rank, const std::byte* data, size_t count, int phase) {
-  if (count) flight.add(rank, group.wire().send(rank, tag_ + phase, data, count * item));
+  if (count == 0) return;
+  flight.add(rank, group.posted(rank, scope_,
+                                [&] { return group.wire().send(rank, tag_ + phase, data, count * item); }));
 }
 
 void Operation::recv(Flight& flight, int rank, std::byte* data, size_t count, int phase) {
-  if (count) flight.add(rank, group.wire().recv(rank, tag_ + phase, data, count * item));
+  if (count == 0) return;
+  flight.add(rank, group.posted(rank, scope_,
+                                [&] { return group.wire().recv(rank, tag_ + phase, data, count * item); }));
 }
 
 // 16-bit floats are divided before they are rounded: their sums may not fit.

@@ -3,6 +3,7 @@
 
 #include <pthread.h>
 
+#include <algorithm>
 #include <cstring>
 #include <sstream>
 
@@ -16,6 +17,7 @@ constexpr auto alive_every = std::chrono::seconds(1);
 constexpr auto longest_pause = std::chrono::seconds(2);  // of this thread, beyond which silence is its own
 constexpr auto until_reason = std::chrono::milliseconds(500);  // for whoever knows better to say it
 constexpr auto longest_farewell = std::chrono::seconds(1);
+constexpr auto longest_answer = std::chrono::milliseconds(300);  // less than the grace in across.cc
 constexpr size_t most_said = 32;
 
 }  // namespace
@@ -91,6 +93,7 @@ void Speaker::speak() {
     const auto now = Clock::now();
     if (!left_) look_at_host();
     look_at_others(now - last);
+    if (!left_) ask_about_overdue();
     if (!left_ && now >= next_alive_) {
       next_alive_ = now + alive_every;
       say({});
@@ -157,18 +160,83 @@ std::string Speaker::ranks_of(int h) const {
 
 // What is said and not taken for long is dropped: nobody is there to take it.
 void Speaker::say(const Word& word) {
-  for (int h = 0; h < placement_.hosts(); ++h) {
-    if (!peers_[h] || peers_[h]->gone.load()) continue;
-    auto& said = peers_[h]->said;
-    if (said.size() == most_said) said.pop_front();
-    auto copy = std::make_unique<Word>(word);
-    try {
-      TicketPtr ticket = wire_.send(h, tag, reinterpret_cast<std::byte*>(copy.get()), sizeof(Word));
-      said.emplace_back(std::move(copy), std::move(ticket));
-    } catch (const WireError&) {
-      // its thread sees it
-    }
+  for (int h = 0; h < placement_.hosts(); ++h)
+    if (peers_[h]) say(h, word);
+}
+
+void Speaker::say(int h, const Word& word) {
+  if (peers_[h]->gone.load()) return;
+  auto& said = peers_[h]->said;
+  if (said.size() == most_said) said.pop_front();
+  auto copy = std::make_unique<Word>(word);
+  try {
+    TicketPtr ticket = wire_.send(h, tag, reinterpret_cast<std::byte*>(copy.get()), sizeof(Word));
+    said.emplace_back(std::move(copy), std::move(ticket));
+  } catch (const WireError&) {
+    // its thread sees it
   }
+}
+
+Speaker::Behind Speaker::behind_here() const {
+  Behind behind;
+  for (int rank : placement_.ranks[host_]) {
+    const uint64_t arrived = board_.arrived(rank);
+    if (arrived < behind.sequence) behind = {arrived, {}};
+    if (arrived == behind.sequence) behind.ranks.push_back(rank);
+  }
+  return behind;
+}
+
+void Speaker::ask_about_overdue() {
+  double timeout = 0;
+  const OpInfo op = board_.overdue(timeout);
+  if (op.sequence == 0 || transport_.broken()) return;
+  if (std::exchange(asked_, op.sequence) != op.sequence) {
+    answers_until_ = Clock::now() + longest_answer;
+    Word word;
+    word.kind = Kind::asks;
+    word.sequence = op.sequence;
+    say(word);
+  }
+  Behind behind = behind_here();
+  bool all = true;
+  for (const auto& peer : peers_) {
+    if (!peer || peer->gone.load()) continue;
+    all &= peer->answered == asked_;
+    if (peer->answered != asked_ || peer->behind.sequence > behind.sequence) continue;
+    if (peer->behind.sequence < behind.sequence) behind = {peer->behind.sequence, {}};
+    behind.ranks.insert(behind.ranks.end(), peer->behind.ranks.begin(), peer->behind.ranks.end());
+  }
+  if (behind.sequence >= op.sequence || (!all && Clock::now() < answers_until_)) return;
+  std::sort(behind.ranks.begin(), behind.ranks.end());
+  std::ostringstream text;
+  for (size_t i = 0; i < behind.ranks.size(); ++i)
+    text << (i ? ", " : "") << placement_.name(behind.ranks[i]);
+  text << " did not arrive within the timeout of " << timeout << " s";
+  transport_.mark_broken({ErrorKind::timeout, op, behind.ranks[0], text.str()});
+}
+
+void Speaker::answer(int h, uint64_t sequence) {
+  const Behind behind = behind_here();
+  std::ostringstream text;
+  text << behind.sequence;
+  for (int rank : behind.ranks) text << ' ' << rank;
+  Word word;
+  word.kind = Kind::answers;
+  word.sequence = sequence;
+  std::strncpy(word.text, text.str().c_str(), sizeof(word.text) - 1);
+  std::lock_guard lock(mutex_);
+  if (!left_) say(h, word);
+}
+
+void Speaker::take_answer(int h, const Word& word) {
+  std::istringstream text(word.text);
+  Behind behind;
+  text >> behind.sequence;
+  for (int rank; text >> rank;) behind.ranks.push_back(rank);
+  std::lock_guard lock(mutex_);
+  peers_[h]->answered = word.sequence;
+  peers_[h]->behind = std::move(behind);
 }
 
 void Speaker::hear(int h) {
@@ -205,6 +273,8 @@ void Speaker::take(int h, const Word& word) {
                             word.rank,
                             word.text});
   }
+  if (word.kind == Kind::asks) answer(h, word.sequence);
+  if (word.kind == Kind::answers) take_answer(h, word);
   if (word.kind != Kind::closed) return;
   board_.note_closed(word.rank);
   if (word.rank == placement_.ranks[h][0]) peers_[h]->gone.store(true);

@@ -4,11 +4,17 @@
 // size travel:
 //   alive     every second; a host that has not been heard for `host_timeout` is lost
 //   broken    the group is broken on my host, and why: the other hosts raise the same
+//   asks      an operation is overdue here: which ranks are furthest behind?
+//   answers   which of my host are, and at which operation
 //   closed    a rank of my host has closed the group (board.h); if it is the leader, nothing follows
 // One thread for each other leader receives, and one speaks: it also looks at the lives of this host's ranks,
 // for nobody else does while they all wait for the wire. A connection that ends without `closed` is a leader
 // that died. When a leader has closed the group, its host has no speaker: what its other ranks do then is
 // seen on their own connections.
+//
+// Who has not come to an overdue operation is known to no rank that waits for it alone: a leader whose
+// message does not come may itself wait for a rank of its host. So the speaker of an overdue rank asks all
+// hosts, and names those ranks that have come to the earliest operation of all.
 //
 // A leader that was stopped itself has heard nobody meanwhile; so silence counts only while this thread runs.
 #pragma once
@@ -38,7 +44,11 @@ class Speaker {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class Kind : uint32_t { alive, broken, closed };
+  enum class Kind : uint32_t { alive, broken, closed, asks, answers };
+  struct Behind {  // the ranks, of a host or of all, that have come to the earliest operation
+    uint64_t sequence = ~uint64_t{0};
+    std::vector<int> ranks;
+  };
   struct Word {
     Kind kind = Kind::alive;
     uint32_t error = 0;
@@ -51,6 +61,8 @@ class Speaker {
     std::atomic<Clock::rep> heard{0};
     std::atomic<bool> gone{false};
     std::deque<std::pair<std::unique_ptr<Word>, TicketPtr>> said;  // under the lock
+    uint64_t answered = 0;  // the last operation asked for that it answered, under the lock
+    Behind behind;  // and how
     TicketPtr hears;  // set before the thread starts and by it, under the lock
     std::thread thread;
   };
@@ -59,9 +71,15 @@ class Speaker {
   void speak();
   void look_at_host();
   void look_at_others(Clock::duration since_last_look);
-  void say(const Word& word);  // with the lock held
+  // With the lock held:
+  void ask_about_overdue();
+  void say(const Word& word);  // to all
+  void say(int h, const Word& word);
   void hear(int h);
   void take(int h, const Word& word);
+  void answer(int h, uint64_t sequence);
+  void take_answer(int h, const Word& word);
+  Behind behind_here() const;
   void miss(int h, const std::string& what);
   std::string ranks_of(int h) const;
 
@@ -75,6 +93,8 @@ class Speaker {
   std::vector<bool> closed_;  // of this host's ranks, as told
   std::atomic<bool> heard_broken_{false};
   bool told_broken_ = false;
+  uint64_t asked_ = 0;  // the last operation asked for
+  Clock::time_point answers_until_{};
   std::mutex mutex_;
   std::condition_variable ended_;
   std::atomic<bool> stop_{false};
