@@ -53,15 +53,13 @@ def _ranks(answers, silent):
         names = ", ".join(map(str, silent))
         mend = "Look at the output of these ranks; start all of them with the same launcher."
         return Finding("ranks", State.missing, f"no answer from {names}", mend, fatal=True)
-    hosts = sorted({facts.host for facts in answers})
-    if len(hosts) > 1:
-        mend = "A group lies on one node: use a group per node, and another backend between nodes."
-        return Finding("ranks", State.missing, f"{len(answers)} on {', '.join(hosts)}", mend, fatal=True)
     versions = {(facts.versions["pycomm"], facts.versions["torch"], facts.python) for facts in answers}
     if len(versions) > 1:
         mend = "Start all ranks from one Python environment."
         return Finding("ranks", State.missing, "ranks have different versions", mend, fatal=True)
-    return Finding("ranks", State.ok, f"{len(answers)} on one node") if len(answers) > 1 else None
+    hosts = sorted({facts.host for facts in answers})
+    where = "one node" if len(hosts) == 1 else f"{len(hosts)} nodes: {', '.join(hosts)}"
+    return Finding("ranks", State.ok, f"{len(answers)} on {where}") if len(answers) > 1 else None
 
 
 # --- of one rank ---------------------------------------------------------------------------------
