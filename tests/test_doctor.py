@@ -135,7 +135,6 @@ def test_the_slowest_rank_counts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"host": "b"}, "a group per node"),
         ({"python": "3.12.1"}, "one Python environment"),
         ({"versions": {**GOOD.versions, "torch": "2.14.0"}}, "one Python environment"),
     ],
@@ -145,6 +144,13 @@ def test_ranks_that_do_not_fit_together(change, words):
     answers[1] = dataclasses.replace(answers[1], **change)
     found = of(checks.judge(answers), "ranks")
     assert found.fatal and words in found.mend
+
+
+def test_ranks_on_two_nodes():
+    answers = with_ranks(2)
+    answers[1] = dataclasses.replace(answers[1], host="another")
+    found = of(checks.judge(answers), "ranks")
+    assert found.state is checks.State.ok and "2 nodes" in found.found and "another" in found.found
 
 
 def test_a_rank_without_an_answer():
