@@ -71,15 +71,15 @@ class Speaker {
   void speak();
   void look_at_host();
   void look_at_others(Clock::duration since_last_look);
+  void answer(int h, uint64_t sequence);
+  void take_answer(int h, const Word& word);
+  Behind behind_here() const;
   // With the lock held:
   void ask_about_overdue();
   void say(const Word& word);  // to all
   void say(int h, const Word& word);
   void hear(int h);
   void take(int h, const Word& word);
-  void answer(int h, uint64_t sequence);
-  void take_answer(int h, const Word& word);
-  Behind behind_here() const;
   void miss(int h, const std::string& what);
   std::string ranks_of(int h) const;
 
