@@ -5,7 +5,7 @@ docs/torch_suite.md.
 """
 
 import pytest
-from torch_suite.run import Workers, read_passes
+from torch_suite.run import HOSTS, Case, Workers, read_passes
 
 ONCE_FAILED = {
     "test_sparse_all_reduce_sum",
@@ -64,3 +64,23 @@ def test_torch_suite(workers, case):
 def test_profiler_events(workers, case):
     result = workers.run(case, profiler=True)
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
+
+
+# Refused over hosts, with a sentence.
+NOT_OVER_HOSTS = {"test_monitored_barrier_gloo", "test_monitored_barrier_gloo_rank_0_timeout"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "case", [case for case in read_passes() if case.conditions == "gloo"], ids=lambda case: case.name
+)
+def test_over_hosts(workers, case):
+    """The same on two simulated hosts of two ranks. Tests that want another number of ranks are skipped by
+    the suite itself.
+    """
+    result = workers.run(Case(*HOSTS, case.name))
+    if case.name in NOT_OVER_HOSTS:
+        assert "spans hosts" in result["reason"], result["reason"]
+    else:
+        assert result["outcome"] in ("passed", "skipped"), result["reason"]
