@@ -109,6 +109,35 @@ def test_evaluation_and_verify():
     assert spawn(2, evaluated) == [True, True]
 
 
+def padding_alone(rank, world_size, text):
+    model = make("mixtral")
+    model, opt = par.parallelize(model, optimizer(model), par.Plan.parse(text))
+    loss = par.step(model, opt, half_of_padding(), clip=0.5).item()
+    return loss, par.full_state_dict(model)
+
+
+def half_of_padding():
+    """A batch of which the second data rank has padding alone."""
+    whole = batch(0)
+    whole["attention_mask"][ROWS // 2 :] = 0
+    whole["labels"][ROWS // 2 :] = -100
+    return whole
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("text", ["dp=2", "ep=2,zero=2"])
+def test_rank_with_padding_alone(text):
+    model = make("mixtral")
+    opt, out = optimizer(model), model(**half_of_padding())
+    out.loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    opt.step()
+    for loss, state in spawn(2, padding_alone, text):
+        assert abs(loss - out.loss.item()) < 1e-5 * loss
+        for key, value in model.named_parameters():
+            assert equality.relative(state[key], value.detach()) < 1e-5, key
+
+
 def refused(rank, world_size):
     for text in ("pp=2", "ring=2", "tp=2,megatron_sp"):
         model = make("mixtral")
