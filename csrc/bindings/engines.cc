@@ -11,6 +11,7 @@ namespace {
 // Freed with the interpreter's lock, from whatever thread.
 std::shared_ptr<py::function> shared(py::function function) {
   return {new py::function(std::move(function)), [](py::function* held) {
+            if (python_ended()) return;
             const py::gil_scoped_acquire gil;
             delete held;
           }};
@@ -28,7 +29,12 @@ MakeWiresWithStore make_wires_by(py::function engines) {
       made = (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt,
                         request.timeout)
                  .cast<decltype(made)>();
-    } catch (const py::error_already_set& error) {
+    } catch (py::error_already_set& error) {
+      if (!error.matches(PyExc_Exception)) {  // Ctrl-C
+        error.restore();
+        if (!keep_raised()) PyErr_Clear();
+        throw std::runtime_error("interrupted");
+      }
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
     Wires wires{std::make_shared<C10dWire>(std::move(made.first)), nullptr};

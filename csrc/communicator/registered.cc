@@ -84,13 +84,30 @@ RegisteredBuffer allocate_on_hosts(Communicator& comm, size_t nbytes) {
     if (sizes[p] != nbytes) comm.raise(ErrorKind::mismatch, info, p, difference(nbytes, sizes[p], p));
   Communicator& inside = comm.hosts_side()->inside();
   RegisteredBuffer buffer;
-  const auto verdicts =
-      all_gather_value(comm, attempt([&] { buffer = allocate_registered(inside, nbytes); }));
-  int rank = -1;
-  const std::string failure = first_failure(verdicts, &rank);
-  if (failure.empty()) return buffer;
-  if (buffer.memory) inside.transport().drop_region(buffer.region);
-  comm.raise(ErrorKind::none, info, rank, failure);
+  struct Tried {
+    Verdict verdict;
+    int rank = -1;  // that has failed, where it is known
+  };
+  Tried mine;
+  mine.verdict = attempt([&] {
+    try {
+      buffer = allocate_registered(inside, nbytes);
+    } catch (const CommError& error) {
+      mine.rank = error.peer;
+      const std::string text =
+          error.what();  // "[rank ..] alloc: rank 1: what it lacks", 1 as the host counts
+      const size_t place = text.rfind("rank "), end = text.find(": ", place);
+      throw std::runtime_error(end == std::string::npos ? text : text.substr(end + 2));
+    }
+  });
+  const std::vector<Tried> all = all_gather_value(comm, mine);
+  for (int p = 0; p < comm.world_size(); ++p) {
+    if (all[p].verdict.ok()) continue;
+    if (buffer.memory) inside.transport().drop_region(buffer.region);
+    const int rank = all[p].rank < 0 ? p : all[p].rank;
+    comm.raise(ErrorKind::none, info, rank, "rank " + std::to_string(rank) + ": " + all[p].verdict.text);
+  }
+  return buffer;
 }
 
 }  // namespace

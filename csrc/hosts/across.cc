@@ -68,6 +68,7 @@ void Across::run(const Op& op, const WaitScope& scope) {
   Operation operation(*this, op, scope);
   Agreement agreement(operation);
   run_kind(operation, agreement);
+  board_.note_finished(rank_, scope.op.sequence);
   transport().idle();  // settles messages that came meanwhile, where the worker is held up
 }
 
@@ -104,7 +105,8 @@ void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
   }
   look_at_leader(scope);
   const auto now = Clock::now();
-  if (board_.closed(peer)) {  // what it sent before may still be on its way
+  // One that has finished this operation has sent all of it, however long that takes to arrive.
+  if (board_.closed(peer) && board_.finished(peer) < scope.op.sequence) {
     if (closed == Clock::time_point{}) closed = now;
     if (now - closed > until_reason) fail_closed(peer, scope);
   }

@@ -1,6 +1,6 @@
 // board.h -- what the ranks of a host tell each other about a group that spans hosts, in shared memory: which
 // ranks of other hosts have closed the group (the leader writes what the other leaders tell it, speaker.h),
-// which operation each rank of this host has come to, and which one is overdue.
+// which operation each rank of this host has come to and has finished, and which one is overdue.
 #pragma once
 
 #include <algorithm>
@@ -18,12 +18,20 @@ class Board {
         overdue_(reinterpret_cast<Overdue*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))),
         lines_(reinterpret_cast<Line*>(overdue_ + 1)) {}
 
-  void note_closed(int rank) { lines_[rank].closed.store(1, std::memory_order_release); }
+  // What it had sent until its last operation may still be on its way.
+  void note_closed(int rank, uint64_t finished) {
+    note_finished(rank, finished);
+    lines_[rank].closed.store(1, std::memory_order_release);
+  }
   bool closed(int rank) const { return lines_[rank].closed.load(std::memory_order_acquire) != 0; }
 
   void note_arrival(int rank, uint64_t sequence) {
     lines_[rank].arrived.store(sequence, std::memory_order_release);
   }
+  void note_finished(int rank, uint64_t sequence) {
+    lines_[rank].finished.store(sequence, std::memory_order_release);
+  }
+  uint64_t finished(int rank) const { return lines_[rank].finished.load(std::memory_order_acquire); }
   uint64_t arrived(int rank) const { return lines_[rank].arrived.load(std::memory_order_acquire); }
 
   // The deadline of a rank of this host has passed in this operation.
@@ -46,7 +54,7 @@ class Board {
     std::atomic<uint32_t> kind;
   };
   struct Line {
-    std::atomic<uint64_t> arrived;
+    std::atomic<uint64_t> arrived, finished;
     std::atomic<uint32_t> closed;
   };
   const RegisteredBuffer buffer_;

@@ -69,6 +69,7 @@ void Speaker::leave() {
     Word word;
     word.kind = Kind::closed;
     word.rank = placement_.ranks[host_][0];
+    word.sequence = board_.finished(word.rank);
     say(word);
   }
   // Without the lock: the other leader may be here, too, and its word needs the thread that hears. Nothing is
@@ -111,6 +112,7 @@ void Speaker::look_at_host() {
       Word word;
       word.kind = Kind::closed;
       word.rank = placement_.ranks[host_][l];
+      word.sequence = board_.finished(word.rank);
       if (l != 0) say(word);
     } else if (l != 0 && !transport_.broken() && !transport_.peer_alive(l) && !transport_.peer_closed(l)) {
       transport_.mark_broken({ErrorKind::peer,
@@ -220,7 +222,11 @@ void Speaker::answer(int h, uint64_t sequence) {
   const Behind behind = behind_here();
   std::ostringstream text;
   text << behind.sequence;
-  for (int rank : behind.ranks) text << ' ' << rank;
+  for (int rank : behind.ranks) {  // as many as a word has room for
+    const std::string next = ' ' + std::to_string(rank);
+    if (text.str().size() + next.size() >= sizeof(Word::text)) break;
+    text << next;
+  }
   Word word;
   word.kind = Kind::answers;
   word.sequence = sequence;
@@ -276,7 +282,7 @@ void Speaker::take(int h, const Word& word) {
   if (word.kind == Kind::asks) answer(h, word.sequence);
   if (word.kind == Kind::answers) take_answer(h, word);
   if (word.kind != Kind::closed) return;
-  board_.note_closed(word.rank);
+  board_.note_closed(word.rank, word.sequence);
   if (word.rank == placement_.ranks[h][0]) peers_[h]->gone.store(true);
 }
 

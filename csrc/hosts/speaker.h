@@ -6,7 +6,8 @@
 //   broken    the group is broken on my host, and why: the other hosts raise the same
 //   asks      an operation is overdue here: which ranks are furthest behind?
 //   answers   which of my host are, and at which operation
-//   closed    a rank of my host has closed the group (board.h); if it is the leader, nothing follows
+//   closed    a rank of my host has closed the group (board.h), and its last operation; if it is the leader,
+//             nothing follows
 // One thread for each other leader receives, and one speaks: it also looks at the lives of this host's ranks,
 // for nobody else does while they all wait for the wire. A connection that ends without `closed` is a leader
 // that died. When a leader has closed the group, its host has no speaker: what its other ranks do then is

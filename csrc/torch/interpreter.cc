@@ -42,10 +42,7 @@ bool run_signal_handlers() {
   const PyGILState_STATE state = PyGILState_Ensure();
   // While an error is on its way (the wait is part of a clean-up) the handlers wait, too.
   const bool raised = !raised_type && !PyErr_Occurred() && PyErr_CheckSignals() != 0;
-  if (raised) {
-    PyErr_Fetch(&raised_type, &raised_value, &raised_traceback);
-    Py_AddPendingCall(&raise_after_the_call, nullptr);
-  }
+  if (raised) keep_raised();
   PyGILState_Release(state);
   return raised;
 }
@@ -66,6 +63,13 @@ void hang_if_python_ended() {
 }
 
 void watch_signals() { set_interrupt_check(&run_signal_handlers); }
+
+bool keep_raised() {
+  if (!on_main_thread() || raised_type || !PyErr_Occurred()) return false;
+  PyErr_Fetch(&raised_type, &raised_value, &raised_traceback);
+  Py_AddPendingCall(&raise_after_the_call, nullptr);
+  return true;
+}
 
 bool raise_from_handler() {
   if (!raised_type || !on_main_thread()) return false;

@@ -56,6 +56,9 @@ struct HangIfPythonEnded {
 
 // From now on waits of the main thread run Python's signal handlers, [Note: Ctrl-C].
 void watch_signals();
+// Keeps what a handler has raised in Python code that was called from a wait, as if it had run in the wait.
+// False: nothing, or this is no main thread. With the lock held.
+bool keep_raised();
 // Raises in Python what a handler has raised in a wait. False: none has. With the lock held.
 bool raise_from_handler();
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from test_engines import exchange, failing, make
 
+import pycomm
 from pycomm import env
 from pycomm.hosts import engine
 from pycomm.testing import emulated
@@ -391,3 +392,25 @@ def test_tensors_are_what_was_sent(two_by_two):
         return bool((got == torch.arange(count).float() + peer).all())
 
     assert run(two_by_two, body) == dict.fromkeys(range(4), True)
+
+
+def test_who_has_sent_all_may_leave():
+    """The link needs 6 s for what the root has sent when it closes its group; word of that comes first."""
+
+    def body(rank, link):
+        x = torch.full((1 << 20,), 7.0 if rank == 0 else 0.0)
+        with pycomm.Communicator(own_store(), rank, 2, timeout=30.0) as comm:
+            comm.barrier()
+            comm.broadcast(x)
+        if rank == 0:
+            link.recv()  # its connections end with the process
+        else:
+            link.send("got it")
+        return bool((x == 7).all())
+
+    with contextlib.closing(open_hosts("1+1", rate="5mbit")) as hosts:
+        with hosts.ranks(body, limit=LIMIT) as processes:
+            processes.recv(1, LIMIT)
+            processes.links[0].send("go on")
+            found = {rank: outcome.value for rank, outcome in processes.outcomes(40).items()}
+    assert found == {0: True, 1: True}

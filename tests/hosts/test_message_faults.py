@@ -3,6 +3,7 @@ die, Ctrl-C, fork; and that nothing is left of them.
 """
 
 import contextlib
+import datetime
 import os
 import signal
 import threading
@@ -10,9 +11,10 @@ import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from places import raises
 
-from pycomm import AbortedError, CommTimeoutError, MismatchError, PeerError
+from pycomm import AbortedError, CommTimeoutError, Communicator, MismatchError, PeerError, hosts
 from pycomm.testing import run_ranks
 
 SIZES = (4, 70001)
@@ -220,3 +222,34 @@ def test_nothing_is_left_of_links(run_threads):
     while links() > before and time.monotonic() < until:
         time.sleep(0.01)
     assert links() <= before
+
+
+def test_ctrl_c_while_hosts_connect():
+    def body(rank):
+        store = dist.PrefixStore("connect", dist.distributed_c10d._get_default_store())
+        if rank == 1:
+
+            def wait_for_the_other(*arguments):
+                store.set("inside", "")
+                store.wait(["over"], datetime.timedelta(seconds=20))
+
+            hosts.engines = wait_for_the_other
+        else:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+            def interrupt():
+                store.wait(["inside"], datetime.timedelta(seconds=20))
+                time.sleep(0.5)  # this rank is there, too
+                os.kill(os.getpid(), signal.SIGINT)
+
+            threading.Thread(target=interrupt).start()
+        try:
+            Communicator(store, rank, 2, timeout=20.0, _host=f"host{rank}")
+        except KeyboardInterrupt:
+            store.set("over", "")
+            return "interrupted"
+        except Exception as error:
+            return type(error).__name__
+
+    options = {"mode": "processes", "backend": "gloo", "timeout": 40}
+    assert run_ranks(2, body, **options)[0] == "interrupted"
