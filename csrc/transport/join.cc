@@ -19,7 +19,7 @@ using Clock = std::chrono::steady_clock;
 
 constexpr size_t primary_budget = 8 << 20;
 constexpr size_t further_budget = 1 << 20;
-constexpr int max_ranks_of_node = 1024;
+constexpr int max_ranks = 1024;
 
 // What follows from the records; the same on every rank.
 Transport::Terms settle_terms(const Identity& identity, const TransportOptions& options,
@@ -67,6 +67,9 @@ Joining::Joining(Store& store, int rank, int world_size, const TransportOptions&
   if (world_size < 1 || rank < 0 || rank >= world_size)
     throw std::invalid_argument("pycomm: rank " + std::to_string(rank) +
                                 " is not in [0, world_size=" + std::to_string(world_size) + ")");
+  if (world_size > max_ranks)
+    throw std::invalid_argument("pycomm: world_size=" + std::to_string(world_size) + " exceeds " +
+                                std::to_string(max_ranks) + " ranks in a group");
   const std::chrono::duration<double> limit(std::min(options.timeout, longest_timeout));
   scope_ = {{}, Clock::now() + std::chrono::duration_cast<Clock::duration>(limit), options.timeout};
   rendezvous_.emplace(store, identity_, scope_, options.place);
@@ -86,9 +89,6 @@ bool Joining::one_host() const {
 
 std::unique_ptr<Transport> Joining::transport() {
   return telling([this] {
-    if (identity_.world_size > max_ranks_of_node)
-      throw std::invalid_argument("world_size=" + std::to_string(identity_.world_size) + " exceeds " +
-                                  std::to_string(max_ranks_of_node) + " ranks on one node");
     const Transport::Terms terms = settle_terms(identity_, options_, records_);
     auto memory = share_memory(*rendezvous_, identity_, terms, options_);
     transport_ =
