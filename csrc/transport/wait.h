@@ -53,7 +53,7 @@ struct WaitScope {
   bool any_peer =
       false;  // one of the peers suffices: those that closed the group are not missed while one is left
   bool patient = false;  // a worker thread: sleeps early, the cores belong to the caller
-  bool yields = true;    // before it sleeps; not where others than the ranks here want the cores
+  bool yields = true;  // before it sleeps; not where others than the ranks here want the cores
 };
 
 inline WaitScope scope_of(const OpInfo& op, double timeout) {
