@@ -1,10 +1,9 @@
 """What pycomm.explain says of a group over hosts: its steps, and the bytes on the links between hosts."""
 
+from pycomm import _C
 from pycomm.groups import show_hosts
 
 __all__ = ["explain_over_hosts"]
-
-CARD = 1024  # bytes that travel with the header of an operation (csrc/hosts/agree.h)
 
 # docs/hosts.md has the pictures.
 _STEPS = {
@@ -30,7 +29,7 @@ def explain_over_hosts(op, size, hosts):
     sizes = [hosts.count(host) for host in sorted(set(hosts))]
     what = f"{op} of {size} bytes on {len(hosts)} ranks, two levels: {show_hosts(hosts)}"
     if _fits_a_card(op, size, sizes):
-        return f"{what}: {_SMALL} of about {CARD} bytes."
+        return f"{what}: {_SMALL} of about {_C.card_payload} bytes."
     return (
         f"{what}: {_STEPS[op]}. Over the busiest link, in one direction: {_on_link(op, size, sizes)} bytes."
     )
@@ -38,8 +37,8 @@ def explain_over_hosts(op, size, hosts):
 
 def _fits_a_card(op, size, sizes):
     if op in ("all_reduce", "reduce", "broadcast"):
-        return size <= CARD
-    return op == "barrier" or (op == "all_gather" and size * max(sizes) <= CARD)
+        return size <= _C.card_payload
+    return op == "barrier" or (op == "all_gather" and size * max(sizes) <= _C.card_payload)
 
 
 def _on_link(op, size, sizes):

@@ -1,4 +1,5 @@
 // module.cc -- the Python module pycomm._C: its constants, its errors, and its parts in order.
+#include "../hosts/agree.h"
 #include "../torch/interpreter.h"
 #include "bindings.h"
 
@@ -53,6 +54,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("kinds") = names<OpKind>(num_op_kinds);
   module.attr("algorithms") = names<Algorithm>(num_algorithms);
   module.attr("slot_payload_bytes") = slot_payload_bytes;
+  module.attr("card_payload") = card_payload;
   module.attr("longest_timeout") = longest_timeout;
   bind_backend(module);
 }

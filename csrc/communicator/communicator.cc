@@ -71,12 +71,6 @@ void Communicator::raise(ErrorKind kind, const OpInfo& op, int peer, const std::
   throw CommError(kind, transport_->where(op) + text, rank_, world_size_, op, peer);
 }
 
-void Communicator::fail(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) {
-  transport_->mark_broken({kind, op, peer, text});
-  transport_->check(op);
-  raise(kind, op, peer, text);
-}
-
 void Task::wait(double timeout) { comm_.wait(*this, timeout); }
 bool Task::poll() { return comm_.poll(*this); }
 void Task::help(bool) { comm_.help(*this); }

@@ -107,8 +107,8 @@ class Communicator {
   // What runs a collective on the CPU to completion (collectives/collectives.h), for those below it.
   using RunOp = void (*)(Communicator&, Op);
 
-  // `rank` and `world_size`: where not the transport's (HostsSide).
   Communicator(std::shared_ptr<Transport> transport, RunOp run_op);
+  // `rank` and `world_size`: where not the transport's (HostsSide).
   Communicator(std::shared_ptr<Transport> transport, RunOp run_op, int rank, int world_size);
   ~Communicator();
   Communicator(const Communicator&) = delete;
@@ -141,7 +141,6 @@ class Communicator {
   }
   // Of this rank alone; `peer` is a rank of this group.
   [[noreturn]] void raise(ErrorKind kind, const OpInfo& op, int peer, const std::string& text) const;
-  [[noreturn]] void fail(ErrorKind kind, const OpInfo& op, int peer, const std::string& text);
 
   void attach(std::unique_ptr<BackgroundProgress> progress);
   // This thread makes progress beside an operation, of whatever group, in which it waits. A callback that

@@ -132,11 +132,8 @@ void Agreement::conclude() {
     for (int l = 0; l < operation_.placement.size_of(h); ++l) {
       if (headers(h)[l] == mine) continue;
       const int rank = operation_.placement.ranks[h][l];
-      throw CommError(ErrorKind::mismatch,
-                      operation_.group.transport().where(operation_.scope().op) +
-                          describe_call(operation_.op, headers(h)[l], operation_.placement.name(rank)),
-                      operation_.group.rank(), operation_.placement.world_size(), operation_.scope().op,
-                      rank);
+      operation_.raise_mismatch(rank,
+                                describe_call(operation_.op, headers(h)[l], operation_.placement.name(rank)));
     }
 }
 

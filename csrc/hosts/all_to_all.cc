@@ -87,10 +87,7 @@ void compare(Operation& o, Tables& tables) {
       const uint64_t sent = tables.sent(src, dst), expected = tables.expected(dst, src);
       if (sent == expected || expected == unknown) continue;
       const int other = src == rank ? dst : src;
-      throw CommError(ErrorKind::mismatch,
-                      o.group.transport().where(o.scope().op) +
-                          describe_splits(o.placement.name(src), sent, o.placement.name(dst), expected),
-                      rank, n, o.scope().op, other);
+      o.raise_mismatch(other, describe_splits(o.placement.name(src), sent, o.placement.name(dst), expected));
     }
 }
 

@@ -35,6 +35,11 @@ Operation::Operation(Across& group, const Op& op, const WaitScope& scope)
   group.inside().serve(&inside_scope_);
 }
 
+void Operation::raise_mismatch(int rank, const std::string& text) const {
+  throw CommError(ErrorKind::mismatch, group.transport().where(scope_.op) + text, group.rank(),
+                  placement.world_size(), scope_.op, rank);
+}
+
 void Operation::inside(Op step) { group.inside().run(std::move(step)); }
 
 void Operation::send(Flight& flight, int rank, const std::byte* data, size_t count, int phase) {

@@ -38,6 +38,8 @@ class Operation {
   const int host, local, locals;  // this host, this rank in it, its ranks
 
   const WaitScope& scope() const { return scope_; }
+  // Calls differ. All ranks come to the same verdict, so the group goes on.
+  [[noreturn]] void raise_mismatch(int rank, const std::string& text) const;
   // A step inside the host.
   void inside(Op step);
   // From now on steps inside may have to wait for the wire: [Note: limits inside], across.h.
