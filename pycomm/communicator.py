@@ -22,6 +22,7 @@ import torch
 
 from pycomm import _C, env, hosts
 from pycomm.arrays import as_tensor, as_tensors, call_in_stream, like
+from pycomm.membership import Membership
 from pycomm.options import seconds, transport_options
 
 __all__ = ["Communicator", "Work", "empty"]
@@ -66,7 +67,7 @@ class Work(_C.Work):
         return self._source()
 
 
-class Communicator:
+class Communicator(Membership):
     """A group of ranks, on one node or several, and the collectives among them.
 
     Args:
@@ -116,17 +117,22 @@ class Communicator:
             store, _, _ = next(torch.distributed.rendezvous("env://", rank, world_size))
         if rank is None or world_size is None:
             raise ValueError("pass rank and world_size together with store")
-        timeout = seconds(timeout, "PYCOMM_TIMEOUT or 300") or settings.timeout or DEFAULT_TIMEOUT
+        timeout = self._own_limit(timeout, settings)
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
-        self._store = store
-        self._comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
+        comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
+        self._take(comm, store, name, timeout, settings)
+
+    def _take(self, comm, store, name, timeout, settings):
         for op, algorithm in settings.algorithm.items():
-            self._comm.set_algorithm(op, algorithm)
+            comm.set_algorithm(op, algorithm)
+        self._comm = comm
+        self._store = store
         self._splits = 0
         self._timeout = timeout
+        self._settings = settings
         self.name = name
-        self.rank = rank
-        self.world_size = world_size
+        self.rank = comm.rank
+        self.world_size = comm.world_size
 
     # --- collectives --------------------
 
@@ -248,24 +254,7 @@ class Communicator:
         """
         return self._comm.recv(x, -1 if src is None else src, tag, x, async_op, None, timeout)
 
-    # --- groups, memory, life --------------------
-
-    def split(self, color, key=0):
-        """Collective: ranks with equal color form a new group, ordered by (key, rank). color=None: this rank
-        joins none and gets None.
-        """
-        mine = torch.tensor([-1 if color is None else int(color), int(key)], dtype=torch.int64)
-        if color is not None and int(color) < 0:
-            raise self._wrong("split", f"color={color} must not be negative")
-        entries = self.all_gather(mine).tolist()
-        self._splits += 1
-        if color is None:
-            return None
-        members = sorted((entry[1], rank) for rank, entry in enumerate(entries) if entry[0] == int(color))
-        ranks = [rank for _, rank in members]
-        name = f"{self.name}/{self._splits}.{int(color)}"
-        options = {"name": name, "timeout": self._timeout, "_origin": (self._comm, ranks)}
-        return Communicator(self._store, ranks.index(self.rank), len(ranks), **options)
+    # --- memory, life; other groups: membership.py --------------------
 
     def empty(self, shape, dtype=torch.float32, *, device="cpu"):
         """Collective: a torch tensor of zeros in memory that every rank has mapped, so that collectives on it
@@ -321,6 +310,18 @@ class Communicator:
         if not flat.is_contiguous():
             raise self._wrong(op, "the array of all parts must be contiguous; or pass a list of arrays")
         return list(flat.view(-1).chunk(self.world_size)) if numel else [flat.view(-1)] * self.world_size
+
+    def _set_timeout(self, timeout):
+        self._comm.set_timeout(timeout)
+        self._timeout = timeout
+
+    def _limit(self, timeout):
+        return seconds(timeout, "the group's") or self._timeout
+
+    @staticmethod
+    def _own_limit(timeout, settings=None):
+        own = (settings or env.settings()).timeout or DEFAULT_TIMEOUT
+        return seconds(timeout, "PYCOMM_TIMEOUT or 300") or own
 
     def _wrong(self, op, text):
         return ValueError(f"[rank {self.rank}/{self.world_size}] {op}: {text}")

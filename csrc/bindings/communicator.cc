@@ -5,6 +5,7 @@
 #include "../cuda/plan.h"
 #include "../torch/device.h"
 #include "../torch/interpreter.h"
+#include "../torch/shrink.h"
 #include "bindings.h"
 
 namespace pycomm {
@@ -57,9 +58,12 @@ py::dict describe(const CommPtr& comm) {
 
 void bind_communicator(py::module_& module) {
   CommClass comm(module, "Communicator");
+  // Where the group's own store may be gone; see connect in store.cc.
+  py::class_<PageStore, std::shared_ptr<PageStore>>(module, "PageStore");
   comm.def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("world_size", &Communicator::world_size)
       .def_property_readonly("timeout", [](Communicator& c) { return c.transport().timeout(); })
+      .def("set_timeout", [](Communicator& c, double timeout) { c.transport().set_timeout(timeout); })
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
       .def("abort",
@@ -67,10 +71,18 @@ void bind_communicator(py::module_& module) {
              WithoutGil no_gil;
              c.abort(reason);
            })
-      .def("close", [](Communicator& c) {
-        WithoutGil no_gil;
-        c.close();
-      });
+      .def("close",
+           [](Communicator& c) {
+             WithoutGil no_gil;
+             c.close();
+           })
+      .def("shrink",
+           [](const CommPtr& self, const std::vector<int>& exclude, double timeout) {
+             WithoutGil no_gil;
+             Shrunk shrunk = shrink(self, exclude, false, timeout);
+             return std::make_pair(std::move(shrunk.comm), std::move(shrunk.ranks));
+           })
+      .def("pages", [](const CommPtr& self) { return std::make_shared<PageStore>(self->shared_transport()); });
   bind_collectives(comm);
   bind_messages(comm);
   bind_registered(comm);

@@ -6,6 +6,7 @@
 #include "../torch/connect.h"
 #include "../torch/interpreter.h"
 #include "../torch/torch_store.h"
+#include "../transport/page_store.h"
 #include "../transport/watched_store.h"
 #include "bindings.h"
 #include "engines.h"
@@ -79,6 +80,10 @@ void bind_store(py::module_& module) {
   module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options,
                            const std::optional<Origin>& origin, const py::object&) {
     return connect_without_gil(store, rank, n, options, origin, loop_wires(store));
+  });
+  module.def("connect", [](PageStore& store, int rank, int n, const TransportOptions& options,
+                           const std::optional<Origin>& origin, const py::object&) {
+    return connect_without_gil(store, rank, n, options, origin, {});
   });
   module.def("connect", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int n,
                            const TransportOptions& options, const std::optional<Origin>& origin,

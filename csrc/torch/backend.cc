@@ -6,6 +6,7 @@
 #include "connect.h"
 #include "interpreter.h"
 #include "registered_tensor.h"
+#include "shrink.h"
 #include "timeouts.h"
 #include "torch_store.h"
 
@@ -24,9 +25,12 @@ std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<c10d::Store>& sto
 
 PycommBackend::PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                              c10::intrusive_ptr<Options> options)
-    : c10d::Backend(rank, size),
-      options_(std::move(options)),
-      comm_(connect(store, rank, size, *options_)),
+    : PycommBackend(Joined{options, connect(store, rank, size, *options)}) {}
+
+PycommBackend::PycommBackend(Joined joined)
+    : c10d::Backend(joined.comm->rank(), joined.comm->world_size()),
+      options_(std::move(joined.options)),
+      comm_(std::move(joined.comm)),
       submitter_(comm_, [this] { return describe(); }, options_->timeout) {}
 
 RecordedGroup PycommBackend::describe() const {
@@ -99,24 +103,43 @@ void PycommBackend::registerOnCompletionHook(std::function<void(std::shared_ptr<
   submitter_.set_hook(std::move(hook));
 }
 
+// A part of this group: `ranks` in their order.
+c10::intrusive_ptr<PycommBackend::Options> PycommBackend::options_of(const std::vector<int>& ranks,
+                                                                     const std::string& name) const {
+  auto options = c10::make_intrusive<Options>(*options_);
+  options->transport.name = options->group_name = name;
+  options->global_ranks_in_group.clear();
+  for (int rank : ranks)
+    options->global_ranks_in_group.push_back(
+        options_->global_ranks_in_group.empty() ? rank : options_->global_ranks_in_group.at(rank));
+  return options;
+}
+
 // Collective among `ranks` alone; the others get nullptr at once.
 c10::intrusive_ptr<c10d::Backend> PycommBackend::split(
     const c10::intrusive_ptr<c10d::Store>& store, const std::vector<int>& ranks,
     const c10::intrusive_ptr<c10d::Backend::Options>& opts) {
   const auto mine = std::find(ranks.begin(), ranks.end(), rank_);
   if (mine == ranks.end()) return nullptr;
-  auto options = c10::make_intrusive<Options>(*options_);
-  options->transport.name =
-      opts && !opts->group_name.empty() ? opts->group_name : options_->transport.name + "/split";
+  const bool named = opts && !opts->group_name.empty();
+  auto options = options_of(ranks, named ? opts->group_name : options_->transport.name + "/split");
   if (opts) options->timeout = opts->timeout;
   options->transport.timeout = seconds_of_group(options->timeout);
-  options->group_name = options->transport.name;
-  options->global_ranks_in_group.clear();
-  for (int rank : ranks)
-    options->global_ranks_in_group.push_back(
-        options_->global_ranks_in_group.empty() ? rank : options_->global_ranks_in_group.at(rank));
   return c10::make_intrusive<PycommBackend>(store, static_cast<int>(mine - ranks.begin()),
                                             static_cast<int>(ranks.size()), std::move(options));
+}
+
+c10::intrusive_ptr<c10d::Backend> PycommBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int,
+                                                        const c10::intrusive_ptr<c10d::Backend::Options>&) {
+  WithoutGilIfHeld no_gil;
+  try {
+    Shrunk shrunk = pycomm::shrink(comm_, {ranks_to_exclude.begin(), ranks_to_exclude.end()}, true,
+                                   comm_->transport().timeout());
+    auto options = options_of(shrunk.ranks, shrunk.comm->transport().name());
+    return c10::make_intrusive<PycommBackend>(Joined{std::move(options), std::move(shrunk.comm)});
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
 }
 
 }  // namespace pycomm

@@ -38,6 +38,8 @@ using MakeWiresWithStore =
     std::function<Wires(const c10::intrusive_ptr<c10d::Store>& store, const WireRequest& request)>;
 
 class PycommBackend final : public c10d::Backend {
+  struct Joined;
+
  public:
   struct Options final : c10d::Backend::Options {
     Options(std::chrono::milliseconds timeout, TransportOptions transport, Algorithms algorithms,
@@ -57,6 +59,7 @@ class PycommBackend final : public c10d::Backend {
   // Blocks until all ranks of the group have come.
   PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                 c10::intrusive_ptr<Options> options);
+  explicit PycommBackend(Joined joined);
   // Does not wait for peers: what is still under way fails, as after shutdown().
   ~PycommBackend() override;
 
@@ -124,7 +127,17 @@ class PycommBackend final : public c10d::Backend {
                                           const std::vector<int>& ranks,
                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
 
+  // Collective among all ranks but those, which may be dead; transport/survivors.h. No flag has a meaning
+  // here, and the options of the new group are those of this one, as are the names of its ranks.
+  bool supportsShrinking() const override { return true; }
+  c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
+                                           const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+
  private:
+  struct Joined {
+    c10::intrusive_ptr<Options> options;
+    std::shared_ptr<Communicator> comm;
+  };
   CallOptions call_options(OpKind kind, std::chrono::milliseconds timeout) const;
   const at::Tensor& single(OpKind kind, const Tensors& tensors) const;
   const Tensors& single(OpKind kind, const Lists& lists) const;
@@ -132,6 +145,7 @@ class PycommBackend final : public c10d::Backend {
   [[noreturn]] void bad(OpKind kind, const std::string& text) const;
 
   RecordedGroup describe() const;
+  c10::intrusive_ptr<Options> options_of(const std::vector<int>& ranks, const std::string& name) const;
 
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;

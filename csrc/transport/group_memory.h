@@ -14,6 +14,7 @@ class GroupMemory {
       : memory_(std::move(memory)),
         base_(memory_->data()),
         controls_(reinterpret_cast<RankControl*>(base_ + layout.controls())),
+        pages_(reinterpret_cast<StorePage*>(base_ + layout.pages())),
         world_size_(layout.world_size),
         ranks_(layout.ranks()),
         rank_stride_(layout.rank_stride()),
@@ -23,6 +24,7 @@ class GroupMemory {
 
   GroupHeader& header() const { return *reinterpret_cast<GroupHeader*>(base_); }
   RankControl& control(int rank) const { return controls_[rank]; }
+  StorePage& page(int rank) const { return pages_[rank]; }
   OpSlot& slot(int rank, uint64_t sequence) const {
     return *reinterpret_cast<OpSlot*>(rank_base(rank) + (sequence & 1) * sizeof(OpSlot));
   }
@@ -50,6 +52,7 @@ class GroupMemory {
   std::unique_ptr<SharedMemory> memory_;
   std::byte* const base_;
   RankControl* const controls_;
+  StorePage* const pages_;
   const int world_size_;
   const size_t ranks_, rank_stride_, channels_, channel_stride_;
   const Layout layout_;

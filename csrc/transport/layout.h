@@ -1,6 +1,7 @@
 // layout.h -- what lies where in the shared memory of a group.
 //
-//   | GroupHeader | RankControl x n | per rank: 2 OpSlots, 2 part tables, staging | channels n x (n-1) |
+//   | GroupHeader | RankControl x n | StorePage x n |
+//   | per rank: 2 OpSlots, 2 part tables, staging | channels n x (n-1) |
 //
 // [Note: two operation slots] Operation number s of the group uses slot s & 1 of every rank. A rank publishes
 // operation s only after it has completed all operations before s. So whoever has seen every rank's header of
@@ -26,7 +27,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 9;
+inline constexpr uint64_t layout_version = 10;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -82,6 +83,10 @@ struct alignas(cache_line) RankControl {
   std::atomic<uint64_t> barrier_verdict;  // by rank 0
   std::atomic<uint64_t> device_barriers;  // that this rank has begun; cuda/group.h
 
+  // survivors.h
+  alignas(cache_line) std::atomic<uint64_t> survivors_arrived;  // the last round to which the owner has come
+  std::atomic<uint64_t> survivors_formed;  // the last round in which it has the new group
+
   // Copies from or to buffers of peers that the owner has under way; collectives/visit.h.
   alignas(cache_line) std::atomic<uint32_t> visits;
   // Callers of the owner that wait for a message, and so take whatever comes; collectives/send_recv.h.
@@ -105,8 +110,16 @@ struct alignas(cache_line) GroupHeader {
   uint32_t op;
   uint64_t sequence;
   char text[320];
+  alignas(cache_line) std::atomic<uint64_t> survivors;  // how far they are; survivors.h
   // What rank 0 has to say to all (TransportOptions::write_note); complete before it says `joined`.
   alignas(cache_line) std::byte note[note_bytes];
+};
+
+// page_store.h
+struct alignas(cache_line) StorePage {
+  std::atomic<uint64_t> version;  // odd while its owner writes
+  std::atomic<uint64_t> nbytes;
+  alignas(cache_line) std::atomic<uint64_t> words[2040];
 };
 
 // --- send and recv: one channel per ordered pair (src, dst), see collectives/send_recv.h ---
@@ -176,7 +189,8 @@ struct Layout {
   }
 
   size_t controls() const { return round_up(sizeof(GroupHeader), 4096); }
-  size_t ranks() const { return round_up(controls() + world_size * sizeof(RankControl), 4096); }
+  size_t pages() const { return round_up(controls() + world_size * sizeof(RankControl), 4096); }
+  size_t ranks() const { return round_up(pages() + world_size * sizeof(StorePage), 4096); }
   size_t tables_bytes() const { return round_up(2 * 2 * world_size * sizeof(PartRef), cache_line); }
   size_t rank_stride() const { return round_up(2 * sizeof(OpSlot) + tables_bytes() + staging_bytes, 4096); }
   size_t channels() const { return ranks() + world_size * rank_stride(); }

@@ -44,6 +44,11 @@ void Transport::close() {
   if (health_.close() && terms_.primary && !forked()) end_primary_group();
 }
 
+void Transport::ring_all() {
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // [Note: no lost wake-up], wait.h
+  ring_all_sleepers(memory_);
+}
+
 void Transport::read_peer(int peer, const void* remote, void* local, size_t nbytes, const OpInfo& op) {
   size_t done = 0;
   while (done < nbytes) {

@@ -7,6 +7,7 @@
 //   regions        registered memory, mapped by every rank
 //   rendezvous     how the ranks of a group find each other, with record (what they tell each other)
 //   join           how a group is made of them (Joining)
+//   survivors      how a group is made of those that live, when it has lost ranks; page_store: their store
 // Transport holds them and adds the reach into peers' memory.
 #pragma once
 
@@ -79,6 +80,7 @@ class Transport {
   size_t budget_bytes() const { return terms_.budget; }
   double timeout() const { return timeout_.load(std::memory_order_relaxed); }
   void set_timeout(double seconds) { timeout_.store(seconds, std::memory_order_relaxed); }
+  const TransportOptions& options() const { return options_; }
   const DeviceOptions& device_options() const { return options_.device; }
   std::string where(const OpInfo& op) const { return identity_.where(op); }  // "[rank 2/4] all_reduce #17: "
   std::string name(int peer) const { return identity_.name(peer); }  // "rank 3"
@@ -87,6 +89,8 @@ class Transport {
   // --- shared memory (group_memory.h) ---
   const std::byte* note() const { return memory_.header().note; }
   RankControl& control(int rank) const { return memory_.control(rank); }
+  StorePage& page(int rank) const { return memory_.page(rank); }
+  std::atomic<uint64_t>& survivors() const { return memory_.header().survivors; }
   OpSlot& slot(int rank, uint64_t sequence) const { return memory_.slot(rank, sequence); }
   PartRef* parts(int rank, uint64_t sequence, bool output) const {
     return memory_.parts(rank, sequence, output);
@@ -123,6 +127,7 @@ class Transport {
   void ring_helper(int rank) { waiting_.ring_helper(rank); }
   void notify(int peer) { waiting_.notify(peer); }
   void ring_self() { waiting_.ring_self(); }
+  void ring_all();  // wakes all ranks that sleep, after a store that any of them may wait for
   void note_core() { waiting_.note_core(); }
   void beat() { waiting_.beat(); }  // this rank waits, for something that is not here
   double host_timeout() const { return options_.host_timeout; }
