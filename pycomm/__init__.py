@@ -29,6 +29,7 @@ __all__ = [
     "fused",
     "premul_sum",
     "set_default_cpu_backend",
+    "shrink_group",
     "testing",
 ]
 
@@ -46,6 +47,7 @@ _HOME = {
     "explain": "_explain",
     "premul_sum": "options",
     "set_default_cpu_backend": "_autoload",
+    "shrink_group": "_shrink_group",
 }
 
 

@@ -69,9 +69,15 @@ class Membership:
         Communicator is as it was, and the call may be made again.
         """
         comm, ranks = self._comm.shrink([int(rank) for rank in exclude], self._limit(timeout))
-        new = object.__new__(type(self))
-        new._take(comm, comm.pages(), comm.describe()["name"], self._timeout, self._settings)
+        new = self._around(comm, self._settings)
         new.former_ranks = ranks
+        return new
+
+    @classmethod
+    def _around(cls, comm, settings):
+        """A Communicator of a group that is there already, whose store is its own memory."""
+        new = object.__new__(cls)
+        new._take(comm, comm.pages(), comm.describe()["name"], comm.timeout, settings)
         return new
 
     def grow(self, store, *, at_least=1, timeout=None):

@@ -11,7 +11,7 @@ import pycomm
 from pycomm import _extension, errors
 
 PUBLIC = """AbortedError CommError CommTimeoutError Communicator MismatchError PeerError Work __version__
-empty explain fused premul_sum set_default_cpu_backend testing""".split()
+empty explain fused premul_sum set_default_cpu_backend shrink_group testing""".split()
 
 
 def test_public_names_are_frozen():

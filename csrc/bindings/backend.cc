@@ -76,6 +76,9 @@ void bind_backend(py::module_& module) {
       .def_property_readonly("communicator", [](PycommBackend& self) { return self.communicator(); })
       .def_property_readonly("options", [](PycommBackend& self) { return self.getBackendOptions(); })
       .def("get_error", &PycommBackend::getError)
+      .def("shrink_ahead", &PycommBackend::shrink_ahead)
+      .def_property_readonly("shrunk_communicator",
+                             [](PycommBackend& self) { return self.shrunk()->communicator(); })
       .def("_set_default_timeout", &PycommBackend::setTimeout, py::arg("timeout"))
       // torch calls it on the parent's backend where a new group leaves this rank out, if there is a bound
       // device.

@@ -82,7 +82,8 @@ void bind_communicator(py::module_& module) {
              Shrunk shrunk = shrink(self, exclude, false, timeout);
              return std::make_pair(std::move(shrunk.comm), std::move(shrunk.ranks));
            })
-      .def("pages", [](const CommPtr& self) { return std::make_shared<PageStore>(self->shared_transport()); });
+      .def("pages",
+           [](const CommPtr& self) { return std::make_shared<PageStore>(self->shared_transport()); });
   bind_collectives(comm);
   bind_messages(comm);
   bind_registered(comm);

@@ -2,6 +2,7 @@
 #include "backend.h"
 
 #include <algorithm>
+#include <utility>
 
 #include "connect.h"
 #include "interpreter.h"
@@ -131,12 +132,22 @@ c10::intrusive_ptr<c10d::Backend> PycommBackend::split(
 
 c10::intrusive_ptr<c10d::Backend> PycommBackend::shrink(const std::vector<int64_t>& ranks_to_exclude, int,
                                                         const c10::intrusive_ptr<c10d::Backend::Options>&) {
+  if (shrunk_) return std::exchange(shrunk_, nullptr);
+  make_shrunk({ranks_to_exclude.begin(), ranks_to_exclude.end()}, true, comm_->transport().timeout());
+  return std::exchange(shrunk_, nullptr);
+}
+
+std::vector<int> PycommBackend::shrink_ahead(const std::vector<int>& exclude, double timeout) {
+  return make_shrunk(exclude, false, timeout > 0 ? timeout : comm_->transport().timeout());
+}
+
+std::vector<int> PycommBackend::make_shrunk(const std::vector<int>& exclude, bool exactly, double timeout) {
   WithoutGilIfHeld no_gil;
   try {
-    Shrunk shrunk = pycomm::shrink(comm_, {ranks_to_exclude.begin(), ranks_to_exclude.end()}, true,
-                                   comm_->transport().timeout());
-    auto options = options_of(shrunk.ranks, shrunk.comm->transport().name());
-    return c10::make_intrusive<PycommBackend>(Joined{std::move(options), std::move(shrunk.comm)});
+    Shrunk made = pycomm::shrink(comm_, exclude, exactly, timeout);
+    auto options = options_of(made.ranks, made.comm->transport().name());
+    shrunk_ = c10::make_intrusive<PycommBackend>(Joined{std::move(options), std::move(made.comm)});
+    return made.ranks;
   } catch (const CommError& error) {
     throw TorchCommError(error);
   }

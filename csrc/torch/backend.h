@@ -132,6 +132,10 @@ class PycommBackend final : public c10d::Backend {
   bool supportsShrinking() const override { return true; }
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
+  // The same where torch need not say who is lost: the ranks that are left, in this group. The next shrink()
+  // returns what was made.
+  std::vector<int> shrink_ahead(const std::vector<int>& exclude, double timeout);
+  const c10::intrusive_ptr<PycommBackend>& shrunk() const { return shrunk_; }
 
  private:
   struct Joined {
@@ -145,11 +149,13 @@ class PycommBackend final : public c10d::Backend {
   [[noreturn]] void bad(OpKind kind, const std::string& text) const;
 
   RecordedGroup describe() const;
+  std::vector<int> make_shrunk(const std::vector<int>& exclude, bool exactly, double timeout);
   c10::intrusive_ptr<Options> options_of(const std::vector<int>& ranks, const std::string& name) const;
 
   c10::intrusive_ptr<Options> options_;
   std::shared_ptr<Communicator> comm_;
   Submitter submitter_;
+  c10::intrusive_ptr<PycommBackend> shrunk_;  // by shrink_ahead()
 };
 
 }  // namespace pycomm

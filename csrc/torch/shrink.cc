@@ -19,7 +19,8 @@ TransportOptions options_of(const Transport& old, const Survivors& survivors) {
 }
 
 // Nothing: another has died, or has failed and said so.
-std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old, const std::vector<int>& members) {
+std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old,
+                                   const std::vector<int>& members) {
   const auto rank = static_cast<int>(std::find(members.begin(), members.end(), old.rank()) - members.begin());
   const auto size = static_cast<int>(members.size());
   const TransportOptions options = options_of(old, survivors);

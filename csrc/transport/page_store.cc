@@ -31,7 +31,8 @@ std::string take(const std::string& from, size_t& at) {
 void store_words(std::atomic<uint64_t>* to, const std::string& text) {
   for (size_t i = 0; i * sizeof(uint64_t) < text.size(); ++i) {
     uint64_t word = 0;
-    std::memcpy(&word, text.data() + i * sizeof(word), std::min(sizeof(word), text.size() - i * sizeof(word)));
+    std::memcpy(&word, text.data() + i * sizeof(word),
+                std::min(sizeof(word), text.size() - i * sizeof(word)));
     to[i].store(word, std::memory_order_release);
   }
 }

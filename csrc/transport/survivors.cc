@@ -72,8 +72,8 @@ Survivors::Survivors(std::shared_ptr<Transport> transport, std::vector<int> excl
       world_size_(transport_->world_size()),
       stopped_since_(world_size_) {
   for (size_t i = 0; i < exclude_.size(); ++i) {
-    const std::string text = transport_->where(info) + "shrink: exclude names rank " +
-                             std::to_string(exclude_[i]);
+    const std::string text =
+        transport_->where(info) + "shrink: exclude names rank " + std::to_string(exclude_[i]);
     if (exclude_[i] < 0 || exclude_[i] >= world_size_)
       throw std::invalid_argument(text + ", which is not in [0, world_size)");
     if (exclude_[i] == rank_) throw std::invalid_argument(text + ", which is this one; it must not call");
@@ -182,8 +182,8 @@ std::string Survivors::verdict(const std::vector<Presence>& seen) const {
   std::ostringstream text;
   if (!absent.empty()) {
     text << static_cast<uint32_t>(ErrorKind::timeout) << ' ' << absent[0] << ' ' << listed(absent)
-         << (absent.size() == 1 ? " lives and" : " live and") << " did not come within the timeout of " << seconds(timeout_)
-         << " s. Call shrink() again, with `exclude` to go on without";
+         << (absent.size() == 1 ? " lives and" : " live and") << " did not come within the timeout of "
+         << seconds(timeout_) << " s. Call shrink() again, with `exclude` to go on without";
     return text.str();
   }
   for (int p : members) {
@@ -215,8 +215,7 @@ Survivors::Presence Survivors::presence(int peer) {
   if (transport_->peer_closed(peer)) return Presence::left;
   if (!transport_->peer_alive(peer)) return Presence::dead;
   if (stopped_for_long(peer)) return Presence::stopped;
-  const bool arrived =
-      transport_->control(peer).survivors_arrived.load(std::memory_order_acquire) >= round_;
+  const bool arrived = transport_->control(peer).survivors_arrived.load(std::memory_order_acquire) >= round_;
   return arrived ? Presence::arrived : Presence::absent;
 }
 
@@ -247,8 +246,7 @@ bool Survivors::form(bool made) {
     for (int p : members_) {
       if (transport_->control(p).survivors_formed.load(std::memory_order_acquire) >= round_) continue;
       all = false;
-      lost |= p != rank_ &&
-              (!transport_->peer_alive(p) || transport_->peer_closed(p) || stopped_for_long(p));
+      lost |= p != rank_ && (!transport_->peer_alive(p) || transport_->peer_closed(p) || stopped_for_long(p));
     }
     if (word.state == State::members && all) turn(word, {round_, State::formed, word.rank});
     else if (word.state == State::members && lost) turn(word, {round_, State::over, word.rank});
@@ -281,8 +279,8 @@ bool Survivors::in(const std::vector<int>& ranks, int rank) const {
 
 void Survivors::sleep() {
   const uint64_t seen = transport_->survivors().load(std::memory_order_acquire);
-  transport_->sleep_unless(
-      [&] { return transport_->survivors().load(std::memory_order_acquire) != seen; }, tick);
+  transport_->sleep_unless([&] { return transport_->survivors().load(std::memory_order_acquire) != seen; },
+                           tick);
 }
 
 void Survivors::raise(ErrorKind kind, int peer, const std::string& text) const {

@@ -22,7 +22,8 @@
 //   - Who dies after the verdict names it a member has not formed: whoever sees that turns the word to over,
 //     and all survivors, those too that had formed, arrive in the next round. A group that one rank takes for
 //     made and another does not cannot be: formed is one word.
-//   - Whose time is up claims as well, to write `failed`. If it comes too late to claim, it takes the verdict.
+//   - Whose time is up claims as well, to write `failed`. If it comes too late to claim, it takes the
+//   verdict.
 //     So does who fails by itself in step 4; if the round is over then, in the next one.
 //   - A rank that arrives late, because it was stopped, and finds itself no member, waits for formed (it is
 //     left out: an error) or over (it takes part in the next round).
@@ -67,7 +68,9 @@ class Survivors {
     uint64_t round;
     State state;
     int rank;  // who claims or has written the verdict
-    uint64_t pack() const { return round << 24 | static_cast<uint64_t>(rank) << 8 | static_cast<uint64_t>(state); }
+    uint64_t pack() const {
+      return round << 24 | static_cast<uint64_t>(rank) << 8 | static_cast<uint64_t>(state);
+    }
     static Word unpack(uint64_t word) {
       return {word >> 24, static_cast<State>(word & 0xff), static_cast<int>(word >> 8 & 0xffff)};
     }

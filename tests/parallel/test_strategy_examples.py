@@ -76,6 +76,11 @@ PRINTED = {  # example -> patterns of what it prints
         r"among the 2 of a host",
         ALONE,
     ],
+    "22_ddp_goes_on": [
+        r"step 2: \[rank 0/4.*rank 1 died",
+        r"step 2 again on 3 ranks",
+        r"3 of 4 ranks end with the losses of one process",
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
