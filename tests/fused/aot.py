@@ -311,7 +311,9 @@ def pairs(arch):
     """
 
     def held(case):
-        own = [(name, getattr(case, name)) for name in ("op", "dtype", "activation", "save", "keep", "ragged")]
+        own = [
+            (name, getattr(case, name)) for name in ("op", "dtype", "activation", "save", "keep", "ragged")
+        ]
         return set(itertools.combinations([*own, ("config", (case.op, case.config))], 2))
 
     cases = {case: held(case) for case in everything(arch)}
