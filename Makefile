@@ -17,23 +17,23 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-kernels test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
+.PHONY: demo test test-slow test-deep test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
 test: build                  ## the tests of every part; 20 to 30 minutes on two cores
-	$(PYTEST) -m "not slow and not torch_suite and not every_kernel"
+	$(PYTEST) -m "not slow and not torch_suite"
 
 test-slow: build             ## the same, deeper: more kernels ahead of time, all planted faults, long matrices, stress, more random programs
 	$(PYTEST) -m slow --timeout 1800
 
+test-deep: build             ## the slow tests with all of their cases: every kernel, placement and seed
+	$(PYTEST) -m slow --deep --timeout 3600
+
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
 	$(RUN)/python -m pytest tests/test_torch_suite.py
-
-test-kernels: build          ## every fused kernel ahead of time, in all combinations; for changes of pycomm/fused and of Triton
-	$(PYTEST) -m every_kernel tests/fused/test_aot.py
 
 # The files are not in the wheel: a checkout of PyTorch at the tag of the torch in .venv has them.
 test-torch-files: build      ## PyTorch's test files for distributed on Gloo and pycomm; PYTORCH=a checkout, FILES=parts of names
@@ -55,7 +55,7 @@ build/vision/.stamp: | $(VENV)/.stamp-deps
 TRITONS := 3.6.0 3.8.0 3.9.0
 test-triton: build $(TRITONS:%=build/triton-%/.stamp)  ## the fused kernels under other versions of Triton: interpreter, compilation, rules
 	set -e; for version in $(TRITONS); do echo "Triton $$version"; \
-	PYTHONPATH=$(CURDIR)/build/triton-$$version $(RUN)/python -m pytest -m "not slow and not every_kernel" --timeout 1800 \
+	PYTHONPATH=$(CURDIR)/build/triton-$$version $(RUN)/python -m pytest -m "not slow" --timeout 1800 \
 	tests/fused/test_ptx_check.py tests/fused/test_aot.py tests/fused/test_kernels.py; done
 
 build/triton-%/.stamp: | $(VENV)/.stamp-deps

@@ -1,6 +1,9 @@
 """Settings for all tests; the limit of time per test is in pyproject.toml."""
 
 import os
+import random
+
+import pytest
 
 # Many ranks share few cores: torch must not start one compute thread per core in each of them. Read when
 # torch is imported, so set first; ranks in processes of their own inherit it.
@@ -9,3 +12,32 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYCOMM_TUNED"] = "0"
 
 from workers import *  # noqa: E402, F403  (hooks of pytest)
+
+
+def pytest_addoption(parser):
+    parser.addoption("--deep", action="store_true", help="all cases of the slow tests: `make test-deep`")
+
+
+def pytest_collection_modifyitems(config, items):
+    if not config.getoption("--deep"):
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("deep")])
+        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+
+
+@pytest.fixture(scope="session")
+def deep(request):
+    return request.config.getoption("--deep")
+
+
+@pytest.fixture(scope="session")
+def some(deep):
+    """some(cases): a third of them, the same in every run; all with --deep."""
+
+    def chosen(cases):
+        cases = list(cases)
+        if deep:
+            return cases
+        kept = sorted(random.Random(1).sample(range(len(cases)), -(-len(cases) // 3)))
+        return [cases[number] for number in kept]
+
+    return chosen

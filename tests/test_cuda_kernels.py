@@ -136,8 +136,8 @@ def test_values_and_reports(program, name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BUILDS)
-def test_many_seeds(program, name):
-    check_all(program(name), MANY_CASES[name])
+def test_many_seeds(program, name, some):
+    check_all(program(name), some(MANY_CASES[name]))
 
 
 def test_every_suite_is_run(program):

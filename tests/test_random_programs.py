@@ -16,7 +16,7 @@ import pycomm
 
 PROGRAMS = 80
 FIRST_SLOW = 10_000
-PROGRAMS_SLOW = 150  # for each kind of fault
+PROGRAMS_SLOW, PROGRAMS_DEEP = 80, 300  # for each kind of fault
 pytestmark = pytest.mark.timeout(3 * LIMIT)
 
 
@@ -36,11 +36,11 @@ def test_programs(first):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", sorted(set(KINDS)))
-def test_more_programs(fault):
+def test_more_programs(fault, deep):
     """The same in every run, so that a failure is that of a change; others: python tests/random_programs."""
     first = FIRST_SLOW
     print(f"seeds {first} and following, e.g. {command(first, fault)}")
-    check(search(first, PROGRAMS_SLOW, fault=fault, seconds=900))
+    check(search(first, PROGRAMS_DEEP if deep else PROGRAMS_SLOW, fault=fault, seconds=900))
 
 
 # --- that it would see a defect --------------------

@@ -138,8 +138,8 @@ def test_no_report(stress, sanitizer):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_no_report_in_many_runs(stress, sanitizer):
-    check(run_all(stress(sanitizer)[0], MANY_CASES))
+def test_no_report_in_many_runs(stress, sanitizer, some):
+    check(run_all(stress(sanitizer)[0], some(MANY_CASES)))
 
 
 def test_end_of_a_work(tmp_path):

@@ -115,8 +115,8 @@ def test_more_die_meanwhile(seed):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_more_die_meanwhile_many_times():
-    for seed in range(100, 250):
+def test_more_die_meanwhile_many_times(some):
+    for seed in some(range(100, 250)):
         random_deaths(seed)
 
 

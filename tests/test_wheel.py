@@ -122,6 +122,24 @@ def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     assert len(license_files) == 1
 
 
+def test_sdist_holds_all_sources(sdist):
+    """What setup.py compiles and packs is there, byte by byte."""
+    with tarfile.open(sdist) as archive:
+        there = {
+            member.name.split("/", 1)[-1]: archive.extractfile(member).read()
+            for member in archive.getmembers()
+            if member.isfile()
+        }
+    sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    for package in ("", "parallel", "benchmarks"):
+        sources += (ROOT / "pycomm" / package).rglob("*.py")
+    assert len(sources) > 300
+    for path in sources:
+        name = str(path.relative_to(ROOT))
+        assert name == "pycomm/_build_info.py" or there.get(name) == path.read_bytes(), name
+
+
+@pytest.mark.deep  # it compiles everything a second time
 def test_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     """From the source distribution alone; without the CUDA kernels, which add no file."""
     command = (

@@ -53,15 +53,8 @@ def test_shipped_configurations(tmp_path, archs):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("arch", ARCHS)
-def test_pairs(tmp_path, arch):
-    """Each two properties of a kernel together."""
-    found = records(tmp_path, "pairs", (arch,), 1700)
+def test_combinations(tmp_path, arch, deep):
+    """Each two properties of a kernel together; with --deep all."""
+    found = records(tmp_path, "all" if deep else "pairs", (arch,), 1700)
     assert len(found) > 100
     assert_all_keep_the_rules(found)
-
-
-@pytest.mark.every_kernel
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("arch", ARCHS)
-def test_everything(tmp_path, arch):
-    assert_all_keep_the_rules(records(tmp_path, "all", (arch,), 1700))
