@@ -57,7 +57,7 @@ pycomm has chosen and all InfiniBand devices (pycomm/hosts/ucx.py). UCX reads it
 
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and
 what is allowed. Each function reads what is set when it is called; only logger() keeps its first answer.
-THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads; QUIET_UCX those of UCX's.
+THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads; FOR_UCX those of UCX's.
 """
 
 import functools
@@ -212,14 +212,25 @@ def wire():
     return value
 
 
-# What UCX reads when it is loaded. It would take the signals of a crash from Python's faulthandler, and print
-# what pycomm says in its errors.
-QUIET_UCX = {"UCX_HANDLE_ERRORS": "none", "UCX_LOG_LEVEL": "fatal", "UCX_WARN_UNUSED_ENV_VARS": "n"}
+def use_wire(name):
+    """Sets PYCOMM_WIRE in this process."""
+    os.environ["PYCOMM_WIRE"] = name
 
 
-def quiet_ucx():
-    """Sets QUIET_UCX in this process, where they are not set."""
-    for name, value in QUIET_UCX.items():
+# What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm says
+# in its errors, and block while it connects.
+FOR_UCX = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_TCP_CONN_NB": "y",
+}
+
+
+def prepare_ucx(ip_version):
+    """Sets FOR_UCX in this process, where they are not set, and which addresses UCX is to use."""
+    first = "inet6,inet" if ip_version == 6 else "inet,inet6"
+    for name, value in (FOR_UCX | {"UCX_TCP_AF_PRIO": first}).items():
         os.environ.setdefault(name, value)
 
 

@@ -8,6 +8,7 @@ namespace pycomm {
 void bind_ucx(py::module_& module) {
   using Settings = std::vector<std::pair<std::string, std::string>>;
   using NoGil = py::call_guard<py::gil_scoped_release>;
+  py::register_local_exception<WireError>(module, "WireError", PyExc_RuntimeError);
   module.attr("oldest_ucx") = std::pair(ucx::api_major, ucx::api_minor);
   py::class_<UcxContext, std::shared_ptr<UcxContext>>(module, "UcxContext")
       .def(py::init<const std::string&, const Settings&, int>(), py::arg("file"), py::arg("settings"),

@@ -24,7 +24,10 @@ Library load(const std::string& file) {
   find(handle, "ucp_get_version", library.get_version);
   unsigned major = 0, minor = 0, release = 0;
   library.get_version(&major, &minor, &release);
-  if (major != api_major || minor < api_minor)
+  if (major > api_major)
+    throw std::runtime_error("it is UCX " + library.version() + ", another interface than " +
+                             std::to_string(api_major) + "." + std::to_string(api_minor) + " and later");
+  if (major < api_major || minor < api_minor)
     throw std::runtime_error("it is UCX " + library.version() + ", which is too old");
   find(handle, "ucp_config_read", library.config_read);
   find(handle, "ucp_config_modify", library.config_modify);

@@ -11,6 +11,7 @@ UCX chooses among the transports that it finds. It may use the network interface
 
 import base64
 import contextlib
+import ctypes
 import importlib.util
 import os
 import time
@@ -47,35 +48,37 @@ def make(meeting, address, leaders):
 
 def _open(meeting, address):
     """A _C.UcxContext."""
-    env.quiet_ucx()
+    env.prepare_ucx(address.version)
     file = find_library()
     devices = ",".join([address.interface, *infiniband_devices()])
-    settings = env.ucx_settings(
-        TLS=TRANSPORTS,
-        NET_DEVICES=devices,
-        TCP_AF_PRIO="inet6,inet" if address.version == 6 else "inet,inet6",
-        TCP_CONN_NB="y",
-    )
+    settings = env.ucx_settings(TLS=TRANSPORTS, NET_DEVICES=devices)
     try:
         return _C.UcxContext(file, settings, meeting.world_size)
     except RuntimeError as error:
         raise RuntimeError(
             f"PYCOMM_WIRE=ucx, and UCX cannot be used on rank {meeting.rank} ({meeting.label(meeting.rank)}): "
             f"{error}. UCX {'.'.join(map(str, _C.oldest_ucx))} or later is needed: `pip install "
-            "libucx-cu12` brings it for TCP, libucx0 of Debian and Ubuntu or the drivers of the network for "
+            "libucx-cu12` brings it for TCP, libucx0 of Debian and Ubuntu or the network's drivers for "
             "InfiniBand, too."
         ) from None
 
 
 def find_library():
-    """What dlopen is to open: what the process or the system has, else the wheel's."""
-    try:
+    """What dlopen is to open: the library that this process or the system has, else the wheel's."""
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(LIBRARY)
+        return LIBRARY
+    return str(wheel() or LIBRARY)
+
+
+def wheel():
+    """The file in the wheel libucx-cu12, or one of its kind; None where there is none."""
+    with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("libucx")
-    except (ImportError, ValueError):
-        spec = None
-    folders = (spec.submodule_search_locations or []) if spec else []
-    wheels = [file for folder in folders if (file := Path(folder, "lib", LIBRARY)).exists()]
-    return str(wheels[0]) if wheels else LIBRARY
+        for folder in (spec and spec.submodule_search_locations) or ():
+            if (file := Path(folder, "lib", LIBRARY)).exists():
+                return file
+    return None
 
 
 def infiniband_devices():
@@ -108,14 +111,19 @@ def _address(said, wire):
 
 
 def _greet(meeting, wire, addresses, ranks):
-    """Until all peers have greeted. ranks: those behind the wire's numbers."""
+    """Until all peers have greeted. addresses: by the peer's number on this wire; ranks: their ranks."""
     missing = list(addresses)
     try:
         wire.connect(addresses)
         meeting.hurry()
         while missing := wire.missing():
             if time.monotonic() > meeting.deadline:
-                raise TimeoutError(f"UCX has not connected all ranks within {meeting.timeout:g} s.")
+                raise TimeoutError(f"{_not_connected(meeting, ranks, missing)} within {meeting.timeout:g} s.")
             meeting.pause()
-    except RuntimeError as error:
-        raise
+    except _C.WireError as error:
+        raise RuntimeError(f"{_not_connected(meeting, ranks, missing)}: {error}.") from None
+
+
+def _not_connected(meeting, ranks, peers):
+    others = ", ".join(f"rank {ranks[peer]} ({meeting.label(ranks[peer])})" for peer in peers)
+    return f"UCX has not connected rank {meeting.rank} ({meeting.label(meeting.rank)}) to {others}"
