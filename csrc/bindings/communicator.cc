@@ -35,7 +35,8 @@ void set_algorithm(Communicator& comm, const std::string& op, const std::string&
 py::object engine_of(Communicator& comm) {
   auto* across = dynamic_cast<Across*>(comm.hosts_side());
   if (!across) return py::none();
-  if (const auto* ucx = dynamic_cast<const UcxWire*>(&across->wire())) return py::str("ucx " + ucx->version());
+  if (const auto* ucx = dynamic_cast<const UcxWire*>(&across->wire()))
+    return py::str("ucx " + ucx->version());
   return py::str(dynamic_cast<const C10dWire*>(&across->wire()) ? "gloo" : "threads");
 }
 

@@ -68,4 +68,9 @@ const Library& Library::open(const std::string& file) {
   return *opened;
 }
 
+void check(const Library& library, Status status, const std::string& what) {
+  if (status != ok)
+    throw std::runtime_error("UCX " + library.version() + ": " + what + ": " + library.status_string(status));
+}
+
 }  // namespace pycomm::ucx

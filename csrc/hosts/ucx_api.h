@@ -2,9 +2,9 @@
 // library that is opened while the process runs.
 //
 // Why declared here: pycomm builds without UCX, and runs with whatever UCX the machine has, often one with
-// the drivers of its network. What stands here is UCP's binary interface: it has not changed since 1.10, newer
-// versions add fields behind those that a mask says are set. tests/hosts/test_ucx.py compares it with the
-// headers of an installed UCX, each size, place and value.
+// the drivers of its network. What stands here is UCP's binary interface: it has not changed since 1.10,
+// newer versions add fields behind those that a mask says are set. tests/hosts/test_ucx.py compares it with
+// the headers of an installed UCX, each size, place and value.
 #pragma once
 
 #include <cstddef>
@@ -79,8 +79,7 @@ struct RequestParams {
 
 // What calls return: null is done, an error is an address at the very end, all else a request.
 inline bool is_error(const void* result) {
-  return reinterpret_cast<uintptr_t>(result) >=
-         static_cast<uintptr_t>(static_cast<intptr_t>(lowest_status));
+  return reinterpret_cast<uintptr_t>(result) >= static_cast<uintptr_t>(static_cast<intptr_t>(lowest_status));
 }
 inline Status status_of(const void* result) {
   return static_cast<Status>(reinterpret_cast<intptr_t>(result));
@@ -115,5 +114,8 @@ struct Library {
   // Opens the file, once per process, for good. Throws std::runtime_error where it cannot, or is too old.
   static const Library& open(const std::string& file);
 };
+
+// Throws std::runtime_error, which says `what` did not work, unless all is well.
+void check(const Library& library, Status status, const std::string& what);
 
 }  // namespace pycomm::ucx

@@ -7,10 +7,9 @@
 namespace pycomm::ucx {
 
 #define SAME(ours, theirs) static_assert(static_cast<uint64_t>(ours) == static_cast<uint64_t>(theirs))
-#define PLACE(ours, field, theirs, their_field)                        \
-  SAME(offsetof(ours, field), offsetof(theirs, their_field));          \
-  static_assert(sizeof(ours::field) == sizeof(theirs::their_field) && \
-                sizeof(ours) >= sizeof(theirs))
+#define PLACE(ours, field, theirs, their_field)               \
+  SAME(offsetof(ours, field), offsetof(theirs, their_field)); \
+  static_assert(sizeof(ours::field) == sizeof(theirs::their_field) && sizeof(ours) >= sizeof(theirs))
 
 static_assert(sizeof(Status) == sizeof(ucs_status_t));
 static_assert(ok == UCS_OK && busy == UCS_ERR_BUSY && lowest_status == UCS_ERR_LAST);
