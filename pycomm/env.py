@@ -217,8 +217,8 @@ def use_wire(name):
     os.environ["PYCOMM_WIRE"] = name
 
 
-# What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm says
-# in its errors, and block while it connects.
+# What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm
+# says in its errors, and block while it connects.
 FOR_UCX = {
     "UCX_HANDLE_ERRORS": "none",
     "UCX_LOG_LEVEL": "fatal",

@@ -1,4 +1,6 @@
-"""Makes what carries bytes, Gloo's contexts or UCX's workers (ucx.py), between the ranks of several hosts: see the head of the package."""
+"""Makes what carries bytes between the ranks of several hosts, Gloo's contexts or UCX's workers (ucx.py): see
+the head of the package.
+"""
 
 import contextlib
 import datetime

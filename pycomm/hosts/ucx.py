@@ -55,11 +55,14 @@ def _open(meeting, address):
     try:
         return _C.UcxContext(file, settings, meeting.world_size)
     except RuntimeError as error:
+        where, oldest = (
+            f"rank {meeting.rank} ({meeting.label(meeting.rank)})",
+            ".".join(map(str, _C.oldest_ucx)),
+        )
         raise RuntimeError(
-            f"PYCOMM_WIRE=ucx, and UCX cannot be used on rank {meeting.rank} ({meeting.label(meeting.rank)}): "
-            f"{error}. UCX {'.'.join(map(str, _C.oldest_ucx))} or later is needed: `pip install "
-            "libucx-cu12` brings it for TCP, libucx0 of Debian and Ubuntu or the network's drivers for "
-            "InfiniBand, too."
+            f"PYCOMM_WIRE=ucx, and UCX cannot be used on {where}: {error}. UCX {oldest} or later is needed: "
+            "`pip install libucx-cu12` brings it for TCP; libucx0 of Debian and Ubuntu, or the network's "
+            "drivers, for InfiniBand, too."
         ) from None
 
 

@@ -74,6 +74,7 @@ def library(tmp_path, code):
 VERSION = "void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) {{ *a = {}; *b = {}; *c = 3; }}"
 
 
+@with_ucx
 @pytest.mark.parametrize(
     ("code", "why"),
     [
@@ -93,11 +94,8 @@ def test_without_a_usable_ucx(code, why, tmp_path):
         ucx.find_library = lambda: file
 
     text = rf"PYCOMM_WIRE=ucx, and UCX cannot be used on rank 2 \(node-b\): {why}\. "
-    text += r"UCX 1\.13 or later is needed: .*pip install libucx-cu12.*libucx0.*"
-    if MISSING is None:
-        assert_all_say(run(on_rank([2], prepare)), "RuntimeError", text, seen_by=[2])
-    else:
-        assert_all_say(run(on_rank([2], prepare), hosts=[0, 0, 1]), "RuntimeError", text.replace("2", r"\d"))
+    text += r"UCX 1\.13 or later is needed: .*pip install libucx-cu12.*libucx0.*InfiniBand, too\."
+    assert_all_say(run(on_rank([2], prepare)), "RuntimeError", text, seen_by=[2])
 
 
 @with_ucx
@@ -112,9 +110,15 @@ def test_versions_that_differ():
 
 @with_ucx
 def test_a_rank_that_does_not_greet():
-    body = on_rank([3], lambda rank: setattr(ucx, "_greet", lambda *_: time.sleep(100)), timeout=3.0)
+    def prepare(rank):
+        def never(meeting, *_):
+            while True:
+                meeting.pause()
+
+        ucx._greet = never
+
     text = r"UCX has not connected rank \d \(node-a\) to rank 3 \(node-b\) within 3 s\."
-    assert_all_say(run(body), "TimeoutError", text)
+    assert_all_say(run(on_rank([3], prepare, timeout=3.0)), "TimeoutError", text, seen_by=[0, 1])
 
 
 @with_ucx
@@ -182,9 +186,7 @@ def test_crashes_stay_with_python():
 
 @with_ucx
 def test_values():
-    test_two_levels.check(
-        4, list(test_two_levels.table(4, [0, 3, 256, 4099])), hosts="2+2", mode="processes"
-    )
+    test_two_levels.check(4, list(test_two_levels.table(4, [0, 3, 256, 4099])), hosts="2+2", mode="processes")
 
 
 @with_ucx
@@ -201,6 +203,7 @@ def test_messages():
         assert run_ranks(4, random_messages, seed, hosts="0110", mode="processes", timeout=60) == [[]] * 4
 
 
+@with_ucx
 def test_a_mismatch_goes_on():
     def body(comm):
         _, report = attempt(comm.all_reduce, torch.ones(4096 + comm.rank // 3))
@@ -216,7 +219,6 @@ FAULTS = {
     "kill a leader, large": lambda _: faults.test_kill(1 << 20, 2),
     "kill another, large": lambda _: faults.test_kill(1 << 20, 1),
     "kill while others wait": lambda _: faults.test_kill_while_others_wait(0),
-    "stop a rank": lambda _: faults.test_a_stopped_rank(3),
     "stop a leader": faults.test_a_stopped_leader,
     "a leader dies, its connection lives": (
         lambda _: faults.test_a_leader_dies_while_others_wait_for_another_host()
@@ -236,6 +238,25 @@ def test_faults(fault, monkeypatch):
 
 
 @with_ucx
+def test_a_stopped_rank():
+    def body(comm, link):
+        comm.barrier()
+        link.send("started")
+        link.recv()
+        return attempt(comm.all_reduce, torch.ones(4000))[1]
+
+    with Group(4, body, hosts="2+2", timeout=4.0) as group:
+        group.expect("started")
+        group.kill(3, signal.SIGSTOP)
+        group.send(0, 1, 2)
+        for rank in range(3):
+            report = group.get(rank)
+            assert (report["kind"], report["peer"]) == ("CommTimeoutError", 3), report
+            assert "rank 3 (host1) did not arrive within" in report["text"], report
+        group.kill(3, signal.SIGCONT)
+
+
+@with_ucx
 @pytest.mark.parametrize("count", [2, 3_000_000], ids=["small", "large"])
 def test_abort_in_an_operation(count):
     def body(comm, link):
@@ -251,7 +272,10 @@ def test_abort_in_an_operation(count):
         group.expect("started")
         for rank in range(4):
             report = group.get(rank)
-            assert report["kind"] == "AbortedError" and "rank 1 (host0) aborted the group: enough" in report["text"]
+            assert (
+                report["kind"] == "AbortedError"
+                and "rank 1 (host0) aborted the group: enough" in report["text"]
+            )
 
 
 @with_ucx
@@ -299,7 +323,9 @@ def sums(rank, n):
     with pycomm.Communicator(test_emulated.own_store(), rank, n, timeout=30.0) as comm:
         small, large = torch.full((2,), rank + 1.0), torch.full((3_000_000,), rank + 1.0)
         total = n * (n + 1) / 2
-        return [bool((comm.all_reduce(x) == total).all()) for x in (small, large)], comm.describe()["wire"][:3]
+        return [bool((comm.all_reduce(x) == total).all()) for x in (small, large)], comm.describe()["wire"][
+            :3
+        ]
 
 
 @with_ucx
@@ -367,8 +393,11 @@ def test_a_link_that_goes_down_while_workers_connect(two_by_two, tmp_path):
             found = {rank: outcome.value for rank, outcome in ranks.outcomes(40).items()}
         finally:
             two_by_two.set_link(1, True)
-    text = r"UCX has not connected rank \d \(node-[ab]\) to rank \d \(node-[ab]\), rank \d \(node-[ab]\) within 4 s\."
-    test_emulated.assert_all_say(found, "TimeoutError", text)
+    other = r"rank \d \(node-[ab]\)"
+    text = rf"UCX has not connected {other} to {other}(, {other})?( within 4 s|: Endpoint timeout)\."
+    kind = found[0].kind  # UCX may give up first
+    assert kind in ("TimeoutError", "RuntimeError")
+    test_emulated.assert_all_say(found, kind, text)
 
 
 @with_ucx
