@@ -227,10 +227,14 @@ FOR_UCX = {
 }
 
 
-def prepare_ucx(ip_version):
-    """Sets FOR_UCX in this process, where they are not set, and which addresses UCX is to use."""
-    first = "inet6,inet" if ip_version == 6 else "inet,inet6"
-    for name, value in (FOR_UCX | {"UCX_TCP_AF_PRIO": first}).items():
+def prepare_ucx(ip_version, registers):
+    """Sets FOR_UCX in this process, where they are not set, and which addresses UCX is to use. registers:
+    there is a network that must know the memory it uses; else UCX need not replace munmap and its like.
+    """
+    settings = FOR_UCX | {"UCX_TCP_AF_PRIO": "inet6,inet" if ip_version == 6 else "inet,inet6"}
+    if not registers:
+        settings["UCX_MEM_EVENTS"] = "n"
+    for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 

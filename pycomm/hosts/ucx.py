@@ -48,10 +48,10 @@ def make(meeting, address, leaders):
 
 def _open(meeting, address):
     """A _C.UcxContext."""
-    env.prepare_ucx(address.version)
+    infiniband = infiniband_devices()
+    env.prepare_ucx(address.version, registers=bool(infiniband))
     file = find_library()
-    devices = ",".join([address.interface, *infiniband_devices()])
-    settings = env.ucx_settings(TLS=TRANSPORTS, NET_DEVICES=devices)
+    settings = env.ucx_settings(TLS=TRANSPORTS, NET_DEVICES=",".join([address.interface, *infiniband]))
     try:
         return _C.UcxContext(file, settings, meeting.world_size)
     except RuntimeError as error:
