@@ -218,12 +218,14 @@ def use_wire(name):
 
 
 # What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm
-# says in its errors, and block while it connects.
+# says in its errors, and block while it connects. Segments as long as its receive buffers halve the time
+# of the processor for 1 MiB and save a quarter for 16 MiB (8K is UCX's own).
 FOR_UCX = {
     "UCX_HANDLE_ERRORS": "none",
     "UCX_LOG_LEVEL": "fatal",
     "UCX_WARN_UNUSED_ENV_VARS": "n",
     "UCX_TCP_CONN_NB": "y",
+    "UCX_TCP_TX_SEG_SIZE": "64K",
 }
 
 
