@@ -19,6 +19,8 @@
     PYCOMM_SOCKET_IFNAME         eth,ib0 | =eth0 | ^docker  the route   interfaces between hosts: what their
                                                                         names begin with; after = whole
                                                                         names; after ^ all but these
+    PYCOMM_WIRE                  gloo | ucx                 gloo        what carries bytes between hosts; UCX
+                                                                        must be installed (docs/hosts.md)
     PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
@@ -36,6 +38,8 @@
                                                                         (pycomm/fused/tuner.py, tuned.py)
     GLOO_SOCKET_IFNAME           eth0,ib0                   the route   Gloo's, where PYCOMM_SOCKET_IFNAME is
                                                                         not set: the first interface there is
+    UCX_TLS, UCX_NET_DEVICES     UCX's                      see below   with PYCOMM_WIRE=ucx: transports and
+                                                                        devices
     TRITON_INTERPRET             0 | 1                      0           Triton's: kernels run in its
                                                                         interpreter, on CPU tensors
     CUDA_DEVICE_MAX_CONNECTIONS  1 to 32                    8           the driver's: hardware queues, which
@@ -48,9 +52,12 @@ LOCAL_RANK, MASTER_ADDR and MASTER_PORT, too: see pycomm/launchers.py.
 PYCOMM_CACHE is by default pycomm in the folder XDG_CACHE_HOME, which is by default ~/.cache. PYCOMM_TUNED is
 by default tuned-CPU-CORES.json in PYCOMM_CACHE, with the machine's processor and its number of cores.
 
+UCX_TLS and UCX_NET_DEVICES are by default all transports but shared memory and CUDA, over the interface that
+pycomm has chosen and all InfiniBand devices (pycomm/hosts/ucx.py). UCX reads its other variables itself.
+
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and
 what is allowed. Each function reads what is set when it is called; only logger() keeps its first answer.
-THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads.
+THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads; FOR_UCX those of UCX's.
 """
 
 import functools
@@ -64,6 +71,7 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter".split()
 OPERATIONS += ["send", "recv", "barrier"]
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
+WIRES = ("gloo", "ucx")  # what PYCOMM_WIRE may name
 CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
 FUSED_FORMS = ("auto", "plain", "chunked", "fused")
 LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
@@ -71,7 +79,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
-    "PYCOMM_SOCKET_IFNAME PYCOMM_THREADS "
+    "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
     "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_LOG"
 ).split()
@@ -194,6 +202,47 @@ def socket_interface():
 def use_gloo_interface(name):
     """Sets GLOO_SOCKET_IFNAME in this process, for a torch in which nothing else chooses the interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def wire():
+    """Reads PYCOMM_WIRE. Raises ValueError."""
+    value = _get("PYCOMM_WIRE") or WIRES[0]
+    if value not in WIRES:
+        raise _wrong("PYCOMM_WIRE", value, " or ".join(WIRES))
+    return value
+
+
+def use_wire(name):
+    """Sets PYCOMM_WIRE in this process."""
+    os.environ["PYCOMM_WIRE"] = name
+
+
+# What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm
+# says in its errors, and block while it connects. Segments as long as its receive buffers halve the time
+# of the processor for 1 MiB and save a quarter for 16 MiB (8K is UCX's own).
+FOR_UCX = {
+    "UCX_HANDLE_ERRORS": "none",
+    "UCX_LOG_LEVEL": "fatal",
+    "UCX_WARN_UNUSED_ENV_VARS": "n",
+    "UCX_TCP_CONN_NB": "y",
+    "UCX_TCP_TX_SEG_SIZE": "64K",
+}
+
+
+def prepare_ucx(ip_version, registers):
+    """Sets FOR_UCX in this process, where they are not set, and which addresses UCX is to use. registers:
+    there is a network that must know the memory it uses; else UCX need not replace munmap and its like.
+    """
+    settings = FOR_UCX | {"UCX_TCP_AF_PRIO": "inet6,inet" if ip_version == 6 else "inet,inet6"}
+    if not registers:
+        settings["UCX_MEM_EVENTS"] = "n"
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
+
+
+def ucx_settings(**defaults):
+    """[(name without UCX_, value)]: of these settings those that the user has not set."""
+    return [(name, value) for name, value in defaults.items() if _get(f"UCX_{name}") is None]
 
 
 def master_address():

@@ -52,6 +52,8 @@ def test_not_under_a_launcher(monkeypatch):
         ("gloo", "0101", None),
         ("deepspeed", "2x2", "its kernel is for one host"),
         ("deepspeed", None, None),
+        ("pycomm:ucx", "2x2", None),
+        ("pycomm:ucx", None, "UCX carries bytes between hosts (--hosts)"),
     ],
 )
 def test_who_is_left_out(name, hosts, reason):

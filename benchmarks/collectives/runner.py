@@ -181,6 +181,8 @@ def why_not_on_hosts(name, hosts):
     placement = emulated.parse_placement(hosts) if hosts else []
     if backends.is_mpi(name) and placement != sorted(placement):
         return "mpiexec is not asked to place ranks in turns"
+    if name == backends.UCX and not hosts:
+        return "UCX carries bytes between hosts (--hosts)"
     if name == "deepspeed" and hosts:
         return "its kernel is for one host"
     return None

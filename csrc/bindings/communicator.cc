@@ -3,6 +3,9 @@
 #include "../arithmetic/reduce.h"
 #include "../collectives/select.h"
 #include "../cuda/plan.h"
+#include "../hosts/across.h"
+#include "../hosts/ucx_wire.h"
+#include "../torch/c10d_wire.h"
 #include "../torch/device.h"
 #include "../torch/interpreter.h"
 #include "../torch/shrink.h"
@@ -28,6 +31,15 @@ void set_algorithm(Communicator& comm, const std::string& op, const std::string&
   throw std::invalid_argument("pycomm: PYCOMM_ALGORITHM: " + op + " has no algorithm " + algorithm);
 }
 
+// What carries the bytes between hosts; None where there is but one.
+py::object engine_of(Communicator& comm) {
+  auto* across = dynamic_cast<Across*>(comm.hosts_side());
+  if (!across) return py::none();
+  if (const auto* ucx = dynamic_cast<const UcxWire*>(&across->wire()))
+    return py::str("ucx " + ucx->version());
+  return py::str(dynamic_cast<const C10dWire*>(&across->wire()) ? "gloo" : "threads");
+}
+
 py::dict describe(const CommPtr& comm) {
   Transport& t = comm->transport();
   const char* reaches[] = {"staging only", "process_vm_readv", "pointers (ranks are threads of one process)"};
@@ -36,6 +48,7 @@ py::dict describe(const CommPtr& comm) {
   facts["rank"] = comm->rank();
   facts["world_size"] = comm->world_size();
   facts["hosts"] = comm->hosts_side() ? py::object(py::str(comm->hosts_side()->describe())) : py::none();
+  facts["wire"] = engine_of(*comm);
   facts["reach"] = reaches[static_cast<int>(t.reach())];
   facts["cores"] = t.cores();
   facts["kernel_ahead"] = t.kernel_ahead();

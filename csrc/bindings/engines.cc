@@ -1,6 +1,7 @@
 // engines.cc -- see engines.h.
 #include "engines.h"
 
+#include "../hosts/ucx_wire.h"
 #include "../torch/c10d_wire.h"
 #include "../torch/interpreter.h"
 
@@ -17,6 +18,13 @@ std::shared_ptr<py::function> shared(py::function function) {
           }};
 }
 
+// Of what engines() has made for one of the two.
+std::shared_ptr<Wire> wire_of(const py::object& made) {
+  if (made.is_none()) return nullptr;
+  if (py::isinstance<UcxWire>(made)) return made.cast<std::shared_ptr<UcxWire>>();
+  return std::make_shared<C10dWire>(made.cast<c10::intrusive_ptr<c10d::Backend>>());
+}
+
 }  // namespace
 
 MakeWiresWithStore make_wires_by(py::function engines) {
@@ -24,11 +32,13 @@ MakeWiresWithStore make_wires_by(py::function engines) {
                                                 const WireRequest& request) {
     const py::gil_scoped_acquire gil;
     const Placement& placement = request.placement;
-    std::pair<c10::intrusive_ptr<c10d::Backend>, c10::intrusive_ptr<c10d::Backend>> made;
+    Wires wires;
     try {
-      made = (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt,
-                        request.timeout)
-                 .cast<decltype(made)>();
+      const auto [data, control] = (*engines)(store, request.rank, placement.host_of, placement.names,
+                                              request.attempt, request.timeout)
+                                       .cast<std::pair<py::object, py::object>>();
+      wires.data = wire_of(data);
+      wires.control = wire_of(control);
     } catch (py::error_already_set& error) {
       if (!error.matches(PyExc_Exception)) {  // Ctrl-C
         error.restore();
@@ -37,8 +47,6 @@ MakeWiresWithStore make_wires_by(py::function engines) {
       }
       throw std::runtime_error(py::str(error.value()).cast<std::string>());
     }
-    Wires wires{std::make_shared<C10dWire>(std::move(made.first)), nullptr};
-    if (made.second) wires.control = std::make_shared<C10dWire>(std::move(made.second));
     return wires;
   };
 }

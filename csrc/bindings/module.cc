@@ -2,6 +2,7 @@
 #include "../hosts/agree.h"
 #include "../torch/interpreter.h"
 #include "bindings.h"
+#include "ucx.h"
 
 namespace pycomm {
 
@@ -57,6 +58,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("card_payload") = card_payload;
   module.attr("longest_timeout") = longest_timeout;
   bind_backend(module);
+  bind_ucx(module);
 }
 
 }  // namespace pycomm

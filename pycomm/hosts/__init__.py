@@ -8,6 +8,7 @@
                  judges all addresses      records.py      loopback, duplicates, IPv4 beside IPv6
     leaders      connect to all others     probe.py        whoever cannot be reached is named
     every rank   makes Gloo's contexts     engine.py       in a thread, since its constructor can hang
+                 or UCX's workers          ucx.py          with PYCOMM_WIRE=ucx
 
 Gloo is the one in the torch wheel; pycomm uses its messages between two ranks alone.
 """

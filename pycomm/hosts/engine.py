@@ -1,4 +1,6 @@
-"""Makes Gloo's contexts between the ranks of several hosts: see the head of the package."""
+"""Makes what carries bytes between the ranks of several hosts, Gloo's contexts or UCX's workers (ucx.py): see
+the head of the package.
+"""
 
 import contextlib
 import datetime
@@ -9,18 +11,18 @@ import time
 import torch.distributed as dist
 
 from pycomm import env
-from pycomm.hosts import probe, records
+from pycomm.hosts import probe, records, ucx
 from pycomm.hosts.meeting import SHORTEST_S, Meeting
 
 # Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
 # one would end in words that name nobody.
 GLOO_TIMEOUT_S = 1e8
 THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thread of the device
-COUNTERS = ("came", "record", "second", "reached", "made")
+COUNTERS = ("came", "record", "second", "reached", "ucx", "made")
 
 
 def engines(store, rank, hosts, labels, token, timeout):
-    """Gloo's contexts for a group that spans hosts. Collective over its ranks.
+    """What connects the ranks of a group that spans hosts. Collective over them.
 
     Args:
         store: torch.distributed Store that all ranks share.
@@ -30,8 +32,8 @@ def engines(store, rank, hosts, labels, token, timeout):
         token: a word of this attempt to make the group, different from that of all others on the store.
         timeout: seconds for all of it.
 
-    Returns (data, control): torch.distributed.ProcessGroupGloo over all ranks, and over the leaders, the
-    lowest rank of each host, in order of the hosts; None on other ranks.
+    Returns (data, control): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire, over all
+    ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other ranks.
 
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
     the others add who has seen it.
@@ -59,7 +61,11 @@ def _meet_and_make(meeting, store, token, opened):
     trial = opened.enter_context(contextlib.closing(probe.Probe(meeting, everyone, leaders, token)))
     probe.check_reach(meeting, trial, listener)
     meeting.watch = trial.look
-    made = _make(meeting, everyone[meeting.rank].address, leaders)
+    mine = everyone[meeting.rank]
+    if mine.wire == "ucx":
+        made = ucx.make(meeting, mine.address, leaders)
+    else:
+        made = _make(meeting, mine.address, leaders)
     meeting.arrive("made")
     meeting.wait_for_all("made", meeting.world_size, "The connections of the other ranks were not made")
     return made

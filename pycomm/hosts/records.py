@@ -3,6 +3,7 @@
     record   stack       processes that share it share their addresses: loopback is right among them alone
              interface, ip, port     the port listens until the group is made (probe.py)
              chosen      the user has chosen the interface
+             wire        the engine that carries the bytes (PYCOMM_WIRE)
 
 Where all ranks share a stack (hosts that PYCOMM_HOST_ID pretends), any address is right. Among several, one
 rank is often special: the store's host routes to itself over loopback. Such ranks look at the addresses of
@@ -23,6 +24,7 @@ class Record(NamedTuple):
     ip: str
     port: int
     chosen: bool
+    wire: str
 
     @property
     def address(self):
@@ -75,6 +77,12 @@ def must_choose_again(records):
 
 def problem(records, label):
     """Why these addresses cannot work, as a sentence, or None. label(rank): the name of its host."""
+    for rank, record in enumerate(records):
+        if record.wire != records[0].wire:
+            return (
+                f"PYCOMM_WIRE is {records[0].wire} on rank 0 ({label(0)}) and {record.wire} on rank {rank} "
+                f"({label(rank)}). All ranks must use the same engine."
+            )
     if len({record.stack for record in records}) == 1:
         return None
     for rank, record in enumerate(records):
@@ -103,4 +111,4 @@ def problem(records, label):
 
 
 def make_record(address, port, chosen):
-    return Record(network_stack(), *address, port, chosen)
+    return Record(network_stack(), *address, port, chosen, env.wire())
