@@ -91,6 +91,8 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     )
     if cut.trunk is None:
         return tensor, cut
+    if cut.stage_model is not None:
+        cut.stage_model.note_sublayers(tensor.forwards)
     trunk = cut.trunk.now(model)
     if proof is not None and mesh.group("tp").size > 1:
         proof.was_cut(trunk.blocks[0])

@@ -124,6 +124,19 @@ class StageModel:
             if side in (Side.BEFORE, Side.BETWEEN):
                 self.templates.keep(name, module)
 
+    def note_sublayers(self, forwards):
+        """forwards: {name of a layer: SublayerForward around it}. A stage that passes over the layer is to run
+        them whole.
+        """
+        for name, _, side in self.owners:
+            for layer, forward in forwards.items():
+                if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
+                    (owner,) = self.stages.of(side)
+                    forward.is_passed_over = functools.partial(self._is_behind, owner)
+
+    def _is_behind(self, stage):
+        return self.stage > stage
+
     def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces

@@ -144,8 +144,11 @@ class NarrowConfig:
 
 
 def narrow_attributes(module, counts):
-    """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values."""
-    for name, value in list(module.__dict__.items()):
+    """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values.
+    Returns {name: value before} of those that it has changed.
+    """
+    before = dict(module.__dict__)
+    for name, value in before.items():
         local = counts.local(name, value) if is_int(value) else None
         if local is not None:
             setattr(module, name, local)
@@ -157,6 +160,7 @@ def narrow_attributes(module, counts):
         values = {n: value for n, value in values.items() if value is not None}
         if values:
             module.__dict__[name] = NarrowConfig(config, values)
+    return {name: value for name, value in before.items() if module.__dict__[name] is not value}
 
 
 class NarrowView(torch.Tensor):
@@ -197,6 +201,7 @@ class Narrowed(NamedTuple):
     local: int  # how wide they look
     q_heads: int
     mine: tuple[int, int]  # this rank's query heads
+    before: dict  # attributes of the module as they were
 
     def of_heads(self, x):
         """This rank's part of an argument of OF_EACH_HEAD."""
@@ -210,12 +215,15 @@ class SublayerForward:
     """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
     it does not fit.
 
-    narrow: Narrowed, None where inputs are not to look narrow.
+    narrow: Narrowed, None where inputs are not to look narrow. is_passed_over: whether a pipeline stage runs
+    that has not these layers; what stands for their results there has all heads and features.
     """
 
-    def __init__(self, inner, fqn, source, narrow=None):
-        self.inner, self.fqn, self.source, self.narrow = inner, fqn, source, narrow
-        self.names = tuple(inspect.signature(inner).parameters)
+    def __init__(self, owner, fqn, source, narrow=None):
+        self.owner, self.inner = owner, owner.forward
+        self.fqn, self.source, self.narrow = fqn, source, narrow
+        self.is_passed_over = bool
+        self.names = tuple(inspect.signature(self.inner).parameters)
         self.running = False
 
     def view(self, name, x, views):
@@ -235,7 +243,21 @@ class SublayerForward:
             views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.narrow.local))
         return views[id(x)]
 
+    def as_whole(self, args, kwargs):
+        """The forward as in one process."""
+        if self.narrow is None:
+            return self.inner(*args, **kwargs)
+        seen = self.owner.__dict__
+        narrowed = {name: seen[name] for name in self.narrow.before}
+        seen.update(self.narrow.before)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            seen.update(narrowed)
+
     def __call__(self, *args, **kwargs):
+        if self.is_passed_over():
+            return self.as_whole(args, kwargs)
         self.source.clear()
         views, names = {}, (*self.names, *[None] * len(args))
         args = [self.view(name, x, views) for name, x in zip(names, args, strict=False)]
