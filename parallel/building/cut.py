@@ -10,6 +10,7 @@ from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
+from pycomm.parallel.sequence.eager import serve_eager
 from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
@@ -45,6 +46,8 @@ def make_stages(model, trunk, mesh, plan):
     sides = {name: side for name, _, side in found}
     if split is not None:
         split.sides = sides
+        if split.degree > 1:
+            serve_eager(trunk.blocks)
     if plan.pp > 1:
         bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
         placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement

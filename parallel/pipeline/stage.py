@@ -125,8 +125,8 @@ class StageModel:
                 self.templates.keep(name, module)
 
     def note_sublayers(self, forwards):
-        """forwards: {name of a layer: SublayerForward around it}. A stage that passes over the layer is to run
-        them whole.
+        """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over
+        the layer.
         """
         for name, _, side in self.owners:
             for layer, forward in forwards.items():

@@ -3,7 +3,7 @@ narrower attention.
 
     what the forward reads                    one process      2 of 5 heads of 4
     self.n_head, config.num_attention_heads   5                2                   narrow_attributes,
-                                                                                   NarrowConfig
+                                                                                   ConfigView
     self.n_embd, split_size, embed_dim        20               8
     B, T, C = x.size()                        C = 20           C = 8               NarrowView
     self.c_attn(x), any operation on x        the data         the data, all 20 columns
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm.parallel.ground.config_view import ConfigView, values_of
 from pycomm.parallel.tensor.heads import RankHeads
 
 __all__ = [
     "OF_EACH_HEAD",
-    "NarrowConfig",
     "NarrowView",
     "Narrowed",
     "SublayerForward",
@@ -118,29 +118,11 @@ def attributes(config):
     """Plain attributes of a configuration, with the common names that its class only maps (transformers'
     attribute_map).
     """
-    values = {name: value for name, value in getattr(config, "__dict__", {}).items() if is_int(value)}
+    values = {name: value for name, value in values_of(config).items() if is_int(value)}
     for name in ("num_attention_heads", "num_key_value_heads"):
         if name not in values and is_int(getattr(config, name, None)):
             values[name] = getattr(config, name)
     return values
-
-
-class NarrowConfig:
-    """A configuration with some values replaced, for one module; everything else is read from, and written
-    to, the configuration itself.
-    """
-
-    def __init__(self, config, values):
-        object.__setattr__(self, "_whole", config)
-        object.__setattr__(self, "_values", values)
-
-    def __getattr__(self, name):
-        if name.startswith("__") or name in ("_whole", "_values"):
-            raise AttributeError(name)
-        return self._values[name] if name in self._values else getattr(self._whole, name)
-
-    def __setattr__(self, name, value):
-        setattr(self._whole, name, value)
 
 
 def narrow_attributes(module, counts):
@@ -159,7 +141,7 @@ def narrow_attributes(module, counts):
         values = {n: counts.local(n, getattr(config, n)) for n in names}
         values = {n: value for n, value in values.items() if value is not None}
         if values:
-            module.__dict__[name] = NarrowConfig(config, values)
+            module.__dict__[name] = ConfigView(config, values)
     return {name: value for name, value in before.items() if module.__dict__[name] is not value}
 
 
