@@ -20,8 +20,8 @@ makes an error that grows with the number of blocks.
 
 Two kernels, chosen by what the tensors are: on CPU torch's flash kernel, which returns lse and does not write
 S to memory (1.8 times as fast as the other at 512 x 512, head size 64, one core), where the head sizes of q
-and v are equal and nothing caps the scores; else plain matrix products, which hold S. The plain one takes STRIP query rows at a time, so
-that its memory grows with the keys and not with their square.
+and v are equal and nothing caps the scores; else plain matrix products, which hold S. The plain one takes
+STRIP query rows at a time, so that its memory grows with the keys and not with their square.
 
 What can go wrong: flash on CPU divides by zero on an empty tensor (a signal, not an error), so callers leave
 empty blocks out.

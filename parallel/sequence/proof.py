@@ -77,15 +77,20 @@ class BlockProof:
         for group in (split.ring, split.ulysses, split.tp):
             comm.all_reduce(numbers, group)
         if numbers[0] and not numbers[1]:
-            how = (
-                f"what it adds differs by {error:.1e} of its size" if cause is None else f"it fails ({cause})"
-            )
             raise ValueError(
                 "the first block does not compute from pieces of the sequence what it computes from the "
-                f"whole: on this rank {how}. Something in it looks at other positions or at their number (a "
-                "convolution, a shift, positions worked out inside, attention under a name that is not "
-                "known: name it in Plan(rules=...)). Use a plan without ring, ulysses and megatron_sp"
+                f"whole: {_how(error, cause)}. Something in it looks at other positions or at their number "
+                f"(a convolution, a shift, positions worked out inside, {self._of_attention()}). Use a plan "
+                "without ring, ulysses and megatron_sp"
             ) from cause
+
+    def _of_attention(self):
+        if self.split.degree > 1:
+            return (
+                "attention written out: let it call F.scaled_dot_product_attention, which models of "
+                'transformers do that know attn_implementation="sdpa"'
+            )
+        return "attention under a name that is not known: name it in Plan(rules=...)"
 
     def _run_whole(self, dtype, args, kwargs):
         """(results of two runs, args and kwargs in the dtype)"""
@@ -113,6 +118,14 @@ class BlockProof:
         if self.split.megatron:
             piece = comm.split_dim(piece, 1, self.split.sizes, self.split.tp)
         return piece
+
+
+def _how(error, cause):
+    if cause is not None:
+        return f"on this rank it fails ({cause})"
+    if error <= MOST:
+        return "on another rank it differs"
+    return f"on this rank what it adds differs by {error:.1e} of its size"
 
 
 def _real_to(dtype, value):

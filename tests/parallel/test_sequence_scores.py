@@ -28,9 +28,7 @@ def written_out(q, k, v, sinks, cap, mask):
 
 
 def cases():
-    for shape, cap, has_sinks, causal in itertools.product(
-        SHAPES, (None, 0.7), (False, True), (False, True)
-    ):
+    for shape, cap, has_sinks, causal in itertools.product(SHAPES, (None, 0.7), (False, True), (False, True)):
         q_heads, k_heads, length, size, v_size = shape
         generator = torch.Generator().manual_seed(length)
         q, k, v, grad, sinks = (
