@@ -11,7 +11,7 @@ from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.sequence.eager import serve_eager
-from pycomm.parallel.sequence.proof import BlockProof
+from pycomm.parallel.sequence.proof import BlockProof, kind_of_block
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
@@ -78,11 +78,9 @@ def _check_around(found, plan):
 
 def cut_tensors(model, original, cut, mesh, plan, filling):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
-    proof = None
-    is_proven = cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0])
-    filling.block_of_proof(cut, is_proven)
-    if is_proven:
-        proof = cut.stage_model.proof = BlockProof(cut.split, cut.trunk.blocks[0])
+    proven = _blocks_to_prove(cut)
+    filling.blocks_of_proof(cut, proven)
+    proofs = {index: BlockProof(cut.split, cut.trunk.blocks[index], index) for index in proven}
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -97,9 +95,25 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     if cut.stage_model is not None:
         cut.stage_model.note_sublayers(tensor.forwards)
     trunk = cut.trunk.now(model)
-    if proof is not None and mesh.group("tp").size > 1:
-        proof.was_cut(trunk.blocks[0])
+    for index, proof in proofs.items():
+        if mesh.group("tp").size > 1:
+            proof.was_cut(trunk.blocks[index])
+    if cut.stage_model is not None:
+        cut.stage_model.proofs = proofs
     return tensor, cut._replace(trunk=trunk)
+
+
+def _blocks_to_prove(cut):
+    """Indices of the blocks on this rank that are tried in pieces: the first of each kind, alike on all ranks
+    of a stage.
+    """
+    kinds = {}
+    for stage in cut.stages.mine if cut.split is not None else ():
+        for index in range(*cut.stages.bounds[stage]):
+            block = cut.trunk.blocks[index]
+            if not _has_moe(block):
+                kinds.setdefault(kind_of_block(block), index)
+    return list(kinds.values())
 
 
 def _has_moe(block):

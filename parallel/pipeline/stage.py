@@ -86,7 +86,7 @@ class StageModel:
         self.agreement = Agreement(stages.placement)
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
-        self.proof = None  # BlockProof of a split sequence, until the first forward
+        self.proofs = {}  # index -> BlockProof of a split sequence, until its first forward
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -242,9 +242,8 @@ class StageModel:
         what = f"block {index} of {self.trunk.name!r}"
         args, kwargs = self._check_present((args, kwargs), f"{what} is given")
         given = hidden_of(args, kwargs)
-        if index == 0 and self.proof is not None:
-            proof, self.proof = self.proof, None
-            proof.check(args, kwargs)
+        if index in self.proofs:
+            self.proofs.pop(index).check(args, kwargs)
         if self.stage < self.last:
             self.assumptions.before(index, index == first, given, args, kwargs)
         if self.split is not None:
