@@ -11,6 +11,7 @@ from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.sequence.eager import serve_eager
+from pycomm.parallel.sequence.glue import Glue
 from pycomm.parallel.sequence.proof import BlockProof, kind_of_block
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
@@ -60,6 +61,8 @@ def make_stages(model, trunk, mesh, plan):
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
     stage_model = StageModel(model, trunk, stages, split, found) if needed else None
+    if split is not None and split.degree > 1 and not split.megatron:
+        stage_model.glue = Glue(split, stages.mine)
     return Cut(trunk, sides, stages, split, stage_model)
 
 

@@ -87,6 +87,7 @@ class StageModel:
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
         self.proofs = {}  # index -> BlockProof of a split sequence, until its first forward
+        self.glue = None  # sequence.Glue, where a sequence is cut over ring and ulysses
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -177,6 +178,33 @@ class StageModel:
             raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out
 
+    def run_glue(self, stage, call):
+        """The forward of one stage without its blocks, whose Glue has begun: notes what blocks, modules and
+        the caller are given.
+        """
+        self._begin(stage, None)
+        try:
+            with torch.no_grad(), self.outside.kept():
+                self.glue.note("what it returns", call())
+        except _Left as left:
+            self.glue.note(f"what block {self.at + 1} is given", hidden_of(*left.given))
+        finally:
+            self.place = _Place.IDLE
+            self._leave_compiled()
+
+    def _pass_over(self, index, args, kwargs):
+        first, end = self.stages.bounds[self.stage]
+        self._check_order(index, first, end)
+        if index >= end:
+            raise _Left(args, kwargs)
+        self.at, hidden = index, hidden_of(args, kwargs)
+        if index == first:
+            hidden = self.glue.enter(hidden, first_absent(hidden) is not None)
+        else:
+            self.glue.note(f"what block {index} is given", hidden)
+        self.place = _Place.AFTER if index == end - 1 and self.stage == self.last else _Place.INSIDE
+        return self.glue.returned(index, hidden)
+
     def end_pass(self):
         """The forward of a stage and its loss are over."""
         self.deliveries.end()
@@ -231,6 +259,8 @@ class StageModel:
             out = self._absent(index, f"block {index}", args, kwargs)
             hidden_out(out)  # where there is none, values inside of it would carry no mark
             return out
+        if self.glue is not None and self.glue.seen is not None:
+            return self._pass_over(index, args, kwargs)
         self._check_order(index, first, end)
         if index >= end:
             raise _Left(args, kwargs)
@@ -252,6 +282,8 @@ class StageModel:
                 self.on_pieces()
         out = forward(*args, **kwargs)
         out = self._check_present(out, f"{what} computes with")
+        if self.glue is not None:
+            self.glue.note_block(index, out)
         if self.stage < self.last:
             hidden_out(out)
             self.assumptions.after(index, args, kwargs, out)
@@ -351,6 +383,8 @@ class StageModel:
             return self._absent(name, repr(name), args, kwargs)
         if side is not Side.BEFORE:
             args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
+        if side is Side.AFTER and self.glue is not None and self.glue.seen is not None:
+            self.glue.note(f"what {name!r} is given", (args, kwargs))
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):

@@ -82,12 +82,15 @@ class BlockProof:
                 self.whole.float(), self.cut.float()
                 whole, args, kwargs = self._run_whole(torch.float32, args, kwargs)
         hidden = hidden_of(args, kwargs)
-        if not self._all(whole is not None, hidden.device):
+        split = self.split
+        if not split.all_agree(whole is not None, hidden.device):
             return
         random = not torch.equal(*whole)
         with SharedState(self.whole.modules()).kept(), eager():  # what was kept of the whole is no piece's
             error, cause = self._error(whole[0], args, kwargs, hidden)
-        is_right, is_fixed = (self._all(value, hidden.device) for value in (error <= MOST, not random))
+        is_right, is_fixed = (
+            self.split.all_agree(value, hidden.device) for value in (error <= MOST, not random)
+        )
         if is_fixed and not is_right:
             which = "the first block" if self.index == 0 else f"block {self.index}"
             raise ValueError(
@@ -104,13 +107,6 @@ class BlockProof:
                 'transformers do that know attn_implementation="sdpa"'
             )
         return "attention under a name that is not known: name it in Plan(rules=...)"
-
-    def _all(self, value, device):
-        """Whether it is true on all ranks that hold pieces."""
-        number = torch.tensor(float(not value), device=device)
-        for group in (self.split.ring, self.split.ulysses, self.split.tp):
-            comm.all_reduce(number, group)
-        return not number
 
     def _joined(self, args, kwargs):
         """args and kwargs with the whole hidden state."""

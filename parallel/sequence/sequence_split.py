@@ -150,6 +150,13 @@ class SequenceSplit:
         held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=tensor.device)
         return tensor.index_select(dim, held)
 
+    def all_agree(self, value, device):
+        """Whether it is true on all ranks that have pieces of one sequence, or parts of a layer."""
+        number = torch.tensor(float(not value), device=device)
+        for group in (self.ring, self.ulysses, self.tp):
+            comm.all_reduce(number, group)
+        return not number
+
     def joined(self, piece):
         """The whole hidden state of the pieces that all ranks have inside of the trunk. No gradient."""
         if self.megatron:
