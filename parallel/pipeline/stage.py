@@ -174,6 +174,15 @@ class StageModel:
             out = call()
         except _Left as left:
             return taken(*self.deliveries.present(left.given), places(), f"block {block}")
+        except RuntimeError as error:
+            behind = self.split is not None and self.at is not None
+            if not behind or type(error) is not RuntimeError or "size" not in str(error).lower():
+                raise
+            raise ValueError(
+                f"the model does not run behind block {self.at} of {self.trunk.name!r}, where it has a piece "
+                f"of the sequence ({error}). What it has kept from before the blocks is that of the whole: "
+                "give it to the blocks, or use a plan without ring, ulysses and megatron_sp"
+            ) from error
         if self.stage < self.last:
             raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out

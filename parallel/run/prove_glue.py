@@ -34,12 +34,12 @@ def _prove(parts, glue, stage, microbatch):
     pieces = _run(parts, stage, small, in_pieces=True)
     found = ("the result", float("inf")) if pieces is None else glue.difference(whole, pieces)
     if not _all_agree(parts, found is None):
-        how = "another rank has found it" if found is None else f"{found[0]} differs by {found[1]:.1e} of its size"
+        how = f"{found[0]} differs by {found[1]:.1e} of its size" if found else "another rank has found it"
         raise ValueError(
             "what the model does between its blocks, or behind them, does not give for pieces of the "
             f"sequence what it gives for the whole: {how}. It looks at other positions or at their number "
-            "there (a mean, a shift, a division by the length). Do that in front of the blocks, or use a plan "
-            "without ring and ulysses"
+            "there (a mean, a shift, a division by the length). Do that in front of the blocks, or use a "
+            "plan without ring and ulysses"
         )
 
 
