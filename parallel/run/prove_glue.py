@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 
 import torch
 
@@ -14,27 +15,17 @@ __all__ = ["prove_glue"]
 
 
 def prove_glue(parts, microbatch):
-    """For the stages of this rank, once. Collective over the ranks that have the same stages. Raises
-    ValueError on all of them where pieces give something else.
+    """For the stages of this rank, once; collective over all ranks. Raises ValueError on all of them where
+    pieces give something else.
     """
     glue = parts.stage_model.glue if parts.stage_model is not None else None
     if glue is None or not glue.left:
         return
     stages, glue.left = sorted(glue.left), set()
-    for stage in stages if glue.is_known else ():
-        _prove(parts, glue, stage, microbatch)
-
-
-def _prove(parts, glue, stage, microbatch):
-    small = dataclasses.replace(microbatch, inputs=glue.small(microbatch.inputs))
-    whole, again = (_run(parts, stage, small, in_pieces=False) for _ in range(2))
-    same = whole is not None and again is not None and _equal(whole, again)
-    if not _all_agree(parts, same):
-        return
-    pieces = _run(parts, stage, small, in_pieces=True)
-    found = ("the result", float("inf")) if pieces is None else glue.difference(whole, pieces)
-    if not _all_agree(parts, found is None):
-        how = f"{found[0]} differs by {found[1]:.1e} of its size" if found else "another rank has found it"
+    found = [_difference(parts, glue, stage, microbatch) for stage in stages if glue.is_known]
+    found = [each for each in found if each is not None]
+    if not _all_agree(parts, not found, (parts.mesh.world,)):
+        how = "{} differs by {:.1e} of its size".format(*found[0]) if found else "another rank has found it"
         raise ValueError(
             "what the model does between its blocks, or behind them, does not give for pieces of the "
             f"sequence what it gives for the whole: {how}. It looks at other positions or at their number "
@@ -43,10 +34,23 @@ def _prove(parts, glue, stage, microbatch):
         )
 
 
-def _all_agree(parts, value):
-    """Whether it is true on all ranks of data and tp: what runs here may gather over them."""
+def _difference(parts, glue, stage, microbatch):
+    """(where, how much), or None for no difference. Collective over the ranks of data and tp, as what runs
+    here may gather over them.
+    """
+    small = dataclasses.replace(microbatch, inputs=glue.small(microbatch.inputs))
+    whole, again = (_run(parts, stage, small, in_pieces=False) for _ in range(2))
+    same = whole is not None and again is not None and _equal(whole, again)
+    if not _all_agree(parts, same, (parts.mesh.data, parts.mesh.group("tp"))):
+        return None
+    pieces = _run(parts, stage, small, in_pieces=True)
+    return ("the result", math.inf) if pieces is None else glue.difference(whole, pieces)
+
+
+def _all_agree(parts, value, groups):
+    """Whether it is true on all ranks of the groups."""
     number = torch.tensor(float(not value), device=parts.device)
-    for group in (parts.mesh.data, parts.mesh.group("tp")):
+    for group in groups:
         comm.all_reduce(number, group)
     return not number
 

@@ -31,7 +31,9 @@ def weighted(out, y):
 
 
 def weighted_by_count(out, y):
-    return F.cross_entropy(out.flatten(0, 1), y.flatten(), weight=CLASSES, reduction="sum") / (y != -100).sum()
+    return (
+        F.cross_entropy(out.flatten(0, 1), y.flatten(), weight=CLASSES, reduction="sum") / (y != -100).sum()
+    )
 
 
 def plain(out, y):
