@@ -1,5 +1,6 @@
 """The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -96,7 +97,7 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     if cut.trunk is None:
         return tensor, cut
     if cut.stage_model is not None:
-        cut.stage_model.note_sublayers(tensor.forwards)
+        _run_whole_where_absent(cut, tensor.forwards)
     trunk = cut.trunk.now(model)
     for index, proof in proofs.items():
         if mesh.group("tp").size > 1:
@@ -104,6 +105,17 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     if cut.stage_model is not None:
         cut.stage_model.proofs = proofs
     return tensor, cut._replace(trunk=trunk)
+
+
+def _run_whole_where_absent(cut, forwards):
+    """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over the
+    layer.
+    """
+    for name, _, side in cut.stage_model.owners:
+        for layer, forward in forwards.items():
+            if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
+                (owner,) = cut.stages.of(side)
+                forward.is_passed_over = functools.partial(cut.stage_model.is_behind, owner)
 
 
 def _blocks_to_prove(cut):

@@ -41,7 +41,7 @@ from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_plac
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.pipeline.templates import Templates
 
-__all__ = ["StageModel"]
+__all__ = ["StageModel", "run_glue"]
 
 
 class _Place(enum.Enum):
@@ -125,17 +125,8 @@ class StageModel:
             if side in (Side.BEFORE, Side.BETWEEN):
                 self.templates.keep(name, module)
 
-    def note_sublayers(self, forwards):
-        """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over
-        the layer.
-        """
-        for name, _, side in self.owners:
-            for layer, forward in forwards.items():
-                if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
-                    (owner,) = self.stages.of(side)
-                    forward.is_passed_over = functools.partial(self._is_behind, owner)
-
-    def _is_behind(self, stage):
+    def is_behind(self, stage):
+        """Whether the stage that runs comes after this one."""
         return self.stage > stage
 
     def install(self, on_pieces):
@@ -175,44 +166,12 @@ class StageModel:
         except _Left as left:
             return taken(*self.deliveries.present(left.given), places(), f"block {block}")
         except RuntimeError as error:
-            behind = self.split is not None and self.at is not None
-            if not behind or type(error) is not RuntimeError or "size" not in str(error).lower():
+            if self.split is None or self.at is None:
                 raise
-            raise ValueError(
-                f"the model does not run behind block {self.at} of {self.trunk.name!r}, where it has a piece "
-                f"of the sequence ({error}). What it has kept from before the blocks is that of the whole: "
-                "give it to the blocks, or use a plan without ring, ulysses and megatron_sp"
-            ) from error
+            raise _of_pieces(error, f"block {self.at} of {self.trunk.name!r}") from error
         if self.stage < self.last:
             raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out
-
-    def run_glue(self, stage, call):
-        """The forward of one stage without its blocks, whose Glue has begun: notes what blocks, modules and
-        the caller are given.
-        """
-        self._begin(stage, None)
-        try:
-            with torch.no_grad(), self.outside.kept():
-                self.glue.note("what it returns", call())
-        except _Left as left:
-            self.glue.note(f"what block {self.at + 1} is given", hidden_of(*left.given))
-        finally:
-            self.place = _Place.IDLE
-            self._leave_compiled()
-
-    def _pass_over(self, index, args, kwargs):
-        first, end = self.stages.bounds[self.stage]
-        self._check_order(index, first, end)
-        if index >= end:
-            raise _Left(args, kwargs)
-        self.at, hidden = index, hidden_of(args, kwargs)
-        if index == first:
-            hidden = self.glue.enter(hidden, first_absent(hidden) is not None)
-        else:
-            self.glue.note(f"what block {index} is given", hidden)
-        self.place = _Place.AFTER if index == end - 1 and self.stage == self.last else _Place.INSIDE
-        return self.glue.returned(index, hidden)
 
     def end_pass(self):
         """The forward of a stage and its loss are over."""
@@ -269,7 +228,7 @@ class StageModel:
             hidden_out(out)  # where there is none, values inside of it would carry no mark
             return out
         if self.glue is not None and self.glue.seen is not None:
-            return self._pass_over(index, args, kwargs)
+            return _pass_over(self, index, args, kwargs)
         self._check_order(index, first, end)
         if index >= end:
             raise _Left(args, kwargs)
@@ -406,6 +365,47 @@ class StageModel:
                 module = self.trunk.blocks[key].get_submodule(name)
                 module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
         return absent_like(out, origin, device)
+
+
+def _of_pieces(error, block):
+    """What a model raised behind a block, in words where sizes do not fit."""
+    if type(error) is not RuntimeError or "size" not in str(error).lower():
+        return error
+    return ValueError(
+        f"the model does not run behind {block}, where it has a piece of the sequence ({error}). What it has "
+        "kept from before the blocks is that of the whole: give it to the blocks, or use a plan without "
+        "ring, ulysses and megatron_sp"
+    )
+
+
+def run_glue(model, stage, call):
+    """The forward of one stage of a StageModel without its blocks, when its Glue has begun: notes what
+    blocks, modules and the caller are given.
+    """
+    model._begin(stage, None)
+    try:
+        with torch.no_grad(), model.outside.kept():
+            model.glue.note("what it returns", call())
+    except _Left as left:
+        model.glue.note(f"what block {model.at + 1} is given", hidden_of(*left.given))
+    finally:
+        model.place = _Place.IDLE
+        model._leave_compiled()
+
+
+def _pass_over(model, index, args, kwargs):
+    """A block of the stage, in such a run."""
+    first, end = model.stages.bounds[model.stage]
+    model._check_order(index, first, end)
+    if index >= end:
+        raise _Left(args, kwargs)
+    model.at, hidden = index, hidden_of(args, kwargs)
+    if index == first:
+        hidden = model.glue.enter(hidden, first_absent(hidden) is not None)
+    else:
+        model.glue.note(f"what block {index} is given", hidden)
+    model.place = _Place.AFTER if index == end - 1 and model.stage == model.last else _Place.INSIDE
+    return model.glue.returned(index, hidden)
 
 
 def _untie(trunk, owners, stages):

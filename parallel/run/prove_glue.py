@@ -8,6 +8,7 @@ import torch
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.modes import eager, without_modes
+from pycomm.parallel.pipeline.stage import run_glue
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.zero.units import Phase
 
@@ -71,7 +72,7 @@ def _run(parts, stage, microbatch, in_pieces):
             forward_pass(parts, Phase.EVALUATE, ("glue", stage), in_pieces),
             modes,
         ):
-            model.run_glue(stage, lambda: microbatch.call(parts.model))
+            run_glue(model, stage, lambda: microbatch.call(parts.model))
         return glue.end()
     except Exception:  # the model's own code may ask for anything that blocks would have left
         glue.end()

@@ -136,13 +136,15 @@ class SequenceAttention(TorchFunctionMode):
     def _attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
-        options = {"is_causal": is_causal, "scale": scale}
-        return self.attend(query, key, value, attn_mask, dropout_p, enable_gqa, options)
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa, "scale": scale}
+        return self.attend(query, key, value, attn_mask, options)
 
-    def attend(self, query, key, value, attn_mask, dropout_p, enable_gqa, options):
-        """Attention of this rank's queries over the whole sequence. options: is_causal, scale, softcap and
-        sinks of ring_ulysses_attention.
+    def attend(self, query, key, value, attn_mask, options):
+        """Attention of this rank's queries over the whole sequence. options: dropout_p and enable_gqa as of
+        F.scaled_dot_product_attention; is_causal, scale, softcap and sinks of ring_ulysses_attention.
         """
+        options = dict(options)
+        dropout_p, enable_gqa = options.pop("dropout_p"), options.pop("enable_gqa")
         if dropout_p:
             self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
         if self.length is None:

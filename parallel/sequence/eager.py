@@ -61,20 +61,23 @@ def _own_function(module):
     return None
 
 
-def attend(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **others):
+def attend(module, query, key, value, attention_mask, **given):
     """As transformers calls it: query (batch, heads, T, D), and the result (batch, T, heads, D)."""
     modes = _get_current_function_mode_stack()
     mode = next((mode for mode in reversed(modes) if isinstance(mode, SequenceAttention)), None)
     if mode is None:
-        options = {"scaling": scaling, "dropout": dropout, **others}
-        return _own_function(module)(module, query, key, value, attention_mask, **options)
-    if others.get("output_attentions") or getattr(module.config, "output_attentions", False):
+        return _own_function(module)(module, query, key, value, attention_mask, **given)
+    if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError("attention weights (output_attentions) are in pieces where the sequence is cut")
-    if others.get("position_bias") is not None:
+    if given.get("position_bias") is not None:
         raise ValueError("a learned bias of positions needs a gradient, which would be in pieces")
-    options = {"scale": scaling, "softcap": others.get("softcap"), "sinks": getattr(module, "sinks", None)}
-    dropout = dropout if module.training else 0.0
-    is_shared = query.shape[1] != key.shape[1]
-    causal = {"is_causal": False}  # the eager function knows no mask but the one that it is given
-    out = mode.attend(query, key, value, attention_mask, dropout, is_shared, {**options, **causal})
+    options = {
+        "dropout_p": given.get("dropout", 0.0) if module.training else 0.0,
+        "is_causal": False,  # the eager function knows no mask but the one that it is given
+        "enable_gqa": query.shape[1] != key.shape[1],
+        "scale": given.get("scaling"),
+        "softcap": given.get("softcap"),
+        "sinks": getattr(module, "sinks", None),
+    }
+    out = mode.attend(query, key, value, attention_mask, options)
     return out.transpose(1, 2).contiguous(), None
