@@ -44,7 +44,7 @@ test-frameworks: build       ## Accelerate, Lightning and DeepSpeed on pycomm; i
 	DS_BUILD_OPS=0 $(RUN)/python -m pip install --quiet --no-build-isolation -r requirements-frameworks.txt
 	$(RUN)/python -m pytest -m frameworks
 
-test-models: build build/vision/.stamp  ## 34 families of models under 20 plans against one process; writes docs/models.md
+test-models: build build/vision/.stamp  ## 39 families of models under 20 plans against one process; writes docs/models.md
 	PYTHONPATH=$(CURDIR)/build/vision OMP_NUM_THREADS=1 $(RUN)/python tests/model_families/table.py
 
 build/vision/.stamp: | $(VENV)/.stamp-deps

@@ -23,9 +23,11 @@ def check(model, opt, plan):
     _check_compiled(model, plan)
     trunk = _trunk_for(model, plan)
     _check_batch_norms(model, trunk, plan)
+    _check_embeddings(model, plan)
     if opt is not None:
         _check_optimizer(model, opt, plan)
     if plan.pp > 1:
+        _check_hooks(trunk, plan)
         _check_shared(model, trunk, cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages))
     if plan.schedule == ScheduleName.PIPEDREAM:
         refuse_tied_weights(model)
@@ -147,6 +149,33 @@ def _check_batch_norms(model, trunk, plan):
             f"Plan({plan}): {again[0]!r} is a BatchNorm inside a block, and its recomputation would count "
             "the rows twice in the running averages. Use a plan without checkpoint"
         )
+
+
+def _check_embeddings(model, plan):
+    """Options of torch's embeddings that look at all rows of a batch, or write weights in the forward."""
+    rows = plan.dp * plan.ep > 1
+    for name, module in model.named_modules():
+        if not isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)):
+            continue
+        if module.scale_grad_by_freq and rows:
+            raise ValueError(
+                f"Plan({plan}): {name!r} scales gradients by how often an index is in the batch "
+                "(scale_grad_by_freq), of which each rank has some rows. Use dp=1 and ep=1"
+            )
+        if module.max_norm is not None and (rows or plan.zero or plan.precision):
+            raise ValueError(
+                f"Plan({plan}): {name!r} writes its weights in the forward (max_norm), each rank those of "
+                "its own rows. Use a plan without dp, ep, zero and precision"
+            )
+
+
+def _check_hooks(trunk, plan):
+    for name, block in zip(trunk.names, trunk.blocks, strict=True):
+        if block._backward_hooks or block._backward_pre_hooks:
+            raise ValueError(
+                f"Plan({plan}): {name!r} has a backward hook, which is given no gradient of what comes from "
+                "another pipeline stage. Register it on a module inside of the block, or use pp=1"
+            )
 
 
 def _is_plain(module):

@@ -1,5 +1,6 @@
 """The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,9 @@ from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
-from pycomm.parallel.sequence.proof import BlockProof
+from pycomm.parallel.sequence.eager import serve_eager
+from pycomm.parallel.sequence.glue import Glue
+from pycomm.parallel.sequence.proof import BlockProof, kind_of_block
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
@@ -45,6 +48,8 @@ def make_stages(model, trunk, mesh, plan):
     sides = {name: side for name, _, side in found}
     if split is not None:
         split.sides = sides
+        if split.degree > 1:
+            serve_eager(trunk.blocks)
     if plan.pp > 1:
         bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
         placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
@@ -57,6 +62,8 @@ def make_stages(model, trunk, mesh, plan):
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
     stage_model = StageModel(model, trunk, stages, split, found) if needed else None
+    if split is not None and split.degree > 1 and not split.megatron:
+        stage_model.glue = Glue(split, stages.mine)
     return Cut(trunk, sides, stages, split, stage_model)
 
 
@@ -75,11 +82,9 @@ def _check_around(found, plan):
 
 def cut_tensors(model, original, cut, mesh, plan, filling):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
-    proof = None
-    is_proven = cut.split is not None and 0 in cut.stages.mine and not _has_moe(cut.trunk.blocks[0])
-    filling.block_of_proof(cut, is_proven)
-    if is_proven:
-        proof = cut.stage_model.proof = BlockProof(cut.split, cut.trunk.blocks[0])
+    proven = _blocks_to_prove(cut)
+    filling.blocks_of_proof(cut, proven)
+    proofs = {index: BlockProof(cut.split, cut.trunk.blocks[index], index) for index in proven}
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -91,10 +96,39 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
     )
     if cut.trunk is None:
         return tensor, cut
+    if cut.stage_model is not None:
+        _run_whole_where_absent(cut, tensor.forwards)
     trunk = cut.trunk.now(model)
-    if proof is not None and mesh.group("tp").size > 1:
-        proof.was_cut(trunk.blocks[0])
+    for index, proof in proofs.items():
+        if mesh.group("tp").size > 1:
+            proof.was_cut(trunk.blocks[index])
+    if cut.stage_model is not None:
+        cut.stage_model.proofs = proofs
     return tensor, cut._replace(trunk=trunk)
+
+
+def _run_whole_where_absent(cut, forwards):
+    """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over the
+    layer.
+    """
+    for name, _, side in cut.stage_model.owners:
+        for layer, forward in forwards.items():
+            if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
+                (owner,) = cut.stages.of(side)
+                forward.is_passed_over = functools.partial(cut.stage_model.is_behind, owner)
+
+
+def _blocks_to_prove(cut):
+    """Indices of the blocks on this rank that are tried in pieces: the first of each kind, alike on all ranks
+    of a stage.
+    """
+    kinds = {}
+    for stage in cut.stages.mine if cut.split is not None else ():
+        for index in range(*cut.stages.bounds[stage]):
+            block = cut.trunk.blocks[index]
+            if not _has_moe(block):
+                kinds.setdefault(kind_of_block(block), index)
+    return list(kinds.values())
 
 
 def _has_moe(block):

@@ -62,13 +62,22 @@ class _ReduceFrom(torch.autograd.Function):
         return grad, None
 
 
+def _with_own_memory(result, x):
+    """A result that the model may write into: autograd forbids that for views made in a Function, and what is
+    a part of x would be written to x.
+    """
+    if result.untyped_storage().data_ptr() == x.untyped_storage().data_ptr():
+        return result.clone()
+    return result.data if result._is_view() else result
+
+
 class _Dim(torch.autograd.Function):
     """forward and backward are functions (tensor, dim, sizes, group) -> tensor."""
 
     @staticmethod
     def forward(ctx, x, dim, sizes, group, forward, backward):
         ctx.rest = dim, sizes, group, backward
-        return forward(x, dim, sizes, group).contiguous()
+        return _with_own_memory(forward(x, dim, sizes, group).contiguous(), x)
 
     @staticmethod
     def backward(ctx, grad):

@@ -41,7 +41,7 @@ from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_plac
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.pipeline.templates import Templates
 
-__all__ = ["StageModel"]
+__all__ = ["StageModel", "run_glue"]
 
 
 class _Place(enum.Enum):
@@ -86,7 +86,8 @@ class StageModel:
         self.agreement = Agreement(stages.placement)
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
-        self.proof = None  # BlockProof of a split sequence, until the first forward
+        self.proofs = {}  # index -> BlockProof of a split sequence, until its first forward
+        self.glue = None  # sequence.Glue, where a sequence is cut over ring and ulysses
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -124,6 +125,10 @@ class StageModel:
             if side in (Side.BEFORE, Side.BETWEEN):
                 self.templates.keep(name, module)
 
+    def is_behind(self, stage):
+        """Whether the stage that runs comes after this one."""
+        return self.stage > stage
+
     def install(self, on_pieces):
         """on_pieces: called when a forward goes on with this rank's piece of the sequence over tp."""
         self.on_pieces = on_pieces
@@ -160,6 +165,10 @@ class StageModel:
             out = call()
         except _Left as left:
             return taken(*self.deliveries.present(left.given), places(), f"block {block}")
+        except RuntimeError as error:
+            if self.split is None or self.at is None:
+                raise
+            raise _of_pieces(error, f"block {self.at} of {self.trunk.name!r}") from error
         if self.stage < self.last:
             raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out
@@ -218,6 +227,8 @@ class StageModel:
             out = self._absent(index, f"block {index}", args, kwargs)
             hidden_out(out)  # where there is none, values inside of it would carry no mark
             return out
+        if self.glue is not None and self.glue.seen is not None:
+            return _pass_over(self, index, args, kwargs)
         self._check_order(index, first, end)
         if index >= end:
             raise _Left(args, kwargs)
@@ -229,9 +240,8 @@ class StageModel:
         what = f"block {index} of {self.trunk.name!r}"
         args, kwargs = self._check_present((args, kwargs), f"{what} is given")
         given = hidden_of(args, kwargs)
-        if index == 0 and self.proof is not None:
-            proof, self.proof = self.proof, None
-            proof.check(args, kwargs)
+        if index in self.proofs:
+            self.proofs.pop(index).check(args, kwargs)
         if self.stage < self.last:
             self.assumptions.before(index, index == first, given, args, kwargs)
         if self.split is not None:
@@ -240,6 +250,8 @@ class StageModel:
                 self.on_pieces()
         out = forward(*args, **kwargs)
         out = self._check_present(out, f"{what} computes with")
+        if self.glue is not None:
+            self.glue.note_block(index, out)
         if self.stage < self.last:
             hidden_out(out)
             self.assumptions.after(index, args, kwargs, out)
@@ -339,6 +351,8 @@ class StageModel:
             return self._absent(name, repr(name), args, kwargs)
         if side is not Side.BEFORE:
             args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
+        if side is Side.AFTER and self.glue is not None and self.glue.seen is not None:
+            self.glue.note(f"what {name!r} is given", (args, kwargs))
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):
@@ -351,6 +365,47 @@ class StageModel:
                 module = self.trunk.blocks[key].get_submodule(name)
                 module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
         return absent_like(out, origin, device)
+
+
+def _of_pieces(error, block):
+    """What a model raised behind a block, in words where sizes do not fit."""
+    if type(error) is not RuntimeError or "size" not in str(error).lower():
+        return error
+    return ValueError(
+        f"the model does not run behind {block}, where it has a piece of the sequence ({error}). What it has "
+        "kept from before the blocks is that of the whole: give it to the blocks, or use a plan without "
+        "ring, ulysses and megatron_sp"
+    )
+
+
+def run_glue(model, stage, call):
+    """The forward of one stage of a StageModel without its blocks, when its Glue has begun: notes what
+    blocks, modules and the caller are given.
+    """
+    model._begin(stage, None)
+    try:
+        with torch.no_grad(), model.outside.kept():
+            model.glue.note("what it returns", call())
+    except _Left as left:
+        model.glue.note(f"what block {model.at + 1} is given", hidden_of(*left.given))
+    finally:
+        model.place = _Place.IDLE
+        model._leave_compiled()
+
+
+def _pass_over(model, index, args, kwargs):
+    """A block of the stage, in such a run."""
+    first, end = model.stages.bounds[model.stage]
+    model._check_order(index, first, end)
+    if index >= end:
+        raise _Left(args, kwargs)
+    model.at, hidden = index, hidden_of(args, kwargs)
+    if index == first:
+        hidden = model.glue.enter(hidden, first_absent(hidden) is not None)
+    else:
+        model.glue.note(f"what block {index} is given", hidden)
+    model.place = _Place.AFTER if index == end - 1 and model.stage == model.last else _Place.INSIDE
+    return model.glue.returned(index, hidden)
 
 
 def _untie(trunk, owners, stages):

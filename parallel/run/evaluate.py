@@ -9,6 +9,7 @@ from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["each_stage", "run_evaluation"]
@@ -58,6 +59,7 @@ def each_stage(parts, number, microbatch, take):
                 handed = handed_on(parts, handed)
         if stage < stages.last and stage + 1 not in stages.mine:
             handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
+    prove_glue(parts, microbatch)
 
 
 def _wait_all(transfer, tensors, peer, pp):

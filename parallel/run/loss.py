@@ -3,6 +3,8 @@
 import contextlib
 
 import torch
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
@@ -45,12 +47,32 @@ def _of_targets(parts, output, microbatch, loss_fn):
         logits = output if isinstance(output, torch.Tensor) else output.logits
         value = loss_fn(logits, targets, head=parts.tensor.head)
     else:
-        value = loss_fn(output, targets)
+        with _Unweighted() if count < microbatch.total else contextlib.nullcontext():
+            value = loss_fn(output, targets)
     if not isinstance(value, torch.Tensor) or value.dim() > 0:
         raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
     if parts.stage_model is not None:
         parts.stage_model.check_loss(value)
     return value * (count / microbatch.total)
+
+
+class _Unweighted(TorchFunctionMode):
+    """Around a loss of a part of the targets: the mean that is weighted by class is none over targets."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (F.cross_entropy, F.nll_loss):
+            given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
+            if given.get("weight") is not None and given.get("reduction", "mean") == "mean":
+                raise ValueError(
+                    f"loss_fn calls {func.__name__} with weights of classes, whose mean is over the weights "
+                    "and cannot be put together from those of microbatches and ranks: with "
+                    'reduction="sum", divided by the number of targets that count, it can'
+                )
+        return func(*args, **kwargs)
+
+
+_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 
 
 def _zero_of(output, targets, loss_fn):

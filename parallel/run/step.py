@@ -20,6 +20,7 @@ from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
 from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -46,6 +47,7 @@ def run_step(parts, batch, options, make_passes=StagePasses):
         with sharded_logits(parts.tensor.head, options.loss_fn):
             agree(parts, microbatches)
             _run_passes(parts, passes, options.microbatches)
+            prove_glue(parts, microbatches[0])
         return updates.end(passes.losses)
     except BaseException as error:
         forget_passes(parts)

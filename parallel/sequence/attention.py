@@ -26,7 +26,8 @@ Forgetting both fails with use_reentrant=False, as what is saved is different th
 nothing can tell.
 
 What can go wrong: attention that a model computes without F.scaled_dot_product_attention (its own softmax,
-flex_attention) is not seen and stays local. `calls` counts what was seen, so that the caller can tell. Masks
+flex_attention) is not seen and stays local, but for the eager one of transformers (eager.py), which comes to
+attend() by itself. `calls` counts what was seen, so that the caller can tell. Masks
 are those of the whole sequence (mask.py). Source: the mode is torch.overrides; the attention Fang and Zhao,
 USP, 2024.
 """
@@ -135,6 +136,15 @@ class SequenceAttention(TorchFunctionMode):
     def _attention(
         self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
     ):
+        options = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa, "scale": scale}
+        return self.attend(query, key, value, attn_mask, options)
+
+    def attend(self, query, key, value, attn_mask, options):
+        """Attention of this rank's queries over the whole sequence. options: dropout_p and enable_gqa as of
+        F.scaled_dot_product_attention; is_causal, scale, softcap and sinks of ring_ulysses_attention.
+        """
+        options = dict(options)
+        dropout_p, enable_gqa = options.pop("dropout_p"), options.pop("enable_gqa")
         if dropout_p:
             self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
         if self.length is None:
@@ -148,18 +158,18 @@ class SequenceAttention(TorchFunctionMode):
                 f"query {tuple(query.shape)}, key {tuple(key.shape)}; both must be (batch, heads, T, D) or "
                 "(heads, T, D)"
             )
-        if query.shape[-3] != key.shape[-3] and not enable_gqa:
+        if query.shape[-3] != key.shape[-3] != 1 and not enable_gqa:  # one alone is for all by broadcast
             self._refuse(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads; pass enable_gqa=True")
         if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        options = {"is_causal": is_causal, "scale": scale, "zigzag": self.zigzag, "length": self.length}
+        options = {**options, "zigzag": self.zigzag, "length": self.length}
         batch = query.dim() == 4
         query, key, value = (x if batch else x.unsqueeze(0) for x in (query, key, value))
         if attn_mask is not None and not batch and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(0)
         try:
-            mask = checked(attn_mask, query, is_causal, self.length)
+            mask = checked(attn_mask, query, options["is_causal"], self.length)
         except ValueError as error:
             self._refuse(str(error))
         self.calls += 1

@@ -9,6 +9,8 @@ With S = scale * q k^T, over the keys of block b and over all keys:
                                    dS = P * (dout v^T - delta)       delta = rowsum(dout * out)
                                    dq = scale dS k  dk = scale dS^T q
 
+A soft cap c makes S = c tanh(scale * q k^T / c) of it, and dq, dk get the factor 1 - (S/c)^2.
+
 The backward of a block needs out and lse of the whole row and no other block, so that blocks are recomputed
 one at a time. No exponent is ever positive but by rounding, whatever the size of the scores.
 
@@ -18,8 +20,8 @@ makes an error that grows with the number of blocks.
 
 Two kernels, chosen by what the tensors are: on CPU torch's flash kernel, which returns lse and does not write
 S to memory (1.8 times as fast as the other at 512 x 512, head size 64, one core), where the head sizes of q
-and v are equal; else plain matrix products, which hold S. The plain one takes STRIP query rows at a time, so
-that its memory grows with the keys and not with their square.
+and v are equal and nothing caps the scores; else plain matrix products, which hold S. The plain one takes
+STRIP query rows at a time, so that its memory grows with the keys and not with their square.
 
 What can go wrong: flash on CPU divides by zero on an empty tensor (a signal, not an error), so callers leave
 empty blocks out.
@@ -31,7 +33,7 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["Rows", "backward", "forward", "merge", "wide_dtype"]
+__all__ = ["Rows", "Scores", "backward", "forward", "merge", "wide_dtype"]
 
 STRIP = 1024  # query rows at a time in the plain kernel; not tuned on a device
 FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
@@ -50,13 +52,25 @@ class Rows(NamedTuple):
         return Rows(*(x[:, :, rows] for x in self))
 
 
+class Scores(NamedTuple):
+    """How scores are made of products: scale, then a soft cap, None for none."""
+
+    scale: float
+    cap: float | None = None
+
+    def of(self, q, k):
+        scores = torch.matmul(q, k.mT).mul_(self.scale)
+        return scores if self.cap is None else scores.div_(self.cap).tanh_().mul_(self.cap)
+
+
 def wide_dtype(dtype):
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _uses_flash(q, v):
+def _uses_flash(q, v, made):
     return (
         q.device.type == "cpu"
+        and made.cap is None
         and FLASH is not None
         and FLASH_BACKWARD is not None
         and q.shape[3] == v.shape[3]
@@ -77,8 +91,8 @@ def _strips(q, k, causal, mask):
         yield start, stop, keys, seen
 
 
-def _scores(q, k, scale, seen):
-    scores = torch.matmul(q, k.mT).mul_(scale)
+def _masked(scores, seen):
+    """In place."""
     if seen is None:
         return scores
     return scores.masked_fill_(~seen, -torch.inf) if seen.dtype == torch.bool else scores.add_(seen)
@@ -89,10 +103,10 @@ def _finite(lse):
     return lse.masked_fill(lse == -torch.inf, 0)
 
 
-def _plain_forward(q, k, v, causal, scale, mask):
+def _plain_forward(q, k, v, causal, made, mask):
     out, lse = q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3])
     for start, stop, keys, seen in _strips(q, k, causal, mask):
-        scores = _scores(q[:, :, start:stop], k[:, :, :keys], scale, seen)
+        scores = _masked(made.of(q[:, :, start:stop], k[:, :, :keys]), seen)
         row_lse = scores.logsumexp(-1)
         weights = scores.sub_(_finite(row_lse).unsqueeze(-1)).exp_()
         out[:, :, start:stop] = torch.matmul(weights, v[:, :, :keys])
@@ -100,14 +114,16 @@ def _plain_forward(q, k, v, causal, scale, mask):
     return out, lse
 
 
-def _plain_backward(rows, k, v, causal, scale, mask):
+def _plain_backward(rows, k, v, causal, made, mask):
     dq, dk, dv = torch.empty_like(rows.q), torch.zeros_like(k), torch.zeros_like(v)
     for start, stop, keys, seen in _strips(rows.q, k, causal, mask):
         q, out, lse, dout = rows.part(slice(start, stop))
-        probabilities = _scores(q, k[:, :, :keys], scale, seen).sub_(_finite(lse).unsqueeze(-1)).exp_()
+        scores = made.of(q, k[:, :, :keys])
+        slope = made.scale if made.cap is None else (scores / made.cap).square_().neg_().add_(1) * made.scale
+        probabilities = _masked(scores, seen).sub_(_finite(lse).unsqueeze(-1)).exp_()
         dv[:, :, :keys] += torch.matmul(probabilities.mT, dout)
         delta = (dout * out).sum(-1, keepdim=True)
-        dscores = torch.matmul(dout, v[:, :, :keys].mT).sub_(delta).mul_(probabilities).mul_(scale)
+        dscores = torch.matmul(dout, v[:, :, :keys].mT).sub_(delta).mul_(probabilities).mul_(slope)
         dq[:, :, start:stop] = torch.matmul(dscores, k[:, :, :keys])
         dk[:, :, :keys] += torch.matmul(dscores.mT, q)
     return dq, dk, dv
@@ -120,12 +136,12 @@ def _fold(tensor, k_heads):
     return tensor.reshape(tensor.shape[0], k_heads, -1, *tensor.shape[3:])
 
 
-def forward(q, k, v, causal, scale, mask=None):
+def forward(q, k, v, causal, made, mask=None):
     """(out, lse) of one block. q: (B, Hq, Tq, D), k: (B, Hkv, Tk, D), v: (B, Hkv, Tk, Dv), not empty, in the
     accumulation type.
 
-    causal: query i sees keys 0..i (then Tq = Tk), else all. mask, not with causal: (1 or B, 1 or Hq,
-    1 or Tq, Tk), truth values or numbers in the accumulation type to add.
+    causal: query i sees keys 0..i (then Tq = Tk), else all. made: Scores. mask, not with causal:
+    (1 or B, 1 or Hq, 1 or Tq, Tk), truth values or numbers in the accumulation type to add.
     out: (B, Hq, Tq, Dv), lse: (B, Hq, Tq); 0 and -inf for rows that see nothing.
     """
     shape, k_heads = q.shape[:3], k.shape[1]
@@ -135,14 +151,14 @@ def forward(q, k, v, causal, scale, mask=None):
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
         q = _fold(q, k_heads)
-    if mask is None and _uses_flash(q, v):
-        out, lse = FLASH(q, k, v, 0.0, causal, scale=scale)
+    if mask is None and _uses_flash(q, v, made):
+        out, lse = FLASH(q, k, v, 0.0, causal, scale=made.scale)
     else:
-        out, lse = _plain_forward(q, k, v, causal, scale, mask)
+        out, lse = _plain_forward(q, k, v, causal, made, mask)
     return out.reshape(*shape, -1), lse.reshape(shape)
 
 
-def backward(rows, k, v, causal, scale, mask=None):
+def backward(rows, k, v, causal, made, mask=None):
     """(dq, dk, dv) that come from one block; rows: Rows, the others as in forward()."""
     q_shape, k_shape, v_shape = rows.q.shape, k.shape, v.shape
     shared = q_shape[1] // k_shape[1]
@@ -151,11 +167,11 @@ def backward(rows, k, v, causal, scale, mask=None):
         k, v = k.repeat_interleave(shared, 1), v.repeat_interleave(shared, 1)
     elif shared > 1:
         rows = Rows(*(_fold(x, k_shape[1]) for x in rows))
-    if mask is None and _uses_flash(rows.q, v):
+    if mask is None and _uses_flash(rows.q, v, made):
         q, out, lse, dout = rows
-        dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = FLASH_BACKWARD(dout, q, k, v, out, lse, 0.0, causal, scale=made.scale)
     else:
-        dq, dk, dv = _plain_backward(rows, k, v, causal, scale, mask)
+        dq, dk, dv = _plain_backward(rows, k, v, causal, made, mask)
     if repeats:
         dk, dv = (x.unflatten(1, (k_shape[1], shared)).sum(2) for x in (dk, dv))
     return dq.reshape(q_shape), dk.reshape(k_shape), dv.reshape(v_shape)

@@ -24,6 +24,9 @@ Backward goes around again: blocks are recomputed from lse (block.py), dq stays,
 follow it one step behind, each rank adding its own, until they come home; the owner adds its own part last.
 The order of every sum is fixed: the bits are the same in each run.
 
+A sink is one more score of each head, of a key without value (gpt-oss): it is merged after the last block,
+lse' = log(exp lse + exp sink), and needs nothing of other ranks.
+
 Cost per rank, n elements in k and v of a piece, R ranks: forward R-1 sends of n; backward R-1 sends of n and
 R-1 of n gradients in the accumulation type (fp32 for 16-bit inputs). With GQA n counts key heads only.
 Memory: own piece, two blocks on the way, no full sequence.
@@ -89,7 +92,7 @@ class _RingSpec(NamedTuple):
     group: comm.Group
     spans: tuple
     causal: bool
-    scale: float
+    made: block.Scores
     mask: Mask | None = None
 
     def source(self, step):
@@ -174,7 +177,7 @@ def _forward(q, k, v, spec):
                 k_block[:, :, keys].to(wide),
                 v_block[:, :, keys].to(wide),
                 tile.causal,
-                spec.scale,
+                spec.made,
                 mask if mask is None or mask.dtype == torch.bool else mask.to(wide),
             )
             if source == spec.group.rank:  # the first, and it covers all rows
@@ -197,7 +200,7 @@ def _backward(rows, k, v, spec):
             here, keys = slice(tile.start, tile.stop), slice(tile.keys)
             kv = k_block[:, :, keys].to(wide), v_block[:, :, keys].to(wide)
             seen = mask if mask is None or mask.dtype == torch.bool else mask.to(wide)
-            part = block.backward(rows.part(here), *kv, tile.causal, spec.scale, seen)
+            part = block.backward(rows.part(here), *kv, tile.causal, spec.made, seen)
             totals = dq[:, :, here], dk_block[:, :, keys], dv_block[:, :, keys]
             for total, piece in zip(totals, part, strict=True):
                 total += piece
@@ -215,30 +218,57 @@ def _backward(rows, k, v, spec):
     return dq, *_unpack(own, k, v, k.shape[2])
 
 
+def _add_sinks(out, lse, sinks):
+    """In place, of (heads,) or None."""
+    if sinks is not None:
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out.mul_((lse - total).exp_().unsqueeze(-1))
+        lse.copy_(total)
+
+
+def _grad_of_sinks(rows, sinks):
+    """The gradient of the share that sinks take of all rows, (heads,)."""
+    share = (sinks.to(rows.lse.dtype).unsqueeze(-1) - rows.lse).exp_()
+    return -((rows.dout * rows.out).sum(-1) * share).sum((0, 2))
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, spec):
+    def forward(ctx, q, k, v, sinks, spec):
         with torch.autocast(q.device.type, enabled=False):  # the products here are in the accumulation type
             out, lse = _forward(q, k, v, spec)
+            _add_sinks(out, lse, sinks)
         # the last one makes this differ from what torch's own attention saves, so that a checkpoint
         # recomputed with that one is an error
-        ctx.save_for_backward(q, k, v, out, lse, q.new_empty(0))
+        ctx.save_for_backward(q, k, v, sinks, out, lse, q.new_empty(0))
         ctx.spec = spec
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dout):
-        q, k, v, out, lse, _ = ctx.saved_tensors
+        q, k, v, sinks, out, lse, _ = ctx.saved_tensors
         wide = block.wide_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
             rows = block.Rows(q.to(wide), out, lse, dout.to(wide).contiguous())
             grads = _backward(rows, k, v, ctx.spec)
-        return *(grad.to(q.dtype) for grad in grads), None
+            of_sinks = None if sinks is None else _grad_of_sinks(rows, sinks).to(sinks.dtype)
+        return *(grad.to(q.dtype) for grad in grads), of_sinks, None
 
 
 def ring_attention(
-    q, k, v, group=None, *, is_causal=False, scale=None, zigzag=None, length=None, attn_mask=None
+    q,
+    k,
+    v,
+    group=None,
+    *,
+    is_causal=False,
+    scale=None,
+    zigzag=None,
+    length=None,
+    attn_mask=None,
+    softcap=None,
+    sinks=None,
 ):
     """Attention over the sequence whose pieces the ranks of `group` hold, as split.positions(length, group,
     one rank, zigzag) says.
@@ -251,6 +281,8 @@ def ring_attention(
     length: of the whole sequence; without it one all_gather of 8 bytes asks for the pieces, and the host
     waits. attn_mask: of the whole sequence, the same on all ranks, (T, T) or (1 or B, 1 or Hq, T or 1, T):
     bool or numbers to add (mask.py); not with is_causal.
+    softcap: c, which makes c tanh(s/c) of a score before the mask. sinks: (Hq,), a score of each head to
+    which no value belongs. Both are Gemma Team 2024 and Agarwal et al. 2025 (gpt-oss).
     ValueError: shapes or dtypes that do not fit, pieces of other lengths than split.py gives. Source: Liu et
     al. 2023.
     """
@@ -276,8 +308,8 @@ def ring_attention(
     spans = tuple(split.ring_spans(length, group.size, rank, zigzag) for rank in range(group.size))
     mask = checked(attn_mask, q, is_causal, length)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    spec = _RingSpec(group, spans, is_causal, scale, mask)
-    return _Ring.apply(q, k, v, spec)
+    spec = _RingSpec(group, spans, is_causal, block.Scores(scale, softcap), mask)
+    return _Ring.apply(q, k, v, sinks, spec)
 
 
 def ring_ulysses_attention(
@@ -292,6 +324,8 @@ def ring_ulysses_attention(
     zigzag=None,
     length=None,
     attn_mask=None,
+    softcap=None,
+    sinks=None,
 ):
     """Attention over a sequence cut over ring x ulysses (split.positions): all-to-all inside `ulysses`,
     blocks around `ring`.
@@ -308,16 +342,17 @@ def ring_ulysses_attention(
         inside = sum(split.exchange_lengths(q.shape[-2], ulysses, q.device))
         length = sum(split.exchange_lengths(inside, ring, q.device))
     sizes = split.ulysses_sizes(length, ring, ulysses, zigzag)
-    if ring.size == 1:
+    if ring.size == 1 and softcap is None and sinks is None:
         return ulysses_attention(
             q, k, v, ulysses, is_causal=is_causal, scale=scale, sizes=sizes, attn_mask=attn_mask
         )
     split.check_pieces(q, k, v, ulysses, sizes[ulysses.rank])
-    options = {"is_causal": is_causal, "scale": scale, "zigzag": zigzag, "length": length}
+    options = {"is_causal": is_causal, "scale": scale, "zigzag": zigzag, "length": length, "softcap": softcap}
     mask = checked(attn_mask, q, is_causal, length)
 
     def around(q, k, v, heads, enable_gqa):
         part = None if mask is None else of_heads(mask, heads)
-        return ring_attention(q, k, v, ring, **options, attn_mask=part)
+        of_heads_here = None if sinks is None else sinks[heads[0] : heads[1]]
+        return ring_attention(q, k, v, ring, **options, attn_mask=part, sinks=of_heads_here)
 
     return through_heads(q, k, v, ulysses, around, sizes)

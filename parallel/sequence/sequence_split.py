@@ -150,6 +150,26 @@ class SequenceSplit:
         held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=tensor.device)
         return tensor.index_select(dim, held)
 
+    def all_agree(self, value, device):
+        """Whether it is true on all ranks that have pieces of one sequence, or parts of a layer."""
+        number = torch.tensor(float(not value), device=device)
+        for group in (self.ring, self.ulysses, self.tp):
+            comm.all_reduce(number, group)
+        return not number
+
+    def joined(self, piece):
+        """The whole hidden state of the pieces that all ranks have inside of the trunk. No gradient."""
+        if self.megatron:
+            piece = comm.all_gather_dim(piece, 1, self.sizes, self.tp)
+        if self.degree == 1:
+            return piece
+        whole = piece.new_zeros((piece.shape[0], self.length, *piece.shape[2:]))
+        held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=piece.device)
+        whole.index_copy_(1, held, piece)
+        for group in (self.ring, self.ulysses):
+            comm.all_reduce(whole, group)
+        return whole
+
     def enter(self, first, cut_hidden, args, kwargs, hidden):
         """args and kwargs of a block with their tensors cut, and the hidden state.
 

@@ -20,6 +20,7 @@ from pycomm.parallel.tensor.find import find
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from pycomm.parallel.tensor.modules import is_linear, within
+from pycomm.parallel.tensor.narrow import SublayerForward
 from pycomm.parallel.tensor.probe import probe
 from pycomm.parallel.tensor.slices import cut, even_slices
 from pycomm.parallel.tensor.sublayers import Found
@@ -49,13 +50,14 @@ class Head:
 
 class TensorParallel:
     """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
-    lines), head (Head or None), reads (Reads or None).
+    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it), reads (Reads or
+    None).
     """
 
     reads = None
 
-    def __init__(self, layouts, found, head):
-        self.layouts, self.found, self.head = layouts, found, head
+    def __init__(self, layouts, found, head=None, forwards=None):
+        self.layouts, self.found, self.head, self.forwards = layouts, found, head, forwards or {}
 
     def __str__(self):
         return "\n".join(
@@ -72,6 +74,7 @@ class Applier:
         self.partial = set()  # names of parameters that all ranks hold and use for their own heads
         self.wholly = set()  # names of modules that are given the whole sequence
         self.head = None  # the Head that was cut
+        self.forwards = {}  # name of a column layer -> SublayerForward around it
         sides = getattr(sequence, "sides", {})
         self.after = after_trunk(model, blocks, sides) if sequence is not None else set()  # names of modules
 
@@ -97,6 +100,9 @@ class Applier:
         self.partial.update(sublayer.inside)
         cutter = Cutter(self.group, self.sequence_of(sublayer.owner), self.take)
         cut_sublayer(self.model, sublayer, cutter)
+        forward = self.model.get_submodule(sublayer.owner).forward
+        if isinstance(forward, SublayerForward):
+            self.forwards[sublayer.columns[0]] = forward
 
     def single(self, fqn, rule):
         old, options = self.model.get_submodule(fqn), {"sequence": self.sequence_of(fqn), "take": self.take}
@@ -236,7 +242,7 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
     cuts = find(model, rules=rules, blocks=blocks, ties=ties)
     if group.size == 1:
         return TensorParallel(
-            {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}, cuts.found, None
+            {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}, cuts.found
         )
     kept = checked(model, cuts, group)
     applier = Applier(model, group, blocks, sequence)
@@ -251,4 +257,4 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
             applier.whole(fqn)
         applier.heads()
         check_order(model, blocks, applier.after)
-    return TensorParallel(applier.layouts(), cuts.found, applier.head)
+    return TensorParallel(applier.layouts(), cuts.found, applier.head, applier.forwards)

@@ -126,7 +126,7 @@ def cut_sublayer(model, sublayer, cutter):
         _cut_column(model, name, slices, cutter, (source, len(sublayer.columns) > 1))
     _cut_row(model, sublayer.row, row_slices, cutter, output)
     if type(owner) is not nn.Sequential and not isinstance(owner.forward, SublayerForward):
-        owner.forward = SublayerForward(owner.forward, sublayer.owner, source, width)
+        owner.forward = SublayerForward(owner, sublayer.owner, source, width)
     return output
 
 
@@ -160,14 +160,14 @@ def _narrow_attention(model, owner, sublayer, cutter):
     counts, rank = sublayer.counts, cutter.group.rank
     heads = split_heads(counts.q_heads, counts.kv_heads, cutter.group.size, sublayer.owner)
     mine = heads[rank]
-    narrow_attributes(owner, counts._replace(mine=mine))
+    before = narrow_attributes(owner, counts._replace(mine=mine))
     for fqn in sublayer.per_head:
         name = fqn.rpartition(".")[2]
         parameter = owner.get_parameter(name)
         layout = Layout(tuple(parameter.shape), 0, (mine.q,), (mine.q,))
         owner._parameters[name] = cutter.take(parameter, layout)
     hidden, _ = linear_sizes(model.get_submodule(sublayer.columns[0]))
-    narrow = Narrowed(hidden, mine.q_count * counts.head_dim, counts.q_heads, mine.q)
+    narrow = Narrowed(hidden, mine.q_count * counts.head_dim, counts.q_heads, mine.q, before)
     fused = sublayer.layout if len(sublayer.columns) == 1 else None
     return *head_slices(counts, heads, rank, fused), narrow
 

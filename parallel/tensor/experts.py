@@ -17,9 +17,9 @@ import torch
 from torch import nn
 
 from pycomm.parallel.ground import differentiable
+from pycomm.parallel.ground.config_view import ConfigView
 from pycomm.parallel.ground.layout import Layout
 from pycomm.parallel.tensor.edges import flat_pieces
-from pycomm.parallel.tensor.narrow import NarrowConfig
 from pycomm.parallel.tensor.slices import even_slices, part_slices
 from pycomm.parallel.tensor.sublayers import Unfit
 
@@ -68,7 +68,7 @@ def _same_in_parts(module):
         twin = copy.copy(module)
         twin.__dict__.pop("forward", None)
         if hasattr(module, "config"):  # which says what kernel is used
-            twin.config = NarrowConfig(module.config, {"_experts_implementation": "eager"})
+            twin.config = ConfigView(module.config, {"_experts_implementation": "eager"})
         up = torch.cat([half[:, first:last] for half in halves], 1)
         twin._parameters = {UP: nn.Parameter(up), DOWN: nn.Parameter(down[:, :, first:last].contiguous())}
         with torch.no_grad():

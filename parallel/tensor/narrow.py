@@ -3,7 +3,7 @@ narrower attention.
 
     what the forward reads                    one process      2 of 5 heads of 4
     self.n_head, config.num_attention_heads   5                2                   narrow_attributes,
-                                                                                   NarrowConfig
+                                                                                   ConfigView
     self.n_embd, split_size, embed_dim        20               8
     B, T, C = x.size()                        C = 20           C = 8               NarrowView
     self.c_attn(x), any operation on x        the data         the data, all 20 columns
@@ -25,11 +25,11 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm.parallel.ground.config_view import ConfigView, values_of
 from pycomm.parallel.tensor.heads import RankHeads
 
 __all__ = [
     "OF_EACH_HEAD",
-    "NarrowConfig",
     "NarrowView",
     "Narrowed",
     "SublayerForward",
@@ -118,34 +118,19 @@ def attributes(config):
     """Plain attributes of a configuration, with the common names that its class only maps (transformers'
     attribute_map).
     """
-    values = {name: value for name, value in getattr(config, "__dict__", {}).items() if is_int(value)}
+    values = {name: value for name, value in values_of(config).items() if is_int(value)}
     for name in ("num_attention_heads", "num_key_value_heads"):
         if name not in values and is_int(getattr(config, name, None)):
             values[name] = getattr(config, name)
     return values
 
 
-class NarrowConfig:
-    """A configuration with some values replaced, for one module; everything else is read from, and written
-    to, the configuration itself.
-    """
-
-    def __init__(self, config, values):
-        object.__setattr__(self, "_whole", config)
-        object.__setattr__(self, "_values", values)
-
-    def __getattr__(self, name):
-        if name.startswith("__") or name in ("_whole", "_values"):
-            raise AttributeError(name)
-        return self._values[name] if name in self._values else getattr(self._whole, name)
-
-    def __setattr__(self, name, value):
-        setattr(self._whole, name, value)
-
-
 def narrow_attributes(module, counts):
-    """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values."""
-    for name, value in list(module.__dict__.items()):
+    """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values.
+    Returns {name: value before} of those that it has changed.
+    """
+    before = dict(module.__dict__)
+    for name, value in before.items():
         local = counts.local(name, value) if is_int(value) else None
         if local is not None:
             setattr(module, name, local)
@@ -156,7 +141,8 @@ def narrow_attributes(module, counts):
         values = {n: counts.local(n, getattr(config, n)) for n in names}
         values = {n: value for n, value in values.items() if value is not None}
         if values:
-            module.__dict__[name] = NarrowConfig(config, values)
+            module.__dict__[name] = ConfigView(config, values)
+    return {name: value for name, value in before.items() if module.__dict__[name] is not value}
 
 
 class NarrowView(torch.Tensor):
@@ -197,6 +183,7 @@ class Narrowed(NamedTuple):
     local: int  # how wide they look
     q_heads: int
     mine: tuple[int, int]  # this rank's query heads
+    before: dict  # attributes of the module as they were
 
     def of_heads(self, x):
         """This rank's part of an argument of OF_EACH_HEAD."""
@@ -210,12 +197,15 @@ class SublayerForward:
     """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
     it does not fit.
 
-    narrow: Narrowed, None where inputs are not to look narrow.
+    narrow: Narrowed, None where inputs are not to look narrow. is_passed_over: whether a pipeline stage runs
+    that has not these layers; what stands for their results there has all heads and features.
     """
 
-    def __init__(self, inner, fqn, source, narrow=None):
-        self.inner, self.fqn, self.source, self.narrow = inner, fqn, source, narrow
-        self.names = tuple(inspect.signature(inner).parameters)
+    def __init__(self, owner, fqn, source, narrow=None):
+        self.owner, self.inner = owner, owner.forward
+        self.fqn, self.source, self.narrow = fqn, source, narrow
+        self.is_passed_over = bool
+        self.names = tuple(inspect.signature(self.inner).parameters)
         self.running = False
 
     def view(self, name, x, views):
@@ -235,7 +225,21 @@ class SublayerForward:
             views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.narrow.local))
         return views[id(x)]
 
+    def as_whole(self, args, kwargs):
+        """The forward as in one process."""
+        if self.narrow is None:
+            return self.inner(*args, **kwargs)
+        seen = self.owner.__dict__
+        narrowed = {name: seen[name] for name in self.narrow.before}
+        seen.update(self.narrow.before)
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            seen.update(narrowed)
+
     def __call__(self, *args, **kwargs):
+        if self.is_passed_over():
+            return self.as_whole(args, kwargs)
         self.source.clear()
         views, names = {}, (*self.names, *[None] * len(args))
         args = [self.view(name, x, views) for name, x in zip(names, args, strict=False)]

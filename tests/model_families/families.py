@@ -297,6 +297,13 @@ ENDS = {"vocab_size": VOCABULARY, "pad_token_id": 0, "eos_token_id": 2, "decoder
 OPT = {"ffn_dim": 32, "dropout": 0.0, "word_embed_proj_dim": 24}
 NEOX = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+LATENT = {
+    **{"q_lora_rank": 12, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 6},
+    **{"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1},
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+}
+LLAMA4 = {"head_dim": 6, "intermediate_size_mlp": 32, "num_local_experts": 4, "num_experts_per_tok": 1}
+MAMBA = {"hidden_size": 24, "state_size": 4, "num_hidden_layers": 4, "time_step_rank": 4}
 QWEN_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 FAMILIES = {
@@ -312,6 +319,7 @@ FAMILIES = {
     "gemma2": Family(decoder("Gemma2", head_dim=6, sliding_window=4), text),
     "phi3": Family(decoder("Phi3"), text),
     "gpt-neox": Family(of("GPTNeoXConfig", "GPTNeoXForCausalLM", **SIZES, **NEOX), text),
+    "falcon, one key head": Family(of("FalconConfig", "FalconForCausalLM", **SIZES, use_cache=False), text),
     "bloom": Family(of("BloomConfig", "BloomForCausalLM", **SIZES, n_layer=4, n_head=4), text),
     "mixtral": Family(decoder("Mixtral", **EXPERTS), text, experts=True),
     "qwen2-moe": Family(
@@ -321,10 +329,20 @@ FAMILIES = {
     "gpt-oss": Family(
         decoder("GptOss", **EXPERTS, head_dim=6, sliding_window=4, attention="eager"), text, experts=True
     ),
+    "deepseek-v3": Family(decoder("DeepseekV3", **LATENT), text, experts=True),
+    "llama4": Family(
+        of("Llama4TextConfig", "Llama4ForCausalLM", **GROUPED, **LLAMA4, attention_chunk_size=4), text
+    ),
+    "mamba": Family(
+        of("MambaConfig", "MambaForCausalLM", **MAMBA, vocab_size=VOCABULARY, use_cache=False), text
+    ),
     "opt": Family(decoder("OPT", **OPT), text),
     "bert, masked": Family(of("BertConfig", "BertForMaskedLM", **BERT), masked),
     "bert, classes": Family(
         of("BertConfig", "BertForSequenceClassification", **BERT, num_labels=CLASSES), classified
+    ),
+    "albert, shared layers": Family(
+        of("AlbertConfig", "AlbertForMaskedLM", **BERT, embedding_size=12), masked
     ),
     "t5": Family(of("T5Config", "T5ForConditionalGeneration", **T5, **ENDS), pairs, blocks="decoder.block"),
     "bart": Family(

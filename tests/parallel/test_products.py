@@ -3,6 +3,7 @@ that plans really use them.
 """
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch_ranks import spawn
 
 import pycomm.parallel as par
 from pycomm import fused
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.pipeline import DeferWeights, WeightStore
 from pycomm.parallel.tensor import products, split_heads
 from pycomm.parallel.tensor.cut_sublayer import head_slices
@@ -123,6 +124,35 @@ def test_products_equal_linear_and_collective(monkeypatch, world_size, backend, 
         return
     monkeypatch.setenv("PYCOMM_FUSED", form)
     spawn(world_size, products_body, backend=backend)
+
+
+def written_body(rank, world_size):
+    group = comm.as_group(None, "tp")
+    count_fused()
+    products.gathers_again = lambda x: True
+    fits, sizes, shards = products._fits, [3] * world_size, [4] * world_size
+    for name, batch in itertools.product(products.__all__, (1, 2)):
+        for form in (fits, lambda *args: False):
+            products._fits = form
+            along = [Pieces(1, sizes)] if name in ("gather_linear", "linear_reduce_scatter") else []
+            x, weight = operands(name, group, (batch, sizes, shards, 6, False))
+            before = x.detach().clone()
+            out = getattr(products, name)(x, weight, None, group, *along, shards)
+            expected = out.detach() + 1
+            assert torch.equal(out.add_(1), expected)
+            out.sum().backward()
+            assert torch.equal(x, before) and x.grad is not None
+    for name, length in (("scatter_to", 2 * world_size), ("gather_from", 2), ("gather_sum", 2)):
+        x = torch.ones(1, length, 3, requires_grad=True)
+        out = getattr(differentiable, name)(x, 1, [2] * world_size, group)
+        out.add_(1).sum().backward()
+        assert torch.equal(x, torch.ones_like(x)) and torch.equal(out, 2 * torch.ones_like(out))
+        assert x.grad is not None
+
+
+def test_results_may_be_written():
+    """As in `out = mlp(x); out += expert(x)`; also with one row, where pieces lie in memory as they are."""
+    spawn(2, written_body)
 
 
 def alone_body(rank, world_size):

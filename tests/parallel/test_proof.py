@@ -1,5 +1,7 @@
 """Blocks that look at other positions, on a split sequence: refused at the first step, whatever the means."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -143,3 +145,107 @@ def test_plain_blocks_are_right(name, plan):
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_blocks_that_keep_keys_and_blocks_that_need_fp32_are_right(name, plan):
     assert spawn(2, first_step, name, plan) == [True, True]
+
+
+# ---- later blocks, and the model's own code ----
+
+
+class Between(Plain):
+    """What `do` makes of the hidden state in front of block `at`; 4 is behind the last one."""
+
+    def __init__(self, do, at):
+        super().__init__(layers=4)
+        self.do, self.at = do, at
+
+    def run_blocks(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(self.do(x) if index == self.at else x)
+        return self.do(x) if self.at == 4 else x
+
+
+class Around(Plain):
+    def run_blocks(self, x):
+        return super().run_blocks(x) + x
+
+
+class Third(Plain):
+    def __init__(self, block):
+        super().__init__(layers=4)
+        self.blocks[2] = block(16, 2, 20)
+
+
+class Flat(Plain):
+    """Logits with rows and positions in one dimension."""
+
+    def forward(self, idx):
+        return super().forward(idx).flatten(0, 1)
+
+
+def mean(x):
+    return x - x.mean(1, keepdim=True)
+
+
+def shifted(x):
+    return F.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+def by_length(x):
+    return x / x.shape[1]
+
+
+OWN_CODE = {"mean": mean, "shift": shifted, "length": by_length, "roll": lambda x: x.roll(1, 1)}
+HARMLESS = {"scale": lambda x: x * 0.5, "norm": lambda x: F.layer_norm(x, (16,)), "first": lambda x: x + 1}
+
+
+def model_step(rank, world_size, cases, texts):
+    """{case: equal, or the sentence}. A case that fails leaves the group as it is."""
+    found = {}
+    for name, make in cases.items():
+        for text in texts:
+            torch.manual_seed(0)
+            model, (x, y) = make(), tokens(0)
+            out = model(x)
+            right = cross(out.view(*y.shape, -1), y).item()
+            par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), par.Plan.parse(text))
+            try:
+                loss = par.evaluate(model, (x, y), lambda o, t: cross(o.view(*t.shape, -1), t)).item()
+                found[name, text] = "equal" if abs(loss - right) < 1e-5 * right else f"{loss} for {right}"
+            except ValueError as error:
+                found[name, text] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("at", [2, 4])
+@pytest.mark.parametrize("plan", ["ring=2", "ulysses=2"])
+def test_own_code_between_and_behind_the_blocks(plan, at):
+    cases = {kind: functools.partial(Between, do, at) for kind, do in OWN_CODE.items()}
+    for found in spawn(2, model_step, cases, [plan]):
+        for case, text in found.items():
+            assert "between its blocks, or behind them, does not give for pieces" in text, (case, text)
+
+
+def test_harmless_code_is_right():
+    cases = {kind: functools.partial(Between, do, 2) for kind, do in HARMLESS.items()}
+    cases = {**cases, "behind": functools.partial(Between, HARMLESS["norm"], 4), "flat": Flat}
+    for found in spawn(2, model_step, cases, ["ring=2"]):
+        assert set(found.values()) == {"equal"}, found
+
+
+@pytest.mark.parametrize("plan", ["pp=2,ring=2", "dp=2,ulysses=2,zero=3"])
+def test_own_code_with_other_axes(plan):
+    cases = {"mean": functools.partial(Between, mean, 3), "plain": functools.partial(Plain, layers=4)}
+    for found in spawn(4, model_step, cases, [plan]):
+        assert "between its blocks" in found["mean", plan] and found["plain", plan] == "equal", found
+
+
+def test_later_blocks_of_another_kind():
+    cases = {"convolution": functools.partial(Third, Convolution), "asleep": functools.partial(Third, Asleep)}
+    for found in spawn(2, model_step, cases, ["ulysses=2", "ring=2,zero=3", "tp=2,megatron_sp"]):
+        for case, text in found.items():
+            assert text.startswith("block 2 does not compute from pieces"), (case, text)
+
+
+def test_a_way_around_the_blocks():
+    for found in spawn(2, model_step, {"around": Around}, ["ring=2", "ulysses=2"]):
+        for case, text in found.items():
+            assert "What it has kept from before the blocks is that of the whole" in text, (case, text)

@@ -85,19 +85,20 @@ def test_block_and_merge(flash, causal, monkeypatch):
     monkeypatch.setattr(block, "STRIP", 5)
     if not flash:
         monkeypatch.setattr(block, "FLASH", None)
+    made = block.Scores(0.5)
     for q_heads, k_heads in ((2, 2), (6, 2)):
         data = make((2, q_heads, k_heads, 13, 4, 4), torch.float64, causal)
         q, k, v, grad = data.inputs
         if causal:
-            out, lse = block.forward(q, k, v, True, 0.5)
-            grads = block.backward(block.Rows(q, out, lse, grad), k, v, True, 0.5)
+            out, lse = block.forward(q, k, v, True, made)
+            grads = block.backward(block.Rows(q, out, lse, grad), k, v, True, made)
         else:
             parts = [(k[:, :, rows], v[:, :, rows]) for rows in (slice(0, 4), slice(4, 5), slice(5, 13))]
-            out, lse = block.forward(q, *parts[0], False, 0.5)
+            out, lse = block.forward(q, *parts[0], False, made)
             for part in parts[1:]:
-                block.merge(out, lse, *block.forward(q, *part, False, 0.5))
+                block.merge(out, lse, *block.forward(q, *part, False, made))
             rows = block.Rows(q, out, lse, grad)
-            grads_of = [block.backward(rows, *part, False, 0.5) for part in parts]
+            grads_of = [block.backward(rows, *part, False, made) for part in parts]
             dq, dk, dv = zip(*grads_of, strict=True)
             grads = sum(dq), torch.cat(dk, 2), torch.cat(dv, 2)
         close((out, *grads), data, "block")

@@ -1,0 +1,27 @@
+"""A configuration as one module sees it."""
+
+__all__ = ["ConfigView", "values_of"]
+
+
+class ConfigView:
+    """A configuration with some values replaced, for one module; everything else is read from, and written
+    to, the configuration itself.
+    """
+
+    def __init__(self, config, values):
+        object.__setattr__(self, "_whole", config)
+        object.__setattr__(self, "_values", values)
+
+    def __getattr__(self, name):
+        if name.startswith("__") or name in ("_whole", "_values"):
+            raise AttributeError(name)
+        return self._values[name] if name in self._values else getattr(self._whole, name)
+
+    def __setattr__(self, name, value):
+        setattr(self._whole, name, value)
+
+
+def values_of(config):
+    """{name: value} of the attributes that an object has itself, as seen."""
+    seen = dict(getattr(config, "__dict__", {}))
+    return {**values_of(seen["_whole"]), **seen["_values"]} if isinstance(config, ConfigView) else seen
