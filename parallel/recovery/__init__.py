@@ -1,5 +1,5 @@
-"""Trainings that lose ranks and go on; docs/recovery.md. resilient.py has the picture."""
+"""Trainings that lose ranks and go on; docs/recovery.md. training.py has the picture."""
 
-from pycomm.parallel.recovery.resilient import Resilient, resilient
+from pycomm.parallel.recovery.training import Resilient, resilient
 
 __all__ = ["Resilient", "resilient"]

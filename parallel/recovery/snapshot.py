@@ -17,6 +17,7 @@ Beside it each rank keeps what is its own: the states of its random streams, and
 import io
 import random
 import sys
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -165,7 +166,9 @@ class Source(dcp.StorageReader):
         return f"the snapshot after step {self.number}"
 
     def read(self, state):
-        dcp.load(state, storage_reader=self, planner=Loading(), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not needed
+            dcp.load(state, storage_reader=self, planner=Loading(), no_dist=True)
 
     def read_metadata(self):
         return Metadata(state_dict_metadata=self.catalog)

@@ -155,10 +155,13 @@ class Resilient:
         active: whether the plan has a part for this rank. If not, it waits in step(), which returns None, in
             case others die; parallel.save and the like are for active ranks only.
         recoveries: how often the ranks have gone on after deaths or with replacements.
+        repeated: how many steps were taken again, in all recoveries: in each snapshot_every at most, and one
+            where a rank died while it wrote a snapshot.
     """
 
     def __init__(self, model, opt, plan, options, joining):
         self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
+        self.repeated = 0
         self._options, self._wanted, self._position = options, plan, 0
         self._log, self._kept_from = {}, 0  # number of a step -> _Call; all after this number are there
         self._generations, self._dealer, self._ended = [], None, False
@@ -404,6 +407,7 @@ class Resilient:
         if self._joining:
             set_generators(source.owns[0])
         self._joining = False
+        self.repeated += max(0, self._position - source.number)
         self._position, self.done = source.number, max(self.done, source.number)
 
     def _plan_for(self, ranks):
