@@ -275,7 +275,13 @@ def replacement():
     """The number that pycomm.run has given to this process, 0 if it takes nobody's place; None: another
     launcher, or none.
     """
-    return None if _get("PYCOMM_REPLACEMENT") is None else _integer("PYCOMM_REPLACEMENT", _get("PYCOMM_REPLACEMENT"), 0)
+    value = _get("PYCOMM_REPLACEMENT")
+    return None if value is None else _integer("PYCOMM_REPLACEMENT", value, 0)
+
+
+def has_thread_limit():
+    """Whether OMP_NUM_THREADS is set: how many threads torch uses in a process."""
+    return _get("OMP_NUM_THREADS") is not None
 
 
 def set_variables():

@@ -127,8 +127,6 @@ def die_after(seconds):
 
 
 def rank_main(rank, link, case, folder, replaces):
-    if rank in case.victims and not replaces:
-        arm(case.victims[rank])
     store = dist.FileStore(f"{folder}/replacements", -1)
     if not replaces:
         first = dist.FileStore(f"{folder}/first", RANKS)
@@ -146,6 +144,8 @@ def rank_main(rank, link, case, folder, replaces):
         wait=case.wait,
         timeout=LIMIT,
     )
+    if rank in case.victims and not replaces:
+        arm(case.victims[rank])
     took, most, loss = [], 0, None
     for number in run.steps(STEPS):
         seen, repeated = len(lost), run.repeated

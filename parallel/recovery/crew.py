@@ -21,19 +21,19 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import CommError, CommTimeoutError, Communicator
 from pycomm.groups import is_launched, note_joined
+from pycomm.parallel.recovery.store import CrewStore
 
 __all__ = ["Crew"]
 
 BACKEND = "pycomm"
 STAGING = 1 << 18  # bytes per rank: the crew moves little
 FOREVER = 1e8  # seconds: until a word comes, or somebody dies
-LOOPBACK = "127.0.0.1"  # shrink() is for ranks on one host
 JOINING = 30.0  # seconds for processes that wait already to be taken in
 
 
 class Crew:
-    """comm: the Communicator. store: where replacements ask to be taken in, None: nowhere. timeout: seconds
-    of the operations of torch's groups.
+    """comm: the Communicator; its limit is PYCOMM_TIMEOUT, as a rank that computes comes late. store: where
+    replacements ask to be taken in, None: nowhere. timeout: seconds of the operations of torch's groups.
     """
 
     def __init__(self, comm, store, timeout):
@@ -57,8 +57,9 @@ class Crew:
             shared, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
         else:
             shared, rank, size = dist.HashStore(), 0, 1
-        options = {"name": "crew", "staging_bytes": STAGING, "timeout": timeout}
-        comm = Communicator(dist.PrefixStore("pycomm/crew", shared), rank, size, **options)
+        comm = Communicator(
+            dist.PrefixStore("pycomm/crew", shared), rank, size, name="crew", staging_bytes=STAGING
+        )
         hosts = comm.describe().get("hosts")
         if hosts is not None and not hosts.startswith("1 host"):
             comm.close()
@@ -74,9 +75,7 @@ class Crew:
         """This process as a replacement: waits until the crew takes it in."""
         while True:
             try:
-                comm = Communicator.replacement(store, timeout=timeout)
-            except CommTimeoutError:
-                raise
+                comm = Communicator.replacement(store, timeout=FOREVER)
             except CommError:  # another died while all joined: the crew begins anew
                 continue
             note_joined(store)
@@ -130,21 +129,20 @@ class Crew:
 
     def leave_groups(self):
         """Ends torch's groups of this rank; who waits for it in one of them is told."""
-        if not dist.is_initialized():
-            return
-        for group in list(c10d._world.pg_map):
-            with contextlib.suppress(Exception):  # one that is broken already
-                group.abort()
-        dist.destroy_process_group()
-        self._kept = None
+        if dist.is_initialized():
+            for group in list(c10d._world.pg_map):
+                with contextlib.suppress(Exception):  # one that is broken already
+                    group.abort()
+            dist.destroy_process_group()
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            kept.close()
 
     def make_group(self, ranks):
         """torch's default group of the first `ranks` of the crew. Collective over the crew."""
-        host = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False) if self.rank == 0 else None
-        port = int(self.comm.broadcast(torch.tensor([host.port if host is not None else 0])))
+        self._kept = CrewStore(self.exchange, self.rank)
         if self.rank >= ranks:
             return
-        self._kept = host or dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
         limit = None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
         dist.init_process_group(
             BACKEND, store=self._kept, rank=self.rank, world_size=ranks, timeout=limit

@@ -42,6 +42,8 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm.parallel.recovery.store import open_there
+
 __all__ = ["Address", "Memory", "OwnMemory", "common"]
 
 TOKEN = 16
@@ -67,8 +69,8 @@ class Memory:
 
     @classmethod
     def open(cls, address):
-        """Raises OSError where it cannot be opened or is another one."""
-        fd = os.open(f"/proc/{address.pid}/fd/{address.fd}", os.O_RDONLY | os.O_CLOEXEC)
+        """Raises PeerError where its process has ended, OSError where it cannot be opened or is another."""
+        fd = open_there(address.pid, address.fd, os.O_RDONLY)
         if os.pread(fd, TOKEN, 0) != address.token:
             os.close(fd)
             raise OSError(f"process {address.pid} has other memory there")

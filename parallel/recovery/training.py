@@ -92,7 +92,8 @@ def resilient(
             call waits until the others take it in.
         wait: seconds for which the others wait for replacements before they take a smaller plan. Whoever
             comes later is taken in at the next snapshot.
-        timeout: seconds of an operation; None: PYCOMM_TIMEOUT, else 300.
+        timeout: seconds of an operation of the groups that are made after a death; None: PYCOMM_TIMEOUT, else
+            300.
 
     Returns a Resilient. Raises ValueError for what parallelize() refuses, ranks on several hosts, groups of
     another backend, compression that remembers its errors, and models that cannot be copied.
