@@ -38,7 +38,7 @@ class Crew:
 
     def __init__(self, comm, store, timeout):
         self.comm, self.store, self.timeout = comm, store, timeout
-        self._kept = None  # the store of torch's groups
+        self.group_store = None  # of torch's groups; torch holds no more than its C++ part
         self._passed_over = 0  # tickets of processes that did not come
 
     @classmethod
@@ -134,16 +134,16 @@ class Crew:
                 with contextlib.suppress(Exception):  # one that is broken already
                     group.abort()
             dist.destroy_process_group()
-        kept, self._kept = self._kept, None
+        kept, self.group_store = self.group_store, None
         if kept is not None:
             kept.close()
 
     def make_group(self, ranks):
         """torch's default group of the first `ranks` of the crew. Collective over the crew."""
-        self._kept = CrewStore(self.exchange, self.rank)
+        self.group_store = CrewStore(self.exchange, self.rank)
         if self.rank >= ranks:
             return
         limit = None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
         dist.init_process_group(
-            BACKEND, store=self._kept, rank=self.rank, world_size=ranks, timeout=limit
+            BACKEND, store=self.group_store, rank=self.rank, world_size=ranks, timeout=limit
         )

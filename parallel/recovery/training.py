@@ -182,7 +182,8 @@ class Resilient:
         """All ranks together, at first."""
         self._crew = Crew.of_all(joining.store, joining.timeout)
         try:
-            self.plan = self._plan_for(self._crew.size)
+            exact = isinstance(self._wanted, Plan)
+            self.plan = self._wanted if exact else self._plan_for(self._crew.size)
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()
             self._keep(0)
@@ -402,6 +403,7 @@ class Resilient:
         parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
         self._pristine.note_hooks()
         parts = parts_of(self.model)
+        parts.mesh.store = self._crew.group_store  # as long as the model is there, groups can be made
         load_from(parts, self.opt, source)
         set_streams(parts, source)
         torch.set_rng_state(drawn)  # the program goes on with its own numbers
