@@ -29,7 +29,9 @@ def train():
     """The losses of the steps that this process has taken part in: {number: loss}."""
     model, optimizer = make()
     plan = par.Plan(dp=RANKS, zero=1)
-    run = par.resilient(model, optimizer, plan, snapshot_every=2, wait=120)  # for a replacement, if there can be
+    run = par.resilient(
+        model, optimizer, plan, snapshot_every=2, wait=120
+    )  # for a replacement, if there can be
     data, losses = list(batches(STEPS)), {}
     for number in run.steps(STEPS):
         if number == AT_STEP and dist.get_rank() == VICTIM and run.recoveries == 0:

@@ -84,7 +84,9 @@ def test_errors_of_the_program_are_not_replaced_for_ever(tmp_path):
             raise SystemExit(7)
         time.sleep(3)
     """
-    status, _, err = run(tmp_path, script, "--nproc", "2", "--replacements", "2", arguments=["fails-for-ever"])
+    status, _, err = run(
+        tmp_path, script, "--nproc", "2", "--replacements", "2", arguments=["fails-for-ever"]
+    )
     assert status == 7
     assert err.count("replacement 1 of 2") == err.count("replacement 2 of 2") == 1
     assert "rank 1, replacement 2 ended with status 7 before it was taken in, and is not replaced" in err

@@ -78,7 +78,9 @@ def put_in_place(path, scratch):
 def _exchange_names(one, other):
     """In one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return rename is not None and rename(HERE, os.fsencode(one), HERE, os.fsencode(other), RENAME_EXCHANGE) == 0
+    return (
+        rename is not None and rename(HERE, os.fsencode(one), HERE, os.fsencode(other), RENAME_EXCHANGE) == 0
+    )
 
 
 def catalog_of(path):

@@ -53,7 +53,10 @@ def save(model, opt, path, *, extra=None, asynchronous=False):
     on_first = parts.mesh.world.rank == 0
     together(parts, lambda: make_room(path, scratch) if on_first else None)
     state = together(parts, lambda: to_save(parts, opt))
-    state["about"], state["extra"] = about_of(parts, opt, whole_model(parts)[0] if opt is not None else {}), extra
+    state["about"], state["extra"] = (
+        about_of(parts, opt, whole_model(parts)[0] if opt is not None else {}),
+        extra,
+    )
     if not asynchronous:
         _Writer(parts.mesh.world, parts.device, state, path, scratch).write()
         return None

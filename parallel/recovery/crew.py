@@ -1,4 +1,4 @@
-"""All ranks of a run, those too that the plan has no part for, and torch's default group of those that it has.
+"""All ranks of a run, those too for which the plan has no part, and torch's default group of the others.
 
     crew     a Communicator: agrees on who lives, takes replacements in, tells the ranks without a part
     group    torch.distributed's default group: the first ranks of the crew; made anew whenever these change
@@ -44,7 +44,7 @@ class Crew:
     @classmethod
     def of_all(cls, store, timeout):
         """Collective over all ranks: of torch's default group, which is made where it is not there and a
-        launcher has started this process. Raises ValueError for a group of another backend, or one over hosts.
+        launcher has started this process. Raises ValueError for a group of another backend or over hosts.
         """
         if not dist.is_initialized() and is_launched():
             dist.init_process_group(BACKEND)
@@ -65,8 +65,8 @@ class Crew:
             comm.close()
             raise ValueError(
                 f"resilient: the ranks are on {hosts}, and groups over hosts cannot shrink: what a lost host "
-                "had is only in a checkpoint of parallel.save. Save often (asynchronous=True), and go back to "
-                "the last one"
+                "had is only in a checkpoint of parallel.save. Save often (asynchronous=True), and go back "
+                "to the last one"
             )
         return cls(comm, store, timeout)
 

@@ -33,8 +33,8 @@ class Pristine:
             self.state = copy.deepcopy(model.__dict__, memo)
         except Exception as error:
             raise ValueError(
-                f"resilient: {type(model).__name__} cannot be copied, which is needed to build it again under "
-                f"another plan: {error!r}"
+                f"resilient: {type(model).__name__} cannot be copied, which is needed to build it again "
+                f"under another plan: {error!r}"
             ) from error
 
     def note_hooks(self):

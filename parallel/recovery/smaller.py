@@ -1,9 +1,9 @@
 """Which plan as many ranks take as are left.
 
-    plan             left     taken            ranks without a part
-    dp=4             3        dp=3             0
-    dp=2,tp=2        3        tp=2             1        the cut of the model stays, with fewer copies
-    dp=2,tp=2        1        one rank         0        not enough for the cut: it gets smaller, too
+plan             left     taken            ranks without a part
+dp=4             3        dp=3             0
+dp=2,tp=2        3        tp=2             1        the cut of the model stays, with fewer copies
+dp=2,tp=2        1        one rank         0        not enough for the cut: it gets smaller, too
 """
 
 import dataclasses

@@ -101,7 +101,7 @@ def resilient(
     if opt is None or not isinstance(snapshot_every, int) or snapshot_every < 1 or not wait >= 0:
         raise ValueError(
             f"resilient(opt={'None' if opt is None else 'given'}, snapshot_every={snapshot_every!r}, "
-            f"wait={wait!r}): needs an optimizer, snapshot_every of 1 or more steps, wait of 0 or more seconds"
+            f"wait={wait!r}): needs an optimizer, snapshot_every of 1 or more steps, wait of 0 or more s"
         )
     plan = plan or Plan()
     if isinstance(plan, Plan):
@@ -380,8 +380,8 @@ class Resilient:
         number, addresses = crew.tell(self._choice() if crew.rank == 0 else None)
         if number is None:
             raise RuntimeError(
-                "resilient: no snapshot is whole on all ranks that had a part; go back to the last checkpoint "
-                "of parallel.save"
+                "resilient: no snapshot is whole on all ranks that had a part; go back to the last "
+                "checkpoint of parallel.save"
             )
         source = Source(self._memories(addresses), number)
         self.plan = self._plan_for(crew.size)

@@ -103,7 +103,9 @@ class Job:
 
     def _environment(self, place, number):
         nproc = self.settings.nproc
-        threads = {} if env.has_thread_limit() else {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc)}
+        threads = (
+            {} if env.has_thread_limit() else {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc)}
+        )
         return env.for_child(
             RANK=place,
             LOCAL_RANK=place,

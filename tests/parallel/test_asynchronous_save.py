@@ -102,7 +102,8 @@ def test_the_next_one_waits_and_replaces(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "moment", ["writing", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("renaming", "removing"))]
+    "moment",
+    ["writing", *(pytest.param(moment, marks=pytest.mark.slow) for moment in ("renaming", "removing"))],
 )
 def test_a_crash_leaves_a_whole_checkpoint(moment, tmp_path):
     """All ranks are killed; the former one is there, or, once the names are exchanged, the new one."""
@@ -209,5 +210,3 @@ def test_it_goes_on_when_a_rank_dies_beside_it(tmp_path):
 
     results = on_ranks(3, rank_main, fail=False)
     assert results[0] == results[2] == (1, "last") and isinstance(results[1], ChildProcessError), results
-
-

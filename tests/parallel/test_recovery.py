@@ -35,7 +35,11 @@ def victims(**of_rank):
         kills.Case("dp=4,zero=3", 2, False, 0.0, victims(r0=("piece", 70, 0.0), r3=("shrink", 1, 0.0))),
         kills.Case("dp=2,tp=2", 4, False, 0.0, victims(r2=("step", 6, 0.01))),
         kills.Case(
-            "dp=2,pp=2", 2, False, 0.0, victims(r0=("step", 4, 0.0), r1=("rebuild", 1, 0.1), r2=("shrink", 1, 0.0))
+            "dp=2,pp=2",
+            2,
+            False,
+            0.0,
+            victims(r0=("step", 4, 0.0), r1=("rebuild", 1, 0.1), r2=("shrink", 1, 0.0)),
         ),
         kills.Case("dp=4", 2, True, 60.0, victims(r0=("step", 3, 0.0))),
     ],
@@ -106,7 +110,9 @@ def test_dropout_and_schedulers_go_on():
 
     def rank_main(rank, break_at):
         torch.manual_seed(0)
-        model = torch.nn.Sequential(torch.nn.Linear(5, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)).double()
+        model = torch.nn.Sequential(
+            torch.nn.Linear(5, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 3)
+        ).double()
         opt = torch.optim.AdamW(model.parameters(), lr=0.1)
         run = par.resilient(model, opt, par.Plan(dp=2), snapshot_every=3)
         schedule = torch.optim.lr_scheduler.ExponentialLR(opt, 0.7)
@@ -142,7 +148,10 @@ def test_an_error_of_the_caller_is_no_loss():
     [
         ({"snapshot_every": 0}, "snapshot_every of 1 or more"),
         ({"wait": -1}, "wait of 0 or more"),
-        ({"plan": par.Plan(dp=2, compression="int8")}, "compressed sums on each rank, which is in no snapshot"),
+        (
+            {"plan": par.Plan(dp=2, compression="int8")},
+            "compressed sums on each rank, which is in no snapshot",
+        ),
         ({"plan": par.Plan(pp=2, schedule="pipedream")}, "go back to a checkpoint of parallel.save"),
         ({"replaces": True}, "pass the store"),
         ({"plan": par.Plan(dp=2)}, "the plan is for 2 ranks"),
