@@ -30,7 +30,7 @@ class CrewStore(dist.Store):  # names of methods: signature of torch.distributed
 
     def __init__(self, exchange, rank):
         super().__init__()
-        self._fds, self._pids = [], []
+        self._fds, self._pids, self._values = [], [], None
         fd = os.memfd_create("pycomm crew", os.MFD_CLOEXEC) if rank == 0 else None
         told = exchange((os.getpid(), fd))
         if fd is None:
@@ -75,6 +75,11 @@ class CrewStore(dist.Store):  # names of methods: signature of torch.distributed
     delete_key = deleteKey
 
     def close(self):
+        """Nothing can be asked any more."""
+        self._values = None  # its end uses the descriptor, and a failure there would end the process
         for fd in self._fds:
             os.close(fd)
         self._fds = []
+
+    def __del__(self):
+        self.close()
