@@ -14,9 +14,10 @@ torch's conventions, from its folder:
     par.sequence    ulysses_attention, ring_attention, ring_ulysses_attention
     par.pipeline    make_schedule, simulate, ModelParallel
     par.expert      MoE
+    par.recovery    resilient: a training that goes on when ranks die
 """
 
-from pycomm.parallel import data, expert, pipeline, sequence, tensor
+from pycomm.parallel import data, expert, pipeline, recovery, sequence, tensor
 from pycomm.parallel.api import evaluate, grad_norm, predict, sampler, step
 from pycomm.parallel.building import describe, parallelize
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
@@ -49,15 +50,16 @@ __all__ = [
     "verify",
 ]
 
-_FOLDERS = (data, expert, pipeline, sequence, tensor)
+_FOLDERS = (data, expert, pipeline, recovery, sequence, tensor)
 
-# Names that were here before they had a folder, and are still found.
+# Names that live in a folder and are found here, too: most were here before they had one.
 _MOVED = {
     "ColumnParallelLinear": tensor,
     "ModelParallel": pipeline,
     "NaiveDataParallel": data,
     "RowParallelLinear": tensor,
     "VocabParallelEmbedding": tensor,
+    "resilient": recovery,
     "ring_attention": sequence,
     "ring_ulysses_attention": sequence,
     "ulysses_attention": sequence,

@@ -28,6 +28,7 @@ from torch import nn
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.ground.background import Background
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
@@ -69,6 +70,19 @@ class LastStep:
         self.norm, self.sent = norm, sent
 
 
+class Saves(Background):
+    """The save that is written beside the training, if there is one."""
+
+    def __init__(self):
+        super().__init__("pycomm save")
+        self._group = None
+
+    def group_of(self, make):
+        """The group of these saves; the first time it is make(), collective over all ranks."""
+        self._group = self._group or make()
+        return self._group
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Parallelized:
     """See the head of the file."""
@@ -95,6 +109,7 @@ class Parallelized:
     last_words: LastWords  # what ranks have raised
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
+    saves: Saves = dataclasses.field(default_factory=Saves)
 
     @property
     def all_shards(self):

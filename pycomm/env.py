@@ -44,6 +44,9 @@
                                                                         interpreter, on CPU tensors
     CUDA_DEVICE_MAX_CONNECTIONS  1 to 32                    8           the driver's: hardware queues, which
                                                                         ranks as threads on one GPU need
+    PYCOMM_REPLACEMENT           0 or more                  not set     set by pycomm.run: 0 for its first
+                                                                        processes; the number of one that
+                                                                        takes the place of a dead one
     PYCOMM_LOG                   debug info warning error   warning     what the logger "pycomm" lets through
 
 Where RANK and WORLD_SIZE are not set, the variables of Slurm, Open MPI, MPICH and Intel MPI count, for
@@ -81,7 +84,7 @@ VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
     "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
-    "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_LOG"
+    "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_REPLACEMENT PYCOMM_LOG"
 ).split()
 
 
@@ -315,6 +318,19 @@ def allow_thread_ranks():
 def launched():
     """True where a launcher such as torchrun, srun or mpiexec has started this process as one of several."""
     return (_get("RANK") is not None and _get("WORLD_SIZE") is not None) or launched_by_others()
+
+
+def replacement():
+    """The number that pycomm.run has given to this process, 0 if it takes nobody's place; None: another
+    launcher, or none.
+    """
+    value = _get("PYCOMM_REPLACEMENT")
+    return None if value is None else _integer("PYCOMM_REPLACEMENT", value, 0)
+
+
+def has_thread_limit():
+    """Whether OMP_NUM_THREADS is set: how many threads torch uses in a process."""
+    return _get("OMP_NUM_THREADS") is not None
 
 
 def set_variables():

@@ -31,9 +31,12 @@ __all__ = [
     "even_sizes",
     "host_mark",
     "hosts_of",
+    "is_launched",
+    "note_joined",
     "numbered",
     "pad_pieces",
     "reduce_scatter_flat",
+    "replacement_store",
     "show_hosts",
     "unpad_pieces",
 ]
@@ -167,3 +170,37 @@ def show_hosts(hosts):
     if len(set(sizes)) > 1:
         return f"hosts of {' + '.join(map(str, sizes))}"
     return f"{len(sizes)} host{'s' * (len(sizes) > 1)} x {sizes[0]}"
+
+
+# What `python -m pycomm.run` and the ranks that it has started say to each other, in its store.
+_RUN = "pycomm/run"
+_JOINED = "joined/"
+
+
+def is_launched():
+    """Whether a launcher has started this process as one of several."""
+    return env.launched()
+
+
+def replacement_store():
+    """(whether this process takes the place of a dead one, the store in which such processes ask to be taken
+    in); (False, None) where it was not started by `python -m pycomm.run`.
+    """
+    number = env.replacement()
+    if number is None:
+        return False, None
+    launch = env.launch()
+    store = dist.TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False)
+    return number > 0, dist.PrefixStore(_RUN, store)
+
+
+def note_joined(store):
+    """Tells pycomm.run that this process, which takes the place of a dead one, has a part now."""
+    number = env.replacement()
+    if number is not None:
+        store.set(f"{_JOINED}{number}", "")
+
+
+def has_joined(store, number):
+    """For pycomm.run. store: its own."""
+    return dist.PrefixStore(_RUN, store).check([f"{_JOINED}{number}"])

@@ -136,6 +136,13 @@ class Membership:
         left = max(deadline - time.monotonic(), 1.0)
         return _join(cls, store, terms["rank"], terms, left, terms["timeout"])
 
+    @staticmethod
+    def waiting(store):
+        """How many processes have asked in replacement(store) to be taken in, and were not. One that has
+        died meanwhile counts.
+        """
+        return store.add(f"{_PREFIX}tickets", 0) - store.add(f"{_PREFIX}served", 0)
+
     def _invite(self, store, at_least, limit):
         """On rank 0: gives all processes that wait their places. Returns what all must know."""
         deadline = time.monotonic() + limit

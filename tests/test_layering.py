@@ -104,6 +104,7 @@ def test_python_imports_point_down(path):
 PARALLEL = [
     {"trainers"},
     {"__init__"},
+    {"recovery"},
     {"api", "verification"},
     {"building"},
     {"run"},
@@ -116,7 +117,7 @@ PARALLEL = [
 # The same for the folders of benchmarks/.
 BENCHMARKS = [
     {"__main__", "__init__"},
-    {"collectives", "fused", "strategies", "tune", "plot", "registered", "zero_memory"},
+    {"collectives", "fused", "strategies", "tune", "plot", "registered", "snapshots", "zero_memory"},
     {"common"},
 ]
 

@@ -1,19 +1,49 @@
 """The folder of a checkpoint: how it comes into being, and what it must look like to be read.
 
-save() writes to `<path>.saving`. When every rank has written, the folder is renamed, so that a save that
-fails leaves the old checkpoint alone. Reading and writing are torch.distributed.checkpoint's.
+save() writes to `<path>.saving`. When every rank has written, the two folders change their names in one call
+of the system, so that a save that fails, or that ends with its processes, leaves the old checkpoint alone.
+Where the system cannot (renameat2: Linux, not NFS), the old one is `<path>.old` for a moment. Reading and
+writing are torch.distributed.checkpoint's.
 """
 
+import ctypes
+import os
 import shutil
 import warnings
+from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed.checkpoint as dcp
 
 from pycomm.parallel.checkpoint.agree import exchange
+from pycomm.parallel.checkpoint.boxes import Loading
+from pycomm.parallel.ground.comm import Group
 
-__all__ = ["catalog_of", "check_path", "make_room", "put_in_place", "transfer"]
+__all__ = ["Folder", "catalog_of", "check_path", "make_room", "put_in_place", "transfer"]
 
 METADATA = ".metadata"  # the file with which torch.distributed.checkpoint ends a checkpoint
+RENAME_EXCHANGE, HERE = 2, -100  # of renameat2: exchange the names; AT_FDCWD
+
+
+class Folder(NamedTuple):
+    """A checkpoint to be read. catalog: {key: metadata}. group: of all ranks."""
+
+    path: Path
+    catalog: dict
+    group: Group
+
+    def __str__(self):
+        return str(self.path)
+
+    def read(self, state):
+        """Fills the Boxes and tensors, and replaces the objects of `state`. Collective."""
+        reader = dcp.FileSystemReader(self.path)
+        transfer(
+            self.group,
+            "load",
+            self.path,
+            lambda **how: dcp.load(state, storage_reader=reader, planner=Loading(), **how),
+        )
 
 
 def check_path(parts, what, path):
@@ -34,12 +64,23 @@ def make_room(path, scratch):
 
 
 def put_in_place(path, scratch):
-    old = path.with_name(path.name + ".old")
-    if path.exists():
+    if not path.exists():
+        scratch.rename(path)
+    elif _exchange_names(path, scratch):
+        shutil.rmtree(scratch)  # the checkpoint before
+    else:
+        old = path.with_name(path.name + ".old")
         path.rename(old)
-    scratch.rename(path)
-    if old.exists():
+        scratch.rename(path)
         shutil.rmtree(old)
+
+
+def _exchange_names(one, other):
+    """In one step; False where the system or the file system cannot."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    return (
+        rename is not None and rename(HERE, os.fsencode(one), HERE, os.fsencode(other), RENAME_EXCHANGE) == 0
+    )
 
 
 def catalog_of(path):
@@ -63,11 +104,10 @@ def catalog_of(path):
     return catalog
 
 
-def transfer(parts, what, path, call):
+def transfer(world, what, path, call):
     """Runs a function of torch.distributed.checkpoint, which is collective and tells every rank of
-    a failure.
+    a failure. world: Group of all ranks.
     """
-    world = parts.mesh.world
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant

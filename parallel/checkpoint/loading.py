@@ -9,16 +9,14 @@ import copy
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 
 from pycomm.parallel.checkpoint.agree import together
-from pycomm.parallel.checkpoint.boxes import Loading
-from pycomm.parallel.checkpoint.files import catalog_of, check_path, transfer
+from pycomm.parallel.checkpoint.files import Folder, catalog_of, check_path
 from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
 from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
 from pycomm.parallel.parts import parts_of
 
-__all__ = ["load"]
+__all__ = ["load", "load_from"]
 
 
 @torch.no_grad()
@@ -38,17 +36,26 @@ def load(model, opt, path):
     RuntimeError when a rank could not read, after which the model's values are undefined.
     """
     parts, path = parts_of(model, opt), Path(path)
+    parts.saves.wait()
     check_path(parts, "load", path)
     catalog = together(parts, lambda: catalog_of(path))
+    return load_from(parts, opt, Folder(path, catalog, parts.mesh.world))
+
+
+@torch.no_grad()
+def load_from(parts, opt, source):
+    """The same from a source: it has a catalog, {key: metadata of torch.distributed.checkpoint}, read(state),
+    and a name as its text.
+    """
     head = {"about": None, "extra": None}
-    _read(parts, path, head)
+    source.read(head)
     members, buffers = whole_model(parts)
-    _check_model(parts, path, catalog, head["about"], buffers)
+    _check_model(parts, source, source.catalog, head["about"], buffers)
     if opt is not None:
-        _check_optimizer(opt, path, catalog, head["about"], members)
-    state, fresh = together(parts, lambda: _to_load(parts, opt, path, catalog))
+        _check_optimizer(opt, source, source.catalog, head["about"], members)
+    state, fresh = together(parts, lambda: _to_load(parts, opt, source, source.catalog))
     parts.window.discard()  # gradients of the values before
-    _read(parts, path, state)
+    source.read(state)
     if opt is not None:
         _set_optimizer(opt, fresh, state, head["about"])
     for shard in parts.all_shards:
@@ -56,15 +63,6 @@ def load(model, opt, path):
     for shard in parts.all_shards:
         shard.wait()
     return head["extra"]
-
-
-def _read(parts, path, state):
-    transfer(
-        parts,
-        "load",
-        path,
-        lambda **how: dcp.load(state, storage_reader=dcp.FileSystemReader(path), planner=Loading(), **how),
-    )
 
 
 def _check_model(parts, path, catalog, about, buffers):

@@ -1,21 +1,33 @@
-"""Writing this rank's part of a model into a checkpoint; the format: __init__.py."""
+"""Writing this rank's part of a model into a checkpoint; the format: __init__.py.
 
+    save(...)                      values -> files -> renamed                       returns
+    save(..., asynchronous=True)   values -> copy                                   returns
+                                             copy -> files -> renamed               in a thread
+
+The thread does what the caller would: it talks to those of the other ranks, through a group of its own, whose
+operations keep no order with those of the training.
+"""
+
+import copy
+import dataclasses
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 
-from pycomm.parallel.checkpoint.agree import together
-from pycomm.parallel.checkpoint.boxes import Saving
+from pycomm.parallel.checkpoint.agree import together, together_over
+from pycomm.parallel.checkpoint.boxes import Boxes, Saving
 from pycomm.parallel.checkpoint.files import check_path, make_room, put_in_place, transfer
 from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
 from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
+from pycomm.parallel.ground.comm import Group
+from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.parts import parts_of
 
-__all__ = ["save"]
+__all__ = ["about_of", "save", "to_save"]
 
 
-def save(model, opt, path, *, extra=None):
+def save(model, opt, path, *, extra=None, asynchronous=False):
     """Writes a checkpoint. Collective over all ranks.
 
     Args:
@@ -24,27 +36,63 @@ def save(model, opt, path, *, extra=None):
         the new one is complete.
         extra: any object that can be pickled (schedulers' state, step number), equal on all ranks; load
         returns it.
+        asynchronous: return once the values are copied, to host memory, and write beside what follows. The
+        next save or load waits for it, and so does the end of the interpreter, but not
+        destroy_process_group().
+
+    Returns None; with asynchronous an object whose wait() blocks until the checkpoint is in its place, and
+    raises what the writer raised; the next save or load raises it, too, if it was not asked for.
 
     Raises, on every rank, ValueError when the path holds something else than a checkpoint or differs between
-    ranks, RuntimeError when a rank could not write.
+    ranks, RuntimeError when a rank could not write. The checkpoint before it is then left as it was.
     """
     parts, path = parts_of(model, opt), Path(path)
+    parts.saves.wait()
     check_path(parts, "save", path)
     scratch = path.with_name(path.name + ".saving")
     on_first = parts.mesh.world.rank == 0
     together(parts, lambda: make_room(path, scratch) if on_first else None)
-    state = together(parts, lambda: _to_save(parts, opt))
-    state["about"], state["extra"] = _about(parts, opt), extra
-    transfer(
-        parts,
-        "save",
-        scratch,
-        lambda **how: dcp.save(state, storage_writer=dcp.FileSystemWriter(scratch), planner=Saving(), **how),
+    state = together(parts, lambda: to_save(parts, opt))
+    state["about"], state["extra"] = (
+        about_of(parts, opt, whole_model(parts)[0] if opt is not None else {}),
+        extra,
     )
-    together(parts, lambda: put_in_place(path, scratch) if on_first else None)
+    if not asynchronous:
+        _Writer(parts.mesh.world, parts.device, state, path, scratch).write()
+        return None
+    copied = together(parts, lambda: _copy_of(state))
+    group = parts.saves.group_of(lambda: parts.mesh.apart(*AXES))
+    parts.saves.start(_Writer(group, parts.device, copied, path, scratch).write)
+    return parts.saves
 
 
-def _to_save(parts, opt):
+@dataclasses.dataclass(frozen=True)
+class _Writer:
+    """group: of all ranks; device: for its collectives."""
+
+    group: Group
+    device: torch.device
+    state: dict
+    path: Path
+    scratch: Path
+
+    def write(self):
+        transfer(
+            self.group,
+            "save",
+            self.scratch,
+            lambda **how: dcp.save(
+                self.state, storage_writer=dcp.FileSystemWriter(self.scratch), planner=Saving(), **how
+            ),
+        )
+        on_first = self.group.rank == 0
+        together_over(
+            self.group, self.device, lambda: put_in_place(self.path, self.scratch) if on_first else None
+        )
+
+
+def to_save(parts, opt):
+    """{key: Boxes, tensor, or an object to pickle}: views of what this rank counts. No communication."""
     state = {f"model/{name}": buffer for name, (buffer, used) in persistent_buffers(parts).items() if used}
     for holding in holdings(parts):
         name = holding.info.name
@@ -59,13 +107,34 @@ def _to_save(parts, opt):
     return state
 
 
-def _about(parts, opt):
-    members, _ = whole_model(parts)
+def _copy_of(state):
+    """The same in host memory of its own."""
+    copied = {}
+    for key, value in state.items():
+        if isinstance(value, Boxes):
+            copied[key] = Boxes(value.full_shape, value.dtype)
+            copied[key].boxes = [box._replace(values=_on_host(box.values)) for box in value.boxes]
+        else:
+            copied[key] = _on_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    return copied
+
+
+def _on_host(tensor):
+    return tensor.to("cpu", copy=True)
+
+
+def about_of(parts, opt, members):
+    """What is written beside the values. members: of whole_model()."""
     about = {"format": FORMAT, "plan": str(parts.plan), "optimizer": None}
     if opt is not None:
         groups = [
-            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            {key: _kept(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in opt.param_groups
         ]
         about.update(optimizer=class_of(opt), groups=groups, members=members)
     return about
+
+
+def _kept(value):
+    """A hyperparameter; one that is a tensor may change before it is written."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value

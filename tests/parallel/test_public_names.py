@@ -15,19 +15,21 @@ FOLDERS = {
     "expert": ["MoE"],
     "pipeline": """Action DeferWeights ModelParallel NAMES Schedule StageOps Timeline WeightStash WeightStore
         accumulate_grad make_schedule peak_activations run simulate validate""".split(),
+    "recovery": ["Resilient", "resilient"],
     "sequence": """SequenceAttention cut lengths local_length positions ring_attention ring_spans
         ring_ulysses_attention spans ulysses_attention ulysses_sizes""".split(),
     "tensor": """ColumnParallelLinear Head RankHeads RowParallelLinear TensorParallel VocabParallelEmbedding
         VocabShard cross_entropy parallelize_tensor split_heads""".split(),
 }
 
-# Names that the front had before they moved to their folder.
+# Names of a folder that the front finds, too; it had most before they moved there.
 MOVED = {
     "ColumnParallelLinear": "tensor",
     "ModelParallel": "pipeline",
     "NaiveDataParallel": "data",
     "RowParallelLinear": "tensor",
     "VocabParallelEmbedding": "tensor",
+    "resilient": "recovery",
     "ring_attention": "sequence",
     "ring_ulysses_attention": "sequence",
     "ulysses_attention": "sequence",

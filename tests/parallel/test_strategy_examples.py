@@ -81,6 +81,12 @@ PRINTED = {  # example -> patterns of what it prints
         r"step 2 again on 3 ranks",
         r"3 of 4 ranks end with the losses of one process",
     ],
+    "23_train_through_kills": [
+        r"rank 1 died",
+        r"Plan\(dp=3,zero=1\) at the end, 1 step taken again",
+        r"differ from those of one process by \d(e-\d\d)?",
+        r"3 of 4 ranks went on",
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 

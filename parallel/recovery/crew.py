@@ -1,0 +1,149 @@
+"""All ranks of a run, those too for which the plan has no part, and torch's default group of the others.
+
+    crew     a Communicator: agrees on who lives, takes replacements in, tells the ranks without a part
+    group    torch.distributed's default group: the first ranks of the crew; made anew whenever these change
+
+    killed: 1    crew 0 1 2 3 -> shrink -> 0 1 2        plan dp=1,tp=2 -> group 0 1, and 2 waits in the crew
+    replaced     crew 0 1 2   -> grow   -> 0 1 2 3      plan dp=2,tp=2 -> group 0 1 2 3
+
+Why two: the crew's operations wait for ranks that have no part in the training, and none in its groups; and
+it can be shrunk when torch's groups are beyond use. A rank that has lost one in any group aborts all of its
+groups, and the crew, so that whoever waits in one of them comes, too.
+"""
+
+import contextlib
+import datetime
+import pickle
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from pycomm import CommError, CommTimeoutError, Communicator
+from pycomm.groups import is_launched, note_joined
+from pycomm.parallel.recovery.store import CrewStore
+
+__all__ = ["Crew"]
+
+BACKEND = "pycomm"
+STAGING = 1 << 18  # bytes per rank: the crew moves little
+FOREVER = 1e8  # seconds: until a word comes, or somebody dies
+JOINING = 30.0  # seconds for processes that wait already to be taken in
+
+
+class Crew:
+    """comm: the Communicator; its limit is PYCOMM_TIMEOUT, as a rank that computes comes late. store: where
+    replacements ask to be taken in, None: nowhere. timeout: seconds of the operations of torch's groups.
+    """
+
+    def __init__(self, comm, store, timeout):
+        self.comm, self.store, self.timeout = comm, store, timeout
+        self.group_store = None  # of torch's groups; torch holds no more than its C++ part
+        self._passed_over = 0  # tickets of processes that did not come
+
+    @classmethod
+    def of_all(cls, store, timeout):
+        """Collective over all ranks: of torch's default group, which is made where it is not there and a
+        launcher has started this process. Raises ValueError for a group of another backend or over hosts.
+        """
+        if not dist.is_initialized() and is_launched():
+            dist.init_process_group(BACKEND)
+        if dist.is_initialized():
+            if dist.get_backend() != BACKEND:
+                raise ValueError(
+                    f"resilient: torch.distributed runs on {dist.get_backend()!r}, whose groups cannot go on "
+                    'without a rank: init_process_group("pycomm")'
+                )
+            shared, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+        else:
+            shared, rank, size = dist.HashStore(), 0, 1
+        comm = Communicator(
+            dist.PrefixStore("pycomm/crew", shared), rank, size, name="crew", staging_bytes=STAGING
+        )
+        hosts = comm.describe().get("hosts")
+        if hosts is not None and not hosts.startswith("1 host"):
+            comm.close()
+            raise ValueError(
+                f"resilient: the ranks are on {hosts}, and groups over hosts cannot shrink: what a lost host "
+                "had is only in a checkpoint of parallel.save. Save often (asynchronous=True), and go back "
+                "to the last one"
+            )
+        return cls(comm, store, timeout)
+
+    @classmethod
+    def joined(cls, store, timeout):
+        """This process as a replacement: waits until the crew takes it in."""
+        while True:
+            try:
+                comm = Communicator.replacement(store, timeout=FOREVER)
+            except CommError:  # another died while all joined: the crew begins anew
+                continue
+            note_joined(store)
+            return cls(comm, store, timeout)
+
+    @property
+    def rank(self):
+        return self.comm.rank
+
+    @property
+    def size(self):
+        return self.comm.world_size
+
+    def tell(self, value):
+        """Rank 0's object, on all. Collective, without a limit of time: ranks without a part wait here."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        size = self.comm.broadcast(torch.tensor([data.numel()]), timeout=FOREVER)
+        if self.rank:
+            data = torch.empty(int(size), dtype=torch.uint8)
+        return pickle.loads(bytes(self.comm.broadcast(data).tolist()))
+
+    def exchange(self, value):
+        """An object of every rank. Collective."""
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        longest = self.comm.all_reduce(torch.tensor([data.numel()]), "max")
+        padded = torch.zeros(int(longest), dtype=torch.uint8)
+        padded[: data.numel()] = data
+        return [pickle.loads(bytes(row.tolist())) for row in self.comm.all_gather(padded)]
+
+    def shrink(self):
+        """Collective among those that live: the crew is of them. Raises what Communicator.shrink() does."""
+        self.comm.abort("a rank is lost: the others agree on who is left")
+        self.comm = self.comm.shrink()
+
+    def waiting(self):
+        """How many processes wait to be taken in; for rank 0."""
+        if self.store is None:
+            return 0
+        return max(0, Communicator.waiting(self.store) - self._passed_over)
+
+    def grow(self, at_least, timeout=JOINING):
+        """Collective: takes in who waits. Returns whether at least so many came in time."""
+        before = self.waiting() if self.rank == 0 else 0
+        try:
+            self.comm = self.comm.grow(self.store, at_least=at_least, timeout=timeout)
+        except CommTimeoutError:
+            self._passed_over += before
+            return False
+        self._passed_over = 0
+        return True
+
+    def leave_groups(self):
+        """Ends torch's groups of this rank; who waits for it in one of them is told."""
+        if dist.is_initialized():
+            for group in list(c10d._world.pg_map):
+                with contextlib.suppress(Exception):  # one that is broken already
+                    group.abort()
+            dist.destroy_process_group()
+        kept, self.group_store = self.group_store, None
+        if kept is not None:
+            kept.close()
+
+    def make_group(self, ranks):
+        """torch's default group of the first `ranks` of the crew. Collective over the crew."""
+        self.group_store = CrewStore(self.exchange, self.rank)
+        if self.rank >= ranks:
+            return
+        limit = None if self.timeout is None else datetime.timedelta(seconds=self.timeout)
+        dist.init_process_group(
+            BACKEND, store=self.group_store, rank=self.rank, world_size=ranks, timeout=limit
+        )

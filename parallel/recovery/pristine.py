@@ -1,0 +1,73 @@
+"""The user's model and optimizer as they were before parallelize(), which changes both in place, so that they
+can go through it again under another plan. They remain the user's objects: loops, schedulers and hooks that
+hold them go on; modules inside of the model are others afterwards.
+
+Kept are the structure and the small things: modules, names, ties, hooks, buffers, parameters on meta. Values
+come from a snapshot. While a model is built again a rank has memory for all of its parameters, as it had when
+it was built first (not those that were on meta then).
+"""
+
+import copy
+
+import torch
+from torch import nn
+
+__all__ = ["Pristine"]
+
+TAKEN_OVER = ("zero_grad", "add_param_group")  # methods of the optimizer that parallelize() changes
+
+
+class Pristine:
+    """model, opt: before parallelize(). Raises ValueError for a model that cannot be copied."""
+
+    def __init__(self, model, opt):
+        self.model, self.opt = model, opt
+        self.devices = {name: param.device for name, param in model.named_parameters()}
+        names = {id(param): name for name, param in model.named_parameters()}
+        self.groups = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
+        self.methods = {name: opt.__dict__[name] for name in TAKEN_OVER if name in opt.__dict__}
+        self.hooks = set(_hooks_of(opt))
+        self.added = None  # hooks of parallelize()
+        memo = {id(model): model, **{id(p): _like(p, "meta") for p in model.parameters()}}
+        try:
+            self.state = copy.deepcopy(model.__dict__, memo)
+        except Exception as error:
+            raise ValueError(
+                f"resilient: {type(model).__name__} cannot be copied, which is needed to build it again "
+                f"under another plan: {error!r}"
+            ) from error
+
+    def note_hooks(self):
+        """After parallelize(): what it has added, which leaves with the next reset()."""
+        self.added = set(_hooks_of(self.opt)) - self.hooks
+        self.hooks = set(_hooks_of(self.opt)) - self.added
+
+    def reset(self):
+        """Model and optimizer are as before parallelize(), but for values and hyperparameters."""
+        modes = {name: module.training for name, module in self.model.named_modules()}
+        params, memo = nn.Module.named_parameters, {id(self.model): self.model}
+        shell = nn.Module()
+        shell.__dict__ = self.state
+        for name, param in params(shell):
+            memo[id(param)] = _like(param, self.devices[name])
+        self.model.__dict__ = copy.deepcopy(self.state, memo)
+        for name, module in self.model.named_modules():
+            module.training = modes.get(name, module.training)
+        named = dict(self.model.named_parameters())
+        self.opt.state.clear()
+        for group, names in zip(self.opt.param_groups, self.groups, strict=True):
+            group["params"] = [named[name] for name in names]
+        for name in TAKEN_OVER:
+            self.opt.__dict__.pop(name, None)
+        self.opt.__dict__.update(self.methods)
+        for hook in set(_hooks_of(self.opt)) & (self.added or set()):
+            del _hooks_of(self.opt)[hook]
+        self.hooks = set(_hooks_of(self.opt))
+
+
+def _hooks_of(opt):
+    return getattr(opt, "_optimizer_step_pre_hooks", {})
+
+
+def _like(param, device):
+    return nn.Parameter(torch.zeros_like(param, device=device), requires_grad=param.requires_grad)

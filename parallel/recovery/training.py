@@ -1,0 +1,469 @@
+"""A training that goes on when ranks die: resilient().
+
+    step            1    2    3    4    5         4    5    6
+    rank 0   S0     .    S2   .    S4   .  PeerError  shrink, rebuild from S4 ->  5    6    rank 0
+    rank 1   S0     .    S2   .    S4   killed
+    rank 2   S0     .    S2   .    S4   .  PeerError  shrink, rebuild from S4 ->  5    6    rank 1
+
+Sn: a snapshot after step n (snapshot.py) in memory that outlives its rank (memory.py). What happens after a
+death, on every rank that lives:
+
+    leave      torch's groups are aborted, so that nobody waits for this rank
+    shrink     the crew agrees on who lives                                               crew.py
+    plan       for as many ranks, the same on all                                         smaller.py
+    rebuild    the model as it was before parallelize(), and through it again             pristine.py
+    read       values and optimizer from the last snapshot that is whole on all ranks     checkpoint/loading
+    snapshot   the same number, by the ranks of now, into new memory
+    meet       all have it: the memory of the former ranks is let go of
+    repeat     the steps after the snapshot, from the batches that this rank has kept
+
+A death in any of these lets all begin again with "leave". The memory of both generations is held until "meet"
+has been passed by one rank, which then knows that the new snapshot is whole; the others find that, too, as
+they look at the same memory. So every rank chooses the same generation and number (_source).
+
+Ranks may be a step apart when one dies, as some have the sums of the last step and others have not. Each has
+the batches since the last snapshot but one, and repeats up to the call that it is in: all call the same steps
+in the same order, whoever takes them from the list and whoever from the caller. So the caller sees nothing.
+
+A step is written down before it begins: its batch, hyperparameters (schedulers change them) and arguments.
+Cost: the batches of 2 * snapshot_every steps; per snapshot an 8-byte all_reduce and the writing of the values
+(each written by one rank), beside the forward and backward of the next step: the optimizer waits for it.
+
+What lost: restarting all ranks from a checkpoint (torchrun, Elastic Horovod keeps a copy in each process and
+loses sharded state); a quorum per step with spare replicas (torchft), which is for replicas alone.
+"""
+
+import contextlib
+import gc
+import logging
+import time
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_map
+
+from pycomm import AbortedError, MismatchError
+from pycomm.groups import replacement_store
+from pycomm.parallel.api import step as take_step
+from pycomm.parallel.building import parallelize
+from pycomm.parallel.checkpoint.loading import load_from
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.background import Background
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.parts import parts_of
+from pycomm.parallel.recovery.crew import Crew
+from pycomm.parallel.recovery.memory import Address, Memory, OwnMemory, common
+from pycomm.parallel.recovery.pristine import Pristine
+from pycomm.parallel.recovery.smaller import check_kept, plan_for
+from pycomm.parallel.recovery.snapshot import Dealer, Source, own_of, set_generators, set_streams
+
+__all__ = ["Resilient", "resilient"]
+
+LOG = logging.getLogger("pycomm.parallel")
+
+
+def resilient(
+    model,
+    opt,
+    plan=None,
+    *,
+    snapshot_every=10,
+    store=None,
+    replaces=None,
+    wait=0.0,
+    weights=None,
+    timeout=None,
+):
+    """parallelize(), for a training that goes on when ranks die. Collective over all ranks.
+
+        run = par.resilient(model, opt, par.Plan(dp=4, zero=1), snapshot_every=10)
+        for number in run.steps(1000):
+            loss = run.step(batch_of(number), loss_fn, clip=1.0)
+
+    Args:
+        model, opt, weights: as for parallelize(); opt is needed.
+        plan: Plan of all ranks; or a function from a number of ranks to a Plan for as many at most. After
+            deaths a Plan keeps its cut of the model, with fewer dp, as long as there are ranks for it.
+        snapshot_every: in steps: at most so many are repeated.
+        store: a torch.distributed Store in which replacements ask to be taken in; None: that of `python -m
+            pycomm.run`, if it has started this process.
+        replaces: whether this process takes the place of a dead one; None: as pycomm.run says. Then the same
+            call waits until the others take it in.
+        wait: seconds for which the others wait for replacements before they take a smaller plan. Whoever
+            comes later is taken in at the next snapshot.
+        timeout: seconds of an operation of the groups that are made after a death; None: PYCOMM_TIMEOUT, else
+            300.
+
+    Returns a Resilient. Raises ValueError for what parallelize() refuses, ranks on several hosts, groups of
+    another backend, compression that remembers its errors, and models that cannot be copied.
+    """
+    if opt is None or not isinstance(snapshot_every, int) or snapshot_every < 1 or not wait >= 0:
+        raise ValueError(
+            f"resilient(opt={'None' if opt is None else 'given'}, snapshot_every={snapshot_every!r}, "
+            f"wait={wait!r}): needs an optimizer, snapshot_every of 1 or more steps, wait of 0 or more s"
+        )
+    plan = plan or Plan()
+    if isinstance(plan, Plan):
+        check_kept(plan)
+    if store is None:
+        found, store = replacement_store()
+        replaces = found if replaces is None else replaces
+    if replaces and store is None:
+        raise ValueError("resilient(replaces=True): pass the store in which the others look for replacements")
+    joining = _Joining(bool(replaces), store, timeout)
+    return Resilient(model, opt, plan, _Options(snapshot_every, wait, weights), joining)
+
+
+class _Options(NamedTuple):
+    snapshot_every: int
+    wait: float
+    weights: object
+
+
+class _Call(NamedTuple):
+    """A step as it was asked for."""
+
+    batch: object
+    loss_fn: object
+    options: dict
+    hyperparameters: list  # by parameter group
+
+
+class _Generation(NamedTuple):
+    """The memories of the ranks of one plan, by rank."""
+
+    memories: list
+    own: OwnMemory | None  # of this rank; None: it has no part
+
+
+class _Joining(NamedTuple):
+    """How this process comes to the others."""
+
+    replaces: bool
+    store: object
+    timeout: float | None
+
+
+class Resilient:
+    """What resilient() returns.
+
+    Attributes:
+        model, opt: the objects that were given; for parallel.save, evaluate and the like. Modules inside of
+            the model are others after a recovery.
+        plan: the Plan of now.
+        done: number of steps that were taken.
+        active: whether the plan has a part for this rank. If not, it waits in step(), which returns None, in
+            case others die; parallel.save and the like are for active ranks only.
+        recoveries: how often the ranks have gone on after deaths or with replacements.
+        repeated: how many steps were taken again, in all recoveries: in each snapshot_every at most, and one
+            where a rank died while it wrote a snapshot.
+    """
+
+    def __init__(self, model, opt, plan, options, joining):
+        self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
+        self.repeated = 0
+        self._options, self._wanted, self._position = options, plan, 0
+        self._log, self._kept_from = {}, 0  # number of a step -> _Call; all after this number are there
+        self._generations, self._dealer, self._ended = [], None, False
+        self._writing = Background("pycomm snapshot")
+        self._last = None  # number of the last snapshot that was begun
+        self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
+        self._joining = joining.replaces  # until this process has a part for the first time
+        self._pristine = Pristine(model, opt)
+        _before_update(opt, self._writing.wait)
+        if joining.replaces:
+            self._crew = Crew.joined(joining.store, joining.timeout)
+            self._attempt(lambda: None, rebuild=True)
+        else:
+            self._begin(joining)
+
+    def _begin(self, joining):
+        """All ranks together, at first."""
+        self._crew = Crew.of_all(joining.store, joining.timeout)
+        try:
+            exact = isinstance(self._wanted, Plan)
+            self.plan = self._wanted if exact else self._plan_for(self._crew.size)
+            parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
+            self._pristine.note_hooks()
+            self._keep(0)
+        except BaseException:
+            self._crew.comm.close()
+            raise
+
+    # --- steps --------------------
+
+    def steps(self, stop):
+        """The numbers of the steps from `done` to stop - 1, and then close(). In a process that takes the
+        place of another they begin where the others are.
+        """
+        while self.done < stop and not self._ended:
+            yield self.done
+        self.close()
+
+    def step(self, batch, loss_fn=None, **options):
+        """parallel.step(), and snapshots. Returns the loss; None on a rank that had no part in it."""
+        if options.get("scaler") is not None:
+            raise ValueError("resilient: the state of a GradScaler is in no snapshot: train in bf16 or fp32")
+        number = self.done + 1
+        self._log[number] = _Call(tree_map(_copied, batch), loss_fn, options, _hyperparameters(self.opt))
+        try:
+            loss = self._attempt(lambda: self._advance(number))
+        except Exception:
+            self._log.pop(number, None)
+            raise
+        self.done = max(self._position, number)
+        return loss
+
+    def restart(self, done=None):
+        """After values were changed by something else than step(), such as parallel.load(): what is there now
+        is the state after `done` steps, None: after as many as before. Collective over active ranks, on which
+        nothing may fail meanwhile.
+        """
+        self.done = self._position = self.done if done is None else done
+        self._log.clear()
+        self._snapshot()
+        self._writing.wait()
+        self._meet()
+
+    def close(self):
+        """The end: waits for all ranks, goes on once more where one dies meanwhile, and lets those without a
+        part go. Snapshots are no more. Collective.
+        """
+        if self._crew is not None:
+            self._attempt(self._finish)
+
+    def _finish(self):
+        while not self._ended:
+            if not self.active:
+                self._hear()
+                continue
+            self._advance(self.done)  # what is lost if a rank has died meanwhile
+            self._writing.wait()
+            self._meet()
+            self._hear("end" if self._crew.rank == 0 else None)
+        self._crew.comm.close()
+        self._crew, self._generations = None, []
+
+    def _attempt(self, action, rebuild=False):
+        """action(), after a recovery for each loss of a rank. rebuild: begin with that."""
+        while True:
+            try:
+                if rebuild:
+                    self._rebuild()
+                    rebuild = False
+                return action()
+            except MismatchError:
+                raise
+            except dist.DistError as error:
+                self._lose(error)
+                rebuild = True
+
+    def _advance(self, number):
+        """Takes the steps up to this one. Returns its loss; None where this rank had no part in it."""
+        while self._position < number and not self._ended:
+            if not self.active:
+                self._hear()
+                continue
+            call = self._log[self._position + 1]
+            _set_hyperparameters(self.opt, call.hyperparameters)
+            self._loss = take_step(self.model, self.opt, call.batch, call.loss_fn, **call.options)
+            self._position = self._loss_of = self._position + 1
+            due = self._last + self._options.snapshot_every
+            if self._position >= due and parts_of(self.model).window.is_empty:
+                self._snapshot()
+        return self._loss if self._loss_of == number else None
+
+    def _hear(self, word=None):
+        """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
+        word = self._crew.tell(word)
+        if word == "end":
+            self._ended = True
+        elif self._crew.grow(1):
+            self._regroup()
+
+    # --- snapshots --------------------
+
+    def _snapshot(self):
+        """Begins to write one. When all ranks have met, all have the one before; see [Note: whole
+        snapshots].
+        """
+        parts, number = parts_of(self.model), self._position
+        self._writing.wait()
+        pieces, changed = self._dealer.pieces()
+        first = parts.mesh.world.rank == 0
+        flags = torch.tensor([int(changed), self._crew.waiting() if first else 0])
+        flags = flags.to(parts.device)
+        comm.all_reduce(flags, parts.mesh.world, dist.ReduceOp.MAX)
+        changed, waiting = flags.tolist()
+        if changed:
+            self._dealer.deal(pieces)
+        self._forget(self._last)
+        self._last = number
+        items, own = self._dealer.to_write(pieces), own_of(parts)
+        memory = self._generations[-1].own
+        self._writing.start(lambda: memory.write(number, own, items))
+        if not hasattr(self.opt, "register_step_pre_hook"):
+            self._writing.wait()
+        if waiting:
+            self._writing.wait()
+            self._meet()
+            self._hear("grow" if self._crew.rank == 0 else None)
+
+    def _meet(self):
+        world = parts_of(self.model).mesh.world
+        comm.all_reduce(torch.zeros(1, device=parts_of(self.model).device), world)
+
+    def _forget(self, number):
+        """Drops the calls up to the snapshot with this number, which is whole on all ranks."""
+        for call in [call for call in self._log if number is not None and call <= number]:
+            del self._log[call]
+
+    def _keep(self, number):
+        """The ranks of the plan make memory that all of the crew hold, and the snapshot with this number in
+        it; then the former memory is let go of. Collective over the crew.
+        """
+        own = OwnMemory() if self.active else None
+        told = self._crew.exchange(own.address if own is not None else None)
+        generation = _Generation(_open(told, own), own)
+        self._generations.append(generation)
+        if self.active:
+            self._dealer, self._last = Dealer(parts_of(self.model)), None
+            pieces, _ = self._dealer.pieces()
+            self._dealer.deal(pieces)
+            parts = parts_of(self.model)
+            own.write(number, own_of(parts), self._dealer.to_write(pieces))
+        self._last = number
+        self._crew.comm.barrier()
+        self._generations = [generation]
+
+    # --- losses --------------------
+
+    def _lose(self, error):
+        """Leaves all groups. Raises what says that this rank cannot go on."""
+        if self._crew is None or self._ended:
+            raise error
+        LOG.warning("step %d: %s", self._position + 1, error)
+        self.recoveries += 1
+        with contextlib.suppress(Exception):
+            self._writing.wait()
+        self._crew.leave_groups()
+        self._await_saves()
+        try:
+            self._crew.shrink()
+        except AbortedError as left:
+            left.args = (f"{left}. The others go on without this rank, which has to end", *left.args[1:])
+            raise
+
+    def _await_saves(self):
+        """A save that was under way ends with an error, as its group has lost a rank."""
+        parts = self.model.__dict__.get("_parallel")
+        if parts is None:
+            return
+        try:
+            parts.saves.wait()
+        except Exception as error:
+            LOG.warning("the save that was under way failed; the checkpoint before it is whole: %s", error)
+
+    def _regroup(self):
+        """The crew has grown: all begin from the last snapshot, which is that of now."""
+        self.recoveries += 1
+        self._crew.leave_groups()
+        self._rebuild()
+
+    def _rebuild(self):
+        """From the snapshots to a model under the plan for this crew. Collective over the crew."""
+        started, crew = time.perf_counter(), self._crew
+        missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
+        if self._options.wait and crew.store is not None and missing > 0 and not self._joining:
+            crew.grow(missing, self._options.wait)
+        number, addresses = crew.tell(self._choice() if crew.rank == 0 else None)
+        if number is None:
+            raise RuntimeError(
+                "resilient: no snapshot is whole on all ranks that had a part; go back to the last "
+                "checkpoint of parallel.save"
+            )
+        source = Source(self._memories(addresses), number)
+        self.plan = self._plan_for(crew.size)
+        self.active = crew.rank < self.plan.world_size
+        crew.make_group(self.plan.world_size)
+        if self.active:
+            self._read(source)
+        self._keep(number)
+        gc.collect()  # the former model's buffers, which are in circles
+        level = logging.WARNING if crew.rank == 0 else logging.INFO
+        took = 1e3 * (time.perf_counter() - started)
+        text = "step %d: %d ranks go on under Plan(%s) after %.0f ms"
+        LOG.log(level, text, number + 1, crew.size, self.plan, took)
+
+    def _read(self, source):
+        """The model anew, with the values of the snapshot."""
+        drawn = torch.get_rng_state()
+        self._pristine.reset()
+        parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
+        self._pristine.note_hooks()
+        parts = parts_of(self.model)
+        parts.mesh.store = self._crew.group_store  # as long as the model is there, groups can be made
+        load_from(parts, self.opt, source)
+        set_streams(parts, source)
+        torch.set_rng_state(drawn)  # the program goes on with its own numbers
+        if self._joining:
+            set_generators(source.owns[0])
+        self._joining = False
+        self.repeated += max(0, self._position - source.number)
+        self._position, self.done = source.number, max(self.done, source.number)
+
+    def _plan_for(self, ranks):
+        plan = plan_for(self._wanted, ranks)
+        check_kept(plan)
+        return plan
+
+    def _choice(self):
+        """(number, addresses of the memories) of the last snapshot that is whole; (None, []) without one."""
+        for generation in reversed(self._generations):
+            number = common(generation.memories)
+            if number is not None:
+                return number, [memory.address for memory in generation.memories]
+        return None, []
+
+    def _memories(self, addresses):
+        """Those that this rank holds, or opened from rank 0's."""
+        held = {memory.token: memory for generation in self._generations for memory in generation.memories}
+        return [held.get(address.token) or Memory.open(address) for address in addresses]
+
+
+def _open(told, own):
+    """The memories of these addresses, by rank; ranks without a part have none."""
+    memories = []
+    for address in told:
+        if address is not None:
+            mine = own is not None and address.token == own.token
+            memories.append(own if mine else Memory.open(Address(*address)))
+    return memories
+
+
+def _before_update(opt, wait):
+    """The optimizer waits until the snapshot of the values that it changes is written."""
+    with contextlib.suppress(AttributeError):
+        opt.register_step_pre_hook(lambda *_: wait())
+
+
+def _copied(value):
+    """A batch that stays what it is when the caller fills its tensors anew."""
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _hyperparameters(opt):
+    return [
+        {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in opt.param_groups
+    ]
+
+
+def _set_hyperparameters(opt, kept):
+    for group, values in zip(opt.param_groups, kept, strict=True):
+        for key, value in values.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
