@@ -7,7 +7,6 @@ link on that level.
     ring              2(n-1) a + 2(n-1)/n B/w                (n-1) a + (n-1)/n B/w
     two-shot          2 a + 2(n-1)/n B/w   (in a node)       a + (n-1)/n B/w
     tree              2 log2(n) a + 2 B/w                    -
-    in the switch     2 a + B/w            (in a node)       -
     hierarchical      reduce_scatter inside, all_reduce of B/k across, all_gather inside
 
 A ring over several nodes has k of its n links inside, and a node's k ranks send through k adapters at once: NCCL
@@ -75,8 +74,6 @@ def _all_reduce_flat(link, n, nbytes, in_node):
     best = min(ring, tree)
     if in_node:
         best = min(best, 2 * link.latency + 2 * (n - 1) / n * nbytes / link.bandwidth)
-        if link.in_network:
-            best = min(best, 2 * link.latency + nbytes / link.bandwidth)
     return best
 
 

@@ -6,7 +6,7 @@ and occupies nobody. That is `play`, which the schedules' own pictures use; here
 
 [Note: steady state] A schedule of many microbatches repeats itself: from some microbatch on, one more takes the time
 of the slowest rank's turn. With more than LIMIT per rank of the pipeline two shorter schedules are played, whose
-microbatches differ by pp and are congruent to the wanted number (interleaved ones work in groups of pp), and the rest
+microbatches differ by pp and are congruent to the wanted number (interleaved ones work in groups of pp, which are longer where pp does not divide the number), and the rest
 is added at their rate. tests/planning/test_events.py compares with schedules that are played whole.
 """
 

@@ -22,15 +22,13 @@ FOLDER = Path(__file__).parent / "machines"
 
 class Link(NamedTuple):
     """ranks: how many of them one such level joins, 0 for any number. bandwidth: bytes/s that one rank sends,
-    while it receives as many, as collectives reach it; latency: seconds of one message. in_network: the switch sums
-    and copies, so that an all_reduce of B bytes sends B instead of 2B.
+    while it receives as many, as collectives reach it; latency: seconds of one message.
     """
 
     name: str
     ranks: int
     bandwidth: float
     latency: float
-    in_network: bool = False
 
 
 class Reached(NamedTuple):
@@ -73,9 +71,10 @@ def known():
 
 
 def load_machine(name):
-    """The Machine in machines/<name>.toml, or in the file of that path."""
-    path = Path(name) if str(name).endswith(".toml") else FOLDER / f"{name}.toml"
-    if not path.exists():
+    """The Machine in machines/<name>.toml, of which the first part is enough, or in the file of that path."""
+    near = [key for key in known() if key == name or key.startswith(f"{name}-")]
+    path = Path(name) if str(name).endswith(".toml") or not near else FOLDER / f"{near[0]}.toml"
+    if not path.is_file():
         raise ValueError(
             f"there is no machine {str(name)!r}: known are {', '.join(known())}, or the path of a .toml file, as "
             "`python -m pycomm.plan calibrate` writes it"
@@ -89,19 +88,8 @@ def from_toml(table, path="<toml>"):
     reached = _table(table, "reached", path, "product product_half memory launch_us")
     links = []
     for number, entry in enumerate(table.get("link", ())):
-        given = {"in_network": False, **entry}
-        given = _numbers(
-            given, f"link {number}", path, "name ranks gb_s latency_us in_network", zero=("ranks", "in_network")
-        )
-        links.append(
-            Link(
-                given["name"],
-                given["ranks"],
-                given["gb_s"] * 1e9,
-                given["latency_us"] * 1e-6,
-                bool(given["in_network"]),
-            )
-        )
+        given = _numbers(entry, f"link {number}", path, "name ranks gb_s latency_us", zero=("ranks",))
+        links.append(Link(given["name"], given["ranks"], given["gb_s"] * 1e9, given["latency_us"] * 1e-6))
     if not links or links[-1].ranks:
         raise ValueError(f"{path}: needs at least one [[link]], and the last with ranks = 0 (any number)")
     return Machine(
