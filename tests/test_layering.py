@@ -104,6 +104,7 @@ def test_python_imports_point_down(path):
 PARALLEL = [
     {"trainers"},
     {"__init__"},
+    {"planning"},
     {"api", "verification"},
     {"building"},
     {"run"},

@@ -70,7 +70,9 @@ def _fixed(text):
 def _run(given):
     machine = load_machine(given.machine)
     memory = given.memory * GIB if given.memory else None
-    request = Request(_model(given), machine, given.gpus, given.batch, memory, _fixed(given.fix), given.microbatch)
+    request = Request(
+        _model(given), machine, given.gpus, given.batch, memory, _fixed(given.fix), given.microbatch
+    )
     if given.explain:
         plan = Plan.parse(given.explain)
         if plan.world_size != given.gpus:

@@ -93,7 +93,9 @@ def all_gather(where, nbytes):
     if k == 1:
         return _half(where.outer, n, nbytes, False)
     ring = (n - nodes) * where.inner.latency + nodes * where.outer.latency
-    ring += max((n - 1) / n * nbytes / where.inner.bandwidth, (n - 1) / n * nbytes / k / where.outer.bandwidth)
+    ring += max(
+        (n - 1) / n * nbytes / where.inner.bandwidth, (n - 1) / n * nbytes / k / where.outer.bandwidth
+    )
     levels = _half(where.inner, k, nbytes, True) + _half(where.outer, nodes, nbytes / k, False)
     return min(ring, levels)
 

@@ -8,6 +8,7 @@ pipeline), and a second description of them would be wrong somewhere. So the ver
     all_gather, broadcast    the same
     reduce_scatter           n times this rank's part
     all_to_all, recv         zeros; whole numbers of an all_to_all as if all ranks sent what this one sends to itself
+    proof of a cut sequence  holds (sequence/proof.py compares values)
     places of a pipeline     what the next stage asks for is found here, as it would find it (pipeline/handover.py)
 
 Shapes, calls, bytes and memory do not depend on values, so they are those of a real run, call by call: tests/planning/
@@ -21,6 +22,7 @@ be there yet; the default group of a process is the one that is faked, so this r
 
 import contextlib
 import copy
+import math
 from typing import NamedTuple
 
 import torch
@@ -30,6 +32,7 @@ from pycomm.parallel.api import step
 from pycomm.parallel.building import parallelize
 from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline import handover
+from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.testing import run_ranks
 
 __all__ = ["RankRun", "dry_run"]
@@ -76,7 +79,9 @@ def _one(rank, model, opt, batch, plan, memory, options):
         from torch.profiler import ProfilerActivity, profile
 
         recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    before = sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()}) if memory else 0
+    before = (
+        sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()}) if memory else 0
+    )
     with recorded as events:
         model, optimizer = parallelize(model, opt(model.parameters()), plan)
         step(model, optimizer, batch, **options)
@@ -176,10 +181,24 @@ def _tell(self, inputs, find, group, device):
 @contextlib.contextmanager
 def _made_up_peers():
     """For the time of a block; in a child process, so that nothing else sees it."""
-    plain = comm.dist, comm.all_gather_flat, comm.reduce_scatter_flat, handover.Agreement.tell
-    comm.dist, comm.all_gather_flat, comm.reduce_scatter_flat = _Peers(), _gathered, _scattered
-    handover.Agreement.tell = _tell
+    compare = BlockProof._error
+
+    def equal(self, *args):
+        _, cause = compare(self, *args)
+        return (0.0, None) if cause is None else (math.nan, cause)
+
+    changes = [
+        (comm, "dist", _Peers()),
+        (comm, "all_gather_flat", _gathered),
+        (comm, "reduce_scatter_flat", _scattered),
+        (handover.Agreement, "tell", _tell),
+        (BlockProof, "_error", equal),
+    ]
+    plain = [(where, name, getattr(where, name)) for where, name, _ in changes]
+    for where, name, value in changes:
+        setattr(where, name, value)
     try:
         yield
     finally:
-        comm.dist, comm.all_gather_flat, comm.reduce_scatter_flat, handover.Agreement.tell = plain
+        for where, name, value in plain:
+            setattr(where, name, value)

@@ -68,7 +68,9 @@ def run_pipeline(name, pp, microbatches, chunks, times, message=0.0):
         rate = (max(after) - max(before)) / (high - low)
         added = rate * (microbatches - high)
         ends = [end + added for end in after]
-    busy = [microbatches * sum(times[stage].total for stage in schedule.stages_of(rank)) for rank in range(pp)]
+    busy = [
+        microbatches * sum(times[stage].total for stage in schedule.stages_of(rank)) for rank in range(pp)
+    ]
     return Pipeline(tuple(ends), tuple(busy), schedule, tuple(map(tuple, spans)), added)
 
 
@@ -96,5 +98,10 @@ def in_flight(name, pp, microbatches, chunks):
     """
     if name == "gpipe":
         return (microbatches * chunks,) * pp
-    enough = min(microbatches, 3 * pp + microbatches % pp)
-    return tuple(peak_activations(make_schedule(name, pp, enough, chunks)))
+    enough = 2 * pp + (microbatches % pp if name == "interleaved" else 0)
+    return _counted(name, pp, min(microbatches, enough), chunks)
+
+
+@functools.lru_cache(maxsize=4096)
+def _counted(name, pp, microbatches, chunks):
+    return tuple(peak_activations(make_schedule(name, pp, microbatches, chunks)))

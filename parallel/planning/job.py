@@ -1,11 +1,12 @@
 """What is predicted: a model under a plan on a machine, with the program that runs it."""
 
+import functools
 from typing import NamedTuple
 
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.pipeline.placement import cut_blocks
 from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.model import Model
-from pycomm.parallel.pipeline.placement import cut_blocks
 
 __all__ = ["MEGATRON_2021", "MEGATRON_2022", "PYCOMM", "Job", "Software"]
 
@@ -72,4 +73,9 @@ class Job(NamedTuple):
 
     def bounds(self):
         """(first, last + 1) block of every virtual stage, as parallelize() cuts them."""
-        return cut_blocks(self.model.layers, self.plan.virtual_stages, self.plan.stages)
+        return _bounds(self.model.layers, self.plan.virtual_stages, self.plan.stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bounds(layers, stages, sizes):
+    return tuple(cut_blocks(layers, stages, sizes))

@@ -99,9 +99,7 @@ def from_toml(table, path="<toml>"):
         device["reserved_gib"] * 2**30,
         device["memory_gb_s"] * 1e9,
         device["host_gb_s"] * 1e9,
-        Reached(
-            reached["product"], reached["product_half"], reached["memory"], reached["launch_us"] * 1e-6
-        ),
+        Reached(reached["product"], reached["product_half"], reached["memory"], reached["launch_us"] * 1e-6),
         tuple(links),
     )
 
@@ -117,11 +115,18 @@ def _numbers(given, where, path, keys, zero=()):
     keys = keys.split()
     wrong = sorted(set(given) ^ set(keys))
     if wrong:
-        raise ValueError(f"{path}: {where} must have {', '.join(keys)}; missing or unknown: {', '.join(wrong)}")
+        raise ValueError(
+            f"{path}: {where} must have {', '.join(keys)}; missing or unknown: {', '.join(wrong)}"
+        )
     for key in keys:
         value = given[key]
         if key == "name":
             continue
-        if not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0 or not (value or key in zero):
+        if (
+            not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value < 0
+            or not (value or key in zero)
+        ):
             raise ValueError(f"{path}: {where} {key} = {value!r}: must be a number above 0")
     return given

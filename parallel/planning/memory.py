@@ -28,12 +28,11 @@ interleaved schedule these are p v + p - 1 pairs of L / (p v) blocks: the paper'
 from typing import NamedTuple
 
 from pycomm.parallel.planning.events import in_flight
-from pycomm.parallel.planning.model import HALF
 
 __all__ = ["Memory", "activations", "owned_parameters", "rank_memory", "states", "worst_rank"]
 
 MASTER = 4
-LOGITS = 2 + 4 + 4  # bytes of a logit while the loss runs: as computed, in fp32, its gradient
+LOGITS = 4 + 4  # bytes of a logit while the loss runs, beside itself: in fp32, its gradient
 
 
 class Memory(NamedTuple):
@@ -83,7 +82,7 @@ def activations(model, tokens, tp=1, sequence_parallel=False, recompute="none"):
     whole, cut, scores = model.kept()
     share = tp if sequence_parallel else 1
     if recompute == "full":
-        return tokens * HALF * model.hidden / share
+        return tokens * model.item * model.hidden / share
     inside = scores if recompute == "none" else 0
     return tokens * (whole / share + (cut + inside) / tp)
 
@@ -163,8 +162,8 @@ def _workspace(job, rank, count):
     if job.recompute == "full":
         found += activations(model, tokens, plan.tp, plan.megatron_sp)
     if plan.virtual_stages - 1 in _stages_of(plan, rank):
-        found += tokens * model.vocab / plan.tp * LOGITS
-    found += 4 * tokens * HALF * model.hidden  # gradients between modules, and a message each way
+        found += tokens * model.vocab / plan.tp * (LOGITS + model.item)
+    found += 4 * tokens * model.item * model.hidden  # gradients between modules, and a message each way
     block = sum(model.block_parameters()[:2]) / plan.tp
     if model.experts:
         block += model.block_parameters()[2] / (plan.ep * plan.tp)

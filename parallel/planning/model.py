@@ -96,7 +96,10 @@ class Model(NamedTuple):
         """Those that one token meets."""
         if self.experts is None:
             return self.parameters
-        return self.parameters - self.layers * (self.experts.count - self.experts.top_k) * self.experts.parameters
+        return (
+            self.parameters
+            - self.layers * (self.experts.count - self.experts.top_k) * self.experts.parameters
+        )
 
     def block_flops(self):
         """Of a forward of one block, per token: (products with weights, products in attention)."""
@@ -119,7 +122,9 @@ class Model(NamedTuple):
         attention, scores = self.block_flops()[1], self.kept()[2]
         for module in self.block:
             inside = module.name == "attention"
-            experts = self.experts.count * self.experts.parameters if self.experts and module.name == "mlp" else 0
+            experts = (
+                self.experts.count * self.experts.parameters if self.experts and module.name == "mlp" else 0
+            )
             products = sum(2 * p.k * p.n * p.times for p in module.products) + attention * inside
             kept = sum(module.kept) + scores * inside
             rows.append((f"block.{module.name}", sum(module.parameters) + experts, products, kept))
@@ -152,8 +157,21 @@ def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, 
     )
 
 
-def llama(name, layers, hidden, heads, kv_heads, ffn, *, vocab, sequence, head_dim=None, tied=False,
-          experts=None, dense=None):
+def llama(
+    name,
+    layers,
+    hidden,
+    heads,
+    kv_heads,
+    ffn,
+    *,
+    vocab,
+    sequence,
+    head_dim=None,
+    tied=False,
+    experts=None,
+    dense=None,
+):
     """Rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no dropout.
 
     experts: (count, top_k) of experts of width `ffn` each; dense: width of an expert that all tokens meet.

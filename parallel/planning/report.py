@@ -37,14 +37,18 @@ def table(found, limit):
             )
         )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
 
 
 def reason(found):
     """One sentence: where the time and the memory of a Prediction go."""
     parts, total = found.time.parts(), found.seconds
     shares = [f"{name} {100 * value / total:.0f}%" for name, value in parts.items() if value > 0.005 * total]
-    memory = [f"{name} {value / GIB:.1f}" for name, value in found.memory.parts().items() if value > 0.05 * GIB]
+    memory = [
+        f"{name} {value / GIB:.1f}" for name, value in found.memory.parts().items() if value > 0.05 * GIB
+    ]
     return f"time: {', '.join(shares)}; GiB: {', '.join(memory)}"
 
 
@@ -70,7 +74,9 @@ def loses(found, best, limit):
     name = max(mine, key=lambda part: mine[part] - its[part])
     text = f"{slower:.0f}% slower: {name} {mine[name]:.2f} s, {its[name]:.2f} s in the best"
     if name == "collectives in blocks":
-        axis = next((axis for axis in ("tp", "ep", "ulysses", "ring") if getattr(found.plan, axis) > 1), "data")
+        axis = next(
+            (axis for axis in ("tp", "ep", "ulysses", "ring") if getattr(found.plan, axis) > 1), "data"
+        )
         text += f" ({axis} over {_link(found.job, axis)})"
     elif name in ("sums of gradients", "gathering values"):
         text += f" (over {_link(found.job, 'data')})"
@@ -122,7 +128,9 @@ def _best_of(request, wanted):
             if plan.schedule == "interleaved" and microbatches < plan.pp:
                 continue
             recompute = "full" if plan.checkpoint else "none"
-            job = Job(request.model, request.machine, plan, request.rows, microbatches, recompute, request.software)
+            job = Job(
+                request.model, request.machine, plan, request.rows, microbatches, recompute, request.software
+            )
             tried.append(predict(job, exact=False))
     fitting = [each for each in tried if each.memory.peak <= request.limit]
     if fitting:
@@ -220,7 +228,9 @@ def changes(job):
         yield sentence, job._replace(plan=new, microbatches=microbatches, recompute=recompute)
 
     share = -(-job.rows // job.data_ranks)
-    for microbatches in {max(1, job.microbatches // 2), min(share, job.microbatches * 2)} - {job.microbatches}:
+    for microbatches in {max(1, job.microbatches // 2), min(share, job.microbatches * 2)} - {
+        job.microbatches
+    }:
         yield from other(f"{microbatches} microbatches", microbatches)
     yield from other(f"checkpoint={not plan.checkpoint}", checkpoint=not plan.checkpoint)
     for zero in {0, 1, 2, 3} - {plan.zero}:
@@ -228,7 +238,13 @@ def changes(job):
     if plan.tp > 1:
         yield from other(f"megatron_sp={not plan.megatron_sp}", megatron_sp=not plan.megatron_sp)
     if plan.pp > 1:
-        for name, chunks in (("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zb-h1", None), ("zbv", None)):
+        for name, chunks in (
+            ("1f1b", None),
+            ("interleaved", 2),
+            ("interleaved", 4),
+            ("zb-h1", None),
+            ("zbv", None),
+        ):
             if (name, chunks) != (plan.schedule, plan.chunks):
                 text = f"schedule={name}" + (f",chunks={chunks}" if chunks else "")
                 yield from other(text, schedule=name, chunks=chunks)

@@ -201,7 +201,9 @@ def _schedules(request, pp, microbatches):
         found += [("interleaved", v) for v in CHUNKS if layers % (pp * v) == 0]
     if "schedule" in fixed:
         name = fixed["schedule"]
-        found = [pair for pair in found if pair[0] == name] or [(name, 2 if name in ("interleaved", "zbv") else 1)]
+        found = [pair for pair in found if pair[0] == name] or [
+            (name, 2 if name in ("interleaved", "zbv") else 1)
+        ]
         found = [pair for pair in found if layers >= pp * pair[1]]
     if fixed.get("chunks"):
         found = [pair for pair in found if pair[1] == fixed["chunks"]]
@@ -219,7 +221,11 @@ def _by_zero(request, axes, microbatches, schedule, chunks, recompute):
     fixed = request.fixed
     sharded = axes["dp"] * axes["ep"] * axes["ulysses"] * axes["ring"] > 1
     stages = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if sharded else [0])
-    others = {key: value for key, value in fixed.items() if key not in (*AXES, "schedule", "chunks", "zero", "checkpoint")}
+    others = {
+        key: value
+        for key, value in fixed.items()
+        if key not in (*AXES, "schedule", "chunks", "zero", "checkpoint")
+    }
     fitting = 0
     for zero in stages:
         plan = Plan(
@@ -230,7 +236,9 @@ def _by_zero(request, axes, microbatches, schedule, chunks, recompute):
             checkpoint=recompute == "full",
             **{"megatron_sp": axes["tp"] > 1, "precision": request.precision, **others},
         )
-        job = Job(request.model, request.machine, plan, request.rows, microbatches, recompute, request.software)
+        job = Job(
+            request.model, request.machine, plan, request.rows, microbatches, recompute, request.software
+        )
         if worst_rank(job).peak <= request.limit:
             yield job
             fitting += 1
@@ -292,7 +300,9 @@ def _lean(job, request):
         change["zero"] = 3
     if "checkpoint" not in request.fixed:
         change["checkpoint"] = True
-    plan = job.plan.__class__(**{**{f: getattr(job.plan, f) for f in job.plan.__dataclass_fields__}, **change})
+    plan = job.plan.__class__(
+        **{**{f: getattr(job.plan, f) for f in job.plan.__dataclass_fields__}, **change}
+    )
     return job._replace(plan=plan, recompute="full" if plan.checkpoint else "none")
 
 

@@ -23,7 +23,6 @@ from pycomm.parallel.planning import collectives
 from pycomm.parallel.planning.compute import Cut, block_time, head_time, moved_time
 from pycomm.parallel.planning.events import Pipeline, StageTime, run_pipeline
 from pycomm.parallel.planning.memory import owned_parameters
-from pycomm.parallel.planning.model import HALF
 
 __all__ = ["StepTime", "closed_form", "spans_of", "stage_times", "step_time"]
 
@@ -128,7 +127,9 @@ def _with_units(job, spans, passes, talk):
 def _halves(spans, dense, experts, item):
     """Seconds of a gather, or of a reduce_scatter, of these parameters."""
     time = collectives.all_gather(spans["data"], dense * item)
-    return time + (collectives.all_gather(spans["expert"], experts * item) if experts and "expert" in spans else 0.0)
+    return time + (
+        collectives.all_gather(spans["expert"], experts * item) if experts and "expert" in spans else 0.0
+    )
 
 
 def stage_times(job):
@@ -146,7 +147,7 @@ def _stage_times(job):
     for number, (first, end) in enumerate(bounds):
         forward, inputs, weights = ((end - first) * part for part in block)
         if number == 0:
-            lookup = moved_time(job.machine, 3 * HALF * tokens * job.model.hidden)
+            lookup = moved_time(job.machine, 3 * job.model.item * tokens * job.model.hidden)
             forward, weights = forward + lookup, weights + lookup
         if number == len(bounds) - 1:
             f, i, w = head_time(job.machine, job.model, _cut(job))
@@ -160,7 +161,7 @@ def _message(job, spans):
         return 0.0
     plan = job.plan
     tokens = job.microbatch_rows * job.model.sequence / job.parts
-    nbytes = HALF * tokens * job.model.hidden
+    nbytes = job.model.item * tokens * job.model.hidden
     if not (plan.megatron_sp or job.software.cuts_messages):
         return collectives.message(spans["pp"], nbytes)
     time = collectives.message(spans["pp"], nbytes / plan.tp)
@@ -205,9 +206,7 @@ def step_time(job, exact=True):
     if plan.pp == 1:
         passes, bubble, pipeline = m * times[0].total, 0.0, None
     elif exact:
-        pipeline = run_pipeline(
-            plan.schedule, plan.pp, m, plan.chunks_per_rank, times, _message(job, spans)
-        )
+        pipeline = run_pipeline(plan.schedule, plan.pp, m, plan.chunks_per_rank, times, _message(job, spans))
         passes, bubble = pipeline.makespan, pipeline.bubble * pipeline.makespan
     else:
         pipeline = None
@@ -218,7 +217,11 @@ def step_time(job, exact=True):
         mine = times[rank :: plan.pp] if plan.schedule != "zbv" else (times[rank], times[-1 - rank])
         rests.append(_rest(job, spans, rank, sum(t.input + t.weight for t in mine)))
     sums, optimizer, values = (max(part) for part in zip(*rests, strict=True))
-    norm = collectives.all_reduce(collectives.span(job.machine, plan.world_size, 1), 8) if plan.world_size > 1 else 0
+    norm = (
+        collectives.all_reduce(collectives.span(job.machine, plan.world_size, 1), 8)
+        if plan.world_size > 1
+        else 0
+    )
     return StepTime(passes, bubble, m * blocks * talk, sums + norm, optimizer, values, pipeline)
 
 

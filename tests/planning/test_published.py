@@ -123,4 +123,6 @@ def test_the_order_of_the_events_is_that_of_the_runtime():
         assert ran.schedule is make_schedule(name, 4, 9, chunks)  # what pipeline/executor.py is given
         for row, spans in zip(ran.schedule.actions, ran.spans, strict=True):
             assert len(row) == len(spans)
-            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), "in the order of actions"
+            assert all(a[1] <= b[0] for a, b in zip(spans, spans[1:], strict=False)), (
+                "in the order of actions"
+            )
