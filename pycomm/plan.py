@@ -1,5 +1,5 @@
-"""`python -m pycomm.plan`. The planner is a part of pycomm.parallel, which lies above this package and is started by
-name; see docs/planning.md.
+"""`python -m pycomm.plan`. The planner is a part of pycomm.parallel, which lies above this package and is
+started by name; see docs/planning.md.
 """
 
 import runpy

@@ -1,4 +1,6 @@
-"""The command `python -m pycomm.plan`: the best plans for a model on so many GPUs, and why; see docs/planning.md."""
+"""The command `python -m pycomm.plan`: the best plans for a model on so many GPUs, and why; see
+docs/planning.md.
+"""
 
 import argparse
 import contextlib
@@ -20,7 +22,7 @@ GIB = 2**30
 def parser():
     found = argparse.ArgumentParser(
         prog="python -m pycomm.plan",
-        description="Predicts step time and memory of plans and prints the best; or `calibrate` this machine.",
+        description="Predicts time and memory of plans and prints the best; or `calibrate` this machine.",
     )
     add = found.add_argument
     add("--model", required=True, help="a name (gpt3-175b, llama-3-70b ...) or a config.json of transformers")
@@ -108,7 +110,8 @@ def _pictures(given, request, best):
 def _print(request, found, seconds):
     model, limit = request.model, request.limit
     print(
-        f"{model.name}, {model.parameters / 1e9:.1f}e9 parameters, {request.rows} x {model.sequence} tokens on "
+        f"{model.name}, {model.parameters / 1e9:.1f}e9 parameters, {request.rows} x {model.sequence} "
+        "tokens on "
         f"{request.world} ranks of {request.machine.name} (searched in {seconds:.1f} s)"
     )
     print("\n".join(table(found, limit)))

@@ -1,7 +1,7 @@
 """Time of a collective: the best of the algorithms, by bytes and steps on each level.
 
-n ranks of which k share a node (N = n / k nodes), B bytes of the whole buffer, a: latency, w: bandwidth of a rank's
-link on that level.
+n ranks of which k share a node (N = n / k nodes), B bytes of the whole buffer, a: latency, w: bandwidth of
+a rank's link on that level.
 
     algorithm         all_reduce                             all_gather, reduce_scatter
     ring              2(n-1) a + 2(n-1)/n B/w                (n-1) a + (n-1)/n B/w
@@ -9,9 +9,10 @@ link on that level.
     tree              2 log2(n) a + 2 B/w                    -
     hierarchical      reduce_scatter inside, all_reduce of B/k across, all_gather inside
 
-A ring over several nodes has k of its n links inside, and a node's k ranks send through k adapters at once: NCCL
-makes as many rings as adapters. So its time is that of the slower level with B/k per adapter. Hierarchical collectives
-send as many bytes and pay fewer steps of the outer latency, but do not overlap their levels.
+A ring over several nodes has k of its n links inside, and a node's k ranks send through k adapters at once:
+NCCL makes as many rings as adapters. So its time is that of the slower level with B/k per adapter.
+Hierarchical collectives send as many bytes and pay fewer steps of the outer latency, but do not overlap
+their levels.
 
 Sources: Thakur et al. 2005; Patarasuk and Yuan 2009; NCCL's own tuning model has the same terms.
 """
@@ -27,7 +28,7 @@ from pycomm.parallel.planning.machine import Link
 
 
 class Span(NamedTuple):
-    """A group of `ranks`, `inside` of them on each node. inner, outer: the links; outer is None in one node."""
+    """A group of `ranks`, `inside` of them on each node. inner, outer: links; outer None in one node."""
 
     ranks: int
     inside: int

@@ -4,11 +4,12 @@
     others     bytes moved / bandwidth
     both       at least the launch of a kernel
 
-e is that of a product whose dims are m, n, k: tiles at the edges and the start of the pipeline of a product cost as
-much as `half` more rows, columns and steps. Backward of a product is two of them, of what is no product BACKWARD
-times its forward (it reads the gradient too). Under a causal mask a fused attention computes half of its scores; one
-that is not fused computes all, and moves them through memory: 9 bytes each in a forward (softmax: read and write in 16
-bits; dropout: read, write, mask), besides those of the two products.
+e is that of a product whose dims are m, n, k: tiles at the edges and the start of the pipeline of a product
+cost as much as `half` more rows, columns and steps. Backward of a product is two of them, of what is no
+product BACKWARD times its forward (it reads the gradient too). Under a causal mask a fused attention
+computes half of its scores; one that is not fused computes all, and moves them through memory: 9 bytes each
+in a forward (softmax: read and write in 16 bits; dropout: read, write, mask), besides those of the two
+products.
 """
 
 import functools
@@ -24,10 +25,10 @@ SCORES = 9  # bytes of a score that is kept, moved in a forward
 
 
 class Cut(NamedTuple):
-    """What one rank does of a block. rows: of a microbatch on one data rank; tokens of a rank: rows x sequence /
-    parts. sequence_parallel: megatron_sp. tp_hidden: the sum over tp in backward is hidden behind the products
-    for weights. fused_sums: gradients of weights are added to their sum, of `gradient` bytes each, inside of the
-    product. experts: ranks of ep.
+    """What one rank does of a block. rows: of a microbatch on one data rank; tokens of a rank: rows x
+    sequence / parts. sequence_parallel: megatron_sp. tp_hidden: the sum over tp in backward is hidden
+    behind the products for weights. fused_sums: gradients of weights are added to their sum, of `gradient`
+    bytes each, inside of the product. experts: ranks of ep.
     """
 
     rows: int
@@ -41,8 +42,9 @@ class Cut(NamedTuple):
 
 
 class BlockTime(NamedTuple):
-    """Seconds of one block and one microbatch. input, weight: the two halves of backward; core: of a forward of the
-    attention alone, which selective recomputation repeats. tp: what of forward, and of backward, is collectives of tp.
+    """Seconds of one block and one microbatch. input, weight: the two halves of backward; core: of a
+    forward of the attention alone, which selective recomputation repeats. tp: what of forward, and of
+    backward, is collectives of tp.
     """
 
     forward: float
@@ -69,7 +71,7 @@ def moved_time(machine, nbytes, kernels=1):
 
 @functools.lru_cache(maxsize=65536)
 def block_time(machine, model, cut, spans=None):
-    """BlockTime. spans: {axis: Span} as a tuple of pairs, of tp, ulysses, ring and ep where they have ranks."""
+    """BlockTime. spans: pairs (axis, Span) of tp, ulysses, ring and ep where they have ranks."""
     spans = dict(spans or ())
     tokens = cut.rows * model.sequence / cut.parts
     whole = tokens / cut.tp if cut.sequence_parallel else tokens  # of modules that tp does not divide
@@ -128,8 +130,8 @@ def _attention(machine, model, cut, tokens):
 
 
 def _sequence_parallel(model, cut, spans, tokens, core):
-    """Seconds that a forward waits for ulysses and ring. Keys and values go around behind the attention of those
-    before; what is not hidden remains.
+    """Seconds that a forward waits for ulysses and ring. Keys and values go around behind the attention of
+    those before; what is not hidden remains.
     """
     q, kv = model.heads * model.head_dim / cut.tp, 2 * model.kv_heads * model.head_dim / cut.tp
     time = 0.0

@@ -1,23 +1,26 @@
-"""A step of one rank of any plan without the other ranks: the runtime's own parallelize and step, in one process.
+"""A step of one rank of any plan without the other ranks: the runtime's own parallelize and step, in one
+process.
 
-What par.step sends is decided in many places (buckets, units, pieces of sequences and heads, ties, the order of a
-pipeline), and a second description of them would be wrong somewhere. So the very code runs, for rank r of n, on torch's
-"fake" process group, and what would come from other ranks is made up:
+What par.step sends is decided in many places (buckets, units, pieces of sequences and heads, ties, the
+order of a pipeline), and a second description of them would be wrong somewhere. So the very code runs, for
+rank r of n, on torch's "fake" process group, and what would come from other ranks is made up:
 
     all_reduce               every rank has what this one has: n times it, or it (max)
     all_gather, broadcast    the same
     reduce_scatter           n times this rank's part
-    all_to_all, recv         zeros; whole numbers of an all_to_all as if all ranks sent what this one sends to itself
+    all_to_all, recv         zeros; whole numbers of an all_to_all as if all sent what this one sends itself
     proof of a cut sequence  holds (sequence/proof.py compares values)
-    places of a pipeline     what the next stage asks for is found here, as it would find it (pipeline/handover.py)
+    places of a pipeline     what the next stage asks for is found here as it would find it
+                             (pipeline/handover.py)
 
-Shapes, calls, bytes and memory do not depend on values, so they are those of a real run, call by call: tests/planning/
-test_traffic.py compares each plan of the equality matrix. The exception is a mixture of experts, whose tokens go where
-their values send them: there the calls are exact, and the bytes of all_to_all are those of these values. Losses and
-gradients mean nothing.
+Shapes, calls, bytes and memory do not depend on values, so they are those of a real run, call by call:
+tests/planning/ test_traffic.py compares each plan of the equality matrix. The exception is a mixture of
+experts, whose tokens go where their values send them: there the calls are exact, and the bytes of
+all_to_all are those of these values. Losses and gradients mean nothing.
 
-It takes the memory and the time of one rank's step. The model is copied first and is not changed. No process group may
-be there yet; the default group of a process is the one that is faked, so this runs in a forked child.
+It takes the memory and the time of one rank's step. The model is copied first and is not changed. No
+process group may be there yet; the default group of a process is the one that is faked, so this runs in a
+forked child.
 """
 
 import contextlib
@@ -39,9 +42,9 @@ __all__ = ["RankRun", "dry_run"]
 
 
 class RankRun(NamedTuple):
-    """calls: comm.Call of each collective and message of the second step, in order (the first step also agrees on
-    what is sent). peak: largest number of bytes alive in that step, of the model, the optimizer and all tensors; None
-    where it was not asked for.
+    """calls: comm.Call of each collective and message of the second step, in order (the first step also
+    agrees on what is sent). peak: largest number of bytes alive in that step, of the model, the optimizer
+    and all tensors; None where it was not asked for.
     """
 
     rank: int
@@ -52,8 +55,8 @@ class RankRun(NamedTuple):
 def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, **options):
     """[RankRun] of these ranks, all if None.
 
-    opt: a function (parameters -> optimizer). batch, options: as par.step takes them (loss_fn, microbatches, clip).
-    limit: seconds for all of it. Raises what parallelize and step raise for the plan.
+    opt: a function (parameters -> optimizer). batch, options: as par.step takes them (loss_fn,
+    microbatches, clip). limit: seconds for all of it. Raises what parallelize and step raise for the plan.
     """
     if dist.is_initialized():
         raise ValueError(

@@ -1,13 +1,15 @@
-"""The pipeline by events: the runtime's own schedule (pipeline/schedules.py), played with a time for each pass of each
-virtual stage.
+"""The pipeline by events: the runtime's own schedule (pipeline/schedules.py), played with a time for each
+pass of each virtual stage.
 
-Every rank runs its actions in the order of the schedule, each as soon as its input is there; a message takes its time
-and occupies nobody. That is `play`, which the schedules' own pictures use; here stages may differ.
+Every rank runs its actions in the order of the schedule, each as soon as its input is there; a message
+takes its time and occupies nobody. That is `play`, which the schedules' own pictures use; here stages may
+differ.
 
-[Note: steady state] A schedule of many microbatches repeats itself: from some microbatch on, one more takes the time
-of the slowest rank's turn. With more than LIMIT per rank of the pipeline two shorter schedules are played, whose
-microbatches differ by pp and are congruent to the wanted number (interleaved ones work in groups of pp, which are longer where pp does not divide the number), and the rest
-is added at their rate. tests/planning/test_events.py compares with schedules that are played whole.
+[Note: steady state] A schedule of many microbatches repeats itself: from some microbatch on, one more takes
+the time of the slowest rank's turn. With more than LIMIT per rank of the pipeline two shorter schedules are
+played, whose microbatches differ by pp and are congruent to the wanted number (interleaved ones work in
+groups of pp, which are longer where pp does not divide the number), and the rest is added at their rate.
+tests/planning/test_events.py compares with schedules that are played whole.
 """
 
 import functools
@@ -33,9 +35,9 @@ class StageTime(NamedTuple):
 
 
 class Pipeline(NamedTuple):
-    """ends[rank]: when its last pass ends. busy[rank]: seconds in which it computes. spans: (start, end) of every
-    action of `schedule` by rank; of the shorter schedule that was played where `extended` is above 0, the
-    seconds that were added.
+    """ends[rank]: when its last pass ends. busy[rank]: seconds in which it computes. spans: (start, end) of
+    every action of `schedule` by rank; of the shorter schedule that was played where `extended` is above 0,
+    the seconds that were added.
     """
 
     ends: tuple[float, ...]
@@ -93,8 +95,9 @@ def _play(name, pp, microbatches, chunks, times, message):
 
 @functools.lru_cache(maxsize=4096)
 def in_flight(name, pp, microbatches, chunks):
-    """Per rank of the pipeline, the largest number of (virtual stage, microbatch) pairs whose activations are held.
-    Counted in the runtime's schedule; it stops to grow at a few microbatches per rank, but for gpipe.
+    """Per rank of the pipeline, the largest number of (virtual stage, microbatch) pairs whose activations
+    are held. Counted in the runtime's schedule; it stops to grow at a few microbatches per rank, but for
+    gpipe.
     """
     if name == "gpipe":
         return (microbatches * chunks,) * pp

@@ -1,9 +1,10 @@
-"""A machine as the planner sees it, read from a TOML file: one kind of device, and links from inside to outside.
+"""A machine as the planner sees it, read from a TOML file: one kind of device, and links from inside to
+outside.
 
     rank 0 .. 7 | 8 .. 15 | ...      a node of 8 ranks: level 0 (NVLink) inside, level 1 (InfiniBand) outside
 
-Every number in machines/*.toml has its source beside it. Data sheets give peaks; what is reached of them are the
-few constants of [reached], see [Note: constants] in time.py for where they were fitted.
+Every number in machines/*.toml has its source beside it. Data sheets give peaks; what is reached of them
+are the few constants of [reached], see [Note: constants] in time.py for where they were fitted.
 """
 
 import math
@@ -32,8 +33,8 @@ class Link(NamedTuple):
 
 
 class Reached(NamedTuple):
-    """product: share of the peak that a large product reaches; product_half: size of the smallest dim at which
-    it reaches half of that; memory: share of the bandwidth of memory; launch: seconds of one kernel.
+    """product: share of the peak that a large product reaches; product_half: size of the smallest dim at
+    which it reaches half of that; memory: share of the bandwidth of memory; launch: seconds of one kernel.
     """
 
     product: float
@@ -43,8 +44,9 @@ class Reached(NamedTuple):
 
 
 class Machine(NamedTuple):
-    """peak: FLOP/s of 16-bit products (of 32-bit ones on a CPU); memory: bytes of a device, of which `reserved`
-    are not the model's; bandwidth: of memory, bytes/s; host: bytes/s between device and host memory.
+    """peak: FLOP/s of 16-bit products (of 32-bit ones on a CPU); memory: bytes of a device, of which
+    `reserved` are not the model's; bandwidth: of memory, bytes/s; host: bytes/s between device and host
+    memory.
     """
 
     name: str
@@ -76,7 +78,8 @@ def load_machine(name):
     path = Path(name) if str(name).endswith(".toml") or not near else FOLDER / f"{near[0]}.toml"
     if not path.is_file():
         raise ValueError(
-            f"there is no machine {str(name)!r}: known are {', '.join(known())}, or the path of a .toml file, as "
+            f"there is no machine {str(name)!r}: known are {', '.join(known())}, or the path of a .toml "
+            "file, as "
             "`python -m pycomm.plan calibrate` writes it"
         )
     return from_toml(tomllib.loads(path.read_text()), path)

@@ -3,24 +3,25 @@
 states, per parameter (Rajbhandari et al. 2020, figure 1; d: ranks that share them)
 
     zero    parameters   gradients   optimizer
-    0       p            g           o              p = 2, g = 2, o = 12 in 16 bits with fp32 masters and Adam:
+    0       p            g           o              p = 2, g = 2, o = 12 with fp32 masters and Adam:
     1       p            g           o / d          the paper's 16, and 4 + 12/d, 2 + 14/d, 16/d
     2       p            g / d       o / d
     3       p / d        g / d       o / d
 
-activations, per block and microbatch (Korthikanti et al. 2022, table 2; T: tokens of the microbatch, the bytes of a
-token are those of model.py, t: tp)
+activations, per block and microbatch (Korthikanti et al. 2022, table 2; T: tokens of the microbatch, the
+bytes of a token are those of model.py, t: tp)
 
     recompute    plain                              sequence parallel
     none         T (whole + (cut + scores) / t)     T (whole + cut + scores) / t
     selective    the same without scores
-    full         T 2 h: its input alone             T 2 h / t (the paper, and Megatron-LM without it, keep 2 h)
+    full         T 2 h: its input alone             T 2 h / t (the paper keeps 2 h)
 
-times the (virtual stage, microbatch) pairs that the runtime's own schedule keeps (events.in_flight). For Megatron's
-interleaved schedule these are p v + p - 1 pairs of L / (p v) blocks: the paper's factor 1 + (p - 1) / (p v).
+times the (virtual stage, microbatch) pairs that the runtime's own schedule keeps (events.in_flight). For
+Megatron's interleaved schedule these are p v + p - 1 pairs of L / (p v) blocks: the paper's factor 1 + (p -
+1) / (p v).
 
     peak in            holds beside parameters, gradients and optimizer
-    backward           activations; of one block more while it is recomputed; logits in the last stage; of zero=3 the
+    backward           activations; of one block more while it is recomputed; logits in the last stage; zero=3:
                        values of two units and one gradient of a unit; of zero=2 the buckets under way
     update             gradients in fp32, where masters are kept
 """
@@ -68,7 +69,9 @@ class Memory(NamedTuple):
 
 
 def states(count, zero=0, ranks=1, *, parameter=2, gradient=2, optimizer=12):
-    """(parameters, gradients, optimizer) in bytes, of `count` parameters that `ranks` would hold several times."""
+    """(parameters, gradients, optimizer) in bytes, of `count` parameters that `ranks` would hold several
+    times.
+    """
     shared = 1 / ranks
     return (
         count * parameter * (shared if zero >= 3 else 1),
@@ -175,8 +178,9 @@ def _workspace(job, rank, count):
 
 
 def worst_rank(job):
-    """The Memory of the pipeline rank with the largest peak. Only the first two and the last can have it, where
-    stages are alike."""
+    """The Memory of the pipeline rank with the largest peak. Only the first two and the last can have it,
+    where stages are alike.
+    """
     pp = job.plan.pp
     ranks = {0, min(1, pp - 1), pp // 2, pp - 1} if job.plan.stages is None else range(pp)
     return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.peak)

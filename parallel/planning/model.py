@@ -1,12 +1,12 @@
 """What there is to know of a model before it runs: parameters, products, activations, module by module.
 
-A model is embeddings, equal blocks, and what follows them. A block is a list of modules; each says what a token
-costs in it, and which share of that tensor parallelism divides:
+A model is embeddings, equal blocks, and what follows them. A block is a list of modules; each says what a
+token costs in it, and which share of that tensor parallelism divides:
 
     x -- norm -- qkv -- attention -- proj -- + -- norm -- up -- act -- down -- + -->
          whole   cut n  cut heads   cut k  whole whole   cut n  cut    cut k   whole
 
-    cut    divided by tp            whole    equal on all ranks of tp; divided along the sequence by megatron_sp
+    cut    divided by tp            whole    equal on ranks of tp; divided along the sequence by megatron_sp
 
 Bytes kept for backward are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) for 16-bit
 activations; per token of a GPT block of width h with a heads and s positions:

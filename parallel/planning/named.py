@@ -2,8 +2,8 @@
 
     named("gpt3-175b")      named("llama-3-8b", sequence=8192)      from_config(AutoConfig...)
 
-Sizes: GPT-3 (Brown et al. 2020, table 2.1), the 1.7B to 1T models of Narayanan et al. 2021 (table 1), Llama 2 and 3
-(their papers' tables), Mixtral (Jiang et al. 2024), Qwen 2.5 (its configs on the hub).
+Sizes: GPT-3 (Brown et al. 2020, table 2.1), the 1.7B to 1T models of Narayanan et al. 2021 (table 1), Llama
+2 and 3 (their papers' tables), Mixtral (Jiang et al. 2024), Qwen 2.5 (its configs on the hub).
 """
 
 import difflib
@@ -48,7 +48,9 @@ NAMES = (*_GPT, *_LLAMA)
 
 
 def named(name, *, sequence=None, fused=True):
-    """The Model `name`. sequence: positions, else those it was trained with; fused: attention keeps no scores."""
+    """The Model `name`. sequence: positions, else those it was trained with; fused: attention keeps no
+    scores.
+    """
     if name in _GPT:
         return gpt(name, *_GPT[name], sequence=sequence or 2048, fused=fused)
     if name in _LLAMA:
@@ -57,7 +59,8 @@ def named(name, *, sequence=None, fused=True):
         return llama(name, layers, hidden, heads, kv_heads, ffn, **sizes, **more)._replace(fused=fused)
     near = difflib.get_close_matches(str(name), NAMES, 3, 0.3)
     raise ValueError(
-        f"there is no model {name!r}{'; near: ' + ', '.join(near) if near else ''}. Known: {', '.join(NAMES)}; or a "
+        f"there is no model {name!r}{'; near: ' + ', '.join(near) if near else ''}. Known: "
+        f"{', '.join(NAMES)}; or a "
         "config.json of transformers, or a torch model on meta"
     )
 

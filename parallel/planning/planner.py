@@ -54,12 +54,12 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
     """The best Plan for these ranks, a ChosenPlan. No communication; equal on all ranks for equal arguments.
 
     Args:
-        model: a torch module (on meta will do; it is traced and not changed), a config of transformers, a name or
-        a planning.model.Model. opt: its optimizer, or a class of optimizers; None: Adam.
-        batch: as par.step takes it, whole; or the number of its rows for a model that is not traced.
-        world: number of ranks; None: those of the default group. memory: bytes of a rank that may be used; None:
-        the machine's. machine: a name, a .toml file or a Machine; None: that of this process's device.
-        fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one microbatch.
+        model: a torch module (on meta will do; it is traced and not changed), a config of transformers, a
+        name or a planning.model.Model. opt: its optimizer, or a class of optimizers; None: Adam. batch: as
+        par.step takes it, whole; or the number of its rows for a model that is not traced. world: number of
+        ranks; None: those of the default group. memory: bytes of a rank that may be used; None: the
+        machine's. machine: a name, a .toml file or a Machine; None: that of this process's device. fixed:
+        {field of Plan: value} that the plan must have. microbatch: most rows of one microbatch.
 
     Raises planning.NoPlan, a ValueError, which says what is in the way.
     """
@@ -130,14 +130,15 @@ def _machine(machine):
         machine = next((file for word, file in DEVICES.items() if word in name), None)
         if machine is None and name:
             raise ValueError(
-                f"the planner does not know {name!r}: give machine=, as `python -m pycomm.plan calibrate` writes it"
+                f"the planner does not know {name!r}: give machine=, as `python -m pycomm.plan calibrate` "
+                "writes it"
             )
     return load_machine(machine or "cpu-2core")
 
 
 def _software(opt, item, half):
-    """PYCOMM with the state of this optimizer. Its moments have the dtype of the values that it is given: fp32
-    masters for a model in 16 bits.
+    """PYCOMM with the state of this optimizer. Its moments have the dtype of the values that it is given:
+    fp32 masters for a model in 16 bits.
     """
     kind = opt if isinstance(opt, type) else type(opt)
     value = 4 if half else item

@@ -1,5 +1,5 @@
-"""Pictures of a search: the pipeline of the best plan, the time of tp x pp, and time and memory over the number of
-GPUs. Need matplotlib.
+"""Pictures of a search: the pipeline of the best plan, the time of tp x pp, and time and memory over the
+number of GPUs. Need matplotlib.
 """
 
 from pycomm.parallel.pipeline.timeline import Span, Timeline

@@ -1,11 +1,11 @@
-"""What was found, for people: a table of plans, why the first is first, why famous plans lose, and what one change of
-a plan would help most.
+"""What was found, for people: a table of plans, why the first is first, why famous plans lose, and what one
+change of a plan would help most.
 """
 
 import dataclasses
 
 from pycomm.parallel.planning.job import Job
-from pycomm.parallel.planning.search import Request, divisors, predict
+from pycomm.parallel.planning.search import divisors, predict
 from pycomm.parallel.planning.time import spans_of
 
 __all__ = ["Explanation", "changes", "explain_job", "famous", "reason", "table"]
@@ -167,8 +167,8 @@ def _plans(request, wanted):
 
 
 class Explanation:
-    """What explain() returns; str() is the text. prediction: of the plan; better: the one change that helps most,
-    (Prediction, sentence), or None.
+    """What explain() returns; str() is the text. prediction: of the plan; better: the one change that helps
+    most, (Prediction, sentence), or None.
     """
 
     def __init__(self, prediction, better, limit):
@@ -205,13 +205,14 @@ def explain_job(job, limit=None):
     if best is None or (fits and best[1].seconds > 0.995 * found.seconds):
         return Explanation(found, None, limit)
     _, each, sentence = best
-    gain = f"{found.seconds:.3f} s -> {each.seconds:.3f} s, {found.memory.peak / GIB:.1f} -> {each.memory.peak / GIB:.1f} GiB"
+    before, after = found.memory.peak / GIB, each.memory.peak / GIB
+    gain = f"{found.seconds:.3f} s -> {each.seconds:.3f} s, {before:.1f} -> {after:.1f} GiB"
     return Explanation(found, (each, f"{sentence} ({gain})"), limit)
 
 
 def changes(job):
-    """(sentence, Job) for every plan that differs in one option, in the microbatch, or in a factor 2 moved from one
-    axis to another.
+    """(sentence, Job) for every plan that differs in one option, in the microbatch, or in a factor 2 moved
+    from one axis to another.
     """
     plan = job.plan
 

@@ -1,15 +1,16 @@
 """The search: all plans of so many ranks that can be, the best by time among those that fit into memory.
 
-    axes           every way to write the ranks as tp x pp x dp (x ep with experts, x ulysses and ring with long
+    axes           every way to write the ranks as tp x pp x dp (x ep with experts, ulysses and ring with long
                    sequences); tp inside a node and a divisor of the heads; pp at most the blocks
     microbatch     rows 1, 2, 4 ... of a data rank
     schedule       1f1b, interleaved (2 to 8 chunks), zb-h1, zbv
-    memory         zero 0 to 3, recomputation or not; megatron_sp with every tp, since it sends as much and keeps less
+    memory         zero 0 to 3, recomputation or not; megatron_sp with every tp: as many bytes, less memory
 
-Pruned: a plan whose states alone, by ZeRO's closed form, are above the memory; a plan whose ideal compute time with a
-full pipeline is above the time of the WIDE best so far; zero=2 and 3 where a smaller number fits with the same rest,
-unless they are the ones that fit (they send more and hold less). The rest is ranked by time.closed_form, and the best
-WIDE of that are timed by events. On one core 1,024 ranks take about a second, 100,000 some seconds.
+Pruned: a plan whose states alone, by ZeRO's closed form, are above the memory; a plan whose ideal compute
+time with a full pipeline is above the time of the WIDE best so far; zero=2 and 3 where a smaller number
+fits with the same rest, unless they are the ones that fit (they send more and hold less). The rest is
+ranked by time.closed_form, and the best WIDE of that are timed by events. On one core 1,024 ranks take
+about a second, 100,000 some seconds.
 """
 
 import heapq
@@ -37,8 +38,9 @@ class NoPlan(ValueError):
 
 
 class Request(NamedTuple):
-    """What is wanted. world: ranks; rows: sequences of a step. memory: bytes of a rank that may be used, None: the
-    machine's. fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one microbatch.
+    """What is wanted. world: ranks; rows: sequences of a step. memory: bytes of a rank that may be used,
+    None: the machine's. fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one
+    microbatch.
     """
 
     model: Model
@@ -95,7 +97,7 @@ def divisors(number):
 
 
 def search(request, count=10, progress: Callable | None = None):
-    """The best `count` Predictions, best first. progress(done, of_all): called along the way. Raises NoPlan."""
+    """The best `count` Predictions, best first. progress(done, of_all): called meanwhile. Raises NoPlan."""
     shapes = list(_shapes(request))
     if not shapes:
         raise NoPlan(_why_no_shape(request))
@@ -262,7 +264,8 @@ def _why_no_shape(request):
     least = min((dp * ep for _, _, dp, ep, _, _ in _shapes(free)), default=None)
     if least is not None:
         return (
-            f"{where}: the fewest data ranks that these axes leave are {least}, each of which needs a row: take "
+            f"{where}: the fewest data ranks that these axes leave are {least}, each of which needs a "
+            "row: take "
             f"batches of {least} rows, or more ranks for tp, pp, ring or ulysses"
         )
     return f"{where}: no axes fit together with {', '.join(f'{k}={v}' for k, v in fixed.items())}"
@@ -280,8 +283,10 @@ def _why_no_memory(request, shapes):
     gib = 2**30
     parts = ", ".join(f"{name} {size / gib:.1f}" for name, size in memory.parts().items())
     text = (
-        f"{request.model.name} on {request.world} ranks: no plan fits into {request.limit / gib:.1f} GiB per rank. "
-        f"The leanest, Plan({job.plan}) with {job.microbatches} microbatches, needs {memory.peak / gib:.1f} GiB "
+        f"{request.model.name} on {request.world} ranks: no plan fits into {request.limit / gib:.1f} GiB "
+        "per rank. "
+        f"The leanest, Plan({job.plan}) with {job.microbatches} microbatches, needs "
+        f"{memory.peak / gib:.1f} GiB "
         f"({parts}). What would do: {memory.peak / gib:.1f} GiB per rank"
     )
     more = _more_ranks(request)
@@ -314,7 +319,9 @@ def _fits(request):
 
 
 def _more_ranks(request):
-    """The first of 2, 4, ... 1024 times as many ranks that fits, with as many times the rows; None if none does."""
+    """The first of 2, 4, ... 1024 times as many ranks that fits, with as many times the rows; None if none
+    does.
+    """
     for factor in (2**i for i in range(1, 11)):
         if _fits(request._replace(world=request.world * factor, rows=request.rows * factor)):
             return request.world * factor

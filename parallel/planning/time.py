@@ -3,16 +3,17 @@
     | passes of the pipeline, by events              | rest of the gradients' sums | optimizer | new values |
       F and B + W of every virtual stage (compute.py)  what backward did not hide
 
-A virtual stage's passes are those of its blocks; the first has the embedding, the last the head and the loss.
-Collectives of tp, ring, ulysses and ep are waited for inside of blocks. Sums of gradients are hidden behind the
-backward of the last microbatch (of every microbatch in ZeRO 2 and 3), as data/reducer.py starts them; what is left is
-the last bucket, or what takes longer than that backward. ZeRO-3 gathers a unit while the one before it computes, so a
-block takes the longer of both.
+A virtual stage's passes are those of its blocks; the first has the embedding, the last the head and the
+loss. Collectives of tp, ring, ulysses and ep are waited for inside of blocks. Sums of gradients are hidden
+behind the backward of the last microbatch (of every microbatch in ZeRO 2 and 3), as data/reducer.py starts
+them; what is left is the last bucket, or what takes longer than that backward. ZeRO-3 gathers a unit while
+the one before it computes, so a block takes the longer of both.
 
 [Note: constants] Four numbers per machine are not from data sheets: `reached` in machines/*.toml. Those of
-a100-selene were set by hand on two sources and no other: table 4 of Korthikanti et al. 2022 (one layer of the 22B
-model: five pairs of times), and the first row of table 1 of SC21 (1.7B). All other rows of SC21 table 1, and all of
-Korthikanti table 5, are predictions. Links have the bandwidth that NCCL's documents give for this hardware.
+a100-selene were set by hand on two sources and no other: table 4 of Korthikanti et al. 2022 (one layer of
+the 22B model: five pairs of times), and the first row of table 1 of SC21 (1.7B). All other rows of SC21
+table 1, and all of Korthikanti table 5, are predictions. Links have the bandwidth that NCCL's documents
+give for this hardware.
 """
 
 import functools
@@ -30,8 +31,9 @@ AXES = ("tp", "ulysses", "ring", "ep", "dp", "pp")  # inner to outer
 
 
 class StepTime(NamedTuple):
-    """Seconds. passes: until the last pass of the slowest rank; of these `bubble` are idle on the busiest rank
-    and `inside` are collectives of tp, ring, ulysses and ep. gradients: sums that backward did not hide.
+    """Seconds. passes: until the last pass of the slowest rank; of these `bubble` are idle on the busiest
+    rank and `inside` are collectives of tp, ring, ulysses and ep. gradients: sums that backward did not
+    hide.
     """
 
     passes: float
@@ -108,7 +110,9 @@ def _block(job, spans):
 
 
 def _with_units(job, spans, passes, talk):
-    """ZeRO-3 gathers the values of a block in forward and backward, and sums its gradients; ZeRO-2 the latter."""
+    """ZeRO-3 gathers the values of a block in forward and backward, and sums its gradients; ZeRO-2 the
+    latter.
+    """
     model, plan = job.model, job.plan
     if plan.zero < 2 or "data" not in spans:
         return passes, talk
@@ -171,8 +175,9 @@ def _message(job, spans):
 
 
 def _rest(job, spans, rank, backward):
-    """(gradients, optimizer, values) in seconds after the passes of a pipeline rank. backward: seconds of the last
-    microbatch's."""
+    """(gradients, optimizer, values) in seconds after the passes of a pipeline rank. backward: seconds of
+    the last microbatch's.
+    """
     plan, software, machine = job.plan, job.software, job.machine
     dense, experts = owned_parameters(job, rank)
     sums = values = 0.0
@@ -234,8 +239,9 @@ def _per_rank(plan, times):
 
 
 def closed_form(plan, microbatches, times, message):
-    """Seconds of the passes, by the bubbles of the table in pipeline/schedules.py at these times: for a search, which
-    then asks the events about its best. Messages of the first microbatch's way there and back are added.
+    """Seconds of the passes, by the bubbles of the table in pipeline/schedules.py at these times: for a
+    search, which then asks the events about its best. Messages of the first microbatch's way there and back
+    are added.
     """
     per_rank = _per_rank(plan, times)
     work, p = microbatches * max(per_rank), plan.pp

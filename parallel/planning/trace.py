@@ -1,5 +1,5 @@
-"""A step as a file for chrome://tracing or ui.perfetto.dev: a row per rank of the pipeline, a box per pass, and what
-comes after the passes.
+"""A step as a file for chrome://tracing or ui.perfetto.dev: a row per rank of the pipeline, a box per pass,
+and what comes after the passes.
 """
 
 import json
@@ -12,7 +12,7 @@ NAMES = {"F": "forward", "B": "gradient of the input", "W": "gradient of the wei
 
 
 def events_of(found):
-    """Trace events (times in us) of a Prediction. Of a long step the passes that were played, see events.py."""
+    """Trace events (times in us) of a Prediction. Of a long step what was played, see events.py."""
     pipeline, events, end = found.time.pipeline, [], 0.0
     if pipeline is None:
         (times,), _ = stage_times(found.job)

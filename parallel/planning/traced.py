@@ -1,13 +1,13 @@
-"""A Model of a torch module: its own forward is run once on fake tensors, which have shapes and no values, and what it
-computes and keeps is written down.
+"""A Model of a torch module: its own forward is run once on fake tensors, which have shapes and no values,
+and what it computes and keeps is written down.
 
     products      aten mm, addmm, bmm in the block that runs, with the module that called them
     attention     aten's scaled_dot_product_attention, or the batched products of one that is written out
     kept          what autograd saves for backward, each storage once, parameters not
     cut           by tensor/find.py, which says what tp will cut: columns "n", rows "k"
 
-No memory is taken and nothing of the model is changed; modules on meta will do. The blocks are those of the trunk
-(ground/trunk.py); the largest stands for all.
+No memory is taken and nothing of the model is changed; modules on meta will do. The blocks are those of the
+trunk (ground/trunk.py); the largest stands for all.
 """
 
 import copy
@@ -31,7 +31,9 @@ BATCHED = {aten.bmm.default, aten.baddbmm.default}
 
 
 class _Seen(NamedTuple):
-    """products: (module, m, k, n); scores: (batch x heads, positions, width) of attention; fused: it kept none."""
+    """products: (module, m, k, n); scores: (batch x heads, positions, width) of attention; fused: it kept
+    none.
+    """
 
     products: list
     scores: list
@@ -59,12 +61,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def trace_model(model, batch, blocks=None):
-    """Model. batch: as par.step takes it; a row of it is enough. Raises ValueError where the model has no list of
-    blocks."""
+    """Model. batch: as par.step takes it; a row of it is enough. Raises ValueError where the model has no
+    list of blocks.
+    """
     trunk = find_trunk(model, blocks)
     if trunk is None:
         raise ValueError(
-            f"{type(model).__name__} has no list of blocks, at which a planner could cut it: name it with blocks="
+            f"{type(model).__name__} has no list of blocks, at which a planner could cut it: name it with "
+            "blocks="
         )
     inputs, _ = inputs_and_targets(batch)
     number = max(range(len(trunk.blocks)), key=lambda i: _size(trunk.blocks[i]))

@@ -1,4 +1,6 @@
-"""Published tables that predictions are compared with, by tests and by docs/planning.md. Only what the papers print."""
+"""Published tables that predictions are compared with, by tests and by docs/planning.md. Only what the
+papers print.
+"""
 
 from typing import NamedTuple
 
@@ -37,10 +39,11 @@ ZERO = {
 
 
 class Korthikanti(NamedTuple):
-    """Tables 3 and 5, figures 1 and 7 of Korthikanti et al. 2022. full, selective: seconds of a step with full
-    recomputation, and with sequence parallelism and selective recomputation; mfu of the latter. figure_1: GiB of
-    parameters and optimizer, of activations without anything, and with both. figure_7: percent of the activations of
-    tp alone: sequence parallelism, selective recomputation, both, full recomputation.
+    """Tables 3 and 5, figures 1 and 7 of Korthikanti et al. 2022. full, selective: seconds of a step with
+    full recomputation, and with sequence parallelism and selective recomputation; mfu of the latter.
+    figure_1: GiB of parameters and optimizer, of activations without anything, and with both. figure_7:
+    percent of the activations of tp alone: sequence parallelism, selective recomputation, both, full
+    recomputation.
     """
 
     model: str
@@ -96,7 +99,9 @@ SELECTIVE_22B = 13.2 - 11.9
 
 
 class Sc21(NamedTuple):
-    """Table 1 of Narayanan et al. 2021, microbatches and chunks from its scripts. tflops: per GPU, as they count."""
+    """Table 1 of Narayanan et al. 2021, microbatches and chunks from its scripts. tflops: per GPU, as they
+    count.
+    """
 
     model: str
     billions: float

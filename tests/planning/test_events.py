@@ -1,14 +1,14 @@
-"""The pipeline by events: schedules that are played in part against the same played whole, and stages of unlike size
-against a sum that is known.
+"""The pipeline by events: schedules that are played in part against the same played whole, and stages of
+unlike size against a sum that is known.
 """
 
 import random
 
 import pytest
 
+from pycomm.parallel.pipeline.schedules import make_schedule, peak_activations
 from pycomm.parallel.planning import events
 from pycomm.parallel.planning.events import StageTime, in_flight, run_pipeline
-from pycomm.parallel.pipeline.schedules import make_schedule, peak_activations
 
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zbv", 2)]
 

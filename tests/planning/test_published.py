@@ -1,4 +1,6 @@
-"""Predictions against published tables: memory and pipelines exactly, time within the bars of docs/planning.md."""
+"""Predictions against published tables: memory and pipelines exactly, time within the bars of
+docs/planning.md.
+"""
 
 import pytest
 from published import KORTHIKANTI, LAYER_22B, SC21, SELECTIVE_22B, ZERO, ZERO_BUBBLE

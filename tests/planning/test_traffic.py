@@ -1,4 +1,5 @@
-"""What a step sends, by dry_run and in the run: every plan of the equality matrix, call by call and byte by byte.
+"""What a step sends, by dry_run and in the run: every plan of the equality matrix, call by call and byte by
+byte.
 
     python tests/planning/test_traffic.py      all plans, all ranks (minutes)
 
