@@ -54,7 +54,7 @@ class BlockTime(NamedTuple):
     tp: tuple[float, float]
 
 
-def product_time(machine, m, n, k, extra=0.0, item=HALF, batch=1):
+def product_time(machine, m, n, k, *, extra=0.0, item=HALF, batch=1):
     """Seconds of `batch` products of (m, k) by (k, n). extra: bytes beside operands and result."""
     reached = machine.reached
     e = reached.product / (1 + reached.product_half * (1 / m + 1 / n + 1 / k))
@@ -122,7 +122,9 @@ def _attention(machine, model, cut, tokens):
     if model.fused:
         half = batch / 2  # causal
         moved = moved_time(machine, model.item * tokens * 2 * (model.heads + model.kv_heads) * d / cut.tp)
-        forward = 2 * product_time(machine, s, s, d, -model.item * s * s * half, model.item, half)
+        forward = 2 * product_time(
+            machine, s, s, d, extra=-model.item * s * s * half, item=model.item, batch=half
+        )
         return max(forward, moved), 2.5 * max(forward, moved)
     products = product_time(machine, s, s, d, batch=batch) + product_time(machine, s, d, s, batch=batch)
     elements = moved_time(machine, SCORES * batch * s * s, 2)

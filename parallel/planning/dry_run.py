@@ -26,14 +26,17 @@ forked child.
 import contextlib
 import copy
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from pycomm.parallel.api import step
 from pycomm.parallel.building import parallelize
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline import handover
 from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.testing import run_ranks
@@ -63,39 +66,49 @@ def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, *
             "dry_run makes up the default process group, and there is one: call it before init_process_group"
         )
     ranks = range(plan.world_size) if ranks is None else ranks
-    given = model, opt, batch, plan, tuple(ranks), memory, options
-    return run_ranks(1, _child, *given, mode="processes", timeout=limit)[0]
+    given = _Given(model, opt, batch, plan, memory, options)
+    return run_ranks(1, _child, given, tuple(ranks), mode="processes", timeout=limit)[0]
 
 
-def _child(rank, model, opt, batch, plan, ranks, memory, options):
+class _Given(NamedTuple):
+    """Arguments of dry_run."""
+
+    model: torch.nn.Module
+    opt: Callable
+    batch: Any
+    plan: Plan
+    memory: bool
+    options: dict
+
+
+def _child(_, given, ranks):
     found = []
     with _made_up_peers():
-        for mine in ranks:
-            with _default_group(mine, plan.world_size):
-                found.append(_one(mine, copy.deepcopy(model), opt, batch, plan, memory, options))
+        for rank in ranks:
+            with _default_group(rank, given.plan.world_size):
+                found.append(_one(rank, given))
     return found
 
 
-def _one(rank, model, opt, batch, plan, memory, options):
+def _one(rank, given):
     recorded = contextlib.nullcontext()
-    if memory:
-        from torch.profiler import ProfilerActivity, profile
-
+    if given.memory:
         recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    before = (
-        sum(t.numel() * t.element_size() for t in {*model.parameters(), *model.buffers()}) if memory else 0
-    )
     with recorded as events:
-        model, optimizer = parallelize(model, opt(model.parameters()), plan)
-        step(model, optimizer, batch, **options)
-        with comm.count_traffic() as traffic, torch.profiler.record_function("second step"):
-            step(model, optimizer, batch, **options)
-    peak = _peak(events.profiler.kineto_results.events(), before) if memory else None
+        model = copy.deepcopy(given.model)
+        model, optimizer = parallelize(model, given.opt(model.parameters()), given.plan)
+        step(model, optimizer, given.batch, **given.options)
+        with comm.count_traffic() as traffic, record_function("second step"):
+            step(model, optimizer, given.batch, **given.options)
+    peak = peak_of(events.profiler.kineto_results.events()) if given.memory else None
     return RankRun(rank, tuple(traffic.log), peak)
 
 
-def _peak(events, alive):
-    """The largest number of bytes alive inside of "second step". alive: before the recording."""
+def peak_of(events):
+    """The largest number of bytes alive inside of "second step", of what was made while torch's profiler
+    recorded these events.
+    """
+    alive = 0
     window = next(event for event in events if event.name() == "second step")
     start, stop, peak = window.start_ns(), window.start_ns() + window.duration_ns(), 0
     changes = sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns())

@@ -21,7 +21,7 @@ Megatron's interleaved schedule these are p v + p - 1 pairs of L / (p v) blocks:
 1) / (p v).
 
     peak in            holds beside parameters, gradients and optimizer
-    backward           activations; of one block more while it is recomputed; logits in the last stage; zero=3:
+    backward           activations; one block more while it is recomputed; logits in the last stage; zero=3:
                        values of two units and one gradient of a unit; of zero=2 the buckets under way
     update             gradients in fp32, where masters are kept
 """
