@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.planning.costs import table as cost_table
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.machine import known, load_machine
 from pycomm.parallel.planning.named import from_config, named
@@ -36,6 +37,7 @@ def parser():
     add("--top", type=int, default=10, help="how many plans")
     add("--explain", metavar="PLAN", help="explain this plan instead, with --microbatches")
     add("--microbatches", type=int, default=1, help="of --explain")
+    add("--costs", action="store_true", help="a table of every strategy alone on a node, instead")
     add("--json", action="store_true", help="the plans as JSON")
     add("--trace", metavar="FILE", help="a step of the best plan, for chrome://tracing or ui.perfetto.dev")
     add("--plot", metavar="FOLDER", help="pictures: the pipeline, tp x pp, time over the number of GPUs")
@@ -82,6 +84,9 @@ def _run(given):
         recompute = "full" if plan.checkpoint else "none"
         job = Job(request.model, machine, plan, given.batch, given.microbatches, recompute)
         print(explain_job(job, memory))
+        return 0
+    if given.costs:
+        print("\n".join(cost_table(request)))
         return 0
     start = time.perf_counter()
     with _progress() as progress:

@@ -28,19 +28,21 @@ DEVICES = {"A100": "a100-selene", "H100": "h100-dgx", "H200": "h200-dgx", "B200"
 
 class ChosenPlan(Plan):
     """A Plan that auto() has chosen; equal to the Plan with the same fields. microbatches: for par.step.
-    prediction: a Prediction; others: the next best, as Predictions.
+    prediction: a Prediction; others: the next best, as Predictions. A changed copy (dataclasses.replace)
+    has none.
     """
 
-    def __init__(self, found):
+    microbatches, prediction, others = 1, None, ()
+
+    @classmethod
+    def of(cls, found):
+        """found: Predictions, the best first."""
         best, *others = found
-        plan = best.plan
-        super().__init__(**{name: getattr(plan, name) for name in plan.__dataclass_fields__})
-        for name, value in (
-            ("microbatches", best.job.microbatches),
-            ("prediction", best),
-            ("others", tuple(others)),
-        ):
+        self = cls(**{name: getattr(best.plan, name) for name in cls.__dataclass_fields__})
+        told = {"microbatches": best.job.microbatches, "prediction": best, "others": tuple(others)}
+        for name, value in told.items():
             object.__setattr__(self, name, value)
+        return self
 
     def __eq__(self, other):
         fields = self.__dataclass_fields__
@@ -78,7 +80,7 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
         _software(opt, described.item, half),
         "bf16" if half else None,
     )
-    return ChosenPlan(search(request))
+    return ChosenPlan.of(search(request))
 
 
 def simulate(plan, model, *, batch, microbatches=1, machine=None, opt=None):
