@@ -67,7 +67,10 @@ def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, *
         )
     ranks = range(plan.world_size) if ranks is None else ranks
     given = _Given(model, opt, batch, plan, memory, options)
-    return run_ranks(1, _child, given, tuple(ranks), mode="processes", timeout=limit)[0]
+    # What was freed of another rank's would count, so memory takes a process for each.
+    groups = [(rank,) for rank in ranks] if memory else [tuple(ranks)]
+    found = (run_ranks(1, _child, given, some, mode="processes", timeout=limit)[0] for some in groups)
+    return [run for runs in found for run in runs]
 
 
 class _Given(NamedTuple):

@@ -13,6 +13,15 @@ __all__ = ["Explanation", "changes", "explain_job", "famous", "reason", "table"]
 GIB = 2**30
 
 
+def size(nbytes):
+    """For people: GiB, or MiB below a tenth of one."""
+    return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.2f} MiB"
+
+
+def seconds(time):
+    return f"{time:.3f} s" if time >= 0.1 else f"{1e3 * time:.3f} ms"
+
+
 def short(plan):
     """A plan without what says itself: megatron_sp with tp, precision."""
     hidden = {"precision": None, "megatron_sp": plan.tp == 1 and plan.megatron_sp}
@@ -23,14 +32,14 @@ def table(found, limit):
     """Lines, one per Prediction."""
     rows = [("", "plan", "microbatches", "step", "tokens/s/rank", "MFU", "peak of a rank")]
     for number, each in enumerate(found, 1):
-        peak = f"{each.memory.peak / GIB:.1f} of {limit / GIB:.1f} GiB in {each.memory.where}"
+        peak = f"{size(each.memory.peak)} of {size(limit)} in {each.memory.where}"
         job = each.job
         rows.append(
             (
                 str(number),
                 short(each.plan),
                 f"{job.microbatches} x {job.microbatch_rows}",
-                f"{each.seconds:.3f} s",
+                seconds(each.seconds),
                 f"{each.tokens:.0f}",
                 f"{100 * each.mfu:.1f}%",
                 peak,
@@ -63,16 +72,13 @@ def loses(found, best, limit):
     """Why `found` is not the best: out of memory, or the part of its time that exceeds the best's by most."""
     if found.memory.peak > limit:
         name, most = max(found.memory.parts().items(), key=lambda part: part[1])
-        return (
-            f"out of memory: {found.memory.peak / GIB:.1f} GiB of {limit / GIB:.1f}, of which {name} "
-            f"{most / GIB:.1f}"
-        )
+        return f"out of memory: {size(found.memory.peak)} of {size(limit)}, of which {name} {size(most)}"
     slower = 100 * (found.seconds / best.seconds - 1)
     if slower < 0.5:
         return "as fast as the best"
     mine, its = found.time.parts(), best.time.parts()
     name = max(mine, key=lambda part: mine[part] - its[part])
-    text = f"{slower:.0f}% slower: {name} {mine[name]:.2f} s, {its[name]:.2f} s in the best"
+    text = f"{slower:.0f}% slower: {name} {seconds(mine[name])}, {seconds(its[name])} in the best"
     if name == "collectives in blocks":
         axis = next(
             (axis for axis in ("tp", "ep", "ulysses", "ring") if getattr(found.plan, axis) > 1), "data"
@@ -180,7 +186,7 @@ class Explanation:
         lines += table([found], self.limit)
         lines.append(reason(found))
         if found.memory.peak > self.limit:
-            lines.append(f"does not fit: {(found.memory.peak - self.limit) / GIB:.1f} GiB too much")
+            lines.append(f"does not fit: {size(found.memory.peak - self.limit)} too much")
         if self.better:
             lines.append(f"the one change that helps most: {self.better[1]}")
         else:
@@ -205,8 +211,8 @@ def explain_job(job, limit=None):
     if best is None or (fits and best[1].seconds > 0.995 * found.seconds):
         return Explanation(found, None, limit)
     _, each, sentence = best
-    before, after = found.memory.peak / GIB, each.memory.peak / GIB
-    gain = f"{found.seconds:.3f} s -> {each.seconds:.3f} s, {before:.1f} -> {after:.1f} GiB"
+    before, after = size(found.memory.peak), size(each.memory.peak)
+    gain = f"{seconds(found.seconds)} -> {seconds(each.seconds)}, {before} -> {after}"
     return Explanation(found, (each, f"{sentence} ({gain})"), limit)
 
 

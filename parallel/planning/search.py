@@ -190,7 +190,8 @@ def _jobs(request, shape, best, ideal):
 
 
 def _microbatches(request, share):
-    return [2**i for i in range(12) if 2**i <= min(request.microbatch, share)]
+    most = min(request.microbatch, share)
+    return sorted({*(2**i for i in range(12) if 2**i <= most), most})
 
 
 def _schedules(request, pp, microbatches):

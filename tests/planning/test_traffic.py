@@ -22,14 +22,11 @@ from pycomm.parallel.planning.dry_run import dry_run  # noqa: E402
 
 CASES = equality.ALONE + equality.HYBRIDS
 QUICK = [
-    ("gpt", "dp=3,bucket_mb=0.004"),
     ("gpt", "dp=2,zero=3"),
     ("gpt", "tp=3,megatron_sp"),
     ("gpt", "pp=2,schedule=zbv"),
     ("llama", "ulysses=2"),
     ("moe", "ep=2"),
-    ("gpt", "dp=2,pp=2,zero=2"),
-    ("llama", "pp=2,ring=2"),
 ]
 OPTIONS = {"loss_fn": par.cross_entropy, "microbatches": equality.MICROBATCHES, "clip": equality.CLIP}
 
