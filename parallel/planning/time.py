@@ -105,6 +105,7 @@ def _block(job, spans):
     alone = block_time(job.machine, job.model, cut)
     talk = time.forward + time.input + time.weight - alone.forward - alone.input - alone.weight
     talk += time.forward - alone.forward if job.recompute == "full" else 0.0
+    talk = max(talk, 0.0)  # of rounding
     passes = StageTime(time.forward, time.input + again, time.weight)
     return _with_units(job, spans, passes, talk)
 

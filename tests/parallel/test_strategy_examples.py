@@ -81,6 +81,11 @@ PRINTED = {  # example -> patterns of what it prints
         r"step 2 again on 3 ranks",
         r"3 of 4 ranks end with the losses of one process",
     ],
+    "23_plan_itself": [
+        r"chosen: Plan\(dp=2",
+        r"rank 0 sends ([\d,]+) bytes in a step; dry_run said \1\n",
+        ALONE,
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
