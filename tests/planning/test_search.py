@@ -95,27 +95,30 @@ def test_few_plans_are_timed_by_events(monkeypatch):
 
 
 @pytest.mark.slow
-def test_published_plans_are_among_the_best():
-    """SC21's rows under the planner's own constraints of that program (1F1B or interleaved, full
-    recomputation, no zero): within the best five, or within 5% of the best; which rows are not is in
-    docs/planning.md.
+@pytest.mark.parametrize("row", SC21, ids=lambda row: row.model)
+def test_published_plans_are_among_the_best(row, monkeypatch):
+    """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero): among
+    the best five, or within 5% of the best. Which are not is in docs/planning.md.
     """
-    outside = []
-    for row in SC21:
-        job = row.job()
-        fixed = {"zero": 0, "checkpoint": True, "megatron_sp": False}
-        asked = Request(
-            job.model, job.machine, job.plan.world_size, row.rows, None, fixed, 16, MEGATRON_2021, None
-        )
-        found = [each for each in search(asked, 40) if each.plan.schedule in ("1f1b", "interleaved")]
-        seconds = predict(job).seconds
-        better = sum(each.seconds < 0.999 * seconds for each in found)
-        if better >= 5 and seconds > 1.05 * found[0].seconds:
-            outside.append((row.model, round(seconds / found[0].seconds - 1, 3), str(found[0].plan)))
-    assert [name for name, _, _ in outside] == OUTSIDE, outside
+    every = searching._schedules
+
+    def theirs(*given):
+        return [pair for pair in every(*given) if pair[0] in ("1f1b", "interleaved")]
+
+    monkeypatch.setattr(searching, "_schedules", theirs)
+    monkeypatch.setattr(searching, "WIDE", 12)
+    job = row.job()
+    fixed = {"zero": 0, "checkpoint": True, "megatron_sp": False}
+    asked = Request(
+        job.model, job.machine, job.plan.world_size, row.rows, None, fixed, 16, MEGATRON_2021, None
+    )
+    found = search(asked, 5)
+    seconds = predict(job).seconds
+    near = seconds <= 1.05 * found[0].seconds or seconds <= found[-1].seconds
+    assert near == (row.model not in OUTSIDE), (seconds, found[0].seconds, str(found[0].plan))
 
 
-OUTSIDE = []
+OUTSIDE = {}
 
 
 def test_famous_plans_have_a_reason():
