@@ -44,10 +44,10 @@ class Span(NamedTuple):
 def span(machine, ranks, stride):
     """The Span of an axis: its neighbours are `stride` ranks apart (the product of the axes inside of it)."""
     node = machine.node
-    if ranks * stride <= node or len(machine.links) == 1:
+    if len(machine.links) == 1 or node % (ranks * stride) == 0:
         return Span(ranks, ranks, machine.links[0], None)
-    inside = max(1, int(node // stride))
-    inside = math.gcd(ranks, inside)
+    # A group whose ranks do not divide a node lies across two.
+    inside = math.gcd(ranks, int(node // stride)) if node % stride == 0 else 1
     return Span(ranks, inside, machine.links[0], machine.links[1])
 
 

@@ -142,7 +142,8 @@ def _shapes(request):
     def sizes(axis, tried):
         return [fixed[axis]] if axis in fixed else tried
 
-    for tp in sizes("tp", [d for d in divisors(world) if d <= node and model.heads % d == 0]):
+    inner = [d for d in divisors(world) if d <= node and node % d == 0 and model.heads % d == 0]
+    for tp in sizes("tp", inner):
         for pp in sizes("pp", [d for d in divisors(world) if d <= model.layers]):
             for ep in sizes("ep", divisors(model.experts.count) if model.experts else [1]):
                 heads = [d for d in divisors(model.heads // tp or 1) if d <= node] if _long(model) else [1]

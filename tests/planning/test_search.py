@@ -97,8 +97,8 @@ def test_few_plans_are_timed_by_events(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("row", SC21, ids=lambda row: row.model)
 def test_published_plans_are_among_the_best(row, monkeypatch):
-    """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero): among
-    the best five, or within 5% of the best. Which are not is in docs/planning.md.
+    """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero):
+    among the best five, or within 5% of the best. Which are not is in docs/planning.md.
     """
     every = searching._schedules
 
@@ -118,7 +118,9 @@ def test_published_plans_are_among_the_best(row, monkeypatch):
     assert near == (row.model not in OUTSIDE), (seconds, found[0].seconds, str(found[0].plan))
 
 
-OUTSIDE = {}
+# (share by which the best is faster: of smaller tp with an interleaved pipeline, which sends less inside of
+# blocks)
+OUTSIDE = {"gpt-7.5b": 0.053, "gpt-18b": 0.16, "gpt-39b": 0.17}
 
 
 def test_famous_plans_have_a_reason():
