@@ -90,12 +90,12 @@ def test_what_the_plan_refuses_is_raised():
 
 
 def test_many_more_ranks_than_cores():
-    """Rank 700 of 1024, of whose groups no other rank exists: 2 (n-1)/n P."""
+    """Rank 700 of 1024, of whose groups no other rank exists: 2 (n-1)/n P, padded to equal chunks."""
     model = torch.nn.Linear(64, 64)
     batch = torch.randn(1024, 64), torch.randn(1024, 64)
     found = dry_run(model, adamw, batch, par.Plan(dp=1024), ranks=[700], loss_fn=torch.nn.functional.mse_loss)
-    sums = [call for call in found[0].calls if call.group == "dp"]
-    assert [(call.op, call.nbytes) for call in sums] == [("all_reduce", 2 * 1023 * 65 * 64 * 4 // 1024)]
+    sums, chunk = [call for call in found[0].calls if call.group == "dp"], -(-65 * 64 // 1024)
+    assert [(call.op, call.nbytes) for call in sums] == [("all_reduce", 2 * 1023 * chunk * 4)]
 
 
 if __name__ == "__main__":
