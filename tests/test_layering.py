@@ -105,6 +105,7 @@ PARALLEL = [
     {"trainers"},
     {"__init__"},
     {"recovery"},
+    {"planning"},
     {"api", "verification"},
     {"building"},
     {"run"},

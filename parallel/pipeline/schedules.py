@@ -282,9 +282,11 @@ def play(schedule, duration, message=0):
     """(start, end) of every action, per rank in its order, when each starts as soon as its rank is free and
     its input has come.
 
-    duration: time of each kind, {"F": ..., "B": ..., "W": ..., "U": ...}; message: time from one rank to
-    another, which occupies neither. Raises ValueError when the actions wait for each other for ever.
+    duration: time of each kind, {"F": ..., "B": ..., "W": ..., "U": ...}, or a function of the Action;
+    message: time from one rank to another, which occupies neither. Raises ValueError when the actions wait
+    for each other for ever.
     """
+    time_of = duration if callable(duration) else lambda action: duration[action.kind]
     spans = [[] for _ in schedule.actions]
     ended = {}  # action -> (time, rank)
     moved = True
@@ -298,8 +300,9 @@ def play(schedule, duration, message=0):
                         break
                     time, where = ended[source]
                     start = max(start, time + (message if where != rank else 0))
-                spans[rank].append((start, start + duration[action.kind]))
-                ended[action] = (start + duration[action.kind], rank)
+                end = start + time_of(action)
+                spans[rank].append((start, end))
+                ended[action] = (end, rank)
                 moved = True
     for rank, row in enumerate(schedule.actions):
         if len(spans[rank]) < len(row):

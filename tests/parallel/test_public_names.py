@@ -6,8 +6,8 @@ import pytest
 
 import pycomm.parallel as par
 
-PUBLIC = """DistributedDataParallel MoE Plan count_traffic cross_entropy describe evaluate full_gradients
-full_state_dict grad_norm load make_schedule parallelize predict sampler save step
+PUBLIC = """MoE Plan auto count_traffic cross_entropy describe evaluate explain full_gradients
+full_state_dict grad_norm load parallelize predict sampler save step
 verify""".split()
 
 FOLDERS = {
@@ -15,6 +15,7 @@ FOLDERS = {
     "expert": ["MoE"],
     "pipeline": """Action DeferWeights ModelParallel NAMES Schedule StageOps Timeline WeightStash WeightStore
         accumulate_grad make_schedule peak_activations run simulate validate""".split(),
+    "planning": "NoPlan auto dry_run explain load_machine named simulate trace_model".split(),
     "recovery": ["Resilient", "resilient"],
     "sequence": """SequenceAttention cut lengths local_length positions ring_attention ring_spans
         ring_ulysses_attention spans ulysses_attention ulysses_sizes""".split(),
@@ -25,13 +26,16 @@ FOLDERS = {
 # Names of a folder that the front finds, too; it had most before they moved there.
 MOVED = {
     "ColumnParallelLinear": "tensor",
+    "DistributedDataParallel": "data",
     "ModelParallel": "pipeline",
     "NaiveDataParallel": "data",
     "RowParallelLinear": "tensor",
     "VocabParallelEmbedding": "tensor",
+    "make_schedule": "pipeline",
     "resilient": "recovery",
     "ring_attention": "sequence",
     "ring_ulysses_attention": "sequence",
+    "simulate": "planning",
     "ulysses_attention": "sequence",
 }
 

@@ -87,6 +87,11 @@ PRINTED = {  # example -> patterns of what it prints
         r"differ from those of one process by \d(e-\d\d)?",
         r"3 of 4 ranks went on",
     ],
+    "24_plan_itself": [
+        r"chosen: Plan\(dp=2",
+        r"rank 0 sends ([\d,]+) bytes in a step; dry_run said \1\n",
+        ALONE,
+    ],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 

@@ -1,0 +1,142 @@
+"""`python -m pycomm.plan calibrate`: measures this machine in about a minute and writes its TOML file.
+
+All ranks of a node compute at once, so that what they share (memory, caches, clocks) is shared here too:
+
+    products       square ones of several sizes: the best rate is the peak, `product_half` the size that
+                   fits best to the others by e(n) = 1 / (1 + 3 half / n)
+    memory         a sum of two large tensors: 3 x bytes
+    launch         an addition of one element
+    collectives    all_reduce of 8 bytes and of 16 MB by pycomm: latency a and bandwidth w from
+                   2 a and 2 a + 2 (n-1)/n B / w
+
+The best of several turns, and the median over the ranks. What others do on the machine meanwhile still
+shows.
+"""
+
+import argparse
+import os
+import statistics
+import time
+
+import torch
+import torch.distributed as dist
+
+from pycomm.testing import run_ranks
+
+__all__ = ["calibrate", "main", "measure"]
+
+SIZES = (32, 64, 128, 256, 512, 1024)
+LARGE = 16 << 20  # bytes
+TURNS = 5
+
+
+def main(arguments):
+    parser = argparse.ArgumentParser(
+        prog="python -m pycomm.plan calibrate", description=__doc__.split("\n")[0]
+    )
+    parser.add_argument(
+        "--ranks", type=int, default=max(len(os.sched_getaffinity(0)), 2), help="of this node"
+    )
+    parser.add_argument("--out", default="machine.toml")
+    given = parser.parse_args(arguments)
+    text = calibrate(given.ranks)
+    with open(given.out, "w") as file:
+        file.write(text)
+    print(f"{text}\nwritten: {given.out}; use it with --machine {given.out}")
+    return 0
+
+
+def calibrate(ranks):
+    """The TOML text of this machine, for so many ranks on it."""
+    found = run_ranks(ranks, measure, mode="processes", backend="pycomm", timeout=300.0)
+    products = {size: statistics.median(each["products"][size] for each in found) for size in SIZES}
+    peak = max(products.values())
+    half = _fitted(products, peak)
+    numbers = {
+        key: statistics.median(each[key] for each in found) for key in ("memory", "launch", "small", "large")
+    }
+    latency = numbers["small"] / 2
+    seconds = max(numbers["large"] - numbers["small"], 1e-9)
+    bandwidth = 2 * (ranks - 1) / ranks * LARGE / seconds if ranks > 1 else 1e12
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+    if torch.cuda.is_available():
+        memory = torch.cuda.get_device_properties(0).total_memory
+    return f"""name = "{device}, {ranks} ranks"  # measured by python -m pycomm.plan calibrate
+
+[device]
+peak_tflops = {peak / 1e12:.4g}  # best of products of {SIZES[0]} to {SIZES[-1]}
+memory_gib = {memory / 2**30:.4g}
+reserved_gib = 0
+memory_gb_s = {numbers["memory"] / 1e9:.4g}  # a + b of {LARGE} bytes each
+host_gb_s = {numbers["memory"] / 1e9:.4g}
+
+[reached]
+product = 1
+product_half = {half:.4g}
+memory = 1
+launch_us = {numbers["launch"] * 1e6:.4g}
+
+[[link]]
+name = "pycomm, one node"
+ranks = 0
+gb_s = {bandwidth / 1e9:.4g}
+latency_us = {latency * 1e6:.4g}
+"""
+
+
+def _fitted(products, peak):
+    """The half size with the least squares of relative error."""
+
+    def error(half):
+        return sum((peak / (1 + 3 * half / n) / rate - 1) ** 2 for n, rate in products.items())
+
+    return min((2 ** (i / 4) for i in range(40)), key=error)
+
+
+def measure(rank):
+    """Rates of this rank, while the others measure the same."""
+    torch.set_num_threads(1)
+    cuda = torch.cuda.is_available()
+    where = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"dtype": torch.float32}
+    products = {}
+    for size in SIZES:
+        a, b = torch.randn(size, size, **where), torch.randn(size, size, **where)
+        products[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)
+    x, y = (torch.ones(LARGE // 4, device=where.get("device", "cpu")) for _ in range(2))
+    z, one = torch.empty_like(x), torch.ones(1, device=x.device)
+    found = {
+        "products": products,
+        "memory": 3 * LARGE / _seconds(lambda: torch.add(x, y, out=z)),
+        "launch": _seconds(lambda: one.add_(1)),
+        "small": 1e-6,
+        "large": 2e-6,
+    }
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        found["small"] = _seconds(lambda: dist.all_reduce(one))
+        found["large"] = _seconds(lambda: dist.all_reduce(z))
+    return found
+
+
+def _seconds(call, least=0.02):
+    """Seconds of a call, the best of TURNS of about `least` seconds; as many calls on every rank."""
+    call()
+    start = time.perf_counter()
+    call()
+    _wait()
+    count = torch.tensor([max(1, min(1000, int(least / max(time.perf_counter() - start, 1e-7))))])
+    if dist.is_initialized():
+        dist.broadcast(count, 0)
+    turns = []
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        for _ in range(int(count)):
+            call()
+        _wait()
+        turns.append((time.perf_counter() - start) / int(count))
+    return min(turns)
+
+
+def _wait():
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()

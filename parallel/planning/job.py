@@ -1,0 +1,83 @@
+"""What is predicted: a model under a plan on a machine, with the program that runs it."""
+
+import functools
+from typing import NamedTuple
+
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.pipeline.placement import cut_blocks
+from pycomm.parallel.planning.machine import Machine
+from pycomm.parallel.planning.model import Model
+
+__all__ = ["MEGATRON_2021", "MEGATRON_2022", "PYCOMM", "Job", "Software"]
+
+
+class Software(NamedTuple):
+    """What a program does, as its source or paper says; no number here is fitted.
+
+    hides_tp: sums over tp in backward run beside the products for weights. hides_dp: gradients are summed
+    while backward goes on. fused_sums: gradients are added up inside of products. gradient: bytes of a
+    gradient that is kept; summed: of one that is sent; state: of the optimizer per parameter. update: bytes
+    that a step of the optimizer reads and writes per parameter. cuts_messages: stages send 1/tp of the
+    hidden state each and gather it. waits: a message occupies the rank that sends and the one that
+    receives, as a call that blocks does.
+    """
+
+    name: str
+    hides_tp: bool
+    hides_dp: bool
+    fused_sums: bool
+    gradient: int
+    summed: int
+    state: int
+    update: int
+    cuts_messages: bool
+    waits: bool
+
+
+# pycomm.parallel with precision="bf16": gradients are cast to fp32 for the masters (2 + 4), scaled (8),
+# their norm (2), Adam (4 + 12 + 12), masters are copied back (4 + 2).
+PYCOMM = Software("pycomm", False, True, False, 2, 2, 12, 50, False, False)
+# Megatron-LM 2.6 (April 2021), local DDP: fp16 gradients, one all_reduce at the end of the step; the
+# optimizer copies them to fp32 (2 + 4), unscales (8), norm (4), clip (8), Adam (28), copy back (6), clears
+# (2).
+MEGATRON_2021 = Software("Megatron-LM 2021", False, False, False, 2, 2, 16, 62, True, True)
+# Megatron-LM of Korthikanti et al. 2022: fp32 main gradients summed inside of products, sums over tp beside
+# products for weights; unscale (8), norm (4), clip (8), Adam (28), copy back (6), clear (4).
+MEGATRON_2022 = Software("Megatron-LM 2022", True, False, True, 4, 4, 12, 58, True, True)
+
+
+class Job(NamedTuple):
+    """rows: sequences of a step, over all ranks. microbatches: parts of a data rank's rows. recompute:
+    "none", "selective" (the inside of attention) or "full" (each block from its input).
+    """
+
+    model: Model
+    machine: Machine
+    plan: Plan
+    rows: int
+    microbatches: int
+    recompute: str = "none"
+    software: Software = PYCOMM
+
+    @property
+    def data_ranks(self):
+        """Those among which rows are dealt."""
+        return self.plan.dp * self.plan.ep
+
+    @property
+    def microbatch_rows(self):
+        """Of the largest microbatch of one data rank."""
+        return -(-self.rows // (self.data_ranks * self.microbatches))
+
+    @property
+    def parts(self):
+        return self.plan.ring * self.plan.ulysses
+
+    def bounds(self):
+        """(first, last + 1) block of every virtual stage, as parallelize() cuts them."""
+        return _bounds(self.model.layers, self.plan.virtual_stages, self.plan.stages)
+
+
+@functools.lru_cache(maxsize=4096)
+def _bounds(layers, stages, sizes):
+    return tuple(cut_blocks(layers, stages, sizes))

@@ -1,0 +1,135 @@
+"""A machine as the planner sees it, read from a TOML file: one kind of device, and links from inside to
+outside.
+
+    rank 0 .. 7 | 8 .. 15 | ...      a node of 8 ranks: level 0 (NVLink) inside, level 1 (InfiniBand) outside
+
+Every number in machines/*.toml has its source beside it. Data sheets give peaks; what is reached of them
+are the few constants of [reached], see [Note: constants] in time.py for where they were fitted.
+"""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    import tomli as tomllib
+
+__all__ = ["Link", "Machine", "Reached", "known", "load_machine"]
+
+FOLDER = Path(__file__).parent / "machines"
+
+
+class Link(NamedTuple):
+    """ranks: how many of them one such level joins, 0 for any number. bandwidth: bytes/s that one rank sends,
+    while it receives as many, as collectives reach it; latency: seconds of one message.
+    """
+
+    name: str
+    ranks: int
+    bandwidth: float
+    latency: float
+
+
+class Reached(NamedTuple):
+    """product: share of the peak that a large product reaches; product_half: size of the smallest dim at
+    which it reaches half of that; memory: share of the bandwidth of memory; launch: seconds of one kernel.
+    """
+
+    product: float
+    product_half: float
+    memory: float
+    launch: float
+
+
+class Machine(NamedTuple):
+    """peak: FLOP/s of 16-bit products (of 32-bit ones on a CPU); memory: bytes of a device, of which
+    `reserved` are not the model's; bandwidth: of memory, bytes/s; host: bytes/s between device and host
+    memory.
+    """
+
+    name: str
+    peak: float
+    memory: float
+    reserved: float
+    bandwidth: float
+    host: float
+    reached: Reached
+    links: tuple[Link, ...]
+
+    @property
+    def node(self):
+        """Ranks of a node."""
+        return self.links[0].ranks or math.inf
+
+    @property
+    def usable(self):
+        return self.memory - self.reserved
+
+
+def known():
+    return sorted(path.stem for path in FOLDER.glob("*.toml"))
+
+
+def load_machine(name):
+    """The Machine in machines/<name>.toml, of which the first part is enough, or in the file of that path."""
+    near = [key for key in known() if key == name or key.startswith(f"{name}-")]
+    path = Path(name) if str(name).endswith(".toml") or not near else FOLDER / f"{near[0]}.toml"
+    if not path.is_file():
+        raise ValueError(
+            f"there is no machine {str(name)!r}: known are {', '.join(known())}, or the path of a .toml "
+            "file, as "
+            "`python -m pycomm.plan calibrate` writes it"
+        )
+    return from_toml(tomllib.loads(path.read_text()), path)
+
+
+def from_toml(table, path="<toml>"):
+    """Raises ValueError that names the file and the key for what is missing, unknown or not above 0."""
+    device = _table(table, "device", path, "peak_tflops memory_gib reserved_gib memory_gb_s host_gb_s")
+    reached = _table(table, "reached", path, "product product_half memory launch_us")
+    links = []
+    for number, entry in enumerate(table.get("link", ())):
+        given = _numbers(entry, f"link {number}", path, "name ranks gb_s latency_us", zero=("ranks",))
+        links.append(Link(given["name"], given["ranks"], given["gb_s"] * 1e9, given["latency_us"] * 1e-6))
+    if not links or links[-1].ranks:
+        raise ValueError(f"{path}: needs at least one [[link]], and the last with ranks = 0 (any number)")
+    return Machine(
+        table.get("name", str(path)),
+        device["peak_tflops"] * 1e12,
+        device["memory_gib"] * 2**30,
+        device["reserved_gib"] * 2**30,
+        device["memory_gb_s"] * 1e9,
+        device["host_gb_s"] * 1e9,
+        Reached(reached["product"], reached["product_half"], reached["memory"], reached["launch_us"] * 1e-6),
+        tuple(links),
+    )
+
+
+def _table(table, name, path, keys):
+    if name not in table:
+        raise ValueError(f"{path}: has no [{name}]")
+    return _numbers(table[name], f"[{name}]", path, keys, zero=("reserved_gib",))
+
+
+def _numbers(given, where, path, keys, zero=()):
+    """`given`, checked: exactly these keys, numbers above 0 (or 0 in `zero`), but for names."""
+    keys = keys.split()
+    wrong = sorted(set(given) ^ set(keys))
+    if wrong:
+        raise ValueError(
+            f"{path}: {where} must have {', '.join(keys)}; missing or unknown: {', '.join(wrong)}"
+        )
+    for key in keys:
+        value = given[key]
+        if key == "name":
+            continue
+        if (
+            not isinstance(value, (int, float))
+            or not math.isfinite(value)
+            or value < 0
+            or not (value or key in zero)
+        ):
+            raise ValueError(f"{path}: {where} {key} = {value!r}: must be a number above 0")
+    return given

@@ -1,0 +1,218 @@
+"""What there is to know of a model before it runs: parameters, products, activations, module by module.
+
+A model is embeddings, equal blocks, and what follows them. A block is a list of modules; each says what a
+token costs in it, and which share of that tensor parallelism divides:
+
+    x -- norm -- qkv -- attention -- proj -- + -- norm -- up -- act -- down -- + -->
+         whole   cut n  cut heads   cut k  whole whole   cut n  cut    cut k   whole
+
+    cut    divided by tp            whole    equal on ranks of tp; divided along the sequence by megatron_sp
+
+Bytes kept for backward are those of Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1) for 16-bit
+activations; per token of a GPT block of width h with a heads and s positions:
+
+    whole 10 h     two norms' inputs 4, qkv input 2, mlp input 2, two dropout masks 2
+    cut   24 h     q and k 4, v 2, proj input 2, GELU input 8, its output 8
+    scores 5 a s   softmax 2, dropout mask 1, dropout output 2; none where attention is fused (it keeps 4 a)
+
+FLOPs count a multiplication and an addition as two; a causal mask saves none, as in the papers.
+"""
+
+from typing import NamedTuple
+
+__all__ = ["Experts", "Model", "Module", "Product", "gpt", "llama"]
+
+HALF = 2  # bytes of an activation
+
+
+class Product(NamedTuple):
+    """x[tokens, k] @ w[k, n]. cut: "n", "k" or None: which dim tp divides. times: as many of them per token,
+    below 1 for what only some tokens reach."""
+
+    k: int
+    n: int
+    cut: str | None = None
+    times: float = 1.0
+
+
+class Module(NamedTuple):
+    """Per token, in a forward. moved: bytes read and written by what is no product; kept: bytes for backward.
+    Both as (whole, cut). parameters: (whole, cut).
+    """
+
+    name: str
+    parameters: tuple[int, int] = (0, 0)
+    products: tuple[Product, ...] = ()
+    moved: tuple[float, float] = (0.0, 0.0)
+    kept: tuple[float, float] = (0.0, 0.0)
+
+
+class Experts(NamedTuple):
+    """A mixture in the place of the MLP: count experts, top_k of them per token, each with `parameters`."""
+
+    count: int
+    top_k: int
+    parameters: int
+
+
+class Model(NamedTuple):
+    """hidden: width between blocks; heads, kv_heads, head_dim: of attention; block: the modules of one block.
+    embedding: parameters of the tables before the blocks; head: of the product after them (0 where tied).
+    fused: attention keeps no scores. experts: None in a dense model. item: bytes of a parameter in compute.
+    """
+
+    name: str
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    sequence: int
+    block: tuple[Module, ...]
+    embedding: int
+    head: int
+    last: int = 0  # of the norm after the blocks
+    fused: bool = True
+    experts: Experts | None = None
+    item: int = 2
+
+    @property
+    def tied(self):
+        return self.head == 0
+
+    def block_parameters(self):
+        """(whole, cut by tp, in experts) of one block."""
+        whole = sum(module.parameters[0] for module in self.block)
+        cut = sum(module.parameters[1] for module in self.block)
+        return whole, cut, self.experts.count * self.experts.parameters if self.experts else 0
+
+    @property
+    def parameters(self):
+        return self.layers * sum(self.block_parameters()) + self.embedding + self.head + self.last
+
+    @property
+    def active_parameters(self):
+        """Those that one token meets."""
+        if self.experts is None:
+            return self.parameters
+        return (
+            self.parameters
+            - self.layers * (self.experts.count - self.experts.top_k) * self.experts.parameters
+        )
+
+    def block_flops(self):
+        """Of a forward of one block, per token: (products with weights, products in attention)."""
+        weights = sum(2 * p.k * p.n * p.times for module in self.block for p in module.products)
+        return weights, 4 * self.sequence * self.heads * self.head_dim
+
+    def flops(self, tokens):
+        """Of forward and backward, without recomputation."""
+        per_token = self.layers * sum(self.block_flops()) + 2 * self.hidden * self.vocab
+        return 3 * per_token * tokens
+
+    def kept(self):
+        """Bytes that one token of a block keeps for backward: (whole, cut, scores)."""
+        whole, cut = (sum(module.kept[i] for module in self.block) for i in (0, 1))
+        return whole, cut, 0 if self.fused else 5 * self.heads * self.sequence
+
+    def modules(self):
+        """(name, parameters, FLOPs of a forward per token, bytes kept per token) of each module, in order."""
+        rows = [("embedding", self.embedding, 0, 0)]
+        attention, scores = self.block_flops()[1], self.kept()[2]
+        for module in self.block:
+            inside = module.name == "attention"
+            experts = (
+                self.experts.count * self.experts.parameters if self.experts and module.name == "mlp" else 0
+            )
+            products = sum(2 * p.k * p.n * p.times for p in module.products) + attention * inside
+            kept = sum(module.kept) + scores * inside
+            rows.append((f"block.{module.name}", sum(module.parameters) + experts, products, kept))
+        rows.append(("norm", self.last, 0, HALF * self.hidden))
+        rows.append(("head", self.head, 2 * self.hidden * self.vocab, HALF * self.hidden + 4 * self.vocab))
+        return rows
+
+
+def _norm(name, h, parameters):
+    return Module(name, (parameters, 0), moved=(2 * HALF * h, 0), kept=(HALF * h, 0))
+
+
+def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, tied=True, ffn=None):
+    """GPT of Megatron-LM: learned positions, LayerNorm, GELU, biases, dropout."""
+    h, f = hidden, ffn or 4 * hidden
+    add = HALF * 3 * h + h  # x + dropout(y): two reads, a write, a mask
+    block = (
+        _norm("norm_1", h, 2 * h),
+        Module("qkv", (0, 3 * h * h + 3 * h), (Product(h, 3 * h, "n"),), kept=(HALF * h, HALF * 3 * h)),
+        Module("attention"),
+        Module("proj", (h, h * h), (Product(h, h, "k"),), (add, 0), (h, HALF * h)),
+        _norm("norm_2", h, 2 * h),
+        Module("up", (0, h * f + f), (Product(h, f, "n"),), (0, HALF * 2 * f), (HALF * h, HALF * f)),
+        Module("down", (h, f * h), (Product(f, h, "k"),), (add, 0), (h, HALF * f)),
+    )
+    embedding = (vocab + sequence) * h
+    head = 0 if tied else vocab * h
+    return Model(
+        name, layers, h, heads, heads, h // heads, vocab, sequence, block, embedding, head, 2 * h, fused
+    )
+
+
+def llama(
+    name,
+    layers,
+    hidden,
+    heads,
+    kv_heads,
+    ffn,
+    *,
+    vocab,
+    sequence,
+    head_dim=None,
+    tied=False,
+    experts=None,
+    dense=None,
+):
+    """Rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no dropout.
+
+    experts: (count, top_k) of experts of width `ffn` each; dense: width of an expert that all tokens meet.
+    """
+    h, d = hidden, head_dim or hidden // heads
+    q, kv = heads * d, kv_heads * d
+    add = HALF * 3 * h
+    top_k = experts[1] if experts else 1
+    mixture = Experts(experts[0], top_k, 3 * h * ffn) if experts else None
+    shared = dense or 0
+    width = top_k * ffn + shared  # of all experts that a token meets
+    weights = 3 * h * shared if experts else 3 * h * ffn
+    router = h * experts[0] if experts else 0
+    products = (Product(h, 2 * ffn, "n", top_k), Product(ffn, h, "k", top_k)) if experts else ()
+    wide = shared if experts else ffn
+    if wide:
+        products += (Product(h, 2 * wide, "n"), Product(wide, h, "k"))
+    if experts:
+        products += (Product(h, experts[0]),)
+        wide = width
+    block = (
+        _norm("norm_1", h, h),
+        Module(
+            "qkv",
+            (0, h * (q + 2 * kv)),
+            (Product(h, q + 2 * kv, "n"),),
+            (0, HALF * 2 * (q + kv)),  # rotary
+            (HALF * h, HALF * (q + 2 * kv)),
+        ),
+        Module("attention"),
+        Module("proj", (0, q * h), (Product(q, h, "k"),), (add, 0), (0, HALF * q)),
+        _norm("norm_2", h, h),
+        Module(
+            "mlp",
+            (router, weights),
+            products,
+            (add + (HALF * 2 * 2 * h * top_k if experts else 0), HALF * 3 * wide),
+            (HALF * h * (1 + (2 * top_k if experts else 0)), HALF * 4 * wide),
+        ),
+    )
+    embedding, head = vocab * h, 0 if tied else vocab * h
+    return Model(
+        name, layers, h, heads, kv_heads, d, vocab, sequence, block, embedding, head, h, True, mixture
+    )

@@ -1,0 +1,156 @@
+"""The planner for programs: auto, explain and simulate, of a torch model, a config, a name or a Model.
+
+plan = par.auto(model, opt, batch=batch, world=8)             a Plan, with .microbatches and .prediction
+model, opt = par.parallelize(model, opt, plan)
+par.step(model, opt, batch, microbatches=plan.microbatches)
+
+print(par.explain(par.Plan(tp=8, pp=8), "gpt3-175b", batch=512, microbatches=64, machine="h100"))
+"""
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
+
+from pycomm.parallel.ground.batch import inputs_and_targets
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.planning.job import PYCOMM, Job
+from pycomm.parallel.planning.machine import Machine, load_machine
+from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.named import from_config, named
+from pycomm.parallel.planning.report import explain_job
+from pycomm.parallel.planning.search import Request, predict, search
+from pycomm.parallel.planning.traced import trace_model
+
+__all__ = ["ChosenPlan", "auto", "explain", "simulate"]
+
+DEVICES = {"A100": "a100-selene", "H100": "h100-dgx", "H200": "h200-dgx", "B200": "b200-dgx"}
+
+
+class ChosenPlan(Plan):
+    """A Plan that auto() has chosen; equal to the Plan with the same fields. microbatches: for par.step.
+    prediction: a Prediction; others: the next best, as Predictions. A changed copy (dataclasses.replace)
+    has none.
+    """
+
+    microbatches, prediction, others = 1, None, ()
+
+    @classmethod
+    def of(cls, found):
+        """found: Predictions, the best first."""
+        best, *others = found
+        self = cls(**{name: getattr(best.plan, name) for name in cls.__dataclass_fields__})
+        told = {"microbatches": best.job.microbatches, "prediction": best, "others": tuple(others)}
+        for name, value in told.items():
+            object.__setattr__(self, name, value)
+        return self
+
+    def __eq__(self, other):
+        fields = self.__dataclass_fields__
+        return isinstance(other, Plan) and all(getattr(self, f) == getattr(other, f) for f in fields)
+
+    def __hash__(self):
+        return hash(tuple(getattr(self, field) for field in self.__dataclass_fields__))
+
+
+def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed=None, microbatch=16):
+    """The best Plan for these ranks, a ChosenPlan. No communication; equal on all ranks for equal arguments.
+
+    Args:
+        model: a torch module (on meta will do; it is traced and not changed), a config of transformers, a
+        name or a planning.model.Model. opt: its optimizer, or a class of optimizers; None: Adam. batch: as
+        par.step takes it, whole; or the number of its rows for a model that is not traced. world: number of
+        ranks; None: those of the default group. memory: bytes of a rank that may be used; None: the
+        machine's. machine: a name, a .toml file or a Machine; None: that of this process's device. fixed:
+        {field of Plan: value} that the plan must have. microbatch: most rows of one microbatch.
+
+    Raises planning.NoPlan, a ValueError, which says what is in the way.
+    """
+    if world is None:
+        world = dist.get_world_size() if dist.is_initialized() else 1
+    described, rows = _described(model, batch)
+    half = described.item == 2
+    request = Request(
+        described,
+        _machine(machine),
+        world,
+        rows,
+        memory,
+        {**(fixed or {}), **({} if half else {"precision": None})},
+        microbatch,
+        _software(opt, described.item, half),
+        "bf16" if half else None,
+    )
+    return ChosenPlan.of(search(request))
+
+
+def simulate(plan, model, *, batch, microbatches=1, machine=None, opt=None):
+    """The Prediction of one step of a Plan: .time, .memory, .mfu, .plan. Arguments as of auto()."""
+    return predict(_job(plan, model, batch, microbatches, (machine, opt)))
+
+
+def explain(plan, model, *, batch, microbatches=1, machine=None, opt=None, memory=None):
+    """What a plan is predicted to do, and the one change that would help most: an Explanation, to be printed.
+    Arguments as of auto().
+    """
+    return explain_job(_job(plan, model, batch, microbatches, (machine, opt)), memory)
+
+
+def _job(plan, model, batch, microbatches, rest):
+    machine, opt = rest
+    described, rows = _described(model, batch)
+    half = described.item == 2
+    recompute = "full" if plan.checkpoint else "none"
+    software = _software(opt, described.item, half)
+    return Job(described, _machine(machine), plan, rows, microbatches, recompute, software)
+
+
+def _described(model, batch):
+    """(Model, rows)"""
+    if isinstance(batch, int):
+        rows = batch
+    else:
+        inputs, _ = inputs_and_targets(batch)
+        rows = next(leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+    if isinstance(model, Model):
+        return model, rows
+    if isinstance(model, str):
+        return named(model), rows
+    if isinstance(model, torch.nn.Module):
+        if isinstance(batch, int):
+            raise ValueError(
+                "a torch model is traced with a batch: give auto() and explain() the batch itself"
+            )
+        return trace_model(model, batch), rows
+    return from_config(model), rows
+
+
+def _machine(machine):
+    if isinstance(machine, Machine):
+        return machine
+    if machine is None:
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
+        machine = next((file for word, file in DEVICES.items() if word in name), None)
+        if machine is None and name:
+            raise ValueError(
+                f"the planner does not know {name!r}: give machine=, as `python -m pycomm.plan calibrate` "
+                "writes it"
+            )
+    return load_machine(machine or "cpu-2core")
+
+
+def _software(opt, item, half):
+    """PYCOMM with the state of this optimizer. Its moments have the dtype of the values that it is given:
+    fp32 masters for a model in 16 bits.
+    """
+    kind = opt if isinstance(opt, type) else type(opt)
+    value = 4 if half else item
+    if opt is None or "adam" in kind.__name__.lower():
+        moments = 2
+    elif issubclass(kind, torch.optim.SGD):
+        groups = getattr(opt, "param_groups", [])
+        moments = int(any(group["momentum"] for group in groups))
+    else:
+        moments = 1
+    state = moments * value + (4 if half else 0)
+    update = (2 + 2 * moments + 1) * value + item
+    return PYCOMM._replace(gradient=item, summed=item, state=state, update=update + (20 if half else 0))

@@ -1,0 +1,59 @@
+"""The closed forms of costs.py against dry_run: what one more block adds, in calls and bytes."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "parallel")]
+
+from models import GPT  # noqa: E402
+
+import pycomm.parallel as par  # noqa: E402
+from pycomm.parallel.planning import dry_run, load_machine, named, trace_model  # noqa: E402
+from pycomm.parallel.planning.costs import sent, table  # noqa: E402
+from pycomm.parallel.planning.job import PYCOMM, Job  # noqa: E402
+from pycomm.parallel.planning.search import Request  # noqa: E402
+
+ROWS, LENGTH, MICROBATCHES = 4, 8, 2
+
+
+def of_layers(text, layers):
+    """({group: (calls, bytes)} by dry_run, {axis: the same} by costs.sent)"""
+    torch.manual_seed(0)
+    model, plan = GPT(heads=4, layers=layers, tied=False), par.Plan.parse(text)
+    tokens = torch.randint(0, 37, (ROWS, LENGTH))
+    batch = tokens, tokens
+    (run,) = dry_run(model, torch.optim.SGD, batch, plan, ranks=[0], microbatches=MICROBATCHES)
+    seen = {}
+    for call in run.calls:
+        if call.op == "all_reduce" and not text.startswith(("dp", "tp")):
+            continue  # gradients are summed over the same group
+        calls, nbytes = seen.get(call.group, (0, 0))
+        seen[call.group] = calls + 1, nbytes + call.nbytes
+    software = PYCOMM._replace(gradient=4, summed=4)
+    described = trace_model(model, batch)
+    job = Job(described, load_machine("cpu"), plan, ROWS, MICROBATCHES, "none", software)
+    return seen, sent(job)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["tp=2", "ulysses=2", "ring=2"])
+def test_what_a_block_adds(text):
+    axis = text.partition("=")[0]
+    (few, few_sent), (many, many_sent) = of_layers(text, 3), of_layers(text, 4)
+    added = [b - a for a, b in zip(few[axis], many[axis], strict=True)]
+    assert added == [b - a for a, b in zip(few_sent[axis], many_sent[axis], strict=True)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+def test_what_data_parallelism_sends(text):
+    seen, expected = of_layers(text, 4)
+    assert seen["dp"][1] == pytest.approx(expected["data"][1], rel=0.01)
+
+
+def test_the_table_has_every_strategy():
+    lines = table(Request(named("gpt3-1.3b"), load_machine("h100"), 8, 16))
+    assert len(lines) == 2 + 13 and all(line.startswith("| ") or line.startswith("|-") for line in lines)

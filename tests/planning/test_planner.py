@@ -1,0 +1,153 @@
+"""auto, explain and simulate on torch models; memory by dry_run against that of runs."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile, record_function
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "parallel")]
+
+from models import GPT, Llama  # noqa: E402
+from torch_ranks import spawn  # noqa: E402
+
+import pycomm.parallel as par  # noqa: E402
+from pycomm.parallel.planning import dry_run, trace_model  # noqa: E402
+from pycomm.parallel.planning.dry_run import peak_of  # noqa: E402
+from pycomm.parallel.planning.planner import ChosenPlan  # noqa: E402
+
+ROWS, LENGTH = 8, 16
+
+
+def batch(rows=ROWS, vocab=29):
+    tokens = torch.randint(0, vocab, (rows, LENGTH), generator=torch.Generator().manual_seed(0))
+    return tokens, tokens
+
+
+@pytest.mark.parametrize("make", [GPT, lambda: GPT(tied=False), Llama], ids=["tied", "untied", "llama"])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_a_traced_model(make, device):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with torch.device(device):
+        model = make()
+    found = trace_model(model, batch(3))
+    assert found.parameters == sum(parameter.numel() for parameter in model.parameters())
+    assert (found.layers, found.hidden, found.sequence, found.item) == (
+        len(found_blocks(model)),
+        24,
+        LENGTH,
+        4,
+    )
+    if device == "cpu":
+        with FlopCounterMode(display=False) as counter:  # which leaves a fused attention on the CPU out
+            model(batch(3)[0])
+        weights = found.layers * found.block_flops()[0] + 2 * found.hidden * found.vocab
+        assert weights * 3 * LENGTH == counter.get_total_flops()
+    whole, cut, experts = found.block_parameters()
+    assert cut > 3 * whole and not experts, "attention and mlp are cut, norms are not"
+
+
+def found_blocks(model):
+    return model.blocks if hasattr(model, "blocks") else model.layers
+
+
+def test_kept_is_what_autograd_keeps():
+    """Counted by autograd's own hooks, in a real forward."""
+    model, kept = GPT(layers=2), {}
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    x = torch.randn(3, LENGTH, 24, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        alive = model.blocks[0](x)
+    assert alive.requires_grad
+    found = trace_model(model, batch(3))
+    assert sum(found.kept()) * 3 * LENGTH == pytest.approx(sum(kept.values()), rel=0.01)
+
+
+def test_auto_returns_a_plan_that_runs():
+    def body(rank, world_size):
+        torch.manual_seed(0)
+        model = GPT()
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plan = par.auto(model, opt, batch=batch())
+        model, opt = par.parallelize(model, opt, plan)
+        loss = par.step(model, opt, batch(), microbatches=plan.microbatches)
+        return str(plan), plan.microbatches, loss.item()
+
+    found = spawn(2, body)
+    assert found[0] == found[1]
+    torch.manual_seed(0)
+    model = GPT()
+    expected = torch.nn.functional.cross_entropy(model(batch()[0]).flatten(0, 1), batch()[1].flatten())
+    assert found[0][2] == pytest.approx(expected.item(), rel=1e-5)
+
+
+def test_a_chosen_plan_is_a_plan():
+    plan = par.auto("gpt3-13b", batch=64, world=32, machine="h100")
+    assert isinstance(plan, ChosenPlan) and isinstance(plan, par.Plan)
+    same = par.Plan.parse(str(plan))
+    assert plan == same and same == plan and hash(plan) == hash(same)
+    assert plan.microbatches == plan.prediction.job.microbatches and len(plan.others) == 9
+    assert "seconds" not in str(plan)
+
+
+def test_explain_and_simulate_agree():
+    plan = par.Plan(tp=8, pp=4)
+    found = par.simulate(plan, "gpt3-13b", batch=64, microbatches=16, machine="h100")
+    text = str(par.explain(plan, "gpt3-13b", batch=64, microbatches=16, machine="h100"))
+    assert f"{found.seconds:.3f} s" in text and "the one change that helps most" in text
+
+
+def test_arguments_that_are_wrong():
+    with pytest.raises(ValueError, match="traced with a batch"):
+        par.auto(GPT(), batch=8, world=2)
+    with pytest.raises(ValueError, match="has no list of blocks"):
+        par.auto(torch.nn.Linear(3, 3), batch=(torch.ones(2, 3), torch.ones(2, 3)), world=2)
+
+
+MEMORY = [
+    *("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "pp=2"),
+    *("pp=2,schedule=zb-h1", "ulysses=2", "dp=2,tp=2,zero=3"),
+]
+OPTIONS = {"loss_fn": par.cross_entropy, "microbatches": 2}
+
+
+def adam(parameters):
+    return torch.optim.Adam(parameters, lr=0.01)
+
+
+def large():
+    torch.manual_seed(0)
+    return GPT(vocab=64, dim=96, heads=4, layers=8, hidden=384)
+
+
+def measured(rank, world_size, text):
+    """Peak of the second step of this rank, as torch's allocator has it, and what is registered beside it."""
+    from pycomm.benchmarks.zero_memory import _registered
+    from pycomm.parallel.parts import parts_of
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as events:
+        model = large()
+        model, opt = par.parallelize(model, adam(model.parameters()), par.Plan.parse(text))
+        par.step(model, opt, batch(8, 64), **OPTIONS)
+        with record_function("second step"):
+            par.step(model, opt, batch(8, 64), **OPTIONS)
+    return peak_of(events.profiler.kineto_results.events()) + _registered(parts_of(model))
+
+
+@pytest.mark.parametrize(
+    "text", [pytest.param(t, marks=[pytest.mark.slow] * (t != "dp=2,zero=2")) for t in MEMORY]
+)
+def test_memory_within_five_percent(text):
+    plan = par.Plan.parse(text)
+    predicted = dry_run(large(), adam, batch(8, 64), plan, memory=True, **OPTIONS)
+    found = spawn(plan.world_size, measured, text)
+    for run, bytes_ in zip(predicted, found, strict=True):
+        assert run.peak == pytest.approx(bytes_, rel=0.05), (text, run.rank, run.peak / bytes_)
