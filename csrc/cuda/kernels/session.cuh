@@ -18,11 +18,12 @@
 // which disagree about the call may have launched different grids or different kernels.
 //
 // [Note: late starts] A rank whose wait ended in vain tells its caller, who may then give its buffers back. A
-// kernel that starts late finds the header of such a rank all the same. So kernels that touch the buffers of
-// peers look at ErrorWord::stop once more when the headers are there: the host has set it by then, at most a
-// tick of the watching thread (../watch.h) after the peer's. What lies in arenas and in registered memory
-// stays until all ranks have let go of it and needs no look. Inside that tick a late start is not seen; nor
-// is a rank that gives up while its peer, which came at the last moment, is at work.
+// kernel that starts late finds the header of such a rank all the same. So a rank that gives up says so to
+// every peer (Control::gave_up), before it tells the host; and kernels that touch the buffers of peers look
+// whether one has, and at ErrorWord::stop. What a caller does when it has been told is therefore behind the
+// word, and a kernel that starts behind that sees it. What lies in arenas and in registered memory stays
+// until all ranks have let go of it and needs no look. What is left: a peer that came at the last moment is
+// at work while a rank gives up. To exclude that, both would have to ask each other in every operation.
 //
 // Every wait is bounded: by the operation's timeout, and by ErrorWord::stop, which the host sets when a peer
 // died or the group was aborted. In launches that do not spin (Args::resident == 0) what is waited for must
@@ -164,9 +165,11 @@ class Session {
     Shared& shared = c_.template shared<Shared>();
     const int t = c_.thread();
     bool late = false, came = true, same = true, stopped = false;
-    if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);  // beside the others' loads
+    // See [Note: late starts]; beside the loads of headers.
+    if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);
     if (is_peer(t)) {
       Announcement call;
+      if (touches_peers()) stopped = c_.load_relaxed(&me_.gave_up[t], Scope::system);
       came = read_header(c_, a_, me_.headers[epoch_ & 1][t], epoch_, ordering, call, late);
       if (came) {
         same = differs(call, t) == false;
@@ -175,7 +178,8 @@ class Session {
       }
     }
     if (c_.sync_or(!came || stopped)) {
-      const bool known = c_.sync_or(stopped);  // by the host
+      const bool known = c_.sync_or(stopped);  // by the host, or by that of a peer
+      tell_peers();
       if ((c_.sync_or(late) || !a_.resident) && !known) blame([&](int p) { return header_came(p); });
       return false;
     }
@@ -220,6 +224,7 @@ class Session {
       came = spin(c_, a_, word, late, [&] { return c_.load_acquire(word, Scope::system) >= value_of(step); });
     }
     if (!c_.sync_or(!came)) return true;
+    tell_peers();
     if (c_.sync_or(late) || !a_.resident)
       blame([&](int p) {
         return !(peers >> p & 1) || c_.load_relaxed(&me_.flags[static_cast<int>(flag)][c_.block()][p],
@@ -278,6 +283,14 @@ class Session {
     }
   }
 
+  // That this rank waits no longer. Whoever calls it has a barrier of the block behind it, and then tells the
+  // host by a release.
+  PC_FN void tell_peers() {
+    const int t = c_.thread();
+    if (is_peer(t))
+      c_.store_relaxed(&control_of(a_.group, t).gave_up[a_.group.rank], uint64_t{1}, Scope::system);
+  }
+
   // One block tells the host whom it misses. Blocks may do so at once: then the first is heard, or parts of
   // several, all true.
   template <class Came>
@@ -313,6 +326,7 @@ class Session {
       theirs = came && (value & 1);
     }
     if (c_.sync_or(!came)) {
+      tell_peers();
       if (c_.sync_or(late))
         blame([&](int p) {
           return c_.load_relaxed(&me_.verdicts[epoch_ & 1][p], Scope::system) >> 1 == epoch_;

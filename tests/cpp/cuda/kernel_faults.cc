@@ -122,6 +122,48 @@ void absent() {
          "a stopped rank ends without a report: the host knows");
 }
 
+// The last rank comes when the others have given up and their callers have their buffers back. No host has
+// said `stop`.
+void late_starts() {
+  for (const Form& form : forms)
+    for (const Memory memory : {Memory::pointers, Memory::registered}) {
+      const int n = 3;
+      const Setting setting{.world_size = n, .memory = memory, .options = {.timeouts = true}};
+      if (!possible(form, setting)) continue;
+      Machine machine(n, setting.options);
+      Ranks ranks(machine, n, options_of(setting));
+      Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
+      for (int r = 0; r < n - 1; ++r) {
+        machine.host(machine.stream(r), [&, r] { instance.fill(r); });
+        ranks.enqueue(r, instance.op(r));
+      }
+      ++runs;
+      expect(machine.run().ok, "ranks without their peer end");
+      const auto before = instance.outputs(n - 1);
+      machine.host(machine.stream(n - 1), [&] { instance.fill(n - 1); });
+      ranks.enqueue(n - 1, instance.op(n - 1));
+      expect(machine.run().ok, "a late start ends");
+      expect(instance.outputs(n - 1) == before, std::string(to_string(form.kind)) + " " +
+                                                    to_string(form.algorithm) +
+                                                    ": a late start leaves the others' results alone");
+    }
+  for (const Memory memory : {Memory::pointers, Memory::registered}) {
+    const Setting setting{.world_size = 2, .memory = memory, .options = {.timeouts = true}};
+    Machine machine(2, setting.options);
+    Ranks ranks(machine, 2, options_of(setting));
+    Region& region = ranks.add_region(4096);
+    std::byte *from = region.parts[0]->data(), *to = region.parts[1]->data();
+    std::memset(from, 1, 4096);
+    ranks.enqueue(0, {true, 1, 0, DType::u8, from, 4096}, 1);
+    expect(machine.run().ok, "a send without its recv ends");
+    std::memset(from, 2, 4096);
+    ranks.enqueue(1, {false, 0, 0, DType::u8, to, 4096}, 1);
+    ++runs;
+    expect(machine.run().ok && to[0] == std::byte{0} && to[4095] == std::byte{0},
+           "a late recv reads nothing of what its sender took back");
+  }
+}
+
 // A rank never comes and nobody looks at the clock: the report names who waits, and in whose memory.
 void deadlock() {
   for (Memory memory : {Memory::pointers, Memory::staged}) {
@@ -217,6 +259,7 @@ void faults() {
   mismatches();
   pairwise_mismatch();
   absent();
+  late_starts();
   deadlock();
   message_faults();
 }
