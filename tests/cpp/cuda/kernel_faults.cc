@@ -213,6 +213,33 @@ void message_faults() {
          "a send without a recv times out");
 }
 
+// Who reads that a rank has given up finds its peer told: what the caller does then is behind that.
+void told_in_order(uint64_t seed) {
+  for (uint64_t round = 0; round < 20; ++round)
+    for (const bool is_message : {false, true}) {
+      const Setting setting{.world_size = 2,
+                            .threads = 32,
+                            .options = {.seed = seed * 1000 + round, .preempt = 3, .timeouts = true}};
+      Machine machine(2, setting.options);
+      Ranks ranks(machine, 2, options_of(setting));
+      Buffer data(256);
+      Instance sum(ranks, {.algorithm = Algorithm::two_shot, .count = 900}, setting.memory, 1);
+      if (is_message) ranks.enqueue(0, {true, 1, 7, DType::u8, data.data(), 256}, 1);
+      else ranks.enqueue(0, sum.op(0));
+      const Control& peer = control_of(ranks.shape(0).group, 1);
+      const ErrorRecord& record = ranks.error(0).records[is_message ? record_of_sending(1) : 0];
+      machine.launch(machine.stream(0, 2), 1, 1, [&](fiber::FiberCtx& c) {
+        while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
+        expect(
+            c.load_relaxed(is_message ? &peer.receiving[0].gave_up : &peer.gave_up[0], Scope::system) == 1,
+            "peers are told before the host");
+      });
+      const Outcome outcome = machine.run();
+      ++runs;
+      expect(outcome.ok, "a rank gives up in order; got " + outcome.text);
+    }
+}
+
 // Differs from segment to segment, too.
 std::byte message_byte(int src, int dst, int round, size_t i) {
   return static_cast<std::byte>(src * 16 + dst + round * 5 + (i >> 8) * 7);
@@ -222,6 +249,7 @@ std::byte message_byte(int src, int dst, int round, size_t i) {
 
 // What the host reads of a fault record that kernels write meanwhile, as Faults::read_record does.
 void records(uint64_t seed) {
+  told_in_order(seed);
   for (uint64_t round = 0; round < 20; ++round)
     for (int what = 0; what < 3; ++what) {
       const bool is_message = what == 2;
