@@ -418,7 +418,7 @@ FAULTS = {
         "if (s + 1 < segments) turn(Step::What::await);\n    } else {"),
     "pairwise: verdicts are not awaited": Fault("run", "plan_move.cc",
         "launch(key, blocks, stage_verdict);\n  sync();",
-        "launch(key, blocks, stage_verdict);", suite="faults"),
+        "launch(key, blocks, stage_verdict);"),
     "one_shot in order: one exchange": Fault("run", "plan_reduce.cc",
         "launch(key, blocks, stage_gather | stage_end);\n  sync();",
         "launch(key, blocks, stage_gather | stage_end);"),

@@ -240,6 +240,30 @@ void told_in_order(uint64_t seed) {
     }
 }
 
+// A mismatch is told once, also where the host reads it before the operation's second launch.
+void told_once() {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    const Setting setting{
+        .world_size = 2, .memory = Memory::registered, .options = {.seed = seed, .preempt = 3}};
+    Machine machine(2, setting.options);
+    Ranks ranks(machine, 2, options_of(setting));
+    std::vector<std::unique_ptr<Instance>> calls;
+    for (int r = 0; r < 2; ++r) {
+      const Case call{.kind = OpKind::all_gather, .algorithm = Algorithm::copy_engine, .count = 64u + r};
+      calls.push_back(std::make_unique<Instance>(ranks, call, setting.memory, r));
+      ranks.enqueue(r, calls[r]->op(r));
+      machine.launch(machine.stream(r, 1), 1, 1, [&ranks, r](fiber::FiberCtx& c) {
+        ErrorRecord& record = ranks.error(r).records[0];
+        while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
+        c.store_release(&record.fault, uint64_t{0}, Scope::system);
+      });
+    }
+    ++runs;
+    expect(machine.run().ok, "a mismatch with two launches ends");
+    for (int r = 0; r < 2; ++r) expect(!ranks.error(r).records[0].fault, "a mismatch is told once");
+  }
+}
+
 // Differs from segment to segment, too.
 std::byte message_byte(int src, int dst, int round, size_t i) {
   return static_cast<std::byte>(src * 16 + dst + round * 5 + (i >> 8) * 7);
@@ -286,6 +310,7 @@ void records(uint64_t seed) {
 void faults() {
   mismatches();
   pairwise_mismatch();
+  told_once();
   absent();
   late_starts();
   deadlock();
