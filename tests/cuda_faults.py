@@ -304,33 +304,36 @@ FAULTS = {
         "c_.store_relaxed(&control_of(a_.group, t).gave_up[a_.group.rank], uint64_t{1}, Scope::system);",
         "{}", suite="faults"),
     "a late start does not look who gave up": Fault("run", SESSION,
-        "if (touches_peers()) stopped = c_.load_relaxed(&me_.gave_up[t], Scope::system);",
+        "if (touches_peers()) left = gave_up(t);",
         "", suite="faults"),
     "peers are told after the host": Fault("weak", SESSION,
         "tell_peers();\n"
-        "      if ((c_.sync_or(late) || !a_.resident) && !known) "
-        "blame([&](int p) { return header_came(p); });",
-        "if ((c_.sync_or(late) || !a_.resident) && !known) "
-        "blame([&](int p) { return header_came(p); });\n"
+        "      if (c_.sync_or(left) && !known) blame(Fault::gave_up, [&](int p) { return !gave_up(p); });\n"
+        "      else if ((c_.sync_or(late) || !a_.resident) && !known)\n"
+        "        blame(absence(), [&](int p) { return header_came(p); });",
+        "if ((c_.sync_or(late) || !a_.resident) && !known)\n"
+        "        blame(absence(), [&](int p) { return header_came(p); });\n"
         "      tell_peers();", suite="records"),
     "message: the other end is not told": Fault("run", MESSAGE,
         "c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);",
         "", suite="faults"),
     "message: a late recv does not look": Fault("run", MESSAGE,
-        "stopped = is_stopped(c_, a_) || c_.load_relaxed(&mine_.gave_up, Scope::system);",
-        "stopped = is_stopped(c_, a_);", suite="faults"),
+        "a_.direct_in && !sends_ && c_.load_relaxed(&mine_.gave_up, Scope::system)",
+        "false", suite="faults"),
+    "a late start is told to nobody": Fault("run", SESSION,
+        "if (c_.sync_or(left) && !known) blame(Fault::gave_up, [&](int p) { return !gave_up(p); });",
+        "if (c_.sync_or(left) && !known) {}", suite="faults"),
+    "message: a late recv is told to nobody": Fault("run", MESSAGE,
+        "if (left) blame(Fault::gave_up);",
+        "", suite="faults"),
     "message: the other end is told after the host": Fault("weak", MESSAGE,
         "c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);\n"
-        "    if (!late && a_.resident) return;  // the host knows\n"
-        "    report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, a_.peer, "
-        "1ull << a_.peer,\n           a_.call, a_.call);",
-        "if (late || !a_.resident)\n"
-        "      report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, a_.peer,\n"
-        "             1ull << a_.peer, a_.call, a_.call);\n"
+        "    if (late || !a_.resident) blame(a_.resident ? Fault::timeout : Fault::protocol);",
+        "if (late || !a_.resident) blame(a_.resident ? Fault::timeout : Fault::protocol);\n"
         "    c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);", suite="records"),
     "a stopped rank goes on": Fault("run", SESSION,
-        "if (c_.sync_or(!came || stopped)) {",
-        "if (c_.sync_or(!came)) {", suite="faults"),
+        "!came || stopped || left",
+        "!came || left", suite="faults"),
     "waits do not see the stop": Fault("run", SESSION,
         "if (is_stopped(c, a)) return false;",
         "", suite="faults"),

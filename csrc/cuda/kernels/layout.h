@@ -102,12 +102,13 @@ inline constexpr int step_bits = 24;
 
 // What went wrong, for the host: one record for collectives and one for each end of each channel, since these
 // run beside each other.
-enum class Fault : uint64_t { none, mismatch, timeout, protocol };
+// gave_up: a peer did, before this rank came.
+enum class Fault : uint64_t { none, mismatch, timeout, protocol, gave_up };
 struct ErrorRecord {
   uint64_t fault;  // Fault; written last, cleared by the host
   uint64_t epoch;
   uint64_t peer;  // that differs
-  uint64_t missing;  // bit r: rank r did not come
+  uint64_t missing;  // bit r: rank r did not come, or gave up
   Announcement here, there;  // mismatch
 };
 // In host memory that the device addresses.

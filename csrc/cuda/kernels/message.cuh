@@ -98,9 +98,9 @@ class Link {
   PC_FN bool compare() {
     bool late = false, came = true, same = true, stopped = false;
     // See [Note: late starts]: the receiver reads the sender's buffer.
-    if (c_.thread() == 1 % c_.threads() && a_.direct_in && !sends_)
-      stopped = is_stopped(c_, a_) || c_.load_relaxed(&mine_.gave_up, Scope::system);
+    if (c_.thread() == 1 % c_.threads() && a_.direct_in && !sends_) stopped = is_stopped(c_, a_);
     if (c_.thread() == 0) {
+      const bool left = a_.direct_in && !sends_ && c_.load_relaxed(&mine_.gave_up, Scope::system);
       Announcement there;
       came = read_header(c_, a_, mine_.headers[epoch_ & 1], epoch_, Ordering::acquire_release, there, late);
       if (came) {
@@ -108,6 +108,8 @@ class Link {
         c_.template shared<Shared>().in[0] = resolve(a_.group, there.in, a_.peer);
         if (!same && c_.block() == 0)
           report(c_, record(), Fault::mismatch, epoch_, a_.peer, 0, a_.call, there);
+        if (left) blame(Fault::gave_up);
+        came = !left;
       } else {
         give_up(late);
       }
@@ -137,9 +139,10 @@ class Link {
   // Tells the other end first: [Note: late starts] in session.cuh.
   PC_FN void give_up(bool late) {
     c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);
-    if (!late && a_.resident) return;  // the host knows
-    report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, a_.peer, 1ull << a_.peer,
-           a_.call, a_.call);
+    if (late || !a_.resident) blame(a_.resident ? Fault::timeout : Fault::protocol);  // else the host knows
+  }
+  PC_FN void blame(Fault fault) {
+    report(c_, record(), fault, epoch_, a_.peer, 1ull << a_.peer, a_.call, a_.call);
   }
 
   Ctx& c_;

@@ -164,12 +164,12 @@ class Session {
   PC_CALL bool compare(Ordering ordering) {
     Shared& shared = c_.template shared<Shared>();
     const int t = c_.thread();
-    bool late = false, came = true, same = true, stopped = false;
+    bool late = false, came = true, same = true, stopped = false, left = false;
     // See [Note: late starts]; beside the loads of headers.
     if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);
     if (is_peer(t)) {
       Announcement call;
-      if (touches_peers()) stopped = c_.load_relaxed(&me_.gave_up[t], Scope::system);
+      if (touches_peers()) left = gave_up(t);
       came = read_header(c_, a_, me_.headers[epoch_ & 1][t], epoch_, ordering, call, late);
       if (came) {
         same = differs(call, t) == false;
@@ -177,10 +177,12 @@ class Session {
         shared.out[t] = resolve(a_.group, call.out, t);
       }
     }
-    if (c_.sync_or(!came || stopped)) {
-      const bool known = c_.sync_or(stopped);  // by the host, or by that of a peer
+    if (c_.sync_or(!came || stopped || left)) {
+      const bool known = c_.sync_or(stopped);  // by the host
       tell_peers();
-      if ((c_.sync_or(late) || !a_.resident) && !known) blame([&](int p) { return header_came(p); });
+      if (c_.sync_or(left) && !known) blame(Fault::gave_up, [&](int p) { return !gave_up(p); });
+      else if ((c_.sync_or(late) || !a_.resident) && !known)
+        blame(absence(), [&](int p) { return header_came(p); });
       return false;
     }
     bool bad = c_.sync_or(!same);
@@ -200,8 +202,7 @@ class Session {
   // The data of `peer`, which carry their own flags, did not come: for the one thread that waited.
   PC_CALL void give_up(int peer, bool late) {
     if (late || !a_.resident)
-      report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, peer, 1ull << peer,
-             a_.call, a_.call);
+      report(c_, record(), absence(), epoch_, peer, 1ull << peer, a_.call, a_.call);
   }
 
   // Flag `flag` of step `step` (from 0) for this block, to the ranks in `peers`. Everything the block did
@@ -226,7 +227,7 @@ class Session {
     if (!c_.sync_or(!came)) return true;
     tell_peers();
     if (c_.sync_or(late) || !a_.resident)
-      blame([&](int p) {
+      blame(absence(), [&](int p) {
         return !(peers >> p & 1) || c_.load_relaxed(&me_.flags[static_cast<int>(flag)][c_.block()][p],
                                                     Scope::system) >= value_of(step);
       });
@@ -255,6 +256,9 @@ class Session {
     return call.meta != a_.call.meta || call.count != a_.call.count ||
            call.extra != (a_.pairwise ? a_.out_bytes[peer] : a_.call.extra);
   }
+
+  PC_FN Fault absence() const { return a_.resident ? Fault::timeout : Fault::protocol; }
+  PC_FN bool gave_up(int peer) { return c_.load_relaxed(&me_.gave_up[peer], Scope::system); }
 
   PC_FN bool header_came(int peer) {
     return c_.load_relaxed(&me_.headers[epoch_ & 1][peer].words[0], Scope::system) >> 32 ==
@@ -294,7 +298,7 @@ class Session {
   // One block tells the host whom it misses. Blocks may do so at once: then the first is heard, or parts of
   // several, all true.
   template <class Came>
-  PC_FN void blame(const Came& came) {
+  PC_FN void blame(Fault fault, const Came& came) {
     if (c_.thread() != 0) return;
     uint64_t missing = 0;
     int first = 0;
@@ -303,8 +307,7 @@ class Session {
         missing |= 1ull << p;
         first = p;
       }
-    report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, first, missing, a_.call,
-           a_.call);
+    report(c_, record(), fault, epoch_, first, missing, a_.call, a_.call);
   }
 
   // A difference between two ranks' sizes is seen by these two alone, so all tell all. True: somebody found
@@ -328,7 +331,7 @@ class Session {
     if (c_.sync_or(!came)) {
       tell_peers();
       if (c_.sync_or(late))
-        blame([&](int p) {
+        blame(absence(), [&](int p) {
           return c_.load_relaxed(&me_.verdicts[epoch_ & 1][p], Scope::system) >> 1 == epoch_;
         });
       return true;

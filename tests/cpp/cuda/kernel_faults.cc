@@ -146,6 +146,7 @@ void late_starts() {
       expect(instance.outputs(n - 1) == before, std::string(to_string(form.kind)) + " " +
                                                     to_string(form.algorithm) +
                                                     ": a late start leaves the others' results alone");
+      expect(ranks.error(n - 1).records[0].fault, "a late start is an error");
     }
   for (const Memory memory : {Memory::pointers, Memory::registered}) {
     const Setting setting{.world_size = 2, .memory = memory, .options = {.timeouts = true}};
@@ -161,6 +162,7 @@ void late_starts() {
     ++runs;
     expect(machine.run().ok && to[0] == std::byte{0} && to[4095] == std::byte{0},
            "a late recv reads nothing of what its sender took back");
+    expect(ranks.error(1).records[record_of_receiving(0)].fault, "a late recv is an error");
   }
 }
 
