@@ -21,7 +21,8 @@
 // kernel that starts late finds the header of such a rank all the same. So a rank that gives up says so to
 // every peer (Control::gave_up), before it tells the host; and kernels that touch the buffers of peers look
 // whether one has, and at ErrorWord::stop. What a caller does when it has been told is therefore behind the
-// word, and a kernel that starts behind that sees it. What lies in arenas and in registered memory stays
+// word, and a kernel that starts behind that sees it. It tells its host, which may hear of it in no other
+// way: the peer may have closed the group in good order. What lies in arenas and in registered memory stays
 // until all ranks have let go of it and needs no look. What is left: a peer that came at the last moment is
 // at work while a rank gives up. To exclude that, both would have to ask each other in every operation.
 //
@@ -201,8 +202,7 @@ class Session {
 
   // The data of `peer`, which carry their own flags, did not come: for the one thread that waited.
   PC_CALL void give_up(int peer, bool late) {
-    if (late || !a_.resident)
-      report(c_, record(), absence(), epoch_, peer, 1ull << peer, a_.call, a_.call);
+    if (late || !a_.resident) report(c_, record(), absence(), epoch_, peer, 1ull << peer, a_.call, a_.call);
   }
 
   // Flag `flag` of step `step` (from 0) for this block, to the ranks in `peers`. Everything the block did

@@ -232,9 +232,8 @@ void told_in_order(uint64_t seed) {
       const ErrorRecord& record = ranks.error(0).records[is_message ? record_of_sending(1) : 0];
       machine.launch(machine.stream(0, 2), 1, 1, [&](fiber::FiberCtx& c) {
         while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
-        expect(
-            c.load_relaxed(is_message ? &peer.receiving[0].gave_up : &peer.gave_up[0], Scope::system) == 1,
-            "peers are told before the host");
+        expect(c.load_relaxed(is_message ? &peer.receiving[0].gave_up : &peer.gave_up[0], Scope::system) == 1,
+               "peers are told before the host");
       });
       const Outcome outcome = machine.run();
       ++runs;
