@@ -127,8 +127,10 @@ def places_of(fault):
 def is_statements(fault):
     """Can what it replaces, and what it puts there, stand in braces?"""
     text = (ROOT / "csrc" / "cuda" / fault.file).read_text()
-    before = text[: places_of(fault)[0][0]].rstrip()
-    return before[-1] in ";{})" and all(
+    begin, end = places_of(fault)[0]
+    before, after = text[:begin].rstrip(), text[end:].lstrip()
+    whole = before[-1] in ";{})" and not (after.startswith("else") and fault.old.startswith("if"))
+    return whole and all(
         not each.strip() or (each.rstrip()[-1] in ";}" and _closed(each) and not DECLARATION.search(each))
         for each in (fault.old, fault.new)
     )
