@@ -122,6 +122,25 @@ void absent() {
          "a stopped rank ends without a report: the host knows");
 }
 
+// The host stops a rank before its kernel starts; the other is there, and its header has come.
+void stopped() {
+  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
+  Machine machine(2, setting.options);
+  Ranks ranks(machine, 2, options_of(setting));
+  Instance sum(ranks, {.algorithm = Algorithm::two_shot, .count = 400}, setting.memory, 1);
+  ranks.error(1).stop = 1;
+  for (int r = 0; r < 2; ++r) {
+    machine.host(machine.stream(r), [&, r] { sum.fill(r); });
+    ranks.enqueue(r, sum.op(r));
+  }
+  ++runs;
+  expect(machine.run().ok && !ranks.error(1).records[0].fault, "a stopped rank ends, and the host knows why");
+  const size_t part = round_up_to(400 * sizeof(float) / 2, align_bytes);
+  const std::vector<std::byte> other = sum.outputs(1)[0];
+  expect(std::all_of(other.begin() + part, other.end(), [](std::byte b) { return b == std::byte{0xBB}; }),
+         "a stopped rank leaves the other's result alone");
+}
+
 // The last rank comes when the others have given up and their callers have their buffers back. No host has
 // said `stop`.
 void late_starts() {
@@ -319,6 +338,7 @@ void faults() {
   pairwise_mismatch();
   told_once();
   absent();
+  stopped();
   late_starts();
   deadlock();
   message_faults();
