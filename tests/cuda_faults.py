@@ -306,14 +306,6 @@ FAULTS = {
     "a late start does not look who gave up": Fault("run", SESSION,
         "if (touches_peers()) left = gave_up(t);",
         "", suite="faults"),
-    "peers are told after the host": Fault("weak", SESSION,
-        "tell_peers();\n"
-        "      if (c_.sync_or(left) && !known) blame(Fault::gave_up, [&](int p) { return !gave_up(p); });\n"
-        "      else if ((c_.sync_or(late) || !a_.resident) && !known)\n"
-        "        blame(absence(), [&](int p) { return header_came(p); });",
-        "if ((c_.sync_or(late) || !a_.resident) && !known)\n"
-        "        blame(absence(), [&](int p) { return header_came(p); });\n"
-        "      tell_peers();", suite="records"),
     "message: the other end is not told": Fault("run", MESSAGE,
         "c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);",
         "", suite="faults"),
