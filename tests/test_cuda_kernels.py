@@ -75,9 +75,9 @@ def build(folder, builds):
     return programs
 
 
-def run(program, arguments, seconds=SECONDS):
+def run(program, arguments, seconds=SECONDS, **variables):
     """(exit status, output); with a sanitizer the program ends at its first report."""
-    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1"}
+    environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", **variables}
     result = subprocess.run(
         [*without_randomisation(), str(program), *arguments.split()],
         stdout=subprocess.PIPE,

@@ -4,9 +4,12 @@ copy that bounds are made of.
 [Note: ranks that share a GPU] A rank's kernel may wait for the kernel of another rank. Whatever makes the
 host or the whole device wait meanwhile (loading a kernel, freeing memory, synchronising the device) can then
 wait for a kernel that waits for us. So every rank has a stream of its own, allocates before a barrier, and
-waits for its stream and a barrier after the collectives, before it checks.
+waits for its stream and a barrier after the collectives, before it checks. Likewise a graph is brought to the
+device where it is made, while no kernel waits: its first replay would do that otherwise, when the kernels of
+a peer's replay may be waiting already. Between making and the first replay lies a barrier on the host.
 """
 
+import ctypes
 import threading
 
 # A gate stays closed so long; threads that take turns at the interpreter enqueue meanwhile.
@@ -136,8 +139,8 @@ def time_batches(call, iters, batches, barrier, gate=None, closes=False):
 
 
 def capture(call, iters):
-    """A CUDA graph with `iters` calls on the current stream. Not run yet; the calls must have been run once
-    before.
+    """A CUDA graph with `iters` calls on the current stream. Not run yet, but on the device; the calls must
+    have been run once before. To be followed by a barrier on the host where ranks share a GPU.
     """
     import torch
 
@@ -150,7 +153,23 @@ def capture(call, iters):
                 call()
         finally:
             graph.capture_end()
+        _upload(graph)
     return graph
+
+
+def _upload(graph):
+    """See [Note: ranks that share a GPU]. Where this torch does not show the graph, its first replay does
+    it.
+    """
+    import torch
+
+    if not hasattr(graph, "raw_cuda_graph_exec"):
+        return
+    stream = torch.cuda.current_stream()
+    made, into = (ctypes.c_void_p(handle) for handle in (graph.raw_cuda_graph_exec(), stream.cuda_stream))
+    if error := ctypes.CDLL("libcuda.so.1").cuGraphUpload(made, into):
+        raise RuntimeError(f"cuGraphUpload failed: error {error}")
+    stream.synchronize()
 
 
 def copy_gbps(nbytes, batches):

@@ -44,6 +44,8 @@ void Faults::read_record(ErrorRecord& record, OpKind message) {
   if (fault == Fault::mismatch) note_mismatch(seen, info);
   else if (fault == Fault::timeout)
     note(ErrorKind::timeout, info, peer, missing + " did not arrive within the timeout");
+  else if (fault == Fault::gave_up)
+    note(ErrorKind::timeout, info, peer, missing + " had given up when this rank came to the operation");
   else
     note(ErrorKind::aborted, info, peer,
          missing +

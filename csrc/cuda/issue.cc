@@ -23,9 +23,11 @@ Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, con
     const bool in_order = plan.in_order;
     if (in_order && !end.capture.active) state_.deadlines.expect(line, busy, issue.timeout);
     const size_t busy_word = state_.words.busy_word(line.number);
-    if (in_order) apply({{false, busy_word, busy}}, end.stream);
-    run_steps(plan, end.stream);
-    if (in_order) apply({{false, busy_word, 0}}, end.stream);
+    Words words;
+    if (in_order) words.push_back({false, busy_word, busy});
+    run_steps(plan, words, end.stream);
+    if (in_order) words.push_back({false, busy_word, 0});
+    flush(words, end.stream);
     if (issue.after) issue.after(end.stream);
     end.event = state_.events->record(end.stream);
   } catch (const std::exception& error) {
@@ -91,28 +93,41 @@ Stream Issuer::enter(Line& line, const Issue& issue, const Capture& capture) {
   return stream;
 }
 
-void Issuer::run_steps(const LaunchPlan& plan, Stream stream) {
+// What is done with words is put off until something else must come behind it.
+void Issuer::run_steps(const LaunchPlan& plan, Words& words, Stream stream) {
   const int rank = state_.setup.rank(), n = state_.setup.world_size();
+  auto add = [&words](const std::vector<WordOperation>& operations) {
+    words.insert(words.end(), operations.begin(), operations.end());
+  };
   for (const Step& step : plan.steps) switch (step.what) {
-      case Step::What::launch: launch(step.key, step.args, step.blocks, step.threads, stream); break;
+      case Step::What::launch:
+        flush(words, stream);
+        launch(step.key, step.args, step.blocks, step.threads, stream);
+        break;
       case Step::What::copy:
+        flush(words, stream);
         PYCOMM_CUDA_CHECK(state_.setup.driver, cuMemcpyAsync, reinterpret_cast<DevicePtr>(step.to),
                           reinterpret_cast<DevicePtr>(step.from), step.nbytes, stream);
         break;
-      case Step::What::sync: apply(exchange_of(rank, n, exchanges_++), stream); break;
-      case Step::What::post: apply({half_turn(rank, step.peer, n, plan.sends)}, stream); break;
-      case Step::What::await: apply(half_turn_awaited(rank, step.peer, n, plan.sends), stream); break;
+      case Step::What::sync: add(exchange_of(rank, n, exchanges_++)); break;
+      case Step::What::post: add({half_turn(rank, step.peer, n, plan.sends)}); break;
+      case Step::What::await: add(half_turn_awaited(rank, step.peer, n, plan.sends)); break;
     }
 }
 
-void Issuer::apply(const std::vector<WordOperation>& operations, Stream stream) const {
-  const Driver& driver = state_.setup.driver;
-  for (const WordOperation& operation : operations) {
-    const DevicePtr word = state_.words.word_on_device(operation.word);
-    if (operation.waits)
-      PYCOMM_CUDA_CHECK(driver, cuStreamWaitValue32, stream, word, operation.value, flag::wait_eq);
-    else PYCOMM_CUDA_CHECK(driver, cuStreamWriteValue32, stream, word, operation.value, flag::write_default);
-  }
+void Issuer::flush(Words& words, Stream stream) const {
+  if (words.empty()) return;
+  std::vector<BatchMemOp> batch;
+  batch.reserve(words.size());
+  for (const WordOperation& word : words)
+    batch.push_back({word.waits ? flag::batch_wait : flag::batch_write,
+                     state_.words.word_on_device(word.word), word.value,
+                     word.waits ? flag::wait_eq : flag::write_default, 0, 0});
+  // Two exchanges, and a busy word before and behind them.
+  static_assert(2 * 3 * (max_ranks - 1) + 2 <= flag::batch_most);
+  PYCOMM_CUDA_CHECK(state_.setup.driver, cuStreamBatchMemOp, stream, static_cast<unsigned>(batch.size()),
+                    batch.data(), 0);
+  words.clear();
 }
 
 }  // namespace pycomm::cuda

@@ -35,8 +35,11 @@ class Issuer {
   void refuse_shared_stream(const OpInfo& info, Stream stream) const;
   void count_own_stream(const OpInfo& info, const Line& line);
   Stream enter(Line& line, const Issue& issue, const Capture& capture);
-  void run_steps(const LaunchPlan& plan, Stream stream);
-  void apply(const std::vector<WordOperation>& operations, Stream stream) const;
+  // What is to be done with words, in this order, before anything else in the stream.
+  using Words = std::vector<WordOperation>;
+  void run_steps(const LaunchPlan& plan, Words& words, Stream stream);
+  // By one call: where contexts take turns at the device, each call may cost a turn.
+  void flush(Words& words, Stream stream) const;
 
   GroupState& state_;
   uint64_t exchanges_ = 0;  // of all ranks, so far

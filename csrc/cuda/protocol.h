@@ -11,9 +11,9 @@
 //                    processes on one device           under MPS alone: without it their contexts take turns,
 //                                                      and a kernel that waits for another process burns its
 //                                                      whole time slice
-// stream_ordered   Kernels never wait. Phases are ordered by stream memory operations (cuStreamWaitValue32,
-//                  cuStreamWriteValue32), for which a context gives up its turn. Slower per operation, right
-//                  for processes that share a device. See sync_words.h.
+// stream_ordered   Kernels never wait. Phases are ordered by stream memory operations (cuStreamBatchMemOp: an
+//                  exchange with all ranks is one call), for which a context gives up its turn. Slower per
+//                  operation, right for processes that share a device. See sync_words.h.
 #pragma once
 
 #include <string>

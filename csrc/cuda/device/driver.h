@@ -65,6 +65,16 @@ struct MulticastProp {
   unsigned long long flags;
 };
 
+// One of those that cuStreamBatchMemOp takes, of 32 bits.
+struct BatchMemOp {
+  int operation;
+  DevicePtr address;
+  unsigned long long value;
+  unsigned int flags;
+  DevicePtr alias;  // the driver's own
+  unsigned long long padding;
+};
+
 namespace result {  // CUresult
 inline constexpr int success = 0, invalid_value = 1, out_of_memory = 2, not_initialized = 3, no_device = 100,
                      invalid_device = 101, invalid_context = 201, map_failed = 205,
@@ -86,6 +96,8 @@ inline constexpr unsigned int stream_non_blocking = 1;
 inline constexpr unsigned int event_disable_timing = 2;
 inline constexpr unsigned int wait_geq = 0, wait_eq = 1,
                               wait_and = 2;  // geq: (int32_t)(*address - value) >= 0
+inline constexpr int batch_wait = 1, batch_write = 2;  // BatchMemOp::operation
+inline constexpr size_t batch_most = 256;
 inline constexpr unsigned int write_default = 0;  // orders the stream's earlier writes before this one
 inline constexpr unsigned int host_portable = 1,
                               host_device_map = 2;  // cuMemHostAlloc, and cuMemHostRegister
@@ -152,8 +164,8 @@ inline constexpr int capture_none = 0, capture_active = 1, capture_invalidated =
   X(cuStreamWaitEvent, 3020, (Stream stream, Event event, unsigned int flags))                              \
   X(cuStreamGetCaptureInfo, 12030, (Stream stream, int* status, uint64_t* id, CUgraph_st** graph,           \
      CUgraphNode_st* const** dependencies, const CUgraphEdgeData_st** edges, size_t* num_dependencies))     \
-  X(cuStreamWriteValue32, 11070, (Stream stream, DevicePtr address, uint32_t value, unsigned int flags))    \
-  X(cuStreamWaitValue32, 11070, (Stream stream, DevicePtr address, uint32_t value, unsigned int flags))     \
+  X(cuStreamBatchMemOp, 11070,                                                                              \
+    (Stream stream, unsigned int count, BatchMemOp* operations, unsigned int flags))                        \
   X(cuEventCreate, 2000, (Event* event, unsigned int flags))                                                \
   X(cuEventDestroy, 4000, (Event event))                                                                    \
   X(cuEventRecord, 2000, (Event event, Stream stream))                                                      \

@@ -85,6 +85,7 @@ struct alignas(16) Channel {  // one end of the messages between two ranks in on
   uint64_t epoch, ticket;
   Header headers[2];  // by parity of the epoch; written by the other end
   uint64_t flags[message_blocks];  // likewise: filled at the receiver, drained at the sender
+  uint64_t gave_up;  // likewise: 1 for ever once its wait ended in vain
 };
 
 struct alignas(16) Control {
@@ -94,18 +95,20 @@ struct alignas(16) Control {
   uint64_t verdicts[2][max_ranks];  // likewise: epoch << 1 | whether rank r found a mismatch (pairwise sizes)
   // Likewise, by block of rank r: epoch << step_bits | step.
   uint64_t flags[num_flags][max_blocks][max_ranks];
+  uint64_t gave_up[max_ranks];  // likewise: 1 for ever once a wait of rank r ended in vain
   Channel sending[max_ranks], receiving[max_ranks];  // by peer
 };
 inline constexpr int step_bits = 24;
 
 // What went wrong, for the host: one record for collectives and one for each end of each channel, since these
 // run beside each other.
-enum class Fault : uint64_t { none, mismatch, timeout, protocol };
+// gave_up: a peer did, before this rank came.
+enum class Fault : uint64_t { none, mismatch, timeout, protocol, gave_up };
 struct ErrorRecord {
   uint64_t fault;  // Fault; written last, cleared by the host
   uint64_t epoch;
   uint64_t peer;  // that differs
-  uint64_t missing;  // bit r: rank r did not come
+  uint64_t missing;  // bit r: rank r did not come, or gave up
   Announcement here, there;  // mismatch
 };
 // In host memory that the device addresses.

@@ -100,6 +100,7 @@ class Link {
     // See [Note: late starts]: the receiver reads the sender's buffer.
     if (c_.thread() == 1 % c_.threads() && a_.direct_in && !sends_) stopped = is_stopped(c_, a_);
     if (c_.thread() == 0) {
+      const bool left = a_.direct_in && !sends_ && c_.load_relaxed(&mine_.gave_up, Scope::system);
       Announcement there;
       came = read_header(c_, a_, mine_.headers[epoch_ & 1], epoch_, Ordering::acquire_release, there, late);
       if (came) {
@@ -107,8 +108,10 @@ class Link {
         c_.template shared<Shared>().in[0] = resolve(a_.group, there.in, a_.peer);
         if (!same && c_.block() == 0)
           report(c_, record(), Fault::mismatch, epoch_, a_.peer, 0, a_.call, there);
-      } else if (late || !a_.resident) {
-        blame();
+        if (left) blame(Fault::gave_up);
+        came = !left;
+      } else {
+        give_up(late);
       }
     }
     return !c_.sync_or(!came || !same || stopped);
@@ -125,7 +128,7 @@ class Link {
     if (c_.thread() == 0) {
       const uint64_t* word = &mine_.flags[c_.block()];
       came = spin(c_, a_, word, late, [&] { return c_.load_acquire(word, Scope::system) >= value_of(step); });
-      if (!came && (late || !a_.resident)) blame();
+      if (!came) give_up(late);
     }
     return !c_.sync_or(!came);
   }
@@ -133,9 +136,13 @@ class Link {
   PC_FN ErrorRecord& record() const {
     return a_.group.error->records[sends_ ? record_of_sending(a_.peer) : record_of_receiving(a_.peer)];
   }
-  PC_FN void blame() {
-    report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, a_.peer, 1ull << a_.peer,
-           a_.call, a_.call);
+  // Tells the other end first: [Note: late starts] in session.cuh.
+  PC_FN void give_up(bool late) {
+    c_.store_relaxed(&theirs_.gave_up, uint64_t{1}, Scope::system);
+    if (late || !a_.resident) blame(a_.resident ? Fault::timeout : Fault::protocol);  // else the host knows
+  }
+  PC_FN void blame(Fault fault) {
+    report(c_, record(), fault, epoch_, a_.peer, 1ull << a_.peer, a_.call, a_.call);
   }
 
   Ctx& c_;

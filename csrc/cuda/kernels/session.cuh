@@ -18,11 +18,13 @@
 // which disagree about the call may have launched different grids or different kernels.
 //
 // [Note: late starts] A rank whose wait ended in vain tells its caller, who may then give its buffers back. A
-// kernel that starts late finds the header of such a rank all the same. So kernels that touch the buffers of
-// peers look at ErrorWord::stop once more when the headers are there: the host has set it by then, at most a
-// tick of the watching thread (../watch.h) after the peer's. What lies in arenas and in registered memory
-// stays until all ranks have let go of it and needs no look. Inside that tick a late start is not seen; nor
-// is a rank that gives up while its peer, which came at the last moment, is at work.
+// kernel that starts late finds the header of such a rank all the same. So a rank that gives up says so to
+// every peer (Control::gave_up), before it tells the host; and kernels that touch the buffers of peers look
+// whether one has, and at ErrorWord::stop. What a caller does when it has been told is therefore behind the
+// word, and a kernel that starts behind that sees it. It tells its host, which may hear of it in no other
+// way: the peer may have closed the group in good order. What lies in arenas and in registered memory stays
+// until all ranks have let go of it and needs no look. What is left: a peer that came at the last moment is
+// at work while a rank gives up. To exclude that, both would have to ask each other in every operation.
 //
 // Every wait is bounded: by the operation's timeout, and by ErrorWord::stop, which the host sets when a peer
 // died or the group was aborted. In launches that do not spin (Args::resident == 0) what is waited for must
@@ -163,10 +165,12 @@ class Session {
   PC_CALL bool compare(Ordering ordering) {
     Shared& shared = c_.template shared<Shared>();
     const int t = c_.thread();
-    bool late = false, came = true, same = true, stopped = false;
-    if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);  // beside the others' loads
+    bool late = false, came = true, same = true, stopped = false, left = false;
+    // See [Note: late starts]; beside the loads of headers.
+    if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);
     if (is_peer(t)) {
       Announcement call;
+      if (touches_peers()) left = gave_up(t);
       came = read_header(c_, a_, me_.headers[epoch_ & 1][t], epoch_, ordering, call, late);
       if (came) {
         same = differs(call, t) == false;
@@ -174,9 +178,12 @@ class Session {
         shared.out[t] = resolve(a_.group, call.out, t);
       }
     }
-    if (c_.sync_or(!came || stopped)) {
+    if (c_.sync_or(!came || stopped || left)) {
       const bool known = c_.sync_or(stopped);  // by the host
-      if ((c_.sync_or(late) || !a_.resident) && !known) blame([&](int p) { return header_came(p); });
+      tell_peers();
+      if (c_.sync_or(left) && !known) blame(Fault::gave_up, [&](int p) { return !gave_up(p); });
+      else if ((c_.sync_or(late) || !a_.resident) && !known)
+        blame(absence(), [&](int p) { return header_came(p); });
       return false;
     }
     bool bad = c_.sync_or(!same);
@@ -195,9 +202,7 @@ class Session {
 
   // The data of `peer`, which carry their own flags, did not come: for the one thread that waited.
   PC_CALL void give_up(int peer, bool late) {
-    if (late || !a_.resident)
-      report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, peer, 1ull << peer,
-             a_.call, a_.call);
+    if (late || !a_.resident) report(c_, record(), absence(), epoch_, peer, 1ull << peer, a_.call, a_.call);
   }
 
   // Flag `flag` of step `step` (from 0) for this block, to the ranks in `peers`. Everything the block did
@@ -220,8 +225,9 @@ class Session {
       came = spin(c_, a_, word, late, [&] { return c_.load_acquire(word, Scope::system) >= value_of(step); });
     }
     if (!c_.sync_or(!came)) return true;
+    tell_peers();
     if (c_.sync_or(late) || !a_.resident)
-      blame([&](int p) {
+      blame(absence(), [&](int p) {
         return !(peers >> p & 1) || c_.load_relaxed(&me_.flags[static_cast<int>(flag)][c_.block()][p],
                                                     Scope::system) >= value_of(step);
       });
@@ -251,6 +257,9 @@ class Session {
            call.extra != (a_.pairwise ? a_.out_bytes[peer] : a_.call.extra);
   }
 
+  PC_FN Fault absence() const { return a_.resident ? Fault::timeout : Fault::protocol; }
+  PC_FN bool gave_up(int peer) { return c_.load_relaxed(&me_.gave_up[peer], Scope::system); }
+
   PC_FN bool header_came(int peer) {
     return c_.load_relaxed(&me_.headers[epoch_ & 1][peer].words[0], Scope::system) >> 32 ==
            (epoch_ & 0xffffffff);
@@ -278,10 +287,18 @@ class Session {
     }
   }
 
+  // That this rank waits no longer. Whoever calls it has a barrier of the block behind it, and then tells the
+  // host by a release.
+  PC_FN void tell_peers() {
+    const int t = c_.thread();
+    if (is_peer(t))
+      c_.store_relaxed(&control_of(a_.group, t).gave_up[a_.group.rank], uint64_t{1}, Scope::system);
+  }
+
   // One block tells the host whom it misses. Blocks may do so at once: then the first is heard, or parts of
   // several, all true.
   template <class Came>
-  PC_FN void blame(const Came& came) {
+  PC_FN void blame(Fault fault, const Came& came) {
     if (c_.thread() != 0) return;
     uint64_t missing = 0;
     int first = 0;
@@ -290,8 +307,7 @@ class Session {
         missing |= 1ull << p;
         first = p;
       }
-    report(c_, record(), a_.resident ? Fault::timeout : Fault::protocol, epoch_, first, missing, a_.call,
-           a_.call);
+    report(c_, record(), fault, epoch_, first, missing, a_.call, a_.call);
   }
 
   // A difference between two ranks' sizes is seen by these two alone, so all tell all. True: somebody found
@@ -313,8 +329,9 @@ class Session {
       theirs = came && (value & 1);
     }
     if (c_.sync_or(!came)) {
+      tell_peers();
       if (c_.sync_or(late))
-        blame([&](int p) {
+        blame(absence(), [&](int p) {
           return c_.load_relaxed(&me_.verdicts[epoch_ & 1][p], Scope::system) >> 1 == epoch_;
         });
       return true;

@@ -17,7 +17,8 @@ constexpr bool same_value() {
   else if constexpr (std::is_pointer_v<Ours> || std::is_pointer_v<Theirs>)
     return std::is_pointer_v<Ours> && std::is_pointer_v<Theirs>;
   else if constexpr (std::is_class_v<Ours>)
-    return std::is_class_v<Theirs> && sizeof(Ours) == sizeof(Theirs) && alignof(Ours) == alignof(Theirs);
+    return (std::is_class_v<Theirs> || std::is_union_v<Theirs>) && sizeof(Ours) == sizeof(Theirs) &&
+           alignof(Ours) == alignof(Theirs);
   else return (std::is_integral_v<Theirs> || std::is_enum_v<Theirs>) && sizeof(Ours) == sizeof(Theirs);
 }
 
@@ -83,6 +84,19 @@ SAME_MEMBER(MulticastProp, size, CUmulticastObjectProp, size);
 SAME_MEMBER(MulticastProp, handle_types, CUmulticastObjectProp, handleTypes);
 SAME_MEMBER(MulticastProp, flags, CUmulticastObjectProp, flags);
 
+using Wait = decltype(CUstreamBatchMemOpParams::waitValue);
+using Write = decltype(CUstreamBatchMemOpParams::writeValue);
+static_assert(sizeof(BatchMemOp) == sizeof(CUstreamBatchMemOpParams));
+SAME_MEMBER(BatchMemOp, operation, CUstreamBatchMemOpParams, operation);
+SAME_MEMBER(BatchMemOp, address, Wait, address);
+SAME_MEMBER(BatchMemOp, value, Wait, value64);
+SAME_MEMBER(BatchMemOp, flags, Wait, flags);
+SAME_MEMBER(BatchMemOp, alias, Wait, alias);
+SAME_MEMBER(BatchMemOp, address, Write, address);
+SAME_MEMBER(BatchMemOp, value, Write, value64);
+SAME_MEMBER(BatchMemOp, flags, Write, flags);
+SAME_MEMBER(BatchMemOp, alias, Write, alias);
+
 #define SAME(ours, theirs) \
   static_assert(static_cast<long>(ours) == static_cast<long>(theirs), #ours " differs from cuda.h")
 SAME(result::success, CUDA_SUCCESS);
@@ -120,6 +134,8 @@ SAME(flag::event_disable_timing, CU_EVENT_DISABLE_TIMING);
 SAME(flag::wait_geq, CU_STREAM_WAIT_VALUE_GEQ);
 SAME(flag::wait_eq, CU_STREAM_WAIT_VALUE_EQ);
 SAME(flag::wait_and, CU_STREAM_WAIT_VALUE_AND);
+SAME(flag::batch_wait, CU_STREAM_MEM_OP_WAIT_VALUE_32);
+SAME(flag::batch_write, CU_STREAM_MEM_OP_WRITE_VALUE_32);
 SAME(flag::write_default, CU_STREAM_WRITE_VALUE_DEFAULT);
 SAME(flag::host_portable, CU_MEMHOSTALLOC_PORTABLE);
 SAME(flag::host_device_map, CU_MEMHOSTALLOC_DEVICEMAP);

@@ -162,31 +162,42 @@ int cuMemcpyAsync(DevicePtr to, DevicePtr from, size_t nbytes, Stream stream) {
   return result::success;
 }
 
-int cuStreamWriteValue32(Stream stream, DevicePtr address, uint32_t value, unsigned int) {
-  FAKE_ENTER_IN_CONTEXT(cuStreamWriteValue32);
-  if (!fake_settings().stream_memory_operations) return result::not_supported;
-  if (address % 4) return result::invalid_value;
+void write_word(Stream stream, const BatchMemOp& write) {
   fake_enqueue(stream, [=] {
-    std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).store(value, std::memory_order_release);
+    std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(write.address))
+        .store(static_cast<uint32_t>(write.value), std::memory_order_release);
   });
-  return result::success;
 }
 
-int cuStreamWaitValue32(Stream handle, DevicePtr address, uint32_t value, unsigned int flags) {
-  FAKE_ENTER_IN_CONTEXT(cuStreamWaitValue32);
-  if (!fake_settings().stream_memory_operations) return result::not_supported;
-  if (address % 4 || flags > flag::wait_and) return result::invalid_value;
+void wait_for_word(Stream handle, const BatchMemOp& wait) {
   FakeStream* const stream = stream_of(handle).get();  // lives as long as its work
   fake_enqueue(handle, [=] {
     auto ready = [=] {
-      const uint32_t now =
-          std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(address)).load(std::memory_order_acquire);
-      return flags == flag::wait_geq  ? static_cast<int32_t>(now - value) >= 0
-             : flags == flag::wait_eq ? now == value
-                                      : (now & value) != 0;
+      const uint32_t now = std::atomic_ref<uint32_t>(*reinterpret_cast<uint32_t*>(wait.address))
+                               .load(std::memory_order_acquire);
+      const auto value = static_cast<uint32_t>(wait.value);
+      return wait.flags == flag::wait_geq  ? static_cast<int32_t>(now - value) >= 0
+             : wait.flags == flag::wait_eq ? now == value
+                                           : (now & value) != 0;
     };
-    wait_until(*stream, ready, "cuStreamWaitValue32");
+    wait_until(*stream, ready, "a wait for a word");
   });
+}
+
+int cuStreamBatchMemOp(Stream stream, unsigned int count, BatchMemOp* operations, unsigned int flags) {
+  FAKE_ENTER_IN_CONTEXT(cuStreamBatchMemOp);
+  if (!fake_settings().stream_memory_operations) return result::not_supported;
+  if (!count || count > flag::batch_most || flags) return result::invalid_value;
+  for (unsigned int i = 0; i < count; ++i) {
+    const BatchMemOp& each = operations[i];
+    const bool waits = each.operation == flag::batch_wait;
+    if (each.address % 4 || (!waits && each.operation != flag::batch_write) ||
+        each.flags > (waits ? flag::wait_and : flag::write_default))
+      return result::invalid_value;
+  }
+  for (unsigned int i = 0; i < count; ++i)
+    operations[i].operation == flag::batch_wait ? wait_for_word(stream, operations[i])
+                                                : write_word(stream, operations[i]);
   return result::success;
 }
 
@@ -288,8 +299,7 @@ void fake_add_stream_functions(Driver& table) {
   FAKE_ADD(cuStreamGetCaptureInfo);
   FAKE_ADD(cuMemsetD8Async);
   FAKE_ADD(cuMemcpyAsync);
-  FAKE_ADD(cuStreamWriteValue32);
-  FAKE_ADD(cuStreamWaitValue32);
+  FAKE_ADD(cuStreamBatchMemOp);
   FAKE_ADD(cuThreadExchangeStreamCaptureMode);
   FAKE_ADD(cuEventCreate);
   FAKE_ADD(cuEventDestroy);

@@ -255,7 +255,7 @@ class Machine {
   void launch(Stream& stream, int blocks, int threads, Kernel kernel);
   // Runs a function as the rank's one thread; an exception ends the run.
   void host(Stream& stream, std::function<void()> function);
-  // Stream memory operations, as cuStreamWriteValue32 and cuStreamWaitValue32 (equal): release and acquire at
+  // Stream memory operations, as of cuStreamBatchMemOp (write, wait for equal): release and acquire at
   // system scope.
   void write_value(Stream& stream, uint32_t* word, uint32_t value);
   void wait_value(Stream& stream, const uint32_t* word, uint32_t value);

@@ -149,6 +149,21 @@ void test_messages() {
 
 // --- which protocol, and what cannot be
 
+// Of the driver, in stream order, for any number of ranks: before the first launch, between the two, and
+// behind the last. A change of context may lie in each.
+void require_few_calls(Member& me, Rank& rank, int threads) {
+  Trial trial(me.group, rank, {.count = 8});
+  rank.barrier();
+  const int before = fake_calls("cuStreamBatchMemOp");
+  rank.barrier();
+  me.group.issue(trial.op(), me.issue());
+  me.own.synchronize();
+  rank.barrier();
+  const int calls = fake_calls("cuStreamBatchMemOp") - before;
+  require(calls == 3 * threads, "calls for words: " + std::to_string(calls));
+  rank.barrier();
+}
+
 void test_protocols() {
   struct Wanted {
     Setting setting;
@@ -176,6 +191,8 @@ void test_protocols() {
       require_contains(description(me.group, "buffers"), wanted.buffers);
       require(description(me.group, "device") == "cuda:" + std::to_string(me.device), "the device");
       me.exercise();
+      if (description(me.group, "protocol") == "stream_ordered")
+        require_few_calls(me, rank, wanted.setting.threads);
       require_contains(error_of([&] { CudaGroup::of(rank.comm, me.device + 1); }),
                        "A rank of a group uses one device.");
       me.finish();

@@ -214,15 +214,18 @@ void test_streams() {
     int result = 0;
     // Stream two waits for the word that stream one writes after a slow kernel; the event says when two is
     // through.
-    PYCOMM_CUDA_CHECK(table, cuStreamWaitValue32, two, reinterpret_cast<DevicePtr>(&word), 5, flag::wait_geq);
+    const auto address = reinterpret_cast<DevicePtr>(&word);
+    BatchMemOp wait{flag::batch_wait, address, 5, flag::wait_geq, 0, 0};
+    BatchMemOp writes[] = {{flag::batch_write, address, 3, flag::write_default, 0, 0},
+                           {flag::batch_write, address, 5, flag::write_default, 0, 0}};
+    PYCOMM_CUDA_CHECK(table, cuStreamBatchMemOp, two, 1, &wait, 0);
     fake_enqueue(two, [&] { result = 1; });
     PYCOMM_CUDA_CHECK(table, cuEventRecord, event, two);
     require(table.cuStreamQuery(two) == result::not_ready && table.cuEventQuery(event) == result::not_ready,
             "two waits");
     fake_enqueue(one, [] { std::this_thread::sleep_for(std::chrono::milliseconds(20)); });
     require(result == 0, "kernels run later");
-    PYCOMM_CUDA_CHECK(table, cuStreamWriteValue32, one, reinterpret_cast<DevicePtr>(&word), 5,
-                      flag::write_default);
+    PYCOMM_CUDA_CHECK(table, cuStreamBatchMemOp, one, 2, writes, 0);
     PYCOMM_CUDA_CHECK(table, cuStreamWaitEvent, one, event, 0);
     fake_enqueue(one, [&] { result *= 10; });
     PYCOMM_CUDA_CHECK(table, cuStreamSynchronize, one);

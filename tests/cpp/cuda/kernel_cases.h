@@ -176,6 +176,14 @@ class Instance {
         if (!buffer->guards_intact()) throw std::runtime_error(case_.text() + ": a write beyond a buffer");
   }
 
+  // What the ranks but `left_out` hold.
+  std::vector<std::vector<std::byte>> outputs(int left_out) const {
+    std::vector<std::vector<std::byte>> all;
+    for (int r = 0; r < n_; ++r)
+      if (r != left_out) all.emplace_back(out_[r], out_[r] + out_count_[r] * item_);
+    return all;
+  }
+
  private:
   template <class Count>
   size_t total(Count count_of) const {

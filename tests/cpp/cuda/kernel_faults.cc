@@ -122,6 +122,75 @@ void absent() {
          "a stopped rank ends without a report: the host knows");
 }
 
+// The host stops a rank before its kernel starts; the other is there, and its header has come.
+void stopped() {
+  const Setting setting{.world_size = 2, .options = {.timeouts = true}};
+  Machine machine(2, setting.options);
+  Ranks ranks(machine, 2, options_of(setting));
+  Instance sum(ranks, {.algorithm = Algorithm::two_shot, .count = 400}, setting.memory, 1);
+  ranks.error(1).stop = 1;
+  for (int r = 0; r < 2; ++r) {
+    machine.host(machine.stream(r), [&, r] { sum.fill(r); });
+    ranks.enqueue(r, sum.op(r));
+  }
+  ++runs;
+  expect(machine.run().ok && !ranks.error(1).records[0].fault, "a stopped rank ends, and the host knows why");
+  const size_t part = round_up_to(400 * sizeof(float) / 2, align_bytes);
+  const std::vector<std::byte> other = sum.outputs(1)[0];
+  expect(std::all_of(other.begin() + part, other.end(), [](std::byte b) { return b == std::byte{0xBB}; }),
+         "a stopped rank leaves the other's result alone");
+}
+
+// The last rank comes when the others have given up and their callers have their buffers back. No host has
+// said `stop`.
+void late_starts() {
+  for (const Form& form : forms)
+    for (const Memory memory : {Memory::pointers, Memory::registered}) {
+      const int n = 3;
+      const Setting setting{.world_size = n, .memory = memory, .options = {.timeouts = true}};
+      if (!possible(form, setting)) continue;
+      Machine machine(n, setting.options);
+      Ranks ranks(machine, n, options_of(setting));
+      Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
+      for (int r = 0; r < n - 1; ++r) {
+        machine.host(machine.stream(r), [&, r] { instance.fill(r); });
+        ranks.enqueue(r, instance.op(r));
+      }
+      ++runs;
+      expect(machine.run().ok, "ranks without their peer end");
+      const auto before = instance.outputs(n - 1);
+      machine.host(machine.stream(n - 1), [&] { instance.fill(n - 1); });
+      ranks.enqueue(n - 1, instance.op(n - 1));
+      expect(machine.run().ok, "a late start ends");
+      expect(instance.outputs(n - 1) == before, std::string(to_string(form.kind)) + " " +
+                                                    to_string(form.algorithm) +
+                                                    ": a late start leaves the others' results alone");
+      bool right = true;  // as it is where nothing but arenas is needed of the others
+      try {
+        instance.check(n - 1);
+      } catch (const std::runtime_error&) {
+        right = false;
+      }
+      expect(right || ranks.error(n - 1).records[0].fault, "a late start without its result is an error");
+    }
+  for (const Memory memory : {Memory::pointers, Memory::registered}) {
+    const Setting setting{.world_size = 2, .memory = memory, .options = {.timeouts = true}};
+    Machine machine(2, setting.options);
+    Ranks ranks(machine, 2, options_of(setting));
+    Region& region = ranks.add_region(4096);
+    std::byte *from = region.parts[0]->data(), *to = region.parts[1]->data();
+    std::memset(from, 1, 4096);
+    ranks.enqueue(0, {true, 1, 0, DType::u8, from, 4096}, 1);
+    expect(machine.run().ok, "a send without its recv ends");
+    std::memset(from, 2, 4096);
+    ranks.enqueue(1, {false, 0, 0, DType::u8, to, 4096}, 1);
+    ++runs;
+    expect(machine.run().ok && to[0] == std::byte{0} && to[4095] == std::byte{0},
+           "a late recv reads nothing of what its sender took back");
+    expect(ranks.error(1).records[record_of_receiving(0)].fault, "a late recv is an error");
+  }
+}
+
 // A rank never comes and nobody looks at the clock: the report names who waits, and in whose memory.
 void deadlock() {
   for (Memory memory : {Memory::pointers, Memory::staged}) {
@@ -171,6 +240,56 @@ void message_faults() {
          "a send without a recv times out");
 }
 
+// Who reads that a rank has given up finds its peer told: what the caller does then is behind that.
+void told_in_order(uint64_t seed) {
+  for (uint64_t round = 0; round < 20; ++round)
+    for (const bool is_message : {false, true}) {
+      const Setting setting{.world_size = 2,
+                            .threads = 32,
+                            .options = {.seed = seed * 1000 + round, .preempt = 3, .timeouts = true}};
+      Machine machine(2, setting.options);
+      Ranks ranks(machine, 2, options_of(setting));
+      Buffer data(256);
+      Instance sum(ranks, {.algorithm = Algorithm::two_shot, .count = 900}, setting.memory, 1);
+      if (is_message) ranks.enqueue(0, {true, 1, 7, DType::u8, data.data(), 256}, 1);
+      else ranks.enqueue(0, sum.op(0));
+      const Control& peer = control_of(ranks.shape(0).group, 1);
+      const ErrorRecord& record = ranks.error(0).records[is_message ? record_of_sending(1) : 0];
+      machine.launch(machine.stream(0, 2), 1, 1, [&](fiber::FiberCtx& c) {
+        while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
+        expect(c.load_relaxed(is_message ? &peer.receiving[0].gave_up : &peer.gave_up[0], Scope::system) == 1,
+               "peers are told before the host");
+      });
+      const Outcome outcome = machine.run();
+      ++runs;
+      expect(outcome.ok, "a rank gives up in order; got " + outcome.text);
+    }
+}
+
+// A mismatch is told once, also where the host reads it before the operation's second launch.
+void told_once() {
+  for (uint64_t seed = 0; seed < 30; ++seed) {
+    const Setting setting{
+        .world_size = 2, .memory = Memory::registered, .options = {.seed = seed, .preempt = 3}};
+    Machine machine(2, setting.options);
+    Ranks ranks(machine, 2, options_of(setting));
+    std::vector<std::unique_ptr<Instance>> calls;
+    for (int r = 0; r < 2; ++r) {
+      const Case call{.kind = OpKind::all_gather, .algorithm = Algorithm::copy_engine, .count = 64u + r};
+      calls.push_back(std::make_unique<Instance>(ranks, call, setting.memory, r));
+      ranks.enqueue(r, calls[r]->op(r));
+      machine.launch(machine.stream(r, 1), 1, 1, [&ranks, r](fiber::FiberCtx& c) {
+        ErrorRecord& record = ranks.error(r).records[0];
+        while (!c.load_acquire(&record.fault, Scope::system)) c.relax(&record.fault);
+        c.store_release(&record.fault, uint64_t{0}, Scope::system);
+      });
+    }
+    ++runs;
+    expect(machine.run().ok, "a mismatch with two launches ends");
+    for (int r = 0; r < 2; ++r) expect(!ranks.error(r).records[0].fault, "a mismatch is told once");
+  }
+}
+
 // Differs from segment to segment, too.
 std::byte message_byte(int src, int dst, int round, size_t i) {
   return static_cast<std::byte>(src * 16 + dst + round * 5 + (i >> 8) * 7);
@@ -180,6 +299,7 @@ std::byte message_byte(int src, int dst, int round, size_t i) {
 
 // What the host reads of a fault record that kernels write meanwhile, as Faults::read_record does.
 void records(uint64_t seed) {
+  told_in_order(seed);
   for (uint64_t round = 0; round < 20; ++round)
     for (int what = 0; what < 3; ++what) {
       const bool is_message = what == 2;
@@ -216,7 +336,10 @@ void records(uint64_t seed) {
 void faults() {
   mismatches();
   pairwise_mismatch();
+  told_once();
   absent();
+  stopped();
+  late_starts();
   deadlock();
   message_faults();
 }
