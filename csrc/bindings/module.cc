@@ -57,6 +57,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("card_payload") = card_payload;
   module.attr("longest_timeout") = longest_timeout;
   bind_backend(module);
+  bind_trace(module);
 }
 
 }  // namespace pycomm
