@@ -81,6 +81,7 @@ PRINTED = {  # example -> patterns of what it prints
         r"step 2 again on 3 ranks",
         r"3 of 4 ranks end with the losses of one process",
     ],
+    "25_trace": [r"dp +all_reduce", r"waiting ms", r"python -m pycomm.trace .* draws it"],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
