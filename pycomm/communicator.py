@@ -20,9 +20,10 @@ import contextlib
 
 import torch
 
-from pycomm import _C, env, hosts
+from pycomm import _C, env, hosts, metrics, trace
 from pycomm.arrays import as_tensor, as_tensors, call_in_stream, like
 from pycomm.membership import Membership
+from pycomm.observed import Observed
 from pycomm.options import seconds, transport_options
 
 __all__ = ["Communicator", "Work", "empty"]
@@ -67,7 +68,7 @@ class Work(_C.Work):
         return self._source()
 
 
-class Communicator(Membership):
+class Communicator(Membership, Observed):
     """A group of ranks, on one node or several, and the collectives among them.
 
     Args:
@@ -118,6 +119,7 @@ class Communicator(Membership):
         if rank is None or world_size is None:
             raise ValueError("pass rank and world_size together with store")
         timeout = self._own_limit(timeout, settings)
+        trace.begin_if_asked()
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
         comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
         self._take(comm, store, name, timeout, settings)
@@ -125,6 +127,7 @@ class Communicator(Membership):
     def _take(self, comm, store, name, timeout, settings):
         for op, algorithm in settings.algorithm.items():
             comm.set_algorithm(op, algorithm)
+        metrics.watch(comm, name)
         self._comm = comm
         self._store = store
         self._splits = 0

@@ -36,6 +36,14 @@
                                                                         0: use the built-in one
     PYCOMM_CACHE                 a folder                   see below   what was measured on this machine
                                                                         (pycomm/fused/tuner.py, tuned.py)
+    PYCOMM_TRACE                 a folder                   nothing     every rank writes there what it does
+                                                                        (docs/trace.md)
+    PYCOMM_TRACE_BYTES           bytes, or 1M, 64M          16M         of the ring that keeps the last of it,
+                                                                        per process
+    PYCOMM_STATISTICS            0 | 1                      0           Communicator.statistics() has seconds,
+                                                                        too, without a trace
+    PYCOMM_METRICS_PORT          1 to 65535                 nothing     counters as a Prometheus endpoint, at
+                                                                        this port + LOCAL_RANK of localhost
     GLOO_SOCKET_IFNAME           eth0,ib0                   the route   Gloo's, where PYCOMM_SOCKET_IFNAME is
                                                                         not set: the first interface there is
     UCX_TLS, UCX_NET_DEVICES     UCX's                      see below   with PYCOMM_WIRE=ucx: transports and
@@ -84,7 +92,8 @@ VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
     "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
-    "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_REPLACEMENT PYCOMM_LOG"
+    "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_REPLACEMENT PYCOMM_TRACE PYCOMM_TRACE_BYTES PYCOMM_STATISTICS "
+    "PYCOMM_METRICS_PORT PYCOMM_LOG"
 ).split()
 
 
@@ -293,6 +302,35 @@ def cache_folder():
     return _get("PYCOMM_CACHE") or os.path.join(
         _get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pycomm"
     )
+
+
+def trace_folder():
+    """What PYCOMM_TRACE says: a folder, or None."""
+    return _get("PYCOMM_TRACE")
+
+
+def trace_bytes():
+    """Reads PYCOMM_TRACE_BYTES: bytes of the ring of a process's trace. Raises ValueError."""
+    return _nbytes("PYCOMM_TRACE_BYTES") or 16 << 20
+
+
+def statistics():
+    """Reads PYCOMM_STATISTICS: whether operations are timed without a trace. Raises ValueError."""
+    value = _get("PYCOMM_STATISTICS")
+    if value not in (None, "0", "1"):
+        raise _wrong("PYCOMM_STATISTICS", value, "0 or 1")
+    return value == "1"
+
+
+def metrics_port():
+    """The port of this process's Prometheus endpoint, or None: PYCOMM_METRICS_PORT and its LOCAL_RANK. Raises
+    ValueError.
+    """
+    value = _get("PYCOMM_METRICS_PORT")
+    if value is None:
+        return None
+    port, local_rank = _integer("PYCOMM_METRICS_PORT", value, 1, 65535), _get("LOCAL_RANK")
+    return port + (0 if local_rank is None else _integer("LOCAL_RANK", local_rank, 0))
 
 
 def triton_interpret():

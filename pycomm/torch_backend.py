@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm import _C, env, hosts
+from pycomm import _C, env, hosts, metrics, trace
 from pycomm.options import transport_options
 
 # Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not
@@ -41,7 +41,8 @@ def create(options, pg_options):
     show_in_flight_recorder()
     show_in_ddp_logs()
     gather_sharded_tensors_on_cpu()
-    return _C.create_backend(
+    trace.begin_if_asked()
+    backend = _C.create_backend(
         options.store,
         options.group_rank,
         options.group_size,
@@ -51,6 +52,8 @@ def create(options, pg_options):
         list(options.global_ranks_in_group) or list(range(options.group_size)),
         hosts.engines,
     )
+    metrics.watch(backend.communicator, options.group_id)
+    return backend
 
 
 def _seconds(timeout):

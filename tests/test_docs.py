@@ -27,7 +27,7 @@ PAGES = [path for path in markdown_files() if "results" not in path.parts]
 HISTORY = {ROOT / "docs" / "log.md", ROOT / "CHANGELOG.md"}
 ZH = sorted((ROOT / "docs" / "zh").glob("*.md"))
 # Named in the pages, but made when something runs.
-MADE = {"fused.json", "script.py", "env.sh"}
+MADE = {"fused.json", "script.py", "env.sh", "trace.json", "train.py", "trace.html", "step.png"}
 
 
 def prose(path):

@@ -30,7 +30,7 @@ pytestmark = pytest.mark.timeout(600)  # of which most is for compilers on a bus
 
 def core_sources(csrc):
     """All of the core, without Python and torch."""
-    folders = ("memory", "transport", "arithmetic", "op", "communicator", "collectives", "hosts")
+    folders = ("memory", "trace", "transport", "arithmetic", "op", "communicator", "collectives", "hosts")
     return sorted(path for folder in folders for path in (csrc / folder).glob("*.cc"))
 
 

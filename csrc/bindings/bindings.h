@@ -32,5 +32,7 @@ void bind_messages(CommClass& comm);
 void bind_registered(CommClass& comm);
 void bind_explain(py::module_& module);
 void bind_backend(py::module_& module);
+void bind_trace(py::module_& module);
+py::object counters_of(Communicator& comm);
 
 }  // namespace pycomm

@@ -79,6 +79,7 @@ void bind_communicator(py::module_& module) {
       .def("set_timeout", [](Communicator& c, double timeout) { c.transport().set_timeout(timeout); })
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
+      .def("counters", &counters_of)
       .def("abort",
            [](Communicator& c, const std::string& reason) {
              WithoutGil no_gil;

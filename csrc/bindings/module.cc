@@ -59,6 +59,7 @@ PYBIND11_MODULE(_C, module) {
   module.attr("longest_timeout") = longest_timeout;
   bind_backend(module);
   bind_ucx(module);
+  bind_trace(module);
 }
 
 }  // namespace pycomm

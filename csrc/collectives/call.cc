@@ -58,11 +58,28 @@ void Call::publish(bool with_payload) {
   } else {
     publish_parts();
   }
+  if (times) {
+    slot.published_ns = times->begun = trace::now_ns();
+    slot.traced = static_cast<uint32_t>(sequence);
+  }
   // Everything above is visible to whoever sees the key.
   slot.key.store(pack_key(op, sequence), std::memory_order_release);
   if (with_payload)
     transport.notify_if_last(
         [this](int p) { return published(p); });  // else match() does, after the first fill
+}
+
+// A rank that is not traced has left no time.
+void Call::note_arrivals() {
+  times->arrived = trace::now_ns();
+  uint64_t latest = 0;
+  for (int p = 0; p < world_size; ++p) {
+    const OpSlot& slot = transport.slot(p, sequence);
+    if (slot.traced != static_cast<uint32_t>(sequence) || slot.published_ns < latest) continue;
+    latest = slot.published_ns;
+    times->last = static_cast<uint16_t>(p);
+  }
+  if (times->last == rank) times->arrived = times->begun;
 }
 
 bool Call::published(int peer) const {
@@ -106,6 +123,7 @@ void Call::match() {
   transport.notify_if_last(there);
   transport.wait_all(there, scope);
   matched_ = true;
+  if (times) note_arrivals();
   const OpSlot& mine = transport.slot(rank, sequence);
   for (int p = 0; p < world_size; ++p) {
     const OpSlot& other = transport.slot(p, sequence);

@@ -33,6 +33,7 @@ class Call {
   const size_t item;             // bytes of one element
   const uint64_t sequence;  // of the operation here; errors speak of scope.op
   WaitScope scope;
+  trace::Times* times = nullptr;  // of an operation that is measured
 
   void publish(bool with_payload);
   bool published(int peer) const;  // `peer` has published this operation
@@ -67,6 +68,7 @@ class Call {
 
  private:
   void publish_parts();
+  void note_arrivals();
   void compare(int peer) const;
   void compare_splits() const;
 

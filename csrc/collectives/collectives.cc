@@ -68,23 +68,33 @@ void CollectiveTask::separate_overlap() {
 }
 
 void CollectiveTask::publish() {
+  if (!comm_.served()) comm_.transport().note_operation({op_.kind, sequence()});
   if (route_ == Route::across) return;
   call_.emplace(comm_, op_, sequence());
+  if (times_.measured()) call_->times = &times_;
   call_->publish(route_ == Route::payload);
 }
 
 void CollectiveTask::finish(bool patient) {
-  if (route_ == Route::across) return run_across(patient);
   try {
-    complete(patient);
+    if (route_ == Route::across) run_across(patient);
+    else complete(patient);
+    if (!comm_.served()) comm_.transport().note_completed({op_.kind, sequence()});
+    comm_.counters().count(op_.kind, op_.total_bytes(comm_.world_size()));
   } catch (const CommError&) {
-    await_visitors(*call_);
+    if (call_) await_visitors(*call_);
+    comm_.transport().note_operation({});
     throw;
   } catch (const std::exception& error) {  // of this rank alone (memory): its peers would wait for it
+    comm_.transport().note_operation({});
     end_group(error.what());
-    await_visitors(*call_);
+    if (call_) await_visitors(*call_);
     throw;
   }
+}
+
+trace::Subject CollectiveTask::subject() const {
+  return {op_.kind, op_.total_bytes(comm_.world_size()), sequence(), static_cast<uint8_t>(chosen_)};
 }
 
 // Returns when the group is broken, by this or by another reason.
@@ -101,6 +111,12 @@ void CollectiveTask::complete(bool patient) {
   call.scope.patient |= patient;
   limit(call.scope);
   const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
+  chosen_ = choice.algorithm;
+  move(choice);
+}
+
+void CollectiveTask::move(const Choice& choice) {
+  Call& call = *call_;
   switch (op_.kind) {
     case OpKind::all_reduce: return all_reduce(call, choice, route_);
     case OpKind::reduce: return reduce_to_root(call, choice, route_);
@@ -129,15 +145,9 @@ void CollectiveTask::run_across(bool patient) {
       scope_of({op_.kind, sequence()}, op_.timeout > 0 ? op_.timeout : comm_.transport().timeout());
   scope.patient = patient;
   limit(scope);
-  try {
-    comm_.transport().check(scope.op);
-    comm_.hosts_side()->run(op_, scope);
-  } catch (const CommError&) {
-    throw;
-  } catch (const std::exception& error) {  // of this rank alone (memory): its peers would wait for it
-    end_group(error.what());
-    throw;
-  }
+  if (times_.measured()) times_.begun = trace::now_ns();
+  comm_.transport().check(scope.op);
+  comm_.hosts_side()->run(op_, scope);
 }
 
 void CollectiveTask::make_room() {

@@ -37,12 +37,14 @@ class CollectiveTask : public Task {
   bool ready() const override { return call_ && call_->headers_ready(); }
   void finish(bool patient) override;
   void look(double late) const override;
+  trace::Subject subject() const override;
 
  private:
   void separate_overlap();
   Choice choose();
   bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);
+  void move(const Choice& choice);
   void run_across(bool patient);
   void limit(WaitScope& scope) const;
   void end_group(const char* reason) const;
@@ -50,6 +52,7 @@ class CollectiveTask : public Task {
 
   Op op_;
   Route route_;
+  Algorithm chosen_ = Algorithm::automatic;
   std::optional<Call> call_;
   std::vector<std::byte>
       copy_;  // of the input, where it overlaps the output in a way the algorithms do not allow

@@ -18,9 +18,29 @@ Message::Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpe
                  std::function<void()> finalizer)
     : owner_(owner), kind_(kind), spec_(spec), nbytes_(spec.nbytes()), data_(data), peer_(spec.peer) {
   finalizer_ = std::move(finalizer);
+  if (!trace::measuring()) return;
+  times_.issued = times_.begun = trace::now_ns();
+  trace::Recorder::instance().issued(times_, subject(), owner_.communicator().traced_as());
+}
+
+trace::Subject Message::subject() const {
+  return {kind_, nbytes_, id_, static_cast<uint8_t>(Algorithm::automatic), trace::Type::message};
+}
+
+void Message::end(std::exception_ptr error) {
+  Communicator& comm = owner_.communicator();
+  if (!error) comm.counters().count_shared(kind_, nbytes_);
+  if (times_.measured()) {
+    trace::Times times = times_.at_end();
+    times.last = static_cast<uint16_t>(peer_.load());
+    if (!error) comm.counters().measure_shared(kind_, nbytes_, times);
+    trace::Recorder::instance().ended(times, subject(), comm.traced_as(), error != nullptr);
+  }
+  settle(std::move(error));
 }
 
 void Message::wait(double timeout) {
+  if (times_.measured() && !done()) times_.wait_begins();
   WaitScope limit = scope(timeout);
   limit.deadline += std::chrono::steady_clock::now() - issued_;
   owner_.wait(*this, limit);

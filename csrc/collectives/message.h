@@ -48,12 +48,17 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   void posted(uint64_t id) { id_ = id; }
   void leave_to_receiver() { passive_ = true; }  // it can complete it without this rank
   bool passive() const { return passive_; }
-  void matched(int src) { peer_ = src; }
+  void matched(int src) {
+    peer_ = src;
+    if (times_.measured()) times_.arrived = trace::now_ns();
+  }
   void entrust(Trust trust) { trust_ = trust; }
   Trust trust() const { return trust_; }
-  void end(std::exception_ptr error) { settle(std::move(error)); }
+  void end(std::exception_ptr error);
 
  private:
+  trace::Subject subject() const;
+
   SendRecv& owner_;
   const OpKind kind_;
   const MessageSpec spec_;
@@ -66,6 +71,7 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   uint64_t id_ = 0;
   const std::chrono::steady_clock::time_point issued_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point next_look_ = issued_;
+  trace::Times times_;
 };
 
 using MessagePtr = std::shared_ptr<Message>;

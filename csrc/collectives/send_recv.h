@@ -58,6 +58,7 @@ class SendRecv final : public Messages {
  public:
   explicit SendRecv(Communicator& comm);
 
+  Communicator& communicator() { return comm_; }
   Transport& transport() { return transport_; }
 
   MessageWorkPtr send(const std::byte* data, const MessageSpec& spec,

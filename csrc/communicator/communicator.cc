@@ -30,7 +30,14 @@ thread_local int waits_with_progress = 0;  // in which this thread runs Backgrou
 }  // namespace
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op, int rank, int world_size)
-    : transport_(std::move(transport)), run_op_(run_op), rank_(rank), world_size_(world_size) {}
+    : transport_(std::move(transport)), run_op_(run_op), rank_(rank), world_size_(world_size) {
+  const Whole& whole = transport_->whole();
+  const bool part = !whole.ranks.empty() && world_size_ == transport_->world_size();
+  traced_as_.name = transport_->name();
+  traced_as_.rank = part ? transport_->number(rank_) : rank_;
+  traced_as_.world_size = world_size_;
+  traced_as_.host = part ? whole.host : "";
+}
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op)
     : Communicator(transport, run_op, transport->rank(), transport->world_size()) {}
@@ -76,8 +83,22 @@ bool Task::poll() { return comm_.poll(*this); }
 void Task::help(bool) { comm_.help(*this); }
 
 void Communicator::settle(Task& task, std::exception_ptr error) {
+  if (task.times_.measured()) end_measuring(task, error != nullptr);
   auto keep = std::move(task.self_);  // the last reference may go with the queue's
   task.settle(std::move(error));
+}
+
+void Communicator::begin_measuring(Task& task, bool blocks) {
+  task.times_.issued = trace::now_ns();
+  if (blocks) task.times_.waited = task.times_.issued;
+  trace::Recorder::instance().issued(task.times_, task.subject(), traced_as_);
+}
+
+void Communicator::end_measuring(Task& task, bool failed) {
+  trace::Times times = task.times_.at_end();
+  const trace::Subject subject = task.subject();
+  if (!failed) counters_.measure(subject.kind, subject.nbytes, times);
+  trace::Recorder::instance().ended(times, subject, traced_as_, failed);
 }
 
 // Before any lock: in a forked child the copied mutex may be locked, and `busy_` may speak of a thread of the
@@ -103,6 +124,7 @@ void Communicator::run(Task& task) {
     if (busy_ || !queue_.empty()) {
       refuse_nested();
       task.sequence_ = next_sequence_++;
+      if (trace::measuring()) begin_measuring(task, true);
       queue_.push_back(&task);
       lock.unlock();
       wait(task);
@@ -112,6 +134,7 @@ void Communicator::run(Task& task) {
     runner_ = std::this_thread::get_id();
     task.sequence_ = next_sequence_++;
   }
+  if (trace::measuring()) begin_measuring(task, true);
   std::exception_ptr error;
   try {
     task.publish();
@@ -119,6 +142,7 @@ void Communicator::run(Task& task) {
   } catch (...) {
     error = std::current_exception();
   }
+  if (task.times_.measured()) end_measuring(task, error != nullptr);
   {
     std::lock_guard lock(mutex_);
     busy_ = false;
@@ -135,6 +159,7 @@ void Communicator::issue(std::shared_ptr<Task> shared) {
     execute_head(lock, false);
   task.sequence_ = next_sequence_++;
   task.self_ = std::move(shared);
+  if (trace::measuring()) begin_measuring(task, false);
   if (stop_) {  // another thread has closed the group since this call began: nobody runs the queue any more
     lock.unlock();
     settle(task, closed_error());
@@ -187,6 +212,7 @@ void Communicator::execute_head(std::unique_lock<std::mutex>& lock, bool patient
 
 void Communicator::wait(Task& task, double timeout) {
   refuse_forked();
+  if (task.times_.measured() && !task.done()) task.times_.wait_begins();
   for (int i = 0; i < spins_before_sleep && !transport_->oversubscribed(); ++i) {
     if (task.done()) break;
     if ((i & 15) == 0) {

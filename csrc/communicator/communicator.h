@@ -17,6 +17,8 @@
 #include <vector>
 
 #include "../op/op.h"
+#include "../trace/counters.h"
+#include "../trace/recorder.h"
 #include "../transport/transport.h"
 #include "lanes.h"
 #include "work.h"
@@ -42,8 +44,10 @@ class Task : public Work {
   // Published and not ready: throws if it never will be (a dead peer), or, `late` seconds after its issue if
   // that is not 0, names who is missing.
   virtual void look(double late) const = 0;
+  virtual trace::Subject subject() const = 0;  // what it is, for who traces it
 
   Communicator& comm_;
+  trace::Times times_;
   // Set by a waiter that runs the task: the waiter's limit in seconds (0: none) and when it ends. It replaces
   // the operation's own limit where the waiter waits for this very task, else it may only shorten it.
   double wait_timeout_ = 0;
@@ -167,6 +171,11 @@ class Communicator {
     default_algorithms_[static_cast<int>(kind)] = algorithm;
   }
 
+  // What this rank has done in the group; on a device, where any thread counts, apart.
+  trace::Counters& counters() { return counters_; }
+  trace::Counters& device_counters() { return device_counters_; }
+  trace::GroupName& traced_as() { return traced_as_; }
+
   LaneState& lane(int index) { return lanes_[index]; }
   // Runs body(0) ... body(count-1) at once on that many threads; rethrows the first error.
   void on_lanes(int count, const std::function<void(int)>& body) {
@@ -187,7 +196,9 @@ class Communicator {
   bool runs_here() const { return busy_ && runner_ == std::this_thread::get_id(); }
   void refuse_nested() const;
   void worker_loop();
-  static void settle(Task& task, std::exception_ptr error);
+  void settle(Task& task, std::exception_ptr error);
+  void begin_measuring(Task& task, bool blocks);
+  void end_measuring(Task& task, bool failed);
 
   std::shared_ptr<Transport> transport_;
   const RunOp run_op_;
@@ -199,6 +210,8 @@ class Communicator {
   std::mutex making_device_side_;
   LaneState lanes_[max_lanes];
   Algorithm default_algorithms_[num_op_kinds] = {};
+  trace::Counters counters_, device_counters_;
+  trace::GroupName traced_as_;
 
   // On the heap, because a forked child must leave it alone: the copy may be locked, and counts a worker that
   // the child has not.

@@ -16,6 +16,33 @@ namespace {
 constexpr std::chrono::seconds longest_farewell{10};
 constexpr std::chrono::hours for_ever{24};  // every wait of a kernel ends before that
 constexpr double patience = 2;  // seconds; see [Note: meeting on the host first]
+
+// Counts an operation, and traces the host's side of it: from the call until all of it is in the stream. When
+// it runs there only events with times would tell.
+class HostSide {
+ public:
+  HostSide(Communicator& comm, OpKind kind, size_t nbytes, uint64_t sequence)
+      : comm_(comm), subject_{kind, nbytes, sequence, 0, trace::Type::device} {
+    if (!trace::measuring()) return;
+    times_.issued = times_.begun = trace::now_ns();
+    trace::Recorder::instance().issued(times_, subject_, comm_.traced_as());
+  }
+  ~HostSide() {
+    if (!times_.measured()) return;
+    times_.ended = trace::now_ns();
+    trace::Recorder::instance().ended(times_, subject_, comm_.traced_as(), !done_);
+  }
+  void done() {
+    done_ = true;
+    comm_.device_counters().count_shared(subject_.kind, subject_.nbytes);
+  }
+
+ private:
+  Communicator& comm_;
+  const trace::Subject subject_;
+  trace::Times times_;
+  bool done_ = false;
+};
 }  // namespace
 
 // --- making it
@@ -96,14 +123,18 @@ Shape CudaGroup::shape() const {
 CudaWorkPtr CudaGroup::issue(const Op& op, const Issue& issue) {
   const auto held = state_.lock.take({op.kind, 0});
   Line& line = state_.lines.collectives();
-  return enqueue(line, {op.kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
+  Communicator& comm = state_.setup.comm;
+  HostSide host(comm, op.kind, op.total_bytes(comm.world_size()), line.issued + 1);
+  auto work = enqueue(line, {op.kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
     return plan_collective(op, shape(), registry_.lookup(), timeout_ns);
   });
+  host.done();
+  return work;
 }
 
 CudaWorkPtr CudaGroup::issue(const MessageCall& message, const Issue& issue) {
   const OpKind kind = message.sends ? OpKind::send : OpKind::recv;
-  const Communicator& comm = state_.setup.comm;
+  Communicator& comm = state_.setup.comm;
   const auto held = state_.lock.take({kind, 0});
   if (message.peer < 0 || message.peer >= comm.world_size())
     throw std::invalid_argument(comm.transport().where({kind, 0}) + "rank " + std::to_string(message.peer) +
@@ -111,9 +142,12 @@ CudaWorkPtr CudaGroup::issue(const MessageCall& message, const Issue& issue) {
                                 (message.peer < 0 ? "; CUDA messages have a definite source" : ""));
   Line& line =
       message.sends ? state_.lines.sending_to(message.peer) : state_.lines.receiving_from(message.peer);
-  return enqueue(line, {kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
+  HostSide host(comm, kind, message.nbytes(), line.issued + 1);
+  auto work = enqueue(line, {kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
     return plan_message(message, shape(), registry_.lookup(), timeout_ns);
   });
+  host.done();
+  return work;
 }
 
 // With the group's lock held.

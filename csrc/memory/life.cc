@@ -6,6 +6,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -13,6 +14,8 @@
 namespace pycomm {
 
 namespace {
+
+constexpr size_t life_page_bytes = 4096;
 
 struct flock record_lock(short type, int byte) {
   struct flock lock{};
@@ -30,6 +33,10 @@ struct Life::File {
   std::string name;
   std::vector<OwnedFd> fds;  // all that this process has of it; the first is used
   std::map<int, int> holds;  // byte -> holds of this process
+  std::map<int, std::byte*> pages;  // of those
+
+  void map_page(int byte);
+  void drop_page(int byte);
 };
 
 struct Life::Registry {
@@ -46,6 +53,25 @@ struct Life::Registry {
     return registry;
   }
 };
+
+// By fallocate, which no other process can shrink the file with, and a page whose memory is there cannot
+// fault.
+void Life::File::map_page(int byte) {
+  const off_t at = static_cast<off_t>(byte) * life_page_bytes;
+  if (::fallocate(fds[0].get(), 0, at, life_page_bytes) != 0) return;
+  void* page = ::mmap(nullptr, life_page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fds[0].get(), at);
+  if (page == MAP_FAILED) return;
+  std::memset(page, 0, life_page_bytes);
+  pages[byte] = static_cast<std::byte*>(page);
+}
+
+void Life::File::drop_page(int byte) {
+  const auto found = pages.find(byte);
+  if (found == pages.end()) return;
+  std::memset(found->second, 0, life_page_bytes);
+  ::munmap(found->second, life_page_bytes);
+  pages.erase(found);
+}
 
 OwnedFd Life::create_file() {
   OwnedFd file(::memfd_create("pycomm-life", MFD_CLOEXEC));
@@ -73,8 +99,8 @@ Life::Life(const std::string& name, OwnedFd fd, int byte)
       throw_errno("record lock of a group", error);
     }
   }
-  ++file_->holds[byte];
   file_->fds.push_back(std::move(fd));
+  if (++file_->holds[byte] == 1) file_->map_page(byte);
   if (found != files.end()) return;
   file_->name = name;
   files.push_back(file_);
@@ -91,6 +117,7 @@ Life::~Life() {
   std::lock_guard guard(registry_.mutex);
   if (--file_->holds[ref_.byte] > 0) return;
   file_->holds.erase(ref_.byte);
+  file_->drop_page(ref_.byte);
   struct flock lock = record_lock(F_UNLCK, ref_.byte);
   ::fcntl(file_->fds[0].get(), F_SETLK, &lock);
   if (!file_->holds.empty()) return;
@@ -110,6 +137,12 @@ std::vector<std::unique_ptr<Life>> Life::hold_again(size_t most) {
 int Life::fd() const {
   std::lock_guard guard(registry_.mutex);
   return file_->fds[0].get();
+}
+
+std::byte* Life::page() const {
+  std::lock_guard guard(registry_.mutex);
+  const auto found = file_->pages.find(ref_.byte);
+  return found == file_->pages.end() ? nullptr : found->second;
 }
 
 bool Life::held(int byte) const {

@@ -8,8 +8,9 @@
 //
 // [Note: one life file for many groups] A lock says that a process lives, not which group it is in. So a
 // further group of processes that all hold locks in one life file already uses that file, and costs no
-// descriptor; the ranks find out when they meet (transport/rendezvous.h). The file is empty: it keeps no
-// memory of the group for which it was made.
+// descriptor; the ranks find out when they meet (transport/rendezvous.h). The file has a page for each byte,
+// in which the process says what it is in (transport/status_page.h), and no memory of the group for which it
+// was made.
 //
 // [Note: closing drops locks] POSIX drops all locks of a process on a file when it closes *any* descriptor of
 // that file. Ranks that are threads of one process receive a descriptor each. So all of them are kept, in a
@@ -45,6 +46,8 @@ class Life {
   static std::vector<std::unique_ptr<Life>> hold_again(size_t most);
   const LifeRef& ref() const { return ref_; }
   int fd() const;  // to hand it to other processes
+  // The page of this byte, mapped while it is held, zeroed at first; nullptr where there was no memory.
+  std::byte* page() const;
 
   bool held(int byte) const;  // some process, or a thread of this one, is alive as `byte`
 

@@ -67,6 +67,21 @@ struct Op {
     return kind == OpKind::all_reduce || kind == OpKind::reduce || kind == OpKind::reduce_scatter;
   }
   size_t nbytes() const { return count * size_of(dtype); }
+  // Of the whole buffer: of all parts where there are several, and of this rank's input to an all_to_all.
+  size_t total_bytes(int world_size) const {
+    switch (kind) {
+      case OpKind::all_gather:
+      case OpKind::reduce_scatter:
+      case OpKind::gather:
+      case OpKind::scatter: return uneven ? nbytes() : nbytes() * world_size;
+      case OpKind::all_to_all: {
+        size_t sum = 0;
+        for (const Part& part : in_parts) sum += part.count;
+        return sum * size_of(dtype);
+      }
+      default: return nbytes();
+    }
+  }
   // Elements of this rank's own part; `count` is the total of all parts where sizes are uneven.
   size_t own_count(int rank) const {
     if (uneven && kind == OpKind::all_gather) return out_parts[rank].count;

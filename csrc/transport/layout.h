@@ -27,7 +27,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 10;
+inline constexpr uint64_t layout_version = 11;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -41,6 +41,9 @@ struct alignas(cache_line) OpSlot {
   alignas(cache_line) uint32_t in_region;
   uint32_t out_region;
   uint32_t out_of_reach;  // 1: the kernel cannot copy from one of them; transport/kernel_copy.h
+  // Where this rank is traced: when it published the operation, and which one (the lower half of its number).
+  uint32_t traced;
+  uint64_t published_ns;
 
   alignas(cache_line) std::byte payload[slot_payload_bytes];
 };

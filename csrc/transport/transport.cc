@@ -40,7 +40,23 @@ Transport::Transport(Identity identity, const TransportOptions& options, const T
   if (terms_.primary) begin_primary_group();
 }
 
+// In a forked child the page is the parent's.
+Transport::~Transport() {
+  if (!forked()) give_back(status_);
+  close();
+}
+
+void Transport::set_lives(Lives lives) {
+  const Life* life = lives.life.get();
+  const Whole& whole = identity_.whole;
+  status_ = take_status_row(life ? life->page() : nullptr, name(), number(rank()),
+                            identity_.part() ? whole.world_size : world_size());
+  waiting_.set_status(status_);
+  health_.set_lives(std::move(lives));
+}
+
 void Transport::close() {
+  if (status_ && !forked()) status_->used.store(status_closed);  // another thread may still write there
   if (health_.close() && terms_.primary && !forked()) end_primary_group();
 }
 

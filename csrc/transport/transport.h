@@ -20,6 +20,7 @@
 #include "group_memory.h"
 #include "health.h"
 #include "regions.h"
+#include "status_page.h"
 #include "wait.h"
 
 namespace pycomm {
@@ -64,7 +65,7 @@ class Transport {
 
   Transport(Identity identity, const TransportOptions& options, const Terms& terms,
             std::unique_ptr<SharedMemory> memory, Lives lives);
-  ~Transport() { close(); }
+  ~Transport();
   Transport(const Transport&) = delete;
   void meet(const WaitScope& scope);  // all ranks, in the shared memory; before anything else
 
@@ -85,6 +86,19 @@ class Transport {
   std::string where(const OpInfo& op) const { return identity_.where(op); }  // "[rank 2/4] all_reduce #17: "
   std::string name(int peer) const { return identity_.name(peer); }  // "rank 3"
   int number(int peer) const { return identity_.number(peer); }  // as users know it
+  const Whole& whole() const { return identity_.whole; }
+
+  // --- status (status_page.h) ---
+  // The operation that begins and ends here, as users count it.
+  void note_operation(const OpInfo& op) {
+    if (status_)
+      status_->operation.store(op.sequence << 8 | static_cast<uint64_t>(op.kind), std::memory_order_relaxed);
+  }
+  void note_completed(const OpInfo& op) {
+    if (!status_) return;
+    status_->completed.store(op.sequence, std::memory_order_relaxed);
+    status_->operation.store(0, std::memory_order_relaxed);
+  }
 
   // --- shared memory (group_memory.h) ---
   const std::byte* note() const { return memory_.header().note; }
@@ -153,7 +167,7 @@ class Transport {
   bool broken() const { return health_.broken(); }
   bool peer_alive(int peer) const { return health_.peer_alive(peer); }
   const Lives& lives() const { return health_.lives(); }
-  void set_lives(Lives lives) { health_.set_lives(std::move(lives)); }  // before the group is used
+  void set_lives(Lives lives);  // before the group is used
   bool peer_closed(int peer) const { return health_.peer_closed(peer); }
 
   // --- peers' memory ---
@@ -193,6 +207,7 @@ class Transport {
   Waiting waiting_;
   Regions regions_;
   Reach reach_ = Reach::none;
+  StatusRow* status_ = nullptr;
 };
 
 }  // namespace pycomm

@@ -31,7 +31,8 @@ Waiting::Waiting(const Identity& identity, GroupMemory& memory, Health& health, 
       rank_(identity.rank),
       world_size_(identity.world_size),
       cores_(cores),
-      oversubscribed_(identity.world_size > cores) {}
+      oversubscribed_(identity.world_size > cores),
+      identity_(identity) {}
 
 void Waiting::sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds) {
   RankControl& self = controls_[rank_];
@@ -62,6 +63,10 @@ void Waiting::wait_slowly(int first, int last, const Condition& ready, const Wai
   auto yield_until = now + yield_budget;
   bool yield_helps = !scope.patient && scope.yields;
   int useless = 0;
+  const struct Told {  // however the wait ends
+    Waiting& waiting;
+    ~Told() { waiting.tell_status({}, {}); }
+  } told{*this};
   for (;;) {
     if (none_pending()) return;
     beat();
@@ -138,7 +143,20 @@ void Waiting::examine(int first, int last, const Condition& ready, const WaitSco
     if (died) health_.fail(ErrorKind::peer, scope.op, p, health_.name(p) + " died (its process ended)");
     missing.push_back(p);
   }
+  tell_status(missing, scope.op);
   if (late && !missing.empty()) fail_for(std::move(missing), scope);
+}
+
+// For whom this rank waits, as users know them.
+void Waiting::tell_status(const std::vector<int>& missing, const OpInfo& op) {
+  if (!status_) return;
+  const auto kind = missing.empty() ? 0 : static_cast<uint32_t>(op.kind);
+  if (kind && status_->waiting_in.load(std::memory_order_relaxed) == 0)
+    status_->waiting_since_ns.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+  for (size_t i = 0; i < std::min<size_t>(missing.size(), shown_missing); ++i)
+    status_->ranks[i].store(static_cast<uint16_t>(identity_.number(missing[i])), std::memory_order_relaxed);
+  status_->missing.store(static_cast<uint32_t>(missing.size()), std::memory_order_relaxed);
+  status_->waiting_in.store(kind, std::memory_order_release);
 }
 
 // The deadline has passed: names who is to blame.

@@ -42,6 +42,7 @@
 
 #include "doorbell.h"
 #include "health.h"
+#include "status_page.h"
 
 namespace pycomm {
 
@@ -174,6 +175,7 @@ class Waiting {
   void idle() {
     if (idle_hook_) idle_hook_();
   }
+  void set_status(StatusRow* row) { status_ = row; }  // status_page.h
 
  private:
   template <class Ready>
@@ -184,6 +186,7 @@ class Waiting {
   void sleep_on_doorbell(bool (*quit)(const void*), const void* context, double seconds);
   bool has_heartbeat(int peer) const;
   void leave_shared_core(std::chrono::steady_clock::time_point now);
+  void tell_status(const std::vector<int>& missing, const OpInfo& op);
   bool shares_core(int peer) const {
     return controls_[peer].core.load(std::memory_order_relaxed) ==
            controls_[rank_].core.load(std::memory_order_relaxed);
@@ -196,6 +199,8 @@ class Waiting {
   const bool oversubscribed_;
   std::atomic<int64_t> next_hop_{0};  // of the steady clock; several threads of a rank may wait
   std::function<void()> idle_hook_;
+  const Identity& identity_;
+  StatusRow* status_ = nullptr;
 };
 
 template <class Ready>

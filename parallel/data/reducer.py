@@ -29,6 +29,7 @@ an order that other ranks do not have (the schedule is the same on all of them).
 import weakref
 from typing import NamedTuple
 
+from pycomm import trace
 from pycomm.parallel.data.bucket import Bucket
 
 __all__ = ["Reducer", "weak_hook"]
@@ -136,7 +137,8 @@ class Reducer:
         bucket = queue.next()
         queue.started += 1
         if self.sync or bucket.sums_each_microbatch:
-            bucket.launch()
+            with trace.span("bucket", bucket=self.buckets.index(bucket)):
+                bucket.launch()
             under_way = [other for other in queue.buckets[: queue.started] if other.in_flight]
             for other in under_way[:-IN_FLIGHT]:
                 other.wait()
@@ -167,5 +169,6 @@ class Reducer:
     def wait(self):
         for queue in self.queues.values():
             self._cross(queue, queue.started)
-        for bucket in self.buckets:
-            bucket.wait()
+        for number, bucket in enumerate(self.buckets):
+            with trace.span("bucket", bucket=number):
+                bucket.wait()

@@ -21,6 +21,7 @@ import math
 import torch
 import torch.distributed as dist
 
+from pycomm import trace
 from pycomm.groups import host_mark, numbered, show_hosts
 from pycomm.parallel.ground import comm, hosts
 from pycomm.parallel.ground.comm import ALONE, Group, as_group
@@ -62,6 +63,7 @@ class Mesh:
             self.hosts = _hosts_of(as_group(None, "world"), device)
             self.device_mesh = self._place(device.type)
             self.world = as_group(self._make() if own else None, "world")
+            trace.name_axis(self.world.pg.group_name, "world")
         self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
         for axis in AXES:
             self.group(axis)
@@ -100,6 +102,7 @@ class Mesh:
             elif pg not in self._made:
                 self._made.append(pg)
             self._groups[names] = as_group(pg, "+".join(names))
+            trace.name_axis(pg.group_name, "+".join(names))
         return self._groups[names]
 
     def shards_of(self, group):

@@ -16,6 +16,7 @@ import contextlib
 import torch
 from torch.utils._pytree import tree_flatten
 
+from pycomm import trace
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.loss import microbatch_loss
@@ -209,6 +210,7 @@ class StagePasses:
         for tensor in x or ():
             tensor.requires_grad_(tensor.is_floating_point())
         with (
+            trace.span("forward", stage, microbatch),
             self.updates.saving(stage, microbatch),
             forward_pass(parts, Phase.FORWARD, stage, microbatch),
         ):
@@ -231,6 +233,7 @@ class StagePasses:
         ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
         if ends:  # not where all up to here is frozen
             with (
+                trace.span("backward", stage, microbatch),
                 self.updates.using(stage, microbatch),
                 unit_pass(parts, Phase.BACKWARD, stage),
                 recomputing(parts, length, (stage, microbatch)),
@@ -244,7 +247,8 @@ class StagePasses:
 
     def weight(self, stage, microbatch):
         if self.parts.deferred is not None:
-            self.parts.deferred.flush((stage, microbatch))
+            with trace.span("weight", stage, microbatch):
+                self.parts.deferred.flush((stage, microbatch))
         self.parts.reducers[stage].finish_microbatch(self.updates.sums_after(microbatch))
 
     def update(self, stage, microbatch):

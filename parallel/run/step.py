@@ -11,7 +11,7 @@
 Every loss is counted by one rank of those that hold the same one.
 """
 
-from pycomm import MismatchError
+from pycomm import MismatchError, trace
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.pipeline import make_schedule
@@ -32,6 +32,11 @@ def run_step(parts, batch, options, make_passes=StagePasses):
     """parts: Parallelized. make_passes: StagePasses, or a kind of them. Returns a Result. After a step that
     raised on all ranks the model is as before.
     """
+    with trace.span("step"):
+        return _run(parts, batch, options, make_passes)
+
+
+def _run(parts, batch, options, make_passes):
     updates = _updates_of(parts, options)
     try:
         microbatches, targets = prepare(parts, batch, options, updates.separate)

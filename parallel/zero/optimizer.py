@@ -10,6 +10,8 @@ import threading
 
 import torch
 
+from pycomm import trace
+
 __all__ = ["check_fresh", "guard", "is_elementwise", "replace_parameters", "step_optimizer"]
 
 ELEMENTWISE = (
@@ -114,7 +116,8 @@ def step_optimizer(opt, all_shards, scale=None, unused=()):
     all_shards = [shards for shards in all_shards if shards.is_updated]
     _under_way.step = True
     try:
-        _step(opt, all_shards, scale, unused)
+        with trace.span("update"):
+            _step(opt, all_shards, scale, unused)
     finally:
         _under_way.step = False
     for shards in all_shards:

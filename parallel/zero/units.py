@@ -33,6 +33,7 @@ import torch
 from torch.autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
 
+from pycomm import trace
 from pycomm.parallel.ground.differentiable import in_graph
 from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.zero.reading import Reading
@@ -79,8 +80,9 @@ class Unit:
     def gather(self):
         self.start()
         if self.state == State.GATHERING:
-            for shards in self.shards:
-                shards.finish_gather()
+            with trace.span(f"gather {self.name}"):
+                for shards in self.shards:
+                    shards.finish_gather()
             self.state = State.GATHERED
 
     def free(self):

@@ -2,7 +2,7 @@
 
 import functools
 
-from pycomm import _C, env
+from pycomm import _C, env, trace
 from pycomm.fused import form, machine
 from pycomm.fused.choice import choose
 from pycomm.fused.ranks import ALONE
@@ -23,7 +23,7 @@ def forward(problem, a, b, bias, ranks, *, save=False, keep=False):
     None. save: the preactivation is wanted where there is an activation; keep: the gathered a, of
     all_gather_matmul.
     """
-    with form.on_device_of(a):
+    with form.on_device_of(a), trace.span(problem.op):
         return form.run(problem, _choose(problem, a, b, bias, ranks), a, b, bias, ranks, save=save, keep=keep)
 
 

@@ -92,6 +92,7 @@ PRINTED = {  # example -> patterns of what it prints
         r"rank 0 sends ([\d,]+) bytes in a step; dry_run said \1\n",
         ALONE,
     ],
+    "25_trace": [r"dp +all_reduce", r"waiting ms", r"python -m pycomm.trace .* draws it"],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 

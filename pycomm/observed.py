@@ -1,0 +1,55 @@
+"""What a group tells of itself while it works: Communicator.trace() and Communicator.statistics()."""
+
+import contextlib
+
+from pycomm import trace
+
+__all__ = ["SIZES", "Observed", "statistics_of"]
+
+# csrc/trace/counters.h
+SIZES = ("64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB", "more")
+
+
+class Observed:
+    """The part of a Communicator that is about watching it."""
+
+    @contextlib.contextmanager
+    def trace(self, folder):
+        """A context: in it this process writes what it does in all of its groups into a new file in `folder`,
+        which `python -m pycomm.trace folder` reads. Call it on every rank of whom something is to be known.
+
+        Raises OSError where the folder cannot be written to, ValueError while the process writes a trace into
+        another folder.
+        """
+        trace.begin(folder)
+        try:
+            yield self
+        finally:
+            trace.end()
+
+    def statistics(self):
+        """What this rank has done in the group so far, as {operation: {size: {...}}}, with sizes "64 B",
+        "1 KiB", ... up to which the operations go, and in each:
+
+            operations, bytes         that have completed; bytes of the whole buffer
+            measured                  of them, while a trace or PYCOMM_STATISTICS=1 measured
+            waiting_s, moving_s       of those: until the last rank had come, and from then on
+
+        Operations on a device have "cuda " before their name, and no seconds.
+        """
+        return statistics_of(self._comm.counters())
+
+
+def statistics_of(counters):
+    """The same from the extension's counters."""
+    found = {}
+    for prefix, cells in zip(("", "cuda "), counters, strict=True):
+        for operation, size, operations, nbytes, measured, waiting_ns, moving_ns in cells:
+            found.setdefault(prefix + operation, {})[SIZES[size]] = {
+                "operations": operations,
+                "bytes": nbytes,
+                "measured": measured,
+                "waiting_s": waiting_ns / 1e9,
+                "moving_s": moving_ns / 1e9,
+            }
+    return found

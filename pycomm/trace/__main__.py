@@ -1,0 +1,69 @@
+"""python -m pycomm.trace folder: what the ranks did, and who waited for whom. See docs/trace.md."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from pycomm.trace import chrome, overlap, picture, stragglers, waits
+from pycomm.trace.joined import load
+
+
+def main(arguments=None):
+    options = _parser().parse_args(arguments)
+    try:
+        trace = load(options.folder)
+    except (OSError, ValueError) as error:
+        print(f"pycomm.trace: {error}", file=sys.stderr)
+        return 1
+    report(trace)
+    out = Path(options.out or options.folder)
+    out.mkdir(parents=True, exist_ok=True)
+    chrome.write(trace, out / "trace.json")
+    written = [out / "trace.json"]
+    try:
+        picture.draw(trace, out / "step.png")
+        written.append(out / "step.png")
+    except ImportError:
+        print("No picture: matplotlib is not installed (pip install matplotlib).")
+    if options.html:
+        from pycomm.trace import page
+
+        try:
+            page.write(trace, out / "trace.html")
+            written.append(out / "trace.html")
+        except ImportError:
+            print("No page: plotly is not installed (pip install plotly).", file=sys.stderr)
+            return 1
+    print("Written: " + ", ".join(map(str, written)))
+    return 0
+
+
+def _parser():
+    parser = argparse.ArgumentParser(prog="python -m pycomm.trace", description=__doc__)
+    parser.add_argument("folder", help="that PYCOMM_TRACE or comm.trace() named")
+    parser.add_argument("--out", help="folder for what is written; default: the same")
+    parser.add_argument("--html", action="store_true", help="also one page that needs no network (plotly)")
+    return parser
+
+
+def report(trace):
+    print(f"{len(trace.rows)} ranks, {trace.duration / 1e9:.3f} s")
+    for note in trace.notes:
+        print(f"Note: {note}")
+    print("\nWaiting for the last rank against moving, mean of the ranks:\n")
+    print(waits.show(waits.table(trace)))
+    print("\nStragglers:")
+    found = stragglers.find(trace)
+    for straggler in found:
+        print(f"  {stragglers.sentence(straggler)}")
+    if not found:
+        print(f"  no rank cost the others {100 * stragglers.LEAST_SHARE:.0f}% of the time or more.")
+    print("\nOverlap of communication and computation:")
+    for row in trace.rows:
+        found = overlap.of_row(row)
+        share = "no communication" if found.percent is None else f"{found.percent:.0f}%"
+        print(f"  rank {row.rank}: {share} of {found.communication_ms:.3f} ms")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""The trace as one JSON file for Perfetto (ui.perfetto.dev, which keeps it in the browser), chrome://tracing.
+
+A process per rank. Its tracks: the spans of each thread, and for each group its collectives and its messages;
+messages overlap and take as many tracks as are under way at once. Inside an operation lie "waiting", until
+the last rank has arrived, and "moving". Its arguments: bytes, algorithm, which rank came last, and by how
+much each rank came after the first.
+"""
+
+import json
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.trace.files import DEVICE, MESSAGE, NOBODY, OPERATION
+from pycomm.trace.steps import part_of, say
+from pycomm.trace.waits import phases
+
+__all__ = ["events", "write"]
+
+OUTCOMES = ("under way", "done", "failed")
+
+
+def write(trace, path):
+    with open(path, "w") as file:
+        json.dump(
+            {
+                "traceEvents": list(events(trace)),
+                "displayTimeUnit": "ns",
+                "otherData": {"notes": trace.notes},
+            },
+            file,
+        )
+
+
+def events(trace):
+    arrivals = _Arrivals(trace)
+    for number, row in enumerate(trace.rows):
+        yield _meta("process_name", number, 0, name=row.label)
+        yield {
+            "ph": "M",
+            "name": "process_sort_index",
+            "pid": number,
+            "tid": 0,
+            "args": {"sort_index": number},
+        }
+        tracks = _Tracks(number)
+        yield from _spans(trace, row, tracks)
+        for group in np.unique(row.operations["group"]):
+            mine = row.operations[row.operations["group"] == group]
+            mine = np.sort(mine, order="issued")
+            yield from _operations(trace, mine[mine["type"] != MESSAGE], arrivals, tracks)
+            yield from _messages(trace, mine[mine["type"] == MESSAGE], tracks)
+        yield from tracks.names()
+
+
+class _Tracks:
+    """Numbers of a process's tracks, by name."""
+
+    def __init__(self, pid):
+        self.pid, self.numbers = pid, {}
+
+    def event(self, track, name, begin, end, **arguments):
+        tid = self.numbers.setdefault(track, len(self.numbers) + 1)
+        event = {"ph": "X", "name": name, "pid": self.pid, "tid": tid, "ts": begin / 1e3, "args": arguments}
+        return {**event, "dur": max(0.0, (end - begin) / 1e3)}
+
+    def names(self):
+        for name, tid in self.numbers.items():
+            yield _meta("thread_name", self.pid, tid, name=name)
+
+
+def _meta(kind, pid, tid, **arguments):
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": arguments}
+
+
+def _spans(trace, row, tracks):
+    for span in row.spans[np.lexsort((-row.spans["end"], row.spans["begin"]))]:
+        name = say(part_of(trace, span))
+        yield tracks.event(f"thread {span['thread']}", name, float(span["begin"]), float(span["end"]))
+
+
+class _Arrivals:
+    """When the ranks of each collective arrived."""
+
+    def __init__(self, trace):
+        self.of_group = {}
+        for collective in trace.collectives:
+            index = {sequence: at for at, sequence in enumerate(collective.sequence.tolist())}
+            self.of_group[collective.group] = collective, index, phases(collective)
+
+    def of(self, operation, row):
+        """(when the last one came, {rank: microseconds after the first}), as far as it is known."""
+        collective, index, arrived = self.of_group.get(operation["group"], (None, {}, None))
+        at = index.get(operation["sequence"])
+        if at is None or operation["type"] != OPERATION:
+            return float(operation["arrived"]), {}
+        begun = collective.begun[at]
+        after = {
+            rank: round((t - np.nanmin(begun)) / 1e3, 3) for rank, t in enumerate(begun) if not np.isnan(t)
+        }
+        places = [n for n, other in enumerate(collective.rows) if other is row]
+        joint = arrived[at, places[0]] if places else np.nan
+        return (float(operation["arrived"]) if np.isnan(joint) else float(joint)), after
+
+
+def _operations(trace, operations, arrivals, tracks):
+    row = trace.rows[tracks.pid]
+    for operation in operations:
+        side = ", host side" if operation["type"] == DEVICE else ""
+        track = f"group {trace.axes[operation['group']]}{side}"
+        begin = float(operation["begun"] or operation["issued"])
+        end = float(operation["ended"] or trace.duration)
+        arrived, after = arrivals.of(operation, row)
+        kind = _C.kinds[operation["kind"]]
+        last = int(operation["last"])
+        yield tracks.event(
+            track,
+            kind,
+            begin,
+            end,
+            sequence=int(operation["sequence"]),
+            bytes=int(operation["nbytes"]),
+            algorithm=_C.algorithms[operation["algorithm"]],
+            outcome=OUTCOMES[operation["outcome"]],
+            issued_us_before=round((begin - float(operation["issued"])) / 1e3, 3),
+            last_rank=None if last == NOBODY else last,
+            arrivals_us=after,
+        )
+        if begin <= arrived <= end and operation["ended"]:
+            yield tracks.event(track, "waiting", begin, arrived)
+            yield tracks.event(track, "moving", arrived, end)
+
+
+def _messages(trace, messages, tracks):
+    free = []  # when each track of messages is free again
+    for message in messages:
+        begin, end = float(message["issued"]), float(message["ended"] or trace.duration)
+        lane = next((n for n, until in enumerate(free) if until <= begin), len(free))
+        free[lane : lane + 1] = [end]
+        yield tracks.event(
+            f"group {trace.axes[message['group']]}, messages {lane + 1}",
+            _C.kinds[message["kind"]],
+            begin,
+            end,
+            peer=int(message["last"]) if message["last"] != NOBODY else None,
+            bytes=int(message["nbytes"]),
+            outcome=OUTCOMES[message["outcome"]],
+        )

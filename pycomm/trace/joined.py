@@ -1,0 +1,238 @@
+"""The files of all ranks as one trace: a row per rank, one clock, and each operation as all its ranks saw it.
+
+When a rank arrived at an operation is in that rank's own file: the moment in which it showed its part to the
+others. Joined by group and number, these are the arrivals of all peers on every rank, and cost the runtime
+nothing. Where a rank has no file, its peers' records still say who came last (csrc/trace/record.h, `last`).
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pycomm import _C
+from pycomm.trace.clocks import align
+from pycomm.trace.files import DONE, MESSAGE, NOBODY, OPEN, OPERATION, read_files
+
+__all__ = ["Collective", "Row", "Trace", "load"]
+
+
+class Row(NamedTuple):
+    """One rank. Times are nanoseconds since the trace began, on the clock of all."""
+
+    rank: int
+    label: str
+    world_size: int
+    operations: np.ndarray  # files.OPERATIONS; `group` is an index of Trace.groups
+    spans: np.ndarray  # files.SPANS; `name` is an index of Trace.names
+
+
+class Collective(NamedTuple):
+    """The collectives of one group: [operation, rank of the group]; nan: not known."""
+
+    group: int  # an index of Trace.groups
+    rows: list  # Row of each rank of the group, or None
+    sequence: np.ndarray
+    kind: np.ndarray
+    nbytes: np.ndarray
+    issued: np.ndarray
+    begun: np.ndarray
+    ended: np.ndarray
+    last: np.ndarray  # [operation]: the rank that came last; -1: not known
+
+
+class Trace(NamedTuple):
+    rows: list
+    groups: list  # Group, of some rank
+    axes: list  # of each of groups: "dp", or its name
+    names: list  # of spans
+    collectives: list
+    duration: int  # nanoseconds
+    notes: list  # sentences: what is lost, what went wrong, how exact the clocks are
+
+
+def load(folder):
+    """Raises ValueError: no trace, one of another version, traces of two runs."""
+    files = read_files(folder)
+    _refuse_two_runs(folder, files)
+    offsets = align(files)
+    # less one: 0 says that a time is not known
+    start = min((_first(file) + offsets[file.host].ns for file in files if _first(file)), default=1) - 1
+    keys, groups, names, axes = {}, [], {}, {}
+    for file in files:
+        axes |= file.axes
+        for group in file.groups.values():
+            if group.key not in keys:
+                keys[group.key] = len(groups)
+                groups.append(group)
+        for name in file.names.values():
+            names.setdefault(name, len(names))
+    rows, places = [], {}  # (key, rank in it) -> Row
+    for file in files:
+        for row, members in _rows_of(file, offsets[file.host].ns - start, keys, names):
+            rows.append(row)
+            places |= {(group.key, group.rank): row for group in members}
+    rows.sort(key=lambda row: (row.rank, row.label))
+    ends = [
+        row.operations[field].max() for row in rows for field in ("issued", "ended") if len(row.operations)
+    ]
+    ends += [row.spans["end"].max() for row in rows if len(row.spans)]
+    return Trace(
+        rows,
+        groups,
+        [axes.get(group.name, group.name) + (f" in {group.host}" if group.host else "") for group in groups],
+        list(names),
+        [
+            found
+            for key, index in keys.items()
+            if (found := _collective(index, key, groups, places)) is not None
+        ],
+        int(max(ends, default=0)),
+        [*_losses(files, rows), *_clock_notes(offsets)],
+    )
+
+
+def _refuse_two_runs(folder, files):
+    seen = {}
+    for file in files:
+        for group in file.groups.values():
+            other = seen.setdefault((group.key, group.rank), file)
+            if other.pid != file.pid or other.host != file.host:
+                raise ValueError(
+                    f"{folder} has traces of two runs: rank {group.rank} of group {group.name!r} is process "
+                    f"{other.pid} and process {file.pid}. Give each run a folder of its own."
+                )
+
+
+def _first(file):
+    times = [file.operations["issued"].min()] if len(file.operations) else []
+    times += [file.spans["begin"].min()] if len(file.spans) else []
+    return int(min(times, default=0))
+
+
+def _rows_of(file, shift, keys, names):
+    """(Row, Groups whose operations it has) of the rank, or ranks as threads, of a file."""
+    operations, spans = file.operations.copy(), file.spans.copy()
+    for field in ("issued", "begun", "arrived", "ended", "waited"):
+        operations[field] = np.where(operations[field] > 0, operations[field] + shift, 0)
+    for field in ("begin", "end"):
+        spans[field] += shift
+    number = np.array(
+        [names[file.names[n]] if n in file.names else 0 for n in range(max(file.names, default=0) + 1)]
+    )
+    if len(spans):
+        spans["name"] = number[spans["name"]]
+    members = {}  # rank -> numbers of its groups
+    world = max(file.groups.values(), key=lambda g: (not g.host, g.world_size), default=None)
+    threads = len({group.key for group in file.groups.values()}) < len(file.groups)  # one group, two ranks
+    for index, group in file.groups.items():
+        members.setdefault(group.rank if threads else world.rank, []).append(index)
+    of_trace = np.zeros(max(file.groups, default=0) + 1, int)  # number of a group here -> in the trace
+    for index, group in file.groups.items():
+        of_trace[index] = keys[group.key]
+    for rank, indices in sorted(members.items()) or [(0, [])]:
+        mine = operations[np.isin(operations["group"], indices)]
+        mine["group"] = of_trace[mine["group"]]
+        place = f"{file.host.partition('#')[0]}, process {file.pid}"
+        label = f"rank {rank} ({place}{', a thread' if threads else ''})"
+        # which of its threads a span is of is not known
+        own = spans if not threads or rank == min(members) else spans[:0]
+        size = world.world_size if world else 1
+        yield Row(rank, label, size, mine, own), [file.groups[index] for index in indices]
+
+
+def _collective(index, key, groups, places):
+    size = groups[index].world_size
+    ranks = sorted(rank for (other, rank) in places if other == key)
+    if groups[index].host:  # a part counts its ranks by their numbers in the whole
+        rows = [places[key, rank] for rank in ranks]
+    else:
+        rows = [places.get((key, rank)) for rank in range(size)]
+    per_rank = [_of_group(row, index) if row is not None else None for row in rows]
+    known = [operations for operations in per_rank if operations is not None and len(operations)]
+    if not known:
+        return None
+    sequence = np.unique(np.concatenate([operations["sequence"] for operations in known]))
+    shape = (len(sequence), len(rows))
+    times = {field: np.full(shape, np.nan) for field in ("issued", "begun", "ended")}
+    kind, nbytes = np.zeros(len(sequence), int), np.zeros(len(sequence), int)
+    last = np.full(len(sequence), -1)
+    for rank, operations in enumerate(per_rank):
+        if operations is None or not len(operations):
+            continue
+        at = np.searchsorted(sequence, operations["sequence"])
+        for field, matrix in times.items():
+            matrix[at, rank] = np.where(operations[field] > 0, operations[field], np.nan)
+        kind[at], nbytes[at] = operations["kind"], operations["nbytes"]
+        last[at] = np.where(operations["last"] != NOBODY, operations["last"], last[at])
+    complete = ~np.isnan(times["begun"]).any(axis=1)
+    last[complete] = times["begun"][complete].argmax(axis=1)
+    return Collective(
+        index, rows, sequence, kind, nbytes, times["issued"], times["begun"], times["ended"], last
+    )
+
+
+def _of_group(row, index):
+    operations = row.operations
+    return operations[(operations["group"] == index) & (operations["type"] == OPERATION)]
+
+
+# --- notes --------------------
+
+
+def _losses(files, rows):
+    for file in files:
+        who = f"process {file.pid} on {file.host.partition('#')[0]}"
+        if file.overwritten:
+            yield (
+                f"{who}: {file.overwritten} older records were replaced by newer ones, its ring is full. "
+                "PYCOMM_TRACE_BYTES makes it longer."
+            )
+        if file.torn:
+            yield f"{who}: {file.torn} records were being written, and are left out."
+        if file.lost_lines:
+            yield f"{who}: {file.lost_lines} names of groups or spans had no room."
+        if not file.closed_ns:
+            yield from _unfinished(who, file)
+    ranks, size = {row.rank for row in rows}, max(row.world_size for row in rows)
+    missing = sorted(set(range(size)) - ranks)
+    if missing:
+        numbers = ", ".join(map(str, missing[:16])) + (", ..." if len(missing) > 16 else "")
+        yield f"No trace of {len(missing)} of {size} ranks: {numbers}. They had no room, or no right."
+
+
+def _unfinished(who, file):
+    yield f"{who} has not ended its trace: it still runs, or it was killed."
+    waiting = file.operations[(file.operations["outcome"] == OPEN) & (file.operations["type"] == OPERATION)]
+    for operation in waiting[:3]:
+        group = file.groups.get(operation["group"])
+        since = (max(_last(file), operation["issued"]) - operation["issued"]) / 1e9
+        yield (
+            f"{who} was in {_C.kinds[operation['kind']]} #{operation['sequence']} of group "
+            f"{group.name if group else '?'!r}, issued {since:.3f} s before its last record."
+        )
+
+
+def _last(file):
+    """Of a File or a Row: the last moment in it."""
+    times = [file.operations[field].max() for field in ("issued", "ended")] if len(file.operations) else [0]
+    return max([*times, *([file.spans["end"].max()] if len(file.spans) else [])])
+
+
+def _clock_notes(offsets):
+    for host, offset in offsets.items():
+        if offset.by == "reference":
+            continue
+        exact = (
+            "as exact as their time of day"
+            if offset.error_ns is None
+            else f"within {offset.error_ns / 1e3:.1f} us"
+        )
+        yield f"Clock of {host.partition('#')[0]}: set by {offset.by}, {exact}."
+
+
+def messages_of(row):
+    return row.operations[row.operations["type"] == MESSAGE]
+
+
+def ended(operations):
+    return operations[(operations["outcome"] == DONE) & (operations["ended"] > 0)]
