@@ -119,7 +119,7 @@ class Communicator(Membership):
             raise ValueError("pass rank and world_size together with store")
         timeout = self._own_limit(timeout, settings)
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
-        comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
+        comm = _C.connect(store, rank, world_size, options, _origin, hosts.makers())
         self._take(comm, store, name, timeout, settings)
 
     def _take(self, comm, store, name, timeout, settings):

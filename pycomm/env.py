@@ -19,6 +19,8 @@
     PYCOMM_SOCKET_IFNAME         eth,ib0 | =eth0 | ^docker  the route   interfaces between hosts: what their
                                                                         names begin with; after = whole
                                                                         names; after ^ all but these
+    PYCOMM_NCCL_CHECKS           beside | before | off      beside      when calls on CUDA tensors over hosts
+                                                                        are compared (docs/hosts.md)
     PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
@@ -53,6 +55,7 @@ what is allowed. Each function reads what is set when it is called; only logger(
 THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -65,13 +68,14 @@ OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all g
 OPERATIONS += ["send", "recv", "barrier"]
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
 CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
+NCCL_CHECKS = ("beside", "before", "off")
 FUSED_FORMS = ("auto", "plain", "chunked", "fused")
 LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
-    "PYCOMM_SOCKET_IFNAME PYCOMM_THREADS "
+    "PYCOMM_SOCKET_IFNAME PYCOMM_NCCL_CHECKS PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
     "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_LOG"
 ).split()
@@ -194,6 +198,30 @@ def socket_interface():
 def use_gloo_interface(name):
     """Sets GLOO_SOCKET_IFNAME in this process, for a torch in which nothing else chooses the interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def nccl_checks():
+    """Reads PYCOMM_NCCL_CHECKS: when calls on CUDA tensors over hosts are compared. Raises ValueError."""
+    value = _get("PYCOMM_NCCL_CHECKS") or "beside"
+    if value not in NCCL_CHECKS:
+        raise _wrong("PYCOMM_NCCL_CHECKS", value, ", ".join(NCCL_CHECKS))
+    return value
+
+
+@contextlib.contextmanager
+def nccl_spares_the_process():
+    """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error: torch reads
+    the variable when it makes one.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def master_address():
