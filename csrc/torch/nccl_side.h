@@ -10,7 +10,7 @@
 //            sentence, on all ranks
 //
 // NCCL ends the process over errors and limits by default; it is made so that it does neither
-// (pycomm/hosts/nccl.py), and its own limit is years.
+// (pycomm/hosts/nccl_engine.py), and its own limit is years.
 //
 // [Note: headers beside NCCL] A header before every operation would hold up the host for one latency of the
 // engine, 0.1 to 0.3 ms, where NCCL takes 0.02. So by default headers go beside: the host does not wait. A

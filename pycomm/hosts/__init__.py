@@ -11,12 +11,12 @@
 
 Gloo is the one in the torch wheel; pycomm uses its messages between two ranks alone.
 
-    nccl(store, ..., device, look)      called by the first operation on a CUDA tensor (nccl.py)
+    nccl(store, ..., device, look)      called by the first operation on a CUDA tensor (nccl_engine.py)
 """
 
 from pycomm import env
 from pycomm.hosts.engine import engines
-from pycomm.hosts.nccl import nccl
+from pycomm.hosts.nccl_engine import nccl
 
 __all__ = ["engines", "makers", "nccl"]
 
