@@ -7,6 +7,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <pthread.h>
 
+#include <sstream>
 #include <stdexcept>
 
 #include "../communicator/agree.h"
