@@ -75,7 +75,9 @@ def native_operations(hosts):
                 for operation in native.OPERATIONS:
                     for count in (0, 1, 4099):
                         result, expected = operation(each, comm.world_size, comm.rank, count)
-                        equal([x.cpu() for x in result] if isinstance(result, list) else result.cpu(), expected)
+                        equal(
+                            [x.cpu() for x in result] if isinstance(result, list) else result.cpu(), expected
+                        )
             comm.barrier()
         comm.close()
         assert made[0].shut_down and not made[0].aborted

@@ -1,6 +1,6 @@
-"""CUDA tensors of groups that span hosts go to NCCL, with pycomm's names, checks and limits. Without a GPU and
-without NCCL: on the device of tests/fake_cuda.py, with a c10d backend over Gloo in NCCL's place, which can
-fail, refuse and hang. Hosts are simulated.
+"""CUDA tensors of groups that span hosts go to NCCL, with pycomm's names, checks and limits. Without a GPU
+and without NCCL: on the device of tests/fake_cuda.py, with a c10d backend over Gloo in NCCL's place, which
+can fail, refuse and hang. Hosts are simulated.
 """
 
 import pytest
@@ -54,7 +54,9 @@ def test_mismatches(server, kind, checks):
     server.run("cuda_hosts_cases.mismatch", kind, checks)
 
 
-@pytest.mark.parametrize("what", ["engine_fails", "engine_refuses", "engine_hangs", "does_not_come", "aborted"])
+@pytest.mark.parametrize(
+    "what", ["engine_fails", "engine_refuses", "engine_hangs", "does_not_come", "aborted"]
+)
 def test_failures(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 

@@ -70,7 +70,8 @@ Checks checks_by(const Function& checks) {
 }  // namespace
 
 MakersWithStore makers_by(const py::tuple& engines) {
-  const Function wires = shared(engines[0].cast<py::function>()), nccl = shared(engines[1].cast<py::function>());
+  const Function wires = shared(engines[0].cast<py::function>()),
+                 nccl = shared(engines[1].cast<py::function>());
   const Checks checks = checks_by(shared(engines[2].cast<py::function>()));
   return [=](const StorePtr& store) {
     return Makers{[=](const WireRequest& request) { return make_wires(wires, store, request); },

@@ -16,8 +16,8 @@ class Board {
  public:
   // Collective among the ranks of the host.
   Board(Communicator& inside, int world_size)
-      : buffer_(allocate_registered(inside, sizeof(Overdue) + sizeof(Missing) +
-                                                world_size * (sizeof(Line) + sizeof(BarrierLine)))),
+      : buffer_(allocate_registered(
+            inside, sizeof(Overdue) + sizeof(Missing) + world_size * (sizeof(Line) + sizeof(BarrierLine)))),
         overdue_(reinterpret_cast<Overdue*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))),
         missing_(reinterpret_cast<Missing*>(overdue_ + 1)),
         lines_(reinterpret_cast<Line*>(missing_ + 1)),

@@ -1,11 +1,11 @@
 // operation.h -- one collective of a group that spans hosts, while it runs: what its steps inside the host
 // and over the wire share.
 //
-// [Note: turns] Host h sends to h+1 first, then to h+2, and so on around; it receives from h-1 first. So hosts
-// do not all send to the same one, and each link carries one message each way at a time. A ring moves the
-// same bytes over each link, 2 (H-1)/H n for an all_reduce, in 2 (H-1) steps that wait for each other, where
-// this has two; and its sums begin at another host for each part. That is why there are no rings, whatever
-// the number of hosts.
+// [Note: turns] Host h sends to h+1 first, then to h+2, and so on around; it receives from h-1 first. So
+// hosts do not all send to the same one, and each link carries one message each way at a time. A ring moves
+// the same bytes over each link, 2 (H-1)/H n for an all_reduce, in 2 (H-1) steps that wait for each other,
+// where this has two; and its sums begin at another host for each part. That is why there are no rings,
+// whatever the number of hosts.
 #pragma once
 
 #include <vector>

@@ -43,7 +43,7 @@ inline uint64_t pack_key(const Op& op, uint64_t sequence) {
          static_cast<uint64_t>(op.algorithm) << 14 | static_cast<uint64_t>(op.root);
 }
 inline Key unpack_key(uint64_t key) {
-  return {static_cast<OpKind>(key >> 27 & 31), static_cast<DType>(key >> 22 & 31),
+  return {static_cast<OpKind>(key >> 27 & 31),   static_cast<DType>(key >> 22 & 31),
           static_cast<ReduceOp>(key >> 18 & 15), (key >> 17 & 1) != 0,
           static_cast<Algorithm>(key >> 14 & 7), static_cast<int>(key & 16383)};
 }

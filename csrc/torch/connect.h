@@ -16,8 +16,9 @@ struct Makers {
   Checks checks = Checks::beside;
 };
 
-// Blocks until all ranks have come. Collective. `makers` where they are on several hosts. Whoever lets go of the last reference may hold Python's lock: the end of the group, which waits for
-// its threads, then runs without it.
+// Blocks until all ranks have come. Collective. `makers` where they are on several hosts. Whoever lets go of
+// the last reference may hold Python's lock: the end of the group, which waits for its threads, then runs
+// without it.
 std::shared_ptr<Communicator> connect(Store& store, int rank, int world_size, const TransportOptions& options,
                                       const Makers& makers);
 

@@ -99,8 +99,8 @@ bool barrier_on_device(Communicator& comm, double timeout) {
   return true;
 }
 
-cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op) {
+cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op) {
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->send(dense, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
@@ -109,8 +109,8 @@ cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
       .issue(call_of(dense, options, true), issue);
 }
 
-cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op) {
+cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op) {
   c10::NoGradGuard no_grad;
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->recv(dense, tensor, options, async_op);

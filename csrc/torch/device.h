@@ -26,10 +26,10 @@ bool has_worked_on_device(Communicator& comm);
 // have come, too; false, over hosts: that is left to a barrier on the CPU.
 bool barrier_on_device(Communicator& comm, double timeout);
 
-cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op);
-cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op);
+cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op);
+cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op);
 
 // A tensor of zeros in registered memory of all ranks; collective.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,

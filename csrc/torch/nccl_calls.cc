@@ -102,8 +102,7 @@ class Call {
     const auto options = at::TensorOptions().dtype(form_.type).device(device_);
     const auto length = static_cast<int64_t>(count * form_.per_element);
     if (length == 0) return at::empty({0}, options);
-    return at::from_blob(
-        const_cast<std::byte*>(data), {length}, {1}, [](void*) {}, options, device_);
+    return at::from_blob(const_cast<std::byte*>(data), {length}, {1}, [](void*) {}, options, device_);
   }
   Tensors list(const std::vector<Part>& parts) const {
     Tensors tensors;
@@ -152,7 +151,8 @@ class Call {
   }
   c10::intrusive_ptr<c10d::Work> all_gather() {
     at::Tensor in = flat(op_.in, op_.own_count(backend_.getRank()));
-    if (auto out = op_.uneven ? std::nullopt : whole(op_.out_parts)) return backend_._allgather_base(*out, in);
+    if (auto out = op_.uneven ? std::nullopt : whole(op_.out_parts))
+      return backend_._allgather_base(*out, in);
     Lists outputs{list(op_.out_parts)};
     Tensors inputs{in};
     return backend_.allgather(outputs, inputs);

@@ -26,8 +26,7 @@ constexpr std::chrono::seconds longest_farewell{10};
 
 cuda::Capture capture_on(c10::Device device) {
   if (!cuda::driver()) return {};
-  return cuda::capture_of(
-      static_cast<cuda::Stream>(current_stream(device).native_handle()));
+  return cuda::capture_of(static_cast<cuda::Stream>(current_stream(device).native_handle()));
 }
 
 }  // namespace
@@ -53,7 +52,8 @@ c10d::Backend& NcclSide::engine(c10::Device device) {
   if (!backend_) make_engine(device);
   if (device != device_)
     throw std::invalid_argument(comm_.transport().where({}) + "this group works on " + device_.str() +
-                                ", the tensor is on " + device.str() + ". A rank of a group uses one device.");
+                                ", the tensor is on " + device.str() +
+                                ". A rank of a group uses one device.");
   return *backend_;
 }
 

@@ -112,7 +112,8 @@ void NcclSide::look_at_limit(NcclWork& work) {
   text << "NCCL did not finish it within the timeout of " << work.timeout_ << " s";
   const bool message = work.info_.kind == OpKind::send || work.info_.kind == OpKind::recv;
   if (message) text << "; messages between devices are not compared, so its other end may be missing";
-  else if (compared) text << ", though all ranks had called it: a device or the network between them is stuck";
+  else if (compared)
+    text << ", though all ranks had called it: a device or the network between them is stuck";
   else text << "; calls are not compared (PYCOMM_NCCL_CHECKS=off), so who is missing is not known";
   mark(ErrorKind::timeout, work.info_, -1, text.str());
 }

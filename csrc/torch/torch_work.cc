@@ -220,8 +220,8 @@ c10::IValue TorchWork::value() const {
 // instead of its end; whoever takes the value has his stream ordered behind it, and callbacks run now, in
 // streams of their own.
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
-  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(
-                                           static_cast<cuda::DeviceWork&>(*parts_[0]).device()));
+  const c10::Device device(
+      c10::kCUDA, static_cast<c10::DeviceIndex>(static_cast<cuda::DeviceWork&>(*parts_[0]).device()));
   auto future = c10::make_intrusive<c10::ivalue::Future>(value_type(), std::vector<c10::Device>{device});
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   for (const auto& part : parts_)

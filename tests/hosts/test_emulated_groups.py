@@ -1,4 +1,4 @@
-"""Whole groups over hosts that are emulated by namespaces: own addresses, own boot ids, links that can be cut.
+"""Whole groups over hosts that are emulated by namespaces: own addresses and boot ids, links that can be cut.
 Skipped, with the reason, where the system does not permit them.
 """
 
@@ -51,7 +51,8 @@ def values(comm, link):
     cases = [
         (name, count, "dense", seed, {})
         for seed, (name, count) in enumerate(
-            (name, count) for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+            (name, count)
+            for name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
             for count in (0, 1, 331, 70_001)
         )
     ]
@@ -128,7 +129,9 @@ def link_down(comm, link):
     comm.all_reduce(x)
     link.send("begun")
     other = "host1" if comm.rank < 2 else "host0"
-    with pytest.raises(pycomm.PeerError, match=f"{other} .* has not been heard for {HOST_TIMEOUT:g} s") as caught:
+    with pytest.raises(
+        pycomm.PeerError, match=f"{other} .* has not been heard for {HOST_TIMEOUT:g} s"
+    ) as caught:
         while True:
             comm.all_reduce(x.fill_(1))
     with pytest.raises(pycomm.PeerError, match="has not been heard"):

@@ -1,4 +1,4 @@
-"""monitored_barrier over hosts: as within one (tests/test_torch_monitored_barrier.py), with the hosts' names."""
+"""monitored_barrier over hosts: as within one (test_torch_monitored_barrier.py), with the hosts' names."""
 
 import contextlib
 import datetime

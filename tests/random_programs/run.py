@@ -67,8 +67,8 @@ class Progress:
 
 
 def run(program, limit=LIMIT, grace=GRACE, gdb=True, hosts=1):
-    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute. hosts: that
-    are simulated, at most; processes are dealt out to them.
+    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute. hosts:
+    that are simulated, at most; processes are dealt out to them.
     """
     start, progress = time.monotonic(), Progress(len(program.processes), program.world_size)
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:

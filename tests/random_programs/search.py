@@ -67,7 +67,9 @@ def shrink(program, tries=3, limit=20.0, say=print, hosts=1):
 
     def fails(numbers):
         smaller = keep_only(program, numbers)
-        return any(run(smaller, min(limit, LIMIT), grace=0.1, gdb=False, hosts=hosts).failures for _ in range(tries))
+        return any(
+            run(smaller, min(limit, LIMIT), grace=0.1, gdb=False, hosts=hosts).failures for _ in range(tries)
+        )
 
     numbers = [op.number for op in program.operations]
     size = len(numbers) // 2

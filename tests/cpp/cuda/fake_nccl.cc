@@ -6,9 +6,9 @@
 #include <c10/core/Event.h>
 #include <c10/core/GradMode.h>
 #include <pybind11/stl.h>
-#include <torch/csrc/distributed/c10d/Backend.hpp>
 #include <torch/csrc/utils/pybind.h>
 #include <unistd.h>
+#include <torch/csrc/distributed/c10d/Backend.hpp>
 
 #include <deque>
 #include <set>
@@ -135,7 +135,8 @@ class FakeNccl final : public c10d::Backend {
   }
 
   WorkPtr allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
-    return start("allreduce", tensors[0], [this, x = on_cpu(tensors[0]), opts] { return sum(x, opts.reduceOp); });
+    return start("allreduce", tensors[0],
+                 [this, x = on_cpu(tensors[0]), opts] { return sum(x, opts.reduceOp); });
   }
   WorkPtr reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
     const bool root = opts.rootRank == getRank();
@@ -144,9 +145,8 @@ class FakeNccl final : public c10d::Backend {
     });
   }
   WorkPtr broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
-    return start("broadcast", tensors[0], [this, xs = on_cpu(tensors), opts]() mutable {
-      return ends(gloo().broadcast(xs, opts));
-    });
+    return start("broadcast", tensors[0],
+                 [this, xs = on_cpu(tensors), opts]() mutable { return ends(gloo().broadcast(xs, opts)); });
   }
   WorkPtr _allgather_base(at::Tensor& out, at::Tensor& in, const c10d::AllgatherOptions&) override {
     TORCH_CHECK(out.numel() == in.numel() * getSize(), "output of another size");
@@ -155,15 +155,16 @@ class FakeNccl final : public c10d::Backend {
   WorkPtr allgather(Lists& outs, Tensors& ins, const c10d::AllgatherOptions&) override {
     return gather_all("allgather", on_cpu(outs.at(0)), ins.at(0));
   }
-  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in, const c10d::ReduceScatterOptions& opts) override {
+  WorkPtr _reduce_scatter_base(at::Tensor& out, at::Tensor& in,
+                               const c10d::ReduceScatterOptions& opts) override {
     TORCH_CHECK(in.numel() == out.numel() * getSize(), "input of another size");
     return scatter_sum("reduce_scatter_base", out, on_cpu(in).chunk(getSize()), opts.reduceOp);
   }
   WorkPtr reduce_scatter(Tensors& outs, Lists& ins, const c10d::ReduceScatterOptions& opts) override {
     return scatter_sum("reduce_scatter", outs.at(0), on_cpu(ins.at(0)), opts.reduceOp);
   }
-  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& outs, std::vector<int64_t>& ins,
-                        const c10d::AllToAllOptions& opts) override {
+  WorkPtr alltoall_base(at::Tensor& out, at::Tensor& in, std::vector<int64_t>& outs,
+                        std::vector<int64_t>& ins, const c10d::AllToAllOptions& opts) override {
     return start("alltoall_base", in, [this, y = on_cpu(out), x = on_cpu(in), outs, ins, opts]() mutable {
       return ends(gloo().alltoall_base(y, x, outs, ins, opts));
     });
@@ -295,8 +296,7 @@ class FakeNccl final : public c10d::Backend {
     job.ready = std::make_shared<c10::Event>(c10::kCUDA);
     job.ready->record(fake_current_stream(device));
     auto work = c10::make_intrusive<FakeWork>(job.state, device);
-    if (count(fail_after))
-      job.starts = {[text = fail_text]() -> Ends { throw std::runtime_error(text); }};
+    if (count(fail_after)) job.starts = {[text = fail_text]() -> Ends { throw std::runtime_error(text); }};
     const bool hangs = count(hang_after);
     std::lock_guard lock(shared_->mutex);
     shared_->under_way.insert(job.state);

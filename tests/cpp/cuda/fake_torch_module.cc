@@ -250,7 +250,10 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("capture", [](int64_t id, int device, int status, uint64_t capture) {
     fake_capture(static_cast<Stream>(stream_of(id, device).native_handle()), status, capture);
   });
-  module.def("bind_fake_nccl", [module] { py::module_ here = module; bind_fake_nccl(here); });
+  module.def("bind_fake_nccl", [module] {
+    py::module_ here = module;
+    bind_fake_nccl(here);
+  });
   py::class_<Gate>(module, "Gate").def(py::init<int>()).def("open", &Gate::open);
 }
 
