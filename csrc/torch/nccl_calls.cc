@@ -78,9 +78,9 @@ std::optional<Form> form_of(const Op& op) {
   }
 }
 
-class Call {
+class NcclCall {
  public:
-  Call(c10d::Backend& backend, const Op& op, c10::Device device)
+  NcclCall(c10d::Backend& backend, const Op& op, c10::Device device)
       : backend_(backend), op_(op), device_(device), form_(form_of(op).value()) {}
 
   c10::intrusive_ptr<c10d::Work> run() {
@@ -208,7 +208,7 @@ std::string fault_on_nccl(const Op& op) {
 }
 
 c10::intrusive_ptr<c10d::Work> call_nccl(c10d::Backend& backend, const Op& op, c10::Device device) {
-  return Call(backend, op, device).run();
+  return NcclCall(backend, op, device).run();
 }
 
 }  // namespace pycomm
