@@ -67,7 +67,7 @@ void NcclSide::make_engine(c10::Device device) {
                                 comm_.hosts_side()->describe() +
                                 "; NCCL, which moves CUDA tensors between hosts, needs ranks that are "
                                 "processes, and a store of torch.distributed");
-  constexpr OpInfo making{OpKind::alloc, 0};
+  static constexpr OpInfo making{OpKind::alloc, 0};
   all_gather_value(comm_, int{device.index()});  // all ranks are here, or the error says who is elsewhere
   try {
     backend_ = make_({place_, comm_.rank(), device.index(), comm_.transport().timeout(),
