@@ -121,7 +121,7 @@ class Communicator(Membership, Observed):
         timeout = self._own_limit(timeout, settings)
         trace.begin_if_asked()
         options = transport_options(settings, name, timeout, world_size, staging_bytes, threads)
-        comm = _C.connect(store, rank, world_size, options, _origin, hosts.engines)
+        comm = _C.connect(store, rank, world_size, options, _origin, hosts.makers())
         self._take(comm, store, name, timeout, settings)
 
     def _take(self, comm, store, name, timeout, settings):

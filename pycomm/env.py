@@ -21,6 +21,8 @@
                                                                         names; after ^ all but these
     PYCOMM_WIRE                  gloo | ucx                 gloo        what carries bytes between hosts; UCX
                                                                         must be installed (docs/hosts.md)
+    PYCOMM_NCCL_CHECKS           beside | before | off      beside      when calls on CUDA tensors over hosts
+                                                                        are compared (docs/hosts.md)
     PYCOMM_THREADS               1 or more                  by cores    threads that reduce and copy, per rank
     PYCOMM_STAGING_BYTES         bytes, or 512K, 8M, 1G     built in    staging memory of a group, per rank
     PYCOMM_CMA                   0 | 1                      probed      may a rank read the memory of another
@@ -71,6 +73,7 @@ what is allowed. Each function reads what is set when it is called; only logger(
 THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads; FOR_UCX those of UCX's.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -84,13 +87,14 @@ OPERATIONS += ["send", "recv", "barrier"]
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
 WIRES = ("gloo", "ucx")  # what PYCOMM_WIRE may name
 CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
+NCCL_CHECKS = ("beside", "before", "off")
 FUSED_FORMS = ("auto", "plain", "chunked", "fused")
 LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
-    "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_THREADS "
+    "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_NCCL_CHECKS PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
     "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_REPLACEMENT PYCOMM_TRACE PYCOMM_TRACE_BYTES PYCOMM_STATISTICS "
     "PYCOMM_METRICS_PORT PYCOMM_LOG"
@@ -255,6 +259,30 @@ def prepare_ucx(ip_version, registers):
 def ucx_settings(**defaults):
     """[(name without UCX_, value)]: of these settings those that the user has not set."""
     return [(name, value) for name, value in defaults.items() if _get(f"UCX_{name}") is None]
+
+
+def nccl_checks():
+    """Reads PYCOMM_NCCL_CHECKS: when calls on CUDA tensors over hosts are compared. Raises ValueError."""
+    value = _get("PYCOMM_NCCL_CHECKS") or "beside"
+    if value not in NCCL_CHECKS:
+        raise _wrong("PYCOMM_NCCL_CHECKS", value, ", ".join(NCCL_CHECKS))
+    return value
+
+
+@contextlib.contextmanager
+def nccl_spares_the_process():
+    """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error: torch reads
+    the variable when it makes one.
+    """
+    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+    before = os.environ.get(name)
+    os.environ[name] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
 
 
 def master_address():

@@ -50,7 +50,7 @@ def create(options, pg_options):
         transport,
         {_C.kinds.index(op): _algorithm(name) for op, name in settings.algorithm.items()},
         list(options.global_ranks_in_group) or list(range(options.group_size)),
-        hosts.engines,
+        hosts.makers(),
     )
     metrics.watch(backend.communicator, options.group_id)
     return backend

@@ -34,7 +34,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "cpp" / "cuda"
-FOR_TORCH = ("fake_torch_module", "fake_torch_device")
+FOR_TORCH = ("fake_torch_module", "fake_torch_device", "fake_nccl")
 DEVICE = ("fake_launch", "fake_processors", "fake_driver", "fake_streams", "fake_virtual_memory")
 DEVICE += ("fiber", "fiber_ops", "machine")
 REPLACED = ("stub.cc",)  # and what nvcc makes, which has no source of this ending

@@ -43,6 +43,14 @@ def test_more_programs(fault, deep):
     check(search(first, PROGRAMS_DEEP if deep else PROGRAMS_SLOW, fault=fault, seconds=900))
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("fault", ["none", "kill", "stop"])
+def test_programs_over_hosts(fault):
+    """On three simulated hosts, to which the processes are dealt out."""
+    check(search(FIRST_SLOW, 20, fault=fault, seconds=300, hosts=3))
+
+
 # --- that it would see a defect --------------------
 
 

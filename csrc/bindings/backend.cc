@@ -15,13 +15,13 @@ namespace {
 c10::intrusive_ptr<PycommBackend> create(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                          double timeout, TransportOptions transport,
                                          const std::map<int, int>& algorithms,
-                                         std::vector<uint64_t> global_ranks, py::function engines) {
+                                         std::vector<uint64_t> global_ranks, const py::tuple& engines) {
   Algorithms by_kind{};
   for (auto [kind, algorithm] : algorithms) by_kind.at(kind) = static_cast<Algorithm>(algorithm);
   const auto milliseconds = std::chrono::duration_cast<std::chrono::milliseconds>(
       std::chrono::duration<double>(std::min(timeout, longest_timeout)));
   auto options = c10::make_intrusive<PycommBackend::Options>(milliseconds, std::move(transport), by_kind,
-                                                             make_wires_by(std::move(engines)));
+                                                             makers_by(engines));
   options->group_name = options->transport.name;
   options->global_ranks_in_group = std::move(global_ranks);
   WithoutGil no_gil;

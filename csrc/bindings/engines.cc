@@ -25,29 +25,63 @@ std::shared_ptr<Wire> wire_of(const py::object& made) {
   return std::make_shared<C10dWire>(made.cast<c10::intrusive_ptr<c10d::Backend>>());
 }
 
+// Runs a call into Python, with the lock; what it raises becomes a std::exception.
+template <class Call>
+auto in_python(const Call& call) {
+  const py::gil_scoped_acquire gil;
+  try {
+    return call();
+  } catch (py::error_already_set& error) {
+    if (!error.matches(PyExc_Exception)) {  // Ctrl-C
+      error.restore();
+      if (!keep_raised()) PyErr_Clear();
+      throw std::runtime_error("interrupted");
+    }
+    throw std::runtime_error(py::str(error.value()).cast<std::string>());
+  }
+}
+
+using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+using Function = std::shared_ptr<py::function>;
+
+Wires make_wires(const Function& engines, const StorePtr& store, const WireRequest& request) {
+  const Placement& placement = request.placement;
+  return in_python([&] {
+    const auto [data, control] = (*engines)(store, request.rank, placement.host_of, placement.names,
+                                            request.attempt, request.timeout)
+                                     .cast<std::pair<py::object, py::object>>();
+    return Wires{wire_of(data), wire_of(control)};
+  });
+}
+
+BackendPtr make_nccl(const Function& nccl, const StorePtr& store, const NcclRequest& request) {
+  const Placement& placement = request.place.placement;
+  return in_python([&] {
+    const py::cpp_function look([&request] {
+      py::gil_scoped_release no_gil;
+      request.look();
+    });
+    return (*nccl)(store, request.rank, placement.host_of, placement.names, request.place.attempt,
+                   request.timeout, request.device, look)
+        .cast<BackendPtr>();
+  });
+}
+
+Checks checks_by(const Function& checks) {
+  const auto word = in_python([&] { return (*checks)().cast<std::string>(); });
+  return word == "before" ? Checks::before : word == "off" ? Checks::off : Checks::beside;
+}
+
 }  // namespace
 
-MakeWiresWithStore make_wires_by(py::function engines) {
-  return [engines = shared(std::move(engines))](const c10::intrusive_ptr<c10d::Store>& store,
-                                                const WireRequest& request) {
-    const py::gil_scoped_acquire gil;
-    const Placement& placement = request.placement;
-    Wires wires;
-    try {
-      const auto [data, control] = (*engines)(store, request.rank, placement.host_of, placement.names,
-                                              request.attempt, request.timeout)
-                                       .cast<std::pair<py::object, py::object>>();
-      wires.data = wire_of(data);
-      wires.control = wire_of(control);
-    } catch (py::error_already_set& error) {
-      if (!error.matches(PyExc_Exception)) {  // Ctrl-C
-        error.restore();
-        if (!keep_raised()) PyErr_Clear();
-        throw std::runtime_error("interrupted");
-      }
-      throw std::runtime_error(py::str(error.value()).cast<std::string>());
-    }
-    return wires;
+MakersWithStore makers_by(const py::tuple& engines) {
+  const Function wires = shared(engines[0].cast<py::function>()),
+                 nccl = shared(engines[1].cast<py::function>());
+  const Checks checks = checks_by(shared(engines[2].cast<py::function>()));
+  return [=](const StorePtr& store) {
+    return Makers{[=](const WireRequest& request) { return make_wires(wires, store, request); },
+                  [=](const NcclRequest& request) { return make_nccl(nccl, store, request); }, checks};
   };
 }
 

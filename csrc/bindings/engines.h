@@ -1,4 +1,4 @@
-// engines.h -- pycomm.hosts.engines, which makes what connects the hosts of a group, as C++ calls it.
+// engines.h -- what of pycomm.hosts makes the connections between the hosts of a group, as C++ calls it.
 #pragma once
 
 #include "../torch/backend.h"
@@ -6,7 +6,10 @@
 
 namespace pycomm {
 
-// engines(store, rank, hosts, labels, token, timeout) -> (backend over all ranks, backend of leaders or None)
-MakeWiresWithStore make_wires_by(py::function engines);
+// engines: (engines, nccl, checks), see pycomm/hosts/__init__.py:
+//   engines(store, rank, hosts, labels, token, timeout) -> (backend over all ranks, backend of leaders or
+//   None) nccl(store, rank, hosts, labels, token, timeout, device, look) -> backend over all ranks checks()
+//   -> "before", "beside" or "off"
+MakersWithStore makers_by(const py::tuple& engines);
 
 }  // namespace pycomm

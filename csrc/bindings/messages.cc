@@ -47,14 +47,15 @@ PyObject* recv(const PythonCall& call) {
 }
 
 PyObject* barrier(const PythonCall& call) {
-  if (!cuda::group_of(call.comm()) || call.async_op())
+  if (!has_worked_on_device(call.comm()) || call.async_op())
     return call.submit(make_barrier(call.comm(), call.options()));
   const double timeout = call.seconds();
+  bool met = false;
   {
     WithoutGil no_gil;
-    barrier_on_device(call.comm(), timeout);
+    met = barrier_on_device(call.comm(), timeout);
   }
-  return call.result();
+  return met ? call.result() : call.submit(make_barrier(call.comm(), call.options()));
 }
 
 }  // namespace method

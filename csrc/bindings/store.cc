@@ -27,12 +27,12 @@ std::vector<int> local_members(const Origin& origin) {
 }
 
 CommPtr connect_without_gil(Store& store, int rank, int world_size, const TransportOptions& options,
-                            const std::optional<Origin>& origin, const MakeWires& make_wires) {
+                            const std::optional<Origin>& origin, const Makers& makers) {
   WithoutGil no_gil;
-  if (!origin) return connect(store, rank, world_size, options, make_wires);
+  if (!origin) return connect(store, rank, world_size, options, makers);
   WatchedStore watched(store, origin->first->transport(), local_members(*origin),
                        {options.name, rank, world_size, {}});
-  return connect(watched, rank, world_size, options, make_wires);
+  return connect(watched, rank, world_size, options, makers);
 }
 
 // Ranks that are threads of one process, on hosts that are only said to be several.
@@ -79,7 +79,7 @@ void bind_store(py::module_& module) {
   py::class_<TransportOptions>(module, "TransportOptions");
   module.def("connect", [](LocalStore& store, int rank, int n, const TransportOptions& options,
                            const std::optional<Origin>& origin, const py::object&) {
-    return connect_without_gil(store, rank, n, options, origin, loop_wires(store));
+    return connect_without_gil(store, rank, n, options, origin, {loop_wires(store), {}});
   });
   module.def("connect", [](PageStore& store, int rank, int n, const TransportOptions& options,
                            const std::optional<Origin>& origin, const py::object&) {
@@ -87,11 +87,9 @@ void bind_store(py::module_& module) {
   });
   module.def("connect", [](const c10::intrusive_ptr<c10d::Store>& store, int rank, int n,
                            const TransportOptions& options, const std::optional<Origin>& origin,
-                           py::function engines) {
+                           const py::tuple& engines) {
     TorchStore adapter(store);
-    const MakeWiresWithStore make_wires = make_wires_by(std::move(engines));
-    return connect_without_gil(adapter, rank, n, options, origin,
-                               [&](const WireRequest& request) { return make_wires(store, request); });
+    return connect_without_gil(adapter, rank, n, options, origin, makers_by(engines)(store));
   });
 }
 

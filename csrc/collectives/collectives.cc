@@ -31,7 +31,7 @@ CollectiveTask::CollectiveTask(Communicator& comm, Op op) : Task(comm), op_(std:
   if (!has_algorithm(op_.kind, op_.algorithm))
     throw std::invalid_argument(comm.transport().where({op_.kind, 0}) + "there is no algorithm " +
                                 to_string(op_.algorithm) + " for this operation");
-  separate_overlap();
+  if (!op_.on_device) separate_overlap();
   if (comm.hosts_side()) {
     route_ = Route::across;
     return;

@@ -27,6 +27,16 @@ namespace pycomm {
 
 class Communicator;
 
+// monitored_barrier.h, of a group that spans hosts: what the ranks of this host know of each rank, and of
+// those that did not come (a bit each).
+struct BarrierLine {
+  std::atomic<uint64_t> calls, arrival, verdict, withdrawn;
+};
+struct BarrierBoard {
+  BarrierLine* lines;
+  std::atomic<uint64_t>* missing;
+};
+
 // One operation in the queue of a communicator. Subclasses say what it does (collectives/collectives.h).
 class Task : public Work {
  public:
@@ -98,6 +108,11 @@ class HostsSide {
   // `late` seconds were too many for whoever waits for this operation, which runs: throws who is missing, if
   // the hosts can tell.
   virtual void blame(const OpInfo& op, double late) = 0;
+  virtual std::string name(int rank) const = 0;  // "rank 5 (host1)"
+  virtual bool closed(int rank) const = 0;  // it has closed the group
+  // Throws if the group is broken, or the leader of this host, who looks at all others, has died.
+  virtual void look_at_lives(const OpInfo& op) = 0;
+  virtual BarrierBoard barrier_board() = 0;
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.

@@ -29,6 +29,8 @@ class Round {
   Round(Communicator& comm, double timeout)
       : comm_(comm),
         transport_(comm.transport()),
+        hosts_(comm.hosts_side()),
+        board_(hosts_ ? hosts_->barrier_board() : BarrierBoard{}),
         rank_(comm.rank()),
         world_size_(comm.world_size()),
         timeout_(timeout),
@@ -42,13 +44,13 @@ class Round {
     transport_.check(info);
     comm_.help_queue();  // peers may need what was issued here before they come
     for (int p = 0; p < world_size_; ++p) {
-      calls_before_.push_back(transport_.control(p).barrier_calls.load(std::memory_order_acquire));
+      calls_before_.push_back(calls(p).load(std::memory_order_acquire));
       was_there_.push_back(arrival(p).load(std::memory_order_acquire) != 0);
     }
     call_ = calls_before_[rank_] + 1;
-    transport_.control(rank_).barrier_calls.store(call_, std::memory_order_release);
+    calls(rank_).store(call_, std::memory_order_release);
     arrival(rank_).store(call_ * 2, std::memory_order_release);
-    if (rank_ != 0) transport_.notify(0);
+    if (rank_ != 0) notify(0);
   }
 
   // True: all have come.
@@ -61,6 +63,7 @@ class Round {
     for (;;) {
       const bool complete = wait_until(all_there, deadline_, 1, world_size_);
       if (!complete) note_missing();
+      if (!complete && hosts_) tell_missing();
       const std::vector<uint64_t> taken = take();
       const bool passed = std::none_of(taken.begin() + 1, taken.end(), [](uint64_t a) { return a == 0; });
       if (complete && !passed) {  // one has withdrawn meanwhile
@@ -75,27 +78,30 @@ class Round {
   }
 
   bool follow() {
-    const std::atomic<uint64_t>& verdict = transport_.control(rank_).barrier_verdict;
-    auto answered = [&] { return verdict.load(std::memory_order_acquire) / 2 == call_; };
+    auto answered = [this] { return verdict(rank_).load(std::memory_order_acquire) / 2 == call_; };
     const bool in_time = wait_until(answered, deadline_, 0, 1);
     note_missing();
-    if (!in_time) {
+    if (!in_time && here(0) < 0) {
+      board_.lines[rank_].withdrawn.store(call_, std::memory_order_release);
+      wait_until(answered, after(transport_.host_timeout() + longest_verdict), 0, 1);
+    } else if (!in_time) {
       const auto last = after(longest_verdict);
       do {
         uint64_t mine = call_ * 2;
         if (arrival(rank_).compare_exchange_strong(mine, 0)) return false;
       } while (!wait_until(answered, after(tick), 0, 1) && Clock::now() < last);
     }
-    return verdict.load(std::memory_order_acquire) == call_ * 2 + 1;
+    if (here(0) < 0) hear_missing();
+    return verdict(rank_).load(std::memory_order_acquire) == call_ * 2 + 1;
   }
 
   [[noreturn]] void fail(bool wait_all_ranks) const {
     std::ostringstream text;
     if (missing_.empty()) text << "rank 0 did not answer";  // it has counted this rank, then stopped
-    else text << (missing_.size() > 1 ? "ranks " : "rank ") << listed(missing_) << " did not arrive";
+    else text << names(missing_) << " did not arrive";
     text << " within the timeout of " << timeout_ << " s; the group is still usable. "
          << gloos_sentence(wait_all_ranks);
-    transport_.raise(ErrorKind::timeout, info, missing_.empty() ? -1 : missing_[0], text.str());
+    comm_.raise(ErrorKind::timeout, info, missing_.empty() ? -1 : missing_[0], text.str());
   }
 
   void blame(int peer) {
@@ -123,7 +129,44 @@ class Round {
   static Clock::time_point after(double seconds) {
     return Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(seconds));
   }
-  std::atomic<uint64_t>& arrival(int p) const { return transport_.control(p).barrier_arrival; }
+  std::atomic<uint64_t>& calls(int p) const {
+    return hosts_ ? board_.lines[p].calls : transport_.control(p).barrier_calls;
+  }
+  std::atomic<uint64_t>& arrival(int p) const {
+    return hosts_ ? board_.lines[p].arrival : transport_.control(p).barrier_arrival;
+  }
+  std::atomic<uint64_t>& verdict(int p) const {
+    return hosts_ ? board_.lines[p].verdict : transport_.control(p).barrier_verdict;
+  }
+  // Its number among the ranks of this host; -1: it is on another.
+  int here(int p) const { return hosts_ ? hosts_->local(p) : p; }
+  bool closed(int p) const { return hosts_ ? hosts_->closed(p) : transport_.peer_closed(p); }
+  bool alive(int p) const { return here(p) < 0 || transport_.peer_alive(here(p)); }
+  void notify(int p) {
+    if (here(p) >= 0) transport_.notify(here(p));
+  }
+  std::string names(const std::vector<int>& ranks) const {
+    if (!hosts_) return (ranks.size() > 1 ? "ranks " : "rank ") + listed(ranks);
+    std::string text;
+    for (int rank : ranks) text += (text.empty() ? "" : ", ") + hosts_->name(rank);
+    return text;
+  }
+
+  // Rank 0 to ranks of other hosts, before its verdict.
+  void tell_missing() {
+    for (int i = 0; i * 64 < world_size_; ++i) {
+      uint64_t bits = 0;
+      for (int rank : missing_)
+        if (rank / 64 == i) bits |= uint64_t{1} << rank % 64;
+      board_.missing[i].store(bits, std::memory_order_relaxed);
+    }
+  }
+  void hear_missing() {
+    missing_.clear();
+    for (int p = 0; p < world_size_; ++p)
+      if (p != rank_ && (board_.missing[p / 64].load(std::memory_order_relaxed) >> p % 64 & 1))
+        missing_.push_back(p);
+  }
 
   // False: the time is up. Looks at the lives of ranks [first, last).
   template <class Ready>
@@ -136,6 +179,7 @@ class Round {
       if (ready()) return true;
       if (interrupted()) transport_.abort(interrupted_text);
       transport_.check(info);
+      if (hosts_) hosts_->look_at_lives(info);
       for (int p = first; p < last; ++p) look_at(p);
       if (comm_.background()) comm_.background()->progress();
       const std::chrono::duration<double> left = deadline - Clock::now();
@@ -146,13 +190,15 @@ class Round {
 
   // Whoever is in its call is alive and stays until it is answered or withdraws.
   void look_at(int p) {
-    if (p == rank_ || (transport_.peer_alive(p) && !transport_.peer_closed(p))) return;
-    if (p == 0 && transport_.control(rank_).barrier_verdict.load(std::memory_order_acquire) / 2 == call_)
+    if (p == rank_ || (alive(p) && !closed(p))) return;
+    if (p == 0 && verdict(rank_).load(std::memory_order_acquire) / 2 == call_)
       return;  // it answered before it left
     missing_ = {p};
-    const char* what = transport_.peer_alive(p) ? " closed the group before it came to this operation"
-                                                : " died (its process ended)";
-    transport_.fail(ErrorKind::peer, info, p, "rank " + std::to_string(p) + what);
+    const char* what =
+        alive(p) ? " closed the group before it came to this operation" : " died (its process ended)";
+    if (!hosts_) transport_.fail(ErrorKind::peer, info, p, "rank " + std::to_string(p) + what);
+    transport_.mark_broken({ErrorKind::peer, info, p, hosts_->name(p) + what});
+    transport_.check(info);
   }
 
   // By rank: the arrival that this rank has taken, 0 where there was none.
@@ -167,8 +213,8 @@ class Round {
 
   void answer(int p, uint64_t verdict) {
     arrival(p).store(0, std::memory_order_release);
-    transport_.control(p).barrier_verdict.store(verdict, std::memory_order_release);
-    transport_.notify(p);
+    this->verdict(p).store(verdict, std::memory_order_release);
+    notify(p);
   }
 
   // Who has not been seen since this round began: others may have come and withdrawn already.
@@ -178,14 +224,16 @@ class Round {
     for (int p = 0; p < world_size_; ++p) {
       if (p == rank_ || arrival(p).load(std::memory_order_acquire) != 0) continue;
       absent.push_back(p);
-      const uint64_t calls = transport_.control(p).barrier_calls.load(std::memory_order_acquire);
-      if (!was_there_[p] && calls == calls_before_[p]) missing_.push_back(p);
+      const uint64_t calls_now = calls(p).load(std::memory_order_acquire);
+      if (!was_there_[p] && calls_now == calls_before_[p]) missing_.push_back(p);
     }
     if (missing_.empty()) missing_ = absent;
   }
 
   Communicator& comm_;
   Transport& transport_;
+  HostsSide* const hosts_;  // null: all ranks are on this host
+  const BarrierBoard board_;
   const int rank_, world_size_;
   const double timeout_;
   const Clock::time_point deadline_;
@@ -199,10 +247,6 @@ class Round {
 
 void monitored_barrier(Communicator& comm, double timeout, bool wait_all_ranks) {
   if (comm.world_size() == 1) return comm.transport().check(info);
-  if (comm.hosts_side())
-    throw std::invalid_argument(comm.transport().where(info) +
-                                "monitored_barrier is not there for a group that spans hosts (" +
-                                comm.hosts_side()->describe() + "); barrier() names who is missing, too");
   Round round(comm, timeout);
   bool passed = false;
   try {

@@ -57,8 +57,8 @@ CudaGroup& CudaGroup::of(Communicator& comm, Device device) {
   if (comm.hosts_side())
     throw std::invalid_argument(comm.transport().where({}) + "this group spans " +
                                 comm.hosts_side()->describe() +
-                                "; between hosts pycomm moves CPU tensors only. Use the backend nccl for "
-                                "CUDA tensors of this group, or a group within one host.");
+                                "; registered memory on devices is there for groups within one host. Use "
+                                "tensors of torch, which NCCL moves between hosts.");
   std::lock_guard making(comm.making_device_side());
   if (!comm.device_side()) {
     const auto began = std::chrono::steady_clock::now();

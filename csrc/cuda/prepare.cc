@@ -5,7 +5,9 @@
 
 namespace pycomm::cuda {
 
-CudaGroup* group_of(Communicator& comm) { return static_cast<CudaGroup*>(comm.device_side()); }
+CudaGroup* group_of(Communicator& comm) {
+  return comm.hosts_side() ? nullptr : static_cast<CudaGroup*>(comm.device_side());
+}
 
 CudaGroup& group_for(Communicator& comm, OpKind kind, Device device, Stream stream) {
   if (!comm.device_side() && driver() && capture_of(stream).active)

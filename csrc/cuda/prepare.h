@@ -5,7 +5,8 @@
 
 namespace pycomm::cuda {
 
-// The CUDA side of a group that has worked on a device; else nullptr.
+// The CUDA side of a group that has worked on a device; else nullptr. Groups that span hosts have another one
+// (torch/nccl_side.h).
 CudaGroup* group_of(Communicator& comm);
 
 // The same, made where it is missing: see CudaGroup::of. Making it allocates, which a graph capture of

@@ -32,6 +32,8 @@ void CudaWork::wait(double timeout) {
   if (captured()) complete(nullptr);
 }
 
+Device CudaWork::device() const { return works_.device(); }
+
 void CudaWork::order(Stream stream) { works_.order(*this, stream); }
 
 bool CudaWork::poll() { return done() || (!captured() && works_.poll(*this)); }

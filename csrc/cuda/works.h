@@ -18,8 +18,17 @@ namespace pycomm::cuda {
 
 class Works;
 
-// The handle of an operation on the device.
-class CudaWork final : public Work {
+// The handle of an operation on a device, whoever runs it: kernels of ours, or NCCL between hosts
+// (torch/nccl_side.h).
+class DeviceWork : public Work {
+ public:
+  virtual const OpInfo& info() const = 0;
+  virtual Device device() const = 0;
+  virtual void order(Stream stream) = 0;  // orders any stream behind the operation
+};
+using DeviceWorkPtr = std::shared_ptr<DeviceWork>;
+
+class CudaWork final : public DeviceWork {
  public:
   // `current` says which stream wait() is to order; `end`: the operation's end; `keep` owns what it uses.
   CudaWork(Works& works, OpInfo info, std::function<Stream()> current, Mark end, std::function<void()> keep)
@@ -34,12 +43,12 @@ class CudaWork final : public Work {
   void wait(double timeout = 0) override;
   bool poll() override;
   void help(bool) override {}  // the watching thread completes it
-  // Orders any stream behind the operation.
-  void order(Stream stream);
+  void order(Stream stream) override;
+  Device device() const override;
   // The operation has ended: lets go of what it used, then tells the callbacks. Only the first call counts.
   void complete(std::exception_ptr error);
 
-  const OpInfo& info() const { return info_; }
+  const OpInfo& info() const override { return info_; }
   const Mark& end() const { return end_; }
   Stream stream() const { return end_.stream; }
   bool captured() const { return end_.capture.active; }  // it runs when the graph is replayed
@@ -59,6 +68,7 @@ class Works {
  public:
   Works(GroupLock& lock, const Setup& setup, const HostWords& words, Faults& faults)
       : lock_(lock), setup_(setup), words_(words), faults_(faults) {}
+  Device device() const { return setup_.device; }
 
   struct Ended {
     CudaWorkPtr work;

@@ -17,7 +17,13 @@ constexpr auto tick = std::chrono::milliseconds(20);
 constexpr auto until_reason = std::chrono::seconds(1);  // for whoever knows better to say it
 constexpr auto grace = std::chrono::milliseconds(500);  // [Note: limits inside]
 
+void compare_calls(Agreement& agreement) {
+  agreement.begin();
+  agreement.conclude();
+}
+
 void run_kind(Operation& operation, Agreement& agreement) {
+  if (operation.op.on_device && operation.op.kind != OpKind::all_to_all) return compare_calls(agreement);
   switch (operation.op.kind) {
     case OpKind::all_reduce: return across::all_reduce(operation, agreement);
     case OpKind::reduce: return across::reduce(operation, agreement);
@@ -27,7 +33,7 @@ void run_kind(Operation& operation, Agreement& agreement) {
     case OpKind::all_to_all: return across::all_to_all(operation, agreement);
     case OpKind::gather: return across::gather(operation, agreement);
     case OpKind::scatter: return across::scatter(operation, agreement);
-    case OpKind::barrier: agreement.begin(); return agreement.conclude();
+    case OpKind::barrier: return compare_calls(agreement);
     default: throw std::logic_error("pycomm: unknown collective");
   }
 }
@@ -115,6 +121,16 @@ void Across::look(int peer, Clock::time_point& closed, const WaitScope& scope) {
   std::ostringstream text;
   text << placement_.name(peer) << " did not arrive within the timeout of " << scope.timeout << " s";
   fail(ErrorKind::timeout, peer, text.str(), scope);
+}
+
+bool Across::closed(int rank) const {
+  const int here = local(rank);
+  return here < 0 ? board_.closed(rank) : transport().peer_closed(here);
+}
+
+void Across::look_at_lives(const OpInfo& op) {
+  transport().check(op);
+  look_at_leader({op, Clock::now(), 0});
 }
 
 // It looks at the lives of the others (speaker.h), and nobody else at its own while all wait for the wire.

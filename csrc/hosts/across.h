@@ -53,6 +53,10 @@ class Across final : public HostsSide {
     return placement_.host_of[rank] == host_ ? placement_.local_of[rank] : -1;
   }
   void blame(const OpInfo& op, double late) override;
+  std::string name(int rank) const override { return placement_.name(rank); }
+  bool closed(int rank) const override;
+  void look_at_lives(const OpInfo& op) override;
+  BarrierBoard barrier_board() override { return board_.barrier(); }
 
   const Placement& placement() const { return placement_; }
   int rank() const { return rank_; }

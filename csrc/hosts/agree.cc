@@ -13,6 +13,7 @@ constexpr int cards_phase = 3;
 
 // A function of what all ranks with the same call have alike.
 bool fits_card(const Op& op, const Placement& placement) {
+  if (op.on_device) return false;
   const size_t nbytes = op.count * size_of(op.dtype);
   switch (op.kind) {
     case OpKind::barrier: return true;

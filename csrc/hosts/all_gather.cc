@@ -53,9 +53,8 @@ class Blocks {
         o_.recv(flight, src, part.data, part.count);
       }
     }
-    for (int h = 0; h < o_.placement.hosts(); ++h)
-      if (h != o_.host)
-        o_.send(flight, o_.placement.ranks[h][o_.local % o_.placement.size_of(h)], own.data, own.count);
+    for (int h : o_.others())
+      o_.send(flight, o_.placement.ranks[h][o_.local % o_.placement.size_of(h)], own.data, own.count);
   }
 
   // Local rank l gives a piece of the block of rank first + l of host h to the ranks of this host.

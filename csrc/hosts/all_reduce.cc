@@ -101,8 +101,7 @@ class Pipeline {
   // Slices of sums to the owners of their parts.
   void exchange(size_t s) {
     Flight& flight = flights_[s % slots][0];
-    for (int h = 0; h < hosts_; ++h) {
-      if (h == o_.host) continue;
+    for (int h : o_.others()) {
       const int mine = hosts_ == 2 ? 0 : o_.host, theirs = hosts_ == 2 ? 0 : h;
       const Range received = part(s, mine), sent = part(s, theirs);
       for_crossings(received, h, [&](int rank, size_t begin, size_t count) {
@@ -124,8 +123,7 @@ class Pipeline {
     o_.sum_hosts(sources, o_.at(o_.op.out, range.begin + total.begin), total.size());
     if (hosts_ == 2) return;
     Flight& flight = flights_[s % slots][1];
-    for (int h = 0; h < hosts_; ++h) {
-      if (h == o_.host) continue;
+    for (int h : o_.others()) {
       const Range theirs = part(s, h);
       for_crossings(theirs, h, [&](int rank, size_t begin, size_t count) {
         o_.recv(flight, rank, o_.at(o_.op.out, theirs.begin + begin), count, 1);

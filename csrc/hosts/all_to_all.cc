@@ -126,7 +126,7 @@ void all_to_all(Operation& o, Agreement& agreement) {
       out.push_back({o.op.receiver->room(p, count), count});
     }
   }
-  move(o, o.op.in_parts, out);
+  if (!o.op.on_device) move(o, o.op.in_parts, out);
 }
 
 }  // namespace pycomm::across

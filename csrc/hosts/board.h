@@ -1,11 +1,13 @@
 // board.h -- what the ranks of a host tell each other about a group that spans hosts, in shared memory: which
 // ranks of other hosts have closed the group (the leader writes what the other leaders tell it, speaker.h),
-// which operation each rank of this host has come to and has finished, and which one is overdue.
+// which operation each rank of this host has come to and has finished, which one is overdue, and the words of
+// monitored barriers (communicator/monitored_barrier.h).
 #pragma once
 
 #include <algorithm>
 #include <atomic>
 
+#include "../collectives/collectives.h"
 #include "../communicator/registered.h"
 
 namespace pycomm {
@@ -14,9 +16,12 @@ class Board {
  public:
   // Collective among the ranks of the host.
   Board(Communicator& inside, int world_size)
-      : buffer_(allocate_registered(inside, sizeof(Overdue) + world_size * sizeof(Line))),
+      : buffer_(allocate_registered(
+            inside, sizeof(Overdue) + sizeof(Missing) + world_size * (sizeof(Line) + sizeof(BarrierLine)))),
         overdue_(reinterpret_cast<Overdue*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))),
-        lines_(reinterpret_cast<Line*>(overdue_ + 1)) {}
+        missing_(reinterpret_cast<Missing*>(overdue_ + 1)),
+        lines_(reinterpret_cast<Line*>(missing_ + 1)),
+        barrier_(reinterpret_cast<BarrierLine*>(lines_ + world_size)) {}
 
   // What it had sent until its last operation may still be on its way.
   void note_closed(int rank, uint64_t finished) {
@@ -47,19 +52,24 @@ class Board {
     return {static_cast<OpKind>(overdue_->kind.load(std::memory_order_relaxed)), sequence};
   }
 
+  BarrierBoard barrier() const { return {barrier_, *missing_}; }
+
  private:
   struct Overdue {
     std::atomic<uint64_t> sequence;
     std::atomic<double> timeout;
     std::atomic<uint32_t> kind;
   };
+  using Missing = std::atomic<uint64_t>[max_world_size / 64];
   struct Line {
     std::atomic<uint64_t> arrived, finished;
     std::atomic<uint32_t> closed;
   };
   const RegisteredBuffer buffer_;
   Overdue* const overdue_;
+  Missing* const missing_;
   Line* const lines_;
+  BarrierLine* const barrier_;
 };
 
 }  // namespace pycomm

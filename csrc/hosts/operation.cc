@@ -31,6 +31,7 @@ Operation::Operation(Across& group, const Op& op, const WaitScope& scope)
       scope_(scope),
       inside_scope_(scope),
       tag_(static_cast<uint32_t>(scope.op.sequence % operations_apart) * phases) {
+  for (int i = 1; i < placement.hosts(); ++i) others_.push_back((host + i) % placement.hosts());
   inside_scope_.yields = false;
   group.inside().serve(&inside_scope_);
 }

@@ -1,5 +1,11 @@
 // operation.h -- one collective of a group that spans hosts, while it runs: what its steps inside the host
 // and over the wire share.
+//
+// [Note: turns] Host h sends to h+1 first, then to h+2, and so on around; it receives from h-1 first. So
+// hosts do not all send to the same one, and each link carries one message each way at a time. A ring moves
+// the same bytes over each link, 2 (H-1)/H n for an all_reduce, in 2 (H-1) steps that wait for each other,
+// where this has two; and its sums begin at another host for each part. That is why there are no rings,
+// whatever the number of hosts.
 #pragma once
 
 #include <vector>
@@ -38,6 +44,8 @@ class Operation {
   const int host, local, locals;  // this host, this rank in it, its ranks
 
   const WaitScope& scope() const { return scope_; }
+  // The other hosts, in the order in which this one turns to them: [Note: turns].
+  const std::vector<int>& others() const { return others_; }
   // Calls differ. All ranks come to the same verdict, so the group goes on.
   [[noreturn]] void raise_mismatch(int rank, const std::string& text) const;
   // A step inside the host.
@@ -70,6 +78,7 @@ class Operation {
   const WaitScope scope_;
   WaitScope inside_scope_;
   const uint32_t tag_;
+  std::vector<int> others_;
 };
 
 }  // namespace pycomm

@@ -16,7 +16,9 @@ class Parts {
   explicit Parts(Operation& operation)
       : o_(operation), piece_(std::min(operation.segment() / 4 + 1, longest_part())) {
     const Placement& placement = o_.placement;
-    for (int h = 0; h < placement.hosts(); ++h)
+    std::vector<int> turns = o_.others();
+    turns.push_back(o_.host);
+    for (int h : turns)
       for (int first = 0; first < placement.size_of(h); first += o_.locals) rounds_.push_back({h, first});
     room_ = round_up(piece_ * o_.item, 64);
     slot_ = (rounds_.size() + placement.hosts()) * room_;

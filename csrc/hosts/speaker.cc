@@ -13,6 +13,7 @@ namespace {
 
 constexpr uint32_t tag = 1;
 constexpr auto look_every = std::chrono::milliseconds(50);
+constexpr auto look_often = std::chrono::milliseconds(2);  // while a monitored barrier goes on
 constexpr auto alive_every = std::chrono::seconds(1);
 constexpr auto longest_pause = std::chrono::seconds(2);  // of this thread, beyond which silence is its own
 constexpr auto until_reason = std::chrono::milliseconds(500);  // for whoever knows better to say it
@@ -30,7 +31,8 @@ Speaker::Speaker(const Placement& placement, int host, Wire& wire, Transport& tr
       transport_(transport),
       board_(board),
       ticker_(ticker),
-      closed_(placement.size_of(host)) {
+      closed_(placement.size_of(host)),
+      told_barrier_(placement.world_size()) {
   for (int h = 0; h < placement.hosts(); ++h) {
     peers_.push_back(h == host ? nullptr : std::make_unique<Peer>());
     if (h != host) peers_[h]->heard.store(Clock::now().time_since_epoch().count());
@@ -66,6 +68,7 @@ void Speaker::leave() {
     std::lock_guard lock(mutex_);
     if (std::exchange(left_, true)) return;
     look_at_host();
+    relay_barriers();
     Word word;
     word.kind = Kind::closed;
     word.rank = placement_.ranks[host_][0];
@@ -99,8 +102,9 @@ void Speaker::speak() {
       next_alive_ = now + alive_every;
       say({});
     }
+    const auto pause = !left_ && relay_barriers() ? look_often : look_every;
     last = now;
-    ended_.wait_for(lock, look_every, [this] { return stop_.load(); });
+    if (!stop_.load()) ended_.wait_for(lock, pause);
   }
 }
 
@@ -281,9 +285,84 @@ void Speaker::take(int h, const Word& word) {
   }
   if (word.kind == Kind::asks) answer(h, word.sequence);
   if (word.kind == Kind::answers) take_answer(h, word);
-  if (word.kind != Kind::closed) return;
+  if (take_of_barrier(word) || word.kind != Kind::closed) return;
   board_.note_closed(word.rank, word.sequence);
   if (word.rank == placement_.ranks[h][0]) peers_[h]->gone.store(true);
+}
+
+// --- monitored barriers: communicator/monitored_barrier.h
+
+bool Speaker::relay_barriers() {
+  bool going_on = false;
+  for (int rank = 0; rank < placement_.world_size(); ++rank) {
+    BarrierLine& line = board_.barrier().lines[rank];
+    going_on |= line.arrival.load(std::memory_order_acquire) != 0;
+    if (host_ == 0 && placement_.host_of[rank] != 0) answer_withdrawal(rank, line);
+    if (placement_.host_of[rank] == host_ || host_ == 0) relay_of_rank(rank, line);
+  }
+  return going_on;
+}
+
+// Says what is new: of a rank here to host 0, there of a rank elsewhere to its host.
+void Speaker::relay_of_rank(int rank, BarrierLine& line) {
+  const int to = host_ == 0 ? placement_.host_of[rank] : 0;
+  if (to == host_) return;
+  auto tell = [&](const std::atomic<uint64_t>& word, uint64_t& told, Kind kind) {
+    const uint64_t value = word.load(std::memory_order_acquire);
+    if (value == 0 || value == std::exchange(told, value)) return;
+    Word said;
+    said.kind = kind;
+    said.rank = rank;
+    said.sequence = value;
+    const std::atomic<uint64_t>* missing = board_.barrier().missing;
+    static_assert(max_world_size / 8 <= sizeof(said.text));
+    for (int i = 0; kind == Kind::verdict && i < max_world_size / 64; ++i) {
+      const uint64_t bits = missing[i].load(std::memory_order_relaxed);
+      std::memcpy(said.text + i * sizeof(bits), &bits, sizeof(bits));
+    }
+    say(to, said);
+  };
+  ToldBarrier& told = told_barrier_[rank];
+  if (host_ == 0) return tell(line.verdict, told.verdict, Kind::verdict);
+  tell(line.arrival, told.arrival, Kind::arrives);
+  tell(line.withdrawn, told.withdrawn, Kind::withdraws);
+}
+
+// Unless rank 0 has taken the arrival: then its verdict follows, or it gives the arrival back.
+void Speaker::answer_withdrawal(int rank, BarrierLine& line) {
+  const uint64_t call = line.withdrawn.load(std::memory_order_acquire);
+  uint64_t arrival = call * 2;
+  if (call == 0 || line.arrival.load(std::memory_order_acquire) != arrival) return;
+  for (int i = 0; i < max_world_size / 64; ++i) {
+    uint64_t bits = 0;
+    for (int p = i * 64; p < std::min(placement_.world_size(), (i + 1) * 64); ++p)
+      if (board_.barrier().lines[p].arrival.load(std::memory_order_acquire) == 0)
+        bits |= uint64_t{1} << p % 64;
+    board_.barrier().missing[i].store(bits, std::memory_order_relaxed);
+  }
+  if (line.arrival.compare_exchange_strong(arrival, 0))
+    line.verdict.store(call * 2, std::memory_order_release);
+}
+
+bool Speaker::take_of_barrier(const Word& word) {
+  if (word.kind != Kind::arrives && word.kind != Kind::withdraws && word.kind != Kind::verdict) return false;
+  const BarrierBoard board = board_.barrier();
+  BarrierLine& line = board.lines[word.rank];
+  if (word.kind == Kind::arrives) {
+    line.calls.store(word.sequence / 2, std::memory_order_release);
+    line.arrival.store(word.sequence, std::memory_order_release);
+  } else if (word.kind == Kind::withdraws) {
+    line.withdrawn.store(word.sequence, std::memory_order_release);
+  } else {
+    for (int i = 0; i < max_world_size / 64; ++i) {
+      uint64_t bits = 0;
+      std::memcpy(&bits, word.text + i * sizeof(bits), sizeof(bits));
+      board.missing[i].store(bits, std::memory_order_relaxed);
+    }
+    line.verdict.store(word.sequence, std::memory_order_release);
+  }
+  ended_.notify_all();
+  return true;
 }
 
 void Speaker::miss(int h, const std::string& what) {

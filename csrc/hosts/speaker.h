@@ -6,6 +6,9 @@
 //   broken    the group is broken on my host, and why: the other hosts raise the same
 //   asks      an operation is overdue here: which ranks are furthest behind?
 //   answers   which of my host are, and at which operation
+//   arrives   a rank of my host is in a monitored barrier (communicator/monitored_barrier.h), to host 0
+//   withdraws its time is up, to host 0
+//   verdict   what became of it, from host 0
 //   closed    a rank of my host has closed the group (board.h), and its last operation; if it is the leader,
 //             nothing follows
 // One thread for each other leader receives, and one speaks: it also looks at the lives of this host's ranks,
@@ -45,7 +48,7 @@ class Speaker {
 
  private:
   using Clock = std::chrono::steady_clock;
-  enum class Kind : uint32_t { alive, broken, closed, asks, answers };
+  enum class Kind : uint32_t { alive, broken, closed, asks, answers, arrives, withdraws, verdict };
   struct Behind {  // the ranks, of a host or of all, that have come to the earliest operation
     uint64_t sequence = ~uint64_t{0};
     std::vector<int> ranks;
@@ -74,8 +77,15 @@ class Speaker {
   void look_at_others(Clock::duration since_last_look);
   void answer(int h, uint64_t sequence);
   void take_answer(int h, const Word& word);
+  struct ToldBarrier {  // of a rank: the words of its line that the other host knows
+    uint64_t arrival = 0, withdrawn = 0, verdict = 0;
+  };
+  bool take_of_barrier(const Word& word);
   Behind behind_here() const;
   // With the lock held:
+  bool relay_barriers();  // true: one is going on
+  void relay_of_rank(int rank, BarrierLine& line);
+  void answer_withdrawal(int rank, BarrierLine& line);
   void ask_about_overdue();
   void say(const Word& word);  // to all
   void say(int h, const Word& word);
@@ -92,6 +102,7 @@ class Speaker {
   Ticker& ticker_;
   std::vector<std::unique_ptr<Peer>> peers_;  // by host, null for this one
   std::vector<bool> closed_;  // of this host's ranks, as told
+  std::vector<ToldBarrier> told_barrier_;  // by rank
   std::atomic<bool> heard_broken_{false};
   bool told_broken_ = false;
   uint64_t asked_ = 0;  // the last operation asked for

@@ -79,6 +79,10 @@ std::string describe_call(const Op& op, const Header& theirs, const std::string&
   const Fingerprint there{key.kind,  key.dtype,    key.reduce_op, key.root,
                           op.uneven, theirs.count, theirs.extra};
   std::string text = describe_difference(here, there, who);
+  if (text.empty() && key.on_device != op.on_device)
+    text = describe({"device", op.on_device ? "cuda" : "cpu", key.on_device ? "cuda" : "cpu",
+                     "All ranks must pass tensors on the same kind of device."},
+                    who);
   if (text.empty() && key.algorithm != op.algorithm)
     text = describe_algorithms(to_string(op.algorithm), to_string(key.algorithm), who);
   return text.empty() ? describe_extra(here, there, who) : text;

@@ -27,23 +27,25 @@ struct Fingerprint {
 uint64_t extra_of(const Op& op);
 
 // The first 8 bytes of a call on the CPU, exact, so that one comparison suffices:
-// sequence (32 bits) | kind (5) | dtype (5) | reduce op (4) | algorithm (4) | root (14)
+// sequence (32 bits) | kind (5) | dtype (5) | reduce op (4) | on a device (1) | algorithm (3) | root (14)
+static_assert(num_algorithms <= 8);
 struct Key {
   OpKind kind;
   DType dtype;
   ReduceOp reduce_op;
+  bool on_device;
   Algorithm algorithm;
   int root;
 };
 inline uint64_t pack_key(const Op& op, uint64_t sequence) {
   return sequence << 32 | static_cast<uint64_t>(op.kind) << 27 | static_cast<uint64_t>(op.dtype) << 22 |
-         static_cast<uint64_t>(op.reduce_op) << 18 | static_cast<uint64_t>(op.algorithm) << 14 |
-         static_cast<uint64_t>(op.root);
+         static_cast<uint64_t>(op.reduce_op) << 18 | static_cast<uint64_t>(op.on_device) << 17 |
+         static_cast<uint64_t>(op.algorithm) << 14 | static_cast<uint64_t>(op.root);
 }
 inline Key unpack_key(uint64_t key) {
-  return {static_cast<OpKind>(key >> 27 & 31), static_cast<DType>(key >> 22 & 31),
-          static_cast<ReduceOp>(key >> 18 & 15), static_cast<Algorithm>(key >> 14 & 15),
-          static_cast<int>(key & 16383)};
+  return {static_cast<OpKind>(key >> 27 & 31),   static_cast<DType>(key >> 22 & 31),
+          static_cast<ReduceOp>(key >> 18 & 15), (key >> 17 & 1) != 0,
+          static_cast<Algorithm>(key >> 14 & 7), static_cast<int>(key & 16383)};
 }
 
 // "count=1024 here, 512 on rank 3. All ranks must pass equal sizes."

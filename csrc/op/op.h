@@ -53,6 +53,7 @@ struct Op {
   ReduceOp reduce_op = ReduceOp::sum;
   Algorithm algorithm = Algorithm::automatic;
   bool uneven = false;
+  bool on_device = false;  // the ranks compare their calls here; the data, on devices, go by an engine
   int root = 0;
   double factor = 1;    // premul_sum
   int divisor = 0;      // avg: 0: world_size; of a part of a larger group: of that

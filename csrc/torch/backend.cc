@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <utility>
 
-#include "connect.h"
 #include "interpreter.h"
 #include "registered_tensor.h"
 #include "shrink.h"
@@ -18,8 +17,7 @@ namespace {
 std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
                                       const PycommBackend::Options& options) {
   TorchStore adapter(store);
-  const MakeWires make_wires = [&](const WireRequest& request) { return options.make_wires(store, request); };
-  return pycomm::connect(adapter, rank, size, options.transport, make_wires);
+  return pycomm::connect(adapter, rank, size, options.transport, options.makers(store));
 }
 
 }  // namespace

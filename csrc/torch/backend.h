@@ -24,7 +24,7 @@
 #include <string>
 #include <vector>
 
-#include "../hosts/join.h"
+#include "connect.h"
 #include "submit.h"
 
 namespace pycomm {
@@ -33,9 +33,8 @@ inline constexpr const char* backend_name = "pycomm";
 
 using Algorithms = std::array<Algorithm, static_cast<size_t>(OpKind::alloc) + 1>;  // by OpKind
 
-// Called where a group spans hosts, with the group's store.
-using MakeWiresWithStore =
-    std::function<Wires(const c10::intrusive_ptr<c10d::Store>& store, const WireRequest& request)>;
+// How the hosts of a group are connected, by the group's store.
+using MakersWithStore = std::function<Makers(const c10::intrusive_ptr<c10d::Store>& store)>;
 
 class PycommBackend final : public c10d::Backend {
   struct Joined;
@@ -43,17 +42,17 @@ class PycommBackend final : public c10d::Backend {
  public:
   struct Options final : c10d::Backend::Options {
     Options(std::chrono::milliseconds timeout, TransportOptions transport, Algorithms algorithms,
-            MakeWiresWithStore make_wires)
+            MakersWithStore makers)
         : c10d::Backend::Options(backend_name, timeout),
           transport(std::move(transport)),
           algorithms(algorithms),
-          make_wires(std::move(make_wires)) {}
+          makers(std::move(makers)) {}
     // Virtual from torch 2.14 on, where the base's clone() would cut off our members.
     c10::intrusive_ptr<c10d::Backend::Options> clone() const { return c10::make_intrusive<Options>(*this); }
 
     TransportOptions transport;
     Algorithms algorithms;
-    MakeWiresWithStore make_wires;
+    MakersWithStore makers;
   };
 
   // Blocks until all ranks of the group have come.

@@ -255,7 +255,7 @@ WorkPtr PycommBackend::alltoall(Tensors& outputs, Tensors& inputs, const c10d::A
 WorkPtr PycommBackend::barrier(const c10d::BarrierOptions& opts) {
   // A group that has worked on a device waits for its stream as well, and as on any backend holds up the
   // host.
-  if (cuda::group_of(*comm_)) {
+  if (has_worked_on_device(*comm_)) {
     try {
       barrier_on_device(*comm_, call_options(OpKind::barrier, opts.timeout).timeout);
     } catch (const CommError& error) {

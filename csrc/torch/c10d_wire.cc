@@ -3,18 +3,11 @@
 
 #include <ATen/ops/from_blob.h>
 
+#include "brief.h"
+
 namespace pycomm {
 
 namespace {
-
-// The first sentence of an error: engines add where in their sources it was raised, advice, and a trace.
-std::string brief(const std::exception& error) {
-  std::string text = error.what();
-  text = text.substr(0, std::min(text.find('\n'), text.find(". ")));
-  if (const size_t place = text.find("] "); text.starts_with("[") && place != std::string::npos)
-    text.erase(0, place + 2);
-  return text.substr(0, 160);
-}
 
 class C10dTicket final : public Ticket {
  public:

@@ -10,21 +10,13 @@
 #include <stdexcept>
 
 #include "../op/validate.h"
+#include "nccl_side.h"
 
 namespace pycomm {
 
 namespace {
 
 cuda::Stream native(const c10::Stream& stream) { return static_cast<cuda::Stream>(stream.native_handle()); }
-
-// A stream that torch did not make: its id is the handle itself, as in c10::cuda::getStreamFromExternal.
-c10::Stream as_torch_stream(cuda::Stream stream, c10::Device device) {
-  return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<int64_t>(stream));
-}
-
-c10::Stream current_stream(c10::Device device) {
-  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-}
 
 cuda::Issue issue_of(c10::Device device, bool async_op, double timeout) {
   cuda::Issue issue;
@@ -65,12 +57,20 @@ void separate_overlap(Request& request, int rank) {
 
 }  // namespace
 
-c10::Device torch_device(const cuda::CudaGroup& group) {
-  return c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(group.device()));
+c10::Stream as_torch_stream(cuda::Stream stream, c10::Device device) {
+  return c10::Stream(c10::Stream::UNSAFE, device, reinterpret_cast<int64_t>(stream));
 }
 
-cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched) {
+c10::Stream current_stream(c10::Device device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+cuda::DeviceWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched) {
   c10::NoGradGuard no_grad;
+  if (NcclSide* side = NcclSide::of(comm)) {
+    separate_overlap(request, comm.rank());
+    return side->issue(std::move(request), async_op);
+  }
   cuda::prepare(comm, request.op);
   separate_overlap(request, comm.rank());
   const c10::Device device = request.device;
@@ -87,24 +87,33 @@ cuda::CudaWorkPtr issue_on_device(Communicator& comm, Request request, bool asyn
   return group.issue(request.op, issue);
 }
 
-void barrier_on_device(Communicator& comm, double timeout) {
-  const c10::Device device = torch_device(*cuda::group_of(comm));
+bool has_worked_on_device(Communicator& comm) { return NcclSide::of(comm) || cuda::group_of(comm); }
+
+bool barrier_on_device(Communicator& comm, double timeout) {
+  if (NcclSide* side = NcclSide::of(comm)) {
+    side->drain(timeout);
+    return false;
+  }
+  const c10::Device device(c10::kCUDA, static_cast<c10::DeviceIndex>(cuda::group_of(comm)->device()));
   cuda::CudaGroup::of(comm, device.index()).barrier(issue_of(device, false, timeout));
+  return true;
 }
 
-cuda::CudaWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op) {
+cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op) {
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
+  if (NcclSide* side = NcclSide::of(comm)) return side->send(dense, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
   if (async_op) issue.keep = [dense] {};
   return cuda::group_for(comm, OpKind::send, dense.device().index(), issue.stream)
       .issue(call_of(dense, options, true), issue);
 }
 
-cuda::CudaWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor, const MessageOptions& options,
-                                 bool async_op) {
+cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
+                                   const MessageOptions& options, bool async_op) {
   c10::NoGradGuard no_grad;
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
+  if (NcclSide* side = NcclSide::of(comm)) return side->recv(dense, tensor, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
   if (async_op) issue.keep = [dense, tensor] {};
   if (!dense.is_same(tensor))

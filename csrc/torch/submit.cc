@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "interpreter.h"
+#include "nccl_side.h"
 
 namespace pycomm {
 
@@ -90,10 +91,11 @@ WorkPtr Submitter::submit_on_device(const TorchCall& call, std::vector<Request> 
                                     at::TensorList inputs, at::TensorList outputs) {
   const Event event(call, inputs);
   const bool async_op = call.async_op || coalescing();
+  if (!requests.empty()) batch_on_device(requests[0].device);
   Parts parts;
   uint64_t sequence = 0;
   for (size_t i = 0; i < requests.size(); ++i) {
-    std::shared_ptr<cuda::CudaWork> work;
+    cuda::DeviceWorkPtr work;
     try {
       work = issue_on_device(*comm_, std::move(requests[i]), async_op,
                              hook_ || FlightRecorder::instance().enabled());
@@ -133,8 +135,20 @@ void Submitter::run_now(const TorchCall& call, TensorTask& task, at::TensorList 
                                                std::chrono::duration<float>(now - started)));
 }
 
+// Between hosts what is coalesced is one call of NCCL's.
+void Submitter::batch_on_device(c10::Device device) {
+  NcclSide* side = coalescing() ? NcclSide::of(*comm_) : nullptr;
+  if (!side) return;
+  try {
+    side->start_batch(device);
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
+}
+
 std::shared_ptr<Work> Submitter::start_message(const TorchMessage& call, const at::Tensor& tensor) {
   const MessageOptions options{call.peer, call.tag};
+  if (tensor.is_cuda()) batch_on_device(tensor.device());
   if (!tensor.is_cuda())
     return call.sends() ? send_tensor(*comm_, tensor, options) : recv_tensor(*comm_, tensor, options);
   return call.sends() ? send_on_device(*comm_, tensor, options, true)
@@ -181,14 +195,26 @@ void Submitter::start_coalescing() {
   // A second start in the same thread means that an exception kept torch from ending the first: begin anew.
   if (coalescing_.load() && !coalescing())
     throw std::invalid_argument("pycomm: another thread is between startCoalescing() and endCoalescing()");
+  end_batch_on_device();
   batch_ = {std::this_thread::get_id(), {}, {}};
   coalescing_.store(true);
+}
+
+void Submitter::end_batch_on_device() {
+  NcclSide* side = NcclSide::of(*comm_);
+  if (!side) return;
+  try {
+    side->end_batch();
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
 }
 
 WorkPtr Submitter::end_coalescing() {
   if (!coalescing())
     throw std::invalid_argument("pycomm: endCoalescing() without startCoalescing() in this thread");
   coalescing_.store(false);
+  end_batch_on_device();
   return c10::make_intrusive<TorchWork>(comm_, c10d::OpType::COALESCED, comm_->next_sequence() - 1,
                                         std::move(batch_.parts), std::move(batch_.outputs), nullptr,
                                         at::TensorList());

@@ -76,6 +76,8 @@ class Submitter {
 
   WorkPtr submit_on_device(const TorchCall& call, std::vector<Request> requests, at::TensorList inputs,
                            at::TensorList outputs);
+  void batch_on_device(c10::Device device);
+  void end_batch_on_device();
   std::shared_ptr<Work> start_message(const TorchMessage& call, const at::Tensor& tensor);
   WorkPtr handle(const TorchCall& call, uint64_t sequence, Parts parts, at::TensorList inputs,
                  at::TensorList outputs);

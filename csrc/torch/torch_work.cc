@@ -177,7 +177,7 @@ bool TorchWork::wait(std::chrono::milliseconds timeout) {
 }
 
 bool TorchWork::on_device() const {
-  return !parts_.empty() && dynamic_cast<cuda::CudaWork*>(parts_[0].get());
+  return !parts_.empty() && dynamic_cast<cuda::DeviceWork*>(parts_[0].get());
 }
 
 // torch's own waits on the device for the future, which is complete at once for works on a device: it would
@@ -220,11 +220,12 @@ c10::IValue TorchWork::value() const {
 // instead of its end; whoever takes the value has his stream ordered behind it, and callbacks run now, in
 // streams of their own.
 c10::intrusive_ptr<c10::ivalue::Future> TorchWork::make_device_future() {
-  const c10::Device device = torch_device(*cuda::group_of(*comm_));
+  const c10::Device device(
+      c10::kCUDA, static_cast<c10::DeviceIndex>(static_cast<cuda::DeviceWork&>(*parts_[0]).device()));
   auto future = c10::make_intrusive<c10::ivalue::Future>(value_type(), std::vector<c10::Device>{device});
   const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device, true);
   for (const auto& part : parts_)
-    if (auto* work = dynamic_cast<cuda::CudaWork*>(part.get()))
+    if (auto* work = dynamic_cast<cuda::DeviceWork*>(part.get()))
       work->order(static_cast<cuda::Stream>(stream.native_handle()));
   c10::StreamGuard guard(stream);
   future->markCompleted(value());

@@ -1,4 +1,4 @@
-"""How the ranks of a group that spans hosts come to reach each other: addresses, checks, Gloo.
+"""How the ranks of a group that spans hosts come to reach each other: addresses, checks, Gloo; NCCL.
 
     engines(store, rank, hosts, labels, token, timeout)      called by the extension, for each such group
 
@@ -11,8 +11,17 @@
                  or UCX's workers          ucx.py          with PYCOMM_WIRE=ucx
 
 Gloo is the one in the torch wheel; pycomm uses its messages between two ranks alone.
+
+    nccl(store, ..., device, look)      called by the first operation on a CUDA tensor (nccl_engine.py)
 """
 
+from pycomm import env
 from pycomm.hosts.engine import engines
+from pycomm.hosts.nccl_engine import nccl
 
-__all__ = ["engines"]
+__all__ = ["engines", "makers", "nccl"]
+
+
+def makers():
+    """What the extension calls where a group spans hosts: csrc/bindings/engines.h."""
+    return engines, nccl, env.nccl_checks

@@ -153,7 +153,7 @@ def _make(meeting, address, leaders):
     try:
         while constructor.is_alive():
             meeting.pause()
-            if time.monotonic() > meeting.deadline:
+            if meeting.late():
                 raise TimeoutError(f"Gloo has not connected all ranks within {meeting.timeout:g} s.")
     finally:
         constructor.give_up()

@@ -92,6 +92,9 @@ class Meeting:
         time.sleep(self._sleep)
         self._sleep = min(LONGEST_S, self._sleep * 1.2)
 
+    def late(self):
+        return time.monotonic() > self.deadline
+
     def hurry(self):
         """What follows is expected to take no time: the next pauses are short."""
         self._sleep = SHORTEST_S

@@ -45,6 +45,12 @@ def test_many_unequal(hosts):
     check(8, list(table(8, [0, 1, 33, 4099])), hosts=hosts)
 
 
+@pytest.mark.parametrize("hosts", [9, 16])
+def test_many_hosts(hosts):
+    """Of one rank each."""
+    check(hosts, list(table(hosts, [0, 1, 331])), hosts=list(range(hosts)))
+
+
 def every_placement():
     """1 to 5 ranks on each of 2 to 4 hosts, in order, and dealt out in turn."""
     for count in (2, 3, 4):

@@ -24,13 +24,13 @@ def main():
     parser.add_argument("--repeat", type=int, default=1, metavar="N", help="one seed: run it up to N times")
     parser.add_argument("--limit", type=float, default=LIMIT, help="one seed: seconds until it hangs")
     parser.add_argument("--keep", help="only these operations, numbers with commas between them")
+    parser.add_argument("--hosts", type=int, default=1, help="simulated, for processes in turn (1)")
     parser.add_argument("--show", action="store_true", help="print the program")
     parser.add_argument("--shrink", action="store_true", help="leave out what a failure does not need")
     args = parser.parse_args()
     if args.programs:
-        totals = search(
-            args.seed, args.programs, fault=args.fault, seconds=args.seconds, stop_at=args.failures
-        )
+        options = {"seconds": args.seconds, "stop_at": args.failures, "hosts": args.hosts}
+        totals = search(args.seed, args.programs, fault=args.fault, **options)
         print(totals)
         return bool(totals.failed)
     fault = args.fault or "none"
@@ -41,10 +41,11 @@ def main():
         print(program.processes, program.options, f"cma={program.cma}", program.fault)
         print(*program.groups, *program.operations, sep="\n")
     if args.shrink:
-        print(command(args.seed, fault, shrink(program, tries=args.repeat, limit=args.limit)))
+        left = shrink(program, tries=args.repeat, limit=args.limit, hosts=args.hosts)
+        print(command(args.seed, fault, left, args.hosts))
         return 1
     for _ in range(args.repeat):
-        outcome = run(program, args.limit)
+        outcome = run(program, args.limit, hosts=args.hosts)
         if outcome.failures:
             print(*outcome.failures, sep="\n")
             return 1

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 import pycomm
+from pycomm import env
 from pycomm.testing import RankProcesses
 from random_programs.strand import Strand
 from random_programs.waiting import WrongError
@@ -65,11 +66,13 @@ class Progress:
         return all(self.joined)
 
 
-def run(program, limit=LIMIT, grace=GRACE, gdb=True):
-    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute."""
+def run(program, limit=LIMIT, grace=GRACE, gdb=True, hosts=1):
+    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute. hosts:
+    that are simulated, at most; processes are dealt out to them.
+    """
     start, progress = time.monotonic(), Progress(len(program.processes), program.world_size)
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
-        args = (program, folder, progress)
+        args = (program, folder, progress, hosts)
         with RankProcesses(len(program.processes), _process, *args, limit=limit + 30) as processes:
             watch = _Watch(program, processes, progress, folder, (start + limit, grace), gdb)
             watch.run()
@@ -253,7 +256,9 @@ class Place:
             self.guarded("destroying torch's groups", dist.destroy_process_group)
 
 
-def _process(process, link, program, folder, progress):
+def _process(process, link, program, folder, progress, hosts):
+    if hosts > 1:
+        env.simulate_host(f"host{process % hosts}")
     os.environ["PYCOMM_CMA"] = "1" if program.cma else "0"
     stacks = open(_stack_file(folder, process), "w")  # as long as the process
     faulthandler.register(signal.SIGUSR1, stacks)

@@ -22,25 +22,25 @@ class Totals:
         )
 
 
-def command(seed, fault, keep=None):
+def command(seed, fault, keep=None, hosts=1):
     kept = f" --keep {','.join(map(str, keep))}" if keep is not None else ""
-    return f"python tests/random_programs {seed} --fault {fault}{kept}"
+    return f"python tests/random_programs {seed} --fault {fault}{f' --hosts {hosts}' * (hosts > 1)}{kept}"
 
 
-def search(first, number, *, fault=None, seconds=None, say=print, stop_at=1):
+def search(first, number, *, fault=None, seconds=None, say=print, stop_at=1, hosts=1):
     """Runs the programs of `number` seeds, fewer where `seconds` have gone by or `stop_at` have failed."""
     totals, start = Totals(), time.monotonic()
     for seed in range(first, first + number):
         if seconds is not None and time.monotonic() - start > seconds:
             break
         kind = fault or KINDS[seed % len(KINDS)]
-        outcome = run(draw(seed, kind))
+        outcome = run(draw(seed, kind), hosts=hosts)
         totals.programs += 1
         totals.operations += outcome.operations
         totals.errors += outcome.errors
         totals.struck += outcome.struck
         if outcome.failures:
-            totals.failed.append((command(seed, kind), outcome.failures))
+            totals.failed.append((command(seed, kind, hosts=hosts), outcome.failures))
             say(f"{totals.failed[-1][0]}\n" + "\n".join(outcome.failures))
             if len(totals.failed) >= stop_at:
                 break
@@ -60,14 +60,16 @@ def keep_only(program, numbers):
     return dataclasses.replace(program, operations=kept)
 
 
-def shrink(program, tries=3, limit=20.0, say=print):
+def shrink(program, tries=3, limit=20.0, say=print, hosts=1):
     """The numbers of few operations with which the program still fails in one of `tries` runs. limit: seconds
     after which a run hangs.
     """
 
     def fails(numbers):
         smaller = keep_only(program, numbers)
-        return any(run(smaller, min(limit, LIMIT), grace=0.1, gdb=False).failures for _ in range(tries))
+        return any(
+            run(smaller, min(limit, LIMIT), grace=0.1, gdb=False, hosts=hosts).failures for _ in range(tries)
+        )
 
     numbers = [op.number for op in program.operations]
     size = len(numbers) // 2

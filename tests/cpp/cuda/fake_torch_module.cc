@@ -26,6 +26,7 @@
 
 #include "../../../csrc/cuda/device/peer_memory.h"
 #include "fake_driver.h"
+#include "fake_nccl.h"
 #include "fake_torch_device.h"
 
 namespace py = pybind11;
@@ -248,6 +249,10 @@ PYBIND11_MODULE(_fake_cuda, module) {
   module.def("fail", &fake_fail);
   module.def("capture", [](int64_t id, int device, int status, uint64_t capture) {
     fake_capture(static_cast<Stream>(stream_of(id, device).native_handle()), status, capture);
+  });
+  module.def("bind_fake_nccl", [module] {
+    py::module_ here = module;
+    bind_fake_nccl(here);
   });
   py::class_<Gate>(module, "Gate").def(py::init<int>()).def("open", &Gate::open);
 }

@@ -1,0 +1,332 @@
+// nccl_side.cc -- see nccl_side.h: making the engine, issuing, and the end. What goes on meanwhile is in
+// nccl_watch.cc.
+#include "nccl_side.h"
+
+#include <c10/core/GradMode.h>
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <pthread.h>
+
+#include <sstream>
+#include <stdexcept>
+
+#include "../communicator/agree.h"
+#include "../transport/interrupt.h"
+#include "brief.h"
+#include "device.h"
+#include "nccl_calls.h"
+#include "nccl_work.h"
+
+namespace pycomm {
+
+namespace {
+
+constexpr int most_comparing = 256;  // operations that may run ahead of their headers
+constexpr std::chrono::seconds longest_farewell{10};
+
+cuda::Capture capture_on(c10::Device device) {
+  if (!cuda::driver()) return {};
+  return cuda::capture_of(static_cast<cuda::Stream>(current_stream(device).native_handle()));
+}
+
+}  // namespace
+
+NcclSide::NcclSide(Communicator& comm, NcclPlace place, MakeNccl make, Checks checks)
+    : comm_(comm), place_(std::move(place)), make_(std::move(make)), checks_(checks) {}
+
+// A forked child has neither the thread nor the engine's.
+NcclSide::~NcclSide() {
+  if (comm_.transport().forked()) {
+    (void)new std::thread(std::move(thread_));
+    (void)new c10::intrusive_ptr<c10d::Backend>(std::move(backend_));
+    return;
+  }
+  close();
+  if (thread_.joinable()) thread_.join();
+}
+
+// --- making the engine
+
+c10d::Backend& NcclSide::engine(c10::Device device) {
+  comm_.transport().check({});
+  if (!backend_) make_engine(device);
+  if (device != device_)
+    throw std::invalid_argument(comm_.transport().where({}) + "this group works on " + device_.str() +
+                                ", the tensor is on " + device.str() +
+                                ". A rank of a group uses one device.");
+  return *backend_;
+}
+
+void NcclSide::make_engine(c10::Device device) {
+  if (capture_on(device).active)
+    throw std::invalid_argument(comm_.transport().where({}) +
+                                "the first CUDA operation of a group cannot be captured, since it sets the "
+                                "device side up. Run one before.");
+  if (!make_)
+    throw std::invalid_argument(comm_.transport().where({}) + "this group spans " +
+                                comm_.hosts_side()->describe() +
+                                "; NCCL, which moves CUDA tensors between hosts, needs ranks that are "
+                                "processes, and a store of torch.distributed");
+  static constexpr OpInfo making{OpKind::alloc, 0};
+  all_gather_value(comm_, int{device.index()});  // all ranks are here, or the error says who is elsewhere
+  try {
+    backend_ = make_({place_, comm_.rank(), device.index(), comm_.transport().timeout(),
+                      [this] { comm_.hosts_side()->look_at_lives(making); }});
+  } catch (const CommError&) {
+    throw;
+  } catch (const std::exception& error) {
+    comm_.transport().check(making);
+    comm_.raise(ErrorKind::none, making, -1, error.what());
+  }
+  device_ = device;
+}
+
+// --- issuing
+
+void NcclSide::compare(NcclWork& work, const Op& op) {
+  if (checks_ == Checks::off) {
+    work.info_ = {op.kind, ++unchecked_};
+    return;
+  }
+  Op headers = op;
+  headers.on_device = true;
+  if (checks_ == Checks::before) {
+    CollectiveTask task(comm_, std::move(headers));
+    comm_.run(task);
+    work.info_.sequence = task.sequence();
+    return;
+  }
+  while (comparing_->load() >= most_comparing) {
+    comm_.transport().check(work.info_);
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  auto task = std::make_shared<CollectiveTask>(comm_, std::move(headers));
+  auto comparison = std::make_shared<Comparison>();
+  comparing_->fetch_add(1);
+  comm_.issue(task);
+  work.info_.sequence = task->sequence();
+  work.comparison_ = comparison;
+  task->on_completion([comparison, comparing = comparing_, headers = task.get()] {
+    comparison->error = headers->error();
+    comparison->done.store(true, std::memory_order_release);
+    comparing->fetch_sub(1);
+  });
+  task->help(true);
+}
+
+cuda::DeviceWorkPtr NcclSide::issue(Request request, bool async_op) {
+  c10::NoGradGuard no_grad;
+  Op& op = request.op;
+  op.algorithm = Algorithm::automatic;  // NCCL chooses
+  comm_.refuse_malformed(op);
+  if (const std::string fault = fault_on_nccl(op); !fault.empty())
+    throw std::invalid_argument(comm_.transport().where({op.kind, 0}) + fault);
+  std::lock_guard issuing(issuing_);
+  c10d::Backend& backend = engine(request.device);
+  auto work =
+      std::make_shared<NcclWork>(*this, OpInfo{op.kind, 0}, request.device, limit_of(request.op.timeout));
+  work->keep_ = std::move(request.keep);
+  work->copy_back_ = std::move(request.copy_back);
+  compare(*work, op);
+  start(work, [&] { return call_nccl(backend, op, request.device); });
+  if (!async_op) work->order_current();
+  return work;
+}
+
+cuda::DeviceWorkPtr NcclSide::send(const at::Tensor& dense, const MessageOptions& options, bool async_op) {
+  std::lock_guard issuing(issuing_);
+  c10d::Backend& backend = engine(dense.device());
+  auto work = std::make_shared<NcclWork>(*this, OpInfo{OpKind::send, ++messages_}, dense.device(),
+                                         limit_of(options.timeout));
+  work->keep_ = {dense};
+  start(work, [&] {
+    Tensors tensors{dense};
+    return backend.send(tensors, options.peer, options.tag);
+  });
+  if (!async_op) work->order_current();
+  return work;
+}
+
+cuda::DeviceWorkPtr NcclSide::recv(const at::Tensor& dense, const at::Tensor& target,
+                                   const MessageOptions& options, bool async_op) {
+  c10::NoGradGuard no_grad;
+  std::lock_guard issuing(issuing_);
+  c10d::Backend& backend = engine(dense.device());
+  auto work = std::make_shared<NcclWork>(*this, OpInfo{OpKind::recv, ++messages_}, dense.device(),
+                                         limit_of(options.timeout));
+  work->keep_ = {dense};
+  if (!dense.is_same(target)) work->copy_back_ = {{target, dense}};
+  start(work, [&] {
+    Tensors tensors{dense};
+    return backend.recv(tensors, options.peer, options.tag);
+  });
+  if (!async_op) work->order_current();
+  return work;
+}
+
+// What NCCL refuses on this rank alone would leave the others waiting.
+template <class Start>
+void NcclSide::start(const WorkPtr& work, const Start& start) {
+  work->captured_ = capture_on(work->device_).active;
+  try {
+    work->running_ = start();
+    if (!batch_open_) follow(work);
+  } catch (const std::exception& error) {
+    fail(ErrorKind::aborted, work->info_, comm_.rank(), self() + " failed in it: NCCL: " + brief(error));
+  }
+  if (batch_open_) batch_.push_back(work);
+}
+
+// It has been started: the copies of its results behind it, and the watch.
+void NcclSide::follow(const WorkPtr& work) {
+  if (!work->copy_back_.empty()) {
+    const c10::impl::VirtualGuardImpl guard(work->device_.type());
+    const c10::StreamGuard beside(guard.getStreamFromGlobalPool(work->device_));
+    work->running_->wait();
+    for (auto& [target, dense] : work->copy_back_) target.copy_(dense);
+    work->copied_.emplace(work->device_.type());
+    work->copied_->record(beside.current_stream());
+  }
+  if (work->captured_) return work->complete(nullptr);  // it runs when the graph is replayed
+  std::lock_guard lock(mutex_);
+  pending_.push_back(work);
+  if (!thread_.joinable()) {
+    thread_ = std::thread([this] { watch(); });
+    ::pthread_setname_np(thread_.native_handle(), "pycomm-nccl");
+  }
+  changed_.notify_all();
+}
+
+void NcclSide::start_batch(c10::Device device) {
+  std::lock_guard issuing(issuing_);
+  if (batch_open_) return;
+  engine(device).startCoalescing();
+  batch_open_ = true;
+}
+
+void NcclSide::end_batch() {
+  std::lock_guard issuing(issuing_);
+  if (!std::exchange(batch_open_, false)) return;
+  const std::vector<WorkPtr> works = std::exchange(batch_, {});
+  const OpInfo info = works.empty() ? OpInfo{} : works.back()->info_;
+  try {
+    const auto all = backend_->endCoalescing();
+    for (const WorkPtr& work : works) {
+      work->running_ = all;
+      follow(work);
+    }
+  } catch (const std::exception& error) {
+    fail(ErrorKind::aborted, info, comm_.rank(), self() + " failed in it: NCCL: " + brief(error));
+  }
+}
+
+// --- waiting
+
+NcclWork::NcclWork(NcclSide& side, OpInfo info, c10::Device device, double timeout)
+    : side_(side), info_(info), device_(device), timeout_(timeout) {}
+
+void NcclWork::order(cuda::Stream stream) {
+  const c10::StreamGuard guard(as_torch_stream(stream, device_));
+  order_current();
+}
+
+void NcclWork::order_current() {
+  if (!running_)
+    throw std::invalid_argument(side_.comm_.transport().where(info_) +
+                                "an operation that is being coalesced has not started yet");
+  if (copied_) return copied_->block(current_stream(device_));
+  const c10::StreamGuard guard(current_stream(device_));
+  running_->wait();
+}
+
+void NcclWork::wait(double timeout) {
+  if (done() && error()) std::rethrow_exception(error());
+  if (!done()) side_.comm_.transport().check(info_);
+  const auto limit = Clock::now() + std::chrono::duration<double>(std::min(timeout, 1e8));
+  while (timeout > 0 && !captured_ && !done()) {
+    if (interrupted()) side_.comm_.transport().abort(interrupted_text);
+    if (Clock::now() > limit) {
+      std::ostringstream text;
+      text << "NCCL did not finish it within the timeout of " << timeout << " s";
+      side_.fail(ErrorKind::timeout, info_, -1, text.str());
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+  if (done() && error()) std::rethrow_exception(error());
+  try {
+    order_current();
+  } catch (const std::invalid_argument&) {
+    throw;
+  } catch (const std::exception& error) {
+    side_.comm_.transport().check(info_);
+    side_.fail(ErrorKind::peer, info_, -1, "NCCL ended it: " + brief(error));
+  }
+}
+
+bool NcclWork::ended() const {
+  if (!running_) return false;
+  if (copied_) return copied_->query() || running_->exception();
+  return running_->isCompleted();
+}
+
+void NcclSide::drain(double timeout) {
+  if (!backend_) return;
+  c10::Event here(device_.type());
+  here.record(current_stream(device_));
+  const double limit = limit_of(timeout);
+  const auto deadline = Clock::now() + std::chrono::duration<double>(std::min(limit, 1e8));
+  const OpInfo info{OpKind::barrier, comm_.next_sequence()};
+  auto idle = [this] {
+    std::lock_guard lock(mutex_);
+    return pending_.empty();
+  };
+  while (!here.query() || !idle()) {
+    comm_.hosts_side()->look_at_lives(info);
+    if (interrupted()) comm_.transport().abort(interrupted_text);
+    if (Clock::now() > deadline) {
+      std::ostringstream text;
+      text << "the device of " << self() << " did not finish within the timeout of " << limit << " s";
+      fail(ErrorKind::timeout, info, comm_.rank(), text.str());
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(200));
+  }
+}
+
+// --- the end
+
+bool NcclSide::drained(Clock::time_point limit) {
+  for (;;) {
+    {
+      std::lock_guard lock(mutex_);
+      if (pending_.empty()) return true;
+    }
+    if (Clock::now() > limit || on_own_thread()) return false;
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+}
+
+void NcclSide::close() {
+  if (comm_.transport().forked()) return;
+  const bool all_ended = drained(Clock::now() + longest_farewell);
+  std::list<WorkPtr> left;
+  {
+    std::lock_guard lock(mutex_);
+    if (std::exchange(stop_, true)) return;
+    left = std::exchange(pending_, {});
+  }
+  changed_.notify_all();
+  if (thread_.joinable() && !on_own_thread()) thread_.join();
+  if (!all_ended) abort_engine();
+  for (const WorkPtr& work : left)
+    work->complete(std::make_exception_ptr(
+        CommError(ErrorKind::aborted, comm_.transport().where(work->info_) + "the communicator is closed",
+                  comm_.rank(), comm_.world_size(), work->info_, -1)));
+  if (!backend_ || aborted_.load()) return;
+  try {
+    backend_->shutdown();
+  } catch (const std::exception&) {
+    // nobody is left to be told
+  }
+}
+
+}  // namespace pycomm

@@ -1,0 +1,71 @@
+"""CUDA tensors of groups that span hosts go to NCCL, with pycomm's names, checks and limits. Without a GPU
+and without NCCL: on the device of tests/fake_cuda.py, with a c10d backend over Gloo in NCCL's place, which
+can fail, refuse and hang. Hosts are simulated.
+"""
+
+import pytest
+import torch
+from fake_cuda import Server
+
+pytestmark = [
+    pytest.mark.timeout(300),  # of which most is for compilers on a busy machine
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a CUDA device of its own"),
+]
+
+SHARED = ["every_operation", "messages", "coalescing", "host_runs_ahead", "block_current_stream"]
+SHARED += ["both_devices", "new_groups", "data_parallel", "under_way"]
+
+
+@pytest.fixture(scope="module")
+def server():
+    with Server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_as_on_one_host(server, name):
+    server.run("cuda_hosts_cases.same_as_on_one_host", name, [0, 1, 0], None)
+
+
+@pytest.mark.parametrize("checks", ["before", "off"])
+def test_every_operation_with_other_checks(server, checks):
+    server.run("cuda_hosts_cases.same_as_on_one_host", "every_operation", [0, 1], checks)
+
+
+def test_native_operations(server):
+    server.run("cuda_hosts_cases.native_operations", [0, 1])
+
+
+@pytest.mark.parametrize("name", ["dtypes", "grouped"])
+def test_cases(server, name):
+    server.run("cuda_hosts_cases.case", name, [0, 1])
+
+
+def test_not_compared(server):
+    server.run("cuda_hosts_cases.not_compared", [0, 1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "checks"),
+    [("count", "beside"), ("operation", "beside"), ("device", "beside"), ("splits", "beside")]
+    + [("count", "before"), ("splits", "before")],
+)
+def test_mismatches(server, kind, checks):
+    server.run("cuda_hosts_cases.mismatch", kind, checks)
+
+
+@pytest.mark.parametrize(
+    "what", ["engine_fails", "engine_refuses", "engine_hangs", "does_not_come", "aborted"]
+)
+def test_failures(server, what):
+    server.run(f"cuda_hosts_cases.{what}")
+
+
+@pytest.mark.parametrize("what", ["without_nccl", "dies_while_it_is_made"])
+def test_making_it(server, what):
+    server.run(f"cuda_hosts_cases.{what}")
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_deaths(server, victim):
+    server.run("cuda_hosts_cases.killed", victim)
