@@ -70,7 +70,7 @@ pycomm has chosen and all InfiniBand devices (pycomm/hosts/ucx.py). UCX reads it
 
 A value that is empty counts as not set. A wrong one raises ValueError with the variable's name, the value and
 what is allowed. Each function reads what is set when it is called; only logger() keeps its first answer.
-THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads; FOR_UCX those of UCX's.
+THREAD_RANKS are variables of CUDA's that pycomm sets itself, where ranks are threads.
 """
 
 import contextlib
@@ -233,25 +233,8 @@ def use_wire(name):
     os.environ["PYCOMM_WIRE"] = name
 
 
-# What UCX reads itself. It would take the signals of a crash from Python's faulthandler, print what pycomm
-# says in its errors, and block while it connects. Segments as long as its receive buffers halve the time
-# of the processor for 1 MiB and save a quarter for 16 MiB (8K is UCX's own).
-FOR_UCX = {
-    "UCX_HANDLE_ERRORS": "none",
-    "UCX_LOG_LEVEL": "fatal",
-    "UCX_WARN_UNUSED_ENV_VARS": "n",
-    "UCX_TCP_CONN_NB": "y",
-    "UCX_TCP_TX_SEG_SIZE": "64K",
-}
-
-
-def prepare_ucx(ip_version, registers):
-    """Sets FOR_UCX in this process, where they are not set, and which addresses UCX is to use. registers:
-    there is a network that must know the memory it uses; else UCX need not replace munmap and its like.
-    """
-    settings = FOR_UCX | {"UCX_TCP_AF_PRIO": "inet6,inet" if ip_version == 6 else "inet,inet6"}
-    if not registers:
-        settings["UCX_MEM_EVENTS"] = "n"
+def prepare_ucx(settings):
+    """Sets variables that UCX reads itself in this process, where they are not set."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 

@@ -48,9 +48,9 @@ using Function = std::shared_ptr<py::function>;
 Wires make_wires(const Function& engines, const StorePtr& store, const WireRequest& request) {
   const Placement& placement = request.placement;
   return in_python([&] {
-    const auto [data, control] = (*engines)(store, request.rank, placement.host_of, placement.names,
-                                            request.attempt, request.timeout)
-                                     .cast<std::pair<py::object, py::object>>();
+    const auto [data, control] =
+        (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt, request.timeout)
+            .cast<std::pair<py::object, py::object>>();
     return Wires{wire_of(data), wire_of(control)};
   });
 }

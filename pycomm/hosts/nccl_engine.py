@@ -9,6 +9,8 @@ The first is switched off here, the second is years: what goes wrong is seen by 
 
 import datetime
 import threading
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,18 +22,31 @@ LIMIT_S = 1e8  # NCCL's own limit of an operation; pycomm's are shorter
 COUNTERS = ("came", "made")
 
 
-def nccl(store, rank, hosts, labels, token, timeout, device, look):
-    """A torch.distributed Backend over all ranks of a group, for CUDA tensors. Collective.
+class Request(NamedTuple):
+    """What the extension asks for: store to timeout as of engines()."""
 
-    store to timeout: as of engines(). device: the index of this rank's device. look: called now and then, may
-    raise.
+    store: dist.Store
+    rank: int
+    hosts: list
+    labels: list
+    token: str
+    timeout: float
+    device: int  # index of this rank's
+    look: Callable  # is called now and then, may raise
+
+
+def nccl(*fields):
+    """A torch.distributed Backend over all ranks of a group, for CUDA tensors; fields of a Request.
+    Collective.
 
     Raises RuntimeError or TimeoutError. What one rank fails with, all raise; the others add who has seen it.
     """
-    meeting = Meeting(dist.PrefixStore(f"pycomm.hosts/{token}/nccl", store), rank, hosts, labels, timeout)
-    meeting.watch = look
+    request = Request(*fields)
+    store = dist.PrefixStore(f"pycomm.hosts/{request.token}/nccl", request.store)
+    meeting = Meeting(store, request.rank, request.hosts, request.labels, request.timeout)
+    meeting.watch = request.look
     try:
-        made = _meet_and_make(meeting, store, token, device)
+        made = _meet_and_make(meeting, request.store, request.token, request.device)
     except BaseException as error:
         problem = meeting.fail(error)
         if problem is error:
