@@ -14,7 +14,7 @@ rank r of n, on torch's "fake" process group, and what would come from other ran
                              (pipeline/handover.py)
 
 Shapes, calls, bytes and memory do not depend on values, so they are those of a real run, call by call:
-tests/planning/ test_traffic.py compares each plan of the equality matrix. The exception is a mixture of
+tests/planning/test_planned_traffic.py compares each plan of the equality matrix. The exception is a mixture of
 experts, whose tokens go where their values send them: there the calls are exact, and the bytes of
 all_to_all are those of these values. Losses and gradients mean nothing.
 

@@ -124,7 +124,7 @@ def test_without_a_host_the_default_route_counts(monkeypatch, clean):
 
 
 def record(stack, address, chosen=False):
-    return Record(stack, *address, 1, chosen)
+    return Record(stack, *address, 1, chosen, "gloo")
 
 
 @pytest.mark.parametrize(

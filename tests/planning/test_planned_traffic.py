@@ -1,7 +1,7 @@
 """What a step sends, by dry_run and in the run: every plan of the equality matrix, call by call and byte by
 byte.
 
-    python tests/planning/test_traffic.py      all plans, all ranks (minutes)
+    python tests/planning/test_planned_traffic.py      all plans, all ranks (minutes)
 
 Of a mixture of experts the bytes of all_to_all depend on which experts the tokens choose, and are left out.
 """
