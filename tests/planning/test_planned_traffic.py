@@ -65,10 +65,14 @@ def compare(kind, text, ranks=None):
         assert comparable(kind, run.calls) == comparable(kind, counted[run.rank]), (text, run.rank)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=[pytest.mark.slow] * (case not in QUICK), id=":".join(case)) for case in CASES],
-)
+def marks(case):
+    """Of those that are not quick every third is slow, the others are for `make test-deep`."""
+    if case in QUICK:
+        return []
+    return [pytest.mark.slow] + [pytest.mark.deep] * (CASES.index(case) % 3 > 0)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=":".join(case)) for case in CASES])
 def test_calls_and_bytes_are_those_of_the_run(case):
     world_size = par.Plan.parse(case[1]).world_size
     compare(*case, ranks=(0, world_size - 1) if world_size > 2 else None)

@@ -95,6 +95,7 @@ def test_few_plans_are_timed_by_events(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.deep  # 15 s a row
 @pytest.mark.parametrize("row", SC21, ids=lambda row: row.model)
 def test_published_plans_are_among_the_best(row, monkeypatch):
     """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero):
