@@ -83,6 +83,7 @@ def native_operations(hosts):
                         equal(
                             [x.cpu() for x in result] if isinstance(result, list) else result.cpu(), expected
                         )
+            del result
             comm.barrier()
         comm.close()
         assert made[0].shut_down and not made[0].aborted
@@ -117,7 +118,7 @@ def dtypes(r, n):
 
 
 def grouped(r, n):
-    """What is coalesced with a device is one group of NCCL's, also after a batch that an error has cut off."""
+    """What is coalesced with a device is one group of NCCL's, also after a batch cut off by an error."""
     dist.all_reduce(cuda(r, 3))
     try:
         with dist.distributed_c10d._coalescing_manager(device=torch.device("cuda", 0)):
