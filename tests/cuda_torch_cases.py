@@ -175,6 +175,11 @@ def messages(r, n):
     received.wait()
     sent.wait()
     equal(out.cpu(), data(left, 2, SIZE).t())
+    batched_messages(r, n)
+
+
+def batched_messages(r, n):
+    left, right = (r - 1) % n, (r + 1) % n
     out, other = empty(SIZE), empty(7)
     ops = [dist.P2POp(dist.isend, cuda(r, SIZE), right), dist.P2POp(dist.irecv, out, left)]
     ops += [dist.P2POp(dist.isend, cuda(r, 7), left), dist.P2POp(dist.irecv, other, right)]

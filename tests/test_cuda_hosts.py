@@ -12,7 +12,7 @@ pytestmark = [
     pytest.mark.skipif(torch.backends.cuda.is_built(), reason="this torch has a CUDA device of its own"),
 ]
 
-SHARED = ["every_operation", "messages", "coalescing", "host_runs_ahead", "block_current_stream"]
+SHARED = ["every_operation", "coalescing", "host_runs_ahead", "block_current_stream"]
 SHARED += ["both_devices", "new_groups", "data_parallel", "under_way"]
 
 
@@ -36,9 +36,11 @@ def test_native_operations(server):
     server.run("cuda_hosts_cases.native_operations", [0, 1])
 
 
-@pytest.mark.parametrize("name", ["dtypes", "grouped"])
-def test_cases(server, name):
-    server.run("cuda_hosts_cases.case", name, [0, 1])
+@pytest.mark.parametrize(
+    ("name", "hosts"), [("dtypes", [0, 1]), ("grouped", [0, 1]), ("messages", [0, 1, 0])]
+)
+def test_cases(server, name, hosts):
+    server.run("cuda_hosts_cases.case", name, hosts)
 
 
 def test_not_compared(server):
@@ -55,7 +57,8 @@ def test_mismatches(server, kind, checks):
 
 
 @pytest.mark.parametrize(
-    "what", ["engine_fails", "engine_refuses", "engine_hangs", "does_not_come", "aborted"]
+    "what",
+    ["engine_fails", "engine_refuses", "engine_hangs", "does_not_come", "messages_cross", "aborted"],
 )
 def test_failures(server, what):
     server.run(f"cuda_hosts_cases.{what}")

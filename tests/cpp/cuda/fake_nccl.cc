@@ -116,6 +116,7 @@ class FakeNccl final : public c10d::Backend {
   void abort() override {
     aborted = true;
     std::lock_guard lock(shared_->mutex);
+    shared_->jobs.clear();
     for (const StatePtr& state : shared_->under_way)
       state->end(std::make_exception_ptr(std::runtime_error("NCCL communicator was aborted")));
   }
@@ -176,8 +177,10 @@ class FakeNccl final : public c10d::Backend {
       for (const at::Tensor& y : ys) received.push_back(y.numel());
       at::Tensor from = at::cat(xs), to = at::cat(ys);
       auto all = ends(gloo().alltoall_base(to, from, received, sent, opts));
-      all.push_back([ys, to, received] {
-        const Tensors parts = to.split_with_sizes(received);
+      all.push_back([ys, to] {
+        std::vector<int64_t> lengths;  // Gloo has emptied `received`
+        for (const at::Tensor& y : ys) lengths.push_back(y.numel());
+        const Tensors parts = to.split_with_sizes(lengths);
         for (size_t i = 0; i < ys.size(); ++i) at::Tensor(ys[i]).copy_(parts[i]);
       });
       return all;
@@ -317,6 +320,7 @@ class FakeNccl final : public c10d::Backend {
       shared.idle.store(false);
       lock.unlock();
       while (!job.ready->query() && !job.state->done.load()) ::usleep(100);
+      job.ready.reset();  // what follows may hang for ever
       try {
         Ends all;
         for (auto& start : job.starts)
