@@ -71,7 +71,7 @@ class Round {
           if (taken[p]) arrival(p).store(taken[p], std::memory_order_release);
         continue;
       }
-      for (int p = 1; p < world_size_; ++p)
+      for (int p = world_size_ - 1; p > 0; --p)  // a host's leader last: Speaker::relay_barriers
         if (taken[p]) answer(p, taken[p] + passed);
       return passed;
     }
@@ -79,11 +79,11 @@ class Round {
 
   bool follow() {
     auto answered = [this] { return verdict(rank_).load(std::memory_order_acquire) / 2 == call_; };
-    const bool in_time = wait_until(answered, deadline_, 0, 1);
+    bool in_time = wait_until(answered, deadline_, 0, 1);
     note_missing();
     if (!in_time && here(0) < 0) {
       board_.lines[rank_].withdrawn.store(call_, std::memory_order_release);
-      wait_until(answered, after(transport_.host_timeout() + longest_verdict), 0, 1);
+      in_time = wait_until(answered, after(transport_.host_timeout() + longest_verdict), 0, 1);
     } else if (!in_time) {
       const auto last = after(longest_verdict);
       do {
@@ -91,7 +91,7 @@ class Round {
         if (arrival(rank_).compare_exchange_strong(mine, 0)) return false;
       } while (!wait_until(answered, after(tick), 0, 1) && Clock::now() < last);
     }
-    if (here(0) < 0) hear_missing();
+    if (here(0) < 0 && in_time) hear_missing();  // else the words are of an earlier barrier
     return verdict(rank_).load(std::memory_order_acquire) == call_ * 2 + 1;
   }
 
@@ -181,6 +181,7 @@ class Round {
       transport_.check(info);
       if (hosts_) hosts_->look_at_lives(info);
       for (int p = first; p < last; ++p) look_at(p);
+      if (here(0) < 0 && here(rank_) != 0) look_at(hosts_leader());
       if (comm_.background()) comm_.background()->progress();
       const std::chrono::duration<double> left = deadline - Clock::now();
       if (left.count() <= 0) return false;
@@ -191,14 +192,20 @@ class Round {
   // Whoever is in its call is alive and stays until it is answered or withdraws.
   void look_at(int p) {
     if (p == rank_ || (alive(p) && !closed(p))) return;
-    if (p == 0 && verdict(rank_).load(std::memory_order_acquire) / 2 == call_)
-      return;  // it answered before it left
+    if (rank_ != 0 && verdict(rank_).load(std::memory_order_acquire) / 2 == call_)
+      return;  // rank 0 answered before it left, or this host's leader, through whom the answer comes
     missing_ = {p};
     const char* what =
         alive(p) ? " closed the group before it came to this operation" : " died (its process ended)";
     if (!hosts_) transport_.fail(ErrorKind::peer, info, p, "rank " + std::to_string(p) + what);
     transport_.mark_broken({ErrorKind::peer, info, p, hosts_->name(p) + what});
     transport_.check(info);
+  }
+
+  int hosts_leader() const {
+    int p = 0;
+    while (here(p) != 0) ++p;
+    return p;
   }
 
   // By rank: the arrival that this rank has taken, 0 where there was none.

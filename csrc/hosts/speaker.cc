@@ -292,13 +292,23 @@ void Speaker::take(int h, const Word& word) {
 
 // --- monitored barriers: communicator/monitored_barrier.h
 
+// A leader that has its verdict may close the group, and then its host hears nothing. So its verdict is the
+// last that its host is told, and is read first: rank 0 answers a leader behind the others of its host.
 bool Speaker::relay_barriers() {
   bool going_on = false;
-  for (int rank = 0; rank < placement_.world_size(); ++rank) {
-    BarrierLine& line = board_.barrier().lines[rank];
-    going_on |= line.arrival.load(std::memory_order_acquire) != 0;
-    if (host_ == 0 && placement_.host_of[rank] != 0) answer_withdrawal(rank, line);
-    if (placement_.host_of[rank] == host_ || host_ == 0) relay_of_rank(rank, line);
+  BarrierLine* lines = board_.barrier().lines;
+  for (int h = 0; h < placement_.hosts(); ++h) {
+    const auto& ranks = placement_.ranks[h];
+    const int leader = ranks[0];
+    const uint64_t verdict = lines[leader].verdict.load(std::memory_order_acquire);
+    for (int rank : ranks) {
+      going_on |= lines[rank].arrival.load(std::memory_order_acquire) != 0;
+      if (rank != leader && (h == host_ || host_ == 0)) relay_of_rank(rank, lines[rank]);
+    }
+    const bool leader_is_new = host_ != 0 || verdict != told_barrier_[leader].verdict;
+    if (leader_is_new && (h == host_ || host_ == 0)) relay_of_rank(leader, lines[leader]);
+    for (int rank : ranks)  // told at the next look, which is soon
+      if (host_ == 0 && h != 0) answer_withdrawal(rank, lines[rank]);
   }
   return going_on;
 }
