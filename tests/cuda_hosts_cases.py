@@ -294,6 +294,7 @@ def killed(victim):
         with raises(pycomm.PeerError, f"rank {victim} (host{victim // 2}) died", rank=r, peer=victim):
             ended(dist.all_reduce(cuda(r, 4), async_op=True))
         assert time.monotonic() - start < 9  # host_timeout is 10
+        dist.destroy_process_group()  # aborts NCCL if no pending operation has
         fake_cuda.wait_until(lambda: made[0].aborted)
 
     results = over([0, 0, 1, 1], body, expect_deaths=[victim])

@@ -316,7 +316,7 @@ void NcclSide::close() {
   }
   changed_.notify_all();
   if (thread_.joinable() && !on_own_thread()) thread_.join();
-  if (!all_ended) abort_engine();
+  if (!all_ended || comm_.transport().broken()) abort_engine();  // shutdown() waits for all ranks
   for (const WorkPtr& work : left)
     work->complete(std::make_exception_ptr(
         CommError(ErrorKind::aborted, comm_.transport().where(work->info_) + "the communicator is closed",

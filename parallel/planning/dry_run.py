@@ -14,8 +14,8 @@ rank r of n, on torch's "fake" process group, and what would come from other ran
                              (pipeline/handover.py)
 
 Shapes, calls, bytes and memory do not depend on values, so they are those of a real run, call by call:
-tests/planning/test_planned_traffic.py compares each plan of the equality matrix. The exception is a mixture of
-experts, whose tokens go where their values send them: there the calls are exact, and the bytes of
+tests/planning/test_planned_traffic.py compares each plan of the equality matrix. The exception is a mixture
+of experts, whose tokens go where their values send them: there the calls are exact, and the bytes of
 all_to_all are those of these values. Losses and gradients mean nothing.
 
 It takes the memory and the time of one rank's step. The model is copied first and is not changed. No
