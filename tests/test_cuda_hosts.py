@@ -69,6 +69,8 @@ def test_making_it(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 
 
+@pytest.mark.slow
+@pytest.mark.deep  # fails in one of some five runs, by a signal 11 of a survivor (docs/limits.md)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_deaths(server, victim):
     server.run("cuda_hosts_cases.killed", victim)

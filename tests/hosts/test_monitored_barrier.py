@@ -5,6 +5,7 @@ import datetime
 import os
 import random
 import signal
+import time
 
 import pytest
 import torch
@@ -100,8 +101,12 @@ def test_random_orders(hosts):
 
 def check_death(r, n, victim):
     barrier()
-    if r == victim:
+    store = dist.distributed_c10d._get_default_store()
+    if r == victim:  # when all others are out of the barrier, too: its death would end it for them
+        while store.add("out", 0) < n - 1:
+            time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
+    store.add("out", 1)
     with pytest.raises(pycomm.PeerError, match=rf"rank {victim} \(host1\) died") as caught:
         barrier()
     assert "monitoredBarrier" in str(caught.value) and caught.value.peer == victim
