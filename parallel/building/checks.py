@@ -162,7 +162,7 @@ def _check_embeddings(model, plan):
                 f"Plan({plan}): {name!r} scales gradients by how often an index is in the batch "
                 "(scale_grad_by_freq), of which each rank has some rows. Use dp=1 and ep=1"
             )
-        if module.max_norm is not None and (rows or plan.zero or plan.precision):
+        if module.max_norm is not None and (rows or kind_of(plan).divided or plan.precision):
             raise ValueError(
                 f"Plan({plan}): {name!r} writes its weights in the forward (max_norm), each rank those of "
                 "its own rows. Use a plan without dp, ep, zero and precision"

@@ -186,7 +186,8 @@ class Resilient:
             self.plan = self._wanted if exact else self._plan_for(self._crew.size)
             if self.plan.world_size > self._crew.size:
                 raise ValueError(
-                    f"resilient: the plan is for {self.plan.world_size} ranks, but there are {self._crew.size}"
+                    f"resilient: the plan is for {self.plan.world_size} ranks, "
+                    f"but there are {self._crew.size}"
                 )
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()

@@ -60,7 +60,7 @@ def _run(parts, stage, microbatch, in_pieces):
     """What was seen, or None where the model does not run in this way."""
     model, glue = parts.stage_model, parts.stage_model.glue
     modes = contextlib.nullcontext() if in_pieces else without_modes()
-    training = [module for module in parts.model.modules() if module.training]
+    training = [module for module in parts.model.modules() if module.training is True]
     parts.model.eval()
     glue.begin(in_pieces)
     parts.split.note_inputs(microbatch.inputs)

@@ -34,7 +34,7 @@ def test_a_call_runs_on_the_device_of_its_tensors(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(dispatch, "_choose", lambda *args: entered.append("chosen"))
     monkeypatch.setattr(form, "run", lambda *args, **options: entered.append("run"))
-    dispatch.forward(None, on_gpu(3), None, None, ranks.ALONE)
+    dispatch.forward(SimpleNamespace(op="matmul"), on_gpu(3), None, None, ranks.ALONE)
     assert entered == [torch.device("cuda", 3), "chosen", "run", "left"]
 
 

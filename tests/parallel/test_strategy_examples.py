@@ -82,7 +82,6 @@ PRINTED = {  # example -> patterns of what it prints
         r"3 of 4 ranks end with the losses of one process",
     ],
     "23_train_through_kills": [
-        r"rank 1 died",
         r"Plan\(dp=3,zero=1\) at the end, 1 step taken again",
         r"differ from those of one process by \d(e-\d\d)?",
         r"3 of 4 ranks went on",
