@@ -19,8 +19,8 @@
 // ranks on other hosts than rank 0's to its host, where they look like those of ranks there, and the verdicts
 // back (hosts/speaker.h). A rank elsewhere whose time is up cannot take its arrival back itself: it asks for
 // it, and is answered with the verdict of rank 0 if that was first, else with a failed one and who was
-// missing. A host whose leader has closed the group hears nothing more: so the leader's verdict goes out behind
-// those of its host, and who then has none fails at once. Cost: some milliseconds more, up to 0.1 s.
+// missing. A host whose leader has closed the group hears nothing more: so the leader's verdict goes out
+// behind those of its host, and who then has none fails at once. Cost: some milliseconds more, up to 0.1 s.
 //
 // What lost: messages with tags of their own (an arrival that nobody takes stays in the channel, and a late
 // one is taken for a new one), and the group's own barrier (a time limit breaks the group, and who skips it
