@@ -24,6 +24,16 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if not item.get_closest_marker("deep")]
 
 
+@pytest.fixture(autouse=True)
+def environment():
+    """What a test, or pycomm in it (LOCAL_RANK of a launcher), sets in the environment ends with the test."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in before.items() if os.environ.get(name) != value})
+
+
 @pytest.fixture(scope="session")
 def deep(request):
     return request.config.getoption("--deep")
