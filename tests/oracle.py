@@ -33,6 +33,25 @@ def reduced(op, v, factor=1.0):
     return torch.from_numpy(np.asarray(result, dtype=v.numpy().dtype))
 
 
+def over_hosts(op, v, hosts, factor=1.0):
+    """reduced() as two levels do it: within each host, then over hosts in their order, each rounded once;
+    16-bit floats are divided within the host. hosts: of each row.
+    """
+    if len(set(hosts)) == 1 or not (v.dtype.is_floating_point or v.dtype.is_complex):
+        return reduced(op, v, factor)
+    narrow, n = v.dtype.itemsize == 2, len(v)
+    rows = [v[[r for r in range(n) if hosts[r] == host]] for host in dict.fromkeys(hosts)]
+    inside = "sum" if op == "avg" else op
+    if narrow and op == "avg":
+        sums = [(reduced("sum", row.float()) / n).to(v.dtype) for row in rows]
+    else:
+        sums = [reduced(inside, row, factor) for row in rows]
+    total = reduced("sum" if op in ("avg", "premul_sum") else op, torch.stack(sums))
+    if op != "avg" or narrow:
+        return total
+    return torch.view_as_complex(torch.view_as_real(total) / n) if total.is_complex() else total / n
+
+
 def _product(a, b):
     """Of complex numbers by parts, as the runtime multiplies them."""
     if not a.is_complex():

@@ -113,7 +113,9 @@ def check_callback_in_a_wait(r, n):
     callback. Its future's callback calls an all_reduce of the same group.
     """
     x, y, sums = torch.zeros(1 << 17), torch.zeros(1 << 17), []
+    store = dist.distributed_c10d._get_default_store()
     if r == 1:
+        store.wait(["the callback is there"])
         dist.send(x + 1, 0, tag=0)
         dist.send(x + 2, 0, tag=1)  # rank 0 can take it only while it waits for the next line
         for _ in range(2):
@@ -134,6 +136,7 @@ def check_callback_in_a_wait(r, n):
         done.set()
 
     dist.irecv(x, 1, tag=0).get_future().then(hold_the_worker)
+    store.set("the callback is there", "")  # that of a complete future would hold this thread
     assert held.wait(LIMIT)
     dist.irecv(y, 1, tag=1).get_future().then(call_a_collective)
     z = torch.ones(1)

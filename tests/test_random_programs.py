@@ -45,11 +45,10 @@ def test_more_programs(fault, deep):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_programs_over_hosts():
-    """On three simulated hosts, to which the processes are dealt out. Without kills: with them seed 10010
-    finds a message that ends only at its time limit (docs/limits.md).
-    """
-    check(search(FIRST_SLOW, 20, fault="none", seconds=300, hosts=3))
+@pytest.mark.parametrize("fault", ["none", "kill"])
+def test_programs_over_hosts(fault):
+    """On three simulated hosts, to which the processes are dealt out."""
+    check(search(FIRST_SLOW, 20, fault=fault, seconds=300, hosts=3))
 
 
 # --- that it would see a defect --------------------

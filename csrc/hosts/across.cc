@@ -133,10 +133,14 @@ void Across::look_at_lives(const OpInfo& op) {
   look_at_leader({op, Clock::now(), 0});
 }
 
+bool Across::leader_died() const {
+  if (leads() || transport().peer_closed(0) || transport().peer_alive(0)) return false;
+  return !transport().peer_closed(0);  // it may have said so since, and then ended
+}
+
 // It looks at the lives of the others (speaker.h), and nobody else at its own while all wait for the wire.
 void Across::look_at_leader(const WaitScope& scope) {
-  if (leads() || transport().peer_closed(0) || transport().peer_alive(0)) return;
-  if (transport().peer_closed(0)) return;  // it has said so since, and then ended
+  if (!leader_died()) return;
   const int leader = placement_.ranks[host_][0];
   fail(ErrorKind::peer, leader, placement_.name(leader) + " died (its process ended)", scope);
 }

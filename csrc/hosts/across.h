@@ -64,6 +64,7 @@ class Across final : public HostsSide {
   int local_rank() const { return placement_.local_of[rank_]; }
   int local_size() const { return placement_.size_of(host_); }
   bool leads() const { return local_rank() == 0; }
+  bool leader_died() const;  // that of this host, if it is another rank
   Wire& wire() { return *wires_.data; }
   Transport& transport() { return inside_->transport(); }
   const Transport& transport() const { return inside_->transport(); }

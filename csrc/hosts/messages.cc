@@ -244,12 +244,14 @@ void AcrossMessages::examine(RemoteMessage& message, const WaitScope& scope) {
       break;
     }
   }
-  const bool late = Clock::now() >= scope.deadline;
-  if (!missing.empty() && !late) return;
+  // Without its leader this host hears no other's words, and whoever is to send may have stopped for them.
+  const bool late = Clock::now() >= scope.deadline, leaderless = across_.leader_died();
+  if (!missing.empty() && !late && !leaderless) return;
   // [Note: the last look], transport/wait.h: what it had done before counts.
   progress();
   if (message.over() || (peer == any_source && message.spec().claim->by() != Claim::By::nobody)) return;
   if (missing.empty()) fail(standing(gone), gone, scope);
+  if (leaderless) across_.look_at_lives(scope.op);
   fail_late(missing, scope);
 }
 

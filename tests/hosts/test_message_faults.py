@@ -155,6 +155,25 @@ def test_the_death_of_a_rank_ends_messages(size):
     assert results[:3] == [[True]] * 3 and isinstance(results[3], ChildProcessError)
 
 
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("source", [0, None])
+def test_the_death_of_its_leader_ends_messages_with_other_hosts(source, polls):
+    """Rank 3 waits for another host, whose words of the death cannot reach it: who hears them has died."""
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 2:
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = comm.recv(torch.zeros(1), source if comm.rank == 3 else 3, async_op=True)
+        while polls and not work.done():
+            time.sleep(0.001)
+        return raises(PeerError, work.wait, "rank 2 (host1) died")
+
+    results = run_ranks(4, body, hosts="0011", mode="processes", timeout=40, fail=False)
+    assert [result for rank, result in enumerate(results) if rank != 2] == [True] * 3, results
+
+
 def test_interrupt_in_a_wait():
     def body(comm):
         if comm.rank:

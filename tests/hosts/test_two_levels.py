@@ -110,31 +110,12 @@ def test_beyond_two_segments(name, hosts):
 # --- bits --------------------
 
 
-def over_hosts(op, v, hosts):
-    """oracle.reduced as two levels do it: within each host, then over hosts in their order, each rounded
-    once; 16-bit floats are divided within the host.
-    """
-    if not (v.dtype.is_floating_point or v.dtype.is_complex):
-        return oracle.reduced(op, v, FACTOR)
-    narrow, n = v.dtype.itemsize == 2, len(v)
-    rows = [v[[r for r in range(n) if hosts[r] == host]] for host in dict.fromkeys(hosts)]
-    inside = "sum" if op == "avg" else op
-    if narrow and op == "avg":
-        sums = [(oracle.reduced("sum", row.float()) / n).to(v.dtype) for row in rows]
-    else:
-        sums = [oracle.reduced(inside, row, FACTOR) for row in rows]
-    total = oracle.reduced("sum" if op in ("avg", "premul_sum") else op, torch.stack(sums))
-    if op != "avg" or narrow:
-        return total
-    return torch.view_as_complex(torch.view_as_real(total) / n) if total.is_complex() else total / n
-
-
 def run_reductions(comm, hosts, counts):
     found, n, r = [], comm.world_size, comm.rank
     table = [(name, op, count) for name, ops in REDUCTIONS.items() for op in ops for count in counts]
     for seed, (name, op, count) in enumerate(table):
         v = values(DTYPES[name], n, n * count, seed)
-        right = over_hosts(op, v, hosts)
+        right = oracle.over_hosts(op, v, hosts, FACTOR)
         part = right[r * count : (r + 1) * count]
         for _ in range(2):
             got = {
@@ -166,7 +147,7 @@ def test_bits_of_sums(hosts, counts):
 
 
 def test_a_sum_over_hosts_is_near_the_sum():
-    """The oracle above is of two levels itself: 16-bit sums lie within their roundings (one per host, and
+    """The oracle is of two levels itself: 16-bit sums lie within their roundings (one per host, and
     one) of the sum in f64.
     """
 

@@ -34,18 +34,18 @@ def main():
         print(totals)
         return bool(totals.failed)
     fault = args.fault or "none"
-    program = draw(args.seed, fault)
+    program = draw(args.seed, fault, args.hosts)
     if args.keep:
         program = keep_only(program, map(int, args.keep.split(",")))
     if args.show:
         print(program.processes, program.options, f"cma={program.cma}", program.fault)
         print(*program.groups, *program.operations, sep="\n")
     if args.shrink:
-        left = shrink(program, tries=args.repeat, limit=args.limit, hosts=args.hosts)
+        left = shrink(program, tries=args.repeat, limit=args.limit)
         print(command(args.seed, fault, left, args.hosts))
         return 1
     for _ in range(args.repeat):
-        outcome = run(program, args.limit, hosts=args.hosts)
+        outcome = run(program, args.limit)
         if outcome.failures:
             print(*outcome.failures, sep="\n")
             return 1

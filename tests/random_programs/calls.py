@@ -95,7 +95,7 @@ class Call:
 
     def all_reduce(self):
         inputs = values.to_reduce(self.program, self.op, self.op.counts[0], self.ranks)
-        expected, own, op = values.reduced(self.op, inputs), inputs[self.rank], self.reduction
+        expected, own, op = values.reduced(self.program, self.op, inputs), inputs[self.rank], self.reduction
         if not self.native:
             x = self.change(own, expected)
             self.issue = lambda group, async_op: dist.all_reduce(x, op=op, group=group, async_op=async_op)
@@ -107,7 +107,7 @@ class Call:
     def reduce(self):
         inputs = values.to_reduce(self.program, self.op, self.op.counts[0], self.ranks)
         own, op, root = inputs[self.rank], self.reduction, self.op.root
-        expected = values.reduced(self.op, inputs) if self.is_root() else None
+        expected = values.reduced(self.program, self.op, inputs) if self.is_root() else None
         if not self.native:
             x = self.change(own, expected)
             self.issue = lambda group, async_op: dist.reduce(
@@ -147,7 +147,7 @@ class Call:
         parts = [
             values.to_reduce(self.program, self.op, count, self.ranks, p) for p, count in enumerate(counts)
         ]
-        out = self.get(values.reduced(self.op, parts[self.rank]), dense=not self.native)
+        out = self.get(values.reduced(self.program, self.op, parts[self.rank]), dense=not self.native)
         own = [part[self.rank] for part in parts]
         if self.op.form == "flat":
             x = self.put(torch.cat(own), dense=True)
@@ -229,14 +229,14 @@ class Call:
         for part, count in enumerate(self.op.counts):
             inputs = values.to_reduce(self.program, self.op, count * self.ranks, self.ranks, part)
             if self.op.form == "all_reduce":
-                x = self.change(inputs[self.rank], values.reduced(self.op, inputs))
+                x = self.change(inputs[self.rank], values.reduced(self.program, self.op, inputs))
                 calls.append(functools.partial(dist.all_reduce, x, op=op))
             elif self.op.form == "all_gather":
                 short = inputs[:, :count]
                 out = self.get(_join(list(short)), dense=True)
                 calls.append(functools.partial(all_gather_flat, out, self.put(short[self.rank], dense=True)))
             else:
-                out = self.get(values.reduced(self.op, inputs).view(self.ranks, count)[self.rank], dense=True)
+                out = self.get(values.reduced(self.program, self.op, inputs).view(self.ranks, count)[self.rank], dense=True)
                 x = self.put(inputs[self.rank], dense=True)
                 calls.append(functools.partial(reduce_scatter_flat, out, x, op=op))
 

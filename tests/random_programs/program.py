@@ -107,6 +107,15 @@ class Program:
     operations: tuple
     fault: Fault | None
     torch: bool  # there is a default group of torch.distributed
+    hosts: int = 1  # that are simulated, at most; processes are dealt out to them
+
+    def host_of(self, process):
+        return process % self.hosts
+
+    def hosts_of(self, operation):
+        """That of each member of its group."""
+        of_rank = {rank: self.host_of(p) for p, ranks in enumerate(self.processes) for rank in ranks}
+        return [of_rank[rank] for rank in self.group(operation).members]
 
     @property
     def gone(self):
@@ -128,9 +137,9 @@ class Program:
         return random.Random(f"{self.seed} {operation.number} {rank} {what}")
 
 
-def draw(seed, fault_kind="none"):
+def draw(seed, fault_kind="none", hosts=1):
     """The program of a seed."""
-    return _Draw(seed, fault_kind).program()
+    return dataclasses.replace(_Draw(seed, fault_kind).program(), hosts=hosts)
 
 
 class _Draw:

@@ -66,13 +66,11 @@ class Progress:
         return all(self.joined)
 
 
-def run(program, limit=LIMIT, grace=GRACE, gdb=True, hosts=1):
-    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute. hosts:
-    that are simulated, at most; processes are dealt out to them.
-    """
+def run(program, limit=LIMIT, grace=GRACE, gdb=True):
+    """gdb: where it is there and a program hangs, the stacks in C++ too, which takes half a minute."""
     start, progress = time.monotonic(), Progress(len(program.processes), program.world_size)
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
-        args = (program, folder, progress, hosts)
+        args = (program, folder, progress)
         with RankProcesses(len(program.processes), _process, *args, limit=limit + 30) as processes:
             watch = _Watch(program, processes, progress, folder, (start + limit, grace), gdb)
             watch.run()
@@ -256,9 +254,9 @@ class Place:
             self.guarded("destroying torch's groups", dist.destroy_process_group)
 
 
-def _process(process, link, program, folder, progress, hosts):
-    if hosts > 1:
-        env.simulate_host(f"host{process % hosts}")
+def _process(process, link, program, folder, progress):
+    if program.hosts > 1:
+        env.simulate_host(f"host{program.host_of(process)}")
     os.environ["PYCOMM_CMA"] = "1" if program.cma else "0"
     stacks = open(_stack_file(folder, process), "w")  # as long as the process
     faulthandler.register(signal.SIGUSR1, stacks)

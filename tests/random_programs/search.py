@@ -34,7 +34,7 @@ def search(first, number, *, fault=None, seconds=None, say=print, stop_at=1, hos
         if seconds is not None and time.monotonic() - start > seconds:
             break
         kind = fault or KINDS[seed % len(KINDS)]
-        outcome = run(draw(seed, kind), hosts=hosts)
+        outcome = run(draw(seed, kind, hosts))
         totals.programs += 1
         totals.operations += outcome.operations
         totals.errors += outcome.errors
@@ -60,16 +60,14 @@ def keep_only(program, numbers):
     return dataclasses.replace(program, operations=kept)
 
 
-def shrink(program, tries=3, limit=20.0, say=print, hosts=1):
+def shrink(program, tries=3, limit=20.0, say=print):
     """The numbers of few operations with which the program still fails in one of `tries` runs. limit: seconds
     after which a run hangs.
     """
 
     def fails(numbers):
         smaller = keep_only(program, numbers)
-        return any(
-            run(smaller, min(limit, LIMIT), grace=0.1, gdb=False, hosts=hosts).failures for _ in range(tries)
-        )
+        return any(run(smaller, min(limit, LIMIT), grace=0.1, gdb=False).failures for _ in range(tries))
 
     numbers = [op.number for op in program.operations]
     size = len(numbers) // 2

@@ -1,7 +1,8 @@
 """What the ranks of an operation put in and what must come out, from the seed and the operation alone.
 
 What only moves is random bits: it must arrive bit by bit. What is reduced is small whole numbers in floating
-dtypes, whose reductions are exact in any order of ranks, and random bits in integer ones, which wrap.
+dtypes, whose reductions but averages are exact in any order of ranks, and random bits in integer ones, which
+wrap.
 """
 
 import oracle
@@ -42,5 +43,5 @@ def _whole(op, count, seed):
     return torch.where(values > 0, 2.0, 1.0) * torch.where(values % 2 == 0, 1.0, -1.0)  # -2 -1 1 2
 
 
-def reduced(op, values):
-    return oracle.reduced(op.reduce_op, values, FACTOR)
+def reduced(program, op, values):
+    return oracle.over_hosts(op.reduce_op, values, program.hosts_of(op), FACTOR)
