@@ -264,7 +264,8 @@ def test_death_between_lock_and_record():
 
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("call", [1, 2])
-def test_death_in_a_split(victim, call):
+@pytest.mark.parametrize("hosts", [None, "1+2", "2+1"])
+def test_death_in_a_split(victim, call, hosts):
     """Whatever the victim has said of itself: the others have a group with it, which knows that it died."""
 
     def body(comm, link):
@@ -282,7 +283,7 @@ def test_death_in_a_split(victim, call):
             comm._store = Dying(comm._store, lambda *ignored: None)
         return comm.split(0).all_reduce(torch.ones(1))
 
-    with Group(3, body) as group:
+    with Group(3, body, hosts=hosts) as group:
         then = group.moment(group.get(victim))
         reports = [group.get(rank) for rank in group.others(victim)]
         delays = group.delays(then, reports, victim)

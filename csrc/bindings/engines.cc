@@ -37,7 +37,10 @@ auto in_python(const Call& call) {
       if (!keep_raised()) PyErr_Clear();
       throw std::runtime_error("interrupted");
     }
-    throw std::runtime_error(py::str(error.value()).cast<std::string>());
+    const auto text = py::str(error.value()).cast<std::string>();
+    if (py::hasattr(error.value(), "lost_rank"))  // pycomm/hosts/meeting.py
+      throw RankLost(error.value().attr("lost_rank").cast<int>(), text);
+    throw std::runtime_error(text);
   }
 }
 
@@ -45,12 +48,28 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 using StorePtr = c10::intrusive_ptr<c10d::Store>;
 using Function = std::shared_ptr<py::function>;
 
+// () -> None, or (why the try has ended, the rank it is about or -1).
+py::cpp_function look_of(const WireRequest& request) {
+  return py::cpp_function([&request]() -> py::object {
+    try {
+      const py::gil_scoped_release no_gil;
+      request.look();
+    } catch (const CommError& error) {
+      const std::string text = error.what(), what = "creating the group: ";
+      const size_t start = text.find(what);
+      return py::make_tuple(start == std::string::npos ? text : text.substr(start + what.size()),
+                            error.kind == ErrorKind::peer ? error.peer : -1);
+    }
+    return py::none();
+  });
+}
+
 Wires make_wires(const Function& engines, const StorePtr& store, const WireRequest& request) {
   const Placement& placement = request.placement;
   return in_python([&] {
-    const auto [data, control] =
-        (*engines)(store, request.rank, placement.host_of, placement.names, request.attempt, request.timeout)
-            .cast<std::pair<py::object, py::object>>();
+    const auto [data, control] = (*engines)(store, request.rank, placement.host_of, placement.names,
+                                            request.attempt, request.timeout, look_of(request))
+                                     .cast<std::pair<py::object, py::object>>();
     return Wires{wire_of(data), wire_of(control)};
   });
 }

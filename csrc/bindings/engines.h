@@ -6,10 +6,12 @@
 
 namespace pycomm {
 
-// engines: (engines, nccl, checks), see pycomm/hosts/__init__.py:
-//   engines(store, rank, hosts, labels, token, timeout) -> (backend over all ranks, backend of leaders or
-//   None) nccl(store, rank, hosts, labels, token, timeout, device, look) -> backend over all ranks checks()
-//   -> "before", "beside" or "off"
+// engines: (engines, nccl, checks), see pycomm/hosts/__init__.py.
+//
+//   engines(store, rank, hosts, labels, token, timeout, look)
+//       -> (backend over all ranks, backend of leaders or None)
+//   nccl(store, rank, hosts, labels, token, timeout, device, look) -> backend over all ranks
+//   checks() -> "before", "beside" or "off"
 MakersWithStore makers_by(const py::tuple& engines);
 
 }  // namespace pycomm

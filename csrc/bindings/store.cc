@@ -30,7 +30,7 @@ CommPtr connect_without_gil(Store& store, int rank, int world_size, const Transp
                             const std::optional<Origin>& origin, const Makers& makers) {
   WithoutGil no_gil;
   if (!origin) return connect(store, rank, world_size, options, makers);
-  WatchedStore watched(store, origin->first->transport(), local_members(*origin),
+  WatchedStore watched(store, origin->first->transport(), local_members(*origin), origin->second,
                        {options.name, rank, world_size, {}});
   return connect(watched, rank, world_size, options, makers);
 }

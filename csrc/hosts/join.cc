@@ -34,6 +34,15 @@ std::shared_ptr<Communicator> join_inside(Joining& joining, Store& store, Transp
   return comm;
 }
 
+Wires connect_ranks(Joining& joining, const WireRequest& request, const MakeWires& make_wires) {
+  try {
+    return make_wires(request);
+  } catch (const RankLost& loss) {
+    joining.identity().raise(ErrorKind::peer, {}, loss.rank,
+                             "creating the group: " + std::string(loss.what()));
+  }
+}
+
 }  // namespace
 
 std::shared_ptr<Communicator> join_hosts(Joining& joining, Store& store, const TransportOptions& options,
@@ -45,9 +54,13 @@ std::shared_ptr<Communicator> join_hosts(Joining& joining, Store& store, const T
                                ", and this store offers no way to connect hosts");
     const int rank = joining.identity().rank;
     std::shared_ptr<Communicator> inside = join_inside(joining, store, options, placement);
-    Wires wires = make_wires({placement, rank, options.name, joining.rendezvous().attempt(),
+    const WireRequest request{placement,
+                              rank,
+                              options.name,
+                              joining.rendezvous().attempt(),
                               std::max(0.001, left_until(joining.scope().deadline)),
-                              [&] { joining.rendezvous().look(); }});
+                              [&] { joining.rendezvous().look(); }};
+    Wires wires = connect_ranks(joining, request, make_wires);
     std::shared_ptr<Communicator> comm(
         new Communicator(inside->shared_transport(), &run, rank, placement.world_size()),
         release_communicator);

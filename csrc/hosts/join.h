@@ -29,6 +29,11 @@ struct WireRequest {
   double timeout;  // seconds
   std::function<void()> look;
 };
+// What make_wires() throws where it is known that another rank has died or failed.
+struct RankLost : std::runtime_error {
+  RankLost(int rank, const std::string& text) : std::runtime_error(text), rank(rank) {}
+  int rank;
+};
 using MakeWires = std::function<Wires(const WireRequest&)>;
 
 std::shared_ptr<Communicator> join_hosts(Joining& joining, Store& store, const TransportOptions& options,

@@ -17,6 +17,7 @@ class Store {
   virtual std::string get(const std::string& key) = 0;  // only after has(key)
   virtual bool has(const std::vector<std::string>& keys) = 0;
   virtual void remove(const std::string& key) = 0;
+  virtual void watch() {}  // throws what ends the wait for other ranks, where it knows: watched_store.h
 };
 
 // Ranks as threads of one process: tests and pycomm.testing.run_ranks.

@@ -24,7 +24,7 @@ std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old,
   const auto rank = static_cast<int>(std::find(members.begin(), members.end(), old.rank()) - members.begin());
   const auto size = static_cast<int>(members.size());
   const TransportOptions options = options_of(old, survivors);
-  WatchedStore store(survivors.store(), old, members, {options.name, rank, size, {}});
+  WatchedStore store(survivors.store(), old, members, members, {options.name, rank, size, {}});
   try {
     auto comm = connect(store, rank, size, options, {});
     comm->transport().set_timeout(old.timeout());

@@ -229,9 +229,9 @@ void Rendezvous::await(const std::function<bool()>& ready, const std::function<v
 }
 
 void Rendezvous::look() {
-  if (attempt_.empty()) return;
   if (const auto failure = told()) throw *failure;
-  look_at_lives();
+  store_.watch();
+  if (!attempt_.empty()) look_at_lives();
 }
 
 // Rank 0 holds its lock since before it handed out the file, the others since before their records; a lock

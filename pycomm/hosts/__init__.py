@@ -1,6 +1,6 @@
 """How the ranks of a group that spans hosts come to reach each other: addresses, checks, Gloo; NCCL.
 
-    engines(store, rank, hosts, labels, token, timeout)      called by the extension, for each such group
+    engines(store, rank, hosts, labels, token, timeout, look)    called by the extension, for each such group
 
     every rank   chooses its address       addresses.py    by the route to the store, or PYCOMM_SOCKET_IFNAME
                  publishes it              meeting.py      through the store; from here on a failure of one

@@ -21,7 +21,7 @@ THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thr
 COUNTERS = ("came", "record", "second", "reached", "ucx", "made")
 
 
-def engines(store, rank, hosts, labels, token, timeout):
+def engines(store, rank, hosts, labels, token, timeout, look=None):
     """What connects the ranks of a group that spans hosts. Collective over them.
 
     Args:
@@ -31,6 +31,7 @@ def engines(store, rank, hosts, labels, token, timeout):
         labels: for each host its name in messages, such as "node-a".
         token: a word of this attempt to make the group, different from that of all others on the store.
         timeout: seconds for all of it.
+        look: Meeting's, where more is known of the ranks than they say here.
 
     Returns (data, control): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire, over all
     ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other ranks.
@@ -38,7 +39,7 @@ def engines(store, rank, hosts, labels, token, timeout):
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
     the others add who has seen it.
     """
-    meeting = Meeting(dist.PrefixStore(f"pycomm.hosts/{token}", store), rank, hosts, labels, timeout)
+    meeting = Meeting(dist.PrefixStore(f"pycomm.hosts/{token}", store), rank, hosts, labels, timeout, look)
     with contextlib.ExitStack() as opened:  # what is closed tells others that this rank has ended
         try:
             made = _meet_and_make(meeting, store, token, opened)
@@ -158,6 +159,7 @@ def _make(meeting, address, leaders):
     finally:
         constructor.give_up()
     if constructor.error is not None:
+        meeting.listen()
         where = f"on {address.ip} ({address.interface})"
         raise RuntimeError(f"Gloo could not connect the ranks {where}: {constructor.error}")
     return constructor.made

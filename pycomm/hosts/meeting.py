@@ -15,21 +15,32 @@ import time
 
 SHORTEST_S, LONGEST_S = 0.001, 0.05  # between two looks into the store
 STAY_S = 1.0  # after a failure, so that the others hear of it
-KINDS = {kind.__name__: kind for kind in (ValueError, RuntimeError, TimeoutError)}
+
+
+class LostRankError(RuntimeError):
+    """A rank has died or failed: the extension raises PeerError with lost_rank."""
+
+    def __init__(self, text, lost_rank):
+        super().__init__(text)
+        self.lost_rank = lost_rank
+
+
+KINDS = {kind.__name__: kind for kind in (LostRankError, ValueError, RuntimeError, TimeoutError)}
 
 
 class Meeting:
     """What the ranks of a group that is being made say to each other.
 
     Attributes: rank, world_size; hosts: the number of each rank's host; labels: the name of each host; watch:
-    called at each pause(), may raise.
+    called at each pause(), may raise. look: () -> None, or (why no group comes of it, the rank that this is
+    about or -1).
     """
 
-    def __init__(self, store, rank, hosts, labels, timeout):
+    def __init__(self, store, rank, hosts, labels, timeout, look=None):
         self.store, self.rank, self.hosts, self.labels = store, rank, list(hosts), list(labels)
         self.world_size, self.timeout = len(self.hosts), timeout
         self.deadline = time.monotonic() + timeout
-        self.watch = None
+        self.watch, self._look, self._next_look = None, look, 0.0
         self._written, self._sleep = [], SHORTEST_S
 
     def label(self, rank):
@@ -86,11 +97,17 @@ class Meeting:
 
     def pause(self):
         """Sleeps for a moment, longer from time to time. Raises what another rank has failed with."""
-        self.raise_failure()
+        self.check()
         if self.watch is not None:
             self.watch()
         time.sleep(self._sleep)
         self._sleep = min(LONGEST_S, self._sleep * 1.2)
+
+    def listen(self):
+        """After a failure that may be that of another rank: its words come, or a death is seen, soon."""
+        end = time.monotonic() + STAY_S
+        while time.monotonic() < end:
+            self.pause()
 
     def late(self):
         return time.monotonic() > self.deadline
@@ -99,12 +116,23 @@ class Meeting:
         """What follows is expected to take no time: the next pauses are short."""
         self._sleep = SHORTEST_S
 
+    def check(self):
+        """Raises what another rank has failed with, or what is known of one outside of the meeting."""
+        self.raise_failure()
+        if self._look is None or time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + LONGEST_S
+        if (found := self._look()) is not None:
+            text, rank = found
+            raise RuntimeError(text) if rank < 0 else LostRankError(text, rank)
+
     def raise_failure(self):
         """Raises what another rank has failed with, if one has."""
         if self.store.check(["failure"]):
             failure = json.loads(self.store.get("failure"))
             if failure["rank"] != self.rank:
-                raise KINDS[failure["kind"]](f"{failure['text']} (seen by rank {failure['rank']})")
+                lost = [] if failure["lost"] is None else [failure["lost"]]
+                raise KINDS[failure["kind"]](f"{failure['text']} (seen by rank {failure['rank']})", *lost)
 
     def fail(self, error):
         """Tells the others why this rank gives up; the first failure of all counts. Returns the exception to
@@ -112,7 +140,8 @@ class Meeting:
         """
         kind = next((name for name, one in KINDS.items() if isinstance(error, one)), "RuntimeError")
         text = str(error) if isinstance(error, Exception) else f"Interrupted by {type(error).__name__}."
-        written = json.dumps({"rank": self.rank, "kind": kind, "text": text or type(error).__name__})
+        failure = {"rank": self.rank, "kind": kind, "text": text or type(error).__name__}
+        written = json.dumps({**failure, "lost": getattr(error, "lost_rank", None)})
         with contextlib.suppress(RuntimeError):  # the store has gone
             if self.store.add("count/failures", 1) == 1:
                 self.store.set("failure", written)

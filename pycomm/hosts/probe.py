@@ -19,7 +19,7 @@ import selectors
 import socket
 import time
 
-from pycomm.hosts.meeting import SHORTEST_S
+from pycomm.hosts.meeting import SHORTEST_S, LostRankError
 
 AT_ONCE = 64  # connections that a leader begins
 REACH_S = 30.0  # for one that has published its address
@@ -119,7 +119,7 @@ class Probe:
             return  # the rank has done its part, and left
         if rank not in self.begun:
             text = f"Rank {rank} ({self.meeting.label(rank)}, {self.records[rank].ip}) has died"
-            raise RuntimeError(f"{text} while the group was made.")
+            raise LostRankError(f"{text} while the group was made.", rank)
         why = said.strerror if isinstance(said, OSError) else "somebody else answers there"
         raise self._unreachable(rank, f" ({why})")
 
@@ -141,7 +141,7 @@ def check_reach(meeting, probe, listener):
             meeting.tell("reached", True)
             told = True
         if time.monotonic() - looked > LOOK_S:
-            meeting.raise_failure()
+            meeting.check()
             if told and meeting.all_here("reached", len(probe.leaders)):
                 return
             looked = time.monotonic()

@@ -137,6 +137,7 @@ def _greet(meeting, wire, addresses, ranks):
                 raise TimeoutError(f"{_not_connected(meeting, ranks, missing)} within {meeting.timeout:g} s.")
             meeting.pause()
     except _C.WireError as error:
+        meeting.listen()
         raise RuntimeError(f"{_not_connected(meeting, ranks, missing)}: {error}.") from None
 
 

@@ -333,7 +333,7 @@ def test_a_link_that_is_down_when_a_group_is_made(two_by_two, tmp_path):
         r"from rank [02] \(node-[ab], 10\.77\.0\.[12]\) over eth0( within 3 s| \(No route to host\))"
         r"\. Is a firewall in the way\? All ports between hosts are used\."
     )
-    assert_all_say(found, "RuntimeError", text)
+    assert_all_say(found, "LostRankError", text)
 
 
 def test_a_link_that_goes_down_while_contexts_are_made(two_by_two, tmp_path):
@@ -375,7 +375,7 @@ def test_a_host_that_dies_names_itself_soon(two_by_two, tmp_path):
     found = run(two_by_two, body)
     assert all(isinstance(found.pop(rank), ChildProcessError) for rank in (2, 3))
     text = r"Rank [23] \(node-b, 10\.77\.0\.2\) has died while the group was made\."
-    assert_all_say(found, "RuntimeError", text)
+    assert_all_say(found, "LostRankError", text)
     assert all(failure.seconds < 15 for failure in found.values())
 
 

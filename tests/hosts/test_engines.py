@@ -286,8 +286,8 @@ def test_an_engine_that_hangs_on_one_rank():
     def prepare(rank):
         engine._gloo_on = lambda address: time.sleep(100)
 
-    text = r"Gloo has not connected all ranks within 2 s\."
-    assert_all_say(run(on_rank([3], prepare, timeout=2.0)), "TimeoutError", text)
+    text = r"Gloo has not connected all ranks within 8 s\."  # all have met by then
+    assert_all_say(run(on_rank([3], prepare, timeout=8.0)), "TimeoutError", text, within=30.0)
 
 
 @pytest.mark.parametrize("when", ["before the contexts", "after its own"])
@@ -312,7 +312,7 @@ def test_a_rank_that_dies_while_the_group_is_made(when):
     found = run(body)
     assert isinstance(found.pop(3), ChildProcessError)
     text = r"Rank 3 \(node-b, 127\.0\.0\.1\) has died while the group was made\."
-    assert_all_say(found, "RuntimeError", text, seen_by=[0])
+    assert_all_say(found, "LostRankError", text, seen_by=[0])
 
 
 def test_ctrl_c_is_said_too():

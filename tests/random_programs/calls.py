@@ -236,7 +236,8 @@ class Call:
                 out = self.get(_join(list(short)), dense=True)
                 calls.append(functools.partial(all_gather_flat, out, self.put(short[self.rank], dense=True)))
             else:
-                out = self.get(values.reduced(self.program, self.op, inputs).view(self.ranks, count)[self.rank], dense=True)
+                expected = values.reduced(self.program, self.op, inputs).view(self.ranks, count)
+                out = self.get(expected[self.rank], dense=True)
                 x = self.put(inputs[self.rank], dense=True)
                 calls.append(functools.partial(reduce_scatter_flat, out, x, op=op))
 
