@@ -63,8 +63,7 @@ def step(
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
     without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or
-    have too few rows, CommError and its kinds for a lost or a diverging rank; that of a lost one names the
-    last checkpoint of parallel.save or load.
+    have too few rows, CommError and its kinds for a diverging or a lost rank; then it names the last save.
     """
     parts = parts_of(model, opt)
     if opt is None:

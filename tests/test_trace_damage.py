@@ -159,7 +159,9 @@ def test_names_for_which_there_was_no_room(tmp_path):
 
 def test_a_name_with_what_ends_a_line_elsewhere(tmp_path):
     file = FileWriter(tmp_path)
-    file.text += '{"group": 0, "name": "a\u2028b\x85c", "rank": 0, "world_size": 1, "host": "", "members": 5}\n'
+    file.text += (
+        '{"group": 0, "name": "a\u2028b\x85c", "rank": 0, "world_size": 1, "host": "", "members": 5}\n'
+    )
     file.operation(1, MS, MS, MS, 2 * MS)
     file.write()
     assert [group.name for group in load(tmp_path).groups] == ["a\u2028b\x85c"]

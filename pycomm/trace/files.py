@@ -100,7 +100,9 @@ def _read(path):
             raise ValueError(f"{path} has been cut: {there} of {capacity} records are there")
         if capacity > _MOST_RECORDS:
             raise ValueError(f"{path} is for {capacity} records; {_MOST_RECORDS} are the most that are read")
-        groups, names, axes, bad_lines = _lines(head[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)])
+        groups, names, axes, bad_lines = _lines(
+            head[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)]
+        )
         whole = _whole(file, min(tickets, capacity), capacity)
     whole = whole[np.argsort(whole[:, 0])]
     kinds = (whole[:, 7] >> np.uint64(56)) & np.uint64(15)

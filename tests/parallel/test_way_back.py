@@ -52,6 +52,7 @@ def spoil(run):
 )
 def test_what_cannot_be_recovered(case, saved, tmp_path):
     """On each rank that lives."""
+
     def rank_main(rank):
         run = par.resilient(
             *kills.make(), only_for_all if case == "no plan" else par.Plan(dp=3), snapshot_every=2
