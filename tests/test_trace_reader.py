@@ -138,8 +138,10 @@ def test_a_rank_without_file_is_the_last_by_what_peers_saw(tmp_path):
     file.group(0, "world", 0, 2)
     file.operation(1, MS, MS, 9 * MS, 10 * MS, last=1)
     file.write()
-    (collective,) = load(tmp_path).collectives
+    trace = load(tmp_path)
+    (collective,) = trace.collectives
     assert collective.last.tolist() == [1]
+    assert "nan" not in waits.show(waits.table(trace))
     assert np.isnan(collective.begun[0, 1])
 
 
