@@ -102,7 +102,9 @@ def show(lines):
                 f"{line.waiting_ms:.3f}" if time else "-",
                 f"{line.moving_ms:.3f}" if time else "-",
                 f"{100 * line.waiting_ms / time:.0f}" if time else "-",
-                f"{line.nbytes / line.moving_ms / 1e6:.2f}" if time and line.moving_ms and line.nbytes else "-",
+                f"{line.nbytes / line.moving_ms / 1e6:.2f}"
+                if time and line.moving_ms and line.nbytes
+                else "-",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
