@@ -2,8 +2,10 @@
 
 import contextlib
 
+import torch.distributed as dist
 from torch.utils.data import DistributedSampler
 
+from pycomm import MismatchError
 from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.evaluate import run_evaluation
@@ -61,20 +63,34 @@ def step(
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
     without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or
-    have too few rows, CommError and its kinds for a lost or a diverging rank.
+    have too few rows, CommError and its kinds for a diverging or a lost rank; then it names the last save.
     """
     parts = parts_of(model, opt)
     if opt is None:
         raise ValueError(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
-    with parts.last_words.told():
+    with _way_back(parts), parts.last_words.told():
         batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
         options = Options(loss_fn, microbatches, clip, count, sharded, update, scaler)
         with count_traffic() if parts.mesh.spans_hosts else contextlib.nullcontext() as traffic:
             result = run_step(parts, batch, options)
     parts.last_step.note(result.norm, traffic and traffic.by_group())
     return result.loss
+
+
+@contextlib.contextmanager
+def _way_back(parts):
+    """An error that breaks the groups names the checkpoint to go back to."""
+    try:
+        yield
+    except MismatchError:
+        raise
+    except dist.DistError as error:
+        if parts.saves.last is not None and error.args:
+            text = f"{error.args[0]} The last checkpoint is {parts.saves.last}."
+            error.args = (text, *error.args[1:])
+        raise
 
 
 def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=False, metrics=None):

@@ -71,11 +71,14 @@ class LastStep:
 
 
 class Saves(Background):
-    """The save that is written beside the training, if there is one."""
+    """The save that is written beside the training, if there is one.
+
+    last: Path of the last checkpoint that was saved or loaded; None: none.
+    """
 
     def __init__(self):
         super().__init__("pycomm save")
-        self._group = None
+        self._group, self.last = None, None
 
     def group_of(self, make):
         """The group of these saves; the first time it is make(), collective over all ranks."""

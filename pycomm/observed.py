@@ -8,6 +8,7 @@ __all__ = ["SIZES", "Observed", "statistics_of"]
 
 # csrc/trace/counters.h
 SIZES = ("64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB", "more")
+FIELDS = ("operations", "bytes", "measured", "waiting_s", "moving_s")
 
 
 class Observed:
@@ -45,11 +46,8 @@ def statistics_of(counters):
     found = {}
     for prefix, cells in zip(("", "cuda "), counters, strict=True):
         for operation, size, operations, nbytes, measured, waiting_ns, moving_ns in cells:
-            found.setdefault(prefix + operation, {})[SIZES[size]] = {
-                "operations": operations,
-                "bytes": nbytes,
-                "measured": measured,
-                "waiting_s": waiting_ns / 1e9,
-                "moving_s": moving_ns / 1e9,
-            }
+            values = operations, nbytes, measured, waiting_ns / 1e9, moving_ns / 1e9
+            cell = found.setdefault(prefix + operation, {}).setdefault(SIZES[size], dict.fromkeys(FIELDS, 0))
+            for field, value in zip(FIELDS, values, strict=True):
+                cell[field] += value  # messages inside a host and between hosts are counted apart
     return found

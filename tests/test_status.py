@@ -1,9 +1,13 @@
 """python -m pycomm.status, beside ranks that wait for each other."""
 
 import contextlib
+import fcntl
 import os
+import random
 import re
 import shutil
+import signal
+import struct
 import subprocess
 import sys
 import time
@@ -13,6 +17,7 @@ import torch
 
 import pycomm
 from pycomm.status import pages
+from pycomm.status.__main__ import describe
 from pycomm.status.pages import Place, Refused, read_places
 from pycomm.testing import run_ranks
 
@@ -168,3 +173,86 @@ def test_python_stack_of_the_late_rank():
     if "no stack" in text:
         pytest.skip("py-spy may not look into processes here (ptrace)")
     assert "computes_for_long" in text
+
+
+def stopped_while_it_is_looked_at(comm, folder):
+    """Rank 1 is stopped; rank 0 waits for it; rank 2 looks, all stacks too, and lets it go on."""
+    comm.barrier()
+    if comm.rank == 1:
+        (folder / "pid").write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    text = ""
+    if comm.rank == 2:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (folder / "pid").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        text = until("waits for ranks? 1", "--pid", str(os.getpid()), "--stacks", "all")
+        os.kill(int((folder / "pid").read_text()), signal.SIGCONT)
+    comm.all_reduce(torch.ones(3))
+    return text
+
+
+def test_a_stopped_rank_is_shown(tmp_path):
+    text = run_ranks(3, stopped_while_it_is_looked_at, tmp_path, mode="processes", timeout=100)[2]
+    assert re.search(r"rank 1 \(process \d+\): in no operation; the last was #1", text), text
+    assert re.search(r"rank 0 \(process \d+\): in all_reduce #2, waits for ranks? 1", text), text
+
+
+def a_page(draws):
+    """A page of ours with rows in which any field may be anything."""
+    row = [2, 1, 4, 2, 5 << 8 | 1, 4, 10**9, 1, *[0] * 12, b"group"]
+    page = bytearray(struct.pack("<QiI", pages.MAGIC, 1, 0).ljust(pages.PAGE_BYTES, b"\0"))
+    for start in range(16, pages.PAGE_BYTES - 176 + 1, 176):
+        data = bytearray(pages._ROW.pack(*row))
+        for _ in range(draws.randrange(4)):
+            place = draws.randrange(4, len(data))
+            data[place] = draws.choice([0, 1, 27, 127, 128, 255])
+        page[start : start + 176] = data
+    return bytes(page)
+
+
+@contextlib.contextmanager
+def life_file(data, nbytes):
+    """Of another process, which has locks on all of its pages."""
+    fd = os.memfd_create("pycomm-life of a test")
+    os.truncate(fd, nbytes)
+    os.pwrite(fd, data, 0)
+    ready, hold = os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+        os.write(ready[1], b"x")
+        os.close(hold[1])
+        os.read(hold[0], 1)
+        os._exit(0)
+    os.close(fd)
+    os.read(ready[0], 1)
+    try:
+        yield pid
+    finally:
+        for end in (*ready, *hold):
+            os.close(end)
+        os.waitpid(pid, 0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_pages_with_anything_in_them(seed):
+    draws = random.Random(seed)
+    data = b"".join(a_page(draws) for _ in range(6)) + draws.randbytes(2 * pages.PAGE_BYTES)
+    with life_file(data, len(data)) as pid:
+        found = read_places(pid)
+        assert found and all(0 <= place.rank < place.world_size for place in found)
+        groups = {}
+        for place in found:
+            groups.setdefault(place.group, []).append(place)
+        for name, members in groups.items():
+            assert all(line.isprintable() for line in describe(name, members))
+
+
+def test_a_file_of_pages_without_end(monkeypatch):
+    """That of a memory of 2 TiB, of which nothing is there but the first page."""
+    asked = []
+    monkeypatch.setattr(pages, "_holder", lambda fd, byte: asked.append(byte) or 0)
+    with life_file(a_page(random.Random(0)), 2 << 40) as pid:
+        assert read_places(pid) == []
+    assert len(asked) == pages.MOST_PAGES

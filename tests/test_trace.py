@@ -15,7 +15,7 @@ import pycomm
 from pycomm import _C, env, trace
 from pycomm.testing import run_ranks
 from pycomm.trace.files import DONE, MESSAGE, OPERATION, read_files
-from pycomm.trace.joined import load
+from pycomm.trace.joined import NO_NAME, load
 from pycomm.trace.waits import phases
 
 CALLS = {  # name -> (what a rank calls, bytes of the whole buffer with 3 ranks)
@@ -150,6 +150,48 @@ def test_the_operation_in_which_a_process_died_is_named(tmp_path):
     ((operation,),) = [row.operations for row in found.rows]
     assert (operation["outcome"], operation["ended"], operation["sequence"]) == (0, 0, 1)
     assert any("was in all_reduce #1 of group" in note for note in found.notes)
+
+
+def pairs_of_one_name(comm, folder):
+    """Ranks 0 and 1, and then 0 and 2, make a group of the same name and size."""
+    with comm.trace(folder):
+        for number, other in enumerate((1, 2)):
+            if comm.rank in (0, other):
+                store = torch.distributed.FileStore(f"{folder}/store{number}", 2)
+                with pycomm.Communicator(store, min(comm.rank, 1), 2, name="pair") as pair:
+                    for _ in range(number + 1):
+                        pair.barrier()
+        comm.barrier()
+
+
+def test_groups_of_one_name_with_other_members_are_told_apart(tmp_path):
+    """As after a death, when those that are left make theirs anew."""
+    run_ranks(3, pairs_of_one_name, str(tmp_path), mode="processes", timeout=100)
+    found = load(tmp_path)
+    pairs = [each for each in found.collectives if found.groups[each.group].name == "pair"]
+    assert [(len(each.sequence), [row.rank for row in each.rows]) for each in pairs] == [
+        (1, [0, 1]),
+        (2, [0, 2]),
+    ]
+
+
+def test_names_without_end(tmp_path):
+    """More than there is room for: what is recorded under the first ones stays, the rest has none."""
+    trace.begin(str(tmp_path))
+    try:
+        for n in range(9000):
+            with trace.span(f"batch {n}"):
+                pass
+        with trace.span("batch 1"):
+            pass
+    finally:
+        trace.end()
+    found = load(tmp_path)
+    names = [found.names[span["name"]] for span in found.rows[0].spans]
+    known = names.index(NO_NAME)
+    assert len(names) == 9001 and 5000 < known < 8000 and names[-1] == "batch 1"
+    assert names[:known] == [f"batch {n}" for n in range(known)]
+    assert sum("names of groups or spans had no room" in note for note in found.notes) == 1
 
 
 @pytest.mark.parametrize("threads", [1, 4])

@@ -123,7 +123,7 @@ def test_what_is_lost_is_said(tmp_path):
     assert trace.notes == [
         "process 42 on here: 76 older records were replaced by newer ones, its ring is full. "
         "PYCOMM_TRACE_BYTES makes it longer.",
-        "process 42 on here: 1 records were being written, and are left out.",
+        "process 42 on here: 1 records were being written, or are damaged, and are left out.",
         "process 42 on here has not ended its trace: it still runs, or it was killed.",
         "process 42 on here was in all_reduce #1100 of group 'world', issued 0.000 s before its last record.",
         "No trace of 2 of 3 ranks: 1, 2. They had no room, or no right.",
@@ -138,8 +138,10 @@ def test_a_rank_without_file_is_the_last_by_what_peers_saw(tmp_path):
     file.group(0, "world", 0, 2)
     file.operation(1, MS, MS, 9 * MS, 10 * MS, last=1)
     file.write()
-    (collective,) = load(tmp_path).collectives
+    trace = load(tmp_path)
+    (collective,) = trace.collectives
     assert collective.last.tolist() == [1]
+    assert "nan" not in waits.show(waits.table(trace))
     assert np.isnan(collective.begun[0, 1])
 
 

@@ -29,8 +29,9 @@ class FileWriter:
     def line(self, **entry):
         self.text += json.dumps(entry) + "\n"
 
-    def group(self, number, name="world", rank=0, world_size=1, host=""):
-        self.line(group=number, name=name, rank=rank, world_size=world_size, host=host, whole=0)
+    def group(self, number, name="world", rank=0, world_size=1, host="", members=0):
+        who = {"name": name, "rank": rank, "world_size": world_size, "host": host}
+        self.line(group=number, **who, members=members)
 
     def name(self, number, name):
         self.line(span=number, name=name)

@@ -9,19 +9,20 @@ namespace {
 
 using trace::Recorder;
 
-py::list cells_of(const trace::Counters& counters) {
-  py::list list;
-  for (int kind = 0; kind < num_op_kinds; ++kind)
+void add_cells(py::list& list, const trace::Counters& counters, bool messages_alone = false) {
+  for (int kind = 0; kind < num_op_kinds; ++kind) {
+    const auto of = static_cast<OpKind>(kind);
+    if (messages_alone && of != OpKind::send && of != OpKind::recv) continue;
     for (int size = 0; size < trace::num_size_classes; ++size) {
       const trace::Cell& cell = counters.cell(kind, size);
       const uint64_t operations = cell.operations.load(std::memory_order_relaxed);
       if (operations == 0) continue;
-      list.append(py::make_tuple(
-          to_string(static_cast<OpKind>(kind)), size, operations, cell.nbytes.load(std::memory_order_relaxed),
-          cell.measured.load(std::memory_order_relaxed), cell.waiting_ns.load(std::memory_order_relaxed),
-          cell.moving_ns.load(std::memory_order_relaxed)));
+      list.append(py::make_tuple(to_string(of), size, operations, cell.nbytes.load(std::memory_order_relaxed),
+                                 cell.measured.load(std::memory_order_relaxed),
+                                 cell.waiting_ns.load(std::memory_order_relaxed),
+                                 cell.moving_ns.load(std::memory_order_relaxed)));
     }
-  return list;
+  }
 }
 
 void begin(const std::string& folder, size_t ring_bytes) {
@@ -38,7 +39,12 @@ void begin(const std::string& folder, size_t ring_bytes) {
 
 // (operation, size class, operations, bytes, measured, ns waiting, ns moving) of what is not 0.
 py::object counters_of(Communicator& comm) {
-  return py::make_tuple(cells_of(comm.counters()), cells_of(comm.device_counters()));
+  py::list host, device;
+  add_cells(host, comm.counters());
+  // Messages to ranks of this host are those of the group there; its other operations are parts of ours.
+  if (HostsSide* hosts = comm.hosts_side()) add_cells(host, hosts->inside().counters(), true);
+  add_cells(device, comm.device_counters());
+  return py::make_tuple(host, device);
 }
 
 namespace {

@@ -16,31 +16,25 @@ constexpr auto poll_look_every = std::chrono::milliseconds(10);
 
 Message::Message(SendRecv& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
                  std::function<void()> finalizer)
-    : owner_(owner), kind_(kind), spec_(spec), nbytes_(spec.nbytes()), data_(data), peer_(spec.peer) {
+    : owner_(owner),
+      kind_(kind),
+      spec_(spec),
+      nbytes_(spec.nbytes()),
+      data_(data),
+      peer_(spec.peer),
+      traced_(owner.communicator(), kind, nbytes_) {
   finalizer_ = std::move(finalizer);
-  if (!trace::measuring()) return;
-  times_.issued = times_.begun = trace::now_ns();
-  trace::Recorder::instance().issued(times_, subject(), owner_.communicator().traced_as());
-}
-
-trace::Subject Message::subject() const {
-  return {kind_, nbytes_, id_, static_cast<uint8_t>(Algorithm::automatic), trace::Type::message};
+  if (told()) traced_.issued();
 }
 
 void Message::end(std::exception_ptr error) {
-  Communicator& comm = owner_.communicator();
-  if (!error) comm.counters().count_shared(kind_, nbytes_);
-  if (times_.measured()) {
-    trace::Times times = times_.at_end();
-    times.last = static_cast<uint16_t>(peer_.load());
-    if (!error) comm.counters().measure_shared(kind_, nbytes_, times);
-    trace::Recorder::instance().ended(times, subject(), comm.traced_as(), error != nullptr);
-  }
+  const int peer = peer_;
+  if (told()) traced_.ended(id_, peer < 0 ? peer : owner_.transport().number(peer), error != nullptr);
   settle(std::move(error));
 }
 
 void Message::wait(double timeout) {
-  if (times_.measured() && !done()) times_.wait_begins();
+  if (!done()) traced_.wait_begins();
   WaitScope limit = scope(timeout);
   limit.deadline += std::chrono::steady_clock::now() - issued_;
   owner_.wait(*this, limit);

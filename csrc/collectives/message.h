@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "../communicator/messages.h"
+#include "traced_message.h"
 
 namespace pycomm {
 
@@ -50,14 +51,15 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   bool passive() const { return passive_; }
   void matched(int src) {
     peer_ = src;
-    if (times_.measured()) times_.arrived = trace::now_ns();
+    traced_.matched();
   }
   void entrust(Trust trust) { trust_ = trust; }
   Trust trust() const { return trust_; }
   void end(std::exception_ptr error);
 
  private:
-  trace::Subject subject() const;
+  // A recv that waits on the wire, too, is told of there (hosts/remote_message.h).
+  bool told() const { return !spec_.claim; }
 
   SendRecv& owner_;
   const OpKind kind_;
@@ -71,7 +73,7 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   uint64_t id_ = 0;
   const std::chrono::steady_clock::time_point issued_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point next_look_ = issued_;
-  trace::Times times_;
+  TracedMessage traced_;
 };
 
 using MessagePtr = std::shared_ptr<Message>;

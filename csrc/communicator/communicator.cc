@@ -25,6 +25,14 @@ constexpr int naps_before_sleep = 2;
 constexpr double busy_tick = 0.02, idle_tick = 0.05;  // seconds that the worker sleeps at most
 constexpr auto interrupt_tick = std::chrono::milliseconds(50);
 
+// The ranks of one memory, by their processes; FNV-1a.
+uint64_t members_of(const Transport& transport) {
+  uint64_t sum = 0xcbf29ce484222325;
+  for (int p = 0; p < transport.world_size(); ++p)
+    sum = (sum ^ transport.control(p).process_token) * 0x100000001b3;
+  return sum >> 11;  // fits a double, as some readers of JSON have it
+}
+
 thread_local int waits_with_progress = 0;  // in which this thread runs BackgroundProgress
 
 }  // namespace
@@ -37,6 +45,7 @@ Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op, i
   traced_as_.rank = part ? transport_->number(rank_) : rank_;
   traced_as_.world_size = world_size_;
   traced_as_.host = part ? whole.host : "";
+  if (world_size_ == transport_->world_size()) traced_as_.members = members_of(*transport_);
 }
 
 Communicator::Communicator(std::shared_ptr<Transport> transport, RunOp run_op)

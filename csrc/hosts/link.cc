@@ -212,6 +212,7 @@ void Link::take_answer(const Frame& frame) {
   if (found == unanswered_.end()) confused(frame);
   const RemotePtr message = *found;
   unanswered_.erase(found);
+  message->matched(peer_);
   if (!frame.agrees) return mailbox_.end(message, mismatch(*message, frame));
   if (message->nbytes() <= frame_payload) return mailbox_.end(message, nullptr);
   outgoing_.push_back({message, frame.id, nullptr});

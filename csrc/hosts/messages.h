@@ -64,6 +64,7 @@ class AcrossMessages final : public Messages {
   void look(RemoteMessage& message);  // at what could end it early
   void help(RemoteMessage& message, bool nobody_waits);
   Transport& transport() { return inside_->transport(); }
+  Communicator& communicator() const { return comm_; }
 
   bool progress() override;
   void look_at_peers() override;

@@ -18,11 +18,19 @@ constexpr auto poll_look_every = std::chrono::milliseconds(10);
 
 RemoteMessage::RemoteMessage(AcrossMessages& owner, OpKind kind, std::byte* data, const MessageSpec& spec,
                              std::function<void()> finalizer)
-    : owner_(owner), kind_(kind), spec_(spec), nbytes_(spec.nbytes()), data_(data), peer_(spec.peer) {
+    : owner_(owner),
+      kind_(kind),
+      spec_(spec),
+      nbytes_(spec.nbytes()),
+      data_(data),
+      peer_(spec.peer),
+      traced_(owner.communicator(), kind, nbytes_) {
   finalizer_ = std::move(finalizer);
+  traced_.issued();
 }
 
 void RemoteMessage::wait(double timeout) {
+  if (!done()) traced_.wait_begins();
   WaitScope limit = scope(timeout);
   limit.deadline += Clock::now() - issued_;
   owner_.wait(*this, limit);

@@ -8,6 +8,7 @@
 #include <mutex>
 
 #include "../collectives/message.h"
+#include "../collectives/traced_message.h"
 
 namespace pycomm {
 
@@ -32,13 +33,17 @@ class RemoteMessage final : public MessageWork, public std::enable_shared_from_t
   void posted(uint64_t id) { id_ = id; }
   bool wants(int src, int tag) const { return tag == spec_.tag && (peer_ == src || peer_ == any_source); }
   bool claim() const { return !spec_.claim || spec_.claim->take(Claim::By::wire); }
-  void matched(int src) { peer_ = src; }
+  void matched(int src) {
+    peer_ = src;
+    traced_.matched();
+  }
   WaitScope scope(double timeout) const;  // times count from the issue of the message
 
   const MessagePtr& half() const { return half_; }
   void set_half(MessagePtr half) { half_ = std::move(half); }
   void end(std::exception_ptr error) {
     over_.store(true, std::memory_order_release);
+    traced_.ended(id_, peer_, error != nullptr);
     settle(std::move(error));
   }
 
@@ -59,6 +64,7 @@ class RemoteMessage final : public MessageWork, public std::enable_shared_from_t
   uint64_t id_ = 0;
   const std::chrono::steady_clock::time_point issued_ = std::chrono::steady_clock::now();
   std::chrono::steady_clock::time_point next_look_ = issued_;
+  TracedMessage traced_;
 };
 using RemotePtr = std::shared_ptr<RemoteMessage>;
 

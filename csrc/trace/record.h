@@ -72,6 +72,7 @@ static_assert(sizeof(Record) == 64);
 enum class Type : uint8_t { none, operation, message, span, device };
 enum class Outcome : uint8_t { open, done, failed };
 inline constexpr uint16_t nobody = 0xffff;
+inline constexpr uint32_t no_name = 0xffffffff;  // of a span for whose name there was no room
 
 inline uint64_t checksum(const uint64_t* words) {
   uint64_t sum = 0;

@@ -219,9 +219,12 @@ std::optional<uint32_t> Recorder::name(const std::string& text) {
   if (!file) return std::nullopt;
   std::lock_guard lock(file->text);
   const auto [found, is_new] = file->names.try_emplace(text, static_cast<uint32_t>(file->names.size()));
-  if (is_new)
-    line(*file, "{\"span\": " + std::to_string(found->second) + ", \"name\": " + quoted(text) + "}");
-  return found->second;
+  const uint32_t number = found->second;
+  if (is_new && !line(*file, "{\"span\": " + std::to_string(number) + ", \"name\": " + quoted(text) + "}")) {
+    file->names.erase(found);  // names without end, as of a span with a number in its name
+    return no_name;
+  }
+  return number;
 }
 
 void Recorder::axis(const std::string& group, const std::string& axis) {
@@ -240,24 +243,25 @@ uint64_t Recorder::number_of(File& file, GroupName& group) {
   const uint32_t number = std::min<uint32_t>(file.groups++, nobody);  // all beyond share one
   line(file, "{\"group\": " + std::to_string(number) + ", \"name\": " + quoted(group.name) + ", \"rank\": " +
                  std::to_string(group.rank) + ", \"world_size\": " + std::to_string(group.world_size) +
-                 ", \"host\": " + quoted(group.host) + ", \"whole\": " + std::to_string(group.of_whole) +
+                 ", \"host\": " + quoted(group.host) + ", \"members\": " + std::to_string(group.members) +
                  "}");
   group.number.store(uint64_t{file.generation} << 32 | (number + 1), std::memory_order_release);
   return number;
 }
 
 // With the lock of the text. A line is there once `text_bytes` says so.
-void Recorder::line(File& file, const std::string& text) {
+bool Recorder::line(File& file, const std::string& text) {
   FileHeader& header = file.header();
   const uint64_t at = header.text_bytes.load(std::memory_order_relaxed);
   if (at + text.size() + 1 > text_capacity) {
     header.text_lost.fetch_add(1, std::memory_order_relaxed);
-    return;
+    return false;
   }
   std::byte* to = file.data + header_bytes + at;
   std::memcpy(to, text.data(), text.size());
   to[text.size()] = std::byte{'\n'};
   header.text_bytes.store(at + text.size() + 1, std::memory_order_release);
+  return true;
 }
 
 }  // namespace pycomm::trace

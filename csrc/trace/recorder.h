@@ -25,7 +25,9 @@ struct GroupName {
   std::string name;
   int rank = 0, world_size = 1;
   std::string host;  // of the part of a group that spans hosts; empty: all of it
-  int of_whole = 0;  // ranks in the group of which it is a part
+  // Of the processes of its ranks, equal on all of them: a group that was made anew by others after a death
+  // may have the same name. 0: not known.
+  uint64_t members = 0;
   std::atomic<uint64_t> number{0};  // generation << 32 | number + 1
 };
 
@@ -61,7 +63,7 @@ class Recorder {
 
   void put(File& file, uint64_t ticket, uint64_t (&words)[record_words]);
   uint64_t number_of(File& file, GroupName& group);
-  void line(File& file, const std::string& text);
+  bool line(File& file, const std::string& text);  // false: there is no room
 
   std::mutex mutex_;
   std::atomic<File*> file_{nullptr};

@@ -39,7 +39,9 @@ def load(model, opt, path):
     parts.saves.wait()
     check_path(parts, "load", path)
     catalog = together(parts, lambda: catalog_of(path))
-    return load_from(parts, opt, Folder(path, catalog, parts.mesh.world))
+    extra = load_from(parts, opt, Folder(path, catalog, parts.mesh.world))
+    parts.saves.last = path
+    return extra
 
 
 @torch.no_grad()

@@ -59,10 +59,17 @@ def save(model, opt, path, *, extra=None, asynchronous=False):
     )
     if not asynchronous:
         _Writer(parts.mesh.world, parts.device, state, path, scratch).write()
+        parts.saves.last = path
         return None
     copied = together(parts, lambda: _copy_of(state))
     group = parts.saves.group_of(lambda: parts.mesh.apart(*AXES))
-    parts.saves.start(_Writer(group, parts.device, copied, path, scratch).write)
+    writer = _Writer(group, parts.device, copied, path, scratch)
+
+    def write():
+        writer.write()
+        parts.saves.last = path
+
+    parts.saves.start(write)
     return parts.saves
 
 

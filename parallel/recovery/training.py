@@ -43,7 +43,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from pycomm import AbortedError, MismatchError
+from pycomm import AbortedError, CommError, MismatchError
 from pycomm.groups import replacement_store
 from pycomm.parallel.api import step as take_step
 from pycomm.parallel.building import parallelize
@@ -52,6 +52,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.background import Background
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.parts import parts_of
+from pycomm.parallel.recovery.checkpoints import Checkpoints
 from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.memory import Address, Memory, OwnMemory, common
 from pycomm.parallel.recovery.pristine import Pristine
@@ -170,7 +171,7 @@ class Resilient:
         self._last = None  # number of the last snapshot that was begun
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
-        self._pristine = Pristine(model, opt)
+        self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
         _before_update(opt, self._writing.wait)
         if joining.replaces:
             self._crew = Crew.joined(joining.store, joining.timeout)
@@ -255,7 +256,8 @@ class Resilient:
         while True:
             try:
                 if rebuild:
-                    self._rebuild()
+                    with self._checkpoints.after(self._position + 1):
+                        self._rebuild()
                     rebuild = False
                 return action()
             except MismatchError:
@@ -353,28 +355,23 @@ class Resilient:
         with contextlib.suppress(Exception):
             self._writing.wait()
         self._crew.leave_groups()
-        self._await_saves()
+        self._checkpoints.note(self.model)
         try:
             self._crew.shrink()
         except AbortedError as left:
-            left.args = (f"{left}. The others go on without this rank, which has to end", *left.args[1:])
+            _add(left, ". The others go on without this rank, which has to end")
             raise
-
-    def _await_saves(self):
-        """A save that was under way ends with an error, as its group has lost a rank."""
-        parts = self.model.__dict__.get("_parallel")
-        if parts is None:
-            return
-        try:
-            parts.saves.wait()
-        except Exception as error:
-            LOG.warning("the save that was under way failed; the checkpoint before it is whole: %s", error)
+        except CommError as failed:
+            _add(failed, f" {self._checkpoints}")
+            raise
 
     def _regroup(self):
         """The crew has grown: all begin from the last snapshot, which is that of now."""
         self.recoveries += 1
+        self._checkpoints.note(self.model)
         self._crew.leave_groups()
-        self._rebuild()
+        with self._checkpoints.after(self._position + 1):
+            self._rebuild()
 
     def _rebuild(self):
         """From the snapshots to a model under the plan for this crew. Collective over the crew."""
@@ -382,12 +379,10 @@ class Resilient:
         missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
         if self._options.wait and crew.store is not None and missing > 0 and not self._joining:
             crew.grow(missing, self._options.wait)
-        number, addresses = crew.tell(self._choice() if crew.rank == 0 else None)
+        known = (*self._choice(), self._checkpoints.last) if crew.rank == 0 else None
+        number, addresses, self._checkpoints.last = crew.tell(known)
         if number is None:
-            raise RuntimeError(
-                "resilient: no snapshot is whole on all ranks that had a part; go back to the last "
-                "checkpoint of parallel.save"
-            )
+            raise RuntimeError("no snapshot is whole on all ranks that had a part")
         source = Source(self._memories(addresses), number)
         self.plan = self._plan_for(crew.size)
         self.active = crew.rank < self.plan.world_size
@@ -445,6 +440,10 @@ def _open(told, own):
             mine = own is not None and address.token == own.token
             memories.append(own if mine else Memory.open(Address(*address)))
     return memories
+
+
+def _add(error, text):
+    error.args = (f"{error}{text}", *error.args[1:])
 
 
 def _before_update(opt, wait):

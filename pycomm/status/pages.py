@@ -1,5 +1,8 @@
 """The status pages of the processes of this user: csrc/transport/status_page.h has what lies where.
 
+What is in a page may be half written, or no page of ours at all: rows that cannot be are passed over, and no
+number in one decides how long this takes.
+
 [Note: a process of its own] Closing a descriptor of a life file drops the record locks of the process that
 closes it (csrc/memory/life.h). A rank that read pages would so end its own proof of life. So this is for a
 process that is no rank, and says so where it is one.
@@ -14,6 +17,7 @@ from typing import NamedTuple
 __all__ = ["Place", "Refused", "read_places"]
 
 PAGE_BYTES = 4096
+MOST_PAGES, MOST_RANKS = 1 << 14, 1 << 16  # of a life file, of a group: far more than there are
 MAGIC = int.from_bytes(b"pstatus1", "little")
 _HEAD = struct.Struct("<QiI")
 _ROW = struct.Struct("<IiiIQQQI12H108s")
@@ -94,7 +98,7 @@ def _places(inode, path, now_ns):
     except OSError:
         return
     try:
-        for byte in range(os.fstat(fd).st_size // PAGE_BYTES):
+        for byte in range(min(MOST_PAGES, os.fstat(fd).st_size // PAGE_BYTES)):
             holder = _holder(fd, byte)
             if holder:
                 yield from _rows(os.pread(fd, PAGE_BYTES, byte * PAGE_BYTES), inode, holder, now_ns)
@@ -116,13 +120,13 @@ def _rows(page, inode, pid, now_ns):
         used, rank, size, waiting_in, operation, completed, since, missing, *rest = _ROW.unpack_from(
             page, start
         )
-        if used != _USED:
+        if used != _USED or not 0 <= rank < size < MOST_RANKS:
             continue
         kind = operation & 0xFF
         yield Place(
             pid,
             inode,
-            rest[-1].rstrip(b"\0").decode(errors="replace"),
+            _printable(rest[-1].rstrip(b"\0").decode(errors="replace")),
             rank,
             size,
             KINDS[kind] if 0 < kind < len(KINDS) else None,
@@ -133,3 +137,8 @@ def _rows(page, inode, pid, now_ns):
             missing,
             tuple(rest[: min(missing, 12)]),
         )
+
+
+def _printable(name):
+    """A name may have what a terminal takes for a command."""
+    return "".join(c if c.isprintable() else "?" for c in name)

@@ -15,8 +15,18 @@ def main(arguments=None):
     except (OSError, ValueError) as error:
         print(f"pycomm.trace: {error}", file=sys.stderr)
         return 1
+    except MemoryError:
+        print(f"pycomm.trace: {options.folder} has more than fits into memory", file=sys.stderr)
+        return 1
     report(trace)
-    out = Path(options.out or options.folder)
+    try:
+        return write(trace, Path(options.out or options.folder), options.html)
+    except OSError as error:
+        print(f"pycomm.trace: {error}", file=sys.stderr)
+        return 1
+
+
+def write(trace, out, html):
     out.mkdir(parents=True, exist_ok=True)
     chrome.write(trace, out / "trace.json")
     written = [out / "trace.json"]
@@ -25,7 +35,7 @@ def main(arguments=None):
         written.append(out / "step.png")
     except ImportError:
         print("No picture: matplotlib is not installed (pip install matplotlib).")
-    if options.html:
+    if html:
         from pycomm.trace import page
 
         try:

@@ -1,9 +1,14 @@
 """The files of a trace as arrays: what csrc/trace/record.h says is in them, and what they have lost.
 
-A file may be read while its process writes it, or after that was killed.
+A file may be read while its process writes it, or after that was killed. It may also be no file of ours, or
+have been damaged since. So nothing in it is believed unseen: records and lines that cannot be are left out
+and counted, a file that is none of ours is refused, and no number in it decides how much memory is taken.
 """
 
+import io
 import json
+import os
+import stat
 import struct
 from collections import Counter
 from pathlib import Path
@@ -19,6 +24,9 @@ MAGIC = int.from_bytes(b"pctrace1", "little")
 HEADER_BYTES, TEXT_BYTES, STAMP_BITS = 4096, 256 << 10, 24
 _HEADER = struct.Struct("<5Q64s3Q")
 _TICKETS_AT = 128
+_RECORD_BYTES, _AT_ONCE, _MOST_RECORDS = 64, 1 << 20, 1 << 28  # 64 MiB, 16 GiB
+_LATEST = 1 << 60  # nanoseconds, 36 years: later than any clock that counts from the start of a machine
+_MOST_RANKS, _MOST_GROUPS = 1 << 16, 1 << 16  # numbers of 16 bits
 OPERATION, MESSAGE, SPAN, DEVICE = 1, 2, 3, 4
 OPEN, DONE, FAILED = 0, 1, 2
 NOBODY = 0xFFFF
@@ -41,11 +49,13 @@ class Group(NamedTuple):
     rank: int
     world_size: int
     host: str  # of the part of a group that spans hosts; "": all of it
-    life: int  # how many of this name and rank the process had before
+    members: int  # of its processes, equal on all of its ranks; 0: not known
+    life: int  # how many of this name, rank and these members the process had before
 
     @property
     def key(self):
-        return (self.name, self.host, self.life)
+        """Equal on the ranks of one group. After a death the others may make one of the same name."""
+        return (self.name, self.host, self.world_size, self.members, self.life)
 
 
 class File(NamedTuple):
@@ -61,8 +71,9 @@ class File(NamedTuple):
     operations: np.ndarray
     spans: np.ndarray
     overwritten: int  # records that later ones have replaced
-    torn: int  # records that were being written
+    torn: int  # records that were being written, or were damaged since
     lost_lines: int
+    bad_lines: int  # that say nothing
 
 
 def read_files(folder):
@@ -77,44 +88,72 @@ def read_files(folder):
 
 
 def _read(path):
-    data = path.read_bytes()
-    if len(data) < HEADER_BYTES + TEXT_BYTES or int.from_bytes(data[:8], "little") != MAGIC:
-        raise ValueError(f"{path} is no trace of this version of pycomm")
-    _, capacity, pid, monotonic, realtime, host, text_bytes, lost, closed = _HEADER.unpack_from(data)
-    tickets = int.from_bytes(data[_TICKETS_AT : _TICKETS_AT + 8], "little")
-    ring = np.frombuffer(data, "<u8", offset=HEADER_BYTES + TEXT_BYTES)
-    if ring.size != capacity * 8:
-        raise ValueError(f"{path} has been cut: {ring.size // 8} of {capacity} records are there")
-    words = ring.reshape(capacity, 8)[: min(tickets, capacity)]
-    whole = words[_is_whole(words, capacity)]
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
+    with os.fdopen(fd, "rb") if _is_file(fd) else io.BytesIO() as file:
+        head = file.read(HEADER_BYTES + TEXT_BYTES)
+        if len(head) < HEADER_BYTES + TEXT_BYTES or int.from_bytes(head[:8], "little") != MAGIC:
+            raise ValueError(f"{path} is no trace of this version of pycomm")
+        _, capacity, pid, monotonic, realtime, host, text_bytes, lost, closed = _HEADER.unpack_from(head)
+        tickets = int.from_bytes(head[_TICKETS_AT : _TICKETS_AT + 8], "little")
+        there, over = divmod(os.fstat(fd).st_size - len(head), _RECORD_BYTES)
+        if capacity != there or over or not capacity:
+            raise ValueError(f"{path} has been cut: {there} of {capacity} records are there")
+        if capacity > _MOST_RECORDS:
+            raise ValueError(f"{path} is for {capacity} records; {_MOST_RECORDS} are the most that are read")
+        groups, names, axes, bad_lines = _lines(
+            head[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)]
+        )
+        whole = _whole(file, min(tickets, capacity), capacity)
     whole = whole[np.argsort(whole[:, 0])]
     kinds = (whole[:, 7] >> np.uint64(56)) & np.uint64(15)
-    groups, names, axes = _lines(data[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)])
+    operations, spans = _operations(whole[kinds != SPAN]), _spans(whole[kinds == SPAN])
+    operations, spans = operations[_can_be(operations)], spans[_can_be_spans(spans)]
     return File(
         str(path),
         host.rstrip(b"\0").decode(errors="replace"),
         pid,
-        monotonic,
-        realtime,
+        min(monotonic, _LATEST),
+        min(realtime, 4 * _LATEST),
         closed,
         groups,
         names,
         axes,
-        _operations(whole[kinds != SPAN]),
-        _spans(whole[kinds == SPAN]),
+        operations,
+        spans,
         max(0, tickets - capacity),
-        len(words) - len(whole),
+        min(tickets, capacity) - len(operations) - len(spans),
         lost,
+        bad_lines,
     )
 
 
-def _is_whole(words, capacity):
-    """By stamp and checksum: [Note: records without a lock]."""
+def _is_file(fd):
+    """A folder, a pipe or a device is closed."""
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return True
+    os.close(fd)
+    return False
+
+
+def _whole(file, count, capacity):
+    """The words of the whole ones among the first records; the rest takes no memory."""
+    found = [np.zeros((0, 8), np.uint64)]
+    for first in range(0, count, _AT_ONCE):
+        data = file.read(min(_AT_ONCE, count - first) * _RECORD_BYTES)
+        if len(data) < _RECORD_BYTES:  # somebody cuts it
+            break
+        words = np.frombuffer(data, "<u8", len(data) // _RECORD_BYTES * 8).reshape(-1, 8)
+        found.append(words[_is_whole(words, first, capacity)])
+    return np.concatenate(found)
+
+
+def _is_whole(words, first, capacity):
+    """By stamp and checksum: [Note: records without a lock]. first: place of the first one."""
     total = np.zeros(len(words), np.uint64)
     with np.errstate(over="ignore"):
         for column in range(1, 8):
             total = (total ^ words[:, column]) * np.uint64(0x9E3779B97F4A7C15)
-    places = np.arange(len(words), dtype=np.uint64)
+    places = np.arange(first, first + len(words), dtype=np.uint64)
     tickets = (words[:, 0] >> np.uint64(STAMP_BITS)) - np.uint64(1)
     return (
         (words[:, 0] != 0)
@@ -150,20 +189,58 @@ def _spans(words):
     return found
 
 
+def _can_be(operations):
+    """Which of them a process can have written."""
+    times = np.stack([operations[name] for name in ("issued", "begun", "arrived", "ended", "waited")])
+    return (
+        np.isin(operations["type"], (OPERATION, MESSAGE, DEVICE))
+        & (operations["kind"] < len(_C.kinds))
+        & (operations["algorithm"] < len(_C.algorithms))
+        & (operations["outcome"] <= FAILED)
+        & (operations["issued"] > 0)
+        & (times >= 0).all(axis=0)
+        & (times < _LATEST).all(axis=0)
+        & ((operations["ended"] == 0) | (operations["ended"] >= operations["issued"]))
+    )
+
+
+def _can_be_spans(spans):
+    return (spans["begin"] > 0) & (spans["begin"] <= spans["end"]) & (spans["end"] < _LATEST)
+
+
 def _lines(text):
-    groups, names, axes, lives = {}, {}, {}, Counter()
-    for line in text.decode(errors="replace").splitlines():
-        entry = json.loads(line)
-        if "group" in entry:
-            who = entry["name"], entry["rank"], entry["world_size"], entry["host"]
-            groups[entry["group"]] = Group(*who, lives[who])
-            lives[who] += 1
-        elif "span" in entry:
-            names[entry["span"]] = entry["name"]
-        else:
-            axes[entry["of"]] = entry["axis"]
-    return groups, names, axes
+    """(groups, names, axes, number of lines that say nothing)"""
+    groups, names, axes, lives, bad = {}, {}, {}, Counter(), 0
+    for line in text.split(b"\n")[:-1]:
+        try:
+            entry = json.loads(line.decode(errors="replace"))
+            if "group" in entry:
+                group = _group(entry)
+                groups[_number(entry["group"], _MOST_GROUPS)] = group._replace(life=lives[group])
+                lives[group] += 1
+            elif "span" in entry:
+                names[_number(entry["span"], 1 << 32)] = _text(entry["name"])
+            else:
+                axes[_text(entry["of"])] = _text(entry["axis"])
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            bad += 1
+    return groups, names, axes, bad
 
 
-def kind_name(kind):
-    return _C.kinds[kind]
+def _group(entry):
+    size = _number(entry["world_size"], _MOST_RANKS)
+    ranks = _MOST_RANKS if entry["host"] else size  # a part of a group has numbers of the whole
+    rank, members = _number(entry["rank"], ranks), _number(entry.get("members", 0), 1 << 64)
+    return Group(_text(entry["name"]), rank, size, _text(entry["host"]), members, 0)
+
+
+def _number(value, above):
+    if type(value) is not int or not 0 <= value < above:
+        raise ValueError(f"{value!r} is no number from 0 to {above - 1}")
+    return value
+
+
+def _text(value):
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value

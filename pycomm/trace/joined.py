@@ -15,6 +15,9 @@ from pycomm.trace.files import DONE, MESSAGE, NOBODY, OPEN, OPERATION, read_file
 
 __all__ = ["Collective", "Row", "Trace", "load"]
 
+NO_NAME = "a span without a name"  # there was no room for it
+MOST_CELLS = 1 << 27  # operations times ranks of a group: 1 GiB per time
+
 
 class Row(NamedTuple):
     """One rank. Times are nanoseconds since the trace began, on the clock of all."""
@@ -55,6 +58,7 @@ def load(folder):
     files = read_files(folder)
     _refuse_two_runs(folder, files)
     offsets = align(files)
+    _refuse_too_many(folder, files)
     # less one: 0 says that a time is not known
     start = min((_first(file) + offsets[file.host].ns for file in files if _first(file)), default=1) - 1
     keys, groups, names, axes = {}, [], {}, {}
@@ -64,7 +68,7 @@ def load(folder):
             if group.key not in keys:
                 keys[group.key] = len(groups)
                 groups.append(group)
-        for name in file.names.values():
+        for name in (*file.names.values(), NO_NAME):
             names.setdefault(name, len(names))
     rows, places = [], {}  # (key, rank in it) -> Row
     for file in files:
@@ -92,14 +96,47 @@ def load(folder):
 
 
 def _refuse_two_runs(folder, files):
-    seen = {}
-    for file in files:
+    """Groups of one run have processes in common, those too that were made anew after a death."""
+    run_of = _runs(files)
+    members, ranks = {}, {}
+    for index, file in enumerate(files):
         for group in file.groups.values():
-            other = seen.setdefault((group.key, group.rank), file)
-            if other.pid != file.pid or other.host != file.host:
+            one = members.setdefault((group.key, group.rank), index)
+            other = ranks.setdefault((group.name, group.host, group.rank), index)
+            for found, apart in ((one, True), (other, run_of[other] != run_of[index])):
+                first = files[found]
+                if apart and (first.pid, first.host) != (file.pid, file.host):
+                    raise ValueError(
+                        f"{folder} has traces of two runs: rank {group.rank} of group {group.name!r} is "
+                        f"process {first.pid} and process {file.pid}. Give each run a folder of its own."
+                    )
+
+
+def _runs(files):
+    """Of each file a number, equal for those that groups connect."""
+    parent = list(range(len(files)))
+
+    def root(index):
+        while parent[index] != index:
+            index = parent[index]
+        return index
+
+    first = {}
+    for index, file in enumerate(files):
+        process = (file.host, file.pid)  # of several traces one after the other
+        for key in (process, *(group.key for group in file.groups.values())):
+            parent[root(index)] = root(first.setdefault(key, index))
+    return [root(index) for index in range(len(files))]
+
+
+def _refuse_too_many(folder, files):
+    for file in files:
+        for number, group in file.groups.items():
+            count = int((file.operations["group"] == number).sum())
+            if count * group.world_size > MOST_CELLS:
                 raise ValueError(
-                    f"{folder} has traces of two runs: rank {group.rank} of group {group.name!r} is process "
-                    f"{other.pid} and process {file.pid}. Give each run a folder of its own."
+                    f"{folder} has {count} operations of {group.world_size} ranks of group {group.name!r} in "
+                    f"{file.path}: too many to be joined. PYCOMM_TRACE_BYTES makes the traces shorter."
                 )
 
 
@@ -116,11 +153,10 @@ def _rows_of(file, shift, keys, names):
         operations[field] = np.where(operations[field] > 0, operations[field] + shift, 0)
     for field in ("begin", "end"):
         spans[field] += shift
-    number = np.array(
-        [names[file.names[n]] if n in file.names else 0 for n in range(max(file.names, default=0) + 1)]
-    )
+    told, place = np.unique(spans["name"].astype("u4"), return_inverse=True)
     if len(spans):
-        spans["name"] = number[spans["name"]]
+        known = [names[file.names.get(number, NO_NAME)] for number in told.tolist()]
+        spans["name"] = np.array(known)[place]
     members = {}  # rank -> numbers of its groups
     world = max(file.groups.values(), key=lambda g: (not g.host, g.world_size), default=None)
     threads = len({group.key for group in file.groups.values()}) < len(file.groups)  # one group, two ranks
@@ -188,9 +224,11 @@ def _losses(files, rows):
                 "PYCOMM_TRACE_BYTES makes it longer."
             )
         if file.torn:
-            yield f"{who}: {file.torn} records were being written, and are left out."
+            yield f"{who}: {file.torn} records were being written, or are damaged, and are left out."
         if file.lost_lines:
             yield f"{who}: {file.lost_lines} names of groups or spans had no room."
+        if file.bad_lines:
+            yield f"{who}: {file.bad_lines} lines with names of groups or spans are damaged."
         if not file.closed_ns:
             yield from _unfinished(who, file)
     ranks, size = {row.rank for row in rows}, max(row.world_size for row in rows)

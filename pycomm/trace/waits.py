@@ -24,7 +24,7 @@ class Line(NamedTuple):
     size: str  # at most
     count: int  # operations, each counted once
     nbytes: int  # of all of them
-    waiting_ms: float  # in all, mean of the ranks
+    waiting_ms: float  # in all, mean of the ranks; nan: a rank has no trace
     moving_ms: float
     queued_ms: float  # from issue to begin
 
@@ -43,7 +43,7 @@ def table(trace):
     """[Line], the most waited for first."""
     lines = [line for collective in trace.collectives for line in _of_collective(trace, collective)]
     lines += _of_messages(trace)
-    return sorted(lines, key=lambda line: -line.waiting_ms - line.moving_ms)
+    return sorted(lines, key=lambda line: -np.nan_to_num(line.waiting_ms + line.moving_ms))
 
 
 def _of_collective(trace, collective):
@@ -91,7 +91,7 @@ def show(lines):
     head = ("axis", "operation", "up to", "count", "MB", "waiting ms", "moving ms", "waiting %", "GB/s")
     rows = [head]
     for line in lines:
-        time = line.waiting_ms + line.moving_ms
+        time = float(np.nan_to_num(line.waiting_ms + line.moving_ms))
         rows.append(
             (
                 line.axis,
@@ -99,10 +99,12 @@ def show(lines):
                 line.size,
                 str(line.count),
                 f"{line.nbytes / 1e6:.3f}",
-                f"{line.waiting_ms:.3f}",
-                f"{line.moving_ms:.3f}",
+                f"{line.waiting_ms:.3f}" if time else "-",
+                f"{line.moving_ms:.3f}" if time else "-",
                 f"{100 * line.waiting_ms / time:.0f}" if time else "-",
-                f"{line.nbytes / line.moving_ms / 1e6:.2f}" if line.moving_ms and line.nbytes else "-",
+                f"{line.nbytes / line.moving_ms / 1e6:.2f}"
+                if time and line.moving_ms and line.nbytes
+                else "-",
             )
         )
     widths = [max(len(row[column]) for row in rows) for column in range(len(head))]

@@ -1,0 +1,47 @@
+"""The checkpoint that a run goes back to where its snapshots cannot bring back what was lost."""
+
+import contextlib
+import logging
+
+import torch.distributed as dist
+
+__all__ = ["Checkpoints"]
+
+LOG = logging.getLogger("pycomm.parallel")
+
+
+class Checkpoints:
+    """last: Path of the last one that parallel.save has written or parallel.load has read; None: none."""
+
+    def __init__(self):
+        self.last = None
+
+    def note(self, model):
+        """Before the model is built anew: a save that is under way ends, with an error where its group has
+        lost a rank.
+        """
+        parts = model.__dict__.get("_parallel")
+        if parts is None:
+            return
+        try:
+            parts.saves.wait()
+        except Exception as error:
+            LOG.warning("the save that was under way failed; the checkpoint before it is whole: %s", error)
+        self.last = parts.saves.last or self.last
+
+    def __str__(self):
+        if self.last is None:
+            return "There is no checkpoint to go back to: no parallel.save of this run has ended"
+        return f"Go back to the last checkpoint: parallel.load(model, opt, {str(self.last)!r})"
+
+    @contextlib.contextmanager
+    def after(self, step):
+        """Around a recovery. What is no loss of a further rank, which begins it anew, ends the run."""
+        try:
+            yield
+        except dist.DistError:
+            raise
+        except Exception as error:
+            raise RuntimeError(
+                f"resilient: what was lost at step {step} cannot be recovered: {error}. {self}"
+            ) from error
