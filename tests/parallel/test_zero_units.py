@@ -57,6 +57,26 @@ class HandedOnInPlace(Plain):
         return super().run_blocks(x * 1.0)
 
 
+class WritesIntoViews(Plain):
+    """What a Linear gives for three dimensions is a view; the model writes into it, at blocks and outside."""
+
+    class Block(nn.Sequential):
+        def __init__(self, *sizes):
+            super().__init__(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def __init__(self):
+        super().__init__(self.Block, 3)
+        self.before = nn.Linear(16, 16)
+
+    def run_blocks(self, x):
+        x = self.before(x)
+        x /= 2.0
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return x
+
+
 class TiedByHand(Plain):
     """The head is the embedding's weight."""
 
@@ -148,6 +168,7 @@ class Penalized(Plain):
 MODELS = [
     Biased,
     HandedOnInPlace,
+    WritesIntoViews,
     TiedByHand,
     OtherViews,
     OutOfBlocks,
