@@ -86,26 +86,58 @@ def _sums(first, chosen):
 
 
 @torch.no_grad()
-def try_loss(loss_fn, rows, targets, counter, name="loss_fn"):
-    """The Verdict for rows of `targets`, which are whole where the sequence is cut. name: in the sentence."""
+def try_loss(loss_fn, rows, targets, counter, name="loss_fn", differ=False):
+    """The Verdict for rows of `targets`, which are whole where the sequence is cut. name: in the sentence.
+    differ: rows of other ranks are unlike these.
+    """
     scores = scores_of_rows(targets, counter)
-    counting = [row for row, score in enumerate(scores) if score[0]]
-    if not counting:
-        return Verdict()
-    chosen = {end(counting, key=lambda row: scores[row][k]) for k in range(3) for end in (max, min)}
-    chosen = sorted(chosen if len(chosen) > 1 else {counting[0], counting[-1]})
-    chosen = chosen if len(chosen) > 1 else chosen * 2
-    uneven = len({scores[row] for row in chosen}) > 1
-    targets = _rows_of(targets, _first(targets), chosen)
-    try:
-        output = _matching(rows, _first(targets))
-        if _uses_numbers(loss_fn, output, targets):
-            differ = len({scores[row][:2] for row in chosen}) > 1
-            return Verdict(f"{name} {OWN_NUMBER}" if differ and not rows.own_mean else None, uneven)
-        fault = _compare(loss_fn, *_window(output, targets, counter), counter, rows.is_cut)
-    except Exception:  # of loss_fn, which does not take such rows
-        return Verdict(uneven=True)
-    return Verdict(fault and f"{name} {fault}", uneven)
+    chosen = {_extremes(scores), _extremes(scores, lambda score: score[0])}  # with and without those of none
+    found = Verdict()
+    for index in sorted(filter(None, chosen)):
+        some, uneven = (
+            _rows_of(targets, _first(targets), list(index)),
+            len({scores[row] for row in index}) > 1,
+        )
+        if differ and not uneven:
+            some, uneven = _with_holes(some, counter)
+        counts = {score[:2] for score in scores_of_rows(some, counter)}
+        try:
+            fault = _fault(loss_fn, rows, some, counter, len(counts) > 1)
+        except Exception:  # of loss_fn, which does not take such rows
+            fault, uneven = None, True
+        found = Verdict(found.fault or (fault and f"{name} {fault}"), found.uneven or uneven)
+    return found
+
+
+def _extremes(scores, among=lambda score: True):
+    """Rows whose scores are the largest and smallest: two or more indices, or none where no target counts."""
+    rows = [row for row, score in enumerate(scores) if among(score)]
+    if not any(scores[row][0] for row in rows):
+        return ()
+    chosen = {end(rows, key=lambda row: scores[row][k]) for k in range(3) for end in (max, min)}
+    chosen = sorted(chosen if len(chosen) > 1 else {rows[0], rows[-1]})
+    return tuple(chosen if len(chosen) > 1 else chosen * 2)
+
+
+def _with_holes(targets, counter):
+    """(targets whose last row counts less, whether there is a value among them that does not count)."""
+    first = _first(targets)
+    values = first.unique()[:100] if first.dim() > 1 else ()
+    nothing = next((value for value in values if not counter(torch.full_like(first, value))), None)
+    if nothing is None:
+        return targets, False
+    made = first.clone()
+    left = (made[-1] != nothing).nonzero()
+    made[-1][left[(len(left) + 1) // 2 :].unbind(1)] = nothing
+    return tree_map(lambda leaf: made if leaf is first else leaf, targets), True
+
+
+def _fault(loss_fn, rows, targets, counter, differ):
+    """What is wrong, or None. differ: how many targets of these rows count."""
+    output = _matching(rows, _first(targets))
+    if _uses_numbers(loss_fn, output, targets):
+        return OWN_NUMBER if differ and not rows.own_mean else None
+    return _compare(loss_fn, *_window(output, targets, counter), counter, rows.is_cut)
 
 
 def _compare(loss_fn, output, targets, counter, is_cut):

@@ -41,8 +41,10 @@ class LossProof:
         self.rows = None  # of the first microbatch
         self.is_wanted = plain_loss(self.loss_fn) is not cross_entropy and self._is_cut(options)
         known, with_uneven = _proven.get(parts, (None, False))
-        if self.is_wanted and _is_same(known, self.loss_fn):
-            self.is_wanted = not with_uneven and self._is_uneven(options.sharded)
+        is_known = _is_same(known, self.loss_fn)
+        self.is_wanted = self.is_wanted and not (is_known and with_uneven)
+        self.is_uneven = self.is_wanted and self._is_uneven(options.sharded)
+        self.is_wanted = self.is_wanted and (self.is_uneven or not is_known)
 
     def _is_cut(self, options):
         """Whether the loss is put together from several."""
@@ -75,7 +77,7 @@ class LossProof:
         parts, found = self.parts, Verdict()
         if self.rows is not None:
             with parts.streams.kept(), forward_pass(parts, Phase.EVALUATE, ("loss", parts.stages.last), 0):
-                found = try_loss(self.loss_fn, self.rows, self.targets, self.counter)
+                found = try_loss(self.loss_fn, self.rows, self.targets, self.counter, differ=self.is_uneven)
         numbers = torch.tensor([found.fault is not None, found.uneven], dtype=torch.float64)
         numbers = numbers.to(parts.device)
         comm.all_reduce(numbers, parts.mesh.world)

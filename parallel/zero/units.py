@@ -218,8 +218,8 @@ def _check_seen(unit, leaves):
 
 
 def _with_base(tensor):
-    """Also what it is a view of, as a Linear's output is: where the model writes into a view (q /= 2) autograd
-    replaces the view's node, and hooks on that are gone.
+    """Also what it is a view of, as a Linear's output is: where the model writes into a view (q /= 2),
+    autograd replaces the view's node, and hooks on that are gone.
     """
     if not isinstance(tensor, torch.Tensor):
         return ()
