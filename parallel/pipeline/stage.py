@@ -248,7 +248,13 @@ class StageModel:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
+        handed = _leaves(args, kwargs) if self.split is not None else None
         out = forward(*args, **kwargs)
+        if handed is not None and handed != _leaves(args, kwargs):
+            raise ValueError(
+                f"{what} changes a list or dict that it is given, where the sequence is cut: the model's own "
+                "would not have it. Return it, or use a plan without ring, ulysses and megatron_sp"
+            )
         out = self._check_present(out, f"{what} computes with")
         if self.glue is not None:
             self.glue.note_block(index, out)
@@ -365,6 +371,10 @@ class StageModel:
                 module = self.trunk.blocks[key].get_submodule(name)
                 module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
         return absent_like(out, origin, device)
+
+
+def _leaves(args, kwargs):
+    return [id(leaf) for leaf in tree_leaves((args, kwargs))]
 
 
 def _of_pieces(error, block):

@@ -58,7 +58,9 @@ class Glue:
         return seen
 
     def note(self, where, values):
-        self.seen += [(where, leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        """Copies: what follows may write into them."""
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        self.seen += [(where, tensor.clone()) for tensor in tensors]
 
     def enter(self, given, is_absent):
         """The hidden state with which the first block of a stage is passed over, from the one that it is
@@ -70,7 +72,7 @@ class Glue:
                 generator = torch.Generator().manual_seed(0)
                 values = torch.randn(tuple(given.shape), generator=generator, dtype=torch.float64)
                 self.entered = values.to(given.device, given.dtype)
-            return self.entered
+            return self.entered.clone()
         self.split.begin(self.entered.shape[1])
         return self.split.cut(self.entered)
 
