@@ -174,6 +174,25 @@ class Third(Plain):
         self.blocks[2] = block(16, 2, 20)
 
 
+class Listing(Plain):
+    """Blocks leave a loss of their own in a list that the model gives them."""
+
+    class Block(Block):
+        def forward(self, x, losses):
+            x = super().forward(x)
+            losses.append(x.square().mean())
+            return x
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+    def run_blocks(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
 class Flat(Plain):
     """Logits with rows and positions in one dimension."""
 
@@ -194,7 +213,12 @@ def by_length(x):
 
 
 OWN_CODE = {"mean": mean, "shift": shifted, "length": by_length, "roll": lambda x: x.roll(1, 1)}
-HARMLESS = {"scale": lambda x: x * 0.5, "norm": lambda x: F.layer_norm(x, (16,)), "first": lambda x: x + 1}
+HARMLESS = {
+    "scale": lambda x: x * 0.5,
+    "norm": lambda x: F.layer_norm(x, (16,)),
+    "first": lambda x: x + 1,
+    "in place": lambda x: x.mul_(0.5),
+}
 
 
 def model_step(rank, world_size, cases, texts):
@@ -249,3 +273,9 @@ def test_a_way_around_the_blocks():
     for found in spawn(2, model_step, {"around": Around}, ["ring=2", "ulysses=2"]):
         for case, text in found.items():
             assert "What it has kept from before the blocks is that of the whole" in text, (case, text)
+
+
+def test_a_list_that_blocks_change():
+    for found in spawn(2, model_step, {"listing": Listing}, ["ring=2", "ulysses=2", "tp=2,megatron_sp"]):
+        for case, text in found.items():
+            assert text.startswith("block 0 of 'blocks' changes a list or dict that it is given"), (case, text)
