@@ -11,11 +11,10 @@ which they run:
     before             first list                 between                         second list            after
 
 It is the nn.ModuleList or nn.Sequential with the most parameters, the outermost of those that hold each
-other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names; lists in it are taken
-for their children. What is
-registered before it is taken to run before it, what is registered after it to run after it; modules without
-parameters run wherever they are called. Parameters that lie directly in a module that contains the trunk can
-be used on either side.
+other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names; of lists in it
+the children are blocks. What is registered before it is taken to run before it, what is registered after it
+to run after it; modules without parameters run wherever they are called. Parameters that lie directly in a
+module that contains the trunk can be used on either side.
 """
 
 import enum
