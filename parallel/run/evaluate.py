@@ -8,11 +8,11 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
-from pycomm.parallel.run.loss_trial import Verdict, some_rows, try_loss
+from pycomm.parallel.run.loss_trial import Verdict, numbers_in, some_rows, try_loss
 from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
-from pycomm.parallel.run.prove_loss import refuse_no_mean
+from pycomm.parallel.run.prove_loss import faults_of, refuse_no_mean
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
@@ -41,11 +41,12 @@ def run_evaluation(parts, batch, options, metrics=None):
 
             each_stage(parts, number, microbatch, measure)
     verdict = trial.verdict(place(parts, batch)[1])
-    faults = torch.tensor(float(verdict.fault is not None), dtype=torch.float64, device=parts.device)
-    sums = torch.stack([*(own_loss(values, parts.mesh, parts.device) for values in found), faults])
+    faults = torch.tensor(faults_of(verdict), dtype=torch.float64, device=parts.device)
+    losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
+    sums = torch.cat([losses, faults])
     comm.all_reduce(sums, parts.mesh.world)
-    refuse_no_mean(parts, verdict, sums[-1])
-    return [each.clone() for each in sums[:-1]]
+    refuse_no_mean(parts, verdict, sums[-2:].tolist(), trial.numbers)
+    return [each.clone() for each in sums[:-2]]
 
 
 class _Trial:
@@ -53,13 +54,17 @@ class _Trial:
 
     def __init__(self, parts, options, names, measures):
         self.parts, self.counter, self.rows = parts, options.count or count_targets, None
+        self.numbers = []  # in the outputs of the microbatches
         pairs = zip(names, measures, strict=True)
         is_cut = parts.mesh.data.size * options.microbatches > 1
         self.pairs = [pair for pair in pairs if is_cut and plain_loss(pair[1]) is not cross_entropy]
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; two rows of the first are kept."""
-        if self.pairs and self.rows is None:
+        if not self.pairs:
+            return
+        self.numbers.append(numbers_in(output))
+        if self.rows is None:
             split = self.parts.split
             targets = microbatch.targets if split is None else split.cut_targets(microbatch.targets)
             self.rows = some_rows(output, targets, split is not None and split.degree > 1)

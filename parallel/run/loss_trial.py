@@ -15,8 +15,9 @@ together and with each alone:
 In fp64 where loss_fn takes it. Long rows are cut to a window of positions. A loss_fn that raises on such
 rows, or gives two values for the same ones (random numbers), is not judged.
 
-A model may return a loss of its own as a number beside the logits, and loss_fn may return that. A number has
-no rows, so it is compared with the cross-entropy of the logits, where rows count unequally.
+A model may return a loss of its own as a number beside the logits, and loss_fn may use that. A number has no
+rows, so where rows count unequally it must be the cross-entropy of the logits, or the same for all parts of
+the batch (a penalty on weights).
 """
 
 from typing import NamedTuple
@@ -27,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.ground.batch import count_targets
 
-__all__ = ["Rows", "Verdict", "scores_of_rows", "some_rows", "try_loss"]
+__all__ = ["Rows", "Verdict", "numbers_in", "scores_of_rows", "some_rows", "try_loss"]
 
 LARGEST = 1 << 23  # elements of a tensor of the output for these rows
 MOST, MOST_OF_FP32 = 1e-6, 1e-3  # relative; in fp64 a part may still be computed in fp32
@@ -41,11 +42,12 @@ OWN_NUMBER = (
 
 class Verdict(NamedTuple):
     """fault: what is wrong, a sentence, or None. uneven: whether rows that differ have shown it, or nothing
-    can.
+    can. of_number: the fault is that of a number of the model, which is none where all parts have the same.
     """
 
     fault: str | None = None
     uneven: bool = False
+    of_number: bool = False
 
 
 class Rows(NamedTuple):
@@ -105,7 +107,8 @@ def try_loss(loss_fn, rows, targets, counter, name="loss_fn", differ=False):
             fault = _fault(loss_fn, rows, some, counter, len(counts) > 1)
         except Exception:  # of loss_fn, which does not take such rows
             fault, uneven = None, True
-        found = Verdict(found.fault or (fault and f"{name} {fault}"), found.uneven or uneven)
+        of_number = found.of_number if found.fault else fault == OWN_NUMBER
+        found = Verdict(found.fault or (fault and f"{name} {fault}"), found.uneven or uneven, of_number)
     return found
 
 
@@ -263,6 +266,11 @@ def _is_number(leaf):
     return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
 
 
+def numbers_in(output):
+    """Of an output: those that the model computed from all of its rows."""
+    return [float(leaf.detach()) for leaf in tree_leaves(output) if _is_number(leaf)]
+
+
 def _uses_numbers(loss_fn, output, targets):
     """Whether its value comes from numbers in the output."""
     if not any(map(_is_number, tree_leaves(output))):
@@ -274,7 +282,7 @@ def _uses_numbers(loss_fn, output, targets):
 def _is_own_mean(output, targets):
     """Whether all numbers in it are the cross-entropy of logits in it, over the targets that count."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-    numbers = [float(leaf) for leaf in leaves if _is_number(leaf)]
+    numbers = numbers_in(output)
     classes = targets[targets != -100]
     if not numbers or targets.is_floating_point() or not len(classes) or classes.min() < 0:
         return False

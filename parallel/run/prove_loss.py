@@ -17,15 +17,16 @@ import torch.distributed as dist
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import count_targets
-from pycomm.parallel.run.loss_trial import Verdict, scores_of_rows, some_rows, try_loss
+from pycomm.parallel.run.loss_trial import Verdict, numbers_in, scores_of_rows, some_rows, try_loss
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["LossProof", "refuse_no_mean"]
+__all__ = ["LossProof", "faults_of", "refuse_no_mean"]
 
 MOST_BYTES = 1024  # of a sentence
+MOST_OF_NUMBERS = 1e-6  # relative difference of numbers that are the same for all parts of a batch
 
 _proven = weakref.WeakKeyDictionary()  # Parallelized -> (loss_fn, whether with rows that differ)
 
@@ -39,6 +40,7 @@ class LossProof:
         self.parts, self.loss_fn, self.targets = parts, options.loss_fn, targets
         self.counter = options.count or count_targets
         self.rows = None  # of the first microbatch
+        self.numbers = []  # in the outputs of the microbatches
         self.is_wanted = plain_loss(self.loss_fn) is not cross_entropy and self._is_cut(options)
         known, with_uneven = _proven.get(parts, (None, False))
         is_known = _is_same(known, self.loss_fn)
@@ -63,7 +65,10 @@ class LossProof:
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; two rows of the first are kept."""
-        if self.is_wanted and self.rows is None:
+        if not self.is_wanted:
+            return
+        self.numbers.append(numbers_in(output))
+        if self.rows is None:
             split = self.parts.split
             targets = microbatch.targets if split is None else split.cut_targets(microbatch.targets)
             self.rows = some_rows(output, targets, split is not None and split.degree > 1)
@@ -78,19 +83,26 @@ class LossProof:
         if self.rows is not None:
             with parts.streams.kept(), forward_pass(parts, Phase.EVALUATE, ("loss", parts.stages.last), 0):
                 found = try_loss(self.loss_fn, self.rows, self.targets, self.counter, differ=self.is_uneven)
-        numbers = torch.tensor([found.fault is not None, found.uneven], dtype=torch.float64)
-        numbers = numbers.to(parts.device)
-        comm.all_reduce(numbers, parts.mesh.world)
-        faults, uneven = numbers.tolist()
-        refuse_no_mean(parts, found, faults)
+        counts = torch.tensor([*faults_of(found), found.uneven], dtype=torch.float64, device=parts.device)
+        comm.all_reduce(counts, parts.mesh.world)
+        *faults, uneven = counts.tolist()
+        refuse_no_mean(parts, found, faults, self.numbers)
         _proven[parts] = self.loss_fn, uneven > 0
 
 
-def refuse_no_mean(parts, found, faults):
+def faults_of(found):
+    """[whether there is a fault, whether there is one of a number] in a Verdict, to be summed over ranks."""
+    has_fault = found.fault is not None
+    return [has_fault and not found.of_number, has_fault and found.of_number]
+
+
+def refuse_no_mean(parts, found, faults, numbers):
     """Raises ValueError on all ranks, with the sentence of the first that has one. found: Verdict of this
-    rank. faults: how many have. Collective over all ranks where there are.
+    rank. faults: the sums of faults_of. numbers: in the outputs of this rank's microbatches, one list for
+    each. Collective over all ranks where there are faults.
     """
-    if not faults:
+    plain, of_number = faults
+    if not plain and (not of_number or _are_equal(parts, numbers)):
         return
     world = parts.mesh.world
     first = torch.tensor(world.rank if found.fault else world.size, device=parts.device)
@@ -99,6 +111,16 @@ def refuse_no_mean(parts, found, faults):
     text = torch.tensor(list(text), dtype=torch.uint8, device=parts.device)
     comm.broadcast(text, int(first), world)
     raise ValueError(f"[rank {world.rank}] {bytes(text.tolist()).decode(errors='ignore').rstrip()}")
+
+
+def _are_equal(parts, numbers):
+    """Whether all microbatches on all ranks that have outputs have the same numbers. Collective over all."""
+    sums = [sum(each) for each in numbers]
+    ends = [min(sums), -max(sums)] if sums else [torch.inf, torch.inf]
+    ends = torch.tensor(ends, dtype=torch.float64, device=parts.device)
+    comm.all_reduce(ends, parts.mesh.world, dist.ReduceOp.MIN)
+    low, high = ends[0].item(), -ends[1].item()
+    return high - low <= MOST_OF_NUMBERS * max(abs(low), abs(high))
 
 
 def _is_same(one, other):

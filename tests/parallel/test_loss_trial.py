@@ -268,6 +268,43 @@ def test_ranks_with_rows_of_their_own():
     assert first == second
 
 
+class Penalized(Plain):
+    """A penalty on weights beside the logits: the same for all parts. Or one on what it computes, which is
+    not.
+    """
+
+    def __init__(self, of_weights):
+        super().__init__()
+        self.of_weights = of_weights
+
+    def forward(self, inputs):
+        out = super().forward(inputs)
+        return out, sum(p.square().sum() for p in self.parameters()) if self.of_weights else out.mean()
+
+
+def with_penalty(out, y):
+    return mean(out[0], y) + out[1]
+
+
+def penalized(rank, world_size, of_weights):
+    torch.manual_seed(0)
+    model = Penalized(of_weights).double()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    right = with_penalty(model(batch()[0]), batch()[1]).item()
+    model, opt = par.parallelize(model, opt, par.Plan(dp=2))
+    if of_weights:
+        assert abs(par.evaluate(model, batch(), with_penalty).item() - right) < 1e-9 * right
+        assert abs(par.step(model, opt, batch(), with_penalty, microbatches=2).item() - right) < 1e-9 * right
+        return
+    with pytest.raises(ValueError, match="loss_fn returns a loss that the model has computed"):
+        par.step(model, opt, batch(), with_penalty, microbatches=2)
+
+
+@pytest.mark.parametrize("of_weights", [True, False])
+def test_a_number_that_the_model_adds(of_weights):
+    spawn(2, penalized, of_weights)
+
+
 def test_one_part_may_have_any_loss():
     torch.manual_seed(0)
     model = Plain().double()
