@@ -185,6 +185,27 @@ def test_equal_to_one_process(make):
     check_equal(make, *texts[: 1 if make is HandedOnInPlace else 2])  # a recomputation would write twice
 
 
+class Clamping(Plain):
+    """Writes to its own weights in the forward."""
+
+    def forward(self, idx):
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().forward(idx)
+
+
+def clamping(rank, world_size, text):
+    model = Clamping()
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    with pytest.raises(ValueError, match="writes to the parameter 'head.weight'"):
+        par.step(model, opt, tokens(0), cross)
+
+
+def test_weights_that_a_forward_writes():
+    spawn(2, clamping, "dp=2,zero=3")
+    check_equal(Clamping, "dp=2,zero=1", "dp=2,zero=2")
+
+
 def t5(only_encoder=False):
     from transformers import T5Config, T5ForConditionalGeneration, T5ForTokenClassification
 
