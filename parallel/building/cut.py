@@ -62,7 +62,7 @@ def make_stages(model, trunk, mesh, plan):
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
     stage_model = StageModel(model, trunk, stages, split, found) if needed else None
-    if split is not None and split.degree > 1 and not split.megatron:
+    if split is not None:
         stage_model.glue = Glue(split, stages.mine)
     return Cut(trunk, sides, stages, split, stage_model)
 
@@ -104,6 +104,8 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
             proof.was_cut(trunk.blocks[index])
     if cut.stage_model is not None:
         cut.stage_model.proofs = proofs
+        if cut.stage_model.glue is not None:
+            cut.stage_model.glue.gathering = tensor.gathering
     return tensor, cut._replace(trunk=trunk)
 
 

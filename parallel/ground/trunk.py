@@ -11,10 +11,10 @@ which they run:
     before             first list                 between                         second list            after
 
 It is the nn.ModuleList or nn.Sequential with the most parameters, the outermost of those that hold each
-other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names. What is
-registered before it is taken to run before it, what is registered after it to run after it; modules without
-parameters run wherever they are called. Parameters that lie directly in a module that contains the trunk can
-be used on either side.
+other; or what Plan(blocks=...) names, an nn.ModuleDict too. Its children may have any names; of lists in it
+the children are blocks. What is registered before it is taken to run before it, what is registered after it
+to run after it; modules without parameters run wherever they are called. Parameters that lie directly in a
+module that contains the trunk can be used on either side.
 """
 
 import enum
@@ -47,7 +47,7 @@ class Trunk(NamedTuple):
         blocks, names, border = [], [], 0
         for name in lists:
             border = len(blocks)
-            for key, block in model.get_submodule(name)._modules.items():
+            for key, block in _blocks_in(model.get_submodule(name)):
                 blocks.append(block)
                 names.append(f"{name}.{key}" if name else key)
         return cls(tuple(lists), blocks, tuple(names), border)
@@ -66,14 +66,24 @@ class Trunk(NamedTuple):
         for container in self.lists:
             prefix = f"{container}." if container else ""
             if name.startswith(prefix):
-                block = prefix + name[len(prefix) :].split(".")[0]
-                if block in self.names:
+                ends = [*(place for place, letter in enumerate(name) if letter == "."), len(name)]
+                block = next((name[:end] for end in ends if name[:end] in self.names), None)
+                if block is not None:
                     return self.names.index(block)
         return None
 
     def contained_in(self, name):
         """Whether the module `name` is one of the lists, or contains one."""
         return any(name in ("", each) or each.startswith(name + ".") for each in self.lists)
+
+
+def _blocks_in(container):
+    """(name, block) of its children; of lists of lists, which have no forward, those of the inner ones."""
+    for key, child in container._modules.items():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from ((f"{key}.{name}", block) for name, block in _blocks_in(child))
+        else:
+            yield key, child
 
 
 def find_trunk(model, name=None):

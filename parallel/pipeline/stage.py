@@ -69,6 +69,10 @@ class _Entered(BaseException):
         self.given = args, kwargs
 
 
+class _Gathered(BaseException):
+    """The forward, run without its blocks, has come to a module that gathers the sequence."""
+
+
 class StageModel:
     """The model with the stages that this rank holds.
 
@@ -87,7 +91,7 @@ class StageModel:
         self.at = None  # index of the block that ran last in this pass
         self.on_pieces = None  # see install()
         self.proofs = {}  # index -> BlockProof of a split sequence, until its first forward
-        self.glue = None  # sequence.Glue, where a sequence is cut over ring and ulysses
+        self.glue = None  # sequence.Glue, where a sequence is cut
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -142,6 +146,13 @@ class StageModel:
                 module = self.model.get_submodule(name)
                 _mark_parameters(name, module, device)
                 module.forward = uncompiled(functools.partial(self._outside, name, side, module.forward))
+
+    @property
+    def gathers_itself(self):
+        """Whether the sequence is whole behind the last block: under megatron_sp, where no head comes."""
+        if self.split is None or not self.split.megatron:
+            return False
+        return not any(side is Side.AFTER for _, _, side in self.owners)
 
     @property
     def last(self):
@@ -248,7 +259,13 @@ class StageModel:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
+        handed = _leaves(args, kwargs) if self.split is not None else None
         out = forward(*args, **kwargs)
+        if handed is not None and handed != _leaves(args, kwargs):
+            raise ValueError(
+                f"{what} changes a list or dict that it is given, where the sequence is cut: the model's own "
+                "would not have it. Return it, or use a plan without ring, ulysses and megatron_sp"
+            )
         out = self._check_present(out, f"{what} computes with")
         if self.glue is not None:
             self.glue.note_block(index, out)
@@ -259,12 +276,8 @@ class StageModel:
                 self.assumptions.end(self.stage, given.shape)
         elif index == end - 1:
             self.place = _Place.AFTER
-            if (
-                self.split is not None
-                and self.split.megatron
-                and not any(side is Side.AFTER for _, _, side in self.owners)
-            ):
-                out = self.split.leave(out)  # no head comes that would do it
+            if self.gathers_itself:
+                out = self.split.leave(out)
         return out
 
     def _check_order(self, index, first, end):
@@ -353,6 +366,8 @@ class StageModel:
             args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
         if side is Side.AFTER and self.glue is not None and self.glue.seen is not None:
             self.glue.note(f"what {name!r} is given", (args, kwargs))
+            if self.glue.gathers(name):
+                raise _Gathered
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):
@@ -365,6 +380,10 @@ class StageModel:
                 module = self.trunk.blocks[key].get_submodule(name)
                 module.__dict__[attribute] = absent_like(value, f"{origin} ({attribute!r})", device)
         return absent_like(out, origin, device)
+
+
+def _leaves(args, kwargs):
+    return [id(leaf) for leaf in tree_leaves((args, kwargs))]
 
 
 def _of_pieces(error, block):
@@ -386,6 +405,9 @@ def run_glue(model, stage, call):
     try:
         with torch.no_grad(), model.outside.kept():
             model.glue.note("what it returns", call())
+            model.glue.returns = model.split.megatron
+    except _Gathered:
+        return
     except _Left as left:
         model.glue.note(f"what block {model.at + 1} is given", hidden_of(*left.given))
     finally:
@@ -404,6 +426,8 @@ def _pass_over(model, index, args, kwargs):
         hidden = model.glue.enter(hidden, first_absent(hidden) is not None)
     else:
         model.glue.note(f"what block {index} is given", hidden)
+    if index == end - 1 and model.stage == model.last and model.gathers_itself:
+        raise _Gathered
     model.place = _Place.AFTER if index == end - 1 and model.stage == model.last else _Place.INSIDE
     return model.glue.returned(index, hidden)
 

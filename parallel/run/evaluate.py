@@ -5,11 +5,16 @@ microbatch.
 import torch
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
+from pycomm.parallel.run.loss_trial import Verdict, numbers_in, some_rows, try_loss
 from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
-from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
+from pycomm.parallel.run.prove_loss import faults_of, refuse_no_mean
+from pycomm.parallel.run.router_loss import plain_loss
+from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["each_stage", "run_evaluation"]
@@ -20,21 +25,59 @@ def run_evaluation(parts, batch, options, metrics=None):
     """parts: Parallelized. metrics: {name: (output, targets) -> mean}. Returns the loss and the metrics, in
     order: float64 tensors without dimensions, on every rank.
     """
-    measures = [options.loss_fn, *(_as_tensor(measure) for measure in (metrics or {}).values())]
+    metrics = metrics or {}
+    measures = [options.loss_fn, *map(_as_tensor, metrics.values())]
     found = [[] for _ in measures]
     microbatches, _ = prepare(parts, batch, options)
+    trial = _Trial(parts, options, ["loss_fn", *(f"the metric {name!r}" for name in metrics)], measures)
     agree(parts, microbatches)
     with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
         for number, microbatch in enumerate(microbatches):
 
             def measure(output, microbatch=microbatch):
+                trial.note(output, microbatch)
                 for measure, values in zip(measures, found, strict=True):
                     values.append(microbatch_loss(parts, output, microbatch, measure))
 
             each_stage(parts, number, microbatch, measure)
-    sums = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
+    verdict = trial.verdict(place(parts, batch)[1])
+    faults = torch.tensor(faults_of(verdict), dtype=torch.float64, device=parts.device)
+    losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
+    sums = torch.cat([losses, faults])
     comm.all_reduce(sums, parts.mesh.world)
-    return [each.clone() for each in sums]
+    refuse_no_mean(parts, verdict, sums[-2:].tolist(), trial.numbers)
+    return [each.clone() for each in sums[:-2]]
+
+
+class _Trial:
+    """Whether the loss and the metrics are means (loss_trial.py). names, measures: in the same order."""
+
+    def __init__(self, parts, options, names, measures):
+        self.parts, self.counter, self.rows = parts, options.count or count_targets, None
+        self.numbers = []  # in the outputs of the microbatches
+        pairs = zip(names, measures, strict=True)
+        is_cut = parts.mesh.data.size * options.microbatches > 1
+        self.pairs = [pair for pair in pairs if is_cut and plain_loss(pair[1]) is not cross_entropy]
+
+    def note(self, output, microbatch):
+        """What the model gave for a microbatch; two rows of the first are kept."""
+        if not self.pairs:
+            return
+        self.numbers.append(numbers_in(output))
+        if self.rows is None:
+            split = self.parts.split
+            targets = microbatch.targets if split is None else split.cut_targets(microbatch.targets)
+            self.rows = some_rows(output, targets, split is not None and split.degree > 1)
+
+    def verdict(self, targets):
+        """The first that has a fault, for `targets` as the caller of evaluate gave them."""
+        verdicts = []
+        if self.rows is not None:
+            with self.parts.streams.kept():
+                verdicts = [
+                    try_loss(each, self.rows, targets, self.counter, name) for name, each in self.pairs
+                ]
+        return next((each for each in verdicts if each.fault is not None), Verdict())
 
 
 def _as_tensor(measure):
@@ -64,5 +107,5 @@ def each_stage(parts, number, microbatch, take):
 
 def _wait_all(transfer, tensors, peer, pp):
     tensors = [tensor.contiguous() for tensor in tensors]
-    for work in [transfer(tensor, peer, pp, place) for place, tensor in enumerate(tensors)]:
+    for work in [transfer(tensor, peer, pp, number) for number, tensor in enumerate(tensors)]:
         work.wait()

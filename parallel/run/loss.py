@@ -8,6 +8,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
+from pycomm.parallel.sequence.glue import check_whole
 from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["microbatch_loss", "sharded_logits"]
@@ -48,12 +49,20 @@ def _of_targets(parts, output, microbatch, loss_fn):
         value = loss_fn(logits, targets, head=parts.tensor.head)
     else:
         with _Unweighted() if count < microbatch.total else contextlib.nullcontext():
-            value = loss_fn(output, targets)
+            value = _called(parts, loss_fn, output, targets)
     if not isinstance(value, torch.Tensor) or value.dim() > 0:
         raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
     if parts.stage_model is not None:
         parts.stage_model.check_loss(value)
     return value * (count / microbatch.total)
+
+
+def _called(parts, loss_fn, output, targets):
+    try:
+        return loss_fn(output, targets)
+    except (ValueError, RuntimeError, IndexError):
+        check_whole(parts.split, output)
+        raise
 
 
 class _Unweighted(TorchFunctionMode):

@@ -10,6 +10,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.modes import eager, without_modes
 from pycomm.parallel.pipeline.stage import run_glue
 from pycomm.parallel.run.passes import forward_pass
+from pycomm.parallel.sequence.glue import RETURNS_PIECE
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["prove_glue"]
@@ -22,16 +23,18 @@ def prove_glue(parts, microbatch):
     glue = parts.stage_model.glue if parts.stage_model is not None else None
     if glue is None or not glue.left:
         return
-    stages, glue.left = sorted(glue.left), set()
+    stages, glue.left, glue.returns = sorted(glue.left), set(), False
     found = [_difference(parts, glue, stage, microbatch) for stage in stages if glue.is_known]
     found = [each for each in found if each is not None]
+    if not _all_agree(parts, not glue.returns, (parts.mesh.world,)):
+        raise ValueError(RETURNS_PIECE)
     if not _all_agree(parts, not found, (parts.mesh.world,)):
         how = "{} differs by {:.1e} of its size".format(*found[0]) if found else "another rank has found it"
         raise ValueError(
             "what the model does between its blocks, or behind them, does not give for pieces of the "
             f"sequence what it gives for the whole: {how}. It looks at other positions or at their number "
             "there (a mean, a shift, a division by the length). Do that in front of the blocks, or use a "
-            "plan without ring and ulysses"
+            "plan without ring, ulysses and megatron_sp"
         )
 
 

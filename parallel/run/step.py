@@ -19,8 +19,9 @@ from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
-from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
+from pycomm.parallel.run.prove_loss import LossProof
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -49,10 +50,14 @@ def _run(parts, batch, options, make_passes):
         for moe in parts.moes:
             moe.aux_scale = updates.weight / options.microbatches
         passes = make_passes(parts, microbatches, options.loss_fn, updates)
+        if passes.proves_loss:
+            passes.proof = LossProof(parts, options, place(parts, batch)[1])
         with sharded_logits(parts.tensor.head, options.loss_fn):
             agree(parts, microbatches)
             _run_passes(parts, passes, options.microbatches)
             prove_glue(parts, microbatches[0])
+            if passes.proof is not None:
+                passes.proof.end()
         return updates.end(passes.losses)
     except BaseException as error:
         forget_passes(parts)

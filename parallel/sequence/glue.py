@@ -11,7 +11,10 @@ The forward runs twice on the whole (if the results differ, it draws random numb
 and once on pieces, in eval mode without gradients, with few rows and positions of the batch, so that neither
 the head's logits nor the time count. A later pipeline stage begins with random numbers. What a block returns
 beside the hidden state has no stand-in: such models are passed over, as are those that do not run in this way
-(their code looks at what blocks leave behind), and plans with megatron_sp.
+(their code looks at what blocks leave behind).
+
+Under megatron_sp a forward is left where a head gathers the sequence: what comes after it is of the whole. A
+model that returns before has given a piece for the whole.
 
 What it does not see: what is hidden by weights that are zero, losses inside of the model.
 """
@@ -19,13 +22,29 @@ What it does not see: what is hidden by weights that are zero, losses inside of 
 import torch
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from pycomm.parallel.ground import differentiable
 from pycomm.parallel.ground.trunk import hidden_out
 
-__all__ = ["Glue"]
+__all__ = ["RETURNS_PIECE", "Glue", "check_whole"]
 
 ROWS = 2
 MOST = {torch.float64: 1e-6, torch.float32: 1e-4}  # relative; some models compute a part in fp32 in fp64
 MOST_ELSE = 5e-2
+RETURNS_PIECE = (
+    "what the model returns comes from a piece of the sequence: behind its blocks there is no Linear that "
+    "the plan knows as its head, where the sequence would be gathered. Use an nn.Linear, or a plan without "
+    "megatron_sp"
+)
+
+
+def check_whole(split, output):
+    """For an output that the loss does not take: raises ValueError where it is that of a piece."""
+    if split is None or not split.megatron:
+        return
+    local, length = split.sizes[split.tp.rank], sum(split.sizes)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.dim() > 1]
+    if local != length and any(leaf.shape[1] == local for leaf in leaves):
+        raise ValueError(RETURNS_PIECE)
 
 
 class Glue:
@@ -39,6 +58,12 @@ class Glue:
         self.entered = None  # the whole hidden state in front of the first block
         self.seen = None  # [(where, value)] of a run; None: none is under way
         self.in_pieces = False
+        self.gathering = ()  # names of the modules that gather the sequence, under megatron_sp
+        self.returns = False  # the model has returned, in front of these
+
+    def gathers(self, name):
+        """Whether the module behind the blocks does, or lies in one that does."""
+        return any(name == each or name.startswith(each + ".") for each in self.gathering)
 
     def note_block(self, index, out):
         """A block has returned this."""
@@ -58,7 +83,9 @@ class Glue:
         return seen
 
     def note(self, where, values):
-        self.seen += [(where, leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+        """Copies: what follows may write into them."""
+        tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+        self.seen += [(where, tensor.clone()) for tensor in tensors]
 
     def enter(self, given, is_absent):
         """The hidden state with which the first block of a stage is passed over, from the one that it is
@@ -70,9 +97,15 @@ class Glue:
                 generator = torch.Generator().manual_seed(0)
                 values = torch.randn(tuple(given.shape), generator=generator, dtype=torch.float64)
                 self.entered = values.to(given.device, given.dtype)
-            return self.entered
+            return self.entered.clone()
         self.split.begin(self.entered.shape[1])
-        return self.split.cut(self.entered)
+        return self._cut(self.entered)
+
+    def _cut(self, value):
+        piece = self.split.cut(value)
+        if self.split.megatron:
+            piece = differentiable.scatter_to(piece, 1, self.split.sizes, self.split.tp)
+        return piece
 
     def returned(self, index, hidden):
         """What a block that is passed over returns."""
@@ -97,15 +130,16 @@ class Glue:
         """This rank's positions of a value of the whole; None where it has no positions."""
         length = self.entered.shape[1]
         if value.dim() > 1 and value.shape[1] == length:
-            return self.split.cut(value)
+            return self._cut(value)
         if value.dim() > 1 and value.shape[0] == self.entered.shape[0] * length:
-            return self.split.cut(value.unflatten(0, (-1, length))).flatten(0, 1)
+            return self._cut(value.unflatten(0, (-1, length))).flatten(0, 1)
         return None
 
     def small(self, inputs):
         """The inputs with few rows and positions."""
         length = self.split.length
-        few = min(length, 4 * self.split.degree + 1)
+        ranks = self.split.degree * (self.split.tp.size if self.split.megatron else 1)
+        few = min(length, 4 * ranks + 1)
 
         def cut(leaf):
             if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:

@@ -87,7 +87,9 @@ class Watch:
 
 
 class WatchedPasses(StagePasses):
-    """The passes of a step, each of them watched."""
+    """The passes of a step, each of them watched. What is wrong with a loss is shown there, not refused."""
+
+    proves_loss = False
 
     def __init__(self, watch, *args):
         super().__init__(*args)

@@ -23,7 +23,7 @@ _HAS = {
     *(T.dtype.__get__, T.device.__get__, T.layout.__get__, T.requires_grad.__get__, T.is_leaf.__get__),
     *(T.grad.__get__, T.grad_fn.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__),
     *(T.is_sparse.__get__, T.is_quantized.__get__, T.is_floating_point, torch.is_floating_point),
-    *(T.is_complex, torch.is_complex, T.element_size, T.__hash__, T.requires_grad_),
+    *(T.is_complex, torch.is_complex, T.element_size, T.__hash__, T.requires_grad_, T._version.__get__),
     T.data.__set__,  # streamed.py gathers and frees with it
 }
 

@@ -98,6 +98,7 @@ class StreamedShards(Shards):
         bucket = self.bucket
         self.work = None  # the all_gather under way
         self.source = None  # what it reads: lives until finish_gather()
+        self.versions = None  # of the parameters, while they are whole
         full = torch.empty(bucket.spec.numel, dtype=bucket.dtype, device=bucket.device)
         home = torch.device("cpu") if on_host else bucket.device
         if self._is_known(originals):
@@ -124,6 +125,7 @@ class StreamedShards(Shards):
         self.work = self.source = None
         for info, view in zip(self.bucket.infos, self.views, strict=True):
             info.param.data = view
+        self.versions = [info.param._version for info in self.bucket.infos]
 
     @contextlib.contextmanager
     def stand_ins(self):
@@ -139,6 +141,18 @@ class StreamedShards(Shards):
                 info.param.data = self.nothing
 
     def free(self):
-        for info in self.bucket.infos:
+        """Raises ValueError where a forward has written to them, which would be lost."""
+        infos = self.bucket.infos
+        versions = self.versions or [info.param._version for info in infos]
+        pairs = zip(infos, versions, strict=True)
+        written = [info.name for info, version in pairs if info.param._version != version]
+        self.versions = None
+        for info in infos:
             info.param.data = self.nothing
         self.values.untyped_storage().resize_(0)
+        if written:
+            raise ValueError(
+                f"zero=3: the forward writes to the parameter {written[0]!r}, of which each rank keeps its "
+                "shard alone: what is written would be lost. Compute with another tensor (a clamped copy), "
+                "or use a plan without zero=3"
+            )

@@ -179,8 +179,9 @@ class Units:
             leaves = tree_leaves(out)
             _check_seen(unit, leaves)
             for tensor in map(in_graph, leaves):
-                if isinstance(tensor, torch.Tensor) and _made_since(first, tensor):
-                    tensor.register_hook(functools.partial(self._before_backward, unit))
+                for each in _with_base(tensor):
+                    if _made_since(first, each):
+                        each.register_hook(functools.partial(self._before_backward, unit))
         if unit not in self.always and unit not in self.inside:
             unit.free()
         return out
@@ -214,6 +215,15 @@ def _check_seen(unit, leaves):
             f"zero=3: {unit.name!r} returns a {type(hiding[0]).__name__}, whose tensors are not seen: return "
             "a tuple or a dict, or torch.utils._pytree.register_dataclass it"
         )
+
+
+def _with_base(tensor):
+    """Also what it is a view of, as a Linear's output is: where the model writes into a view (q /= 2),
+    autograd replaces the view's node, and hooks on that are gone.
+    """
+    if not isinstance(tensor, torch.Tensor):
+        return ()
+    return (tensor,) if tensor._base is None else (tensor, tensor._base)
 
 
 def _made_since(first, tensor):

@@ -96,7 +96,8 @@ def alone(name):
         if family.loss is None:
             loss = own_loss(model, batch)
         else:
-            loss = family.loss(model(batch[0]), batch[1])
+            inputs, targets = batch
+            loss = family.loss(model(**inputs) if isinstance(inputs, dict) else model(inputs), targets)
         loss.backward()
         opt.step()
         losses.append(loss.item())

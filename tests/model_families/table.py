@@ -20,6 +20,7 @@ from families import FAMILIES, families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
 EQUAL = "="
+TAIL = "\n## Tried by hand\n"  # what the page has from here on is not written here
 HEAD = """# Models under plans
 
 Written by `make test-models`, which runs all of it again; `make test` runs one plan of each axis.
@@ -110,7 +111,8 @@ def main(words):
         if missing:
             print(f"not written: timm and torchvision are needed for {', '.join(sorted(missing))}")
             return 1
-        PAGE.write_text(page(results, texts))
+        tail = PAGE.read_text().partition(TAIL)
+        PAGE.write_text(page(results, texts) + "".join(tail[1:]))
     return bad > 0
 
 

@@ -39,6 +39,21 @@ class Dictionary(Named):
         return x
 
 
+class Nested(Plain):
+    """Lists of blocks in a list: they have no forward, so the blocks are those in them."""
+
+    def __init__(self):
+        super().__init__()
+        lists = [[Block(16, 2, 20) for _ in range(count)] for count in (1, 2)]
+        self.blocks = nn.ModuleList(nn.ModuleList(each) for each in lists)
+
+    def run_blocks(self, x):
+        for blocks in self.blocks:
+            for block in blocks:
+                x = block(x)
+        return x
+
+
 def whole():
     """The model itself is the list."""
     model = Named()
@@ -62,7 +77,14 @@ def test_a_dictionary_of_blocks():
     check_equal(Dictionary, *(f"{text},blocks=blocks" for text in PLANS[2]))
 
 
+def test_lists_in_a_list():
+    check_equal(Nested, *PLANS[2])
+
+
 def test_which_block_a_name_is_of():
+    trunk = find_trunk(Nested())
+    assert trunk.names == ("blocks.0.0", "blocks.1.0", "blocks.1.1")
+    assert trunk.block_of("blocks.1.1.ln_1.weight") == 2 and trunk.block_of("blocks.1") is None
     trunk = find_trunk(Named())
     names = {"encoder_layer_1.ln_1.weight": 1, "0.ln_1.weight": 2, "1.ln_1.weight": None}
     assert {name: trunk.block_of(f"blocks.{name}") for name in names} == names

@@ -174,6 +174,25 @@ class Third(Plain):
         self.blocks[2] = block(16, 2, 20)
 
 
+class Listing(Plain):
+    """Blocks leave a loss of their own in a list that the model gives them."""
+
+    class Block(Block):
+        def forward(self, x, losses):
+            x = super().forward(x)
+            losses.append(x.square().mean())
+            return x
+
+    def __init__(self):
+        super().__init__(self.Block)
+
+    def run_blocks(self, x):
+        losses = []
+        for block in self.blocks:
+            x = block(x, losses)
+        return x + sum(losses)
+
+
 class Flat(Plain):
     """Logits with rows and positions in one dimension."""
 
@@ -194,7 +213,12 @@ def by_length(x):
 
 
 OWN_CODE = {"mean": mean, "shift": shifted, "length": by_length, "roll": lambda x: x.roll(1, 1)}
-HARMLESS = {"scale": lambda x: x * 0.5, "norm": lambda x: F.layer_norm(x, (16,)), "first": lambda x: x + 1}
+HARMLESS = {
+    "scale": lambda x: x * 0.5,
+    "norm": lambda x: F.layer_norm(x, (16,)),
+    "first": lambda x: x + 1,
+    "in place": lambda x: x.mul_(0.5),
+}
 
 
 def model_step(rank, world_size, cases, texts):
@@ -216,7 +240,7 @@ def model_step(rank, world_size, cases, texts):
 
 
 @pytest.mark.parametrize("at", [2, 4])
-@pytest.mark.parametrize("plan", ["ring=2", "ulysses=2"])
+@pytest.mark.parametrize("plan", ["ring=2", "ulysses=2", "tp=2,megatron_sp"])
 def test_own_code_between_and_behind_the_blocks(plan, at):
     cases = {kind: functools.partial(Between, do, at) for kind, do in OWN_CODE.items()}
     for found in spawn(2, model_step, cases, [plan]):
@@ -227,7 +251,7 @@ def test_own_code_between_and_behind_the_blocks(plan, at):
 def test_harmless_code_is_right():
     cases = {kind: functools.partial(Between, do, 2) for kind, do in HARMLESS.items()}
     cases = {**cases, "behind": functools.partial(Between, HARMLESS["norm"], 4), "flat": Flat}
-    for found in spawn(2, model_step, cases, ["ring=2"]):
+    for found in spawn(2, model_step, cases, ["ring=2", "tp=2,megatron_sp"]):
         assert set(found.values()) == {"equal"}, found
 
 
@@ -249,3 +273,38 @@ def test_a_way_around_the_blocks():
     for found in spawn(2, model_step, {"around": Around}, ["ring=2", "ulysses=2"]):
         for case, text in found.items():
             assert "What it has kept from before the blocks is that of the whole" in text, (case, text)
+
+
+class OwnHead(Plain):
+    """No Linear, so it is not known where the sequence would be gathered. pools: over positions, so that the
+    loss would not notice.
+    """
+
+    class Head(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(29, 16))
+
+        def forward(self, x):
+            return x @ self.weight.t()
+
+    def __init__(self, pools):
+        super().__init__()
+        self.head, self.pools = self.Head(), pools
+
+    def forward(self, idx):
+        out = super().forward(idx)
+        return out.mean(1, keepdim=True).expand(-1, idx.shape[1], -1) if self.pools else out
+
+
+def test_a_head_that_is_not_known():
+    cases = {pools: functools.partial(OwnHead, pools) for pools in (True, False)}
+    for found in spawn(2, model_step, cases, ["tp=2,megatron_sp"]):
+        for case, text in found.items():
+            assert "what the model returns comes from a piece of the sequence" in text, (case, text)
+
+
+def test_a_list_that_blocks_change():
+    for found in spawn(2, model_step, {"listing": Listing}, ["ring=2", "ulysses=2", "tp=2,megatron_sp"]):
+        for case, text in found.items():
+            assert text.startswith("block 0 of 'blocks' changes a list or dict"), (case, text)

@@ -57,6 +57,26 @@ class HandedOnInPlace(Plain):
         return super().run_blocks(x * 1.0)
 
 
+class WritesIntoViews(Plain):
+    """What a Linear gives for three dimensions is a view; the model writes into it, at blocks and outside."""
+
+    class Block(nn.Sequential):
+        def __init__(self, *sizes):
+            super().__init__(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
+
+    def __init__(self):
+        super().__init__(self.Block, 3)
+        self.before = nn.Linear(16, 16)
+
+    def run_blocks(self, x):
+        x = self.before(x)
+        x /= 2.0
+        for block in self.blocks:
+            x = block(x)
+            x += 1.0
+        return x
+
+
 class TiedByHand(Plain):
     """The head is the embedding's weight."""
 
@@ -148,6 +168,7 @@ class Penalized(Plain):
 MODELS = [
     Biased,
     HandedOnInPlace,
+    WritesIntoViews,
     TiedByHand,
     OtherViews,
     OutOfBlocks,
@@ -162,6 +183,27 @@ MODELS = [
 def test_equal_to_one_process(make):
     texts = ["dp=2,zero=3,blocks=blocks", "dp=2,zero=3,blocks=blocks,checkpoint"]
     check_equal(make, *texts[: 1 if make is HandedOnInPlace else 2])  # a recomputation would write twice
+
+
+class Clamping(Plain):
+    """Writes to its own weights in the forward."""
+
+    def forward(self, idx):
+        with torch.no_grad():
+            self.head.weight.clamp_(-0.1, 0.1)
+        return super().forward(idx)
+
+
+def clamping(rank, world_size, text):
+    model = Clamping()
+    model, opt = par.parallelize(model, sgd(model), par.Plan.parse(text))
+    with pytest.raises(ValueError, match="writes to the parameter 'head.weight'"):
+        par.step(model, opt, tokens(0), cross)
+
+
+def test_weights_that_a_forward_writes():
+    spawn(2, clamping, "dp=2,zero=3")
+    check_equal(Clamping, "dp=2,zero=1", "dp=2,zero=2")
 
 
 def t5(only_encoder=False):

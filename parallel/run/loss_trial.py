@@ -1,0 +1,293 @@
+"""Whether loss_fn is what it is taken for: a mean over the targets that count.
+
+The loss of a batch is put together from those of its parts by their counts ([Note: global mean] in
+ground/batch.py), which holds for nothing else: not for a sum, not for a mean over ignored targets too, not
+where labels are shifted inside or rows are compared with each other. So loss_fn is called with some rows
+together and with each alone:
+
+    loss_fn(outputs of all, targets of all) = sum over rows of c_row loss_fn(row) / sum of c_row
+
+    targets    of the rows that differ most, in how many count, are negative, or are not positive: what the
+               targets at hand cannot show is not asked for
+    outputs    of rows of this rank, each second one halved, so that losses differ
+    where the sequence is cut, each row is cut into two pieces, too
+
+In fp64 where loss_fn takes it. Long rows are cut to a window of positions. A loss_fn that raises on such
+rows, or gives two values for the same ones (random numbers), is not judged.
+
+A model may return a loss of its own as a number beside the logits, and loss_fn may use that. A number has no
+rows, so where rows count unequally it must be the cross-entropy of the logits, or the same for all parts of
+the batch (a penalty on weights).
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves, tree_map
+
+from pycomm.parallel.ground.batch import count_targets
+
+__all__ = ["Rows", "Verdict", "numbers_in", "scores_of_rows", "some_rows", "try_loss"]
+
+LARGEST = 1 << 23  # elements of a tensor of the output for these rows
+MOST, MOST_OF_FP32 = 1e-6, 1e-3  # relative; in fp64 a part may still be computed in fp32
+OWN_NUMBER = (
+    "returns a loss that the model has computed, which is not the cross-entropy of its logits over the "
+    "targets that count, and rows of this batch hold unequal numbers of them: it cannot be put together from "
+    "those of microbatches and ranks. Compute it from the logits, (output, targets) -> mean; for a model of "
+    "transformers leave loss_fn out"
+)
+
+
+class Verdict(NamedTuple):
+    """fault: what is wrong, a sentence, or None. uneven: whether rows that differ have shown it, or nothing
+    can. of_number: the fault is that of a number of the model, which is none where all parts have the same.
+    """
+
+    fault: str | None = None
+    uneven: bool = False
+    of_number: bool = False
+
+
+class Rows(NamedTuple):
+    """Two rows of what a model gave; see the head of the file."""
+
+    output: object
+    like: torch.Tensor  # targets of these rows, with a rank's positions where is_cut
+    is_cut: bool  # at the sequence
+    own_mean: bool  # numbers in it are cross-entropies of its logits
+
+
+def some_rows(output, targets, is_cut=False):
+    """Two rows of a microbatch's output, with its targets. is_cut: both have a rank's positions only."""
+    first = _first(targets)
+    output = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, output)
+    own_mean = _is_own_mean(output, first)
+    index = [0, min(1, len(first) - 1)]
+    output = tree_map(_second_halved, _rows_of(output, first, index))
+    return Rows(output, first[index], is_cut, own_mean)
+
+
+def scores_of_rows(targets, counter):
+    """For each row, how many targets count, are negative, are not positive."""
+    first = _first(targets)
+    if counter is not count_targets:
+        counts = [int(counter(_rows_of(targets, first, [row]))) for row in range(len(first))]
+    elif first.is_floating_point():
+        return [(first[0].numel(), 0, 0)] * len(first)
+    else:
+        counts = _sums(first, first != -100)
+    if first.is_floating_point() or first.is_complex():
+        return [(count, 0, 0) for count in counts]
+    return list(zip(counts, _sums(first, first < 0), _sums(first, first <= 0), strict=True))
+
+
+def _sums(first, chosen):
+    return chosen.reshape(len(first), -1).sum(1).tolist()
+
+
+@torch.no_grad()
+def try_loss(loss_fn, rows, targets, counter, name="loss_fn", differ=False):
+    """The Verdict for rows of `targets`, which are whole where the sequence is cut. name: in the sentence.
+    differ: rows of other ranks are unlike these.
+    """
+    scores = scores_of_rows(targets, counter)
+    chosen = {_extremes(scores), _extremes(scores, lambda score: score[0])}  # with and without those of none
+    found = Verdict()
+    for index in sorted(filter(None, chosen)):
+        some, uneven = (
+            _rows_of(targets, _first(targets), list(index)),
+            len({scores[row] for row in index}) > 1,
+        )
+        if differ and not uneven:
+            some, uneven = _with_holes(some, counter)
+        counts = {score[:2] for score in scores_of_rows(some, counter)}
+        try:
+            fault = _fault(loss_fn, rows, some, counter, len(counts) > 1)
+        except Exception:  # of loss_fn, which does not take such rows
+            fault, uneven = None, True
+        of_number = found.of_number if found.fault else fault == OWN_NUMBER
+        found = Verdict(found.fault or (fault and f"{name} {fault}"), found.uneven or uneven, of_number)
+    return found
+
+
+def _extremes(scores, among=lambda score: True):
+    """Rows whose scores are the largest and smallest: two or more indices, or none where no target counts."""
+    rows = [row for row, score in enumerate(scores) if among(score)]
+    if not any(scores[row][0] for row in rows):
+        return ()
+    chosen = {end(rows, key=lambda row: scores[row][k]) for k in range(3) for end in (max, min)}
+    chosen = sorted(chosen if len(chosen) > 1 else {rows[0], rows[-1]})
+    return tuple(chosen if len(chosen) > 1 else chosen * 2)
+
+
+def _with_holes(targets, counter):
+    """(targets whose last row counts less, whether there is a value among them that does not count)."""
+    first = _first(targets)
+    values = first.unique()[:100] if first.dim() > 1 else ()
+    nothing = next((value for value in values if not counter(torch.full_like(first, value))), None)
+    if nothing is None:
+        return targets, False
+    made = first.clone()
+    left = (made[-1] != nothing).nonzero()
+    made[-1][left[(len(left) + 1) // 2 :].unbind(1)] = nothing
+    return tree_map(lambda leaf: made if leaf is first else leaf, targets), True
+
+
+def _fault(loss_fn, rows, targets, counter, differ):
+    """What is wrong, or None. differ: how many targets of these rows count."""
+    output = _matching(rows, _first(targets))
+    if _uses_numbers(loss_fn, output, targets):
+        return OWN_NUMBER if differ and not rows.own_mean else None
+    return _compare(loss_fn, *_window(output, targets, counter), counter, rows.is_cut)
+
+
+def _compare(loss_fn, output, targets, counter, is_cut):
+    """What is wrong, or None."""
+    first, most = _first(targets), MOST
+    wide = tree_map(_in_fp64, output)
+    try:
+        whole, output = float(loss_fn(wide, targets)), wide
+    except Exception:  # it has tensors of its own in fp32, as weights of classes
+        whole, most = float(loss_fn(output, targets)), MOST_OF_FP32
+    pieces = [tuple(_rows_of(tree, first, [row]) for tree in (output, targets)) for row in range(len(first))]
+    counts = [int(counter(part)) for _, part in pieces]
+    if is_cut:
+        length = first.shape[1]
+        spans = [(0, length // 2), (length // 2, length)]
+        pieces = [
+            tuple(_positions(tree, length, *span) for tree in piece) for piece in pieces for span in spans
+        ]
+    weighted = [(int(counter(piece[1])), piece) for piece in pieces]
+    weighted = [(weight, float(loss_fn(*piece))) for weight, piece in weighted if weight]
+    together = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
+    again, values = float(loss_fn(output, targets)), [value for _, value in weighted]
+    size = max(map(abs, [whole, *values]))
+    if not size < float("inf") or whole != again or abs(whole - together) <= most * size:
+        return None
+    hint = "Return that mean, or say what yours runs over: count=(targets -> number)"
+    if abs(whole - sum(values)) <= most * size:
+        hint = "It is a sum: divide it by the number of targets that count"
+    return (
+        f"is no mean over the targets that count. For {len(counts)} rows, of which {counts} targets count, "
+        f"it gives {whole:.6g}, and its values for parts of them, weighted with what counts there, "
+        f"give {together:.6g}: the loss of a batch cannot be put together from microbatches and ranks. {hint}"
+    )
+
+
+# Trees of tensors with rows ----------------------------------------------------
+
+
+def _first(targets):
+    found = next((leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)), None)
+    if found is None:
+        raise ValueError("the targets of a batch hold no tensor")
+    return found
+
+
+def _rows_of(tree, first, index):
+    """Rows of the tensors of a tree; of what is flattened, (rows * n, ...), the n of each. first: of the
+    targets that belong to it.
+    """
+    rows, flat = first.shape[0], {first.shape[:dims].numel() for dims in range(1, first.dim() + 1)}
+
+    def take(leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0 or leaf.shape[0] % rows:
+            return leaf
+        if leaf.dim() == 1 and len(leaf) not in flat:
+            return leaf
+        return leaf.unflatten(0, (rows, -1))[index].flatten(0, 1)
+
+    return tree_map(take, tree)
+
+
+def _positions(tree, length, start, stop):
+    def take(leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[1] != length:
+            return leaf
+        return leaf[:, start:stop]
+
+    return tree_map(take, tree)
+
+
+def _matching(rows, first):
+    """An output for the targets whose first tensor is given: rows and, where the sequence is cut, positions
+    repeat those of this rank.
+    """
+    output = _rows_of(rows.output, rows.like, [row % 2 for row in range(len(first))])
+    if not rows.is_cut:
+        return output
+    local, length = rows.like.shape[1], first.shape[1]
+
+    def take(leaf):
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2 or leaf.shape[1] != local:
+            return leaf
+        return leaf[:, torch.arange(length, device=leaf.device) % local]
+
+    return tree_map(take, output)
+
+
+def _window(output, targets, counter):
+    """Both, or the positions of both in which rows differ most."""
+    first = _first(targets)
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    largest = max((leaf.numel() for leaf in leaves), default=0)
+    if largest <= LARGEST or first.dim() < 2:
+        return output, targets
+    length = first.shape[1]
+    width = max(2, length * LARGEST // largest)
+
+    def differences(start):
+        scores = zip(*scores_of_rows(_positions(targets, length, start, start + width), counter), strict=True)
+        return sum(max(score) - min(score) for score in scores)
+
+    start = max(range(0, length - width + 1, width), key=differences)
+    return tuple(_positions(tree, length, start, start + width) for tree in (output, targets))
+
+
+def _second_halved(leaf):
+    """So that the losses of two rows differ. Half of a probability is one, too."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point() or leaf.dim() == 0:
+        return leaf
+    leaf, half = leaf.clone(), leaf.shape[0] // 2
+    leaf[half:] *= 0.5
+    return leaf
+
+
+def _in_fp64(leaf):
+    return leaf.double() if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+
+# Losses that a model computes --------------------------------------------------
+
+
+def _is_number(leaf):
+    return isinstance(leaf, torch.Tensor) and leaf.dim() == 0 and leaf.is_floating_point()
+
+
+def numbers_in(output):
+    """Of an output: those that the model computed from all of its rows."""
+    return [float(leaf.detach()) for leaf in tree_leaves(output) if _is_number(leaf)]
+
+
+def _uses_numbers(loss_fn, output, targets):
+    """Whether its value comes from numbers in the output."""
+    if not any(map(_is_number, tree_leaves(output))):
+        return False
+    unknown = tree_map(lambda leaf: torch.full_like(leaf, torch.nan) if _is_number(leaf) else leaf, output)
+    return bool(torch.as_tensor(loss_fn(unknown, targets)).isnan())
+
+
+def _is_own_mean(output, targets):
+    """Whether all numbers in it are the cross-entropy of logits in it, over the targets that count."""
+    leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    numbers = numbers_in(output)
+    classes = targets[targets != -100]
+    if not numbers or targets.is_floating_point() or not len(classes) or classes.min() < 0:
+        return False
+    logits = [leaf for leaf in leaves if leaf.dim() > 1 and leaf.is_floating_point()]
+    logits = [leaf.flatten(0, -2) for leaf in logits if leaf.shape[:-1].numel() == targets.numel()]
+    logits = [leaf for leaf in logits if classes.max() < leaf.shape[1]]
+    means = [float(F.cross_entropy(leaf.float(), targets.flatten())) for leaf in logits]
+    return all(any(abs(a - b) <= MOST_OF_FP32 * abs(b) for b in means) for a in numbers)
