@@ -81,7 +81,8 @@ def compile_one(aot, given, job):
     if problem.op == "matmul":
         launch.matmul(problem, *operands, config, **options)
         return
-    machine = Machine(given.arch, n, given.programs // n, "", threads=True)
+    programs = min(given.programs // n, MOST_PLACES) if n > 1 else given.programs
+    machine = Machine(given.arch, n, programs, "", threads=True)
     context = Context(aot.Agreement(problem.rank, n), "meta", machine)
     getattr(launch, problem.op)(problem, context, *operands, config, **options)
 

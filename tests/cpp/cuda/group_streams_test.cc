@@ -461,23 +461,28 @@ void test_fork() {
 
 }  // namespace
 
-int main() {
-  for (const Setting& setting : {together, apart, in_order}) {
-    test_host_is_free(setting);
-    test_two_streams(setting);
-    test_capture(setting);
-    test_barrier(setting);
-    test_barrier_leaves_the_device_alone(setting);
-    test_close_under_way(setting);
-    test_release_under_way(setting);
-  }
-  test_order();
-  test_recycling(together, 1000);
-  test_recycling(in_order, 200);
-  test_capture_does_not_hide_work();
-  test_destruction();
-  test_close_in_callback();
-  test_fork();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  const auto each = [](void (*test)(const Setting&)) {
+    return [test] {
+      for (const Setting& setting : {together, apart, in_order}) test(setting);
+    };
+  };
+  const auto recycling = [] {
+    test_recycling(together, 1000);
+    test_recycling(in_order, 200);
+  };
+  return run_suites(count, arguments,
+                    {{"host is free", each(test_host_is_free)},
+                     {"two streams", each(test_two_streams)},
+                     {"capture", each(test_capture)},
+                     {"barrier", each(test_barrier)},
+                     {"device idle in a barrier", each(test_barrier_leaves_the_device_alone)},
+                     {"close under way", each(test_close_under_way)},
+                     {"release under way", each(test_release_under_way)},
+                     {"order", test_order},
+                     {"recycling", recycling},
+                     {"capture hides nothing", test_capture_does_not_hide_work},
+                     {"destruction", test_destruction},
+                     {"close in callback", test_close_in_callback},
+                     {"fork", test_fork}});
 }
