@@ -15,14 +15,16 @@ void bind_registered(CommClass& comm) {
              WithoutGil no_gil;
              return empty_registered(c, shape, type, device);
            })
-      .def("peer_addresses", [](Communicator& c, const at::Tensor& tensor) {
-        WithoutGil no_gil;
-        return peer_addresses(c, tensor);
-      })
-      .def("enter_line", [](Communicator& c, const c10::Device& device) {
-        WithoutGil no_gil;
-        enter_line_on_device(c, device);
-      })
+      .def("peer_addresses",
+           [](Communicator& c, const at::Tensor& tensor) {
+             WithoutGil no_gil;
+             return peer_addresses(c, tensor);
+           })
+      .def("enter_line",
+           [](Communicator& c, const c10::Device& device) {
+             WithoutGil no_gil;
+             enter_line_on_device(c, device);
+           })
       .def("leave_line", [](Communicator& c, const c10::Device& device) {
         WithoutGil no_gil;
         leave_line_on_device(c, device);

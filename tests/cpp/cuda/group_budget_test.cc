@@ -175,8 +175,8 @@ class Product {
   std::atomic<bool> gave_up_{false};
 };
 
-// Fused products beside asynchronous collectives of the same ranks, before and behind them, each in a stream of
-// its own. One rank comes late to what its peers began with, so that they have taken what they could get.
+// Fused products beside asynchronous collectives of the same ranks, before and behind them, each in a stream
+// of its own. One rank comes late to what its peers began with, so that they have taken what they could get.
 void test_products(int ranks, int multiprocessors) {
   std::vector<uint64_t> come(2 * ranks);
   const auto body = [&](Rank& rank) {
@@ -220,7 +220,8 @@ void test_products(int ranks, int multiprocessors) {
   expect("products beside collectives: " + setting.text(), run_ranks(run_options(setting, timeout), body));
 }
 
-// What a group gives back when it is closed, the next one gets.
+// What a group gives back when it is closed, the next one gets: places, and queues, of which there is one for
+// each caller and each line.
 void test_given_back() {
   const MoreGroups more;
   const auto body = [&](Rank& rank) {
@@ -233,7 +234,7 @@ void test_given_back() {
       require(protocol_of(me) == "resident", "the first group has its places");
       require(protocol_of(late) == "stream_ordered", "the second has none");
       require_contains(description(late.group, "protocol_reason"), "other groups of this process have taken");
-      me.exercise();
+      me.exercise(true);
       late.exercise();
       const auto third = more.make(name + " third", rank.rank, 2, "resident");
       require_contains(error_of([&] { CudaGroup::of(*third, 0); }),
@@ -243,7 +244,7 @@ void test_given_back() {
       closed.insert(closed.end(), {comm, beside});
     }
   };
-  expect("places are given back", run_ranks(run_options({2, 2}), body));
+  expect("places are given back", run_ranks(run_options({2, 2, 1, false, "", 4, 4}), body));
 }
 
 // A kernel of rank 1 waits for rank 0, which closes another group first: nothing there may wait for kernels.
@@ -292,6 +293,34 @@ void test_closed_beside_a_kernel(int registered) {
   const Setting setting{2, 2, 1, false, "", 256};
   expect("closed beside a kernel, " + std::to_string(registered) + " registered buffers",
          run_ranks(run_options(setting, timeout), body));
+}
+
+// A group whose device had to be stopped leaves its memory to the next one, which knows nothing of that.
+void test_after_a_broken_group() {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    const auto first = more.make("first", rank.rank, 2), second = more.make("second", rank.rank, 2);
+    Rank handle{*first, rank.rank, 2}, other{*second, rank.rank, 2};
+    Member kept(handle), broken(other);
+    Trial trial(broken.group, broken.rank, {.count = 1000});
+    rank.barrier();
+    if (rank.rank == 0) broken.group.issue(trial.op(), broken.issue());
+    rank.barrier();
+    if (rank.rank == 1) second->abort("enough");
+    broken.own.synchronize();  // ends because the device is stopped
+    rank.barrier();
+    broken.group.close();
+    rank.barrier();
+    const auto third = more.make("third", rank.rank, 2);
+    Rank last{*third, rank.rank, 2};
+    Member again(last);
+    again.exercise(true);
+    kept.exercise();
+    rank.barrier();
+    again.finish();
+    kept.finish();
+  };
+  expect("after a broken group", run_ranks(run_options({2, 2, 1, false, "", 256}, timeout), body));
 }
 
 // Memory that is kept is freed where a device has no other left, once its kernels have ended.
@@ -345,6 +374,7 @@ int main(int count, char** arguments) {
   const auto memory = [] {
     test_closed_beside_a_kernel(0);
     test_closed_beside_a_kernel(2);
+    test_after_a_broken_group();
     test_kept_memory_is_found_when_needed();
   };
   return run_suites(count, arguments,

@@ -358,7 +358,6 @@ void test_abort_and_close() {
 }
 
 // --- the driver fails
-
 void test_failing_set_up() {
   const std::vector<std::pair<const char*, int>> calls = {{"cuDeviceGetCount", 1},
                                                           {"cuDeviceGet", 1},
