@@ -14,7 +14,6 @@ from torch_ranks import spawn
 import pycomm
 from pycomm import fused
 from pycomm.fused import api, dispatch, machine, ranks
-from pycomm.fused.problem import Problem
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)

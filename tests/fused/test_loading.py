@@ -194,7 +194,7 @@ class Line:
 
 @pytest.mark.parametrize("shares, fails", [(True, False), (True, True), (False, False)])
 def test_ranks_that_share_a_device_launch_in_the_line_of_their_group(shares, fails):
-    """[Note: places] in context.py. What its place does on a device: test_cuda_python.py, group_budget_test.cc"""
+    """[Note: places] in context.py. What it does there: test_cuda_python.py, group_budget_test.cc."""
     line = Line(fails)
     known = loading.Loaded(frozenset({(loading._layout(X), None)}), (False, False))
     context = SimpleNamespace(
