@@ -2,45 +2,21 @@
 program of tests/test_cuda_group.py must find it. Those of the kernels: tests/test_cuda_mutants.py.
 """
 
+import os
 import shutil
 import subprocess
-from typing import NamedTuple
 
 import compiled
 import pytest
+from cuda_host_faults import FAULTS
+from planting import plant, programs_of, without_place
 from test_cuda_group import CUDA, FIBERS, FLAGS, HERE, HOST, MAIN
 from test_cuda_host import FAKE, ROOT
 from test_sanitizers import core_sources
 
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
-
-
-class Fault(NamedTuple):
-    program: str
-    file: str
-    old: str
-    new: str = ""
-
-
-FAULTS = {
-    "the watching thread's capture mode": Fault("group_streams_test", "watch.cc",
-        "void Watcher::run() {\n  RelaxedCapture relaxed;\n", "void Watcher::run() {\n"),
-    "the capture mode of poll()": Fault("group_streams_test", "works.cc",
-        "  {\n    RelaxedCapture relaxed;\n", "  {\n"),
-    "release without drain": Fault("group_streams_test", "group.cc",
-        "  watcher_.drain(held, for_ever);  // what was issued may still use it\n"),
-    "close without drain": Fault("group_streams_test", "group.cc",
-        "    drained = watcher_.drain(held, longest_farewell);\n    watcher_.stop();",
-        "    drained = true;\n    watcher_.stop();"),
-    "places are not taken": Fault("group_budget_test", "budget.cc",
-        "  count.taken += count_;\n"),
-    "places are not given back": Fault("group_budget_test", "group.cc",
-        "  if (state_.setup.places) state_.setup.places->keep(0);\n"),
-    "messages spin on a shared device": Fault("group_budget_test", "group.cc",
-        "  shape.messages_in_order = setup.uses_sync_words();\n"),
-    "streams of lines are not counted": Fault("group_budget_test", "budget.cc",
-        "  ++count.streams;\n"),
-}  # fmt: skip
+SECONDS = 150  # of a run; what takes longer hangs
+EVERY = 4  # faults of which `make test-slow` has one
 
 
 def objects():
@@ -50,38 +26,71 @@ def objects():
     return dict(zip([*extension, *device], files, strict=True))
 
 
-def found(fault, files, folder):
+def programs_with(names, files, folder):
+    """{name of a program: itself} with these faults: all programs that must find one of them."""
+    root = folder / "_".join(names)[:60].replace(" ", "_").replace("/", "_")
+    shutil.copytree(ROOT / "csrc", root / "csrc", ignore=shutil.ignore_patterns("torch", "bindings"))
+    faults = [FAULTS[name] for name in names]
+    plant(faults, root)
+    changed = {CUDA / fault.file for fault in faults}
+    targets = {source: root / f"{source.stem}.o" for source in changed}
+    flags = [*MAIN, "-w", "-include", root / "planted.h"]
+    compiled.in_parallel(
+        lambda source: compiled.command(
+            [*flags, "-c", root / "csrc" / source.relative_to(ROOT / "csrc"), "-o", targets[source]]
+        ),
+        sorted(changed),
+    )
+    others = [target for source, target in files.items() if source not in changed]
+    return {
+        program: compiled.link(
+            [*others, *targets.values(), compiled.object_file(HERE / f"{program}.cc", MAIN)], root / program
+        )
+        for program in {fault.program for fault in faults}
+    }
+
+
+def found(program, suites, number):
     """What the program says; None: it finds nothing."""
-    shutil.copytree(ROOT / "csrc", folder / "csrc", ignore=shutil.ignore_patterns("torch", "bindings"))
-    file = folder / "csrc" / "cuda" / fault.file
-    file.write_text(file.read_text().replace(fault.old, fault.new))
-    changed = folder / "changed.o"
-    compiled.command([*MAIN, "-w", "-c", file, "-o", changed])
-    others = [target for source, target in files.items() if source != CUDA / fault.file]
-    main = compiled.object_file(HERE / f"{fault.program}.cc", MAIN)
-    program = compiled.link([*others, changed, main], folder / "program")
+    command = [str(program), *suites.split(", ")]
+    environment = {**os.environ, "PLANTED_FAULT": str(number)}
     try:
-        done = subprocess.run([str(program)], capture_output=True, text=True, timeout=150)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
     except subprocess.TimeoutExpired:
         return "it hangs"
     return None if done.returncode == 0 else done.stdout[-300:] or f"status {done.returncode}"
 
 
-def test_every_fault_has_its_place():
-    lost = [
-        f"{name} ({fault.file})"
-        for name, fault in FAULTS.items()
-        if (CUDA / fault.file).read_text().count(fault.old) != 1
+def survivors(names, folder):
+    """The faults that are not found."""
+    files = objects()
+    places = [
+        (name, number, programs[FAULTS[name].program])
+        for members in programs_of(names, FAULTS)
+        for programs in [programs_with(members, files, folder)]
+        for number, name in enumerate(members, 1)
     ]
+
+    def find(place):
+        name, number, program = place
+        text = found(program, FAULTS[name].suites, number)
+        print(f"{name}: {text}")  # for pytest -s
+        return None if text else name
+
+    return [name for name in compiled.in_parallel(find, places) if name]
+
+
+def test_every_fault_has_its_place():
+    lost = without_place(FAULTS)
     assert not lost, f"the sources have changed; say where these faults belong now: {lost}"
 
 
 @pytest.mark.slow
+def test_a_fault_in_some_is_found(tmp_path):
+    assert not survivors(list(FAULTS)[::EVERY], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.deep
 def test_every_fault_is_found(tmp_path):
-    files = objects()
-    missed = []
-    for number, (name, fault) in enumerate(FAULTS.items()):
-        text = found(fault, files, tmp_path / str(number))
-        print(f"{name}: {text}")  # for pytest -s
-        missed += [] if text else [name]
-    assert not missed
+    assert not survivors(list(FAULTS), tmp_path)

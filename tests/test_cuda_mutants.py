@@ -9,10 +9,6 @@ fault whose place has changed fails instead of testing nothing. What must find i
     race   ThreadSanitizer: x86 shows no order that is too weak, and the fibers none at all
     weak   the plain program under the memory of weak_ctx.h: payloads are relaxed atomics, which are never a
            race
-
-[Note: several faults in one program] Compiling takes longer than running. So faults whose texts are whole
-statements or expressions go into one program, where a number chooses which one acts: `{ if (planted_fault ==
-7) { new } else { old } }`. The others, and those whose place is taken, have programs of their own.
 """
 
 import functools
@@ -25,6 +21,7 @@ import pytest
 import test_cuda_kernels as kernels
 from compiled import command, in_parallel, link, standard
 from cuda_faults import FAULTS
+from planting import plant, programs_of, without_place
 from test_cuda_kernels import (
     FEW_KERNELS,
     OWN,
@@ -57,9 +54,6 @@ SUITES = {  # what kernel_test is asked for until something is found
         "records": ["records 1", "records 2"],
     },
 }
-PLANTED = """#include <cstdlib>
-inline const int planted_fault = std::getenv("PLANTED_FAULT") ? std::atoi(std::getenv("PLANTED_FAULT")) : 0;
-"""
 
 
 def recompiled(file):
@@ -104,96 +98,6 @@ def base(tmp_path_factory):
     return functools.cache(lambda detector: build(detector, tmp_path_factory.mktemp(detector)))
 
 
-DECLARATION = re.compile(r"^\s*(?:const|auto|bool|u?int\d*(?:_t)?|Span|U4|Announcement)\b[^;(]*=", re.M)
-
-
-def _closed(text):
-    """Every bracket has its partner in the text."""
-    open_ones = []
-    for letter in re.findall(r"[][(){}]", text):
-        if letter in "([{":
-            open_ones.append(letter)
-        elif not open_ones or open_ones.pop() + letter not in ("()", "[]", "{}"):
-            return False
-    return not open_ones
-
-
-def places_of(fault):
-    """[(begin, end), ...] of its text in its file."""
-    text = (ROOT / "csrc" / "cuda" / fault.file).read_text()
-    return [found.span() for found in re.finditer(re.escape(fault.old), text)]
-
-
-def is_statements(fault):
-    """Can what it replaces, and what it puts there, stand in braces?"""
-    text = (ROOT / "csrc" / "cuda" / fault.file).read_text()
-    begin, end = places_of(fault)[0]
-    before, after = text[:begin].rstrip(), text[end:].lstrip()
-    whole = before[-1] in ";{})" and not (after.startswith("else") and fault.old.startswith("if"))
-    return whole and all(
-        not each.strip() or (each.rstrip()[-1] in ";}" and _closed(each) and not DECLARATION.search(each))
-        for each in (fault.old, fault.new)
-    )
-
-
-def is_expression(fault):
-    """Is it a whole argument, operand or value, and so is what it puts there?"""
-    text = (ROOT / "csrc" / "cuda" / fault.file).read_text()
-    begin, end = places_of(fault)[0]
-    before, after = text[:begin].rstrip(), text[end:].lstrip()
-    return (
-        fault.times == 1
-        and (before[-1] in "(,[" or before.endswith("return"))
-        and after[0] in "),;]"
-        and all(each and ";" not in each and "=" not in each.replace("==", "") and _closed(each)
-                for each in (fault.old, fault.new))
-    )  # fmt: skip
-
-
-def programs_of(names):
-    """The names, those together that go into one program. See [Note: several faults in one program]."""
-    together, alone = [], []
-    for name in names:
-        fault = FAULTS[name]
-        if not (is_statements(fault) or is_expression(fault)):
-            alone.append([name])
-        elif members := next((each for each in together if has_room(each, fault)), None):
-            members.append(name)
-        else:
-            together.append([name])
-    return together + alone
-
-
-def has_room(members, fault):
-    """Is no place of the fault taken in the program of these?"""
-    others = [FAULTS[name] for name in members]
-    taken = [place for other in others if other.file == fault.file for place in places_of(other)]
-    free = all(end <= b or begin >= e for begin, end in places_of(fault) for b, e in taken)
-    return free and others[0].detector == fault.detector
-
-
-def planted(names, sources, folder):
-    """A copy of the sources with these faults; the n-th acts where PLANTED_FAULT=n, a single one always."""
-    shutil.copytree(sources, folder)
-    (folder / "planted.h").write_text(PLANTED)
-    edits = {}  # {file: [(begin, end, text)]}
-    for number, name in enumerate(names, 1):
-        fault = FAULTS[name]
-        text = fault.new
-        if len(names) > 1:
-            text = f"{{ if (planted_fault == {number}) {{ {text} }} else {{ {fault.old} }} }}"
-            if is_expression(fault):
-                text = f"(planted_fault == {number} ? ({fault.new}) : ({fault.old}))"
-        edits.setdefault(fault.file, []).extend((*place, text) for place in places_of(fault))
-    for name, changes in edits.items():
-        file = folder / "csrc" / "cuda" / name
-        text = file.read_text()
-        for begin, end, new in sorted(changes, reverse=True):
-            text = text[:begin] + new + text[end:]
-        file.write_text(text)
-    return folder
-
-
 def cases_for(fault):
     return SUITES[fault.detector][fault.suite or ("messages" if "message" in fault.file else "collectives")]
 
@@ -212,7 +116,8 @@ def outcome_of(detector, status, output):
 
 def compile_with(names, base, folder):
     """The program with these faults."""
-    root = planted(names, base.sources, folder)
+    root = Path(shutil.copytree(base.sources, folder))
+    plant([FAULTS[name] for name in names], root)
     objects = dict(base.objects)
     for source in {source for name in names for source in recompiled(FAULTS[name].file)}:
         objects[source] = folder / f"{source.stem}.o"
@@ -239,12 +144,7 @@ def find(name, number, program):
 
 
 def test_every_fault_has_its_place():
-    texts = {fault.file: (ROOT / "csrc" / "cuda" / fault.file).read_text() for fault in FAULTS.values()}
-    lost = [
-        f"{name} ({fault.file})"
-        for name, fault in FAULTS.items()
-        if texts[fault.file].count(fault.old) != fault.times
-    ]
+    lost = without_place(FAULTS)
     assert not lost, f"the sources have changed; say where these faults belong now: {lost}"
 
 
@@ -263,7 +163,7 @@ def survivors(names, base, tmp_path):
         print(f"{name}: {text}")  # for pytest -s
         return None if outcome else f"{name}: {text}"
 
-    programs = programs_of(names)
+    programs = programs_of(names, FAULTS, lambda one, other: one.detector == other.detector)
     made = in_parallel(make, programs)
     places = [
         (name, number, program)

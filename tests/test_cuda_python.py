@@ -1,8 +1,8 @@
 """CUDA tensors through all of Python and C++, without a GPU: the native API and torch.distributed on the
 device of tests/fake_cuda.py.
 
-The cases are in cuda_native_cases.py and cuda_torch_cases.py. Each leaves nothing: no memory, stream, event
-or mapping of the driver.
+The cases are in cuda_native_cases.py, cuda_fused_cases.py and cuda_torch_cases.py. Each leaves nothing: no
+memory, stream, event or mapping of the driver.
 """
 
 import cuda_native_cases as native
@@ -52,6 +52,19 @@ def test_streams(server, name, kind, settings):
 @pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
 def test_errors(server, name, kind, settings):
     server.run(f"cuda_native_cases.in_{kind}", name, devices=2, **settings)
+
+
+@pytest.mark.parametrize(
+    "name, world_size, kind, settings",
+    [
+        ("launch_in_line", 3, "threads", {}),
+        ("launch_in_line", 2, "processes", MPS),
+        ("shared_stream", 2, "threads", {}),
+        ("broken", 2, "processes", MPS),
+    ],
+)
+def test_launches_in_the_line_of_a_group(server, name, world_size, kind, settings):
+    server.run(f"cuda_fused_cases.in_{kind}", name, world_size, **settings)
 
 
 @pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])

@@ -134,6 +134,16 @@ def test_registers_of_the_budget(reports):
         assert registers <= bounds.get(name, bounds[""]), f"{name} needs {registers} registers"
 
 
+def test_shared_memory(reports):
+    """Far below the 48 KiB that need no asking: registers alone decide how many blocks fit."""
+    used = [
+        int(size)
+        for size in re.findall(r"Used \d+ registers.* (\d+) bytes smem", "\n".join(reports.values()))
+    ]
+    print(f"{max(used)} bytes")
+    assert len(used) > 100 and max(used) <= 1024
+
+
 def test_accesses_in_ptx(tmp_path):
     """One file of data movement is enough: all kernels share the accesses of ctx.cuh."""
     target = tmp_path / "launch.ptx"

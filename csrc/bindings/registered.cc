@@ -1,4 +1,6 @@
-// registered.cc -- tensors in registered memory: empty and peer_addresses of _C.Communicator.
+// registered.cc -- what kernels of others need that reach peers' memory: tensors in registered memory (empty,
+// peer_addresses of _C.Communicator), a place among the group's operations (enter_line, leave_line).
+#include "../torch/device.h"
 #include "../torch/interpreter.h"
 #include "../torch/registered_tensor.h"
 #include "bindings.h"
@@ -13,9 +15,19 @@ void bind_registered(CommClass& comm) {
              WithoutGil no_gil;
              return empty_registered(c, shape, type, device);
            })
-      .def("peer_addresses", [](Communicator& c, const at::Tensor& tensor) {
+      .def("peer_addresses",
+           [](Communicator& c, const at::Tensor& tensor) {
+             WithoutGil no_gil;
+             return peer_addresses(c, tensor);
+           })
+      .def("enter_line",
+           [](Communicator& c, const c10::Device& device) {
+             WithoutGil no_gil;
+             enter_line_on_device(c, device);
+           })
+      .def("leave_line", [](Communicator& c, const c10::Device& device) {
         WithoutGil no_gil;
-        return peer_addresses(c, tensor);
+        leave_line_on_device(c, device);
       });
 }
 

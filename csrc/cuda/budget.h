@@ -37,9 +37,10 @@
 // What can go wrong. The first group takes all there is, so those after it are slower: close what is not
 // used. Processes that share a device under MPS each count for themselves; a process assumes the part of the
 // device that its ranks have in the most crowded group it has seen, so make the group of all ranks first.
-// Kernels of others (fused products, NCCL) are in no count. Ranks with a device each are not counted: a group
-// has its 64 blocks there, and what its messages may have with them; several groups, used in orders that
-// differ between ranks, could still exceed a device.
+// Kernels of others (NCCL) are in no count; a fused product has at most the blocks of its group, whose line
+// it stands in (CudaGroup::enter_line). Ranks with a device each are not counted: a group has its 64 blocks
+// there, and what its messages may have with them; several groups, used in orders that differ between ranks,
+// could still exceed a device.
 //
 // [Note: hardware queues] The driver deals the streams of a process out to the hardware queues of the device:
 // 8, or CUDA_DEVICE_MAX_CONNECTIONS, 32 at most. What is behind something that waits in one queue does not

@@ -168,6 +168,17 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const OpInfo& info, const Issue& issu
   return work;
 }
 
+void CudaGroup::enter_line(Stream stream) {
+  const auto held = state_.lock.take({});
+  state_.faults.look({});
+  issuer_.enter_line(state_.lines.collectives(), {}, stream);
+}
+
+void CudaGroup::leave_line(Stream stream) {
+  const auto held = state_.lock.take({});
+  issuer_.leave_line(state_.lines.collectives(), stream);
+}
+
 void CudaGroup::barrier(const Issue& issue) {
   const double timeout = issue.timeout > 0 ? issue.timeout : state_.setup.comm.transport().timeout();
   meet_on_host(timeout);

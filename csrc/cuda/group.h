@@ -42,6 +42,13 @@ class CudaGroup final : public DeviceSide {
   // not waited for longer than `patience`: the kernels find the difference.
   void barrier(const Issue& issue);
 
+  // A kernel that is not ours and whose blocks wait for those of the peers, launched into `stream` between
+  // these two by each rank at the same place among its collectives: it runs in the places of the group, so
+  // behind the collectives issued before and before those issued after, whatever streams they are in.
+  // enter_line() throws what is known of errors.
+  void enter_line(Stream stream);
+  void leave_line(Stream stream);
+
   // Registered memory; collective.
   Registered allocate(size_t nbytes) { return registry_.allocate(nbytes); }
   void release(const Registered& registered);  // waits for what was issued before

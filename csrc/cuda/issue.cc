@@ -88,9 +88,32 @@ Stream Issuer::enter(Line& line, const Issue& issue, const Capture& capture) {
     const EventPtr here = state_.events->record(issue.stream);
     PYCOMM_CUDA_CHECK(driver, cuStreamWaitEvent, stream, here.get(), 0);
   }
+  order_behind_last(line, stream, capture);
+  return stream;
+}
+
+void Issuer::order_behind_last(const Line& line, Stream stream, const Capture& capture) const {
   const Mark& last = capture.active ? line.captured : line.eager;
   if (last.event && last.stream != stream) order_behind(stream, last, capture);
-  return stream;
+}
+
+void Issuer::enter_line(const Line& line, const OpInfo& info, Stream stream) {
+  ContextGuard guard(state_.setup.device);
+  refuse_shared_stream(info, stream);
+  order_behind_last(line, stream, capture_of(stream));
+}
+
+void Issuer::leave_line(Line& line, Stream stream) {
+  ContextGuard guard(state_.setup.device);
+  try {
+    const Capture capture = capture_of(stream);
+    const Mark end{state_.events->record(stream), stream, capture};
+    (capture.active ? line.captured : line.eager) = end;
+  } catch (const std::exception& error) {
+    // What comes next in the line could run beside it.
+    state_.setup.comm.abort("the end of a launch could not be marked: " + std::string(error.what()));
+    throw;
+  }
 }
 
 // What is done with words is put off until something else must come behind it.

@@ -31,10 +31,15 @@ class Issuer {
   // are in the stream and others are not.
   Mark enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue);
 
+  // Before and behind a launch into `stream` that is not the group's own and stands in `line`.
+  void enter_line(const Line& line, const OpInfo& info, Stream stream);
+  void leave_line(Line& line, Stream stream);
+
  private:
   void refuse_shared_stream(const OpInfo& info, Stream stream) const;
   void count_own_stream(const OpInfo& info, const Line& line);
   Stream enter(Line& line, const Issue& issue, const Capture& capture);
+  void order_behind_last(const Line& line, Stream stream, const Capture& capture) const;
   // What is to be done with words, in this order, before anything else in the stream.
   using Words = std::vector<WordOperation>;
   void run_steps(const LaunchPlan& plan, Words& words, Stream stream);

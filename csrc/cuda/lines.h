@@ -6,7 +6,8 @@
 // used from several streams, and the order of issue is the order of execution. Asynchronous operations go to
 // a stream of the line. While a stream is being captured, events of other captures and of eager work cannot
 // be waited for; then the order is the caller's business, as with any captured work. So a line remembers the
-// last of either.
+// last of either. A kernel of others that waits for peers in the group's places stands in the line of
+// collectives, too.
 //
 // All of it is guarded by the group's lock (lock.h), which the caller holds.
 #pragma once

@@ -125,6 +125,14 @@ cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
       .issue(call_of(dense, options, false), issue);
 }
 
+void enter_line_on_device(Communicator& comm, c10::Device device) {
+  cuda::CudaGroup::of(comm, device.index()).enter_line(native(current_stream(device)));
+}
+
+void leave_line_on_device(Communicator& comm, c10::Device device) {
+  cuda::CudaGroup::of(comm, device.index()).leave_line(native(current_stream(device)));
+}
+
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,
                            at::ScalarType dtype, c10::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);

@@ -31,6 +31,11 @@ cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
 cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
                                    const MessageOptions& options, bool async_op);
 
+// Before and behind a launch into the current stream whose blocks wait for those of the peers; of groups that
+// have worked on the device. See CudaGroup::enter_line.
+void enter_line_on_device(Communicator& comm, c10::Device device);
+void leave_line_on_device(Communicator& comm, c10::Device device);
+
 // A tensor of zeros in registered memory of all ranks; collective.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,
                            at::ScalarType dtype, c10::Device device);

@@ -230,9 +230,6 @@ class _AllGatherMatmul(torch.autograd.Function):
             pieces = a.new_empty(problem.m, problem.k)
             own = a.contiguous()  # alive until the work is done
             work = ranks.all_gather(list(pieces.split(problem.piece_rows)), own)
-            here = ranks.cache.get(("machine", ctx.device))
-            if here and here.ranks_on_device > 1:  # a rank's share of the device holds one kernel at a time
-                work.wait()
         if need_a:
             grad_a = dispatch.forward(
                 _backward_problem(problem, "matmul_reduce_scatter"), dz, b.t(), None, ranks

@@ -17,12 +17,18 @@ Calls of one group run one after the other on every rank, in order of issue: a c
 for the one before by an event. In a capture, whose calls must be in one stream, that is their order; a replay
 runs where and when the program says.
 
+[Note: places] Where ranks share a GPU, a launch has as many programs as the group's collectives have blocks
+(csrc/cuda/budget.h), and stands in their line: it never runs beside an asynchronous collective of its group,
+with which it would have twice the multiprocessors that are the rank's. Elsewhere both may run at once: a rank
+alone on a GPU takes no room from those that it waits for.
+
 Ranks compare a problem when they meet it first. Later launches compare its fingerprint, so that ranks that
 call known problems in different orders find out. A launch that gave up a wait, or found a peer at another
 problem, leaves wrong results and a record; the next call on the context raises CommTimeoutError or
 MismatchError. The context is broken then, on this rank; the peers' waits end likewise.
 """
 
+import contextlib
 import zlib
 from typing import NamedTuple
 
@@ -140,6 +146,18 @@ class Context:
 
     def capturing(self):
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+    @contextlib.contextmanager
+    def place(self):
+        """Around the launch itself, and nothing else: see [Note: places]."""
+        if not self.shares_device:
+            yield
+            return
+        self.communicator.enter_line(self.device)
+        try:
+            yield
+        finally:
+            self.communicator.leave_line(self.device)
 
     def leave(self):
         """After a launch."""

@@ -46,7 +46,8 @@ def start(context, use, kernel, programs, operands, arguments):
     elif layouts not in loaded.layouts:
         operands = _dense(operands, loaded.by_columns)
     positional, by_keyword = arguments(*operands)
-    kernel[(programs,)](*positional, **by_keyword)
+    with context.place():
+        kernel[(programs,)](*positional, **by_keyword)
 
 
 def _load_together(context, kernel, programs, operands, arguments):

@@ -78,7 +78,8 @@ def _on_cuda(ranks, device):
         return Machine(arch, 1, facts.multi_processor_count, "")
     if ranks.communicator.describe()["cuda"] is None:  # sets up the group's device side
         ranks.all_reduce(torch.zeros(1, 1, device=device), async_op=False)
-    resident = ranks.communicator.describe()["cuda"]["protocol"] == "resident"
+    side = ranks.communicator.describe()["cuda"]
+    resident = side["protocol"] == "resident"
     uuids = exchange(ranks.communicator, str(facts.uuid))
     deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
     process = f"{os.getpid()} {_TOKEN}"  # containers may have the same numbers, forks have the same token
@@ -101,6 +102,8 @@ def _on_cuda(ranks, device):
         obstacle = f"the ranks' GPUs are not alike ({found}), so no configuration is for all"
     most = max(uuids.count(uuid) for uuid in uuids)
     programs = facts.multi_processor_count // most
+    if most > 1:  # [Note: places] in context.py
+        programs = min(programs, int(side["blocks"]))
     if programs < ROLES:
         have = f"{most} ranks share {facts.multi_processor_count} multiprocessors"
         obstacle = obstacle or f"{have}; a rank's kernels need {ROLES}"

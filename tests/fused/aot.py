@@ -93,6 +93,11 @@ class Agreement:
     def empty(self, shape, dtype, device):
         return torch.empty(shape, dtype=dtype, device=device)
 
+    def enter_line(self, device):
+        pass
+
+    leave_line = enter_line
+
     def peer_addresses(self, tensor):
         return [0] * self.world_size
 

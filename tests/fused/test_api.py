@@ -14,7 +14,6 @@ from torch_ranks import spawn
 import pycomm
 from pycomm import fused
 from pycomm.fused import api, dispatch, machine, ranks
-from pycomm.fused.problem import Problem
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
@@ -264,35 +263,3 @@ def test_backward_of_ranks_that_are_threads():
     said.clear(), done.clear()
     _thread.start_new_thread(backward, ())
     assert done.wait(20) and not said
-
-
-@pytest.mark.parametrize(
-    "sharing, expected", [(1, ["gather", "product", "wait"]), (4, ["gather", "wait", "product"])]
-)
-def test_ranks_that_share_a_device_run_one_kernel_at_a_time(sharing, expected, monkeypatch):
-    """The gathering of the backward pass is over before the fused product begins."""
-    done = []
-
-    class Peers:
-        cache = {("machine", torch.device("cpu")): machine.Machine(90, sharing, 132 // sharing, "")}
-
-        def all_gather(self, parts, x):
-            done.append("gather")
-            for part in parts:
-                part.copy_(x)
-            return types.SimpleNamespace(wait=lambda: done.append("wait") if "wait" not in done else None)
-
-    a, b = torch.ones(3, 4), torch.ones(4, 5)
-    problem = Problem("all_gather_matmul", 6, 5, 4, torch.float32, 2, 0, None, False, 1, 1, (3, 3))
-    context = types.SimpleNamespace(
-        ranks=Peers(),
-        device=a.device,
-        problem=problem,
-        kept=None,
-        saved_tensors=(a, b, None),
-        needs_input_grad=(True, True, False),
-    )
-    result = types.SimpleNamespace(out=torch.ones(3, 4))
-    monkeypatch.setattr(dispatch, "forward", lambda *args: done.append("product") or result)
-    api._AllGatherMatmul.backward(context, torch.ones(6, 5))
-    assert done == expected

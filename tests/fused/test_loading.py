@@ -12,6 +12,7 @@ import torch
 
 pytest.importorskip("triton")
 from pycomm.fused import loading
+from pycomm.fused.context import Context
 from pycomm.testing import run_ranks
 
 PATIENCE = 5.0  # seconds; a rank that waits longer would wait for ever
@@ -70,7 +71,7 @@ def run(ranks, body):
     driver = Driver(ranks)
 
     def rank(comm):
-        context = SimpleNamespace(started={}, communicator=comm._comm)
+        context = SimpleNamespace(started={}, communicator=comm._comm, place=contextlib.nullcontext)
 
         def start(use, x, name="kernel"):
             kernel = Kernel(driver, comm.rank, name)
@@ -153,7 +154,7 @@ def test_a_launch_never_waits_for_one_that_loads():
     def first():
         with contextlib.suppress(TypeError):  # what is loaded is not launched here
             try:
-                context = SimpleNamespace(started={}, communicator=alone)
+                context = SimpleNamespace(started={}, communicator=alone, place=contextlib.nullcontext)
                 loading.start(context, "other", loader, 1, (X, None), arguments)
             except AssertionError as error:
                 failed.append(str(error))
@@ -161,11 +162,48 @@ def test_a_launch_never_waits_for_one_that_loads():
     thread = threading.Thread(target=first)
     thread.start()
     assert held.wait(PATIENCE)
-    context = SimpleNamespace(started={"use": known}, communicator=alone)
+    context = SimpleNamespace(started={"use": known}, communicator=alone, place=contextlib.nullcontext)
     kernel = Kernel(driver, 1, "kernel")
     loading.start(context, "use", kernel, 1, (X, None), arguments)
     thread.join(2 * PATIENCE)
     assert not thread.is_alive() and not failed
+
+
+class Line:
+    """Of a group's collectives, as enter_line and leave_line of _C.Communicator know it."""
+
+    world_size = 1
+
+    def __init__(self, fails=False):
+        self.events, self.fails = [], fails
+
+    def enter_line(self, device):
+        self.events.append(f"enter {device}")
+
+    def leave_line(self, device):
+        self.events.append(f"leave {device}")
+
+    def __getitem__(self, grid):  # the kernel
+        def launch(x):
+            self.events.append("launch")
+            if self.fails:
+                raise RuntimeError("no launch")
+
+        return launch
+
+
+@pytest.mark.parametrize("shares, fails", [(True, False), (True, True), (False, False)])
+def test_ranks_that_share_a_device_launch_in_the_line_of_their_group(shares, fails):
+    """[Note: places] in context.py. What it does there: test_cuda_python.py, group_budget_test.cc."""
+    line = Line(fails)
+    known = loading.Loaded(frozenset({(loading._layout(X), None)}), (False, False))
+    context = SimpleNamespace(
+        started={"use": known}, communicator=line, device="cuda:0", shares_device=shares
+    )
+    context.place = lambda: Context.place(context)
+    with pytest.raises(RuntimeError) if fails else contextlib.nullcontext():
+        loading.start(context, "use", line, 1, (X, None), lambda x, bias: ((x,), {}))
+    assert line.events == (["enter cuda:0", "launch", "leave cuda:0"] if shares else ["launch"])
 
 
 @pytest.mark.parametrize("x", [X[:, 1:], torch.zeros(2049)[1:].view(32, 64), X[:1].expand(32, 64), X[:, ::2]])

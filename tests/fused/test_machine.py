@@ -18,10 +18,10 @@ class Peers:
 
     def __init__(self, rank, answers):
         self.rank, self.world_size, self.answers = rank, len(answers[0]), list(answers)
-        self.used = False
+        self.used, self.blocks = False, 64
 
     def describe(self):
-        return {"cuda": {"protocol": "resident"} if self.used else None}
+        return {"cuda": {"protocol": "resident", "blocks": str(self.blocks)} if self.used else None}
 
     def exchange(self, communicator, value):
         answers = list(self.answers.pop(0))
@@ -32,7 +32,7 @@ class Peers:
 ALIKE = {"resident": True, "deaf": [], "arch": 90, "process": 0}
 CASES = {
     "a GPU each": (["A", "B"], [], {}, 1, 132, ""),
-    "two on each": (["A", "A", "B", "B"], [], {}, 2, 66, ""),
+    "two on each": (["A", "A", "B", "B"], [], {}, 2, 64, ""),  # the group's blocks
     "all on one": (["A"] * 8, [], {}, 8, 16, ""),
     "few processors for each": (["A"] * 44, [], {}, 44, 3, ""),
     "too few": (["A"] * 45, [], {}, 45, 2, "45 ranks share 132 multiprocessors; a rank's kernels need 3"),
@@ -50,7 +50,7 @@ CASES = {
         [],
         {1: ALIKE | {"resident": False}},
         2,
-        66,
+        64,
         "do not run together",
     ),
     "another architecture": (

@@ -74,6 +74,14 @@ def test_warm(tmp_path):
     assert len(list(tmp_path.rglob("*.cubin"))) == 5
 
 
+def test_as_many_programs_as_on_the_gpu():
+    """[Note: places] in pycomm/fused/context.py"""
+    from gpu import warm
+
+    layout = (ROOT / "csrc" / "cuda" / "kernels" / "layout.h").read_text()
+    assert f"inline constexpr int max_blocks = {warm.MOST_PLACES};" in layout
+
+
 def test_every_launch_is_warmed():
     """Those of the checks, and what the tuner tries in the benchmarks."""
     from gpu import fused_cases, warm

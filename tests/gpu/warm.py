@@ -17,6 +17,7 @@ sys.path.append(str(Path(__file__).parents[1] / "fused"))
 
 WORLD_SIZES = (2, 4, 8)
 DEVICE_OPS = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+MOST_PLACES = 64  # of a rank of a group: max_blocks in csrc/cuda/kernels/layout.h
 SHAPES = {"matmul": ((8192,) * 3, (4096,) * 3), "others": ((8192, 8192, 1024), (512, 8192, 1024))}
 
 
@@ -81,7 +82,8 @@ def compile_one(aot, given, job):
     if problem.op == "matmul":
         launch.matmul(problem, *operands, config, **options)
         return
-    machine = Machine(given.arch, n, given.programs // n, "", threads=True)
+    programs = min(given.programs // n, MOST_PLACES) if n > 1 else given.programs
+    machine = Machine(given.arch, n, programs, "", threads=True)
     context = Context(aot.Agreement(problem.rank, n), "meta", machine)
     getattr(launch, problem.op)(problem, context, *operands, config, **options)
 

@@ -144,7 +144,84 @@ void test_queues(const Setting& setting, size_t refused_at) {
   expect("hardware queues: " + setting.text(), run_ranks(run_options(setting, timeout), body));
 }
 
-// What a group gives back when it is closed, the next one gets.
+// A launch of the caller's in the group's places, as a fused product is: each block waits for those of all
+// ranks.
+class Product {
+ public:
+  explicit Product(const Member& me) : me_(me), blocks_(std::stoi(description(me.group, "blocks"))) {}
+
+  void launch(Stream stream, uint64_t* come) {
+    me_.group.enter_line(stream);
+    fake_enqueue(stream, [this, come] {
+      FakeSeats seats(me_.device, blocks_, 128, 255);
+      fiber::run_launch(me_.rank.rank, blocks_, 1, [&](fiber::FiberCtx& c) {
+        seats.enter(c);
+        c.add(come, 1, Scope::system);
+        const uint64_t late = c.now_ns() + static_cast<uint64_t>(timeout * 1e9);
+        while (c.load_acquire(come, Scope::system) < uint64_t(blocks_ * me_.rank.world_size) && !gave_up_) {
+          gave_up_ = c.now_ns() > late;
+          c.relax(come);
+        }
+        seats.leave(c);
+      });
+    });
+    me_.group.leave_line(stream);
+  }
+  bool gave_up() const { return gave_up_; }
+
+ private:
+  const Member& me_;
+  const int blocks_;
+  std::atomic<bool> gave_up_{false};
+};
+
+// Fused products beside asynchronous collectives of the same ranks, before and behind them, each in a stream
+// of its own. One rank comes late to what its peers began with, so that they have taken what they could get.
+void test_products(int ranks, int multiprocessors) {
+  std::vector<uint64_t> come(2 * ranks);
+  const auto body = [&](Rank& rank) {
+    Member me(rank);
+    OwnStream other(me.device);
+    Product product(me);
+    rank.barrier();
+    std::list<Trial> trials;
+    for (size_t round = 0; round < come.size(); ++round) {
+      Trial& trial =
+          trials.emplace_back(me.group, rank, Spec{OpKind::all_reduce, large, Algorithm::two_shot});
+      trial.fill(me.stream);
+      me.own.synchronize();
+      const bool late = rank.rank == static_cast<int>(round) / 2;
+      CudaWorkPtr work;
+      const auto reduce = [&] { work = me.group.issue(trial.op(), me.issue(true)); };
+      const auto multiply = [&] { product.launch(other.stream, &come[round]); };
+      const auto hold = [&](Stream stream) {
+        if (late) fake_enqueue(stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(60)); });
+      };
+      if (round % 2) {
+        hold(other.stream);
+        multiply();
+        reduce();
+      } else {
+        hold(me.stream);
+        reduce();
+        multiply();
+      }
+      work->wait();
+      trial.look(me.stream);
+    }
+    other.synchronize();
+    me.own.synchronize();
+    for (const Trial& trial : trials) trial.check();
+    require(!product.gave_up(), "all blocks of a product run together");
+    me.finish();
+    require(fake_most_blocks() <= multiprocessors, "no more blocks at a time than the device holds");
+  };
+  const Setting setting{ranks, ranks, 1, false, "", multiprocessors};
+  expect("products beside collectives: " + setting.text(), run_ranks(run_options(setting, timeout), body));
+}
+
+// What a group gives back when it is closed, the next one gets: places, and queues, of which there is one for
+// each caller and each line.
 void test_given_back() {
   const MoreGroups more;
   const auto body = [&](Rank& rank) {
@@ -157,7 +234,7 @@ void test_given_back() {
       require(protocol_of(me) == "resident", "the first group has its places");
       require(protocol_of(late) == "stream_ordered", "the second has none");
       require_contains(description(late.group, "protocol_reason"), "other groups of this process have taken");
-      me.exercise();
+      me.exercise(true);
       late.exercise();
       const auto third = more.make(name + " third", rank.rank, 2, "resident");
       require_contains(error_of([&] { CudaGroup::of(*third, 0); }),
@@ -167,7 +244,7 @@ void test_given_back() {
       closed.insert(closed.end(), {comm, beside});
     }
   };
-  expect("places are given back", run_ranks(run_options({2, 2}), body));
+  expect("places are given back", run_ranks(run_options({2, 2, 1, false, "", 4, 4}), body));
 }
 
 // A kernel of rank 1 waits for rank 0, which closes another group first: nothing there may wait for kernels.
@@ -218,6 +295,34 @@ void test_closed_beside_a_kernel(int registered) {
          run_ranks(run_options(setting, timeout), body));
 }
 
+// A group whose device had to be stopped leaves its memory to the next one, which knows nothing of that.
+void test_after_a_broken_group() {
+  const MoreGroups more;
+  const auto body = [&](Rank& rank) {
+    const auto first = more.make("first", rank.rank, 2), second = more.make("second", rank.rank, 2);
+    Rank handle{*first, rank.rank, 2}, other{*second, rank.rank, 2};
+    Member kept(handle), broken(other);
+    Trial trial(broken.group, broken.rank, {.count = 1000});
+    rank.barrier();
+    if (rank.rank == 0) broken.group.issue(trial.op(), broken.issue());
+    rank.barrier();
+    if (rank.rank == 1) second->abort("enough");
+    broken.own.synchronize();  // ends because the device is stopped
+    rank.barrier();
+    broken.group.close();
+    rank.barrier();
+    const auto third = more.make("third", rank.rank, 2);
+    Rank last{*third, rank.rank, 2};
+    Member again(last);
+    again.exercise(true);
+    kept.exercise();
+    rank.barrier();
+    again.finish();
+    kept.finish();
+  };
+  expect("after a broken group", run_ranks(run_options({2, 2, 1, false, "", 256}, timeout), body));
+}
+
 // Memory that is kept is freed where a device has no other left, once its kernels have ended.
 void test_kept_memory_is_found_when_needed() {
   const MoreGroups more;
@@ -247,19 +352,36 @@ void test_kept_memory_is_found_when_needed() {
 
 }  // namespace
 
-int main() {
-  test_two_groups(2, 4, 2);
-  test_two_groups(3, 4, 3);
-  test_many_sends({3, 3, 1, false, "", 6}, 2);
-  test_many_sends({8, 8, 1, false, "", 16}, 3);
-  test_many_sends({3, 3, 3, false, "", 8}, 2);
-  test_queues({3, 3, 1, false, "", 6, 6}, 4);  // three callers, three lines
-  test_queues({3, 3, 1, false, "", 6, 7}, 0);
-  test_queues({3, 1, 3, false, "", 8, 4}, 4);  // one caller, three lines
-  test_given_back();
-  test_closed_beside_a_kernel(0);
-  test_closed_beside_a_kernel(2);
-  test_kept_memory_is_found_when_needed();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  const auto groups = [] {
+    test_two_groups(2, 4, 2);
+    test_two_groups(3, 4, 3);
+  };
+  const auto sends = [] {
+    test_many_sends({3, 3, 1, false, "", 6}, 2);
+    test_many_sends({8, 8, 1, false, "", 16}, 3);
+    test_many_sends({3, 3, 3, false, "", 8}, 2);
+  };
+  const auto queues = [] {
+    test_queues({3, 3, 1, false, "", 6, 6}, 4);  // three callers, three lines
+    test_queues({3, 3, 1, false, "", 6, 7}, 0);
+    test_queues({3, 1, 3, false, "", 8, 4}, 4);  // one caller, three lines
+  };
+  const auto products = [] {
+    test_products(2, 4);
+    test_products(3, 6);
+  };
+  const auto memory = [] {
+    test_closed_beside_a_kernel(0);
+    test_closed_beside_a_kernel(2);
+    test_after_a_broken_group();
+    test_kept_memory_is_found_when_needed();
+  };
+  return run_suites(count, arguments,
+                    {{"groups", groups},
+                     {"sends", sends},
+                     {"queues", queues},
+                     {"products", products},
+                     {"given back", test_given_back},
+                     {"memory", memory}});
 }

@@ -358,7 +358,6 @@ void test_abort_and_close() {
 }
 
 // --- the driver fails
-
 void test_failing_set_up() {
   const std::vector<std::pair<const char*, int>> calls = {{"cuDeviceGetCount", 1},
                                                           {"cuDeviceGet", 1},
@@ -480,17 +479,22 @@ void test_failing_device() {
 
 }  // namespace
 
-int main() {
-  test_mismatches();
-  for (const Setting& setting : {together, apart}) test_message_mismatches(setting);
-  test_late_rank();
-  for (const Setting& setting : {together, in_order_together}) test_late_start(setting);
-  test_busy_for_long();
-  test_killed();
-  test_abort_and_close();
-  test_failing_set_up();
-  test_failing_issue();
-  test_failing_device();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  const auto messages = [] {
+    for (const Setting& setting : {together, apart}) test_message_mismatches(setting);
+  };
+  const auto late_start = [] {
+    for (const Setting& setting : {together, in_order_together}) test_late_start(setting);
+  };
+  return run_suites(count, arguments,
+                    {{"mismatches", test_mismatches},
+                     {"messages that differ", messages},
+                     {"late rank", test_late_rank},
+                     {"late start", late_start},
+                     {"busy for long", test_busy_for_long},
+                     {"killed", test_killed},
+                     {"abort and close", test_abort_and_close},
+                     {"failing set-up", test_failing_set_up},
+                     {"failing issue", test_failing_issue},
+                     {"failing device", test_failing_device}});
 }

@@ -299,6 +299,26 @@ class Member {
   const Stream stream;
 };
 
+// Holds a stream until it is opened.
+class Gate {
+ public:
+  explicit Gate(Stream stream) {
+    fake_enqueue(stream, [open = open_] {
+      while (!open->load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    });
+  }
+  ~Gate() { open(); }
+  void open() { open_->store(true); }
+
+ private:
+  std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
+};
+
+inline void wait_until(const std::function<bool()>& so, const std::string& what) {
+  for (int i = 0; i < 5000 && !so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  require(so(), what);
+}
+
 inline std::string description(const CudaGroup& group, const std::string& key) {
   for (const auto& [name, value] : group.describe())
     if (name == key) return value;

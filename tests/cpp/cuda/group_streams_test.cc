@@ -8,26 +8,6 @@ namespace {
 
 const Setting together{2, 2}, apart{2, 1, 1, true}, in_order{2, 1};
 
-// Holds a stream until it is opened.
-class Gate {
- public:
-  explicit Gate(Stream stream) {
-    fake_enqueue(stream, [open = open_] {
-      while (!open->load()) std::this_thread::sleep_for(std::chrono::microseconds(100));
-    });
-  }
-  ~Gate() { open(); }
-  void open() { open_->store(true); }
-
- private:
-  std::shared_ptr<std::atomic<bool>> open_ = std::make_shared<std::atomic<bool>>(false);
-};
-
-void wait_until(const std::function<bool()>& so, const std::string& what) {
-  for (int i = 0; i < 5000 && !so(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  require(so(), what);
-}
-
 // The host runs ahead of a stream that is held up; nothing is let go before it has ended.
 void test_host_is_free(const Setting& setting) {
   const auto body = [](Rank& rank) {
@@ -329,111 +309,6 @@ void test_barrier_leaves_the_device_alone(const Setting& setting) {
   expect("barrier, device idle: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
-// Closed with operations under way: their results are there afterwards.
-void test_close_under_way(const Setting& setting) {
-  const auto body = [](Rank& rank) {
-    Member me(rank);
-    std::list<Trial> trials;
-    std::vector<CudaWorkPtr> works;
-    for (int i = 0; i < 10; ++i) {
-      Trial& trial = trials.emplace_back(me.group, rank, Spec{.count = 3000});
-      trial.fill(me.stream);
-      works.push_back(me.group.issue(trial.op(), me.issue(i % 2)));
-      works.back()->wait();
-      trial.look(me.stream);
-    }
-    me.group.close();
-    me.own.synchronize();
-    for (const Trial& trial : trials) trial.check();
-    for (size_t i = 1; i < works.size(); i += 2)
-      require(works[i]->done() && !works[i]->error(), "every work is done");
-    require_contains(error_of([&] { me.group.issue(trials.front().op(), me.issue()); }),
-                     "the communicator is closed");
-    trials.clear();
-    rank.barrier();
-    PeerMemory::free_parked();
-  };
-  expect("close under way: " + setting.text(), run_ranks(run_options(setting), body));
-}
-
-// Works, memory and streams outlive the group in any order.
-void test_destruction() {
-  RunOptions options = run_options(together);
-  const auto body = [](Rank& rank) {
-    CudaWorkPtr work;
-    Registered registered;
-    {
-      Member me(rank);
-      registered = me.group.allocate(1000);
-      Trial trial(me.group, rank, {.count = 9});
-      work = me.run(trial, true);
-      me.own.synchronize();
-      trial.check();
-    }
-    rank.comm.close();
-    require_contains(error_of([&] { work->wait(); }), "the communicator is closed");
-    registered.memory.reset();
-  };
-  expect("destruction", run_ranks(options, body));
-}
-
-// A callback, which runs on the watching thread, closes the group.
-void test_close_in_callback() {
-  const auto body = [](Rank& rank) {
-    Member me(rank);
-    Trial trial(me.group, rank, {.count = 9});
-    std::atomic<bool> closed{false};
-    const auto work = me.run(trial, true);
-    work->on_completion([&] {
-      me.group.close();
-      closed = true;
-    });
-    wait_until([&] { return closed.load(); }, "the callback returns");
-    me.own.synchronize();
-    trial.check();
-    rank.barrier();
-    PeerMemory::free_parked();
-  };
-  expect("closed in a callback", run_ranks(run_options(apart), body));
-}
-
-// Registered memory that is given back while an operation uses it lives until that has ended.
-void test_release_under_way(const Setting& setting) {
-  const auto body = [](Rank& rank) {
-    Member me(rank);
-    Registered registered = me.group.allocate(4000);
-    auto* data = reinterpret_cast<float*>(registered.data);
-    std::fill_n(data, 1000, 1.0f + rank.rank);
-    Op op;
-    op.kind = OpKind::all_reduce;
-    op.dtype = DType::f32;
-    op.count = 1000;
-    op.in = op.out = registered.data;
-    rank.barrier();
-    auto gate = std::make_unique<Gate>(me.stream);
-    me.group.issue(op, me.issue(rank.rank == 0));
-    std::thread opener([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(30 * (1 + rank.rank)));
-      gate->open();
-    });
-    me.group.release(registered);
-    require(data[999] == 3.0f, "the operation has ended");
-    opener.join();
-    require_contains(error_of([&] {
-                       op.algorithm = Algorithm::copy_engine;
-                       op.kind = OpKind::all_gather;
-                       op.out = nullptr;
-                       op.out_parts = {{registered.data, 10}, {registered.data + 40, 10}};
-                       op.count = 10;
-                       me.group.issue(op, me.issue());
-                     }),
-                     "needs buffers from pycomm.empty");
-    registered.memory.reset();
-    me.finish();
-  };
-  expect("release() under way: " + setting.text(), run_ranks(run_options(setting), body));
-}
-
 // The child of a fork uses nothing of the parent's group, and does not hang.
 void test_fork() {
   const auto body = [](Rank& rank) {
@@ -461,23 +336,24 @@ void test_fork() {
 
 }  // namespace
 
-int main() {
-  for (const Setting& setting : {together, apart, in_order}) {
-    test_host_is_free(setting);
-    test_two_streams(setting);
-    test_capture(setting);
-    test_barrier(setting);
-    test_barrier_leaves_the_device_alone(setting);
-    test_close_under_way(setting);
-    test_release_under_way(setting);
-  }
-  test_order();
-  test_recycling(together, 1000);
-  test_recycling(in_order, 200);
-  test_capture_does_not_hide_work();
-  test_destruction();
-  test_close_in_callback();
-  test_fork();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  const auto each = [](void (*test)(const Setting&)) {
+    return [test] {
+      for (const Setting& setting : {together, apart, in_order}) test(setting);
+    };
+  };
+  const auto recycling = [] {
+    test_recycling(together, 1000);
+    test_recycling(in_order, 200);
+  };
+  return run_suites(count, arguments,
+                    {{"host is free", each(test_host_is_free)},
+                     {"two streams", each(test_two_streams)},
+                     {"capture", each(test_capture)},
+                     {"barrier", each(test_barrier)},
+                     {"device idle in a barrier", each(test_barrier_leaves_the_device_alone)},
+                     {"order", test_order},
+                     {"recycling", recycling},
+                     {"capture hides nothing", test_capture_does_not_hide_work},
+                     {"fork", test_fork}});
 }

@@ -249,12 +249,11 @@ void test_shared_stream() {
 
 }  // namespace
 
-int main() {
-  test_collectives();
-  test_messages();
-  test_protocols();
-  test_refusals();
-  test_shared_stream();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  return run_suites(count, arguments,
+                    {{"collectives", test_collectives},
+                     {"messages", test_messages},
+                     {"protocols", test_protocols},
+                     {"refusals", test_refusals},
+                     {"shared stream", test_shared_stream}});
 }

@@ -12,6 +12,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <filesystem>
 #include <fstream>
@@ -75,6 +76,7 @@ struct RunOptions {
 };
 
 inline int failures = 0, passes = 0;
+inline bool first_ends = false;  // the first failure ends the program
 
 inline void require(bool condition, const std::string& what) {
   if (!condition) throw std::runtime_error("not so: " + what);
@@ -148,6 +150,28 @@ inline void expect(const std::string& name, bool well) {
   ++(well ? passes : failures);
   if (!well) std::printf("FAILED %s\n", name.c_str());
   std::fflush(stdout);
+  if (!well && first_ends) ::_exit(1);
+}
+
+struct Suite {
+  const char* name;
+  std::function<void()> run;
+};
+
+// Those that the arguments name, until the first failure; without arguments all of them. Returns the exit
+// status.
+inline int run_suites(int count, char** arguments, const std::vector<Suite>& suites) {
+  const std::vector<std::string> asked(arguments + 1, arguments + count);
+  first_ends = !asked.empty();
+  size_t found = 0;
+  for (const Suite& suite : suites) {
+    if (first_ends && std::find(asked.begin(), asked.end(), suite.name) == asked.end()) continue;
+    ++found;
+    suite.run();
+  }
+  if (first_ends) expect("a suite of each name", found == asked.size());
+  std::printf("%d passed, %d failed\n", passes, failures);
+  return failures != 0;
 }
 
 // The message of what body throws; fails if it throws nothing.
