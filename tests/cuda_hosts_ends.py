@@ -1,7 +1,8 @@
 """How the NCCL of a group over hosts ends, in tests/test_cuda_hosts.py: deaths, aborts and hangs at any
-moment. FakeNccl says where NCCL's rules are broken (tests/cpp/cuda/fake_nccl.h), and check_nothing_left fails.
+moment. FakeNccl says where NCCL's rules are broken (tests/cpp/cuda/fake_nccl.h).
 """
 
+import ctypes
 import datetime
 import gc
 import os
@@ -126,7 +127,7 @@ def closed_by_another_thread():
                     while True:
                         comm.all_reduce(cuda(comm.rank, 4), async_op=True).wait()
                 except pycomm.CommError as error:
-                    errors.append(error)
+                    errors.append(str(error))  # not the tensors of its frames
 
         threads = [threading.Thread(target=go_on) for _ in range(2)]
         for thread in threads:
@@ -163,14 +164,35 @@ def device_fails():
     def body(r, n):
         dist.all_reduce(cuda(r, 4))
         dist.barrier()
+        made[0].hang_after = 0
         if r == 1:
             fake_cuda.driver.fail("cuEventQuery", 1, 719)
-        else:
-            made[0].hang_after = 0
         with raises(pycomm.AbortedError, "rank 1 (host1) failed in it: CUDA error: 719", rank=r):
             ended(dist.all_reduce(cuda(r, 3, SIZE).t(), async_op=True))
 
     over([0, 1], body)
+
+
+def exits_while_broken(waits):
+    """The interpreter ends in order, whether the error has been heard of or NCCL still runs."""
+    use_fake()
+
+    def rank(r):
+        x = cuda(r, 4)
+        dist.all_reduce(x)
+        dist.barrier()
+        made[0].hang_after = 0
+        if r == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        work = dist.all_reduce(x, async_op=True)
+        if waits:
+            with raises(pycomm.PeerError, "rank 1 (host1) died"):
+                ended(work)
+        ctypes.pythonapi.Py_Exit(3)
+
+    options = {"backend": "pycomm", "operation_timeout": 20.0, "timeout": 40, "fail": False}
+    results = run_ranks(2, rank, mode="processes", hosts=[0, 1], **options)
+    assert "exited with status 3" in str(results[0]) and "signal 9" in str(results[1]), results
 
 
 def random_death(seed):

@@ -68,7 +68,8 @@ def test_failures(server, what):
     ("what", "settings"),
     [("device_goes_on", [False]), ("device_goes_on", [True]), ("call_does_not_return", ["death"])]
     + [("call_does_not_return", ["limit"]), ("abort_hangs", []), ("dies_while_others_leave", [])]
-    + [("closed_by_another_thread", []), ("batch_refused", []), ("device_fails", [])],
+    + [("closed_by_another_thread", []), ("batch_refused", []), ("device_fails", [])]
+    + [("exits_while_broken", [True]), ("exits_while_broken", [False])],
 )
 def test_ends(server, what, settings):
     server.run(f"cuda_hosts_ends.{what}", *settings)

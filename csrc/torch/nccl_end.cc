@@ -4,6 +4,10 @@
 // ncclCommAbort and ncclCommFinalize are called by torch and may hang, though they should not: the first
 // where a thread of NCCL's own does not come back, the second where a rank died in the middle of it. torch
 // limits neither in a way that fits.
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <system_error>
+
 #include "nccl_work.h"
 
 namespace pycomm {
@@ -20,16 +24,23 @@ using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 // A call in a thread of its own, which keeps the engine: nobody has to wait for it.
 class Apart {
  public:
-  Apart(BackendPtr backend, void (*call)(c10d::Backend&)) {
-    std::thread([ended = ended_, backend = std::move(backend), call]() mutable {
+  Apart(BackendPtr backend, c10::Device device, void (*call)(c10d::Backend&)) {
+    auto body = [ended = ended_, backend = std::move(backend), device, call]() mutable {
       try {
+        // else CUDA makes a context on its first device
+        c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
         call(*backend);
       } catch (const std::exception&) {
         // nobody is left to be told
       }
       backend.reset();
       ended->store(true);
-    }).detach();
+    };
+    try {
+      std::thread(body).detach();
+    } catch (const std::system_error&) {  // no more threads
+      body();
+    }
   }
   // False: it has not ended within the time, or `look` threw.
   bool wait(std::chrono::seconds time, const std::function<void()>& look = [] {}) const {
@@ -72,16 +83,16 @@ bool NcclSide::end_engine() {
 
 void NcclSide::abort_engine() {
   if (aborted_.exchange(true) || !end_engine()) return;
-  Apart(backend_, abort).wait(longest_abort);
+  Apart(backend_, device_, abort).wait(longest_abort);
   stopped_by_ = Clock::now() + until_stopped;
 }
 
 // It waits for all ranks, of which one may die meanwhile.
 void NcclSide::shut_engine_down() {
   if (!end_engine()) return;
-  const Apart closing(backend_, shut_down);
+  const Apart closing(backend_, device_, shut_down);
   if (closing.wait(longest_farewell, [this] { comm_.hosts_side()->look_at_lives({}); })) return;
-  Apart(backend_, abort).wait(longest_abort);
+  Apart(backend_, device_, abort).wait(longest_abort);
 }
 
 void NcclSide::give_up(NcclWork& work, std::exception_ptr error) {

@@ -1,4 +1,6 @@
 // nccl_watch.cc -- what NcclSide's thread looks after: see nccl_side.h.
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <optional>
 #include <sstream>
 
@@ -31,6 +33,7 @@ void NcclSide::watch() {
   watcher_.store(std::this_thread::get_id());
   std::optional<cuda::RelaxedCapture> relaxed;  // it asks for events while others may capture
   if (cuda::driver()) relaxed.emplace();
+  c10::impl::VirtualGuardImpl(device_.type()).setDevice(device_);
   std::unique_lock lock(mutex_);
   auto moved = Clock::now();
   while (!stop_) {
