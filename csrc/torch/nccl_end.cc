@@ -17,7 +17,6 @@ namespace {
 constexpr std::chrono::seconds longest_farewell{10};
 constexpr std::chrono::seconds longest_turn{1};  // that a thread is waited for that is in NCCL
 constexpr std::chrono::seconds longest_abort{2};
-constexpr std::chrono::seconds until_stopped{2};  // for the device, after NCCL was aborted
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
@@ -104,6 +103,11 @@ void NcclSide::give_up(NcclWork& work, std::exception_ptr error) {
   work.complete(std::move(error));
 }
 
+void NcclSide::give_up_by(Clock::time_point limit, NcclWork& work, const std::exception_ptr& error) {
+  while (!work.passed() && Clock::now() < limit) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  give_up(work, error);
+}
+
 void NcclSide::let_go_of_held() {
   std::list<Held> over;  // declared first: tensors are let go of without the lock
   std::lock_guard lock(mutex_);
@@ -143,11 +147,7 @@ void NcclSide::close() {
   if (thread_.joinable() && !on_own_thread()) thread_.join();
   if (!left.empty() || comm_.transport().broken()) abort_engine();
   else shut_engine_down();
-  for (const WorkPtr& work : left) {
-    while (!work->passed() && Clock::now() < stopped_by_)
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    give_up(*work, closed_error(work->info_));
-  }
+  for (const WorkPtr& work : left) give_up_by(stopped_by_, *work, closed_error(work->info_));
 }
 
 // A forked child has neither the thread nor the engine's, and must not touch the device.

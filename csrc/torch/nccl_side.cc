@@ -189,7 +189,8 @@ void NcclSide::end_unfollowed(const OpInfo& op, const WorkPtr* first, const Work
   } catch (...) {
     told = std::current_exception();
   }
-  for (; first != last; ++first) give_up(**first, told);
+  for (const auto limit = Clock::now() + until_stopped; first != last; ++first)
+    give_up_by(limit, **first, told);
   std::rethrow_exception(told);
 }
 

@@ -100,6 +100,8 @@ class NcclSide final : public DeviceSide {
   using WorkPtr = std::shared_ptr<NcclWork>;
   using Clock = std::chrono::steady_clock;
 
+  static constexpr std::chrono::seconds until_stopped{2};  // for the device, after NCCL was aborted
+
   enum class Engine { none, made, ended };  // ended: closed or aborted, or about to be
   // The right to call NCCL, and the order of numbers ([Note: one thread in NCCL at a time]).
   class Turn {
@@ -162,6 +164,8 @@ class NcclSide final : public DeviceSide {
   void abort_engine();
   void shut_engine_down();
   void give_up(NcclWork& work, std::exception_ptr error);  // settles it and holds what the device may use
+  // The same, when the device has stopped; at the limit, whether it has or not.
+  void give_up_by(Clock::time_point limit, NcclWork& work, const std::exception_ptr& error);
   void let_go_of_held();
   double limit_of(double timeout) const { return timeout > 0 ? timeout : comm_.transport().timeout(); }
   std::string self() const { return place_.placement.name(comm_.rank()); }

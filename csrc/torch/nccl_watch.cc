@@ -42,8 +42,13 @@ void NcclSide::watch() {
       look_at_call(*calling);
       lock.lock();
     }
+    if (pending_.empty() && comm_.transport().broken()) {  // a graph that is replayed may be in NCCL
+      lock.unlock();
+      abort_engine();
+      lock.lock();
+    }
     if (pending_.empty() && held_.empty()) {
-      changed_.wait_for(lock, rarely);
+      if (!stop_) changed_.wait_for(lock, rarely);
       moved = Clock::now();
       continue;
     }
