@@ -254,18 +254,20 @@ def nccl_checks():
 
 @contextlib.contextmanager
 def nccl_spares_the_process():
-    """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error: torch reads
-    the variable when it makes one.
+    """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error, and wait() of
+    its works blocks no thread of the host: torch reads the variables when it makes one.
     """
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"
+    before = {}
+    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"):
+        before[name] = os.environ.get(name)
+        os.environ[name] = "0"
     try:
         yield
     finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
 
 def master_address():

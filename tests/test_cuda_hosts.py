@@ -64,13 +64,29 @@ def test_failures(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 
 
+@pytest.mark.parametrize(
+    ("what", "settings"),
+    [("device_goes_on", [False]), ("device_goes_on", [True]), ("call_does_not_return", ["death"])]
+    + [("call_does_not_return", ["limit"]), ("abort_hangs", []), ("dies_while_others_leave", [])]
+    + [("closed_by_another_thread", []), ("batch_refused", []), ("device_fails", [])]
+    + [("exits_while_broken", [True]), ("exits_while_broken", [False])],
+)
+def test_ends(server, what, settings):
+    server.run(f"cuda_hosts_ends.{what}", *settings)
+
+
 @pytest.mark.parametrize("what", ["without_nccl", "dies_while_it_is_made"])
 def test_making_it(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 
 
 @pytest.mark.slow
-@pytest.mark.deep  # fails in one of some five runs, by a signal 11 of a survivor (docs/limits.md)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_deaths(server, victim):
     server.run("cuda_hosts_cases.killed", victim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+def test_random_deaths(server, seed):
+    server.run("cuda_hosts_ends.random_death", seed)

@@ -3,6 +3,7 @@ value.
 """
 
 import logging
+import os
 import re
 
 import pytest
@@ -170,3 +171,12 @@ def test_for_child(monkeypatch):
     monkeypatch.setenv("PYCOMM_LOG", "debug")
     child = env.for_child(PYCOMM_LOG=None, RANK=3)
     assert "PYCOMM_LOG" not in child and child["RANK"] == "3" and "PATH" in child
+
+
+def test_nccl_spares_the_process(monkeypatch):
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
+    monkeypatch.setenv(names[0], "3")
+    monkeypatch.delenv(names[1], raising=False)
+    with env.nccl_spares_the_process():
+        assert [os.environ[name] for name in names] == ["0", "0"]
+    assert [os.environ.get(name) for name in names] == ["3", None]

@@ -1,5 +1,5 @@
-// nccl_side.cc -- see nccl_side.h: making the engine, issuing, and the end. What goes on meanwhile is in
-// nccl_watch.cc.
+// nccl_side.cc -- see nccl_side.h: making the engine, issuing and waiting. What goes on meanwhile is in
+// nccl_watch.cc, the end in nccl_end.cc.
 #include "nccl_side.h"
 
 #include <c10/core/GradMode.h>
@@ -9,6 +9,7 @@
 
 #include <sstream>
 #include <stdexcept>
+#include <system_error>
 
 #include "../communicator/agree.h"
 #include "../transport/interrupt.h"
@@ -22,7 +23,6 @@ namespace pycomm {
 namespace {
 
 constexpr int most_comparing = 256;  // operations that may run ahead of their headers
-constexpr std::chrono::seconds longest_farewell{10};
 
 cuda::Capture capture_on(c10::Device device) {
   if (!cuda::driver()) return {};
@@ -34,22 +34,12 @@ cuda::Capture capture_on(c10::Device device) {
 NcclSide::NcclSide(Communicator& comm, NcclPlace place, MakeNccl make, Checks checks)
     : comm_(comm), place_(std::move(place)), make_(std::move(make)), checks_(checks) {}
 
-// A forked child has neither the thread nor the engine's.
-NcclSide::~NcclSide() {
-  if (comm_.transport().forked()) {
-    (void)new std::thread(std::move(thread_));
-    (void)new c10::intrusive_ptr<c10d::Backend>(std::move(backend_));
-    return;
-  }
-  close();
-  if (thread_.joinable()) thread_.join();
-}
-
 // --- making the engine
 
 c10d::Backend& NcclSide::engine(c10::Device device) {
   comm_.transport().check({});
-  if (!backend_) make_engine(device);
+  if (engine_.load() == Engine::none) make_engine(device);
+  if (engine_.load() == Engine::ended) std::rethrow_exception(closed_error({}));
   if (device != device_)
     throw std::invalid_argument(comm_.transport().where({}) + "this group works on " + device_.str() +
                                 ", the tensor is on " + device.str() +
@@ -79,6 +69,16 @@ void NcclSide::make_engine(c10::Device device) {
     comm_.raise(ErrorKind::none, making, -1, error.what());
   }
   device_ = device;
+  try {
+    std::lock_guard lock(mutex_);
+    if (stop_) return;  // the group has been closed meanwhile
+    thread_ = std::thread([this] { watch(); });
+    ::pthread_setname_np(thread_.native_handle(), "pycomm-nccl");
+  } catch (const std::system_error& error) {
+    fail(ErrorKind::aborted, making, comm_.rank(), self() + " could not start a thread: " + error.what());
+  }
+  Engine none = Engine::none;
+  engine_.compare_exchange_strong(none, Engine::made);
 }
 
 // --- issuing
@@ -121,7 +121,7 @@ cuda::DeviceWorkPtr NcclSide::issue(Request request, bool async_op) {
   comm_.refuse_malformed(op);
   if (const std::string fault = fault_on_nccl(op); !fault.empty())
     throw std::invalid_argument(comm_.transport().where({op.kind, 0}) + fault);
-  std::lock_guard issuing(issuing_);
+  const Turn turn(*this);
   c10d::Backend& backend = engine(request.device);
   auto work =
       std::make_shared<NcclWork>(*this, OpInfo{op.kind, 0}, request.device, limit_of(request.op.timeout));
@@ -134,7 +134,7 @@ cuda::DeviceWorkPtr NcclSide::issue(Request request, bool async_op) {
 }
 
 cuda::DeviceWorkPtr NcclSide::send(const at::Tensor& dense, const MessageOptions& options, bool async_op) {
-  std::lock_guard issuing(issuing_);
+  const Turn turn(*this);
   c10d::Backend& backend = engine(dense.device());
   auto work = std::make_shared<NcclWork>(*this, OpInfo{OpKind::send, ++messages_}, dense.device(),
                                          limit_of(options.timeout));
@@ -150,7 +150,7 @@ cuda::DeviceWorkPtr NcclSide::send(const at::Tensor& dense, const MessageOptions
 cuda::DeviceWorkPtr NcclSide::recv(const at::Tensor& dense, const at::Tensor& target,
                                    const MessageOptions& options, bool async_op) {
   c10::NoGradGuard no_grad;
-  std::lock_guard issuing(issuing_);
+  const Turn turn(*this);
   c10d::Backend& backend = engine(dense.device());
   auto work = std::make_shared<NcclWork>(*this, OpInfo{OpKind::recv, ++messages_}, dense.device(),
                                          limit_of(options.timeout));
@@ -164,59 +164,88 @@ cuda::DeviceWorkPtr NcclSide::recv(const at::Tensor& dense, const at::Tensor& ta
   return work;
 }
 
-// What NCCL refuses on this rank alone would leave the others waiting.
+NcclSide::Call::Call(NcclSide& side, const OpInfo& op, double timeout) : side_(side) {
+  std::lock_guard lock(side.mutex_);
+  side.calling_ = {op, timeout, Clock::now()};
+}
+
+NcclSide::Call::~Call() {
+  std::lock_guard lock(side_.mutex_);
+  side_.calling_.reset();
+}
+
+// In a handler: what went wrong on the way to the watch, which is the group's error: what NCCL refuses on
+// this rank alone would leave the others waiting. The works that did not get there end with it.
+void NcclSide::end_unfollowed(const OpInfo& op, const WorkPtr* first, const WorkPtr* last) {
+  std::exception_ptr told;
+  try {
+    try {
+      throw;
+    } catch (const CommError&) {
+      throw;
+    } catch (const std::exception& error) {
+      fail(ErrorKind::aborted, op, comm_.rank(), self() + " failed in it: NCCL: " + brief(error));
+    }
+  } catch (...) {
+    told = std::current_exception();
+  }
+  for (const auto limit = Clock::now() + until_stopped; first != last; ++first)
+    give_up_by(limit, **first, told);
+  std::rethrow_exception(told);
+}
+
 template <class Start>
 void NcclSide::start(const WorkPtr& work, const Start& start) {
   work->captured_ = capture_on(work->device_).active;
   try {
-    work->running_ = start();
+    {
+      const Call call(*this, work->info_, work->timeout_);
+      work->running_ = start();
+    }
     if (!batch_open_) follow(work);
-  } catch (const std::exception& error) {
-    fail(ErrorKind::aborted, work->info_, comm_.rank(), self() + " failed in it: NCCL: " + brief(error));
+  } catch (...) {
+    end_unfollowed(work->info_, &work, &work + 1);
   }
   if (batch_open_) batch_.push_back(work);
 }
 
 // It has been started: the copies of its results behind it, and the watch.
 void NcclSide::follow(const WorkPtr& work) {
-  if (!work->copy_back_.empty()) {
-    const c10::impl::VirtualGuardImpl guard(work->device_.type());
-    const c10::StreamGuard beside(guard.getStreamFromGlobalPool(work->device_));
-    work->running_->wait();
-    for (auto& [target, dense] : work->copy_back_) target.copy_(dense);
-    work->copied_.emplace(work->device_.type());
-    work->copied_->record(beside.current_stream());
-  }
+  if (!work->copy_back_.empty())
+    work->copied_ = work->mark_behind([&] {
+      for (auto& [target, dense] : work->copy_back_) target.copy_(dense);
+    });
   if (work->captured_) return work->complete(nullptr);  // it runs when the graph is replayed
   std::lock_guard lock(mutex_);
+  if (stop_)  // another thread has closed the group while this one was in NCCL
+    std::rethrow_exception(closed_error(work->info_));
   pending_.push_back(work);
-  if (!thread_.joinable()) {
-    thread_ = std::thread([this] { watch(); });
-    ::pthread_setname_np(thread_.native_handle(), "pycomm-nccl");
-  }
   changed_.notify_all();
 }
 
 void NcclSide::start_batch(c10::Device device) {
-  std::lock_guard issuing(issuing_);
+  const Turn turn(*this);
   if (batch_open_) return;
   engine(device).startCoalescing();
   batch_open_ = true;
 }
 
 void NcclSide::end_batch() {
-  std::lock_guard issuing(issuing_);
+  const Turn turn(*this);
   if (!std::exchange(batch_open_, false)) return;
   const std::vector<WorkPtr> works = std::exchange(batch_, {});
   const OpInfo info = works.empty() ? OpInfo{} : works.back()->info_;
+  size_t followed = 0;
   try {
-    const auto all = backend_->endCoalescing();
-    for (const WorkPtr& work : works) {
-      work->running_ = all;
-      follow(work);
+    c10d::Backend& backend = engine(device_);
+    {
+      const Call call(*this, info, works.empty() ? limit_of(0) : works.back()->timeout_);
+      const auto all = backend.endCoalescing();
+      for (const WorkPtr& work : works) work->running_ = all;
     }
-  } catch (const std::exception& error) {
-    fail(ErrorKind::aborted, info, comm_.rank(), self() + " failed in it: NCCL: " + brief(error));
+    for (; followed < works.size(); ++followed) follow(works[followed]);
+  } catch (...) {
+    end_unfollowed(info, works.data() + followed, works.data() + works.size());
   }
 }
 
@@ -269,8 +298,29 @@ bool NcclWork::ended() const {
   return running_->isCompleted();
 }
 
+bool NcclWork::passed() {
+  if (!running_) return true;  // never started
+  try {
+    if (!copied_ && !passed_) passed_ = mark_behind([] {});
+    return (copied_ ? copied_ : passed_)->query();
+  } catch (const std::exception&) {
+    return false;  // the device has failed: nothing is known of its memory
+  }
+}
+
+// What `then` enqueues runs behind NCCL, in a stream of its own; so does the result.
+std::shared_ptr<c10::Event> NcclWork::mark_behind(const std::function<void()>& then) const {
+  const c10::impl::VirtualGuardImpl guard(device_.type());
+  const c10::StreamGuard beside(guard.getStreamFromGlobalPool(device_));
+  running_->wait();
+  then();
+  auto mark = std::make_shared<c10::Event>(device_.type());
+  mark->record(beside.current_stream());
+  return mark;
+}
+
 void NcclSide::drain(double timeout) {
-  if (!backend_) return;
+  if (engine_.load() != Engine::made) return;
   c10::Event here(device_.type());
   here.record(current_stream(device_));
   const double limit = limit_of(timeout);
@@ -289,43 +339,6 @@ void NcclSide::drain(double timeout) {
       fail(ErrorKind::timeout, info, comm_.rank(), text.str());
     }
     std::this_thread::sleep_for(std::chrono::microseconds(200));
-  }
-}
-
-// --- the end
-
-bool NcclSide::drained(Clock::time_point limit) {
-  for (;;) {
-    {
-      std::lock_guard lock(mutex_);
-      if (pending_.empty()) return true;
-    }
-    if (Clock::now() > limit || on_own_thread()) return false;
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  }
-}
-
-void NcclSide::close() {
-  if (comm_.transport().forked()) return;
-  const bool all_ended = drained(Clock::now() + longest_farewell);
-  std::list<WorkPtr> left;
-  {
-    std::lock_guard lock(mutex_);
-    if (std::exchange(stop_, true)) return;
-    left = std::exchange(pending_, {});
-  }
-  changed_.notify_all();
-  if (thread_.joinable() && !on_own_thread()) thread_.join();
-  if (!all_ended || comm_.transport().broken()) abort_engine();  // shutdown() waits for all ranks
-  for (const WorkPtr& work : left)
-    work->complete(std::make_exception_ptr(
-        CommError(ErrorKind::aborted, comm_.transport().where(work->info_) + "the communicator is closed",
-                  comm_.rank(), comm_.world_size(), work->info_, -1)));
-  if (!backend_ || aborted_.load()) return;
-  try {
-    backend_->shutdown();
-  } catch (const std::exception&) {
-    // nobody is left to be told
   }
 }
 

@@ -3,7 +3,7 @@
 
 #include <c10/core/Event.h>
 
-#include <optional>
+#include <memory>
 
 #include "nccl_side.h"
 
@@ -32,7 +32,12 @@ class NcclWork final : public cuda::DeviceWork {
 
   void order_current();
   bool ended() const;  // on the device, or by an error
-  void complete(std::exception_ptr error) { settle(std::move(error)); }
+  bool
+  passed();  // the device uses none of the tensors any more, nor will it ([Note: memory behind an error])
+  std::shared_ptr<c10::Event> mark_behind(const std::function<void()>& then) const;
+  void complete(std::exception_ptr error) {
+    if (!completed_.exchange(true)) settle(std::move(error));
+  }
   void release() override {
     keep_.clear();
     copy_back_.clear();
@@ -44,10 +49,12 @@ class NcclWork final : public cuda::DeviceWork {
   const double timeout_;
   const Clock::time_point began_ = Clock::now();
   c10::intrusive_ptr<c10d::Work> running_;  // null until its batch ends
-  std::optional<c10::Event> copied_;  // the end, where results are copied after NCCL
+  std::shared_ptr<c10::Event> copied_;  // the end, where results are copied after NCCL; else null
+  std::shared_ptr<c10::Event> passed_;  // the end, of a work that failed; of who watches
+  std::atomic<bool> completed_{false};
   std::shared_ptr<Comparison> comparison_;  // null: not compared
   bool captured_ = false;
-  Clock::time_point over_since_{};  // when it was first seen to have failed, or the engine to be aborted
+  Clock::time_point over_since_{};  // when it was first seen to have failed
   Tensors keep_;
   CopyBack copy_back_;
 };

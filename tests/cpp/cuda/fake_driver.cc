@@ -13,6 +13,7 @@
 #include <fstream>
 
 #include "fake_state.h"
+#include "fake_touch.h"
 
 namespace pycomm::cuda {
 
@@ -435,6 +436,12 @@ FakeCounts fake_counts() {
 std::string fake_violations() {
   std::lock_guard lock(fake_state().mutex);
   return fake_state().violations;
+}
+
+void fake_violation(const std::string& text) {
+  FakeState& state = fake_state();
+  std::lock_guard lock(state.mutex);
+  violation(state, text);
 }
 
 void fake_fail(const std::string& function, int nth, int error) {

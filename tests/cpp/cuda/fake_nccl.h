@@ -5,6 +5,11 @@
 // stream that waits for it goes on at its end; between startCoalescing() and endCoalescing() nothing starts.
 // It knows the types and reductions of NCCL alone. Tests tell it to fail, to hang (until abort()), and read
 // what was called.
+//
+// Ends are as there, too. An error is an end for the host alone: the device stays in the operation until
+// abort(), and after it if the test says so. These are violations (fake_violations()), not undefined
+// behaviour: memory given back while the device is in it; two threads in a communicator; abort() while a
+// thread is in a call from which it would come back; any call after abort() or shutdown().
 #pragma once
 
 #include <pybind11/pybind11.h>

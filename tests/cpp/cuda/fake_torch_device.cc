@@ -197,7 +197,10 @@ class Guard final : public c10::impl::DeviceGuardImplInterface {
     PYCOMM_CUDA_CHECK(require_driver(), cuStreamWaitEvent, native(stream), static_cast<Event>(event), 0);
   }
   bool queryEvent(void* event) const override {
-    return !event || require_driver().cuEventQuery(static_cast<Event>(event)) == result::success;
+    if (!event) return true;
+    const int answer = require_driver().cuEventQuery(static_cast<Event>(event));
+    TORCH_CHECK(answer == result::success || answer == result::not_ready, "CUDA error: ", answer);
+    return answer == result::success;
   }
   void synchronizeEvent(void* event) const override {
     if (event) PYCOMM_CUDA_CHECK(require_driver(), cuEventSynchronize, static_cast<Event>(event));

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include "fake_state.h"
+#include "fake_touch.h"
 
 namespace pycomm::cuda {
 
@@ -225,6 +226,17 @@ void fake_add_virtual_memory_functions(Driver& table) {
   FAKE_ADD(cuMulticastBindMem);
   FAKE_ADD(cuMulticastUnbind);
 #undef FAKE_ADD
+}
+
+bool fake_touch(DevicePtr address, size_t nbytes, const std::function<void()>& access) {
+  FakeState& state = fake_state();
+  std::lock_guard lock(state.mutex);
+  auto found = state.mappings.upper_bound(address);
+  if (found == state.mappings.begin()) return false;
+  --found;
+  if (address + nbytes > found->first + found->second.nbytes) return false;
+  access();
+  return true;
 }
 
 }  // namespace pycomm::cuda
