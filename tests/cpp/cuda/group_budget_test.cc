@@ -154,7 +154,7 @@ class Product {
   void launch(Stream stream, uint64_t* come) {
     me_.group.enter_line(stream);
     fake_enqueue(stream, [this, come] {
-      FakeSeats seats(me_.device, blocks_, 128, 255);
+      FakeSeats seats(me_.device, blocks_, 256, 255);  // a multiprocessor each
       fiber::run_launch(me_.rank.rank, blocks_, 1, [&](fiber::FiberCtx& c) {
         seats.enter(c);
         c.add(come, 1, Scope::system);
