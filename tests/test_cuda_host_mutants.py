@@ -92,5 +92,6 @@ def test_a_fault_in_some_is_found(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.deep
+@pytest.mark.timeout(2400)
 def test_every_fault_is_found(tmp_path):
     assert not survivors(list(FAULTS), tmp_path)

@@ -14,7 +14,7 @@ constexpr size_t large = 200'000;  // elements: as many blocks as may be
 // The same ranks, or some of them, as another group; each call of all of them makes one.
 class MoreGroups {
  public:
-  MoreGroups() {
+  explicit MoreGroups(int connections = 0) : connections_(connections) {
     char folder[] = "/tmp/pycomm-groups-XXXXXX";
     if (::mkdtemp(folder)) folder_ = folder;
   }
@@ -25,12 +25,13 @@ class MoreGroups {
     FolderStore store(folder_ + "/" + name);
     TransportOptions options;
     options.timeout = timeout;
-    options.device = run_options({}).device;
+    options.device = run_options({.connections = connections_}).device;
     options.device.protocol = protocol;
     return join_group(store, rank, world_size, options);
   }
 
  private:
+  const int connections_;  // hardware queues that the groups count with
   std::string folder_;
 };
 
@@ -153,7 +154,7 @@ class Product {
   void launch(Stream stream, uint64_t* come) {
     me_.group.enter_line(stream);
     fake_enqueue(stream, [this, come] {
-      FakeSeats seats(me_.device, blocks_, 128, 255);
+      FakeSeats seats(me_.device, blocks_, 256, 255);  // a multiprocessor each
       fiber::run_launch(me_.rank.rank, blocks_, 1, [&](fiber::FiberCtx& c) {
         seats.enter(c);
         c.add(come, 1, Scope::system);
@@ -223,7 +224,7 @@ void test_products(int ranks, int multiprocessors) {
 // What a group gives back when it is closed, the next one gets: places, and queues, of which there is one for
 // each caller and each line.
 void test_given_back() {
-  const MoreGroups more;
+  const MoreGroups more(4);
   const auto body = [&](Rank& rank) {
     std::vector<std::shared_ptr<Communicator>> closed;
     for (int round = 0; round < 3; ++round) {
@@ -244,7 +245,7 @@ void test_given_back() {
       closed.insert(closed.end(), {comm, beside});
     }
   };
-  expect("places are given back", run_ranks(run_options({2, 2, 1, false, "", 4, 4}), body));
+  expect("places are given back", run_ranks(run_options({2, 2}), body));
 }
 
 // A kernel of rank 1 waits for rank 0, which closes another group first: nothing there may wait for kernels.

@@ -9,7 +9,6 @@ using namespace pycomm;
 using namespace pycomm::cuda;
 
 namespace {
-
 const Setting together{3, 3}, apart{3, 1, 1, true}, in_order{3, 1},
     in_order_together{3, 3, 1, false, "stream_ordered"}, mixed{4, 2, 4};
 const std::vector<Setting> all_settings = {together, apart, in_order, in_order_together, mixed};
@@ -45,7 +44,6 @@ CommError error_soon(const CudaWorkPtr& work) {
 }
 
 // --- calls that differ
-
 struct Difference {
   const char* name;
   std::function<void(Op&)> change;  // of rank 1's call
@@ -150,7 +148,6 @@ void test_message_mismatches(const Setting& setting) {
 }
 
 // --- ranks that do not come
-
 void test_late_rank() {
   for (const Setting& setting : all_settings)
     for (bool message : {false, true}) {
@@ -212,6 +209,9 @@ void test_busy_for_long() {
         more = more && each;
       if (fake_calls("cuStreamBatchMemOp") > 50000) me.own.synchronize();
     }
+    me.own.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nor is one that is idle
+    require(!rank.comm.transport().broken(), "the group is whole");
     me.finish();
   };
   expect("busy for longer than the timeout", run_ranks(run_options({2, 1}), body));
