@@ -148,13 +148,6 @@ class StageModel:
                 module.forward = uncompiled(functools.partial(self._outside, name, side, module.forward))
 
     @property
-    def gathers_itself(self):
-        """Whether the sequence is whole behind the last block: under megatron_sp, where no head comes."""
-        if self.split is None or not self.split.megatron:
-            return False
-        return not any(side is Side.AFTER for _, _, side in self.owners)
-
-    @property
     def last(self):
         return self.stages.last
 
@@ -259,13 +252,10 @@ class StageModel:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
-        handed = _leaves(args, kwargs) if self.split is not None else None
+        handed = _leaves(args, kwargs)
         out = forward(*args, **kwargs)
-        if handed is not None and handed != _leaves(args, kwargs):
-            raise ValueError(
-                f"{what} changes a list or dict that it is given, where the sequence is cut: the model's own "
-                "would not have it. Return it, or use a plan without ring, ulysses and megatron_sp"
-            )
+        if self.split is not None and handed != _leaves(args, kwargs):
+            raise _changed_list(what)
         out = self._check_present(out, f"{what} computes with")
         if self.glue is not None:
             self.glue.note_block(index, out)
@@ -276,7 +266,7 @@ class StageModel:
                 self.assumptions.end(self.stage, given.shape)
         elif index == end - 1:
             self.place = _Place.AFTER
-            if self.gathers_itself:
+            if _gathers_itself(self):
                 out = self.split.leave(out)
         return out
 
@@ -382,8 +372,21 @@ class StageModel:
         return absent_like(out, origin, device)
 
 
+def _gathers_itself(model):
+    """Whether the sequence is whole behind the last block: under megatron_sp, where no head comes."""
+    split = model.split
+    return split is not None and split.megatron and all(side is not Side.AFTER for *_, side in model.owners)
+
+
 def _leaves(args, kwargs):
     return [id(leaf) for leaf in tree_leaves((args, kwargs))]
+
+
+def _changed_list(what):
+    return ValueError(
+        f"{what} changes a list or dict that it is given, where the sequence is cut: the model's own would "
+        "not have it. Return it, or use a plan without ring, ulysses and megatron_sp"
+    )
 
 
 def _of_pieces(error, block):
@@ -426,7 +429,7 @@ def _pass_over(model, index, args, kwargs):
         hidden = model.glue.enter(hidden, first_absent(hidden) is not None)
     else:
         model.glue.note(f"what block {index} is given", hidden)
-    if index == end - 1 and model.stage == model.last and model.gathers_itself:
+    if index == end - 1 and model.stage == model.last and _gathers_itself(model):
         raise _Gathered
     model.place = _Place.AFTER if index == end - 1 and model.stage == model.last else _Place.INSIDE
     return model.glue.returned(index, hidden)
