@@ -86,10 +86,10 @@ def abort_hangs():
         dist.barrier()
         made[0].abort_hangs = True
         made[0].hang_after = 0
-        work = dist.all_reduce(cuda(r, 4), async_op=True)
-        if r == 1:
-            dist.group.WORLD._get_backend(torch.device("cuda")).abort()
         with raises(pycomm.AbortedError, "rank 1"):
+            work = dist.all_reduce(cuda(r, 4), async_op=True)  # raises it, too, where rank 1 was faster
+            if r == 1:
+                dist.group.WORLD._get_backend(torch.device("cuda")).abort()
             ended(work)
         dist.destroy_process_group()
 
