@@ -257,17 +257,15 @@ def nccl_spares_the_process():
     """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error, and wait() of
     its works blocks no thread of the host: torch reads the variables when it makes one.
     """
-    before = {}
-    for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"):
-        before[name] = os.environ.get(name)
-        os.environ[name] = "0"
+    names = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT")
+    before = {name: os.environ[name] for name in names if name in os.environ}
+    os.environ.update(dict.fromkeys(names, "0"))
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name in names:
             del os.environ[name]
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update(before)
 
 
 def master_address():

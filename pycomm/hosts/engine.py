@@ -7,6 +7,8 @@ import datetime
 import functools
 import threading
 import time
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -21,17 +23,29 @@ THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thr
 COUNTERS = ("came", "record", "second", "reached", "ucx", "made")
 
 
-def engines(store, rank, hosts, labels, token, timeout, look=None):
-    """What connects the ranks of a group that spans hosts. Collective over them.
+class Request(NamedTuple):
+    """What the extension asks for.
 
-    Args:
-        store: torch.distributed Store that all ranks share.
-        rank: of this process in the group.
-        hosts: for each rank the number of its host; hosts are numbered by their lowest rank.
-        labels: for each host its name in messages, such as "node-a".
-        token: a word of this attempt to make the group, different from that of all others on the store.
-        timeout: seconds for all of it.
-        look: Meeting's, where more is known of the ranks than they say here.
+    store: torch.distributed Store that all ranks share.
+    rank: of this process in the group.
+    hosts: for each rank the number of its host; hosts are numbered by their lowest rank.
+    labels: for each host its name in messages, such as "node-a".
+    token: a word of this attempt to make the group, different from that of all others on the store.
+    timeout: seconds for all of it.
+    look: Meeting's, where more is known of the ranks than they say here.
+    """
+
+    store: dist.Store
+    rank: int
+    hosts: list
+    labels: list
+    token: str
+    timeout: float
+    look: Callable | None = None
+
+
+def engines(*fields):
+    """What connects the ranks of a group that spans hosts. Collective over them; fields of a Request.
 
     Returns (data, control): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire, over all
     ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other ranks.
@@ -39,10 +53,12 @@ def engines(store, rank, hosts, labels, token, timeout, look=None):
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
     the others add who has seen it.
     """
-    meeting = Meeting(dist.PrefixStore(f"pycomm.hosts/{token}", store), rank, hosts, labels, timeout, look)
+    request = Request(*fields)
+    store = dist.PrefixStore(f"pycomm.hosts/{request.token}", request.store)
+    meeting = Meeting(store, request.rank, request.hosts, request.labels, request.timeout, request.look)
     with contextlib.ExitStack() as opened:  # what is closed tells others that this rank has ended
         try:
-            made = _meet_and_make(meeting, store, token, opened)
+            made = _meet_and_make(meeting, request.store, request.token, opened)
         except BaseException as error:
             problem = meeting.fail(error)
             if problem is error:

@@ -80,6 +80,140 @@ std::exception_ptr error_of(const std::string& text) {
 }
 constexpr const char* aborted_text = "NCCL communicator was aborted";
 
+using Ends = std::vector<std::function<void()>>;
+struct Shared {
+  BackendPtr gloo;
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::deque<JobPtr> jobs;
+  std::set<JobPtr> under_way;
+  int inside = 0, stuck = 0;  // threads in a call; of them those that only abort() lets go
+  bool stop = false, quit = false, idle = true;
+  std::atomic<bool> lingers{false}, aborted{false}, shut_down{false};
+};
+
+// A communicator is for one thread at a time, and for none after its end.
+class Inside {
+ public:
+  Inside(std::shared_ptr<Shared> shared, const char* call) : shared_(std::move(shared)) {
+    std::lock_guard lock(shared_->mutex);
+    if (shared_->inside++) fake_violation(std::string(call) + " while another thread is inside of a call");
+    if (shared_->aborted || shared_->shut_down) {
+      fake_violation(std::string(call) + " after " + (shared_->aborted ? "abort()" : "shutdown()"));
+      --shared_->inside;
+      throw std::runtime_error(aborted_text);
+    }
+  }
+  ~Inside() {
+    std::lock_guard lock(shared_->mutex);
+    --shared_->inside;
+  }
+
+ private:
+  const std::shared_ptr<Shared> shared_;
+};
+class Stuck {
+ public:
+  explicit Stuck(Shared& shared) : shared_(shared) { add(1); }
+  ~Stuck() { add(-1); }
+
+ private:
+  void add(int n) {
+    std::lock_guard lock(shared_.mutex);
+    shared_.stuck += n;
+  }
+  Shared& shared_;
+};
+
+Ends ends(WorkPtr work) {
+  return {[work] { work->wait(); }};
+}
+
+// What an operation needs when it runs: the FakeNccl may be gone by then.
+struct Self {
+  std::shared_ptr<Shared> shared;
+  int rank, size;
+
+  c10d::Backend& gloo() const { return *shared->gloo; }
+  Ends sum(at::Tensor x, const c10d::ReduceOp& op) const {
+    const auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
+    TORCH_CHECK(kind != c10d::ReduceOp::BAND && kind != c10d::ReduceOp::BOR && kind != c10d::ReduceOp::BXOR,
+                "Cannot use bitwise ReduceOp with NCCL");
+    c10d::AllreduceOptions options;
+    options.reduceOp = kind;
+    if (kind == c10d::ReduceOp::AVG || kind == c10d::ReduceOp::PREMUL_SUM)
+      options.reduceOp = c10d::ReduceOp::SUM;
+    if (kind == c10d::ReduceOp::PREMUL_SUM)
+      x.mul_(dynamic_cast<c10d::NCCLPreMulSumSupplement&>(*op.supplement_).double_factor);
+    Tensors tensors{x};
+    Ends all = ends(gloo().allreduce(tensors, options));
+    if (kind == c10d::ReduceOp::AVG) all.push_back([x, n = size] { at::Tensor(x).div_(n); });
+    return all;
+  }
+};
+
+// --- the device
+
+void run(Shared& shared) {
+  c10::NoGradGuard no_grad;
+  std::unique_lock lock(shared.mutex);
+  for (;;) {
+    shared.changed.wait(lock, [&] { return shared.stop || !shared.jobs.empty(); });
+    if (shared.jobs.empty()) return;
+    JobPtr job = std::move(shared.jobs.front());
+    shared.jobs.pop_front();
+    shared.idle = false;
+    auto ready = std::move(job->ready);
+    lock.unlock();
+    while (!ready->query() && !job->state->failed()) ::usleep(100);
+    ready.reset();  // what follows may hang for ever
+    std::exception_ptr error;
+    try {
+      lock.lock();
+      if (!shared.quit) job->buffers.read();
+      lock.unlock();
+      Ends all;
+      for (auto& start : job->starts)
+        for (auto& end : start()) all.push_back(std::move(end));
+      for (auto& end : all) end();
+    } catch (const std::exception&) {
+      error = std::current_exception();
+    }
+    if (!lock.owns_lock()) lock.lock();
+    if (error) {
+      job->state->fail(error);  // the device stays in it until abort(), as NCCL's kernel does
+    } else if (!shared.quit) {
+      job->buffers.write();
+      job->state->passed.store(true);
+      shared.under_way.erase(job);
+    }
+    job.reset();
+    shared.idle = true;
+  }
+}
+
+// The host is told at once; the device stops now or, while it lingers, uses the memory.
+void quit(const std::shared_ptr<Shared>& shared) {
+  std::set<JobPtr> left;
+  {
+    std::lock_guard lock(shared->mutex);
+    shared->quit = true;
+    shared->jobs.clear();
+    left = std::exchange(shared->under_way, {});
+  }
+  for (const JobPtr& job : left) {
+    job->state->fail(error_of(aborted_text));
+    job->ready.reset();
+  }
+  std::thread beside([left, shared] {
+    for (; shared->lingers; ::usleep(5000))
+      for (const JobPtr& job : left) job->buffers.read();
+    for (const JobPtr& job : left) job->state->passed.store(true);
+  });
+  if (shared->lingers) beside.detach();
+  else beside.join();
+}
+
 class FakeNccl final : public c10d::Backend {
  public:
   explicit FakeNccl(BackendPtr gloo)
@@ -88,7 +222,7 @@ class FakeNccl final : public c10d::Backend {
     thread_ = std::thread([shared = shared_] { run(*shared); });
   }
   ~FakeNccl() override {
-    if (!shut_down) quit();
+    if (!shut_down()) quit(shared_);
     bool idle;
     {
       std::lock_guard lock(shared_->mutex);
@@ -104,7 +238,7 @@ class FakeNccl final : public c10d::Backend {
 
   const std::string getBackendName() const override { return "fake nccl"; }
   void eagerConnectSingleDevice(at::Device) override {
-    const Inside inside(*this, "eagerConnectSingleDevice");
+    const Inside inside(shared_, "eagerConnectSingleDevice");
     shared_->gloo->barrier()->wait();
   }
   bool supportsCoalescing() const override { return true; }
@@ -115,7 +249,8 @@ class FakeNccl final : public c10d::Backend {
   int fail_after = -1, hang_after = -1, refuse_after = -1, stick_after = -1;
   bool abort_hangs = false, shutdown_hangs = false;  // the latter until abort()
   std::vector<std::string> calls;
-  std::atomic<bool> aborted{false}, shut_down{false};
+  bool aborted() const { return shared_->aborted; }
+  bool shut_down() const { return shared_->shut_down; }
 
   // The device goes on after abort(), until this is false: as with a communicator that does not block.
   bool lingers() const { return shared_->lingers; }
@@ -124,32 +259,32 @@ class FakeNccl final : public c10d::Backend {
   void abort() override {
     {
       std::lock_guard lock(shared_->mutex);
-      if (shut_down) fake_violation("abort() after shutdown()");
+      if (shut_down()) fake_violation("abort() after shutdown()");
       if (shared_->inside > shared_->stuck)
         fake_violation(
             "abort() while another thread is inside of a call, which it frees the communicator of");
     }
-    if (aborted.exchange(true)) fake_violation("abort() twice");
-    quit();
+    if (shared_->aborted.exchange(true)) fake_violation("abort() twice");
+    quit(shared_);
     while (abort_hangs) ::usleep(1000);
   }
   void shutdown() override {
-    const Inside inside(*this, "shutdown");
+    const Inside inside(shared_, "shutdown");
     {
       const Stuck stuck(*shared_);
-      while (shutdown_hangs && !aborted) ::usleep(1000);
+      while (shutdown_hangs && !aborted()) ::usleep(1000);
     }
-    if (!aborted) shut_down = true;
+    if (!aborted()) shared_->shut_down = true;
   }
 
   void startCoalescing() override {
-    const Inside inside(*this, "startCoalescing");
+    const Inside inside(shared_, "startCoalescing");
     TORCH_CHECK(!batch_, "ncclGroupStart inside of a group");
     batch_ = std::make_shared<Job>();
     calls.push_back("start");
   }
   WorkPtr endCoalescing() override {
-    const Inside inside(*this, "endCoalescing");
+    const Inside inside(shared_, "endCoalescing");
     TORCH_CHECK(batch_, "ncclGroupEnd without a group");
     calls.push_back("end");
     return push(std::exchange(batch_, nullptr), device_);
@@ -247,78 +382,7 @@ class FakeNccl final : public c10d::Backend {
   }
 
  private:
-  using Ends = std::vector<std::function<void()>>;
-  struct Shared {
-    BackendPtr gloo;
-    std::mutex mutex;
-    std::condition_variable changed;
-    std::deque<JobPtr> jobs;
-    std::set<JobPtr> under_way;
-    int inside = 0, stuck = 0;  // threads in a call; of them those that only abort() lets go
-    bool stop = false, quit = false, idle = true;
-    std::atomic<bool> lingers{false};
-  };
-
-  // A communicator is for one thread at a time, and for none after its end.
-  class Inside {
-   public:
-    Inside(FakeNccl& nccl, const char* call) : shared_(nccl.shared_) {
-      std::lock_guard lock(shared_->mutex);
-      if (shared_->inside++) fake_violation(std::string(call) + " while another thread is inside of a call");
-      if (nccl.aborted || nccl.shut_down) {
-        fake_violation(std::string(call) + " after " + (nccl.aborted ? "abort()" : "shutdown()"));
-        --shared_->inside;
-        throw std::runtime_error(aborted_text);
-      }
-    }
-    ~Inside() {
-      std::lock_guard lock(shared_->mutex);
-      --shared_->inside;
-    }
-
-   private:
-    const std::shared_ptr<Shared> shared_;
-  };
-  class Stuck {
-   public:
-    explicit Stuck(Shared& shared) : shared_(shared) { add(1); }
-    ~Stuck() { add(-1); }
-
-   private:
-    void add(int n) {
-      std::lock_guard lock(shared_.mutex);
-      shared_.stuck += n;
-    }
-    Shared& shared_;
-  };
-
-  // What an operation needs when it runs: the FakeNccl may be gone by then.
-  struct Self {
-    std::shared_ptr<Shared> shared;
-    int rank, size;
-
-    c10d::Backend& gloo() const { return *shared->gloo; }
-    Ends sum(at::Tensor x, const c10d::ReduceOp& op) const {
-      const auto kind = static_cast<c10d::ReduceOp::RedOpType>(op);
-      TORCH_CHECK(kind != c10d::ReduceOp::BAND && kind != c10d::ReduceOp::BOR && kind != c10d::ReduceOp::BXOR,
-                  "Cannot use bitwise ReduceOp with NCCL");
-      c10d::AllreduceOptions options;
-      options.reduceOp = kind;
-      if (kind == c10d::ReduceOp::AVG || kind == c10d::ReduceOp::PREMUL_SUM)
-        options.reduceOp = c10d::ReduceOp::SUM;
-      if (kind == c10d::ReduceOp::PREMUL_SUM)
-        x.mul_(dynamic_cast<c10d::NCCLPreMulSumSupplement&>(*op.supplement_).double_factor);
-      Tensors tensors{x};
-      Ends all = ends(gloo().allreduce(tensors, options));
-      if (kind == c10d::ReduceOp::AVG) all.push_back([x, n = size] { at::Tensor(x).div_(n); });
-      return all;
-    }
-  };
   Self self() const { return {shared_, getRank(), getSize()}; }
-  static Ends ends(WorkPtr work) {
-    return {[work] { work->wait(); }};
-  }
-
   WorkPtr gather_all(const char* name, Buffers& use, const Tensors& outs, const at::Tensor& in) {
     return start(name, in, use, [self = self(), outs, x = use.in(in)] {
       at::Tensor(outs.at(self.rank)).copy_(x.view_as(outs.at(self.rank)));
@@ -354,12 +418,12 @@ class FakeNccl final : public c10d::Backend {
   // `use` is what `begin` works on; the caller has filled it by then.
   template <class Start>
   WorkPtr start(const char* name, const at::Tensor& tensor, Buffers& use, Start begin) {
-    const Inside inside(*this, name);
+    const Inside inside(shared_, name);
     calls.push_back(name);
     TORCH_CHECK(!count(refuse_after), "ncclInvalidUsage: refused here. Try again");
     if (count(stick_after)) {
       const Stuck stuck(*shared_);
-      while (!aborted) ::usleep(1000);
+      while (!aborted()) ::usleep(1000);
       throw std::runtime_error(aborted_text);
     }
     device_ = tensor.device();
@@ -385,66 +449,6 @@ class FakeNccl final : public c10d::Backend {
     return work;
   }
 
-  static void run(Shared& shared) {
-    c10::NoGradGuard no_grad;
-    std::unique_lock lock(shared.mutex);
-    for (;;) {
-      shared.changed.wait(lock, [&] { return shared.stop || !shared.jobs.empty(); });
-      if (shared.jobs.empty()) return;
-      JobPtr job = std::move(shared.jobs.front());
-      shared.jobs.pop_front();
-      shared.idle = false;
-      auto ready = std::move(job->ready);
-      lock.unlock();
-      while (!ready->query() && !job->state->failed()) ::usleep(100);
-      ready.reset();  // what follows may hang for ever
-      std::exception_ptr error;
-      try {
-        lock.lock();
-        if (!shared.quit) job->buffers.read();
-        lock.unlock();
-        Ends all;
-        for (auto& start : job->starts)
-          for (auto& end : start()) all.push_back(std::move(end));
-        for (auto& end : all) end();
-      } catch (const std::exception&) {
-        error = std::current_exception();
-      }
-      if (!lock.owns_lock()) lock.lock();
-      if (error) {
-        job->state->fail(error);  // the device stays in it until abort(), as NCCL's kernel does
-      } else if (!shared.quit) {
-        job->buffers.write();
-        job->state->passed.store(true);
-        shared.under_way.erase(job);
-      }
-      job.reset();
-      shared.idle = true;
-    }
-  }
-
-  // The host is told at once; the device stops now or, while it lingers, uses the memory.
-  void quit() {
-    std::set<JobPtr> left;
-    {
-      std::lock_guard lock(shared_->mutex);
-      shared_->quit = true;
-      shared_->jobs.clear();
-      left = std::exchange(shared_->under_way, {});
-    }
-    for (const JobPtr& job : left) {
-      job->state->fail(error_of(aborted_text));
-      job->ready.reset();
-    }
-    std::thread beside([left, shared = shared_] {
-      for (; shared->lingers; ::usleep(5000))
-        for (const JobPtr& job : left) job->buffers.read();
-      for (const JobPtr& job : left) job->state->passed.store(true);
-    });
-    if (shared_->lingers) beside.detach();
-    else beside.join();
-  }
-
   const std::shared_ptr<Shared> shared_;
   JobPtr batch_;
   c10::Device device_{c10::kCUDA, 0};
@@ -466,8 +470,8 @@ void bind_fake_nccl(py::module_& module) {
       .def_readwrite("abort_hangs", &FakeNccl::abort_hangs)
       .def_readwrite("shutdown_hangs", &FakeNccl::shutdown_hangs)
       .def_readwrite("calls", &FakeNccl::calls)
-      .def_property_readonly("aborted", [](const FakeNccl& self) { return self.aborted.load(); })
-      .def_property_readonly("shut_down", [](const FakeNccl& self) { return self.shut_down.load(); });
+      .def_property_readonly("aborted", &FakeNccl::aborted)
+      .def_property_readonly("shut_down", &FakeNccl::shut_down);
 }
 
 }  // namespace pycomm::cuda
