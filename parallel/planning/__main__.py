@@ -4,12 +4,15 @@ docs/planning.md.
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import os
 import sys
 import time
 from pathlib import Path
 
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.planning.asked import check_job, check_request, whole
 from pycomm.parallel.planning.costs import table as cost_table
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.machine import known, load_machine
@@ -53,16 +56,31 @@ def main(arguments=None):
         return calibrate(arguments[1:])
     given = parser().parse_args(arguments)
     try:
-        return _run(given)
-    except ValueError as error:
+        code = _run(given)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # who reads, as head does, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ValueError, OSError) as error:
         print(f"{'no plan' if isinstance(error, NoPlan) else 'error'}: {error}", file=sys.stderr)
         return 2
 
 
 def _model(given):
     if given.model.endswith(".json"):
-        return from_config(json.loads(Path(given.model).read_text()), sequence=given.sequence)
+        return from_config(_config(given.model), sequence=given.sequence)
     return named(given.model, sequence=given.sequence)
+
+
+def _config(path):
+    try:
+        found = json.loads(Path(path).read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: must hold one config of transformers, a {{...}}")
+    return found
 
 
 def _fixed(text):
@@ -73,16 +91,21 @@ def _fixed(text):
 
 def _run(given):
     machine = load_machine(given.machine)
-    memory = given.memory * GIB if given.memory else None
+    memory = None if given.memory is None else given.memory * GIB
     request = Request(
         _model(given), machine, given.gpus, given.batch, memory, _fixed(given.fix), given.microbatch
     )
-    if given.explain:
-        plan = Plan.parse(given.explain)
+    check_request(request)
+    whole("--top", given.top)
+    if given.plot and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("--plot needs matplotlib, which is not installed")
+    if given.explain is not None:
+        plan = Plan.parse("" if given.explain == "single process" else given.explain)
         if plan.world_size != given.gpus:
             raise ValueError(f"Plan({plan}) is for {plan.world_size} ranks, --gpus says {given.gpus}")
         recompute = "full" if plan.checkpoint else "none"
         job = Job(request.model, machine, plan, given.batch, given.microbatches, recompute)
+        check_job(job)
         print(explain_job(job, memory))
         return 0
     if given.costs:

@@ -16,11 +16,13 @@ shows.
 import argparse
 import os
 import statistics
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 
+from pycomm.parallel.planning.asked import whole
 from pycomm.testing import run_ranks
 
 __all__ = ["calibrate", "main", "measure"]
@@ -28,6 +30,7 @@ __all__ = ["calibrate", "main", "measure"]
 SIZES = (32, 64, 128, 256, 512, 1024)
 LARGE = 16 << 20  # bytes
 TURNS = 5
+MOST = 1024  # ranks of a node
 
 
 def main(arguments):
@@ -39,9 +42,16 @@ def main(arguments):
     )
     parser.add_argument("--out", default="machine.toml")
     given = parser.parse_args(arguments)
-    text = calibrate(given.ranks)
-    with open(given.out, "w") as file:
-        file.write(text)
+    try:
+        whole("--ranks", given.ranks, MOST)
+        with open(given.out, "a"):  # before a minute of measuring, not after it
+            pass
+        text = calibrate(given.ranks)
+        with open(given.out, "w") as file:
+            file.write(text)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"{text}\nwritten: {given.out}; use it with --machine {given.out}")
     return 0
 

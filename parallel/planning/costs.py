@@ -22,6 +22,7 @@ dry_run has all of it.
 """
 
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.planning.asked import check_request
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.memory import owned_parameters
 from pycomm.parallel.planning.search import predict
@@ -90,7 +91,10 @@ def strategies(n, long=False, experts=False):
 
 def table(request, n=None):
     """Markdown lines: every strategy alone on n ranks (a node), for batches of the request's rows."""
+    check_request(request)
     n = n or int(min(request.machine.node, request.world))
+    if n == 1:
+        raise ValueError("a table of strategies needs a node with two ranks or more")
     model = request.model
     lines = [
         "| strategy | calls | GB sent | GiB of a rank | s | tokens/s/rank |",
@@ -99,7 +103,9 @@ def table(request, n=None):
     for name, plan in strategies(n, True, model.experts is not None):
         if plan.virtual_stages > model.layers or model.heads % (plan.tp * plan.ulysses):
             continue
-        share = -(-request.rows // (plan.dp * plan.ep))
+        share = request.rows // (plan.dp * plan.ep)
+        if not share:
+            continue
         job = Job(model, request.machine, plan, request.rows, share, "none", request.software)
         found, moved = predict(job), sent(job)
         calls, nbytes = (sum(part) for part in zip(*moved.values(), strict=True))

@@ -74,7 +74,8 @@ def known():
 
 def load_machine(name):
     """The Machine in machines/<name>.toml, of which the first part is enough, or in the file of that path."""
-    near = [key for key in known() if key == name or key.startswith(f"{name}-")]
+    low = str(name).lower()
+    near = [key for key in known() if key == low or key.startswith(f"{low}-")]
     path = Path(name) if str(name).endswith(".toml") or not near else FOLDER / f"{near[0]}.toml"
     if not path.is_file():
         raise ValueError(
@@ -82,29 +83,51 @@ def load_machine(name):
             "file, as "
             "`python -m pycomm.plan calibrate` writes it"
         )
-    return from_toml(tomllib.loads(path.read_text()), path)
+    try:
+        return from_toml(tomllib.loads(path.read_text()), path)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is no TOML: {error}") from None
 
 
 def from_toml(table, path="<toml>"):
     """Raises ValueError that names the file and the key for what is missing, unknown or not above 0."""
+    strange = sorted(set(table) - {"name", "device", "reached", "link"})
+    if strange:
+        raise ValueError(f"{path}: has {strange[0]!r}; known are name, [device], [reached] and [[link]]")
     device = _table(table, "device", path, "peak_tflops memory_gib reserved_gib memory_gb_s host_gb_s")
     reached = _table(table, "reached", path, "product product_half memory launch_us")
-    links = []
-    for number, entry in enumerate(table.get("link", ())):
-        given = _numbers(entry, f"link {number}", path, "name ranks gb_s latency_us", zero=("ranks",))
-        links.append(Link(given["name"], given["ranks"], given["gb_s"] * 1e9, given["latency_us"] * 1e-6))
-    if not links or links[-1].ranks:
-        raise ValueError(f"{path}: needs at least one [[link]], and the last with ranks = 0 (any number)")
+    for key in ("product", "memory"):
+        if reached[key] > 1:
+            raise ValueError(f"{path}: [reached] {key} = {reached[key]!r}: a share of the peak is 1 at most")
+    if device["reserved_gib"] >= device["memory_gib"]:
+        raise ValueError(f"{path}: [device] reserved_gib leaves nothing of memory_gib")
     return Machine(
-        table.get("name", str(path)),
+        str(table.get("name", path)),
         device["peak_tflops"] * 1e12,
         device["memory_gib"] * 2**30,
         device["reserved_gib"] * 2**30,
         device["memory_gb_s"] * 1e9,
         device["host_gb_s"] * 1e9,
         Reached(reached["product"], reached["product_half"], reached["memory"], reached["launch_us"] * 1e-6),
-        tuple(links),
+        _links(table.get("link", []), path),
     )
+
+
+def _links(entries, path):
+    """Inside of a node, and between nodes; one level where all ranks share one node."""
+    found = []
+    for number, entry in enumerate(entries if isinstance(entries, list) else [entries]):
+        given = _numbers(entry, f"link {number}", path, "name ranks gb_s latency_us", zero=("ranks",))
+        if given["ranks"] != int(given["ranks"]):
+            raise ValueError(f"{path}: link {number} ranks = {given['ranks']!r}: must be a whole number")
+        ranks = int(given["ranks"])
+        found.append(Link(str(given["name"]), ranks, given["gb_s"] * 1e9, given["latency_us"] * 1e-6))
+    if not 1 <= len(found) <= 2 or found[-1].ranks or (len(found) == 2 and not found[0].ranks):
+        raise ValueError(
+            f"{path}: needs one [[link]], or two: that of a node with its number of ranks, and that between "
+            "nodes; the last with ranks = 0 (any number)"
+        )
+    return tuple(found)
 
 
 def _table(table, name, path, keys):
@@ -116,6 +139,8 @@ def _table(table, name, path, keys):
 def _numbers(given, where, path, keys, zero=()):
     """`given`, checked: exactly these keys, numbers above 0 (or 0 in `zero`), but for names."""
     keys = keys.split()
+    if not isinstance(given, dict):
+        raise ValueError(f"{path}: {where} is {given!r}; it must be a table with {', '.join(keys)}")
     wrong = sorted(set(given) ^ set(keys))
     if wrong:
         raise ValueError(
@@ -126,7 +151,8 @@ def _numbers(given, where, path, keys, zero=()):
         if key == "name":
             continue
         if (
-            not isinstance(value, (int, float))
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
             or not math.isfinite(value)
             or value < 0
             or not (value or key in zero)

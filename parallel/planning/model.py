@@ -171,10 +171,12 @@ def llama(
     tied=False,
     experts=None,
     dense=None,
+    extra=(0, 0),
 ):
     """Rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no dropout.
 
     experts: (count, top_k) of experts of width `ffn` each; dense: width of an expert that all tokens meet.
+    extra: parameters of a block beside those, (whole, cut by tp): norms of heads, biases of queries and keys.
     """
     h, d = hidden, head_dim or hidden // heads
     q, kv = heads * d, kv_heads * d
@@ -196,7 +198,7 @@ def llama(
         _norm("norm_1", h, h),
         Module(
             "qkv",
-            (0, h * (q + 2 * kv)),
+            (extra[0], extra[1] + h * (q + 2 * kv)),
             (Product(h, q + 2 * kv, "n"),),
             (0, HALF * 2 * (q + kv)),  # rotary
             (HALF * h, HALF * (q + 2 * kv)),

@@ -8,6 +8,7 @@ Sizes: GPT-3 (Brown et al. 2020, table 2.1), the 1.7B to 1T models of Narayanan 
 
 import difflib
 
+from pycomm.parallel.planning.asked import whole
 from pycomm.parallel.planning.model import gpt, llama
 
 __all__ = ["NAMES", "from_config", "named"]
@@ -51,6 +52,8 @@ def named(name, *, sequence=None, fused=True):
     """The Model `name`. sequence: positions, else those it was trained with; fused: attention keeps no
     scores.
     """
+    if sequence is not None:
+        whole("sequence", sequence)
     if name in _GPT:
         return gpt(name, *_GPT[name], sequence=sequence or 2048, fused=fused)
     if name in _LLAMA:
@@ -65,45 +68,81 @@ def named(name, *, sequence=None, fused=True):
     )
 
 
+# Of transformers. That others have the same fields does not say that they have the same layers.
+_LIKE_LLAMA = "llama mistral mixtral gemma granite ernie4_5 qwen2 qwen3 qwen2_moe qwen3_moe".split()
+_SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
+
+
 def from_config(config, *, sequence=None):
     """Model of a config of transformers: an object, or what its config.json holds.
 
-    Families: those with the fields of Llama (Mistral, Qwen, Gemma without its second norms, Mixtral) and of
-    GPT-2. Raises ValueError for others, and names the fields that are missing.
+    Families: those of Llama (Mistral, Mixtral, Qwen 2 and 3, Gemma 1, Granite) and GPT-2; one without a
+    model_type by its fields. Raises ValueError for others, and names the fields that are missing or wrong.
     """
     get = config.get if isinstance(config, dict) else lambda key, default=None: getattr(config, key, default)
     kind = get("model_type") or "?"
-    if get("n_embd"):
-        h = get("n_embd")
-        return gpt(
-            kind,
-            get("n_layer"),
-            h,
-            get("n_head"),
-            vocab=get("vocab_size"),
-            sequence=sequence or get("n_positions"),
-            ffn=get("n_inner") or 4 * h,
-        )
-    wanted = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    missing = [key for key in wanted if not get(key)]
-    if missing:
+    if sequence is not None:
+        whole("sequence", sequence)
+    if kind == "gpt2" or (kind == "?" and get("n_embd")):
+        layers, h, heads, vocab = _sizes(get, kind, ("n_layer", "n_embd", "n_head", "vocab_size"))
+        _divided(kind, h, heads, "n_embd", "n_head")
+        ffn = _size(get, kind, "n_inner", 4 * h)
+        positions = sequence or _size(get, kind, "n_positions", None)
+        return gpt(kind, layers, h, heads, vocab=vocab, sequence=positions, ffn=ffn)
+    sizes = _sizes(get, kind, _SIZES)
+    if kind not in ("?", *_LIKE_LLAMA):
         raise ValueError(
-            f"a config of {kind!r} has no {', '.join(missing)}: give the model itself, built on meta "
-            "(torch.device('meta')), which is then traced"
+            f"a config of {kind!r} is not known (known are gpt2, {', '.join(_LIKE_LLAMA)}): {BY_TRACING}"
         )
+    return _like_llama(get, kind, sizes, sequence)
+
+
+BY_TRACING = "give the model itself, built on meta (torch.device('meta')), which is then traced"
+
+
+def _like_llama(get, kind, sizes, sequence):
+    layers, hidden, heads, ffn, vocab = sizes
+    kv_heads = _size(get, kind, "num_key_value_heads", heads)
+    _divided(kind, heads, kv_heads, "num_attention_heads", "num_key_value_heads")
+    if not get("head_dim"):
+        _divided(kind, hidden, heads, "hidden_size", "num_attention_heads")
+    width = _size(get, kind, "head_dim", hidden // heads)
     count = get("num_local_experts") or get("num_experts")
-    experts = (count, get("num_experts_per_tok") or 2) if count else None
-    heads = get("num_attention_heads")
-    return llama(
-        kind,
-        get("num_hidden_layers"),
-        get("hidden_size"),
-        heads,
-        get("num_key_value_heads") or heads,
-        (get("moe_intermediate_size") if experts else None) or get("intermediate_size"),
-        vocab=get("vocab_size"),
-        sequence=sequence or get("max_position_embeddings") or 2048,
-        head_dim=get("head_dim"),
-        tied=bool(get("tie_word_embeddings")),
-        experts=experts,
-    )
+    experts = dense = None
+    extra = (0, 0)
+    if kind.startswith("qwen2"):
+        extra = (0, (heads + 2 * kv_heads) * width)
+    elif kind.startswith("qwen3"):
+        extra = (2 * width, 0)
+    if count:
+        if get("mlp_only_layers") or get("decoder_sparse_step") not in (None, 1):
+            raise ValueError(f"a config of {kind!r} in which some blocks have no experts: {BY_TRACING}")
+        experts = (whole("experts", count), _size(get, kind, "num_experts_per_tok", 2))
+        if experts[1] > count:
+            raise ValueError(f"a config of {kind!r}: num_experts_per_tok={experts[1]} of {count} experts")
+        ffn = _size(get, kind, "moe_intermediate_size", ffn)
+        dense = get("shared_expert_intermediate_size")
+        extra = (extra[0] + hidden * bool(dense), extra[1])  # the gate of the shared expert
+    positions = sequence or _size(get, kind, "max_position_embeddings", 2048)
+    tied = bool(get("tie_word_embeddings"))
+    options = {"head_dim": width, "tied": tied, "experts": experts, "dense": dense, "extra": extra}
+    return llama(kind, layers, hidden, heads, kv_heads, ffn, vocab=vocab, sequence=positions, **options)
+
+
+def _sizes(get, kind, keys):
+    missing = [key for key in keys if not get(key)]
+    if missing:
+        raise ValueError(f"a config of {kind!r} has no {', '.join(missing)}: {BY_TRACING}")
+    return [_size(get, kind, key, None) for key in keys]
+
+
+def _size(get, kind, key, default):
+    value = get(key) or default
+    if value is None:
+        raise ValueError(f"a config of {kind!r} has no {key}")
+    return whole(f"a config of {kind!r}: {key}", value)
+
+
+def _divided(kind, whole_, parts, name, by):
+    if whole_ % parts:
+        raise ValueError(f"a config of {kind!r}: {by}={parts} does not divide {name}={whole_}")

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground.batch import inputs_and_targets
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.planning.asked import check_job, check_memory
 from pycomm.parallel.planning.job import PYCOMM, Job
 from pycomm.parallel.planning.machine import Machine, load_machine
 from pycomm.parallel.planning.model import Model
@@ -92,6 +93,7 @@ def explain(plan, model, *, batch, microbatches=1, machine=None, opt=None, memor
     """What a plan is predicted to do, and the one change that would help most: an Explanation, to be printed.
     Arguments as of auto().
     """
+    check_memory(memory)
     return explain_job(_job(plan, model, batch, microbatches, (machine, opt)), memory)
 
 
@@ -101,7 +103,9 @@ def _job(plan, model, batch, microbatches, rest):
     half = described.item == 2
     recompute = "full" if plan.checkpoint else "none"
     software = _software(opt, described.item, half)
-    return Job(described, _machine(machine), plan, rows, microbatches, recompute, software)
+    job = Job(described, _machine(machine), plan, rows, microbatches, recompute, software)
+    check_job(job)
+    return job
 
 
 def _described(model, batch):

@@ -4,8 +4,10 @@ change of a plan would help most.
 
 import dataclasses
 
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.search import divisors, predict
+from pycomm.parallel.planning.space import microbatches_of
 from pycomm.parallel.planning.time import spans_of
 
 __all__ = ["Explanation", "changes", "explain_job", "famous", "reason", "table"]
@@ -128,9 +130,7 @@ def _best_of(request, wanted):
     """The Prediction of the best microbatch under the axes that are wanted; the leanest where none fits."""
     tried = []
     for plan in _plans(request, wanted):
-        share = -(-request.rows // (plan.dp * plan.ep))
-        for rows in (2**i for i in range(6) if 2**i <= min(share, request.microbatch)):
-            microbatches = -(-share // rows)
+        for microbatches in microbatches_of(request, plan.dp * plan.ep):
             if plan.schedule == "interleaved" and microbatches < plan.pp:
                 continue
             recompute = "full" if plan.checkpoint else "none"
@@ -145,8 +145,6 @@ def _best_of(request, wanted):
 
 
 def _plans(request, wanted):
-    from pycomm.parallel.ground.plan import Plan
-
     model, world = request.model, request.world
     node = int(min(request.machine.node, world))
     sizes = {
@@ -227,14 +225,14 @@ def changes(job):
             new = dataclasses.replace(plan, **change)
         except ValueError:
             return
-        if new.virtual_stages > job.model.layers or new.dp * new.ep > job.rows:
+        if new.virtual_stages > job.model.layers or new.dp * new.ep * microbatches > job.rows:
             return
         if new.schedule == "interleaved" and microbatches < new.pp:
             return
         recompute = "full" if new.checkpoint else ("none" if job.recompute == "full" else job.recompute)
         yield sentence, job._replace(plan=new, microbatches=microbatches, recompute=recompute)
 
-    share = -(-job.rows // job.data_ranks)
+    share = job.rows // job.data_ranks
     for microbatches in {max(1, job.microbatches // 2), min(share, job.microbatches * 2)} - {
         job.microbatches
     }:
@@ -271,6 +269,6 @@ def _moved(job, other, source, target):
         change.update(schedule="1f1b", chunks=None)
     if sizes.get("tp", plan.tp) == 1:
         change.update(megatron_sp=False)
-    microbatches = max(1, -(-share // job.microbatch_rows))
+    microbatches = max(1, min(-(-share // job.microbatch_rows), job.rows // (dp * plan.ep)))
     text = ",".join(f"{axis}={size}" for axis, size in sizes.items())
     yield from other(f"{text} with {microbatches} microbatches", microbatches, **change)

@@ -7,6 +7,7 @@ from published import SC21
 
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning import search as searching
+from pycomm.parallel.planning import space
 from pycomm.parallel.planning.__main__ import main
 from pycomm.parallel.planning.job import MEGATRON_2021
 from pycomm.parallel.planning.machine import FOLDER, from_toml, known, load_machine, tomllib
@@ -101,12 +102,12 @@ def test_published_plans_are_among_the_best(row, monkeypatch):
     """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero):
     among the best five, or within 5% of the best. Which are not is in docs/planning.md.
     """
-    every = searching._schedules
+    every = space._schedules
 
     def theirs(*given):
         return [pair for pair in every(*given) if pair[0] in ("1f1b", "interleaved")]
 
-    monkeypatch.setattr(searching, "_schedules", theirs)
+    monkeypatch.setattr(space, "_schedules", theirs)
     monkeypatch.setattr(searching, "WIDE", 12)
     job = row.job()
     fixed = {"zero": 0, "checkpoint": True, "megatron_sp": False}
