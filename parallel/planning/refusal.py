@@ -39,26 +39,36 @@ def why_no_shape(request):
         return f"{where}: the axes that are not fixed cannot take the other ranks beside {names or 'them'}"
     text = f"{where}: the fewest data ranks that the other axes leave are {least}, each of which needs a row"
     text += f". What would do: batches of {least} rows"
-    fewer = _fewer_ranks(request)
-    return text + (f"; or {fewer} ranks" if fewer else "")
+    enough = request._replace(rows=least)
+    if not fits(enough):
+        memory, _ = _leanest(enough, list(shapes_of(enough)))
+        text += f", with {_rounded_up(memory.peak)} GiB per rank" if memory else ", with less that is fixed"
+    return text + _fewer_ranks(request)
 
 
 def _fewer_ranks(request):
+    """The next smaller number whose axes can take these rows, where a plan of them fits."""
     for world in range(request.world - 1, max(request.world - NEAR, 0), -1):
-        if next(shapes_of(request._replace(world=world)), None):
-            return world
-    return None
+        fewer = request._replace(world=world)
+        if next(shapes_of(fewer), None):
+            return f"; or {world} ranks" if fits(fewer) else ""
+    return ""
+
+
+def _leanest(request, shapes):
+    """(Memory, Job) of the plan with the smallest peak; (None, None) where there is no plan."""
+    free = request._replace(memory=math.inf)
+    found = (job for shape in shapes for job in jobs_of(free, shape, lean=True))
+    pairs = ((worst_rank(job), job) for job in found)
+    return min(pairs, key=lambda pair: pair[0].peak, default=(None, None))
 
 
 def why_no_job(request, shapes):
     """Of a request whose ranks can be dealt (`shapes`), but no plan of them is possible, or fits."""
-    free = request._replace(memory=math.inf)
-    found = (job for shape in shapes for job in jobs_of(free, shape, lean=True))
-    leanest = min(((worst_rank(job), job) for job in found), key=lambda one: one[0].peak, default=None)
+    memory, job = _leanest(request, shapes)
     where = f"{request.model.name} on {request.world} ranks"
-    if leanest is None:
+    if job is None:
         return f"{where}: {_why_none(request, shapes)}"
-    memory, job = leanest
     parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts().items())
     need = f"{_rounded_up(memory.peak)} GiB"
     limit = f"{request.limit / GIB:.1f}" if request.limit >= GIB else f"{request.limit / GIB:.4g}"
@@ -82,7 +92,7 @@ def _rounded_up(nbytes):
 
 def _why_none(request, shapes):
     """Memory is not what is in the way."""
-    rows, refused, pipelines = request.rows, [], True
+    rows, refused = request.rows, []
     data = {dp * ep for _, _, dp, ep, _, _ in shapes}
     if not any(microbatches_of(request, ranks) for ranks in data):
         ranks = min(data, key=lambda n: -(-rows // n))
@@ -94,9 +104,9 @@ def _why_none(request, shapes):
         )
     for tp, pp, dp, ep, ulysses, ring in shapes:
         axes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "ulysses": ulysses, "ring": ring}
-        name = request.fixed.get("schedule", "1f1b")
-        pipelines = pipelines and pp > 1
-        list(plans_of(request, axes, name, request.fixed.get("chunks"), "none", refused))
+        chunks = request.fixed.get("chunks")
+        name = request.fixed.get("schedule", "interleaved" if chunks else "1f1b")
+        list(plans_of(request, axes, name, chunks, "none", refused))
     if refused:
         return f"no plan can have all that is fixed: {refused[0]}"
     name = ",".join(f"{key}={request.fixed[key]}" for key in ("schedule", "chunks") if key in request.fixed)

@@ -154,8 +154,10 @@ def _schedules(request, pp, microbatches):
     name, chunks = fixed.get("schedule"), fixed.get("chunks")
     if pp == 1:
         return [(name or "1f1b", chunks or 1)]
-    if name == "interleaved" and (chunks or microbatches < pp):
-        found = [(name, chunks or 2)]
+    if chunks and name in (None, "interleaved"):
+        found = [("interleaved", chunks)] + [("zbv", 2)] * (name is None and chunks == 2)
+    elif name == "interleaved" and microbatches < pp:
+        found = [(name, 2)]
     else:
         found = [("1f1b", 1), ("zb-h1", 1), ("zbv", 2), ("gpipe", 1), ("pipedream", 1)]
         if microbatches >= pp:
