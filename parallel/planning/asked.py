@@ -7,11 +7,15 @@ par.parallelize only, see building/checks.py.
 
 import dataclasses
 import math
+from collections.abc import Mapping
 
 from pycomm.parallel.ground.plan import AXES, Plan
 
 __all__ = ["check_job", "check_request", "whole"]
 
+NO_RULES = (
+    "the planner does not predict rules of a Plan: plan without, and give them to the plan that is chosen"
+)
 MOST = 10**9  # ranks, and rows: sizes far above them are typing errors
 
 
@@ -29,10 +33,14 @@ def check_request(request):
     whole("batch", request.rows, MOST)
     whole("microbatch", request.microbatch)
     check_memory(request.memory)
+    if not isinstance(request.fixed, Mapping):
+        raise ValueError(f"fixed={request.fixed!r}: must be a dict of fields of a Plan")
     known = {field.name for field in dataclasses.fields(Plan)}
     strange = sorted(set(map(str, request.fixed)) - known)
     if strange:
         raise ValueError(f"fixed: a Plan has no {strange[0]!r}; it has {', '.join(sorted(known))}")
+    if request.fixed.get("rules"):
+        raise ValueError(NO_RULES)
     for axis in AXES:
         if axis in request.fixed:
             whole(axis, request.fixed[axis], MOST)
@@ -70,6 +78,8 @@ def check_job(job):
     """Raises ValueError for a plan that par.step would refuse for these rows or this model."""
     whole("batch", job.rows, MOST)
     whole("microbatches", job.microbatches)
+    if job.plan.rules:
+        raise ValueError(NO_RULES)
     axes = {axis: getattr(job.plan, axis) for axis in AXES}
     why = unfit(job.model, axes)
     if why:

@@ -7,11 +7,14 @@ par.step(model, opt, batch, microbatches=plan.microbatches)
 print(par.explain(par.Plan(tp=8, pp=8), "gpt3-175b", batch=512, microbatches=64, machine="h100"))
 """
 
+from pathlib import Path
+
 import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from pycomm.parallel.ground.batch import inputs_and_targets
+from pycomm.parallel.building.checks import check
+from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_memory
 from pycomm.parallel.planning.job import PYCOMM, Job
@@ -68,20 +71,57 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
     """
     if world is None:
         world = dist.get_world_size() if dist.is_initialized() else 1
-    described, rows = _described(model, batch)
+    fixed = {} if fixed is None else fixed
+    if not isinstance(fixed, dict):
+        raise ValueError(f"fixed={fixed!r}: must be a dict of fields of a Plan")
+    blocks = fixed.get("blocks")
+    if blocks is not None and not isinstance(blocks, str):
+        fixed = {"megatron_sp": False, **fixed}  # which cuts at one list of blocks only
+    described, rows = _described(model, batch, blocks)
     half = described.item == 2
+    if fixed.get("precision") and not half:
+        raise ValueError(
+            f"fixed: precision={fixed['precision']!r} of a model in 32 bits, whose activations are traced as "
+            "they are: give the planner the model in bfloat16 (a copy on meta will do)"
+        )
     request = Request(
         described,
         _machine(machine),
         world,
         rows,
         memory,
-        {**(fixed or {}), **({} if half else {"precision": None})},
+        fixed,
         microbatch,
         _software(opt, described.item, half),
         "bf16" if half else None,
+        _refusals(model, opt),
     )
     return ChosenPlan.of(search(request))
+
+
+def _refusals(model, opt):
+    """A function that raises what par.parallelize would raise for a Plan of this model and optimizer. It
+    looks at the model once for plans that differ in sizes only.
+    """
+    if not isinstance(model, torch.nn.Module):
+        return lambda plan: None
+    known, opt = {}, opt if isinstance(opt, torch.optim.Optimizer) else None
+
+    def refuse(plan):
+        data = plan.dp * plan.ep > 1
+        axes = tuple(getattr(plan, axis) > 1 for axis in ("tp", "ring", "ulysses"))
+        stages = (plan.virtual_stages, plan.stages, plan.schedule == "pipedream")
+        key = (data, axes, stages, plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks)
+        if key not in known:
+            try:
+                check(model, opt, plan)
+                known[key] = None
+            except ValueError as error:
+                known[key] = error
+        if known[key] is not None:
+            raise known[key]
+
+    return refuse
 
 
 def simulate(plan, model, *, batch, microbatches=1, machine=None, opt=None):
@@ -99,22 +139,28 @@ def explain(plan, model, *, batch, microbatches=1, machine=None, opt=None, memor
 
 def _job(plan, model, batch, microbatches, rest):
     machine, opt = rest
-    described, rows = _described(model, batch)
+    if not isinstance(plan, Plan):
+        raise ValueError(f"plan={plan!r}: must be a Plan, as Plan.parse makes it of a text")
+    described, rows = _described(model, batch, plan.blocks)
     half = described.item == 2
     recompute = "full" if plan.checkpoint else "none"
     software = _software(opt, described.item, half)
     job = Job(described, _machine(machine), plan, rows, microbatches, recompute, software)
     check_job(job)
+    _refusals(model, opt)(plan)
     return job
 
 
-def _described(model, batch):
+def _described(model, batch, blocks):
     """(Model, rows)"""
     if isinstance(batch, int):
         rows = batch
     else:
+        split_batch(batch, 1, 1, 0)  # raises what par.step would raise for it
         inputs, _ = inputs_and_targets(batch)
-        rows = next(leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
+        rows = next((leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), 0)
+        if not rows:
+            raise ValueError("the inputs of the batch have no tensor with rows")
     if isinstance(model, Model):
         return model, rows
     if isinstance(model, str):
@@ -124,13 +170,15 @@ def _described(model, batch):
             raise ValueError(
                 "a torch model is traced with a batch: give auto() and explain() the batch itself"
             )
-        return trace_model(model, batch), rows
+        return trace_model(model, batch, blocks), rows
     return from_config(model), rows
 
 
 def _machine(machine):
     if isinstance(machine, Machine):
         return machine
+    if machine is not None and not isinstance(machine, (str, Path)):
+        raise ValueError(f"machine={machine!r}: must be a name, the path of a .toml file or a Machine")
     if machine is None:
         name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
         machine = next((file for word, file in DEVICES.items() if word in name), None)
@@ -147,6 +195,10 @@ def _software(opt, item, half):
     fp32 masters for a model in 16 bits.
     """
     kind = opt if isinstance(opt, type) else type(opt)
+    if opt is not None and not (issubclass(kind, torch.optim.Optimizer) or hasattr(opt, "param_groups")):
+        raise ValueError(f"opt={opt!r}: must be an optimizer or a class of optimizers")
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ValueError("LBFGS calls the model from its step, which a plan cannot run")
     value = 4 if half else item
     if opt is None or "adam" in kind.__name__.lower():
         moments = 2

@@ -106,9 +106,10 @@ def _why_none(request, shapes):
         axes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "ulysses": ulysses, "ring": ring}
         chunks = request.fixed.get("chunks")
         name = request.fixed.get("schedule", "interleaved" if chunks else "1f1b")
-        list(plans_of(request, axes, name, chunks, "none", refused))
+        for recompute in ("none", "full"):
+            list(plans_of(request, axes, name, chunks, recompute, refused))
     if refused:
-        return f"no plan can have all that is fixed: {refused[0]}"
+        return f"every plan is refused: {refused[0]}"
     name = ",".join(f"{key}={request.fixed[key]}" for key in ("schedule", "chunks") if key in request.fixed)
     return f"{name} needs more stages than the model has blocks ({request.model.layers}), or has other chunks"
 

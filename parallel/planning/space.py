@@ -11,7 +11,7 @@ compute time with a full pipeline is above a time that is given.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from pycomm.parallel.ground.plan import AXES, Plan
@@ -30,7 +30,7 @@ CHUNKS = (2, 3, 4, 6, 8)
 class Request(NamedTuple):
     """What is wanted. world: ranks; rows: sequences of a step. memory: bytes of a rank that may be used,
     None: the machine's. fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one
-    microbatch.
+    microbatch. check: called with each Plan, raises ValueError for one that the model or its optimizer refuse.
     """
 
     model: Model
@@ -42,6 +42,7 @@ class Request(NamedTuple):
     microbatch: int = 16
     software: Software = PYCOMM
     precision: str | None = "bf16"
+    check: Callable = lambda plan: None
 
     @property
     def limit(self):
@@ -187,7 +188,10 @@ def plans_of(request, axes, schedule, chunks, recompute, refused=None):
     every = sharded or "offload" in fixed or "zero_group" in fixed
     for zero in [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0]):
         try:
-            yield Plan(**axes, zero=zero, **{**options, **others})
+            plan = Plan(**axes, zero=zero, **{**options, **others})
+            request.check(plan)
         except ValueError as error:
             if refused is not None:
                 refused.append(error)
+        else:
+            yield plan

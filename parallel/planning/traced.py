@@ -102,7 +102,7 @@ def _run(model, inputs, name):
             stack.append(fqn)
             if fqn == name:
                 tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-                shape.append(next(t.shape for t in tensors if t.dim() >= 2))
+                shape.extend(t.shape for t in tensors if t.dim() >= 2)
 
         for inner, module in block.named_modules():
             fqn = f"{name}.{inner}".rstrip(".")
@@ -114,9 +114,16 @@ def _run(model, inputs, name):
             torch.Tensor, lambda t: fake.from_tensor(t) if not t.is_meta else _empty(t), inputs
         )
         with recorder, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            Microbatch(given, None).call(shadow)
+            try:
+                Microbatch(given, None).call(shadow)
+            except Exception as error:
+                raise ValueError(
+                    f"the forward of {type(model).__name__} does not run on fake tensors, which have shapes "
+                    f"and no values ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."
+                    " It must not read values (.item(), if, nonzero), and the batch must fit the model"
+                ) from error
     if not shape:
-        raise ValueError(f"the forward did not call {name!r}, or without a tensor")
+        raise ValueError(f"the forward did not call {name!r}, or without a tensor of two dimensions or more")
     hidden = shape[0]
     return recorder.seen, hidden[-1], hidden[0], hidden[1] if len(hidden) > 2 else 1
 
@@ -131,7 +138,9 @@ def _as_model(model, trunk, name, seen, shape):
     block, cuts = model.get_submodule(name), find(model, blocks=trunk.lists[0])
     cut_of = {fqn: "n" for sublayer in cuts.sublayers for fqn in sublayer.columns}
     cut_of |= {sublayer.row: "k" for sublayer in cuts.sublayers}
-    item = next(p.element_size() for p in model.parameters() if p.is_floating_point())
+    item = next((p.element_size() for p in model.parameters() if p.is_floating_point()), None)
+    if item is None:
+        raise ValueError(f"{type(model).__name__} has no parameters to train")
     modules, counted = [], 0
     for inner, module in block.named_modules():
         fqn = f"{name}.{inner}".rstrip(".")
