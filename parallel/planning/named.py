@@ -121,7 +121,7 @@ def _like_llama(get, kind, sizes, sequence):
         if experts[1] > count:
             raise ValueError(f"a config of {kind!r}: num_experts_per_tok={experts[1]} of {count} experts")
         ffn = _size(get, kind, "moe_intermediate_size", ffn)
-        dense = get("shared_expert_intermediate_size")
+        dense = get("shared_expert_intermediate_size") if kind == "qwen2_moe" else None
         extra = (extra[0] + hidden * bool(dense), extra[1])  # the gate of the shared expert
     positions = sequence or _size(get, kind, "max_position_embeddings", 2048)
     tied = bool(get("tie_word_embeddings"))

@@ -30,7 +30,8 @@ CHUNKS = (2, 3, 4, 6, 8)
 class Request(NamedTuple):
     """What is wanted. world: ranks; rows: sequences of a step. memory: bytes of a rank that may be used,
     None: the machine's. fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one
-    microbatch. check: called with each Plan, raises ValueError for one that the model or its optimizer refuse.
+    microbatch. check: called with each Plan, raises ValueError for one that the model or its optimizer
+    refuse.
     """
 
     model: Model

@@ -117,10 +117,11 @@ def _run(model, inputs, name):
             try:
                 Microbatch(given, None).call(shadow)
             except Exception as error:
+                first = (str(error).splitlines() or [""])[0]
                 raise ValueError(
                     f"the forward of {type(model).__name__} does not run on fake tensors, which have shapes "
-                    f"and no values ({type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''})."
-                    " It must not read values (.item(), if, nonzero), and the batch must fit the model"
+                    f"and no values ({type(error).__name__}: {first}). It must not read values (.item(), if, "
+                    "nonzero), and the batch must fit the model"
                 ) from error
     if not shape:
         raise ValueError(f"the forward did not call {name!r}, or without a tensor of two dimensions or more")

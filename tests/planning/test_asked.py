@@ -105,7 +105,7 @@ def test_a_config_that_is_not_known_or_wrong(config, text):
     assert from_config(LLAMA).layers == from_config(GPT2).layers == 4
 
 
-@pytest.mark.parametrize("kind", ["Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Granite"])
+@pytest.mark.parametrize("kind", ["Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe"])
 def test_families_have_as_many_parameters_as_the_model(kind):
     hf = pytest.importorskip("transformers")
     import torch
@@ -175,8 +175,8 @@ def relieved(asked, text):
         ({"memory": 3 * GIB}, 2),
         ({"memory": 0.001 * GIB}, 1),
         ({"memory": 3 * GIB, "fixed": {"zero": 0, "tp": 1, "dp": 8}}, 1),
-        ({"world": 97}, 2),
-        ({"world": 97, "memory": 2 * GIB}, 1),
+        ({"world": 17, "fixed": {"pp": 1}}, 2),
+        ({"world": 17, "fixed": {"pp": 1}, "memory": GIB}, 1),
         ({"rows": 5, "fixed": {"dp": 4}, "microbatch": 1}, 2),
         ({"machine": "cpu", "model": "gpt3-13b", "world": 4, "rows": 4}, 2),
         ({"memory": 8 * GIB, "fixed": {"pp": 1, "tp": 1, "checkpoint": False, "zero": 1}}, 3),
@@ -192,7 +192,7 @@ def test_what_would_do_does(change, count):
         assert search(other, 1), (str(refused.value), other)
 
 
-@pytest.mark.parametrize(("world", "rows"), [(4, 5), (8, 17), (3, 16), (6, 7)])
+@pytest.mark.parametrize(("world", "rows"), [(4, 5), (3, 16)])
 def test_every_microbatch_has_a_row_for_every_data_rank(world, rows):
     """par.step refuses others; and none is larger than was allowed."""
     for most in (1, 2, 16):
@@ -217,7 +217,7 @@ def test_the_best_is_no_slower_than_a_plan_that_is_written(plan, microbatches):
 
 def test_more_never_hurts():
     """Memory, bandwidth and a larger allowed microbatch; the search is deterministic."""
-    asked = request("gpt3-13b", 16, 32, memory=30 * GIB, microbatch=2)
+    asked = request("gpt3-13b", 8, 16, memory=30 * GIB, microbatch=2)
     before = search(asked)
     again = search(asked)
     assert [(e.plan, e.job.microbatches) for e in before] == [(e.plan, e.job.microbatches) for e in again]

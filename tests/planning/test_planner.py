@@ -112,6 +112,78 @@ def test_arguments_that_are_wrong():
         par.auto(torch.nn.Linear(3, 3), batch=(torch.ones(2, 3), torch.ones(2, 3)), world=2)
 
 
+class Blocks(torch.nn.Module):
+    """Blocks, run in order. make(number) makes one."""
+
+    def __init__(self, make, count=4):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(make(number) for number in range(count))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Reads(torch.nn.Linear):
+    def forward(self, x):
+        return super().forward(x) if x.sum() > 0 else x
+
+
+VALUES = torch.ones(8, 6)
+
+
+@pytest.mark.parametrize(
+    ("make", "given", "text"),
+    [
+        (lambda _: Reads(6, 6), VALUES, "does not run on fake tensors"),
+        (lambda _: torch.nn.Linear(6, 6), torch.ones(8, 5), "the batch must fit the model"),
+        (lambda _: torch.nn.Linear(6, 6), torch.ones(7, 6), "differ in rows"),
+        (lambda _: torch.nn.Linear(6, 6), torch.tensor(1.0), "no dimensions"),
+        (lambda _: torch.nn.ReLU(), VALUES, "no parameters to train"),
+    ],
+)
+def test_models_that_cannot_be_traced_say_why(make, given, text):
+    with pytest.raises(ValueError, match=text):
+        par.auto(Blocks(make), batch=(given, VALUES), world=2)
+
+
+def test_plans_that_the_model_refuses_are_not_proposed():
+    shared = torch.nn.Linear(6, 6)
+    model = Blocks(lambda _: shared)
+    plan = par.auto(model, batch=(VALUES, VALUES), world=4)
+    assert {each.plan.pp for each in (plan.prediction, *plan.others)} == {1}
+    with pytest.raises(ValueError, match="every plan is refused: one Linear is part of"):
+        par.auto(model, batch=(VALUES, VALUES), world=4, fixed={"pp": 2})
+    with pytest.raises(ValueError, match="one Linear is part of"):
+        par.explain(par.Plan(pp=2), model, batch=(VALUES, VALUES))
+
+
+def test_fixed_blocks_and_precision_are_heard():
+    model = Blocks(lambda number: Blocks(lambda _: torch.nn.Linear(6, 6), 3), 2)
+    plan = par.auto(model, batch=(VALUES, VALUES), world=2, fixed={"blocks": "blocks.1.blocks"})
+    assert plan.prediction.job.model.layers == 3 and plan.blocks == "blocks.1.blocks"
+    with pytest.raises(ValueError, match="in bfloat16"):
+        par.auto(model, batch=(VALUES, VALUES), world=2, fixed={"precision": "bf16", "blocks": "blocks"})
+
+
+def test_rows_that_do_not_divide_train():
+    """Four ranks, five rows: of plans with many microbatches each has a row for every data rank."""
+
+    def body(rank, world_size):
+        torch.manual_seed(0)
+        model, given = GPT(), batch(5)
+        opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+        plan = par.auto(model, opt, batch=given, fixed={"dp": 4}, microbatch=2)
+        model, opt = par.parallelize(model, opt, plan)
+        return par.step(model, opt, given, microbatches=plan.microbatches).item()
+
+    torch.manual_seed(0)
+    logits = GPT()(batch(5)[0]).flatten(0, 1)
+    expected = torch.nn.functional.cross_entropy(logits, batch(5)[1].flatten()).item()
+    assert spawn(4, body) == pytest.approx([expected] * 4, rel=1e-5)
+
+
 MEMORY = [
     *("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "pp=2"),
     *("pp=2,schedule=zb-h1", "ulysses=2", "dp=2,tp=2,zero=3"),
