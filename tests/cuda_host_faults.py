@@ -3,9 +3,7 @@ and what takes its place, and the suites of a program of tests/test_cuda_group.p
 
 Not planted, because nothing can tell: who else stops the device of a broken group (the watching thread and
 wait() both do), the grace before a death is told, how few places are still worth having, whether poll() or
-the wait() behind it forgets an error. Not planted, because no test tells: a deadline that the next operation
-does not begin anew (in the tests arrivals do), who has come to the second exchange of an operation, a row of
-registered memory that cannot be written on one rank, an error word that is not cleared for the next group.
+the wait() behind it forgets an error.
 """
 
 from typing import NamedTuple
@@ -20,8 +18,9 @@ class Fault(NamedTuple):
     times: int = 1
 
 
-BUDGET, ENDS, FAULTY, GROUP, STREAMS = (
+BUDGET, DEADLINES, ENDS, FAULTY, GROUP, STREAMS = (
     "group_budget_test",
+    "group_deadlines_test",
     "group_ends_test",
     "group_faults_test",
     "group_test",
@@ -122,6 +121,14 @@ FAULTS = {
         "if (in_order) words.push_back({false, busy_word, 0});"),
     "the group's timeout serves all": Fault(FAULTY, "late rank", "deadlines.cc",
         "  if (found == line.timeouts.end()) return longest_;\n", "  return longest_;\n"),
+    "the next operation has no time of its own": Fault(DEADLINES, "next operation", "deadlines.cc",
+        "busy != line.busy ||", "!line.busy ||"),
+    "nobody sees who came to a second exchange": Fault(DEADLINES, "second exchange", "deadlines.cc",
+        "look_at(0, p), look_at(1, p);", "look_at(0, p);"),
+    "a peer's own message counts as its coming": Fault(DEADLINES, "messages both ways", "deadlines.cc",
+        "message < n ? set_of_receivers : set_of_senders", "message < n ? set_of_senders : set_of_receivers"),
+    "an error word is used again as it is": Fault(BUDGET, "memory", "host_words.cc",
+        "  std::memset(memory, 0, sizeof(ErrorWord));\n"),
     "what a sender found is not read": Fault(FAULTY, "messages that differ", "faults.cc",
         "read_record(error.records[record_of_sending(p)], OpKind::send);"),
     "a fault is read again and again": Fault(FAULTY, "mismatches", "faults.cc",
@@ -140,6 +147,12 @@ FAULTS = {
         "result != result::success && !broken()", "result == result::not_ready && !broken()"),
     "a region has no row on one rank": Fault(GROUP, "collectives", "registry.cc",
         "write_row(id, *memory);", "if (setup_.rank()) write_row(id, *memory);"),
+    "a row that one rank cannot write": Fault(ENDS, "failing row", "registry.cc",
+        "agree(setup_.comm, copied);", "agree(setup_.comm, {});"),
+    "a row that cannot be written is told to nobody": Fault(ENDS, "failing row", "registry.cc",
+        "copied = attempt([&] { write_row(id, *memory); });", "write_row(id, *memory);"),
+    "a region that is nowhere keeps its number": Fault(ENDS, "failing row", "registry.cc",
+        "    regions_[id] = {};\n    throw;\n", "    throw;\n"),
     "an id that a peer still uses is taken": Fault(ENDS, "released by one", "registry.cc",
         "used_anywhere |= of_rank;", "used_anywhere |= of_rank & used;"),
 }  # fmt: skip

@@ -316,6 +316,10 @@ void test_after_a_broken_group() {
     Rank last{*third, rank.rank, 2};
     Member again(last);
     again.exercise(true);
+    Trial reads(again.group, again.rank, {OpKind::all_reduce, 1000, Algorithm::two_shot});
+    again.run(reads);  // kernels that touch a peer's memory look first whether they are to stop
+    again.own.synchronize();
+    reads.check();
     kept.exercise();
     rank.barrier();
     again.finish();

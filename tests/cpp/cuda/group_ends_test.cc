@@ -171,6 +171,44 @@ void test_released_by_one(const Setting& setting) {
   expect("released by one: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
+// A buffer whose row one rank cannot write is there on no rank, and takes no number and no memory.
+void test_failing_row(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    const auto copies_of = [&](const std::function<void()>& body) {
+      rank.barrier();
+      const int before = fake_calls("cuMemcpyAsync");
+      rank.barrier();
+      body();
+      rank.barrier();
+      return fake_calls("cuMemcpyAsync") - before;
+    };
+    const int copies = copies_of([&] { me.group.release(me.group.allocate(1000)); });
+    int kept = 0;
+    for (int round = 0; round < 3; ++round) {
+      // The last copy in a process is that of a row.
+      if (rank.rank == 1) fake_fail("cuMemcpyAsync", copies, result::out_of_memory);
+      rank.barrier();
+      require_contains(error_of([&] { me.group.allocate(1000); }), "cuMemcpyAsync failed");
+      wait_until([] { return !PeerMemory::free_parked(); }, "all ranks have let go of it");
+      rank.barrier();
+      const int now = fake_counts().allocations + fake_counts().ipc_mappings;
+      require(round == 0 || now == kept, "its memory is given back");
+      kept = now;
+      if (rank.rank == 1) fake_fail("cuMemcpyAsync", 1 << 30, 0);
+      rank.barrier();
+    }
+    {
+      Trial trial(me.group, rank, {OpKind::all_gather, 1000, Algorithm::copy_engine}, true);
+      me.run(trial);
+      me.own.synchronize();
+      trial.check();
+    }
+    me.finish();
+  };
+  expect("a row that cannot be written: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // A peer that closes while this rank has nothing under way is no fault, however long that lasts.
 void test_closed_in_good_order() {
   const auto body = [](Rank& rank) {
@@ -201,6 +239,7 @@ int main(int count, char** arguments) {
                      {"release under way", each(test_release_under_way)},
                      {"release beside a message", each(test_release_beside_a_message)},
                      {"released by one", each(test_released_by_one)},
+                     {"failing row", each(test_failing_row)},
                      {"destruction", test_destruction},
                      {"close in callback", test_close_in_callback},
                      {"closed in good order", test_closed_in_good_order}});

@@ -14,34 +14,6 @@ const Setting together{3, 3}, apart{3, 1, 1, true}, in_order{3, 1},
 const std::vector<Setting> all_settings = {together, apart, in_order, in_order_together, mixed};
 
 bool resident(const Member& me) { return description(me.group, "protocol") == "resident"; }
-std::string kind_of(const CommError& error) {
-  return std::to_string(static_cast<int>(error.kind)) + ": " + error.what();
-}
-void require_kind(const CommError& error, ErrorKind kind) {
-  require(error.kind == kind, "the kind of the error, " + kind_of(error));
-}
-
-// Streams end, works end, memory goes back, although the group is broken.
-void finish_broken(Member& me, const Setting& setting) {
-  static std::atomic<int> stopped{0};  // ranks of this process
-  require(seconds_of([&] { me.own.synchronize(); }) < 1, "the device has stopped waiting");
-  ++stopped;
-  for (int i = 0; i < 1000 && stopped < setting.threads; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  require(seconds_of([&] { me.group.close(); }) < 1, "close() is quick");
-  for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-// Until the group throws; polling calls nothing that could put this rank out of step.
-CommError error_soon(const CudaWorkPtr& work) {
-  return comm_error_of([&] {
-    for (int i = 0; i < 5000; ++i) {
-      if (work->poll()) work->wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
-}
 
 // --- calls that differ
 struct Difference {
