@@ -1,8 +1,8 @@
-// group_deadlines_test.cc -- csrc/cuda/deadlines.h over the fake driver: when an operation in stream order is
-// late, and who is to blame.
+// group_deadlines_test.cc -- csrc/cuda/deadlines.h over the fake driver: when an operation is late, and who
+// is to blame.
 //
-// What the watching thread sees is arranged, not left to the clock: it looks with the group's lock held, and
-// so does a call that issues.
+// Where it matters what the watching thread sees, that is arranged and not left to the clock: it looks with
+// the group's lock held, which a call that issues holds, too.
 #include "group_ranks.h"
 
 using namespace pycomm;
@@ -11,8 +11,79 @@ using namespace pycomm::cuda;
 namespace {
 
 const Setting in_order{2, 1}, three_in_order{3, 1};
+const std::vector<Setting> all_settings = {
+    {3, 3}, {3, 1, 1, true}, three_in_order, {3, 3, 1, false, "stream_ordered"}, {4, 2, 4}};
 
 void pause(int milliseconds) { std::this_thread::sleep_for(std::chrono::milliseconds(milliseconds)); }
+
+void test_late_rank() {
+  for (const Setting& setting : all_settings)
+    for (bool message : {false, true}) {
+      const int absent = 1;
+      const auto body = [&](Rank& rank) {
+        Member me(rank, setting.devices);
+        me.exercise();
+        rank.barrier();
+        Issue issue = me.issue(true);
+        issue.timeout = 0.3;
+        float value = 0;
+        const MessageCall recv{false, absent, 0, DType::f32, reinterpret_cast<std::byte*>(&value), 1};
+        Trial trial(me.group, rank, {.count = 8});
+        if (rank.rank == absent) {
+          const CommError error = comm_error_of([&] {
+            for (int i = 0; i < 5000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+              rank.comm.transport().check({});
+          });
+          require_kind(error, ErrorKind::timeout);
+          require_kind(comm_error_of([&] { me.group.issue(trial.op(), me.issue()); }), ErrorKind::timeout);
+          return finish_broken(me, setting);
+        }
+        CudaWorkPtr work;
+        const double seconds = seconds_of([&] {
+          work = message ? me.group.issue(recv, issue) : me.group.issue(trial.op(), issue);
+          const CommError error = error_soon(work);
+          require_kind(error, ErrorKind::timeout);
+          require_contains(error.what(), "rank 1 did not arrive within the timeout");
+          require(error.peer == absent, "the peer");
+          require_contains(error.what(), message ? "recv #1" : "all_reduce #2");
+        });
+        require(seconds < 1.5, "in time: " + std::to_string(seconds));
+        finish_broken(me, setting);
+      };
+      expect("a late rank: " + setting.text() + (message ? ", a message" : ""),
+             run_ranks(run_options(setting), body));
+    }
+}
+
+// A deadline is that of one operation: a stream that is never idle for longer is not late.
+void test_busy_for_long() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    Issue issue = me.issue();
+    issue.timeout = 0.3;
+    std::vector<float> data(64, 1.0f);
+    Op op;
+    op.kind = OpKind::all_gather;
+    op.dtype = DType::f32;
+    op.count = 16;
+    op.in = reinterpret_cast<std::byte*>(data.data());
+    std::vector<float> out(16 * rank.world_size);
+    for (int p = 0; p < rank.world_size; ++p)
+      op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1000);
+    for (bool more = true; more;) {
+      for (int i = 0; i < 50; ++i) me.group.issue(op, issue);
+      for (bool each : all_gather_value<uint8_t>(rank.comm, std::chrono::steady_clock::now() < end))
+        more = more && each;
+      if (fake_calls("cuStreamBatchMemOp") > 50000) me.own.synchronize();
+    }
+    me.own.synchronize();
+    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nor is one that is idle
+    require(!rank.comm.transport().broken(), "the group is whole");
+    me.finish();
+  };
+  expect("busy for longer than the timeout", run_ranks(run_options({2, 1}), body));
+}
 
 // The second operation follows the first behind the watching thread's back, with the same ranks missing. It
 // has a time of its own, though the first took longer than that.
@@ -102,8 +173,7 @@ void test_second_exchange() {
   };
   bool well = false;
   for (double patience = 0.3; !well && patience < 10; patience *= 5)
-    well = run_ranks(run_options(three_in_order),
-                     [&body, patience](Rank& rank) { body(rank, patience); });
+    well = run_ranks(run_options(three_in_order), [&body, patience](Rank& rank) { body(rank, patience); });
   expect("who came to the second exchange", well);
 }
 
@@ -129,11 +199,42 @@ void test_messages_both_ways(bool sends) {
   expect(sends ? "two sends that cross" : "two receives that cross", run_ranks(run_options(in_order), body));
 }
 
+// Rank 1's collectives say nothing of what rank 0 receives: each line of each rank has a word of its own.
+void test_beside_other_lines() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    Buffer data(10);
+    rank.barrier();
+    Issue issue = me.issue(true);
+    issue.timeout = 1;
+    if (rank.rank == 0)
+      me.group.issue({false, 1, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()},
+                     issue);
+    rank.barrier();
+    try {
+      me.exercise();
+    } catch (const CommError&) {
+      // On a slow machine the message may be late by now.
+    }
+    wait_until([&] { return rank.comm.transport().broken(); }, "rank 0 gives up");
+    const CommError error = comm_error_of([&] { rank.comm.transport().check({}); });
+    require_kind(error, ErrorKind::timeout);
+    require_contains(error.what(), "recv #1");
+    finish_broken(me, in_order);
+  };
+  expect("a late message beside collectives", run_ranks(run_options(in_order), body));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
-  return run_suites(count, arguments, {{"next operation", test_next_operation},
+  return run_suites(count, arguments,
+                    {{"late rank", test_late_rank},
+                     {"busy for long", test_busy_for_long},
+                     {"next operation", test_next_operation},
                      {"second exchange", test_second_exchange},
+                     {"beside other lines", test_beside_other_lines},
                      {"messages both ways", [] {
                         for (bool sends : {true, false}) test_messages_both_ways(sends);
                       }}});
