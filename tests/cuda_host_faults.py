@@ -3,7 +3,8 @@ and what takes its place, and the suites of a program of tests/test_cuda_group.p
 
 Not planted, because nothing can tell: who else stops the device of a broken group (the watching thread and
 wait() both do), the grace before a death is told, how few places are still worth having, whether poll() or
-the wait() behind it forgets an error.
+the wait() behind it forgets an error, whether a look of the watching thread reads the error word when it
+begins (it does at its end, too).
 """
 
 from typing import NamedTuple
@@ -63,7 +64,8 @@ FAULTS = {
         "  meet_on_host(timeout);\n"),
     "an operation ends before what belongs to it": Fault(STREAMS, "after", "issue.cc",
         "    if (issue.after) issue.after(end.stream);\n    end.event = state_.events->record(end.stream);\n",
-        "    end.event = state_.events->record(end.stream);\n    if (issue.after) issue.after(end.stream);\n"),
+        "    end.event = state_.events->record(end.stream);\n"
+        "    if (issue.after) issue.after(end.stream);\n"),
     "the default stream is none": Fault(STREAMS, "default streams", "issue.cc",
         "reinterpret_cast<uint64_t>(stream) + 1;", "reinterpret_cast<uint64_t>(stream);"),
     "devices share a default stream": Fault(STREAMS, "default streams", "issue.cc",
@@ -93,6 +95,8 @@ FAULTS = {
         "    if (region.base == data) region.dropped = true;\n", "    (void)region, (void)data;\n"),
     "a region has no last byte": Fault(ENDS, "end of a region", "registry.cc",
         "p + nbytes > region.base + region.nbytes", "p + nbytes >= region.base + region.nbytes"),
+    "what all have released is kept": Fault(ENDS, "released by all", "registry.cc",
+        "    if (i < regions_.size()) regions_[i] = {};\n"),
     "a buffer may stick out of a region": Fault(ENDS, "end of a region", "registry.cc",
         "p + nbytes > region.base + region.nbytes", "p >= region.base + region.nbytes"),
     "memory is freed beside a kernel of a peer": Fault(BUDGET, "memory", "device/spare.cc",
@@ -162,10 +166,21 @@ FAULTS = {
         "message < n ? set_of_receivers : set_of_senders", "message < n ? set_of_senders : set_of_receivers"),
     "an error word is used again as it is": Fault(BUDGET, "memory", "host_words.cc",
         "  std::memset(memory, 0, sizeof(ErrorWord));\n"),
+    "an operation that has not begun loses its time": Fault(DEADLINES, "not begun", "deadlines.cc",
+        "!busy && line.eager.event && faults_.reached(line.eager.event)", "!busy"),
+    "a replayed operation has the last timeout": Fault(DEADLINES, "replayed", "deadlines.cc",
+        "longest_ = std::max(longest_, timeout);", "longest_ = timeout;"),
+    "what ends between two looks ends well": Fault(DEADLINES, "between looks", "works.cc",
+        "  faults_.read();\n  for (auto& [work", "  for (auto& [work"),
+    "what poll() finds ended ended well": Fault(DEADLINES, "between looks", "works.cc",
+        "    faults_.read();\n    error = faults_.take_of(work.info());", "    error = faults_.take_of(work.info());"),
     "what a sender found is not read": Fault(FAULTY, "messages that differ", "faults.cc",
         "read_record(error.records[record_of_sending(p)], OpKind::send);"),
     "an error is that of all with its number": Fault(FAULTY, "whose error", "faults.cc",
-        "failed_.sequence == info.sequence && failed_.kind == info.kind", "failed_.sequence == info.sequence"),
+        "failed_.sequence == info.sequence && failed_.kind == info.kind",
+        "failed_.sequence == info.sequence"),
+    "of two errors the last is told": Fault(FAULTY, "first error", "faults.cc",
+        "    if (failure_) return;\n"),
     "an error of a completed work is thrown again": Fault(FAULTY, "whose error", "works.cc",
         "  faults_.forget(work.error());  // thrown here, and nowhere else\n"),
     "what another rank found is told as its own": Fault(FAULTY, "sizes", "faults.cc",
@@ -184,6 +199,8 @@ FAULTS = {
         "for (auto& [work, error] : ended) error = faults_.of(work->info());"),
     "a device that fails is at its end": Fault(FAULTY, "failing device", "faults.cc",
         "result != result::success && !broken()", "result == result::not_ready && !broken()"),
+    "a message from anybody": Fault(GROUP, "messages", "group.cc",
+        "message.peer < 0 || message.peer >= comm", "message.peer >= comm"),
     "a region has no row on one rank": Fault(GROUP, "collectives", "registry.cc",
         "write_row(id, *memory);", "if (setup_.rank()) write_row(id, *memory);"),
     "a row that one rank cannot write": Fault(ENDS, "failing row", "registry.cc",

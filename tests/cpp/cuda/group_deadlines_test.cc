@@ -1,5 +1,5 @@
-// group_deadlines_test.cc -- csrc/cuda/deadlines.h over the fake driver: when an operation is late, and who
-// is to blame.
+// group_deadlines_test.cc -- csrc/cuda/deadlines.h and watch.h over the fake driver: when an operation is
+// late, who is to blame, and when the host learns what is wrong.
 //
 // Where it matters what the watching thread sees, that is arranged and not left to the clock: it looks with
 // the group's lock held, which a call that issues holds, too.
@@ -199,6 +199,127 @@ void test_messages_both_ways(bool sends) {
   expect(sends ? "two sends that cross" : "two receives that cross", run_ranks(run_options(in_order), body));
 }
 
+// What has not begun when it is looked for keeps its time: here it is behind the caller's own work.
+void test_not_begun() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    Trial trial(me.group, rank, {.count = 8});
+    rank.barrier();
+    if (rank.rank == 0) {
+      Gate gate(me.stream);
+      Issue issue = me.issue();
+      issue.timeout = 0.3;
+      me.group.issue(trial.op(), issue);
+      pause(100);  // the watching thread has looked
+    }
+    wait_until([&] { return rank.comm.transport().broken(); }, "rank 0 gives up");
+    require_contains(comm_error_of([&] { rank.comm.transport().check({}); }).what(),
+                     "rank 1 did not arrive within the timeout of 0.3 s");
+    finish_broken(me, in_order);
+  };
+  expect("an operation that has not begun", run_ranks(run_options(in_order, 30), body));
+}
+
+// A replayed operation has the longest time that any call asked for: which one it is, the host does not know.
+void test_replayed() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream graph(me.device);
+    me.exercise();
+    Trial quick(me.group, rank, {.count = 8}), replayed(me.group, rank, {.count = 8});
+    Issue issue = me.issue();
+    issue.timeout = 0.3;
+    fake_capture(graph.stream, flag::capture_active, 1 + rank.rank);
+    Gate gate(graph.stream);  // what is captured does not run yet
+    replayed.fill(graph.stream);
+    me.group.issue(replayed.op(), me.issue(false, graph.stream));
+    replayed.look(graph.stream);
+    fake_capture(graph.stream, flag::capture_none, 0);
+    rank.barrier();
+    try {
+      me.group.issue(quick.op(), issue);
+      me.own.synchronize();
+      rank.barrier();
+    } catch (const CommError&) {
+      gate.open();  // this machine stood still, and the test says nothing
+      graph.synchronize();
+      return finish_broken(me, in_order);
+    }
+    if (rank.rank == 1) pause(600);
+    gate.open();
+    graph.synchronize();
+    replayed.check();
+    require(!rank.comm.transport().broken(), "the group is whole");
+    me.finish();
+  };
+  expect("a replayed operation", run_ranks(run_options(in_order, 30), body));
+}
+
+// Nobody asks, and all ranks hear of it.
+void test_unasked(const Setting& setting) {
+  const auto body = [&](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    Trial trial(me.group, rank, {.count = 8});
+    rank.barrier();
+    Issue issue = me.issue();  // not asynchronous: no work is watched
+    issue.timeout = 0.3;
+    if (rank.rank != 1) me.group.issue(trial.op(), issue);
+    wait_until([&] { return rank.comm.transport().broken(); }, "the group is broken");
+    require_kind(comm_error_of([&] { rank.comm.transport().check({}); }), ErrorKind::timeout);
+    finish_broken(me, setting);
+  };
+  expect("unasked: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// The fake driver, where an operation ends just when it is asked for: what went wrong in it was not there at
+// the look before.
+thread_local bool asks = false;  // this thread does; else the watching one
+std::atomic<bool> watching{false};
+
+int end_and_query(Event event) {
+  if (asks != watching) fake_driver()->cuEventSynchronize(event);
+  return fake_driver()->cuEventQuery(event);
+}
+const Driver* ending_driver() {
+  static const Driver table = [] {
+    Driver copy = *fake_driver();
+    copy.cuEventQuery = end_and_query;
+    return copy;
+  }();
+  return &table;
+}
+
+void test_ended_between_looks(bool watched) {
+  const auto body = [watched](Rank& rank) {
+    use_driver(ending_driver());
+    asks = true;
+    watching = watched;
+    Member me(rank);
+    Trial trial(me.group, rank, {.count = rank.rank ? size_t{8} : size_t{9}});
+    auto gate = std::make_unique<Gate>(me.stream);
+    Issue issue = me.issue();
+    issue.watched = watched;
+    const auto work = me.group.issue(trial.op(), issue);
+    pause(30);  // the watching thread has looked, or waits for the end
+    std::thread opener([&] {
+      pause(30);
+      gate.reset();
+    });
+    if (watched) wait_until([&] { return work->done(); }, "the watching thread completes it");
+    else require(work->poll(), "it has ended");
+    opener.join();
+    require(work->error() != nullptr, "what has ended knows its error");
+    require_kind(comm_error_of([&] { work->wait(); }), ErrorKind::mismatch);
+    rank.barrier();
+    me.exercise();
+    me.finish();
+  };
+  expect(std::string("ended between two looks, ") + (watched ? "watched" : "asked for"),
+         run_ranks(run_options({2, 1, 1, true}), body));
+}
+
 // Rank 1's collectives say nothing of what rank 0 receives: each line of each rank has a word of its own.
 void test_beside_other_lines() {
   const auto body = [](Rank& rank) {
@@ -234,6 +355,16 @@ int main(int count, char** arguments) {
                      {"busy for long", test_busy_for_long},
                      {"next operation", test_next_operation},
                      {"second exchange", test_second_exchange},
+                     {"not begun", test_not_begun},
+                     {"replayed", test_replayed},
+                     {"unasked",
+                      [] {
+                        for (const Setting& setting : {Setting{3, 3}, {3, 1, 1, true}}) test_unasked(setting);
+                      }},
+                     {"between looks",
+                      [] {
+                        for (bool watched : {true, false}) test_ended_between_looks(watched);
+                      }},
                      {"beside other lines", test_beside_other_lines},
                      {"messages both ways", [] {
                         for (bool sends : {true, false}) test_messages_both_ways(sends);

@@ -200,6 +200,33 @@ void test_end_of_a_region(const Setting& setting) {
   expect("the end of a region: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
+// What all ranks have released goes back with the next buffer, all of it.
+void test_released_by_all(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    const auto mapped = [&rank] {
+      rank.barrier();
+      wait_until([] { return !PeerMemory::free_parked(); }, "all ranks have let go of it");
+      return fake_counts().allocations + fake_counts().ipc_mappings;
+    };
+    Registered one = me.group.allocate(4000);
+    const int before = mapped();
+    std::list<Registered> more;
+    for (int i = 0; i < 3; ++i) more.push_back(me.group.allocate(4000));
+    require(mapped() == before + 3 * 2, "a block, and that of the peer, for each");
+    for (const Registered& each : more) me.group.release(each);
+    more.clear();
+    me.group.release(one);
+    one.memory.reset();
+    one = me.group.allocate(4000);
+    require(mapped() == before, "one is left");
+    me.group.release(one);
+    one.memory.reset();
+    me.finish();
+  };
+  expect("released by all: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // A buffer whose row one rank cannot write is there on no rank, and takes no number and no memory.
 void test_failing_row(const Setting& setting) {
   const auto body = [](Rank& rank) {
@@ -303,6 +330,10 @@ int main(int count, char** arguments) {
                      {"release beside a message", each(test_release_beside_a_message)},
                      {"released by one", each(test_released_by_one)},
                      {"end of a region", each(test_end_of_a_region)},
+                     {"released by all",
+                      [] {
+                        for (const Setting& setting : {apart, in_order}) test_released_by_all(setting);
+                      }},
                      {"failing row", each(test_failing_row)},
                      {"destruction", test_destruction},
                      {"close in callback", test_close_in_callback},

@@ -150,6 +150,26 @@ void test_whose_error(bool completed) {
          run_ranks(run_options(together), body));
 }
 
+// Of several errors the first is told.
+void test_first_error() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    Buffer data(10);
+    const MessageCall call{
+        rank.rank == 0, 1 - rank.rank, rank.rank, DType::f32, reinterpret_cast<std::byte*>(data.data()), 10};
+    Trial trial(me.group, rank, {.count = rank.rank ? size_t{5} : size_t{6}});
+    const auto work = me.group.issue(trial.op(), me.issue());
+    if (rank.rank < 2) me.group.issue(call, me.issue());
+    me.own.synchronize();
+    const CommError error = comm_error_of([&] { work->wait(9); });
+    require(error.kind == ErrorKind::mismatch && error.op.kind == OpKind::all_reduce, kind_of(error));
+    rank.barrier();
+    me.exercise();
+    me.finish();
+  };
+  expect("the first error", run_ranks(run_options(together), body));
+}
+
 // Of an exchange of unequal sizes two ranks disagree; the third hears who found it.
 void test_sizes() {
   const auto body = [](Rank& rank) {
@@ -455,6 +475,7 @@ int main(int count, char** arguments) {
                       [] {
                         for (bool completed : {false, true}) test_whose_error(completed);
                       }},
+                     {"first error", test_first_error},
                      {"sizes", test_sizes},
                      {"late start", late_start},
                      {"killed", test_killed},
