@@ -229,7 +229,7 @@ void test_replayed() {
     me.exercise();
     Trial quick(me.group, rank, {.count = 8}), replayed(me.group, rank, {.count = 8});
     Issue issue = me.issue();
-    issue.timeout = 0.3;
+    issue.timeout = 1;
     fake_capture(graph.stream, flag::capture_active, 1 + rank.rank);
     Gate gate(graph.stream);  // what is captured does not run yet
     replayed.fill(graph.stream);
@@ -246,7 +246,7 @@ void test_replayed() {
       graph.synchronize();
       return finish_broken(me, in_order);
     }
-    if (rank.rank == 1) pause(600);
+    if (rank.rank == 1) pause(2000);
     gate.open();
     graph.synchronize();
     replayed.check();
