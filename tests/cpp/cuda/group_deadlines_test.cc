@@ -61,13 +61,13 @@ void test_busy_for_long() {
     Member me(rank);
     Issue issue = me.issue();
     issue.timeout = 0.3;
-    std::vector<float> data(64, 1.0f);
+    Buffer data(64, 1.0f);
     Op op;
     op.kind = OpKind::all_gather;
     op.dtype = DType::f32;
     op.count = 16;
     op.in = reinterpret_cast<std::byte*>(data.data());
-    std::vector<float> out(16 * rank.world_size);
+    Buffer out(16 * rank.world_size);
     for (int p = 0; p < rank.world_size; ++p)
       op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
     const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1000);
