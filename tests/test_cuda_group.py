@@ -12,7 +12,14 @@ from test_sanitizers import core_sources
 MAIN = [*FLAGS, "-O0"]  # of the programs: the compiler takes longer than they run
 HOST = [*sorted(CUDA.glob("*.cc")), *sorted((CUDA / "device").glob("*.cc"))]
 FIBERS = [HERE / f"{name}.cc" for name in ("fiber", "fiber_ops", "machine", "fake_launch", "fake_processors")]
-PROGRAMS = ("group_test", "group_streams_test", "group_faults_test", "group_budget_test", "group_ends_test")
+PROGRAMS = (
+    "group_test",
+    "group_streams_test",
+    "group_faults_test",
+    "group_deadlines_test",
+    "group_budget_test",
+    "group_ends_test",
+)
 pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a busy machine
 
 

@@ -129,6 +129,7 @@ void test_queues(const Setting& setting, size_t refused_at) {
           }
           require_contains(error_of([&] { me.group.issue(message, me.issue(true)); }), "hardware queues");
           works.push_back(me.group.issue(message, me.issue()));
+          require(works.back()->info().sequence == 1, "what is refused has no number");
         }
       rank.barrier();
     } else {
@@ -248,6 +249,33 @@ void test_given_back() {
   expect("places are given back", run_ranks(run_options({2, 2}), body));
 }
 
+// By the counts themselves: what is given back twice is there once.
+void test_given_back_once() {
+  Place here{};
+  std::snprintf(here.uuid.bytes, sizeof(here.uuid.bytes), "counted");
+  here.connections = 4;
+  here.multiprocessors = 8;
+  const auto streams_left = [&here](int most) {
+    LineStreams streams;
+    int count = 0;
+    while (count < most && streams.take(here, 1, true)) ++count;
+    return count;
+  };
+  const auto places_left = [&here] { return Places(here, 2, 2, 100).count(); };
+  const bool at_first = streams_left(9) == 3 && places_left() == 8;
+  {
+    LineStreams streams;
+    Places places(here, 2, 2, 5);
+    streams.take(here, 1, true);
+    for (int i = 0; i < 2; ++i) {
+      streams.give_back();
+      places.keep(2);
+      places.keep(0);
+    }
+  }
+  expect("given back once", at_first && streams_left(9) == 3 && places_left() == 8);
+}
+
 // A kernel of rank 1 waits for rank 0, which closes another group first: nothing there may wait for kernels.
 // What is left of that group the next one gets, and all is freed at the end.
 void test_closed_beside_a_kernel(int registered) {
@@ -316,6 +344,10 @@ void test_after_a_broken_group() {
     Rank last{*third, rank.rank, 2};
     Member again(last);
     again.exercise(true);
+    Trial reads(again.group, again.rank, {OpKind::all_reduce, 1000, Algorithm::two_shot});
+    again.run(reads);  // kernels that touch a peer's memory look first whether they are to stop
+    again.own.synchronize();
+    reads.check();
     kept.exercise();
     rank.barrier();
     again.finish();
@@ -384,5 +416,6 @@ int main(int count, char** arguments) {
                      {"queues", queues},
                      {"products", products},
                      {"given back", test_given_back},
+                     {"given back once", test_given_back_once},
                      {"memory", memory}});
 }

@@ -171,6 +171,100 @@ void test_released_by_one(const Setting& setting) {
   expect("released by one: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
+// A registered buffer goes to its last byte, and no further.
+void test_end_of_a_region(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    constexpr size_t count = 10, nbytes = count * sizeof(float);
+    Registered registered = me.group.allocate(4 * nbytes);
+    std::byte* const out = registered.data + 2 * nbytes;
+    std::fill_n(reinterpret_cast<float*>(registered.data), count, 1.0f + rank.rank);
+    Op op;
+    op.kind = OpKind::all_gather;
+    op.algorithm = Algorithm::copy_engine;
+    op.dtype = DType::f32;
+    op.count = count;
+    op.in = registered.data;
+    op.out_parts = {{out, count}, {out + nbytes, count}};
+    rank.barrier();
+    me.group.issue(op, me.issue())->wait(9);
+    for (int p : {0, 1})
+      require(reinterpret_cast<float*>(out + p * nbytes)[count - 1] == 1.0f + p, "what came");
+    op.out_parts[1].data += sizeof(float);
+    require_contains(error_of([&] { me.group.issue(op, me.issue()); }), "needs buffers from pycomm.empty");
+    rank.barrier();
+    me.group.release(registered);
+    registered.memory.reset();
+    me.finish();
+  };
+  expect("the end of a region: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// What all ranks have released goes back with the next buffer, all of it.
+void test_released_by_all(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    const auto mapped = [&rank] {
+      rank.barrier();
+      wait_until([] { return !PeerMemory::free_parked(); }, "all ranks have let go of it");
+      return fake_counts().allocations + fake_counts().ipc_mappings;
+    };
+    Registered one = me.group.allocate(4000);
+    const int before = mapped();
+    std::list<Registered> more;
+    for (int i = 0; i < 3; ++i) more.push_back(me.group.allocate(4000));
+    require(mapped() == before + 3 * 2, "a block, and that of the peer, for each");
+    for (const Registered& each : more) me.group.release(each);
+    more.clear();
+    me.group.release(one);
+    one.memory.reset();
+    one = me.group.allocate(4000);
+    require(mapped() == before, "one is left");
+    me.group.release(one);
+    one.memory.reset();
+    me.finish();
+  };
+  expect("released by all: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
+// A buffer whose row one rank cannot write is there on no rank, and takes no number and no memory.
+void test_failing_row(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    const auto copies_of = [&](const std::function<void()>& body) {
+      rank.barrier();
+      const int before = fake_calls("cuMemcpyAsync");
+      rank.barrier();
+      body();
+      rank.barrier();
+      return fake_calls("cuMemcpyAsync") - before;
+    };
+    const int copies = copies_of([&] { me.group.release(me.group.allocate(1000)); });
+    int kept = 0;
+    for (int round = 0; round < 3; ++round) {
+      // The last copy in a process is that of a row.
+      if (rank.rank == 1) fake_fail("cuMemcpyAsync", copies, result::out_of_memory);
+      rank.barrier();
+      require_contains(error_of([&] { me.group.allocate(1000); }), "cuMemcpyAsync failed");
+      wait_until([] { return !PeerMemory::free_parked(); }, "all ranks have let go of it");
+      rank.barrier();
+      const int now = fake_counts().allocations + fake_counts().ipc_mappings;
+      require(round == 0 || now == kept, "its memory is given back");
+      kept = now;
+      if (rank.rank == 1) fake_fail("cuMemcpyAsync", 1 << 30, 0);
+      rank.barrier();
+    }
+    {
+      Trial trial(me.group, rank, {OpKind::all_gather, 1000, Algorithm::copy_engine}, true);
+      me.run(trial);
+      me.own.synchronize();
+      trial.check();
+    }
+    me.finish();
+  };
+  expect("a row that cannot be written: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // A peer that closes while this rank has nothing under way is no fault, however long that lasts.
 void test_closed_in_good_order() {
   const auto body = [](Rank& rank) {
@@ -188,6 +282,40 @@ void test_closed_in_good_order() {
   expect("closed in good order", run_ranks(run_options({2, 1, 1, true}), body));
 }
 
+// Each operation that a peer may have left has all of the patience: here two that do end, with a longer time
+// between them.
+void test_patience() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    rank.barrier();
+    if (rank.rank == 1) {
+      rank.comm.close();
+      return wait_until([] { return !PeerMemory::free_parked(); }, "rank 0 lets go of its memory");
+    }
+    wait_until([&] { return rank.comm.transport().peer_closed(1); }, "rank 1 closes");
+    for (int round = 0; round < 2; ++round) {
+      Buffer out(10, 5.0f), in(10);
+      const auto call = [](bool sends, Buffer& data) {
+        return MessageCall{sends, 0, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
+      };
+      Issue issue = me.issue(true);
+      issue.after = [](Stream stream) {
+        fake_enqueue(stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(60)); });
+      };
+      const auto sent = me.group.issue(call(true, out), issue), got = me.group.issue(call(false, in), issue);
+      sent->wait(9);
+      got->wait(9);
+      require(in[9] == 5.0f, "what came");
+      std::this_thread::sleep_for(std::chrono::milliseconds(round ? 0 : 600));
+    }
+    require(!rank.comm.transport().broken(), "the group is whole");
+    me.group.close();
+    wait_until([] { return !PeerMemory::free_parked(); }, "its memory goes back");
+  };
+  expect("patience begins anew", run_ranks(run_options({2, 1, 1, true}), body));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -201,7 +329,14 @@ int main(int count, char** arguments) {
                      {"release under way", each(test_release_under_way)},
                      {"release beside a message", each(test_release_beside_a_message)},
                      {"released by one", each(test_released_by_one)},
+                     {"end of a region", each(test_end_of_a_region)},
+                     {"released by all",
+                      [] {
+                        for (const Setting& setting : {apart, in_order}) test_released_by_all(setting);
+                      }},
+                     {"failing row", each(test_failing_row)},
                      {"destruction", test_destruction},
                      {"close in callback", test_close_in_callback},
+                     {"patience", test_patience},
                      {"closed in good order", test_closed_in_good_order}});
 }

@@ -1,4 +1,4 @@
-// group_faults_test.cc -- csrc/cuda/group.h over the fake driver: calls that differ, ranks that do not come,
+// group_faults_test.cc -- csrc/cuda/group.h over the fake driver: calls that differ, ranks that start late,
 // die, abort or close, driver calls that fail. Everything becomes an error on every rank within a bounded
 // time, and nothing is left over.
 #include <sys/mman.h>
@@ -14,34 +14,6 @@ const Setting together{3, 3}, apart{3, 1, 1, true}, in_order{3, 1},
 const std::vector<Setting> all_settings = {together, apart, in_order, in_order_together, mixed};
 
 bool resident(const Member& me) { return description(me.group, "protocol") == "resident"; }
-std::string kind_of(const CommError& error) {
-  return std::to_string(static_cast<int>(error.kind)) + ": " + error.what();
-}
-void require_kind(const CommError& error, ErrorKind kind) {
-  require(error.kind == kind, "the kind of the error, " + kind_of(error));
-}
-
-// Streams end, works end, memory goes back, although the group is broken.
-void finish_broken(Member& me, const Setting& setting) {
-  static std::atomic<int> stopped{0};  // ranks of this process
-  require(seconds_of([&] { me.own.synchronize(); }) < 1, "the device has stopped waiting");
-  ++stopped;
-  for (int i = 0; i < 1000 && stopped < setting.threads; ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  require(seconds_of([&] { me.group.close(); }) < 1, "close() is quick");
-  for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i)
-    std::this_thread::sleep_for(std::chrono::milliseconds(1));
-}
-
-// Until the group throws; polling calls nothing that could put this rank out of step.
-CommError error_soon(const CudaWorkPtr& work) {
-  return comm_error_of([&] {
-    for (int i = 0; i < 5000; ++i) {
-      if (work->poll()) work->wait();
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-  });
-}
 
 // --- calls that differ
 struct Difference {
@@ -147,75 +119,85 @@ void test_message_mismatches(const Setting& setting) {
   expect("messages that differ: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
-// --- ranks that do not come
-void test_late_rank() {
-  for (const Setting& setting : all_settings)
-    for (bool message : {false, true}) {
-      const int absent = 1;
-      const auto body = [&](Rank& rank) {
-        Member me(rank, setting.devices);
-        me.exercise();
-        rank.barrier();
-        Issue issue = me.issue(true);
-        issue.timeout = 0.3;
-        float value = 0;
-        const MessageCall recv{false, absent, 0, DType::f32, reinterpret_cast<std::byte*>(&value), 1};
-        Trial trial(me.group, rank, {.count = 8});
-        if (rank.rank == absent) {
-          const CommError error = comm_error_of([&] {
-            for (int i = 0; i < 5000; ++i, std::this_thread::sleep_for(std::chrono::milliseconds(1)))
-              rank.comm.transport().check({});
-          });
-          require_kind(error, ErrorKind::timeout);
-          require_kind(comm_error_of([&] { me.group.issue(trial.op(), me.issue()); }), ErrorKind::timeout);
-          return finish_broken(me, setting);
-        }
-        CudaWorkPtr work;
-        const double seconds = seconds_of([&] {
-          work = message ? me.group.issue(recv, issue) : me.group.issue(trial.op(), issue);
-          const CommError error = error_soon(work);
-          require_kind(error, ErrorKind::timeout);
-          require_contains(error.what(), "rank 1 did not arrive within the timeout");
-          require(error.peer == absent, "the peer");
-          require_contains(error.what(), message ? "recv #1" : "all_reduce #2");
-        });
-        require(seconds < 1.5, "in time: " + std::to_string(seconds));
-        finish_broken(me, setting);
-      };
-      expect("a late rank: " + setting.text() + (message ? ", a message" : ""),
-             run_ranks(run_options(setting), body));
-    }
-}
-
-// A deadline is that of one operation: a stream that is never idle for longer is not late.
-void test_busy_for_long() {
-  const auto body = [](Rank& rank) {
+// An error is that of its operation, not of another line's with the same number; what was thrown is not
+// thrown again.
+void test_whose_error(bool completed) {
+  const auto body = [completed](Rank& rank) {
     Member me(rank);
-    Issue issue = me.issue();
-    issue.timeout = 0.3;
-    std::vector<float> data(64, 1.0f);
-    Op op;
-    op.kind = OpKind::all_gather;
-    op.dtype = DType::f32;
-    op.count = 16;
-    op.in = reinterpret_cast<std::byte*>(data.data());
-    std::vector<float> out(16 * rank.world_size);
-    for (int p = 0; p < rank.world_size; ++p)
-      op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1000);
-    for (bool more = true; more;) {
-      for (int i = 0; i < 50; ++i) me.group.issue(op, issue);
-      for (bool each : all_gather_value<uint8_t>(rank.comm, std::chrono::steady_clock::now() < end))
-        more = more && each;
-      if (fake_calls("cuStreamBatchMemOp") > 50000) me.own.synchronize();
+    Buffer data(10);
+    Trial trial(me.group, rank, {.count = 20});
+    const auto reduced = me.run(trial);
+    if (rank.rank < 2) {
+      const MessageCall call{rank.rank == 0, 1 - rank.rank,
+                             rank.rank,  // the tag
+                             DType::f32,     reinterpret_cast<std::byte*>(data.data()),
+                             data.size()};
+      Issue issue = me.issue();
+      issue.watched = completed;
+      const auto sent = me.group.issue(call, issue);
+      me.own.synchronize();
+      if (completed) wait_until([&] { return sent->done(); }, "the watching thread completes it");
+      require(reduced->info().sequence == sent->info().sequence, "the numbers are alike");
+      require(reduced->poll() && !reduced->error(), "the collective has ended well");
+      require_kind(comm_error_of([&] { sent->wait(9); }), ErrorKind::mismatch);
     }
     me.own.synchronize();
-    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nor is one that is idle
-    require(!rank.comm.transport().broken(), "the group is whole");
+    trial.check();
+    me.exercise();  // throws nothing
     me.finish();
   };
-  expect("busy for longer than the timeout", run_ranks(run_options({2, 1}), body));
+  expect(std::string("whose error it is, ") + (completed ? "completed" : "asked for"),
+         run_ranks(run_options(together), body));
 }
+
+// Of several errors the first is told.
+void test_first_error() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    Buffer data(10);
+    const MessageCall call{
+        rank.rank == 0, 1 - rank.rank, rank.rank, DType::f32, reinterpret_cast<std::byte*>(data.data()), 10};
+    Trial trial(me.group, rank, {.count = rank.rank ? size_t{5} : size_t{6}});
+    const auto work = me.group.issue(trial.op(), me.issue());
+    if (rank.rank < 2) me.group.issue(call, me.issue());
+    me.own.synchronize();
+    const CommError error = comm_error_of([&] { work->wait(9); });
+    require(error.kind == ErrorKind::mismatch && error.op.kind == OpKind::all_reduce, kind_of(error));
+    rank.barrier();
+    me.exercise();
+    me.finish();
+  };
+  expect("the first error", run_ranks(run_options(together), body));
+}
+
+// Of an exchange of unequal sizes two ranks disagree; the third hears who found it.
+void test_sizes() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    Buffer in(60), out(60);
+    Op op;
+    op.kind = OpKind::all_to_all;
+    op.dtype = DType::f32;
+    op.uneven = true;
+    for (size_t p = 0; p < 3; ++p) {
+      const size_t wrong = rank.rank == 1 && p == 0;
+      op.in_parts.push_back({reinterpret_cast<std::byte*>(&in[20 * p]), 5 + wrong});
+      op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[20 * p]), 5});
+    }
+    const CommError error = comm_error_of([&] { me.group.issue(op, me.issue())->wait(9); });
+    require_kind(error, ErrorKind::mismatch);
+    if (rank.rank == 0)
+      require_contains(error.what(), "rank 1 sends 24 bytes to this rank, which expects 20");
+    if (rank.rank == 2) require_contains(error.what(), "rank 0 found that its sizes differ from those of");
+    require(error.peer == (rank.rank == 0 ? 1 : 0), "who found it");
+    rank.barrier();
+    me.exercise();
+    me.finish();
+  };
+  expect("sizes that differ", run_ranks(run_options(together), body));
+}
+
+// --- ranks that do not come
 
 // Memory that can no longer be touched when it has been given back.
 class Pages {
@@ -489,9 +471,13 @@ int main(int count, char** arguments) {
   return run_suites(count, arguments,
                     {{"mismatches", test_mismatches},
                      {"messages that differ", messages},
-                     {"late rank", test_late_rank},
+                     {"whose error",
+                      [] {
+                        for (bool completed : {false, true}) test_whose_error(completed);
+                      }},
+                     {"first error", test_first_error},
+                     {"sizes", test_sizes},
                      {"late start", late_start},
-                     {"busy for long", test_busy_for_long},
                      {"killed", test_killed},
                      {"abort and close", test_abort_and_close},
                      {"failing set-up", test_failing_set_up},

@@ -341,4 +341,34 @@ inline CommError comm_error_of(const std::function<void()>& body) {
   throw std::runtime_error("no CommError came");
 }
 
+// --- groups that have failed
+inline std::string kind_of(const CommError& error) {
+  return std::to_string(static_cast<int>(error.kind)) + ": " + error.what();
+}
+inline void require_kind(const CommError& error, ErrorKind kind) {
+  require(error.kind == kind, "the kind of the error, " + kind_of(error));
+}
+
+// Streams end, works end, memory goes back, although the group is broken.
+inline void finish_broken(Member& me, const Setting& setting) {
+  static std::atomic<int> stopped{0};  // ranks of this process
+  require(seconds_of([&] { me.own.synchronize(); }) < 1, "the device has stopped waiting");
+  ++stopped;
+  for (int i = 0; i < 1000 && stopped < setting.threads; ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  require(seconds_of([&] { me.group.close(); }) < 1, "close() is quick");
+  for (int i = 0; i < 3000 && PeerMemory::free_parked(); ++i)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+}
+
+// Until the group throws; polling calls nothing that could put this rank out of step.
+inline CommError error_soon(const CudaWorkPtr& work) {
+  return comm_error_of([&] {
+    for (int i = 0; i < 5000; ++i) {
+      if (work->poll()) work->wait();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+}
+
 }  // namespace pycomm::cuda

@@ -96,6 +96,114 @@ void test_order() {
   expect("order()", run_ranks(run_options(together), body));
 }
 
+// What a caller puts behind an operation, in its stream, belongs to it: its end comes after that.
+void test_after() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream other(me.device);
+    Trial trial(me.group, rank, {.count = 20});
+    std::unique_ptr<Gate> gate;
+    std::atomic<bool> opened{false};
+    bool seen = false;
+    Issue issue = me.issue(true);
+    issue.after = [&gate](Stream stream) { gate = std::make_unique<Gate>(stream); };
+    trial.fill(me.stream);
+    const auto work = me.group.issue(trial.op(), issue);
+    work->order(other.stream);
+    fake_enqueue(other.stream, [&] { seen = opened; });
+    std::this_thread::sleep_for(std::chrono::milliseconds(30));
+    require(!work->poll(), "what comes behind the operation has not ended");
+    opened = true;
+    gate->open();
+    other.synchronize();
+    require(seen, "order() waits for what comes behind the operation");
+    me.finish();
+  };
+  expect("after an operation", run_ranks(run_options(together), body));
+}
+
+// Each rank's default stream has the same handle, the null one. On one device that is one stream, on two it
+// is not; a rank that has used no stream yet uses none.
+void test_default_streams() {
+  const auto issue_on_default = [](Member& me, Trial& trial) {
+    return me.group.issue(trial.op(),
+                          {.stream = nullptr, .async_op = true, .current = [] { return nullptr; }});
+  };
+  const auto one_device = [&](Rank& rank) {
+    Member me(rank);
+    Trial trial(me.group, rank, {.count = 3});
+    CudaWorkPtr work;
+    if (rank.rank == 0) work = issue_on_default(me, trial);
+    rank.barrier();
+    if (rank.rank == 1) {
+      require_contains(error_of([&] { issue_on_default(me, trial); }), "use the same CUDA stream");
+      work = me.group.issue(trial.op(), me.issue(true));
+    }
+    work->wait(9);
+    me.finish();
+  };
+  expect("the default stream of one device", run_ranks(run_options(together), one_device));
+  const Setting two_devices{2, 2, 2};
+  const auto body = [&](Rank& rank) {
+    Member me(rank, 2);
+    Trial trial(me.group, rank, {.count = 3});
+    issue_on_default(me, trial)->wait(9);
+    me.finish();
+  };
+  expect("default streams of two devices", run_ranks(run_options(two_devices), body));
+}
+
+// What the group asks the driver for: streams that do not wait for the default stream and go first, and
+// events that measure nothing.
+struct Asked {
+  std::mutex mutex;
+  std::vector<std::pair<unsigned int, int>> streams;  // flags, priority
+  std::vector<unsigned int> events;
+} asked;
+
+int create_stream(Stream* stream, unsigned int flags, int priority) {
+  const std::lock_guard lock(asked.mutex);
+  asked.streams.emplace_back(flags, priority);
+  return fake_driver()->cuStreamCreateWithPriority(stream, flags, priority);
+}
+int create_event(Event* event, unsigned int flags) {
+  const std::lock_guard lock(asked.mutex);
+  asked.events.push_back(flags);
+  return fake_driver()->cuEventCreate(event, flags);
+}
+const Driver* asking_driver() {
+  static const Driver table = [] {
+    Driver copy = *fake_driver();
+    copy.cuStreamCreateWithPriority = create_stream;
+    copy.cuEventCreate = create_event;
+    return copy;
+  }();
+  return &table;
+}
+
+void test_what_is_asked_for() {
+  const auto body = [](Rank& rank) {
+    use_driver(asking_driver());
+    Member me(rank);
+    me.exercise();
+    {
+      const std::lock_guard lock(asked.mutex);
+      asked.streams.clear();  // those of the set-up copy
+    }
+    me.exercise(true);
+    {
+      const std::lock_guard lock(asked.mutex);
+      require(asked.streams.size() == 1 && asked.streams[0].first == flag::stream_non_blocking,
+              "one stream more, which does not wait for the default stream");
+      require(asked.streams[0].second < 0, "it goes before the caller's");
+      for (const unsigned int flags : asked.events)
+        require(flags == flag::event_disable_timing, "events that measure nothing");
+    }
+    me.finish();
+  };
+  expect("what is asked for", run_ranks(run_options(apart), body));
+}
+
 void test_recycling(const Setting& setting, int operations) {
   const auto body = [operations](Rank& rank) {
     Member me(rank);
@@ -233,6 +341,33 @@ void test_capture(const Setting& setting) {
          }));
 }
 
+// A wait of this rank ends no capture of another thread.
+void test_waits_beside_a_capture(const Setting& setting) {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    OwnStream graph(me.device);
+    Registered registered = me.group.allocate(1000);
+    Trial trial(me.group, rank, {.count = 20});
+    rank.barrier();
+    fake_capture(graph.stream, flag::capture_active, 1 + rank.rank);
+    rank.barrier();
+    trial.fill(me.stream);
+    Gate gate(me.stream);
+    std::thread opener([&] {
+      std::this_thread::sleep_for(std::chrono::milliseconds(30));
+      gate.open();
+    });
+    me.group.issue(trial.op(), me.issue(true))->wait(9);
+    opener.join();
+    me.group.release(registered);
+    rank.barrier();
+    fake_capture(graph.stream, flag::capture_none, 0);
+    registered.memory.reset();
+    me.finish();
+  };
+  expect("waits beside a capture: " + setting.text(), run_ranks(run_options(setting), body));
+}
+
 // What was issued before a capture still counts when the group ends.
 void test_capture_does_not_hide_work() {
   const auto body = [](Rank& rank) {
@@ -353,7 +488,11 @@ int main(int count, char** arguments) {
                      {"barrier", each(test_barrier)},
                      {"device idle in a barrier", each(test_barrier_leaves_the_device_alone)},
                      {"order", test_order},
+                     {"after", test_after},
+                     {"default streams", test_default_streams},
+                     {"what is asked for", test_what_is_asked_for},
                      {"recycling", recycling},
+                     {"waits beside a capture", each(test_waits_beside_a_capture)},
                      {"capture hides nothing", test_capture_does_not_hide_work},
                      {"fork", test_fork}});
 }

@@ -141,6 +141,8 @@ void test_messages() {
       require_contains(
           error_of([&] { me.group.issue(Letter(1, 0).call(true, rank.world_size), me.issue()); }),
           "is not in this group of");
+      require_contains(error_of([&] { me.group.issue(Letter(1, 0).call(false, -1), me.issue()); }),
+                       "CUDA messages have a definite source");
       me.finish();
     };
     expect("messages: " + setting.text(), run_ranks(run_options(setting), body));
