@@ -144,7 +144,8 @@ FAULTS = {
         "closed = p;", "dead = p;"),
     "a peer may not close before this rank does": Fault(ENDS, "closed in good order", "watch.cc",
         "dead < 0 && (closed < 0 || !running())", "dead < 0 && closed < 0"),
-    "patience is that of an operation before": Fault(ENDS, "patience", "watch.cc", "    gone_since_ = {};\n"),
+    "patience is that of an operation before": Fault(DEADLINES, "patience", "watch.cc",
+        "    gone_since_ = {};\n"),
     "a half issued operation breaks nothing": Fault(FAULTY, "failing issue", "issue.cc",
         "    // Some steps are in the stream, others are not: this rank is out of step with its peers.\n"
         '    state_.setup.comm.abort(std::string(to_string(info.kind)) + " could not be enqueued: " + '

@@ -25,7 +25,7 @@ void test_late_rank() {
         me.exercise();
         rank.barrier();
         Issue issue = me.issue(true);
-        issue.timeout = 0.3;
+        issue.timeout = 1.0;
         float value = 0;
         const MessageCall recv{false, absent, 0, DType::f32, reinterpret_cast<std::byte*>(&value), 1};
         Trial trial(me.group, rank, {.count = 8});
@@ -70,7 +70,7 @@ void test_busy_for_long() {
     Buffer out(16 * rank.world_size);
     for (int p = 0; p < rank.world_size; ++p)
       op.out_parts.push_back({reinterpret_cast<std::byte*>(&out[16 * p]), 16});
-    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(1000);
+    const auto end = std::chrono::steady_clock::now() + std::chrono::milliseconds(2500);
     for (bool more = true; more;) {
       for (int i = 0; i < 50; ++i) me.group.issue(op, issue);
       for (bool each : all_gather_value<uint8_t>(rank.comm, std::chrono::steady_clock::now() < end))
@@ -78,7 +78,7 @@ void test_busy_for_long() {
       if (fake_calls("cuStreamBatchMemOp") > 50000) me.own.synchronize();
     }
     me.own.synchronize();
-    std::this_thread::sleep_for(std::chrono::milliseconds(700));  // nor is one that is idle
+    std::this_thread::sleep_for(std::chrono::milliseconds(1500));  // nor is one that is idle
     require(!rank.comm.transport().broken(), "the group is whole");
     me.finish();
   };
@@ -347,6 +347,40 @@ void test_beside_other_lines() {
   expect("a late message beside collectives", run_ranks(run_options(in_order), body));
 }
 
+// Each operation that a peer may have left has all of the patience: here two that do end, with a longer time
+// between them.
+void test_patience() {
+  const auto body = [](Rank& rank) {
+    Member me(rank);
+    me.exercise();
+    rank.barrier();
+    if (rank.rank == 1) {
+      rank.comm.close();
+      return wait_until([] { return !PeerMemory::free_parked(); }, "rank 0 lets go of its memory");
+    }
+    wait_until([&] { return rank.comm.transport().peer_closed(1); }, "rank 1 closes");
+    for (int round = 0; round < 2; ++round) {
+      Buffer out(10, 5.0f), in(10);
+      const auto call = [](bool sends, Buffer& data) {
+        return MessageCall{sends, 0, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
+      };
+      Issue issue = me.issue(true);
+      issue.after = [](Stream stream) {
+        fake_enqueue(stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(60)); });
+      };
+      const auto sent = me.group.issue(call(true, out), issue), got = me.group.issue(call(false, in), issue);
+      sent->wait(9);
+      got->wait(9);
+      require(in[9] == 5.0f, "what came");
+      std::this_thread::sleep_for(std::chrono::milliseconds(round ? 0 : 600));
+    }
+    require(!rank.comm.transport().broken(), "the group is whole");
+    me.group.close();
+    wait_until([] { return !PeerMemory::free_parked(); }, "its memory goes back");
+  };
+  expect("patience begins anew", run_ranks(run_options({2, 1, 1, true}), body));
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -357,6 +391,7 @@ int main(int count, char** arguments) {
                      {"second exchange", test_second_exchange},
                      {"not begun", test_not_begun},
                      {"replayed", test_replayed},
+                     {"patience", test_patience},
                      {"unasked",
                       [] {
                         for (const Setting& setting : {Setting{3, 3}, {3, 1, 1, true}}) test_unasked(setting);

@@ -282,40 +282,6 @@ void test_closed_in_good_order() {
   expect("closed in good order", run_ranks(run_options({2, 1, 1, true}), body));
 }
 
-// Each operation that a peer may have left has all of the patience: here two that do end, with a longer time
-// between them.
-void test_patience() {
-  const auto body = [](Rank& rank) {
-    Member me(rank);
-    me.exercise();
-    rank.barrier();
-    if (rank.rank == 1) {
-      rank.comm.close();
-      return wait_until([] { return !PeerMemory::free_parked(); }, "rank 0 lets go of its memory");
-    }
-    wait_until([&] { return rank.comm.transport().peer_closed(1); }, "rank 1 closes");
-    for (int round = 0; round < 2; ++round) {
-      Buffer out(10, 5.0f), in(10);
-      const auto call = [](bool sends, Buffer& data) {
-        return MessageCall{sends, 0, 0, DType::f32, reinterpret_cast<std::byte*>(data.data()), data.size()};
-      };
-      Issue issue = me.issue(true);
-      issue.after = [](Stream stream) {
-        fake_enqueue(stream, [] { std::this_thread::sleep_for(std::chrono::milliseconds(60)); });
-      };
-      const auto sent = me.group.issue(call(true, out), issue), got = me.group.issue(call(false, in), issue);
-      sent->wait(9);
-      got->wait(9);
-      require(in[9] == 5.0f, "what came");
-      std::this_thread::sleep_for(std::chrono::milliseconds(round ? 0 : 600));
-    }
-    require(!rank.comm.transport().broken(), "the group is whole");
-    me.group.close();
-    wait_until([] { return !PeerMemory::free_parked(); }, "its memory goes back");
-  };
-  expect("patience begins anew", run_ranks(run_options({2, 1, 1, true}), body));
-}
-
 }  // namespace
 
 int main(int count, char** arguments) {
@@ -337,6 +303,5 @@ int main(int count, char** arguments) {
                      {"failing row", each(test_failing_row)},
                      {"destruction", test_destruction},
                      {"close in callback", test_close_in_callback},
-                     {"patience", test_patience},
                      {"closed in good order", test_closed_in_good_order}});
 }
