@@ -226,7 +226,8 @@ def random_death(seed):
                 program(r, n, second, step)
         except (pycomm.CommError, dist.DistError) as error:
             text = str(error)
-        assert f"rank {victim} " in text.lower(), text
+        # The latter: it died before the others could know that it had come to new_group (docs/limits.md).
+        assert f"rank {victim} " in text.lower() or f"rank(s) {victim} did not arrive" in text, text
         dist.destroy_process_group()
 
     assert over([0, 0, 1, 1], body, expect_deaths=[victim])[victim] == DIED

@@ -184,7 +184,6 @@ def llama(
     top_k = experts[1] if experts else 1
     mixture = Experts(experts[0], top_k, 3 * h * ffn) if experts else None
     shared = dense or 0
-    width = top_k * ffn + shared  # of all experts that a token meets
     weights = 3 * h * shared if experts else 3 * h * ffn
     router = h * experts[0] if experts else 0
     products = (Product(h, 2 * ffn, "n", top_k), Product(ffn, h, "k", top_k)) if experts else ()
@@ -193,7 +192,7 @@ def llama(
         products += (Product(h, 2 * wide, "n"), Product(wide, h, "k"))
     if experts:
         products += (Product(h, experts[0]),)
-        wide = width
+        wide += top_k * ffn  # of all experts that a token meets
     block = (
         _norm("norm_1", h, h),
         Module(
