@@ -17,23 +17,27 @@ namespace {
 constexpr std::chrono::seconds longest_farewell{10};
 constexpr std::chrono::seconds longest_turn{1};  // that a thread is waited for that is in NCCL
 constexpr std::chrono::seconds longest_abort{2};
+constexpr std::chrono::milliseconds longest_return{200};  // of a shutdown that nothing holds, after a death
 
 using BackendPtr = c10::intrusive_ptr<c10d::Backend>;
 
-// A call in a thread of its own, which keeps the engine: nobody has to wait for it.
+// A call in a thread of its own, which keeps the engine: nobody has to wait for it. Not made where that of
+// `before` has returned by then.
 class Apart {
  public:
-  Apart(BackendPtr backend, c10::Device device, void (*call)(c10d::Backend&)) {
-    auto body = [ended = ended_, backend = std::move(backend), device, call]() mutable {
+  Apart(BackendPtr backend, c10::Device device, void (*call)(c10d::Backend&), const Apart* before = nullptr) {
+    const auto other = before ? before->state_ : nullptr;
+    auto body = [state = state_, other, backend = std::move(backend), device, call]() mutable {
       try {
         // else CUDA makes a context on its first device
         c10::impl::VirtualGuardImpl(device.type()).setDevice(device);
-        call(*backend);
+        if (!other || !other->returned.load()) call(*backend);
       } catch (const std::exception&) {
         // nobody is left to be told
       }
+      state->returned.store(true);
       backend.reset();
-      ended->store(true);
+      state->ended.store(true);
     };
     try {
       std::thread(body).detach();
@@ -42,9 +46,9 @@ class Apart {
     }
   }
   // False: it has not ended within the time, or `look` threw.
-  bool wait(std::chrono::seconds time, const std::function<void()>& look = [] {}) const {
+  bool wait(std::chrono::milliseconds time, const std::function<void()>& look = [] {}) const {
     const auto limit = std::chrono::steady_clock::now() + time;
-    while (!ended_->load()) {
+    while (!state_->ended.load()) {
       if (std::chrono::steady_clock::now() > limit) return false;
       try {
         look();
@@ -57,7 +61,10 @@ class Apart {
   }
 
  private:
-  const std::shared_ptr<std::atomic<bool>> ended_ = std::make_shared<std::atomic<bool>>(false);
+  struct State {
+    std::atomic<bool> returned{false}, ended{false};
+  };
+  const std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 void abort(c10d::Backend& backend) { backend.abort(); }
@@ -91,7 +98,8 @@ void NcclSide::shut_engine_down() {
   if (!end_engine()) return;
   const Apart closing(backend_, device_, shut_down);
   if (closing.wait(longest_farewell, [this] { comm_.hosts_side()->look_at_lives({}); })) return;
-  Apart(backend_, device_, abort).wait(longest_abort);
+  if (closing.wait(longest_return)) return;  // it has not waited for the dead: abort() may not follow it
+  Apart(backend_, device_, abort, &closing).wait(longest_abort);
 }
 
 void NcclSide::give_up(NcclWork& work, std::exception_ptr error) {
