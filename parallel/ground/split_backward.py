@@ -103,16 +103,21 @@ class WeightStore:
         return contextlib.nullcontext(), again
 
 
+def _as(tensor, dtype):
+    """tensor.to(dtype), which is not called where nothing is to be done: these run for every product."""
+    return tensor if tensor.dtype == dtype else tensor.to(dtype)
+
+
 def _linear_grad(x, dy, dtype):
-    return (dy.t() @ x.to(dy.dtype)).to(dtype)
+    return _as(dy.t() @ _as(x, dy.dtype), dtype)
 
 
 def _product_grad(x, dy, dtype):
-    return (x.to(dy.dtype).t() @ dy).to(dtype)
+    return _as(_as(x, dy.dtype).t() @ dy, dtype)
 
 
 def _bias_grad(dy, dtype):
-    return dy.sum(0).to(dtype)
+    return _as(dy.sum(0), dtype)
 
 
 def _embedding_grad(indices, dy, num_rows, padding_idx, dtype):
@@ -140,8 +145,8 @@ class _Product(torch.autograd.Function):
         flat = dy.reshape(-1, dy.shape[-1])
         dx = None
         if ctx.needs_input_grad[0]:
-            weight = weight.to(dy.dtype)
-            dx = (flat @ (weight if transposed else weight.t())).view(x.shape).to(x.dtype)
+            weight = _as(weight, dy.dtype)
+            dx = _as((flat @ (weight if transposed else weight.t())).view(x.shape), x.dtype)
         compute = _linear_grad if transposed else _product_grad
         store.add(
             microbatch, param, functools.partial(compute, x.reshape(-1, x.shape[-1]), flat, param.dtype)
@@ -243,11 +248,9 @@ class DeferWeights(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.is_grad_enabled():
-            if func in _PRODUCTS:
-                call = self._product(_PRODUCTS[func], args, kwargs)
-            else:
-                call = self._embedding(args, kwargs) if func is F.embedding else None
+        read = _PRODUCTS.get(func)
+        if (read is not None or func is F.embedding) and torch.is_grad_enabled():
+            call = self._embedding(args, kwargs) if read is None else self._product(read, args, kwargs)
             if call is not None:
                 return call()
         return func(*args, **kwargs)

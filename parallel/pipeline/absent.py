@@ -25,7 +25,9 @@ The mark is the class of the tensor. It goes on at two levels:
 import math
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
+
+from pycomm.parallel.ground.leaves import leaves
 
 __all__ = ["Absent", "Delivery", "absent_like", "absent_parameter", "first_absent", "is_absent"]
 
@@ -95,9 +97,12 @@ class Absent(torch.Tensor):
             out = func(*args, **kwargs)
             if writes:
                 _mark_written(args[0], origin)
-            tree_map_only(T, lambda written: _mark_written(written, origin), kwargs.get("out"))
+            if "out" in kwargs:
+                tree_map_only(T, lambda written: _mark_written(written, origin), kwargs["out"])
             if func in _LIKE or func in _AS and not isinstance(args[0], Absent):
                 return out
+            if isinstance(out, T):
+                return _absent(out, origin)
             return tree_map_only(T, lambda value: _absent(value, origin), out)
 
     @classmethod
@@ -129,8 +134,9 @@ class Absent(torch.Tensor):
 
 def _with_deliveries(args, kwargs):
     """(args, kwargs, the first Absent that is left among them)"""
-    absent = first_absent((args, kwargs))
-    if any(isinstance(leaf, Absent) and leaf.delivered for leaf in tree_leaves((args, kwargs))):
+    found = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Absent)]
+    absent = found[0] if found else None
+    if any(leaf.delivered for leaf in found):
         args, kwargs = tree_map_only(
             Absent, lambda leaf: leaf.delivery.tensor if leaf.delivered else leaf, (args, kwargs)
         )
@@ -184,7 +190,7 @@ def _written(func, args, kwargs):
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, T)]
+            found += [leaf for leaf in leaves(value) if isinstance(leaf, T)]
     return found
 
 
@@ -204,7 +210,7 @@ def _in_place(func):
 
 def _selects(index):
     """Whether an index picks as many elements as it has values that are true."""
-    return any(isinstance(leaf, Absent) and leaf.dtype == torch.bool for leaf in tree_leaves(index))
+    return any(isinstance(leaf, Absent) and leaf.dtype == torch.bool for leaf in leaves(index))
 
 
 def _absent(value, origin):
@@ -231,7 +237,7 @@ def absent_like(value, origin, device):
         with torch._C.DisableTorchFunctionSubclass():
             return _absent(_nothing(tensor, device), origin)
 
-    return tree_map_only(T, stand_in, value)
+    return stand_in(value) if isinstance(value, T) else tree_map_only(T, stand_in, value)
 
 
 def absent_parameter(parameter, name, device):
@@ -252,4 +258,4 @@ def first_absent(values):
     """The first Absent among values of any kind, or None."""
     if isinstance(values, torch.Tensor):
         return values if isinstance(values, Absent) else None
-    return next((leaf for leaf in tree_leaves(values) if isinstance(leaf, Absent)), None)
+    return next((leaf for leaf in leaves(values) if isinstance(leaf, Absent)), None)

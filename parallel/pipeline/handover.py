@@ -44,9 +44,10 @@ alive would send a decoder's embeddings, which live in local variables.
 """
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.pipeline.absent import Absent, Delivery, first_absent
 
 __all__ = ["Agreement", "Deliveries", "absent_places", "taken"]
@@ -58,7 +59,7 @@ TAG = 1 << 30  # of what stage 0 would tell; above those of the executor
 def absent_places(args, kwargs):
     """[(place, stand-in)] of what a block is given and has to be sent, each once."""
     found, seen = [], set()
-    for place, leaf in enumerate(tree_leaves((args, kwargs))):
+    for place, leaf in enumerate(leaves((args, kwargs))):
         if isinstance(leaf, Absent) and not leaf.delivered and id(leaf) not in seen:
             seen.add(id(leaf))
             found.append((place, leaf))
@@ -67,8 +68,8 @@ def absent_places(args, kwargs):
 
 def taken(args, kwargs, places, block):
     """The tensors at those places of a block's arguments. Raises ValueError where there are none."""
-    leaves = tree_leaves((args, kwargs))
-    found = [leaves[place] if place < len(leaves) else None for place in places]
+    given = leaves((args, kwargs))
+    found = [given[place] if place < len(given) else None for place in places]
     for tensor in found:
         if isinstance(tensor, Absent):
             raise ValueError(

@@ -30,8 +30,8 @@ import functools
 import sys
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.ground.mesh import device_of
 from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out
@@ -252,9 +252,9 @@ class StageModel:
             args, kwargs, given = self.split.enter(index == first, index == 0, args, kwargs, given)
             if index == first and self.split.megatron:
                 self.on_pieces()
-        handed = _leaves(args, kwargs)
+        handed = _ids(args, kwargs) if self.split is not None else None
         out = forward(*args, **kwargs)
-        if self.split is not None and handed != _leaves(args, kwargs):
+        if self.split is not None and handed != _ids(args, kwargs):
             raise _changed_list(what)
         out = self._check_present(out, f"{what} computes with")
         if self.glue is not None:
@@ -362,8 +362,8 @@ class StageModel:
 
     def _absent(self, key, origin, args, kwargs):
         """Stand-ins in the shape of what the module would return."""
-        leaves = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
-        device = next((leaf.device for leaf in leaves), "cpu")
+        tensors = (leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+        device = next((leaf.device for leaf in tensors), "cpu")
         out = self.templates.of(key, origin, args, kwargs)
         if key in self.elsewhere:
             for (name, attribute), value in self.templates.left[key].items():
@@ -378,8 +378,8 @@ def _gathers_itself(model):
     return split is not None and split.megatron and all(side is not Side.AFTER for *_, side in model.owners)
 
 
-def _leaves(args, kwargs):
-    return [id(leaf) for leaf in tree_leaves((args, kwargs))]
+def _ids(args, kwargs):
+    return [id(leaf) for leaf in leaves((args, kwargs))]
 
 
 def _changed_list(what):

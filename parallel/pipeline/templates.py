@@ -23,9 +23,10 @@ among the results must be the same in both runs.
 import functools
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from pycomm.parallel.ground.caches import Caches
+from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.ground.modes import copied, eager, without_modes
 from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.shared_state import SharedState
@@ -62,14 +63,15 @@ class Templates:
 
     def of(self, key, origin, args, kwargs):
         """The result for arguments of these shapes, on meta. Raises ValueError where it cannot be found."""
-        leaves, spec = tree_flatten((args, kwargs))
         shapes = tuple(
-            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves
+            (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves((args, kwargs))
         )
         if (key, shapes) not in self.found:
-            meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
+            given, spec = tree_flatten((args, kwargs))
+            meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
-            before = {place: tree_leaves(value) for place, value in _attributes(self.copies[key]).items()}
+            before = {place: leaves(value) for place, value in _attributes(self.copies[key]).items()}
             with torch.no_grad(), without_modes(), eager(), self.shared.kept(on_meta=True):
                 try:
                     with torch.device("meta"):  # tensors that the module makes itself
@@ -112,10 +114,10 @@ class Templates:
         left = self.left.setdefault(key, {})
         guessed = self.guessed[key]
         for place, value in _attributes(self.copies[key]).items():
-            leaves, old = tree_leaves(value), before.get(place, [])
-            same = len(leaves) == len(old) and all(a is b for a, b in zip(leaves, old, strict=True))
+            now, old = leaves(value), before.get(place, [])
+            same = len(now) == len(old) and all(a is b for a, b in zip(now, old, strict=True))
             unseen = any(_lies_in(place[0], name) for name in guessed)  # its forward did not run to its end
-            if (unseen or not same) and any(isinstance(leaf, (torch.Tensor, *NUMBER)) for leaf in leaves):
+            if (unseen or not same) and any(isinstance(leaf, (torch.Tensor, *NUMBER)) for leaf in now):
                 left[place] = tree_map_only(NUMBER, _number, value)
 
 
@@ -124,7 +126,7 @@ NUMBER = (int, float)  # truth values too
 
 def numbers_of(values):
     """The numbers among values of any kind."""
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, NUMBER)]
+    return [leaf for leaf in leaves(values) if isinstance(leaf, NUMBER)]
 
 
 def _number(value):
