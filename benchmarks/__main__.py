@@ -7,6 +7,8 @@ COMMANDS = {  # the first word -> the module whose main(arguments) runs; any oth
     "strategies": "strategies.command",
     "fused": "fused.command",
     "tune": "tune.command",
+    "planned": "planned",
+    "snapshots": "snapshots",
     "zero_memory": "zero_memory",
     "registered": "registered",
     "plot": "plot",

@@ -1,6 +1,6 @@
 """What snapshots cost a training: steps under par.recovery.resilient beside the same without, in turns.
 
-    python -m pycomm.benchmarks.snapshots [--plan dp=2,zero=1] [--every 10] [--turns 20] [--width 256]
+    python -m pycomm.benchmarks snapshots [--plan dp=2,zero=1] [--every 10] [--turns 20] [--width 256]
 
 A turn is `every` steps of one, then `every` steps of the other, so that each turn of the first has one
 snapshot; odd turns begin with the other. Printed are the medians, and the medians of the quotients of turns,
@@ -71,13 +71,13 @@ def measure(rank, options):
     return times[0][1:], times[1][1:], 12 * count  # the first turn makes the optimizer's state
 
 
-def main():
+def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plan", default="dp=2,zero=1")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--width", type=int, default=256)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ranks = par.Plan.parse(options.plan).world_size
     how = {"mode": "processes", "backend": "pycomm", "timeout": LIMIT}
     with_snapshots, without, nbytes = run_ranks(ranks, measure, options, **how)[0]

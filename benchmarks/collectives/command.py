@@ -40,6 +40,8 @@ other benchmarks, each with --help
   strategies      step time and memory of training strategies
   fused           products fused with collectives, pycomm.fused
   zero_memory     memory of training under ZeRO beside its closed forms
+  planned         step times as the planner predicts them, beside measured ones
+  snapshots       steps with snapshots in memory, beside steps without
   registered      torch.distributed on registered memory beside ordinary tensors
   plot            a picture from the JSON of a run
 

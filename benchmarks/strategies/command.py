@@ -28,13 +28,11 @@ def main(arguments):
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a loss is wrong; argparse exits
     with 2.
     """
-    from pycomm.benchmarks.strategies.model import HEAD_DIM, Size
+    from pycomm.benchmarks.strategies.model import Size
 
     parser = make_parser(Size())
     options = parser.parse_args(arguments)
-    options.size = Size(*(getattr(options, field) for field in Size._fields))
-    if options.dim % HEAD_DIM or min(options.ranks, options.rounds, options.steps, *options.size) < 1:
-        parser.error(f"--dim must be a multiple of {HEAD_DIM}, and all numbers 1 or more")
+    options.size = size_of(options, parser)
     if options.rows % options.ranks or options.rows % options.microbatches:
         parser.error(
             f"--rows {options.rows}: must be a multiple of --ranks and --microbatches; torch's strategies "
@@ -70,15 +68,7 @@ def make_parser(size):
     add("--plans", help="of pycomm.parallel, with ; between them (default: one for each strategy)")
     add("--torch", default=TORCH, help="torch's strategies, with commas; empty: none (default %(default)s)")
     add("--backends", default="pycomm,gloo", help="under torch's strategies (default %(default)s)")
-    for name, meaning in (
-        ("dim", "width of the model"),
-        ("layers", "blocks"),
-        ("vocab", "tokens it knows"),
-        ("rows", "sequences per step, of all ranks together"),
-        ("length", "tokens of a sequence"),
-        ("microbatches", "of pipelines"),
-    ):
-        add(f"--{name}", type=int, default=getattr(size, name), help=f"{meaning} (default %(default)s)")
+    add_sizes(add, size)
     add("--rounds", type=int, default=6, help="turns of each variant (default %(default)s)")
     add("--steps", type=int, default=2, help="of a turn (default %(default)s)")
     add("--no-memory", action="store_true", help="leave out the pass that measures memory")
@@ -92,19 +82,49 @@ def make_parser(size):
     return parser
 
 
+def add_sizes(add, size):
+    """Options for the fields of a Size, whose values are the defaults."""
+    for name, meaning in (
+        ("dim", "width of the model"),
+        ("layers", "blocks"),
+        ("vocab", "tokens it knows"),
+        ("rows", "sequences per step, of all ranks together"),
+        ("length", "tokens of a sequence"),
+        ("microbatches", "of pipelines"),
+    ):
+        add(f"--{name}", type=int, default=getattr(size, name), help=f"{meaning} (default %(default)s)")
+
+
+def size_of(options, parser):
+    """The Size that was asked for; refused by the parser where there is none."""
+    from pycomm.benchmarks.strategies.model import HEAD_DIM, Size
+
+    size = Size(*(getattr(options, field) for field in Size._fields))
+    if options.dim % HEAD_DIM or min(options.ranks, options.rounds, options.steps, *size) < 1:
+        parser.error(f"--dim must be a multiple of {HEAD_DIM}, and all numbers 1 or more")
+    return size
+
+
+def plan_specs(plans, ranks):
+    """Variants of pycomm.parallel. plans: with ; between them and {n} for the ranks. Raises ValueError."""
+    from pycomm.benchmarks.strategies.variants import Spec
+    from pycomm.parallel import Plan
+
+    specs = []
+    for text in filter(None, plans.format(n=ranks).split(";")):
+        if (plan := Plan.parse(text)).world_size != ranks:
+            raise ValueError(f"--plans {text!r} is for {plan.world_size} ranks, but --ranks is {ranks}")
+        specs.append(Spec(text, "pycomm.parallel", text, "pycomm"))
+    return specs
+
+
 def make_specs(options):
     """The variants of the first launch, one process first. Raises ValueError."""
     from pycomm.benchmarks.strategies.torch_variants import STRATEGIES
     from pycomm.benchmarks.strategies.variants import Spec
-    from pycomm.parallel import Plan
 
     specs = [Spec("one process", "one process", "", "pycomm")]
-    for text in filter(None, (options.plans or PLANS.format(n=options.ranks)).split(";")):
-        if (plan := Plan.parse(text)).world_size != options.ranks:
-            raise ValueError(
-                f"--plans {text!r} is for {plan.world_size} ranks, but --ranks is {options.ranks}"
-            )
-        specs.append(Spec(text, "pycomm.parallel", text, "pycomm"))
+    specs += plan_specs(options.plans or PLANS, options.ranks)
     for strategy in filter(None, options.torch.split(",")):
         if strategy not in STRATEGIES:
             raise ValueError(f"--torch {strategy!r}: must be of {', '.join(STRATEGIES)}")

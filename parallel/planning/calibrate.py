@@ -4,13 +4,17 @@ All ranks of a node compute at once, so that what they share (memory, caches, cl
 
     products       square ones of several sizes: the best rate is the peak, `product_half` the size that
                    fits best to the others by e(n) = 1 / (1 + 3 half / n)
-    memory         a sum of two large tensors: 3 x bytes
+    attention      a fused causal one, forward and backward, over what its products say
+    memory_gb_s    a sum of two large tensors: 3 x bytes. `memory`: what is no product in a block (norm, gelu,
+                   sum), forward and backward, by the bytes that traced.py counts for it
     launch         an addition of one element
     collectives    all_reduce of 8 bytes and of 16 MB by pycomm: latency a and bandwidth w from
                    2 a and 2 a + 2 (n-1)/n B / w
+    overlap        what of an all_reduce is hidden by products that take as long: 0 where they want the same
+                   cores
 
-The best of several turns, and the median over the ranks. What others do on the machine meanwhile still
-shows.
+The median of several turns and over the ranks, as steps are told by their median: what others do on the
+machine meanwhile shows in both.
 """
 
 import argparse
@@ -23,6 +27,9 @@ import torch
 import torch.distributed as dist
 
 from pycomm.parallel.planning.asked import whole
+from pycomm.parallel.planning.compute import BACKWARD, Cut, block_time
+from pycomm.parallel.planning.machine import from_toml, tomllib
+from pycomm.parallel.planning.model import Model
 from pycomm.testing import run_ranks
 
 __all__ = ["calibrate", "main", "measure"]
@@ -31,6 +38,8 @@ SIZES = (32, 64, 128, 256, 512, 1024)
 LARGE = 16 << 20  # bytes
 TURNS = 5
 MOST = 1024  # ranks of a node
+ATTENTION = 8, 8, 256, 32  # rows, heads, positions, width of a head
+ELEMENTS = 1024, 512  # tokens, width of the hidden state
 
 
 def main(arguments):
@@ -60,11 +69,23 @@ def calibrate(ranks):
     """The TOML text of this machine, for so many ranks on it."""
     found = run_ranks(ranks, measure, mode="processes", backend="pycomm", timeout=300.0)
     products = {size: statistics.median(each["products"][size] for each in found) for size in SIZES}
+    numbers = {key: statistics.median(each[key] for each in found) for key in found[0] if key != "products"}
     peak = max(products.values())
-    half = _fitted(products, peak)
-    numbers = {
-        key: statistics.median(each[key] for each in found) for key in ("memory", "launch", "small", "large")
-    }
+    numbers |= {"peak": peak, "half": _fitted(products, peak), "attention_share": 1.0}
+    expected = _expected_attention(from_toml(tomllib.loads(_toml(numbers, ranks))))
+    numbers["attention_share"] = min(expected / numbers["attention"], 1.0)
+    return _toml(numbers, ranks)
+
+
+def _expected_attention(machine):
+    """Seconds of the attention that was measured, as its products say."""
+    rows, heads, length, width = ATTENTION
+    block = Model("", 1, heads * width, heads, heads, width, 1, length, (), 0, 0, 0, item=_item())
+    time = block_time(machine, block, Cut(rows))
+    return time.forward + time.input
+
+
+def _toml(numbers, ranks):
     latency = numbers["small"] / 2
     seconds = max(numbers["large"] - numbers["small"], 1e-9)
     bandwidth = 2 * (ranks - 1) / ranks * LARGE / seconds if ranks > 1 else 1e12
@@ -75,7 +96,7 @@ def calibrate(ranks):
     return f"""name = "{device}, {ranks} ranks"  # measured by python -m pycomm.plan calibrate
 
 [device]
-peak_tflops = {peak / 1e12:.4g}  # best of products of {SIZES[0]} to {SIZES[-1]}
+peak_tflops = {numbers["peak"] / 1e12:.4g}  # best of products of {SIZES[0]} to {SIZES[-1]}
 memory_gib = {memory / 2**30:.4g}
 reserved_gib = 0
 memory_gb_s = {numbers["memory"] / 1e9:.4g}  # a + b of {LARGE} bytes each
@@ -83,9 +104,11 @@ host_gb_s = {numbers["memory"] / 1e9:.4g}
 
 [reached]
 product = 1
-product_half = {half:.4g}
-memory = 1
+product_half = {numbers["half"]:.4g}
+memory = {min(numbers["elements"] / numbers["memory"], 1.0):.3g}
+attention = {numbers["attention_share"]:.3g}
 launch_us = {numbers["launch"] * 1e6:.4g}
+overlap = {numbers["overlap"]:.2g}
 
 [[link]]
 name = "pycomm, one node"
@@ -105,31 +128,95 @@ def _fitted(products, peak):
 
 
 def measure(rank):
-    """Rates of this rank, while the others measure the same."""
+    """Rates and seconds of this rank, while the others measure the same."""
     torch.set_num_threads(1)
-    cuda = torch.cuda.is_available()
-    where = {"device": "cuda", "dtype": torch.bfloat16} if cuda else {"dtype": torch.float32}
+    where = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
     products = {}
     for size in SIZES:
         a, b = torch.randn(size, size, **where), torch.randn(size, size, **where)
         products[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)
-    x, y = (torch.ones(LARGE // 4, device=where.get("device", "cpu")) for _ in range(2))
+    x, y = (torch.ones(LARGE // 4, device=a.device) for _ in range(2))
     z, one = torch.empty_like(x), torch.ones(1, device=x.device)
     found = {
         "products": products,
         "memory": 3 * LARGE / _seconds(lambda: torch.add(x, y, out=z)),
+        "elements": _elements(where),
+        "attention": _attention(where),
         "launch": _seconds(lambda: one.add_(1)),
         "small": 1e-6,
         "large": 2e-6,
+        "overlap": 1.0,
     }
     if dist.is_initialized() and dist.get_world_size() > 1:
         found["small"] = _seconds(lambda: dist.all_reduce(one))
         found["large"] = _seconds(lambda: dist.all_reduce(z))
+        found["overlap"] = _overlap(z, a, b)  # the largest matrices
     return found
 
 
+def _elements(where):
+    """Bytes/s of what is no product in a block: forward, and backward, which counts BACKWARD times."""
+    tokens, hidden = ELEMENTS
+    x = torch.randn(tokens, hidden, requires_grad=True, **where)
+    inner = torch.randn(tokens, 4 * hidden, requires_grad=True, **where)
+    norm = torch.nn.LayerNorm(hidden, **where)
+
+    def run():
+        torch.autograd.backward([x + norm(x), torch.nn.functional.gelu(inner)], [x.detach(), inner.detach()])
+        x.grad = inner.grad = None
+
+    # As traced.py: of the hidden state 8 per block, which has two norms and sums; twice what enters and
+    # leaves a gelu.
+    counted = _item() * tokens * (4 * hidden + 2 * 8 * hidden)
+    return (1 + BACKWARD) * counted / _seconds(run)
+
+
+def _attention(where):
+    """Seconds of a fused causal attention, forward and backward."""
+    rows, heads, length, width = ATTENTION
+    q, k, v = (torch.randn(rows, heads, length, width, requires_grad=True, **where) for _ in range(3))
+
+    def run():
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        out.backward(out.detach())
+
+    return _seconds(run)
+
+
+def _item():
+    return 2 if torch.cuda.is_available() else 4
+
+
+def _overlap(z, a, b):
+    """What of an all_reduce is hidden by products of about its time: the median of turns, in each of which
+    the two run one after the other and beside each other.
+    """
+
+    def compute():
+        for _ in range(int(count)):
+            a @ b
+
+    count = torch.tensor([max(1, round(_seconds(lambda: dist.all_reduce(z)) / _seconds(lambda: a @ b)))])
+    dist.broadcast(count, 0)
+    turns = []
+    for _ in range(3 * TURNS):
+        moving = _once(lambda: dist.all_reduce(z))
+        computing = _once(compute)
+        both = _once(lambda: (dist.all_reduce(z, async_op=True), compute())[0].wait())
+        turns.append((moving + computing - both) / min(moving, computing))
+    return min(max(statistics.median(turns), 0.0), 1.0)
+
+
+def _once(call):
+    dist.barrier()
+    start = time.perf_counter()
+    call()
+    _wait()
+    return time.perf_counter() - start
+
+
 def _seconds(call, least=0.02):
-    """Seconds of a call, the best of TURNS of about `least` seconds; as many calls on every rank."""
+    """Seconds of a call, median of TURNS of about `least` seconds; as many calls on every rank."""
     call()
     start = time.perf_counter()
     call()
@@ -144,7 +231,7 @@ def _seconds(call, least=0.02):
             call()
         _wait()
         turns.append((time.perf_counter() - start) / int(count))
-    return min(turns)
+    return statistics.median(turns)
 
 
 def _wait():

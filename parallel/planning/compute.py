@@ -86,7 +86,7 @@ def block_time(machine, model, cut, spans=None):
         forward, inputs = forward + elements, inputs + BACKWARD * elements
     core, core_backward = _attention(machine, model, cut, tokens)
     if "ring" in spans or "ulysses" in spans:
-        sequence = _sequence_parallel(model, cut, spans, tokens, core)
+        sequence = _sequence_parallel(machine, model, cut, spans, tokens, core)
         core, core_backward = core + sequence, core_backward + 2 * sequence
     experts = _dispatch(model, cut, spans, tokens)
     tp = _tensor_parallel(model, cut, spans, tokens)
@@ -125,13 +125,14 @@ def _attention(machine, model, cut, tokens):
         forward = 2 * product_time(
             machine, s, s, d, extra=-model.item * s * s * half, item=model.item, batch=half
         )
+        forward /= machine.reached.attention
         return max(forward, moved), 2.5 * max(forward, moved)
     products = product_time(machine, s, s, d, batch=batch) + product_time(machine, s, d, s, batch=batch)
     elements = moved_time(machine, SCORES * batch * s * s, 2)
     return products + elements, 2 * products + BACKWARD * elements
 
 
-def _sequence_parallel(model, cut, spans, tokens, core):
+def _sequence_parallel(machine, model, cut, spans, tokens, core):
     """Seconds that a forward waits for ulysses and ring. Keys and values go around behind the attention of
     those before; what is not hidden remains.
     """
@@ -145,7 +146,8 @@ def _sequence_parallel(model, cut, spans, tokens, core):
     if "ring" in spans:
         where = spans["ring"]
         hop = collectives.message(where, model.item * tokens * kv)
-        time += (where.ranks - 1) * max(hop - core / where.ranks, 0.0)
+        share = core / where.ranks  # of the attention, beside which a hop goes
+        time += (where.ranks - 1) * (machine.reached.both(share, hop) - share)
     return time
 
 

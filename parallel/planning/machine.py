@@ -34,13 +34,21 @@ class Link(NamedTuple):
 
 class Reached(NamedTuple):
     """product: share of the peak that a large product reaches; product_half: size of the smallest dim at
-    which it reaches half of that; memory: share of the bandwidth of memory; launch: seconds of one kernel.
+    which it reaches half of that; memory: share of the bandwidth of memory; attention: share of the rate of
+    its products that a fused attention reaches; launch: seconds of one kernel; overlap: share of a collective
+    that hides behind computing, 0 where the cores that compute move the bytes.
     """
 
     product: float
     product_half: float
     memory: float
+    attention: float
     launch: float
+    overlap: float
+
+    def both(self, computing, moving):
+        """Seconds of the two beside each other."""
+        return computing + moving - self.overlap * min(computing, moving)
 
 
 class Machine(NamedTuple):
@@ -95,8 +103,8 @@ def from_toml(table, path="<toml>"):
     if strange:
         raise ValueError(f"{path}: has {strange[0]!r}; known are name, [device], [reached] and [[link]]")
     device = _table(table, "device", path, "peak_tflops memory_gib reserved_gib memory_gb_s host_gb_s")
-    reached = _table(table, "reached", path, "product product_half memory launch_us")
-    for key in ("product", "memory"):
+    reached = _table(table, "reached", path, "product product_half memory attention launch_us overlap")
+    for key in ("product", "memory", "overlap"):
         if reached[key] > 1:
             raise ValueError(f"{path}: [reached] {key} = {reached[key]!r}: a share of the peak is 1 at most")
     if device["reserved_gib"] >= device["memory_gib"]:
@@ -108,7 +116,14 @@ def from_toml(table, path="<toml>"):
         device["reserved_gib"] * 2**30,
         device["memory_gb_s"] * 1e9,
         device["host_gb_s"] * 1e9,
-        Reached(reached["product"], reached["product_half"], reached["memory"], reached["launch_us"] * 1e-6),
+        Reached(
+            reached["product"],
+            reached["product_half"],
+            reached["memory"],
+            reached["attention"],
+            reached["launch_us"] * 1e-6,
+            reached["overlap"],
+        ),
         _links(table.get("link", []), path),
     )
 
@@ -133,7 +148,7 @@ def _links(entries, path):
 def _table(table, name, path, keys):
     if name not in table:
         raise ValueError(f"{path}: has no [{name}]")
-    return _numbers(table[name], f"[{name}]", path, keys, zero=("reserved_gib",))
+    return _numbers(table[name], f"[{name}]", path, keys, zero=("reserved_gib", "overlap"))
 
 
 def _numbers(given, where, path, keys, zero=()):

@@ -7,9 +7,10 @@ A virtual stage's passes are those of its blocks; the first has the embedding, t
 loss. Collectives of tp, ring, ulysses and ep are waited for inside of blocks. Sums of gradients are hidden
 behind the backward of the last microbatch (of every microbatch in ZeRO 2 and 3), as data/reducer.py starts
 them; what is left is the last bucket, or what takes longer than that backward. ZeRO-3 gathers a unit while
-the one before it computes, so a block takes the longer of both.
+the one before it computes, so a block takes the longer of both. All of that by the machine's `overlap`: where
+it is 0, as on a CPU whose cores all compute, nothing is hidden, and a message takes the time of both ranks.
 
-[Note: constants] Four numbers per machine are not from data sheets: `reached` in machines/*.toml. Those of
+[Note: constants] Five numbers per machine are not from data sheets: `reached` in machines/*.toml. Those of
 a100-selene were set by hand on two sources and no other: table 4 of Korthikanti et al. 2022 (one layer of
 the 22B model: five pairs of times), and the first row of table 1 of SC21 (1.7B). All other rows of SC21
 table 1, and all of Korthikanti table 5, are predictions. Links have the bandwidth that NCCL's documents
@@ -121,9 +122,10 @@ def _with_units(job, spans, passes, talk):
     dense, expert = whole + cut / plan.tp, experts / (plan.ep * plan.tp)
     sums = _halves(spans, dense, expert, job.software.summed)
     gather = _halves(spans, dense, expert, model.item) if plan.zero == 3 else 0.0
-    forward = max(passes.forward, gather)
+    both = job.machine.reached.both
+    forward = both(passes.forward, gather)
     backward = passes.input + passes.weight
-    longer = max(backward, gather + sums)
+    longer = both(backward, gather + sums)
     waited = forward - passes.forward + longer - backward
     share = passes.weight / backward
     return StageTime(forward, longer * (1 - share), longer * share), talk + waited
@@ -148,7 +150,8 @@ def _stage_times(job):
     block, talk = _block(job, spans)
     tokens = job.microbatch_rows * job.model.sequence / job.parts
     bounds, times = job.bounds(), []
-    waits = _message(job, spans) if job.software.waits and job.plan.pp > 1 else 0.0
+    alone = 1.0 if job.software.waits else 1 - job.machine.reached.overlap
+    waits = alone * _message(job, spans) if job.plan.pp > 1 else 0.0
     for number, (first, end) in enumerate(bounds):
         forward, inputs, weights = ((end - first) * part for part in block)
         if number == 0:
@@ -195,7 +198,8 @@ def _rest(job, spans, rank, backward):
             sums = min(sums, sums / max(job.model.layers / plan.pp, 1))
         elif software.hides_dp:
             bucket = plan.bucket_mb * 1e6 / max(dense * software.summed, 1)
-            sums = max(sums - backward, sums * min(bucket, 1.0))
+            last = sums * min(bucket, 1.0)
+            sums = last + machine.reached.both(backward, sums - last) - backward
     mine = (dense + experts) / share
     optimizer = moved_time(machine, mine * software.update)
     if plan.offload:
