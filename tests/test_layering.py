@@ -119,6 +119,7 @@ PARALLEL = [
 # The same for the folders of benchmarks/.
 BENCHMARKS = [
     {"__main__", "__init__"},
+    {"planned"},
     {"collectives", "fused", "strategies", "tune", "plot", "registered", "snapshots", "zero_memory"},
     {"common"},
 ]

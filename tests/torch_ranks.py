@@ -11,12 +11,13 @@ LIMIT = 40  # seconds for the ranks of one test
 DIED = "died"
 
 
-def spawn(world_size, body, *args, backend="pycomm", timeout=20.0, expect_deaths=(), hosts=None):
+def spawn(world_size, body, *args, backend="pycomm", timeout=20.0, expect_deaths=(), hosts=None, limit=LIMIT):
     """Runs body(rank, world_size, *args) in forked ranks and returns their results, DIED for those of
-    expect_deaths that died. Fails with the tracebacks of all that raised. hosts: of run_ranks.
+    expect_deaths that died. Fails with the tracebacks of all that raised. hosts: of run_ranks. limit:
+    seconds for all of it.
     """
 
-    options = {"backend": backend, "operation_timeout": timeout, "timeout": LIMIT, "fail": False}
+    options = {"backend": backend, "operation_timeout": timeout, "timeout": limit, "fail": False}
     if hosts is not None:
         options["hosts"] = hosts
     results = run_ranks(world_size, body, world_size, *args, mode="processes", **options)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from families import FAMILIES
-from torch_ranks import spawn
+from torch_ranks import LIMIT, spawn
 
 import pycomm.parallel as par
 
@@ -165,7 +165,7 @@ def outcomes(name, texts):
     for size in sorted(set(sizes.values())):
         left = [text for text in texts if sizes[text] == size]
         while left:
-            by_rank = spawn(size, under, name, left, reference)
+            by_rank = spawn(size, under, name, left, reference, limit=LIMIT * len(left))
             done = min(len(results) for results in by_rank)
             for index, text in enumerate(left[:done]):
                 found[text] = _agreed([results[index] for results in by_rank])
