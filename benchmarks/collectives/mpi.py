@@ -70,6 +70,7 @@ case "$host" in
 esac
 exec nsenter -t "$keeper" -n -m -u -i --wd="$PWD" sh -c "$*"
 """
+# Ranks of all hosts share the cores of one machine, which Open MPI cannot see: it would not yield them.
 OVER_HOSTS = {  # kind -> (flags, variables); {ssh}, {file} and {list} are filled in
     "intel": (
         "-bootstrap ssh -bootstrap-exec {ssh} -iface eth0 -machinefile {file}",
@@ -81,7 +82,7 @@ OVER_HOSTS = {  # kind -> (flags, variables); {ssh}, {file} and {list} are fille
     ),
     "openmpi": (
         "--prtemca plm_ssh_agent {ssh} --prtemca prte_if_include eth0 --mca pml ob1 --mca btl tcp,self,sm "
-        "--mca btl_tcp_if_include eth0 --host {list}",
+        "--mca btl_tcp_if_include eth0 --mca mpi_yield_when_idle 1 --host {list}",
         {},
     ),
 }
