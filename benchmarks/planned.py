@@ -96,6 +96,29 @@ def page(content):
     return Page(intro, [table(content)], ["```", *content["machine_file"].splitlines(), "```"])
 
 
+def draw(content, pyplot):
+    """Measured and predicted ms of every plan, the predicted ones by their parts."""
+    rows = content["rows"]
+    figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.55 * len(rows)), layout="constrained")
+    places = range(len(rows))
+    axes.barh([place - 0.2 for place in places], [row["measured_ms"] for row in rows], 0.36, label="measured")
+    left = [0.0] * len(rows)
+    for number, part in enumerate(rows[0]["parts_ms"]):
+        widths = [row["parts_ms"][part] for row in rows]
+        label = f"predicted: {part}"
+        axes.barh(
+            [place + 0.2 for place in places], widths, 0.36, left=left, label=label, color=f"C{number + 1}"
+        )
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    axes.set_yticks(places, [row["plan"] for row in rows])
+    axes.invert_yaxis()
+    axes.set_xlabel("ms of a step")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    axes.set_title(summary(content), fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
 def main(arguments):
     """Returns the exit status: 0, 1 when a rank failed, 2 for a wrong argument."""
     parser = argparse.ArgumentParser(
@@ -111,7 +134,7 @@ def main(arguments):
     add("--rounds", type=int, default=6, help="turns of each plan (default %(default)s)")
     add("--steps", type=int, default=3, help="of a turn (default %(default)s)")
     add("--timeout", type=float, default=600, help="seconds of all turns (default %(default)s)")
-    add_files(add, "", ("json", "markdown"))
+    add_files(add, "measured beside predicted")
     options = parser.parse_args(arguments)
     options.size = size_of(options, parser)
     try:
@@ -123,6 +146,6 @@ def main(arguments):
         return 1
     content = {**report.context("planned"), "ranks": options.ranks, "size": options.size._asdict()}
     content |= {"machine_file": source, "rows": rows}
-    report.write(content, options, page, None)
+    report.write(content, options, page, draw)
     report.show([report.machine_line(content), table(content), summary(content)])
     return 0

@@ -10,6 +10,7 @@ from pycomm.benchmarks.common import report
 COLUMNS = {  # kind of a report -> the module whose page(content) and draw(content, pyplot) show it
     "collectives": "pycomm.benchmarks.collectives.columns",
     "fused": "pycomm.benchmarks.fused.columns",
+    "planned": "pycomm.benchmarks.planned",
     "strategies": "pycomm.benchmarks.strategies.columns",
     "zero_memory": "pycomm.benchmarks.zero_memory",
 }

@@ -370,16 +370,15 @@ def launched():
 
 
 def replacement():
-    """The number that pycomm.run has given to this process, 0 if it takes nobody's place; None: another
-    launcher, or none.
-    """
+    """The number that pycomm.run gave this process, 0 if it takes nobody's place; None: another launcher."""
     value = _get("PYCOMM_REPLACEMENT")
     return None if value is None else _integer("PYCOMM_REPLACEMENT", value, 0)
 
 
-def has_thread_limit():
-    """Whether OMP_NUM_THREADS is set: how many threads torch uses in a process."""
-    return _get("OMP_NUM_THREADS") is not None
+def threads_of_ranks(ranks):
+    """Variables that share the cores of this process among so many; none where OMP_NUM_THREADS is set."""
+    cores = len(os.sched_getaffinity(0))
+    return {} if _get("OMP_NUM_THREADS") is not None else {"OMP_NUM_THREADS": max(1, cores // ranks)}
 
 
 def set_variables():

@@ -180,3 +180,12 @@ def test_nccl_spares_the_process(monkeypatch):
     with env.nccl_spares_the_process():
         assert [os.environ[name] for name in names] == ["0", "0"]
     assert [os.environ.get(name) for name in names] == ["3", None]
+
+
+def test_threads_of_ranks(monkeypatch):
+    """Together they have the cores that this process may use; what the user says counts."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    assert [env.threads_of_ranks(ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
+    monkeypatch.setenv("OMP_NUM_THREADS", "5")
+    assert env.threads_of_ranks(2) == {}

@@ -103,9 +103,6 @@ class Job:
 
     def _environment(self, place, number):
         nproc = self.settings.nproc
-        threads = (
-            {} if env.has_thread_limit() else {"OMP_NUM_THREADS": max(1, (os.cpu_count() or 1) // nproc)}
-        )
         return env.for_child(
             RANK=place,
             LOCAL_RANK=place,
@@ -117,7 +114,7 @@ class Job:
             TORCHELASTIC_RESTART_COUNT=0,
             TORCHELASTIC_RUN_ID="pycomm.run",
             PYCOMM_REPLACEMENT=number,
-            **threads,
+            **env.threads_of_ranks(nproc),
         )
 
     def _look(self):

@@ -342,9 +342,10 @@ def make_parser():
 def run_everywhere(hosts, command):
     """Runs a command on every rank. When one fails, the others are ended. Returns its exit status, or 0."""
     running, failed = {}, 0
+    threads = env.threads_of_ranks(len(hosts.placement))
     try:
         for rank, host in enumerate(hosts.placement):
-            place = env.for_child(**hosts.environment(rank))
+            place = env.for_child(**threads, **hosts.environment(rank))
             running[rank] = subprocess.Popen([*hosts.command(host), *command], env=place)
         while running and not failed:
             time.sleep(POLL_S)
