@@ -63,7 +63,8 @@ FAULTS = {
     "a barrier is on the device before all have come": Fault(STREAMS, "device idle in a barrier", "group.cc",
         "  meet_on_host(timeout);\n"),
     "an operation ends before what belongs to it": Fault(STREAMS, "after", "issue.cc",
-        "    if (issue.after) issue.after(end.stream);\n    end.event = state_.events->record(end.stream);\n",
+        "    if (issue.after) issue.after(end.stream);\n    call.ends(end.stream);\n"
+        "    end.event = state_.events->record(end.stream);\n",
         "    end.event = state_.events->record(end.stream);\n"
         "    if (issue.after) issue.after(end.stream);\n"),
     "the default stream is none": Fault(STREAMS, "default streams", "issue.cc",
