@@ -111,6 +111,7 @@ void test_held_up(const Setting& setting) {
     };
     rank.barrier();  // both record
     run(me.stream, false);
+    me.own.synchronize();
     {
       Gate gate(me.stream);
       run(me.stream, false);
@@ -248,18 +249,29 @@ void test_ends(const Setting& setting) {
 
 // Times are lost, operations are not: a driver that makes no events with times, one that does not record
 // them, one that does not tell what they hold.
-int timed_events = 0;
+std::mutex mutex;
+std::set<Event> timed;  // events with times
 int create_none(Event* event, unsigned int flags) {
   return flags & flag::event_disable_timing ? fake_driver()->cuEventCreate(event, flags)
                                             : result::out_of_memory;
 }
-std::set<Event> timed;
 int create_known(Event* event, unsigned int flags) {
   const int result = fake_driver()->cuEventCreate(event, flags);
-  if (!(flags & flag::event_disable_timing)) timed.insert(*event), ++timed_events;
+  const std::lock_guard lock(mutex);
+  if (!(flags & flag::event_disable_timing)) timed.insert(*event);
   return result;
 }
+int destroy_known(Event event) {
+  const std::lock_guard lock(mutex);
+  timed.erase(event);
+  return fake_driver()->cuEventDestroy(event);
+}
+size_t num_timed() {
+  const std::lock_guard lock(mutex);
+  return timed.size();
+}
 int record_none(Event event, Stream stream) {
+  const std::lock_guard lock(mutex);
   return timed.count(event) ? result::unknown : fake_driver()->cuEventRecord(event, stream);
 }
 int tell_nothing(float*, Event, Event) { return result::unknown; }
@@ -279,7 +291,7 @@ void test_refusals() {
       const auto found = recording.operations();
       require(found.size() == 20, "all are in the trace");
       for (const auto& each : found) require(!each.timed() && each.in_stream, "their host's side is");
-      if (what == 1) require(timed_events <= 2, "what was not recorded is used again");
+      if (what == 1) require(num_timed() <= 2, "what was not recorded is used again");
       me.finish();
     };
     expect("a driver that refuses " + std::to_string(what), run_ranks(run_options(apart), body));
@@ -333,20 +345,26 @@ void test_beside(const Setting& setting) {
   expect("beside: " + setting.text(), run_ranks(run_options(setting), body));
 }
 
-// Without a trace nothing is asked of the driver, and when it is over its events go.
+// Without a trace there are no such events, and when it is over they go.
 void test_off() {
   const auto body = [](Rank& rank) {
+    static Driver table = *fake_driver();
+    table.cuEventCreate = create_known;
+    table.cuEventDestroy = destroy_known;
+    use_driver(&table);
     Member me(rank);
     me.exercise(true);
-    const int events = fake_counts().events;
-    me.exercise(true);
-    require(fake_counts().events == events && !fake_calls("cuEventElapsedTime"), "nothing");
+    me.group.launch_begins(me.stream, 1);
+    me.group.launch_ends(me.stream);
+    require(num_timed() == 0, "none");
     {
       Recording recording;
       me.exercise(true);
-      require(fake_counts().events > events, "events with times");
+      require(num_timed() == 2, "two of an operation");
     }
-    wait_until([&] { return fake_counts().events <= events; }, "they are given back");
+    wait_until([&] { return num_timed() == 0; }, "they are given back");
+    me.exercise(true);
+    require(num_timed() == 0, "none");
     me.finish();
   };
   expect("off", run_ranks(run_options(alone), body));
