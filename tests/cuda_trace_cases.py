@@ -20,6 +20,7 @@ from pycomm.fused.context import Context
 from pycomm.testing import run_ranks
 from pycomm.trace import devices
 from pycomm.trace.device_clock import LAUNCH
+from pycomm.trace.files import DEVICE, read_files
 from pycomm.trace.joined import load
 
 ROUNDING = 1000  # nanoseconds: the driver tells times as floats of milliseconds
@@ -27,7 +28,7 @@ ROUNDING = 1000  # nanoseconds: the driver tells times as floats of milliseconds
 
 def held_up(comm, device, folder):
     """Operations of two groups and a launch, behind a stream that is held up."""
-    x = torch.ones(1000, device="cuda")
+    x, y = torch.ones(1000, device="cuda"), torch.empty(1000, device="cuda")
     second = pycomm.Communicator(comm._store, comm.rank, comm.world_size, name="second", timeout=20.0)
     for group in (comm, second):
         group.all_reduce(x)  # sets up
@@ -40,7 +41,7 @@ def held_up(comm, device, folder):
         comm.all_reduce(x)
         second.all_reduce(x)
         with Context.place(context):
-            x.mul_(2)
+            y.copy_(x)  # in stream order, where a product would be computed by torch on the CPU
         work = comm.all_gather(x, async_op=True)
         issued = time.monotonic_ns()
         time.sleep(0.02)
@@ -77,8 +78,6 @@ def check_held_up(folder, moments):
 
 
 def _start(folder):
-    from pycomm.trace.files import read_files
-
     return min(int(file.operations["issued"].min()) for file in read_files(folder)) - 1
 
 
@@ -124,6 +123,12 @@ def beside_in(kind):
         getattr(native, kind)(2, begun_and_ended_beside, folder)
 
 
+def timed(folder):
+    """So many operations of this process have times on the device."""
+    (mine,) = [file for file in read_files(folder) if file.pid == os.getpid()]
+    return int((mine.operations["device_begin"] > 0).sum())
+
+
 def killed():
     """The trace of the living has their times, and that of the dead what it had until then."""
 
@@ -133,7 +138,7 @@ def killed():
             for _ in range(3):
                 comm.all_reduce(torch.ones(8, device="cuda"))
             comm.barrier()
-            fake_cuda.wait_until(lambda: fake_cuda.driver.calls("cuEventElapsedTime") >= 7)
+            fake_cuda.wait_until(lambda: timed(folder) == 4)
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             with native.raises(pycomm.PeerError, "rank 1 died"):
@@ -148,4 +153,5 @@ def killed():
         assert results[0] == "told" and isinstance(results[1], ChildProcessError), results
         found = load(folder)
         for row in found.rows:
-            assert (np.sort(row.operations, order="issued")["device_begin"][:4] > 0).all()
+            mine = np.sort(row.operations[row.operations["type"] == DEVICE], order="issued")
+            assert len(mine) >= 4 and (mine["device_begin"][:4] > 0).all(), (mine, found.notes)

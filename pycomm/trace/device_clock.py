@@ -13,7 +13,8 @@ be added to the device's times
                +---------------------------- end
 
 Of each second the operation counts whose end was seen soonest; in between the offset is on a straight line,
-so that operations keep their order and their length. A second in which none was seen soon is put right by its
+so that operations keep their order and their length; lower where it would be above the bound of another one.
+A second in which none was seen soon is put right by its
 neighbours, since the clocks do not drift apart faster than DRIFT. The upper bounds count, as they are close
 whatever the device does. The lower ones say how far off that may be.
 
@@ -29,6 +30,7 @@ __all__ = ["LAUNCH", "NOBODY", "name_of", "to_host"]
 
 NOBODY = 0xFFFF
 SECOND = 1_000_000_000
+ROUNDS = 20  # of making a line lower where it is above a bound
 DRIFT = 2e-4  # two crystals, 50 parts in a million each, and a host's clock that is being set
 LAUNCH = 0  # the kind of a launch of a fused product: none
 
@@ -70,13 +72,30 @@ def _offsets(begin, end, issued, seen):
 
 
 def _line(at, bound, first, last):
-    """(times, values) of a line below the bounds that goes through the lowest of each second."""
-    order = np.lexsort((bound, at // SECOND))
-    _, firsts = np.unique((at // SECOND)[order], return_index=True)
-    at, bound = at[order][firsts], bound[order][firsts]
-    rise = DRIFT * at
-    bound = np.minimum.accumulate(bound - rise) + rise
+    """(times, values) of a line from first to last that no bound is below, but near those of each second."""
+    chosen = _least_of_seconds(at, bound)
+    for _ in range(ROUNDS):
+        line = _through(at[chosen], bound[chosen], first, last)
+        above = np.interp(at, *line) - bound
+        (wrong,) = np.nonzero(above > 1)
+        if not len(wrong):
+            break
+        chosen = np.union1d(chosen, wrong[_least_of_seconds(at[wrong], -above[wrong])])
+    return line
+
+
+def _least_of_seconds(at, values):
+    """The indices of the least value of each second, in the order of time."""
+    order = np.lexsort((values, at // SECOND))
+    return order[np.unique((at // SECOND)[order], return_index=True)[1]]
+
+
+def _through(at, bound, first, last):
+    """The line, not steeper than DRIFT, through bounds; beyond them as steep as it is from end to end."""
+    order = np.argsort(at, kind="stable")
+    at, rise = at[order], DRIFT * at[order]
+    bound = np.minimum.accumulate(bound[order] - rise) + rise
     bound = np.minimum.accumulate((bound + rise)[::-1])[::-1] - rise
-    slope = (bound[-1] - bound[0]) / (at[-1] - at[0]) if len(at) > 1 else 0.0
+    slope = (bound[-1] - bound[0]) / (at[-1] - at[0]) if at[-1] > at[0] else 0.0
     around = bound[0] + slope * (first - 1 - at[0]), bound[-1] + slope * (last + 1 - at[-1])
     return np.array([first - 1, *at, last + 1]), np.array([around[0], *bound, around[1]])
