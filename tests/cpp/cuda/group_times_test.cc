@@ -23,7 +23,8 @@ class Recording {
   }
   ~Recording() {
     end();
-    std::filesystem::remove_all(folder_);
+    std::error_code ignored;  // the other rank of the process may be at it
+    std::filesystem::remove_all(folder_, ignored);
   }
   Recording(const Recording&) = delete;
   void end() {
