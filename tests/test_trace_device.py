@@ -169,6 +169,7 @@ def test_report_and_page(tmp_path, capsys):
     assert json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     page = (tmp_path / "trace.html").read_text()
     assert "<h2>On the devices</h2>" in page and "rank 1 on the device" in page
+    assert "0.000 ms until all was in the stream" in page  # the host's side
 
 
 @pytest.mark.parametrize(

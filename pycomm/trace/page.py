@@ -19,6 +19,7 @@ from pycomm.trace.steps import STEP, part_of, say, steps_of
 __all__ = ["write"]
 
 MOST_BARS = 20000
+HOST_SIDE = "#d8b5a5"
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>pycomm trace</title>
@@ -147,9 +148,12 @@ def _computation(trace, row):
 
 
 def _communication(trace, row):
-    on_host = row.operations["type"] != DEVICE
-    for operation in row.operations[on_host & (row.operations["begun"] > 0)]:
+    for operation in row.operations[row.operations["begun"] > 0]:
         begin, end = float(operation["begun"]), float(operation["ended"] or trace.duration)
+        if operation["type"] == DEVICE:
+            text = f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms until all was in the stream"
+            yield "host's side", HOST_SIDE, begin, end, html.escape(text)
+            continue
         arrived = min(max(float(operation["arrived"]), begin), end)
         kind = _C.kinds[operation["kind"]]
         text = (
@@ -166,12 +170,16 @@ def _communication(trace, row):
         yield "moving", MOVING, arrived, end, html.escape(text)
 
 
+def _of(trace, operation):
+    where = trace.axes[operation["group"]]
+    return f"{name_of(operation)} #{operation['sequence']} of {where}, {operation['nbytes']} bytes"
+
+
 def _on_device(trace, row):
     for operation in row.operations[row.operations["device_begin"] > 0]:
         begin, end = float(operation["device_begin"]), float(operation["device_end"])
         text = (
-            f"{name_of(operation)} #{operation['sequence']} of {trace.axes[operation['group']]}, "
-            f"{operation['nbytes']} bytes, {(end - begin) / 1e6:.3f} ms on the device, begun there "
+            f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms on the device, begun there "
             f"{(begin - float(operation['issued'])) / 1e6:.3f} ms after its call"
         )
         yield "on the device", ON_DEVICE, begin, end, html.escape(text)
