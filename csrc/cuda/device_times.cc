@@ -9,7 +9,8 @@ namespace pycomm::cuda {
 namespace {
 constexpr size_t most_pending = 4096;
 constexpr uint64_t second = 1'000'000'000, at_once = 500'000;  // nanoseconds
-constexpr int enough = 64;  // ends seen closely in a second: the best of them is some microseconds late
+// Of a second: 64 ends seen at once, of which the best is some microseconds late, or so many looks in vain.
+constexpr int enough = 1024, of_an_end = 16;
 constexpr int tries = 100;  // of a millisecond, for the lock at the end of a trace
 }  // namespace
 
@@ -43,6 +44,7 @@ void DeviceTimes::look() {
   const bool closely = now - looked_ns_ < at_once;
   looked_ns_ = now;
   if (!count_) return;
+  closely_ += closely;
   try {
     RelaxedCapture relaxed;
     ContextGuard guard(setup_.device);
@@ -60,7 +62,7 @@ void DeviceTimes::look_at(std::deque<Pending>& queue, bool closely) {
   while (!queue.empty() && take(queue.front())) {
     queue.pop_front();
     --count_;
-    closely_ += closely;
+    closely_ += closely ? of_an_end : 0;
   }
 }
 

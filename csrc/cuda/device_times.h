@@ -25,8 +25,8 @@
 // line. So some ends in each second are looked for every 200 us (wanted_soon()).
 //
 // What it costs: nothing without a trace but a load and a branch. With one, two records of events per
-// operation on the host and two time stamps on the device, and one look per 200 us of the watching thread
-// until 64 ends of the second were seen closely. Nothing is waited for, and no stream is made: [Note:
+// operation on the host and two time stamps on the device, and in a part of each second looks every 200 us,
+// until 64 ends were seen closely or 0.2 s are over. Nothing is waited for, and no stream is made: [Note:
 // hardware queues] in budget.h. At most `most_pending` operations of a group are under way with times; those
 // beyond have none. Where the driver refuses an event or a time, an operation has none and does not notice.
 //
@@ -83,7 +83,7 @@ class DeviceTimes final : trace::Late {
   size_t count_ = 0;
   uint64_t looked_ns_ = 0;
   uint64_t second_ns_ = 0;  // when the second began in which
-  int closely_ = 0;  // so many ends were seen at once
+  int closely_ = 0;  // what looks at short intervals have brought in it
 };
 
 // An operation while it is issued, or a launch of the caller's: counts it, records the host's side, from the
