@@ -19,7 +19,8 @@ def launch_in_line(comm, device):
     another stream: it reads what the one before has made, and makes what the one behind reads.
     """
     r, n = comm.rank, comm.world_size
-    before, behind = data(r, 100).to("cuda"), data(r + 10, 100).to("cuda")
+    before, behind = data(r, 100).to("cuda"), torch.zeros(100, device="cuda")
+    made = 2 * data(r + 10, 100).to("cuda")
     comm.all_reduce(before.clone())  # sets up
     fake_cuda.synchronize()
     context = SimpleNamespace(communicator=comm._comm, device=behind.device, shares_device=True)
@@ -32,7 +33,7 @@ def launch_in_line(comm, device):
         with Context.place(context):
             copy.copy_(before)
             gates.append(fake_cuda.gate(device))
-            behind.mul_(2)
+            behind.copy_(made)
         fake_cuda.driver.exchange_stream(other, device)
         second = comm.all_reduce(behind, async_op=True)
         assert not second.done()

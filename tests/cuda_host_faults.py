@@ -19,13 +19,14 @@ class Fault(NamedTuple):
     times: int = 1
 
 
-BUDGET, DEADLINES, ENDS, FAULTY, GROUP, STREAMS = (
+BUDGET, DEADLINES, ENDS, FAULTY, GROUP, STREAMS, TIMES = (
     "group_budget_test",
     "group_deadlines_test",
     "group_ends_test",
     "group_faults_test",
     "group_test",
     "group_streams_test",
+    "group_times_test",
 )
 
 FAULTS = {
@@ -63,7 +64,8 @@ FAULTS = {
     "a barrier is on the device before all have come": Fault(STREAMS, "device idle in a barrier", "group.cc",
         "  meet_on_host(timeout);\n"),
     "an operation ends before what belongs to it": Fault(STREAMS, "after", "issue.cc",
-        "    if (issue.after) issue.after(end.stream);\n    end.event = state_.events->record(end.stream);\n",
+        "    if (issue.after) issue.after(end.stream);\n    call.ends(end.stream);\n"
+        "    end.event = state_.events->record(end.stream);\n",
         "    end.event = state_.events->record(end.stream);\n"
         "    if (issue.after) issue.after(end.stream);\n"),
     "the default stream is none": Fault(STREAMS, "default streams", "issue.cc",
@@ -75,6 +77,19 @@ FAULTS = {
     "a line waits for the default stream": Fault(STREAMS, "what is asked for", "issue.cc",
         "flag::stream_non_blocking", "0"),
     "events take times": Fault(STREAMS, "what is asked for", "events.cc", "flag::event_disable_timing", "0"),
+    # Times for a trace.
+    "what is captured has times": Fault(TIMES, "capture", "device_times.cc",
+        "!times_.ticket || capture.active", "!times_.ticket"),
+    "an operation begins before it may": Fault(TIMES, "held up", "issue.cc",
+        "    end.stream = enter(line, issue, end.capture);\n    call.begins(end.stream, end.capture);\n",
+        "    call.begins(issue.stream, end.capture);\n    end.stream = enter(line, issue, end.capture);\n"),
+    "any number of operations has times": Fault(TIMES, "many", "device_times.cc",
+        "  if (count_ >= most_pending) return nullptr;\n"),
+    "nobody asks for times backwards": Fault(TIMES, "backwards", "device_clock.cc",
+        "  if (backward && *backward >= 0) return -*backward;\n"),
+    "events outlive their trace": Fault(TIMES, "off", "device_times.cc",
+        "if (!trace::Recorder::instance().active()) return forget();",
+        "if (!trace::Recorder::instance().active()) return;"),
     # What must live until the device is done with it.
     "release without drain": Fault(ENDS, "release under way", "group.cc",
         "watcher_.drain(held, for_ever);"),

@@ -19,6 +19,7 @@ PROGRAMS = (
     "group_deadlines_test",
     "group_budget_test",
     "group_ends_test",
+    "group_times_test",
 )
 pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a busy machine
 

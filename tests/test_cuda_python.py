@@ -67,6 +67,20 @@ def test_launches_in_the_line_of_a_group(server, name, world_size, kind, setting
     server.run(f"cuda_fused_cases.in_{kind}", name, world_size, **settings)
 
 
+@pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
+def test_times_on_the_device(server, kind, settings):
+    server.run("cuda_trace_cases.held_up_in", kind, 2, **settings)
+
+
+@pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {})])
+def test_traces_begin_and_end_beside_operations(server, kind, settings):
+    server.run("cuda_trace_cases.beside_in", kind, **settings)
+
+
+def test_trace_of_a_killed_rank(server):
+    server.run("cuda_trace_cases.killed", **MPS)
+
+
 @pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
 @pytest.mark.parametrize("wait", ["barrier", "work"])
 def test_ctrl_c(server, wait, settings):

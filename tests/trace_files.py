@@ -46,6 +46,13 @@ class FileWriter:
         last = fields.get("last", 0xFFFF)
         self.records.append([0, issued, begun, arrived, ended, waited, nbytes | last << 48, word])
 
+    def on_device(self, sequence, issued, seen, begin, end, **fields):
+        """begin, end: by the device's clock; fields: in_stream, clock, and those of operation()."""
+        fields = {"type": 4, "last": fields.pop("clock", 0 if begin else 0xFFFF), **fields}
+        self.operation(
+            sequence, issued, seen, begin, fields.pop("in_stream", issued + 1), waited=end, **fields
+        )
+
     def span(self, name, begin, end, *, thread=1, stage=-1, microbatch=-1, bucket=-1):
         word = name | 3 << 56
         self.records.append([0, begin, end, thread, stage + 1, microbatch + 1, bucket + 1, word])

@@ -7,7 +7,8 @@
 
 namespace pycomm::cuda {
 
-EventPool::EventPool(Device device) : device_(device), fork_generation_(fork_generation()) {}
+EventPool::EventPool(Device device, bool timed)
+    : device_(device), timed_(timed), fork_generation_(fork_generation()) {}
 
 EventPool::~EventPool() {
   if (forked()) return;
@@ -27,7 +28,9 @@ EventPtr EventPool::record(Stream stream) {
     }
   }
   const Driver& driver = require_driver();
-  if (!event) PYCOMM_CUDA_CHECK(driver, cuEventCreate, &event, flag::event_disable_timing);
+  if (!event)
+    PYCOMM_CUDA_CHECK(driver, cuEventCreate, &event,
+                      timed_ ? flag::event_default : flag::event_disable_timing);
   EventPtr owned(event, [pool = shared_from_this()](Event e) { pool->take_back(e); });
   PYCOMM_CUDA_CHECK(driver, cuEventRecord, event, stream);
   return owned;

@@ -17,7 +17,7 @@ using EventPtr = std::shared_ptr<CUevent_st>;
 // (a wait takes what the event holds when it is enqueued), so it is free as soon as nobody refers to it.
 class EventPool : public std::enable_shared_from_this<EventPool> {
  public:
-  explicit EventPool(Device device);
+  explicit EventPool(Device device, bool timed = false);  // timed: they keep when they happened
   ~EventPool();
   EventPtr record(Stream stream);
   EventPtr record_if_possible(Stream stream);  // nullptr instead of an exception
@@ -27,6 +27,7 @@ class EventPool : public std::enable_shared_from_this<EventPool> {
   bool forked() const;  // in a forked child the events belong to the parent
 
   const Device device_;
+  const bool timed_;
   const uint64_t fork_generation_;
   std::mutex mutex_;
   std::vector<Event> free_;

@@ -16,33 +16,6 @@ namespace {
 constexpr std::chrono::seconds longest_farewell{10};
 constexpr std::chrono::hours for_ever{24};  // every wait of a kernel ends before that
 constexpr double patience = 2;  // seconds; see [Note: meeting on the host first]
-
-// Counts an operation, and traces the host's side of it: from the call until all of it is in the stream. When
-// it runs there only events with times would tell.
-class HostSide {
- public:
-  HostSide(Communicator& comm, OpKind kind, size_t nbytes, uint64_t sequence)
-      : comm_(comm), subject_{kind, nbytes, sequence, 0, trace::Type::device} {
-    if (!trace::measuring()) return;
-    times_.issued = times_.begun = trace::now_ns();
-    trace::Recorder::instance().issued(times_, subject_, comm_.traced_as());
-  }
-  ~HostSide() {
-    if (!times_.measured()) return;
-    times_.ended = trace::now_ns();
-    trace::Recorder::instance().ended(times_, subject_, comm_.traced_as(), !done_);
-  }
-  void done() {
-    done_ = true;
-    comm_.device_counters().count_shared(subject_.kind, subject_.nbytes);
-  }
-
- private:
-  Communicator& comm_;
-  const trace::Subject subject_;
-  trace::Times times_;
-  bool done_ = false;
-};
 }  // namespace
 
 // --- making it
@@ -124,11 +97,13 @@ CudaWorkPtr CudaGroup::issue(const Op& op, const Issue& issue) {
   const auto held = state_.lock.take({op.kind, 0});
   Line& line = state_.lines.collectives();
   Communicator& comm = state_.setup.comm;
-  HostSide host(comm, op.kind, op.total_bytes(comm.world_size()), line.issued + 1);
-  auto work = enqueue(line, {op.kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
+  TracedCall call(comm, state_.times,
+                  {op.kind, op.total_bytes(comm.world_size()), line.issued + 1, 0, trace::Type::device});
+  const auto plan = [&](uint64_t timeout_ns) {
     return plan_collective(op, shape(), registry_.lookup(), timeout_ns);
-  });
-  host.done();
+  };
+  auto work = enqueue(line, {op.kind, line.issued + 1}, issue, plan, call);
+  call.done();
   return work;
 }
 
@@ -142,17 +117,19 @@ CudaWorkPtr CudaGroup::issue(const MessageCall& message, const Issue& issue) {
                                 (message.peer < 0 ? "; CUDA messages have a definite source" : ""));
   Line& line =
       message.sends ? state_.lines.sending_to(message.peer) : state_.lines.receiving_from(message.peer);
-  HostSide host(comm, kind, message.nbytes(), line.issued + 1);
-  auto work = enqueue(line, {kind, line.issued + 1}, issue, [&](uint64_t timeout_ns) {
+  TracedCall call(comm, state_.times, {kind, message.nbytes(), line.issued + 1, 0, trace::Type::device});
+  const auto plan = [&](uint64_t timeout_ns) {
     return plan_message(message, shape(), registry_.lookup(), timeout_ns);
-  });
-  host.done();
+  };
+  auto work = enqueue(line, {kind, line.issued + 1}, issue, plan, call);
+  call.done();
   return work;
 }
 
 // With the group's lock held.
 template <class Make>
-CudaWorkPtr CudaGroup::enqueue(Line& line, const OpInfo& info, const Issue& issue, const Make& make_plan) {
+CudaWorkPtr CudaGroup::enqueue(Line& line, const OpInfo& info, const Issue& issue, const Make& make_plan,
+                               TracedCall& call) {
   state_.faults.look(info);
   const double timeout = state_.deadlines.note(issue.timeout);
   LaunchPlan plan;
@@ -162,7 +139,7 @@ CudaWorkPtr CudaGroup::enqueue(Line& line, const OpInfo& info, const Issue& issu
     throw std::invalid_argument(state_.setup.comm.transport().where(info) + error.what());
   }
   watcher_.start();
-  const Mark end = issuer_.enqueue(line, plan, info, issue);
+  const Mark end = issuer_.enqueue(line, plan, info, issue, call);
   auto work = std::make_shared<CudaWork>(state_.works, info, issue.current, end, issue.keep);
   if ((issue.async_op || issue.watched) && !end.capture.active) state_.works.watch(work);
   return work;
@@ -177,6 +154,37 @@ void CudaGroup::enter_line(Stream stream) {
 void CudaGroup::leave_line(Stream stream) {
   const auto held = state_.lock.take({});
   issuer_.leave_line(state_.lines.collectives(), stream);
+}
+
+void CudaGroup::launch_begins(Stream stream, uint64_t number) {
+  if (state_.setup.comm.transport().forked()) return;
+  const auto held = state_.lock.take_here();
+  if (state_.faults.closed()) return;
+  launches_.erase(stream);  // one that has failed
+  try {
+    ContextGuard guard(device());
+    watcher_.start();
+    const auto [call, made] =
+        launches_.try_emplace(stream, state_.setup.comm, state_.times,
+                              trace::Subject{OpKind::none, 0, number, 0, trace::Type::device});
+    call->second.begins(stream, capture_of(stream));
+  } catch (const std::exception&) {
+    launches_.erase(stream);  // the launch itself finds out what is wrong
+  }
+}
+
+void CudaGroup::launch_ends(Stream stream) {
+  if (state_.setup.comm.transport().forked()) return;
+  const auto held = state_.lock.take_here();
+  const auto found = launches_.find(stream);
+  if (found == launches_.end()) return;
+  try {
+    ContextGuard guard(device());
+    found->second.ends(stream);
+    found->second.done();
+  } catch (const std::exception&) {  // likewise
+  }
+  launches_.erase(found);
 }
 
 void CudaGroup::barrier(const Issue& issue) {
@@ -252,6 +260,8 @@ void CudaGroup::close() {
   {
     auto held = state_.lock.take_here();
     if (!drained) drained = watcher_.drain(held, longest_farewell, true);
+    state_.times.close();
+    launches_.clear();
     ended = state_.works.take_all();
   }
   for (auto& each : ended) each.complete();

@@ -48,6 +48,10 @@ class CudaGroup final : public DeviceSide {
   // enter_line() throws what is known of errors.
   void enter_line(Stream stream);
   void leave_line(Stream stream);
+  // Around any such launch while a trace goes on: its `number` among them, alike on all ranks, and its times
+  // on the device, within the line where it stands in it. Nothing is ordered, and nothing thrown of errors.
+  void launch_begins(Stream stream, uint64_t number);
+  void launch_ends(Stream stream);
 
   // Registered memory; collective.
   Registered allocate(size_t nbytes) { return registry_.allocate(nbytes); }
@@ -67,7 +71,8 @@ class CudaGroup final : public DeviceSide {
   Shape make_shape() const;
   Shape shape() const;  // with what has changed since
   template <class Make>
-  CudaWorkPtr enqueue(Line& line, const OpInfo& info, const Issue& issue, const Make& make_plan);
+  CudaWorkPtr enqueue(Line& line, const OpInfo& info, const Issue& issue, const Make& make_plan,
+                      TracedCall& call);
   void give_back();
   void keep_for_ever();
 
@@ -78,6 +83,7 @@ class CudaGroup final : public DeviceSide {
   Registry registry_{state_.setup, state_.lock};
   Issuer issuer_{state_};
   Watcher watcher_{state_};
+  std::map<Stream, TracedCall> launches_;  // that have begun and not ended
   double setup_seconds_ = 0;
 };
 

@@ -9,7 +9,8 @@ namespace {
 constexpr int high_priority = -1;  // communication first: somebody waits for it on another rank
 }  // namespace
 
-Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue) {
+Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue,
+                     TracedCall& call) {
   ContextGuard guard(state_.setup.device);
   refuse_shared_stream(info, issue.stream);
   if (issue.async_op && !line.own) count_own_stream(info, line);
@@ -18,6 +19,7 @@ Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, con
   try {
     end.capture = capture_of(issue.stream);
     end.stream = enter(line, issue, end.capture);
+    call.begins(end.stream, end.capture);
     const auto busy =
         static_cast<uint32_t>(info.sequence << busy_kind_bits | static_cast<uint32_t>(info.kind));
     const bool in_order = plan.in_order;
@@ -29,6 +31,7 @@ Mark Issuer::enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, con
     if (in_order) words.push_back({false, busy_word, 0});
     flush(words, end.stream);
     if (issue.after) issue.after(end.stream);
+    call.ends(end.stream);
     end.event = state_.events->record(end.stream);
   } catch (const std::exception& error) {
     // Some steps are in the stream, others are not: this rank is out of step with its peers.

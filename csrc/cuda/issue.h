@@ -28,8 +28,8 @@ class Issuer {
   explicit Issuer(GroupState& state) : state_(state) {}
 
   // Enqueues the operation `info` of `line`; returns its end. Throws; the group is then broken if some steps
-  // are in the stream and others are not.
-  Mark enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue);
+  // are in the stream and others are not. `call` is told where it begins and ends.
+  Mark enqueue(Line& line, const LaunchPlan& plan, const OpInfo& info, const Issue& issue, TracedCall& call);
 
   // Before and behind a launch into `stream` that is not the group's own and stands in `line`.
   void enter_line(const Line& line, const OpInfo& info, Stream stream);

@@ -7,7 +7,7 @@
 //
 //   1. Communicator::making_device_side   while a group is made
 //   2. the group's lock                   around issuing, and each look of the watching thread
-//   3. leaves                             of the event pool, the driver's contexts, parked memory:
+//   3. leaves                             of event pools, clocks, the driver's contexts, parked memory:
 //                                         nothing is taken inside
 //
 // Collective steps (agree(), all_gather_value()) wait for other ranks, so they run without the group's lock:
@@ -37,9 +37,15 @@ class GroupLock {
   // For those who know that this is no forked child.
   std::unique_lock<std::mutex> take_here() { return std::unique_lock(state_->mutex); }
 
+  // Holds nothing where another thread has it.
+  std::unique_lock<std::mutex> try_take() {
+    return transport_.forked() ? std::unique_lock<std::mutex>()
+                               : std::unique_lock(state_->mutex, std::try_to_lock);
+  }
+
   // For the watching thread: there is work, or it is to end.
   void wake() { state_->changed.notify_all(); }
-  void sleep(std::unique_lock<std::mutex>& held, std::chrono::milliseconds longest) {
+  void sleep(std::unique_lock<std::mutex>& held, std::chrono::microseconds longest) {
     state_->changed.wait_for(held, longest);
   }
 

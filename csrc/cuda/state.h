@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "deadlines.h"
+#include "device_times.h"
 #include "works.h"
 
 namespace pycomm::cuda {
@@ -16,6 +17,7 @@ struct GroupState {
   GroupLock lock{setup.comm.transport()};
   HostWords words{setup};
   std::shared_ptr<EventPool> events = std::make_shared<EventPool>(setup.device);
+  DeviceTimes times{setup, lock};
   Lines lines{setup.world_size()};
   LineStreams line_streams{};
   Faults faults{setup, words};

@@ -6,6 +6,7 @@ namespace pycomm::cuda {
 namespace {
 constexpr std::chrono::milliseconds tick{5};  // while something runs
 constexpr std::chrono::milliseconds idle_tick{50};
+constexpr std::chrono::microseconds soon{200};  // for a trace
 constexpr std::chrono::milliseconds grace{50}, patience{500};
 }  // namespace
 
@@ -39,13 +40,25 @@ void Watcher::run() {
     ended.clear();
     held.lock();
     if (stopping_) return;
-    idle_ = !running();
-    state_.lock.sleep(held, idle_ ? idle_tick : tick);
+    idle_ = !running() && !state_.times.pending();
+    rest(held);
     idle_ = false;
   }
 }
 
+void Watcher::rest(std::unique_lock<std::mutex>& held) {
+  const auto until = Clock::now() + (idle_ ? idle_tick : tick);
+  while (state_.times.wanted_soon() && !stopping_) {
+    state_.lock.sleep(held, soon);
+    state_.times.look();
+    if (Clock::now() >= until) return;
+  }
+  const auto left = std::chrono::duration_cast<std::chrono::microseconds>(until - Clock::now());
+  if (!stopping_ && left.count() > 0) state_.lock.sleep(held, left);
+}
+
 void Watcher::look() {
+  state_.times.look();
   state_.faults.read();
   look_at_peers();
   state_.deadlines.look();

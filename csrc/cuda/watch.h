@@ -1,9 +1,10 @@
 // watch.h -- the thread that watches a group while its device works: reads the error word, looks at the
 // peers' lives and at deadlines, stops the device's waits when the group is broken, completes works.
 //
-// The thread starts with the first operation. A tick costs a few loads and one query per line. It takes the
-// group's lock (lock.h) for each look, and completes works outside of it; start() and stop() expect the lock,
-// drain() expects it and lets go of it while it sleeps.
+// The thread starts with the first operation. A tick costs a few loads and one query per line; with a trace
+// also one per stream that has operations under way, and there are more of these (device_times.h). It takes
+// the group's lock (lock.h) for each look, and completes works outside of it; start() and stop() expect the
+// lock, drain() expects it and lets go of it while it sleeps.
 //
 // A dead peer breaks the group after `grace`, in which operations that it had finished its part of still end.
 // A peer that has closed the group in good order breaks it only if something does not end for `patience`: its
@@ -34,6 +35,7 @@ class Watcher {
  private:
   void run();
   void look();
+  void rest(std::unique_lock<std::mutex>& held);  // until the next look
   void look_at_peers();
   bool running();  // has anything that was issued not ended?
 

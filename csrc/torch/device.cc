@@ -133,6 +133,14 @@ void leave_line_on_device(Communicator& comm, c10::Device device) {
   cuda::CudaGroup::of(comm, device.index()).leave_line(native(current_stream(device)));
 }
 
+void launch_begins_on_device(Communicator& comm, c10::Device device, uint64_t number) {
+  if (auto* group = cuda::group_of(comm)) group->launch_begins(native(current_stream(device)), number);
+}
+
+void launch_ends_on_device(Communicator& comm, c10::Device device) {
+  if (auto* group = cuda::group_of(comm)) group->launch_ends(native(current_stream(device)));
+}
+
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,
                            at::ScalarType dtype, c10::Device device) {
   const auto options = at::TensorOptions().dtype(dtype).device(device);

@@ -35,6 +35,9 @@ cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
 // have worked on the device. See CudaGroup::enter_line.
 void enter_line_on_device(Communicator& comm, c10::Device device);
 void leave_line_on_device(Communicator& comm, c10::Device device);
+// Around it while a trace goes on. See CudaGroup::launch_begins.
+void launch_begins_on_device(Communicator& comm, c10::Device device, uint64_t number);
+void launch_ends_on_device(Communicator& comm, c10::Device device);
 
 // A tensor of zeros in registered memory of all ranks; collective.
 at::Tensor empty_on_device(const std::shared_ptr<Communicator>& comm, const std::vector<int64_t>& shape,

@@ -2,11 +2,11 @@
 //
 //   | FileHeader 4096 | text: a line per group, name of a span, axis | ring of Records, 64 bytes each |
 //
-// What is recorded: every operation when it is issued and once more, in the same place, when it has ended;
-// spans of the layers above (par.step, fused products). The kernel writes the pages of a mapped file out
-// whatever becomes of the process, so what was recorded outlives SIGKILL; an operation in which the process
-// died stands there as issued and not ended. The space is allocated when the file is made: a store to a page
-// for which a full disk has no room would be SIGBUS.
+// What is recorded: every operation when it is issued and again, in the same place, when it has ended, also
+// on a device (late.h); spans of the layers above (par.step, fused products). The kernel writes the pages of
+// a mapped file out whatever becomes of the process, so what was recorded outlives SIGKILL; an operation in
+// which the process died stands there as issued and not ended. The space is allocated when the file is made:
+// a store to a page for which a full disk has no room would be SIGBUS.
 //
 // [Note: records without a lock] Any thread of the process records. It takes a ticket (one fetch_add), whose
 // place in the ring is ticket % capacity, sets the stamp to 0, writes the other words, and stores the stamp:
@@ -51,17 +51,17 @@ static_assert(sizeof(FileHeader) <= header_bytes);
 
 // Words of a record, by type:
 //
-//     operation, message            span
-// 0   stamp                         stamp
-// 1   issued                        begin
-// 2   begun: shown to the peers     end
-// 3   arrived: all peers are here   thread
-// 4   ended; 0: not yet             first argument + 1 (stage)
-// 5   waited: since when a caller   second argument + 1 (microbatch)
+//     operation, message            on a device (late.h)        span
+// 0   stamp                         stamp                       stamp
+// 1   issued                        issued                      begin
+// 2   begun: shown to the peers     its end there was seen      end
+// 3   arrived: all peers are here   begin by a device's clock   thread
+// 4   ended; 0: not yet             all is in the stream        first argument + 1 (stage)
+// 5   waited: since when a caller   end by that clock           second argument + 1 (microbatch)
 //     is blocked by it; 0: not
-// 6   bytes (48), last (16)         third argument + 1 (bucket)
+// 6   bytes (48), last (16)         bytes, that clock           third argument + 1 (bucket)
 // 7   sequence (32), group (16), kind (4), algorithm (4), type (4), outcome (4)
-//                                   name (32), 24 bits of nothing, type
+//                                                               name (32), 24 bits of nothing, type
 //
 // `last`: the rank that came last; of a message its peer. A time that is not known is 0.
 struct Record {

@@ -15,8 +15,10 @@
 #include <map>
 #include <stdexcept>
 #include <thread>
+#include <vector>
 
 #include "../memory/owned_fd.h"
+#include "late.h"
 
 namespace pycomm::trace {
 
@@ -48,7 +50,26 @@ std::string host_name() {
   return name + ("#" + boot.substr(0, 8));
 }
 
+struct LateOnes {
+  mutable std::mutex mutex;
+  std::vector<Late*> all;
+};
+std::atomic<LateOnes*> late_ones{new LateOnes};  // a forked child leaves its parent's alone, too
+
 }  // namespace
+
+void add(Late& late) {
+  Recorder::instance();  // prepares forks
+  LateOnes& ones = *late_ones.load();
+  std::lock_guard lock(ones.mutex);
+  ones.all.push_back(&late);
+}
+
+void remove(Late& late) {
+  LateOnes& ones = *late_ones.load();
+  std::lock_guard lock(ones.mutex);
+  std::erase(ones.all, &late);
+}
 
 struct Recorder::File {
   std::byte* data;
@@ -90,6 +111,7 @@ Recorder& Recorder::instance() {
     ::pthread_atfork(nullptr, nullptr, [] {
       state.store(state.load() & ~recording);
       current.store(new Recorder);
+      late_ones.store(new LateOnes);
       current.load()->generation_ = 1u << 31 | static_cast<uint32_t>(::getpid());
     });
     return new Recorder;
@@ -143,6 +165,11 @@ void Recorder::begin(const std::string& folder, size_t ring_bytes) {
 void Recorder::end() {
   std::lock_guard lock(mutex_);
   if (begun_ == 0 || --begun_ > 0) return;
+  {
+    const LateOnes& ones = *late_ones.load();
+    std::lock_guard late(ones.mutex);
+    for (Late* each : ones.all) each->late();
+  }
   state.fetch_and(~recording);
   const std::unique_ptr<File> file(file_.exchange(nullptr));
   while (users_.load() != 0) std::this_thread::yield();
@@ -197,7 +224,7 @@ void Recorder::ended(Times& times, const Subject& subject, GroupName& group, boo
   uint64_t ticket = times.ticket - 1;
   // The ring has come round since the issue: the record is another's now.
   if (file->record(ticket).words[0].load(std::memory_order_relaxed) >> stamp_bits != times.ticket)
-    ticket = file->header().tickets.fetch_add(1, std::memory_order_relaxed);
+    times.ticket = (ticket = file->header().tickets.fetch_add(1, std::memory_order_relaxed)) + 1;
   uint64_t words[record_words];
   fill(words, times, subject, number_of(*file, group), failed ? Outcome::failed : Outcome::done);
   put(*file, ticket, words);

@@ -34,6 +34,7 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm import _C
 from pycomm.errors import CommTimeoutError, MismatchError
 from pycomm.fused import machine
 from pycomm.fused.machine import exchange
@@ -149,15 +150,19 @@ class Context:
 
     @contextlib.contextmanager
     def place(self):
-        """Around the launch itself, and nothing else: see [Note: places]."""
-        if not self.shares_device:
-            yield
-            return
-        self.communicator.enter_line(self.device)
+        """Around the launch itself, and nothing else: see [Note: places]. A trace has when it runs there."""
+        traced = _C.trace_active() and self.device.type == "cuda"
+        if self.shares_device:
+            self.communicator.enter_line(self.device)
         try:
+            if traced:
+                self.communicator.launch_begins(self.device, self.launches)
             yield
+            if traced:
+                self.communicator.launch_ends(self.device)
         finally:
-            self.communicator.leave_line(self.device)
+            if self.shares_device:
+                self.communicator.leave_line(self.device)
 
     def leave(self):
         """After a launch."""

@@ -9,8 +9,8 @@ A program may add spans of its own:
     from pycomm import trace
     with trace.span("load batch"): ...
 
-Reading order: csrc/trace/record.h (what is in a file), files.py, clocks.py, joined.py, then what is asked of
-it: waits.py, stragglers.py, overlap.py, chrome.py, picture.py, page.py.
+Reading order: csrc/trace/record.h (what is in a file), files.py, device_clock.py, clocks.py, joined.py, then
+what is asked of it: waits.py, devices.py, stragglers.py, overlap.py, chrome.py, picture.py, page.py.
 """
 
 from pycomm.trace.spans import begin, begin_if_asked, end, folder, name_axis, span

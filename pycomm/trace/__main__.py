@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pycomm.trace import chrome, overlap, picture, stragglers, waits
+from pycomm.trace import chrome, devices, overlap, picture, stragglers, waits
 from pycomm.trace.joined import load
 
 
@@ -62,6 +62,9 @@ def report(trace):
         print(f"Note: {note}")
     print("\nWaiting for the last rank against moving, mean of the ranks:\n")
     print(waits.show(waits.table(trace)))
+    if trace.device_error_ns is not None:
+        print(f"\n{devices.MEANING}\n")
+        print(waits.aligned(devices.cells(trace)))
     print("\nStragglers:")
     found = stragglers.find(trace)
     for straggler in found:

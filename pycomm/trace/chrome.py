@@ -3,7 +3,8 @@
 A process per rank. Its tracks: the spans of each thread, and for each group its collectives and its messages;
 messages overlap and take as many tracks as are under way at once. Inside an operation lie "waiting", until
 the last rank has arrived, and "moving". Its arguments: bytes, algorithm, which rank came last, and by how
-much each rank came after the first.
+much each rank came after the first. Operations on a device are there twice: the host's side, from the call
+until all is in the stream, and what runs on the device.
 """
 
 import json
@@ -11,6 +12,7 @@ import json
 import numpy as np
 
 from pycomm import _C
+from pycomm.trace.device_clock import name_of
 from pycomm.trace.files import DEVICE, MESSAGE, NOBODY, OPERATION
 from pycomm.trace.steps import part_of, say
 from pycomm.trace.waits import phases
@@ -50,6 +52,7 @@ def events(trace):
             mine = np.sort(mine, order="issued")
             yield from _operations(trace, mine[mine["type"] != MESSAGE], arrivals, tracks)
             yield from _messages(trace, mine[mine["type"] == MESSAGE], tracks)
+            yield from _on_device(trace, mine[mine["device_begin"] > 0], tracks)
         yield from tracks.names()
 
 
@@ -111,7 +114,7 @@ def _operations(trace, operations, arrivals, tracks):
         begin = float(operation["begun"] or operation["issued"])
         end = float(operation["ended"] or trace.duration)
         arrived, after = arrivals.of(operation, row)
-        kind = _C.kinds[operation["kind"]]
+        kind = name_of(operation)
         last = int(operation["last"])
         yield tracks.event(
             track,
@@ -131,14 +134,41 @@ def _operations(trace, operations, arrivals, tracks):
             yield tracks.event(track, "moving", arrived, end)
 
 
+class _Lanes:
+    """Of what may overlap: as many as are under way at once."""
+
+    def __init__(self):
+        self.free = []  # when each is free again
+
+    def take(self, begin, end):
+        lane = next((n for n, until in enumerate(self.free) if until <= begin), len(self.free))
+        self.free[lane : lane + 1] = [end]
+        return lane + 1
+
+
+def _on_device(trace, operations, tracks):
+    lanes = _Lanes()
+    for operation in np.sort(operations, order=["device_begin", "device_end"]):
+        begin, end = float(operation["device_begin"]), float(operation["device_end"])
+        lane = lanes.take(begin, end)
+        track = f"group {trace.axes[operation['group']]}, on the device" + (f" {lane}" if lane > 1 else "")
+        yield tracks.event(
+            track,
+            name_of(operation),
+            begin,
+            end,
+            number=int(operation["sequence"]),
+            bytes=int(operation["nbytes"]),
+            issued_us_before=round((begin - float(operation["issued"])) / 1e3, 3),
+        )
+
+
 def _messages(trace, messages, tracks):
-    free = []  # when each track of messages is free again
+    lanes = _Lanes()
     for message in messages:
         begin, end = float(message["issued"]), float(message["ended"] or trace.duration)
-        lane = next((n for n, until in enumerate(free) if until <= begin), len(free))
-        free[lane : lane + 1] = [end]
         yield tracks.event(
-            f"group {trace.axes[message['group']]}, messages {lane + 1}",
+            f"group {trace.axes[message['group']]}, messages {lanes.take(begin, end)}",
             _C.kinds[message["kind"]],
             begin,
             end,

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from pycomm import _C
+from pycomm.trace.device_clock import NOBODY, to_host
 
-__all__ = ["MESSAGE", "OPERATION", "DEVICE", "SPANS", "File", "Group", "read_files"]
+__all__ = ["MESSAGE", "NOBODY", "OPERATION", "DEVICE", "SPANS", "File", "Group", "read_files"]
 
 MAGIC = int.from_bytes(b"pctrace1", "little")
 HEADER_BYTES, TEXT_BYTES, STAMP_BITS = 4096, 256 << 10, 24
@@ -29,11 +30,11 @@ _LATEST = 1 << 60  # nanoseconds, 36 years: later than any clock that counts fro
 _MOST_RANKS, _MOST_GROUPS = 1 << 16, 1 << 16  # numbers of 16 bits
 OPERATION, MESSAGE, SPAN, DEVICE = 1, 2, 3, 4
 OPEN, DONE, FAILED = 0, 1, 2
-NOBODY = 0xFFFF
 
-# Times are nanoseconds of the file's own clock; 0: not known.
+# Times are nanoseconds of the file's own clock; 0: not known. device_*: when it ran on a device.
 OPERATIONS = np.dtype(
     [(name, "i8") for name in ("issued", "begun", "arrived", "ended", "waited", "nbytes", "sequence")]
+    + [(name, "i8") for name in ("device_begin", "device_end")]
     + [(name, "i4") for name in ("last", "group", "kind", "algorithm", "type", "outcome")]
 )
 SPANS = np.dtype(
@@ -74,6 +75,7 @@ class File(NamedTuple):
     torn: int  # records that were being written, or were damaged since
     lost_lines: int
     bad_lines: int  # that say nothing
+    device_error_ns: int | None  # that half of the times on a device may be off; None: there are none
 
 
 def read_files(folder):
@@ -108,6 +110,8 @@ def _read(path):
     kinds = (whole[:, 7] >> np.uint64(56)) & np.uint64(15)
     operations, spans = _operations(whole[kinds != SPAN]), _spans(whole[kinds == SPAN])
     operations, spans = operations[_can_be(operations)], spans[_can_be_spans(spans)]
+    on_device = operations["type"] == DEVICE
+    operations[on_device], device_error = to_host(operations[on_device])
     return File(
         str(path),
         host.rstrip(b"\0").decode(errors="replace"),
@@ -124,6 +128,7 @@ def _read(path):
         min(tickets, capacity) - len(operations) - len(spans),
         lost,
         bad_lines,
+        device_error,
     )
 
 
@@ -201,7 +206,14 @@ def _can_be(operations):
         & (times >= 0).all(axis=0)
         & (times < _LATEST).all(axis=0)
         & ((operations["ended"] == 0) | (operations["ended"] >= operations["issued"]))
+        & ((operations["type"] != DEVICE) | _can_be_on_device(operations))
     )
+
+
+def _can_be_on_device(operations):
+    unknown = (operations["arrived"] == 0) & (operations["waited"] == 0)
+    known = (operations["arrived"] > 0) & (operations["begun"] >= operations["issued"])
+    return unknown | (known & (operations["arrived"] <= operations["waited"]))
 
 
 def _can_be_spans(spans):

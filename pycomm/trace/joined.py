@@ -11,7 +11,8 @@ import numpy as np
 
 from pycomm import _C
 from pycomm.trace.clocks import align
-from pycomm.trace.files import DONE, MESSAGE, NOBODY, OPEN, OPERATION, read_files
+from pycomm.trace.device_clock import LAUNCH
+from pycomm.trace.files import DEVICE, DONE, MESSAGE, NOBODY, OPEN, OPERATION, read_files
 
 __all__ = ["Collective", "Row", "Trace", "load"]
 
@@ -49,6 +50,8 @@ class Trace(NamedTuple):
     axes: list  # of each of groups: "dp", or its name
     names: list  # of spans
     collectives: list
+    on_device: list  # Collective of devices: begun and ended there; those of launches have their own
+    device_error_ns: int | None  # that half of the times on a device may be off; None: there are none
     duration: int  # nanoseconds
     notes: list  # sentences: what is lost, what went wrong, how exact the clocks are
 
@@ -76,8 +79,13 @@ def load(folder):
             rows.append(row)
             places |= {(group.key, group.rank): row for group in members}
     rows.sort(key=lambda row: (row.rank, row.label))
+    errors = [file.device_error_ns for file in files if file.device_error_ns is not None]
+    error = max(errors, default=None)
     ends = [
-        row.operations[field].max() for row in rows for field in ("issued", "ended") if len(row.operations)
+        row.operations[field].max()
+        for row in rows
+        for field in ("issued", "ended", "device_end")
+        if len(row.operations)
     ]
     ends += [row.spans["end"].max() for row in rows if len(row.spans)]
     return Trace(
@@ -85,13 +93,11 @@ def load(folder):
         groups,
         [axes.get(group.name, group.name) + (f" in {group.host}" if group.host else "") for group in groups],
         list(names),
-        [
-            found
-            for key, index in keys.items()
-            if (found := _collective(index, key, groups, places)) is not None
-        ],
+        _collectives(keys, groups, places, _on_cpu),
+        _collectives(keys, groups, places, _on_device) + _collectives(keys, groups, places, _launches),
+        error,
         int(max(ends, default=0)),
-        [*_losses(files, rows), *_clock_notes(offsets)],
+        [*_losses(files, rows), *_device_note(error), *_clock_notes(offsets)],
     )
 
 
@@ -149,7 +155,7 @@ def _first(file):
 def _rows_of(file, shift, keys, names):
     """(Row, Groups whose operations it has) of the rank, or ranks as threads, of a file."""
     operations, spans = file.operations.copy(), file.spans.copy()
-    for field in ("issued", "begun", "arrived", "ended", "waited"):
+    for field in ("issued", "begun", "arrived", "ended", "waited", "device_begin", "device_end"):
         operations[field] = np.where(operations[field] > 0, operations[field] + shift, 0)
     for field in ("begin", "end"):
         spans[field] += shift
@@ -176,14 +182,35 @@ def _rows_of(file, shift, keys, names):
         yield Row(rank, label, size, mine, own), [file.groups[index] for index in indices]
 
 
-def _collective(index, key, groups, places):
+def _collectives(keys, groups, places, those):
+    found = (_collective(index, key, groups, places, those) for key, index in keys.items())
+    return [collective for collective in found if collective is not None]
+
+
+# Of the operations of a rank: (which are chosen, {time: field that has it}).
+def _on_cpu(operations):
+    return operations["type"] == OPERATION, {name: name for name in ("issued", "begun", "ended")}
+
+
+def _on_device(operations):
+    kinds = [_C.kinds.index(kind) for kind in ("send", "recv")]
+    chosen = (operations["type"] == DEVICE) & ~np.isin(operations["kind"], [LAUNCH, *kinds])
+    return chosen, {"issued": "issued", "begun": "device_begin", "ended": "device_end"}
+
+
+def _launches(operations):
+    _, fields = _on_device(operations)
+    return (operations["type"] == DEVICE) & (operations["kind"] == LAUNCH), fields
+
+
+def _collective(index, key, groups, places, those):
     size = groups[index].world_size
     ranks = sorted(rank for (other, rank) in places if other == key)
     if groups[index].host:  # a part counts its ranks by their numbers in the whole
         rows = [places[key, rank] for rank in ranks]
     else:
         rows = [places.get((key, rank)) for rank in range(size)]
-    per_rank = [_of_group(row, index) if row is not None else None for row in rows]
+    per_rank = [_of_group(row, index, those) if row is not None else None for row in rows]
     known = [operations for operations in per_rank if operations is not None and len(operations)]
     if not known:
         return None
@@ -196,8 +223,8 @@ def _collective(index, key, groups, places):
         if operations is None or not len(operations):
             continue
         at = np.searchsorted(sequence, operations["sequence"])
-        for field, matrix in times.items():
-            matrix[at, rank] = np.where(operations[field] > 0, operations[field], np.nan)
+        for name, field in those(operations)[1].items():
+            times[name][at, rank] = np.where(operations[field] > 0, operations[field], np.nan)
         kind[at], nbytes[at] = operations["kind"], operations["nbytes"]
         last[at] = np.where(operations["last"] != NOBODY, operations["last"], last[at])
     complete = ~np.isnan(times["begun"]).any(axis=1)
@@ -207,9 +234,9 @@ def _collective(index, key, groups, places):
     )
 
 
-def _of_group(row, index):
-    operations = row.operations
-    return operations[(operations["group"] == index) & (operations["type"] == OPERATION)]
+def _of_group(row, index, those):
+    operations = row.operations[row.operations["group"] == index]
+    return operations[those(operations)[0]]
 
 
 # --- notes --------------------
@@ -231,6 +258,7 @@ def _losses(files, rows):
             yield f"{who}: {file.bad_lines} lines with names of groups or spans are damaged."
         if not file.closed_ns:
             yield from _unfinished(who, file)
+        yield from _untimed(who, file)
     ranks, size = {row.rank for row in rows}, max(row.world_size for row in rows)
     missing = sorted(set(range(size)) - ranks)
     if missing:
@@ -250,10 +278,25 @@ def _unfinished(who, file):
         )
 
 
+def _untimed(who, file):
+    on_device = file.operations[file.operations["type"] == DEVICE]
+    missing = int((on_device["device_begin"] == 0).sum())
+    if missing:
+        yield (
+            f"{who}: when {missing} of {len(on_device)} operations ran on the device is not known: they are "
+            "in a CUDA graph, had not ended when the trace did, or were too many at once."
+        )
+
+
 def _last(file):
     """Of a File or a Row: the last moment in it."""
     times = [file.operations[field].max() for field in ("issued", "ended")] if len(file.operations) else [0]
     return max([*times, *([file.spans["end"].max()] if len(file.spans) else [])])
+
+
+def _device_note(error):
+    if error is not None:
+        yield f"Times on devices: known to {error / 1e3:.1f} us in the median, by their hosts' clocks."
 
 
 def _clock_notes(offsets):

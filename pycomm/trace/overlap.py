@@ -2,7 +2,8 @@
 
 Of the time in which a rank has an operation under way, begun and not ended, the part in which no caller of
 that rank is blocked by one: what the computation does not wait for. Operations that are issued and wait for
-their turn in the queue count from their turn on.
+their turn in the queue count from their turn on. Operations on a device do not count: what waits for them
+there, streams of the program, is in no trace.
 """
 
 from typing import NamedTuple
@@ -30,7 +31,7 @@ class Overlap(NamedTuple):
 
 def of_row(row):
     done = ended(row.operations)
-    done = done[(done["begun"] > 0) & (done["type"] != DEVICE)]  # on a device: not known when it runs
+    done = done[(done["begun"] > 0) & (done["type"] != DEVICE)]  # on a device: streams wait, not callers
     under_way = union(np.stack([done["begun"], done["ended"]], axis=1)) if len(done) else union([])
     waits = blocked(row)
     hidden = sum(length_within(waits, begin, end) for begin, end in under_way)

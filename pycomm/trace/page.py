@@ -10,14 +10,16 @@ import html
 import numpy as np
 
 from pycomm import _C
-from pycomm.trace import overlap, stragglers, waits
-from pycomm.trace.files import DONE, MESSAGE, NOBODY
-from pycomm.trace.picture import COLORS, MOVING, OTHER, WAITING
+from pycomm.trace import devices, overlap, stragglers, waits
+from pycomm.trace.device_clock import name_of
+from pycomm.trace.files import DEVICE, DONE, MESSAGE, NOBODY
+from pycomm.trace.picture import COLORS, MOVING, ON_DEVICE, OTHER, WAITING
 from pycomm.trace.steps import STEP, part_of, say, steps_of
 
 __all__ = ["write"]
 
 MOST_BARS = 20000
+HOST_SIDE = "#d8b5a5"
 
 _PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>pycomm trace</title>
@@ -34,6 +36,7 @@ li {{ margin: .3em 0; }}
 <h2>Timeline</h2><p>{shown}</p>{timeline}
 <h2>Stragglers</h2><ul id="stragglers">{sentences}</ul>{costs}
 <h2>Waiting against moving</h2>{table}
+{devices}
 <h2>Sizes against bandwidth</h2>{bandwidth}
 <h2>Overlap of communication and computation</h2><ul>{overlaps}</ul>
 {notes}
@@ -56,6 +59,7 @@ def write(trace, path):
         "sentences": _items(map(stragglers.sentence, found) if found else ["No rank was waited for long."]),
         "costs": _draw(_costs(found), "costs") if found else "",
         "table": _table(waits.table(trace)),
+        "devices": _devices(trace),
         "bandwidth": _draw(_bandwidth(trace), "bandwidth"),
         "overlaps": _items(_overlaps(trace)),
         "notes": f"<h2>Notes</h2><ul>{_items(trace.notes)}</ul>" if trace.notes else "",
@@ -99,6 +103,8 @@ def _timeline(trace, begin, end):
     figure, labels, shown = go.Figure(), [], set()
     for row in reversed(trace.rows):  # plotly counts upwards
         lanes = {"communication": _communication(trace, row), "computation": _computation(trace, row)}
+        if (row.operations["device_begin"] > 0).any():
+            lanes = {"on the device": _on_device(trace, row), **lanes}
         for lane, bars in lanes.items():
             labels.append(f"rank {row.rank} {lane}")
             by_name = {}
@@ -144,6 +150,10 @@ def _computation(trace, row):
 def _communication(trace, row):
     for operation in row.operations[row.operations["begun"] > 0]:
         begin, end = float(operation["begun"]), float(operation["ended"] or trace.duration)
+        if operation["type"] == DEVICE:
+            text = f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms until all was in the stream"
+            yield "host's side", HOST_SIDE, begin, end, html.escape(text)
+            continue
         arrived = min(max(float(operation["arrived"]), begin), end)
         kind = _C.kinds[operation["kind"]]
         text = (
@@ -158,6 +168,21 @@ def _communication(trace, row):
             text += ", not completed"
         yield "waiting", WAITING, begin, arrived, html.escape(text)
         yield "moving", MOVING, arrived, end, html.escape(text)
+
+
+def _of(trace, operation):
+    where = trace.axes[operation["group"]]
+    return f"{name_of(operation)} #{operation['sequence']} of {where}, {operation['nbytes']} bytes"
+
+
+def _on_device(trace, row):
+    for operation in row.operations[row.operations["device_begin"] > 0]:
+        begin, end = float(operation["device_begin"]), float(operation["device_end"])
+        text = (
+            f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms on the device, begun there "
+            f"{(begin - float(operation['issued'])) / 1e6:.3f} ms after its call"
+        )
+        yield "on the device", ON_DEVICE, begin, end, html.escape(text)
 
 
 def _costs(found):
@@ -196,6 +221,18 @@ def _table(lines):
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + f"</tr>{cells}</table>"
 
 
+def _devices(trace):
+    if trace.device_error_ns is None:
+        return ""
+    head, *rows = ([html.escape(cell) for cell in row] for row in devices.cells(trace))
+    cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
+    return (
+        f"<h2>On the devices</h2><p>{devices.MEANING}</p><table><tr>"
+        + "".join(f"<th>{name}</th>" for name in head)
+        + f"</tr>{cells}</table>"
+    )
+
+
 def _bandwidth(trace):
     import plotly.graph_objects as go
 
@@ -206,12 +243,16 @@ def _bandwidth(trace):
             (row.operations["outcome"] == DONE)
             & (row.operations["nbytes"] > 0)
             & (row.operations["begun"] > 0)
+            & ((row.operations["type"] != DEVICE) | (row.operations["device_begin"] > 0))
         ]
         for operation in operations[:: max(1, len(operations) * len(trace.rows) // MOST_BARS)]:
-            begins = float(operation["arrived"] or operation["begun"])
-            moving = float(operation["ended"]) - begins
+            begins, ends = float(operation["arrived"] or operation["begun"]), float(operation["ended"])
+            if on_device := operation["type"] == DEVICE:
+                begins, ends = float(operation["device_begin"]), float(operation["device_end"])
+            moving = ends - begins
             if moving > 0:
                 name = f"{_C.kinds[operation['kind']]} of {trace.axes[operation['group']]}"
+                name += ", on the device" * bool(on_device)
                 points.setdefault(name, []).append((operation["nbytes"], operation["nbytes"] / moving))
     for name, chosen in sorted(points.items()):
         x, y = zip(*chosen, strict=True)

@@ -1,10 +1,10 @@
 """One step as a picture: ranks as rows; what each computes above, what it communicates below, and in that
-what is waiting and what is moving.
+what is waiting and what is moving; below that what runs on its device.
 """
 
 import numpy as np
 
-from pycomm.trace.files import MESSAGE
+from pycomm.trace.files import DEVICE, MESSAGE
 from pycomm.trace.steps import STEP, part_of, steps_of
 
 __all__ = ["draw", "middle_step"]
@@ -17,7 +17,7 @@ COLORS = {
     "gather": "#b279a2",
     "update": "#9d755d",
 }
-OTHER, WAITING, MOVING = "#bab0ac", "#e45756", "#f58518"
+OTHER, WAITING, MOVING, ON_DEVICE = "#bab0ac", "#e45756", "#f58518", "#d67195"
 
 
 def middle_step(trace):
@@ -77,7 +77,8 @@ def _bars(trace, row, begin, end):
             continue
         mine = spans[names == name]
         yield clip(mine["begin"].astype(float), mine["end"].astype(float)), COLORS.get(name, OTHER), name, 0.0
-    operations = row.operations[(row.operations["type"] != MESSAGE) & (row.operations["begun"] > 0)]
+    on_host = ~np.isin(row.operations["type"], (MESSAGE, DEVICE))
+    operations = row.operations[on_host & (row.operations["begun"] > 0)]
     ends = np.where(operations["ended"] > 0, operations["ended"], trace.duration).astype(float)
     arrived = np.where(operations["arrived"] > 0, operations["arrived"], operations["begun"]).astype(float)
     yield clip(arrived, ends), MOVING, "moving", 0.42
@@ -86,3 +87,7 @@ def _bars(trace, row, begin, end):
     message_ends = np.where(messages["ended"] > 0, messages["ended"], trace.duration).astype(float)
     if len(messages):
         yield clip(messages["issued"].astype(float), message_ends), "#ff9da6", "message", 0.42
+    ran = row.operations[row.operations["device_begin"] > 0]
+    if len(ran):
+        begins, ends = (ran[name].astype(float) for name in ("device_begin", "device_end"))
+        yield clip(begins, ends), ON_DEVICE, "on the device", 0.42

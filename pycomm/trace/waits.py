@@ -12,7 +12,7 @@ import numpy as np
 from pycomm import _C
 from pycomm.trace.joined import ended, messages_of
 
-__all__ = ["Line", "phases", "show", "table"]
+__all__ = ["Line", "aligned", "phases", "show", "table"]
 
 SIZES = ("64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB", "more")
 LIMITS = (64, 1 << 10, 16 << 10, 256 << 10, 4 << 20, 64 << 20)
@@ -107,12 +107,17 @@ def show(lines):
                 else "-",
             )
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head))]
-    aligned = [
+    return aligned(rows)
+
+
+def aligned(rows):
+    """A table as text: the first three columns to the left, the others to the right."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = [
         "  ".join(
             cell.ljust(width) if n < 3 else cell.rjust(width)
             for n, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return "\n".join([aligned[0], "  ".join("-" * width for width in widths), *aligned[1:]])
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

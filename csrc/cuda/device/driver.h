@@ -93,7 +93,7 @@ inline constexpr int multiprocessor_count = 16, unified_addressing = 41, compute
 namespace flag {
 inline constexpr unsigned int ipc_lazy_peer_access = 1;
 inline constexpr unsigned int stream_non_blocking = 1;
-inline constexpr unsigned int event_disable_timing = 2;
+inline constexpr unsigned int event_default = 0, event_disable_timing = 2;
 inline constexpr unsigned int wait_geq = 0, wait_eq = 1,
                               wait_and = 2;  // geq: (int32_t)(*address - value) >= 0
 inline constexpr int batch_wait = 1, batch_write = 2;  // BatchMemOp::operation
@@ -171,6 +171,7 @@ inline constexpr int capture_none = 0, capture_active = 1, capture_invalidated =
   X(cuEventRecord, 2000, (Event event, Stream stream))                                                      \
   X(cuEventQuery, 2000, (Event event))                                                                      \
   X(cuEventSynchronize, 2000, (Event event))                                                                \
+  X(cuEventElapsedTime, 2000, (float* ms, Event begin, Event end))                                          \
   X(cuThreadExchangeStreamCaptureMode, 10010, (int* mode))
 // clang-format on
 

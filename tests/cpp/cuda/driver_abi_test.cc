@@ -130,6 +130,7 @@ SAME(attribute::multicast, CU_DEVICE_ATTRIBUTE_MULTICAST_SUPPORTED);
 SAME(attribute::mps, CU_DEVICE_ATTRIBUTE_MPS_ENABLED);
 SAME(flag::ipc_lazy_peer_access, CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS);
 SAME(flag::stream_non_blocking, CU_STREAM_NON_BLOCKING);
+SAME(flag::event_default, CU_EVENT_DEFAULT);
 SAME(flag::event_disable_timing, CU_EVENT_DISABLE_TIMING);
 SAME(flag::wait_geq, CU_STREAM_WAIT_VALUE_GEQ);
 SAME(flag::wait_eq, CU_STREAM_WAIT_VALUE_EQ);

@@ -35,6 +35,7 @@ struct FakeSettings {
   bool peer_access = true;  // between devices
   size_t memory_bytes = size_t{1} << 30;  // of each device
   int connections = 0;  // hardware queues, to which streams are dealt out; 0: each stream has its own
+  bool negative_times = true;  // false: cuEventElapsedTime fails for an end before its begin
   double longest_wait = 10;  // seconds; a stream that waits longer goes on with an error
 };
 

@@ -12,9 +12,20 @@ struct CUstream_st {
   bool owned;  // false: a hardware queue, which others share
 };
 
+namespace pycomm::cuda {
+
+// What an event holds since it was recorded.
+struct FakeRecord {
+  std::atomic<bool> reached{false};
+  int64_t at_ns = 0;  // since it was reached, by the host's clock
+};
+
+}  // namespace pycomm::cuda
+
 struct CUevent_st {
+  const bool timed;
   std::mutex mutex;
-  std::shared_ptr<std::atomic<bool>> reached;  // of the last record; none: never recorded
+  std::shared_ptr<pycomm::cuda::FakeRecord> last;  // none: never recorded
 };
 
 namespace pycomm::cuda {
@@ -221,9 +232,9 @@ void refuse_in_capture(const char* call) {
 
 // --- events ---
 
-int cuEventCreate(Event* event, unsigned int) {
+int cuEventCreate(Event* event, unsigned int flags) {
   FAKE_ENTER_IN_CONTEXT(cuEventCreate);
-  *event = new CUevent_st;
+  *event = new CUevent_st{!(flags & flag::event_disable_timing), {}, {}};
   ++fake_state().events;
   return result::success;
 }
@@ -235,45 +246,60 @@ int cuEventDestroy(Event event) {
   return result::success;
 }
 
-std::shared_ptr<std::atomic<bool>> last_record(Event event) {
+std::shared_ptr<FakeRecord> last_record(Event event) {
   std::lock_guard lock(event->mutex);
-  return event->reached;
+  return event->last;
 }
+
+bool is_reached(const FakeRecord& record) { return record.reached.load(std::memory_order_acquire); }
 
 int cuEventRecord(Event event, Stream stream) {
   FAKE_ENTER_IN_CONTEXT(cuEventRecord);
-  auto reached = std::make_shared<std::atomic<bool>>(false);
+  auto record = std::make_shared<FakeRecord>();
   {
     std::lock_guard lock(event->mutex);
-    event->reached = reached;
+    event->last = record;
   }
-  fake_enqueue(stream, [reached] { reached->store(true, std::memory_order_release); });
+  fake_enqueue(stream, [record] {
+    record->at_ns = std::chrono::steady_clock::now().time_since_epoch().count();
+    record->reached.store(true, std::memory_order_release);
+  });
   return result::success;
 }
 
 int cuEventQuery(Event event) {
   FAKE_ENTER(cuEventQuery);
   refuse_in_capture("cuEventQuery");
-  const auto reached = last_record(event);
-  return !reached || reached->load(std::memory_order_acquire) ? result::success : result::not_ready;
+  const auto record = last_record(event);
+  return !record || is_reached(*record) ? result::success : result::not_ready;
+}
+
+int cuEventElapsedTime(float* ms, Event begin, Event end) {
+  FAKE_ENTER(cuEventElapsedTime);
+  refuse_in_capture("cuEventElapsedTime");
+  const auto from = last_record(begin), to = last_record(end);
+  if (!from || !to || !begin->timed || !end->timed) return result::invalid_handle;
+  if (!is_reached(*from) || !is_reached(*to)) return result::not_ready;
+  const int64_t nanoseconds = to->at_ns - from->at_ns;
+  if (nanoseconds < 0 && !fake_settings().negative_times) return result::invalid_value;
+  *ms = static_cast<float>(nanoseconds) / 1e6f;
+  return result::success;
 }
 
 int cuEventSynchronize(Event event) {
   FAKE_ENTER(cuEventSynchronize);
-  const auto reached = last_record(event);
-  while (reached && !reached->load(std::memory_order_acquire))
-    std::this_thread::sleep_for(std::chrono::microseconds(20));
+  const auto record = last_record(event);
+  while (record && !is_reached(*record)) std::this_thread::sleep_for(std::chrono::microseconds(20));
   return result::success;
 }
 
 int cuStreamWaitEvent(Stream handle, Event event, unsigned int) {
   FAKE_ENTER_IN_CONTEXT(cuStreamWaitEvent);
-  const auto reached = last_record(event);
+  const auto record = last_record(event);
   FakeStream* const stream = stream_of(handle).get();
-  if (reached)
-    fake_enqueue(handle, [=] {
-      wait_until(*stream, [&] { return reached->load(std::memory_order_acquire); }, "cuStreamWaitEvent");
-    });
+  if (record)
+    fake_enqueue(handle,
+                 [=] { wait_until(*stream, [&] { return is_reached(*record); }, "cuStreamWaitEvent"); });
   return result::success;
 }
 
@@ -306,6 +332,7 @@ void fake_add_stream_functions(Driver& table) {
   FAKE_ADD(cuEventRecord);
   FAKE_ADD(cuEventQuery);
   FAKE_ADD(cuEventSynchronize);
+  FAKE_ADD(cuEventElapsedTime);
   FAKE_ADD(cuStreamWaitEvent);
 #undef FAKE_ADD
 }
