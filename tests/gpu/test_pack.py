@@ -42,7 +42,8 @@ def test_archive(tmp_path):
     pack.archive(tree, cache, tmp_path / "out" / "packed.tar.gz")
     with tarfile.open(tmp_path / "out" / "packed.tar.gz") as file:
         assert all(member.uname == "" and member.uid == 0 for member in file.getmembers())
-        file.extractall(there, filter="data")
+    there.mkdir()
+    subprocess.run(["tar", "xzf", tmp_path / "out" / "packed.tar.gz", "-C", there], check=True, timeout=60)
     found = {str(path.relative_to(there)): path.read_text() for path in there.rglob("*") if path.is_file()}
     assert found == {
         f"pycomm/{library}": "library",
