@@ -7,7 +7,6 @@ predicted over measured, less 1. Order: of the pairs of plans whose measured ste
 those that are predicted in the other order.
 """
 
-import argparse
 import itertools
 import statistics
 import sys
@@ -15,7 +14,7 @@ import sys
 import torch
 
 from pycomm.benchmarks.common import report
-from pycomm.benchmarks.common.options import add_files
+from pycomm.benchmarks.common.options import add_files, new_parser
 from pycomm.benchmarks.common.ranks import RankError
 from pycomm.benchmarks.common.report import Page, Table
 from pycomm.benchmarks.strategies import measure
@@ -121,11 +120,7 @@ def draw(content, pyplot):
 
 def main(arguments):
     """Returns the exit status: 0, 1 when a rank failed, 2 for a wrong argument."""
-    parser = argparse.ArgumentParser(
-        prog="python -m pycomm.benchmarks planned",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = new_parser("python -m pycomm.benchmarks planned", __doc__)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes (default %(default)s)")
     add("--plans", help="with ; between them (default: ten)")

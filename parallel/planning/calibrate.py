@@ -10,8 +10,7 @@ All ranks of a node compute at once, so that what they share (memory, caches, cl
     launch         an addition of one element
     collectives    all_reduce of 8 bytes and of 16 MB by pycomm: latency a and bandwidth w from
                    2 a and 2 a + 2 (n-1)/n B / w
-    overlap        what of an all_reduce is hidden by products that take as long: 0 where they want the same
-                   cores
+    overlap        what of an all_reduce is hidden by products that take as long
 
 The median of several turns and over the ranks, as steps are told by their median: what others do on the
 machine meanwhile shows in both.

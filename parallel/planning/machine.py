@@ -36,7 +36,7 @@ class Reached(NamedTuple):
     """product: share of the peak that a large product reaches; product_half: size of the smallest dim at
     which it reaches half of that; memory: share of the bandwidth of memory; attention: share of the rate of
     its products that a fused attention reaches; launch: seconds of one kernel; overlap: share of a collective
-    that hides behind computing, 0 where the cores that compute move the bytes.
+    that hides behind computing, less where the cores that compute move the bytes.
     """
 
     product: float
@@ -104,9 +104,9 @@ def from_toml(table, path="<toml>"):
         raise ValueError(f"{path}: has {strange[0]!r}; known are name, [device], [reached] and [[link]]")
     device = _table(table, "device", path, "peak_tflops memory_gib reserved_gib memory_gb_s host_gb_s")
     reached = _table(table, "reached", path, "product product_half memory attention launch_us overlap")
-    for key in ("product", "memory", "overlap"):
+    for key in ("product", "memory", "attention", "overlap"):
         if reached[key] > 1:
-            raise ValueError(f"{path}: [reached] {key} = {reached[key]!r}: a share of the peak is 1 at most")
+            raise ValueError(f"{path}: [reached] {key} = {reached[key]!r}: a share is 1 at most")
     if device["reserved_gib"] >= device["memory_gib"]:
         raise ValueError(f"{path}: [device] reserved_gib leaves nothing of memory_gib")
     return Machine(

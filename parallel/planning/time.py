@@ -8,9 +8,10 @@ loss. Collectives of tp, ring, ulysses and ep are waited for inside of blocks. S
 behind the backward of the last microbatch (of every microbatch in ZeRO 2 and 3), as data/reducer.py starts
 them; what is left is the last bucket, or what takes longer than that backward. ZeRO-3 gathers a unit while
 the one before it computes, so a block takes the longer of both. All of that by the machine's `overlap`: where
-it is 0, as on a CPU whose cores all compute, nothing is hidden, and a message takes the time of both ranks.
+it is less than 1, as on a CPU whose cores compute and move the bytes, less is hidden, and a message takes the
+rest of its time from both ranks.
 
-[Note: constants] Five numbers per machine are not from data sheets: `reached` in machines/*.toml. Those of
+[Note: constants] Six numbers per machine are not from data sheets: `reached` in machines/*.toml. Those of
 a100-selene were set by hand on two sources and no other: table 4 of Korthikanti et al. 2022 (one layer of
 the 22B model: five pairs of times), and the first row of table 1 of SC21 (1.7B). All other rows of SC21
 table 1, and all of Korthikanti table 5, are predictions. Links have the bandwidth that NCCL's documents

@@ -155,9 +155,9 @@ def _compared(losses, state, reference):
     return Outcome("equal")
 
 
-def outcomes(name, texts):
+def outcomes(name, texts, limit=LIMIT):
     """{plan: Outcome} of a family, of the plans that it takes; the ranks must agree. Plans of one size share
-    their ranks.
+    their ranks, which have `limit` seconds.
     """
     texts = [text for text in texts if FAMILIES[name].takes(text)]
     reference, found = alone(name), {}
@@ -165,7 +165,7 @@ def outcomes(name, texts):
     for size in sorted(set(sizes.values())):
         left = [text for text in texts if sizes[text] == size]
         while left:
-            by_rank = spawn(size, under, name, left, reference, limit=LIMIT * len(left))
+            by_rank = spawn(size, under, name, left, reference, limit=limit)
             done = min(len(results) for results in by_rank)
             for index, text in enumerate(left[:done]):
                 found[text] = _agreed([results[index] for results in by_rank])

@@ -14,7 +14,7 @@ sys.path[:0] = [str(Path(__file__).parents[1])]
 
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
-from compare import AXES, outcomes  # noqa: E402
+from compare import AXES, LIMIT, outcomes  # noqa: E402
 from families import (  # noqa: E402
     BERT,
     CLASSES,
@@ -268,7 +268,7 @@ def main(words):
     for name, family in MORE.items():
         if words and not any(word in name for word in words) or family.vision and not have_vision():
             continue
-        for plan, outcome in outcomes(name, AXES).items():
+        for plan, outcome in outcomes(name, AXES, LIMIT * len(AXES)).items():
             bad += outcome.kind in ("wrong", "crash")
             print(f"{name:20} {plan:20} {outcome.kind:8} {outcome.text[:150]}", flush=True)
     return bad > 0

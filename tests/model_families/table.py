@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from compare import AXES, MORE, outcomes  # noqa: E402
+from compare import AXES, LIMIT, MORE, outcomes  # noqa: E402
 from families import FAMILIES, families  # noqa: E402
 
 PAGE = ROOT / "docs" / "models.md"
@@ -102,7 +102,7 @@ def main(words):
     for name in families():
         if words and not any(word in name for word in words):
             continue
-        results[name] = outcomes(name, texts)
+        results[name] = outcomes(name, texts, LIMIT * len(texts))
         for text, outcome in results[name].items():
             bad += outcome.kind in ("wrong", "crash")
             print(f"{name:28} {text:28} {outcome.kind:8} {outcome.text[:150]}", flush=True)
