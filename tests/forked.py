@@ -17,6 +17,7 @@ import signal
 import statistics
 import tempfile
 import time
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -40,6 +41,11 @@ def queued(pid="self"):
             ):
                 total += int(stat.read().split()[1])
     return total * 1e-9
+
+
+def state_of(pid):
+    """R, S, ... of the main thread of a process, as in proc(5)."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 class Seconds(NamedTuple):
@@ -99,6 +105,18 @@ class Group:
             report["when"] - then.when - victim - (report["queued"] - then.queued[report["pid"]])
             for report in reports
         ]
+
+    def asleep(self, *ranks):
+        """Returns when their main threads sleep, as in a wait: after a while, two looks in a row. A rank that
+        has no core to come to its wait is ready, not asleep.
+        """
+        deadline = time.monotonic() + LIMIT
+        for rank in ranks:
+            looks = 0
+            while looks < 2:
+                time.sleep(0.03)
+                looks = looks + 1 if state_of(self.pids[rank]) == "S" else 0
+                assert time.monotonic() < deadline, f"rank {rank} does not sleep"
 
     def kill(self, rank, number=signal.SIGKILL):
         """Returns the moment just before the signal."""

@@ -90,7 +90,7 @@ def test_ctrl_c(wait):
     for _ in range(3):
         with Group(3, body) as group:
             assert [group.get(rank) for rank in (0, 1)] == ["waits"] * 2
-            time.sleep(0.06)  # they sleep in the wait
+            group.asleep(0, 1)  # in the wait: before it, nobody would be told
             then = group.kill(0, signal.SIGINT)
             reports = [group.get(rank) for rank in (0, 1)]
             delays += group.delays(then, reports)
@@ -123,7 +123,7 @@ def test_ctrl_c_through_torch(wait):
 
     with Group(3, body) as group:
         assert [group.get(rank) for rank in (0, 1)] == ["waits"] * 2
-        time.sleep(0.06)
+        group.asleep(0, 1)
         then = group.kill(0, signal.SIGINT)
         reports = [group.get(rank) for rank in (0, 1)]
         delays = group.delays(then, reports)
@@ -141,7 +141,7 @@ def test_ctrl_c_while_a_group_is_made():
 
     with Group(2, body) as group:
         assert group.get(0) == "waits"
-        time.sleep(0.06)
+        group.asleep(0)
         then = group.kill(0, signal.SIGINT)
         report = group.get(0)
         assert report["kind"] == "KeyboardInterrupt", report
@@ -162,7 +162,7 @@ def test_after_ctrl_c():
 
     with Group(2, body) as group:
         assert group.get(0) == "waits"
-        time.sleep(0.06)
+        group.asleep(0)
         group.kill(0, signal.SIGINT)
         report, _ = group.get(0)
         assert report["kind"] == "AbortedError" and "interrupted" in report["text"], report
@@ -190,7 +190,7 @@ def test_a_handler_that_raises_nothing():
 
     with Group(2, body) as group:
         assert group.get(0) == "waits"
-        time.sleep(0.06)
+        group.asleep(0)
         group.kill(0, signal.SIGINT)
         group.send(1)
         assert group.get(0) == "handled"
@@ -219,7 +219,7 @@ def test_a_handler_that_leaves(wait):
 
     with Group(3, body) as group:
         assert group.get(0) == "waits"
-        time.sleep(0.06)
+        group.asleep(0)
         then = group.kill(0, signal.SIGTERM)
         report = group.get(0)
         assert (report["kind"], report["text"]) == ("SystemExit", "3"), report
