@@ -7,8 +7,9 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-# How the tests are dealt to the workers, and what a test at its time limit does: tests/workers.py
-WORKERS := 2
+# How the tests are dealt to the workers, and what a test at its time limit does: tests/workers.py; which are
+# slow: tests/tiers.py. One worker more than CI has cores, as many tests wait.
+WORKERS := 3
 PYTEST := $(RUN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := setup.py pyproject.toml pycomm/__init__.py $(shell find csrc -type f 2>/dev/null)
 PYTHON_CODE := setup.py $(wildcard pycomm parallel benchmarks examples tests docs/site)
@@ -23,10 +24,10 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
-test: build                  ## the tests of every part; 20 to 30 minutes on two cores
+test: build                  ## a case of every test; 12 to 15 minutes on two cores
 	$(PYTEST) -m "not slow and not torch_suite"
 
-test-slow: build             ## the same, deeper: more kernels ahead of time, all planted faults, long matrices, stress, more random programs
+test-slow: build             ## the same, deeper: more cases of each, more kernels ahead of time, planted faults, stress, random programs
 	$(PYTEST) -m slow --timeout 1800
 
 test-deep: build             ## the slow tests with all of their cases: every kernel, placement and seed

@@ -11,17 +11,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # What was measured on this machine must not decide what is tested (test_tuned.py sets its own).
 os.environ["PYCOMM_TUNED"] = "0"
 
-from workers import *  # noqa: E402, F403  (hooks of pytest)
-
-
-def pytest_addoption(parser):
-    parser.addoption("--deep", action="store_true", help="all cases of the slow tests: `make test-deep`")
-
-
-def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--deep"):
-        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("deep")])
-        items[:] = [item for item in items if not item.get_closest_marker("deep")]
+from tiers import *  # noqa: E402, F403  (hooks of pytest)
+from workers import *  # noqa: E402, F403
 
 
 @pytest.fixture(autouse=True)

@@ -178,9 +178,9 @@ def test_a_fault_is_found(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_every_fault_is_found(base, tmp_path):
-    """All in one test, two at a time."""
-    assert not survivors(FAULTS, base, tmp_path)
+def test_every_fault_is_found(base, tmp_path, some):
+    """In one test, two at a time."""
+    assert not survivors(some(FAULTS), base, tmp_path)
 
 
 @pytest.mark.slow

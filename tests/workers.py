@@ -10,6 +10,8 @@ goes on behind it (pytest-xdist 3.8 by itself would run the hanging test again a
 `pytest` runs by default, the whole run ends.
 """
 
+import contextlib
+import ctypes
 import faulthandler
 import gc
 import os
@@ -60,6 +62,16 @@ class FilesOnce(LoadFileScheduling):
                     super().remove_node(node)
                     return test
         return super().remove_node(node)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def memory_is_given_back():
+    """Each thread that was a rank leaves a heap to the allocator, a gigabyte in all, and to fork a process
+    takes as long as its memory is large.
+    """
+    yield
+    with contextlib.suppress(AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @pytest.hookimpl(optionalhook=True)
