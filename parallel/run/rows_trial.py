@@ -28,8 +28,6 @@ take; eval mode, in which there are no statistics of the batch.
 
 import collections
 import contextlib
-import random
-import sys
 from typing import NamedTuple
 
 import torch
@@ -39,7 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from pycomm.parallel.expert import MoE
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, drawn
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.ground.modes import eager
 from pycomm.parallel.ground.shared_state import keep
@@ -83,7 +81,7 @@ class _Seen(NamedTuple):
     output: object
     leaves: dict[str, torch.Tensor]  # of at most LARGEST values
     shapes: dict[str, torch.Size]
-    numbers: list  # the random numbers' state after it
+    numbers: list  # what was drawn of random numbers before its end
     draws: bool  # whether it has drawn some
     sends: bool  # whether the model's own code has sent something
 
@@ -114,7 +112,7 @@ class RowsTrial:
         if any(each is None for each in seen):
             return None, False
         draws = any(each.draws for each in seen)
-        alike = all(_same_numbers(each.numbers, seen[0].numbers) for each in seen)
+        alike = all(drawn.same(each.numbers, seen[0].numbers) for each in seen)
         if not alike or any(each.sends for each in seen):
             return None, draws
         words = {**self._pairs(seen[0]), **self._changes(*seen[:3])}
@@ -132,16 +130,16 @@ class RowsTrial:
                 self._kept(),
                 parts.streams.kept(),
                 parts.streams.recomputation(),
-                _numbers_kept(),
+                drawn.kept(),
                 eager(),
                 traffic as own,
                 forward_pass(parts, Phase.EVALUATE, ("rows", 0), 0),
                 watch,
             ):
-                _draw(number, parts.device)
-                before = _numbers(parts.device)
+                drawn.pass_over(number, parts.device)
+                before = drawn.drawn(parts.device)
                 output = Microbatch(_taken(inputs, index), None).call(parts.model)
-                after = _numbers(parts.device)
+                after = drawn.drawn(parts.device)
             leaves = leaves_of(output, self.loss_fn)
         except dist.DistError:
             raise
@@ -151,7 +149,7 @@ class RowsTrial:
         leaves = {where: _few_of(leaf) for where, leaf in leaves.items()}
         sends = bool(number) and watch.calls > own.calls()
         kept = output if number else None
-        return _Seen(kept, leaves, shapes, after, not _same_numbers(before, after), sends)
+        return _Seen(kept, leaves, shapes, after, not drawn.same(before, after), sends)
 
     @contextlib.contextmanager
     def _kept(self):
@@ -272,7 +270,7 @@ def _wide(leaf):
     return leaf.float() if leaf.element_size() < 4 else leaf
 
 
-# Of the model and its random numbers ---------------------------------------------
+# Of the model -------------------------------------------------------------------
 
 _OWN = {*torch.nn.Module().__dict__, "_parallel"}  # not a model's own attributes
 _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
@@ -292,43 +290,3 @@ class _Watch(TorchDispatchMode):
 
 def _passed_over(input):
     return input
-
-
-def _draw(number, device):
-    """Later numbers in the place of the next ones."""
-    if number:
-        torch.rand(number), torch.rand(number, device=device)
-        [random.random() for _ in range(number)]
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.random(number)
-
-
-def _numbers(device):
-    """The state of what draws random numbers."""
-    state = [torch.get_rng_state()]
-    if device.type == "cuda":
-        state.append(torch.cuda.get_rng_state(device))
-    state.append(random.getstate())
-    if "numpy" in sys.modules:
-        _, keys, *rest = sys.modules["numpy"].random.get_state()
-        state.append((keys.tobytes(), *rest))
-    return state
-
-
-def _same_numbers(one, other):
-    return all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
-    )
-
-
-@contextlib.contextmanager
-def _numbers_kept():
-    """Those that torch does not draw."""
-    known = sys.modules.get("numpy")
-    before, of_numpy = random.getstate(), known and known.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(before)
-        if known:
-            known.random.set_state(of_numpy)
