@@ -45,6 +45,7 @@ from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
+from pycomm.parallel.tensor.cut_logits import CutLogits
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["RowsTrial", "leaves_of", "tensors_in", "two_rows"]
@@ -262,6 +263,8 @@ def _taken(tree, index):
 
 
 def _few_of(leaf):
+    """At most LARGEST of its values; of logits that tp has cut, of this rank's columns."""
+    leaf = leaf.for_loss()[0] if isinstance(leaf, CutLogits) else leaf
     step = -(-leaf.numel() // LARGEST)
     return leaf[..., ::step].clone() if step > 1 else leaf
 
