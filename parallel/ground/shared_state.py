@@ -32,7 +32,7 @@ from torch import nn
 
 from pycomm.parallel.ground.modes import as_written
 
-__all__ = ["SharedState"]
+__all__ = ["SharedState", "keep"]
 
 _DEEP = 4  # functions that functions name
 _FOREIGN = {"torch", "numpy", "pycomm", "functorch", *sys.stdlib_module_names}
@@ -67,7 +67,7 @@ class SharedState:
     def kept(self, on_meta=False):
         """All is afterwards as it was before. on_meta: inside, tensors in the places have no data."""
         before = [(space, name, _read(space, name)) for space, name, _ in self.places.values()]
-        undo = [_keep(value) for _, _, value in before]
+        undo = [keep(value) for _, _, value in before]
         for space, name, value in before if on_meta else ():
             if isinstance(value, torch.Tensor):
                 _write(space, name, _on_meta(value))
@@ -250,7 +250,7 @@ def _token(value, deep=2):
     return id(value)
 
 
-def _keep(value, deep=2):
+def keep(value, deep=2):
     """A function that makes a container, or an object, what it was."""
     if not deep or not _is_mutable(value) or isinstance(value, torch.Tensor):
         return _nothing
@@ -261,7 +261,7 @@ def _keep(value, deep=2):
         held = value if isinstance(value, dict) else vars(value)
         within = _entries(held)
         inner = within.values()
-    undo = [_keep(each, deep - 1) for each in inner]
+    undo = [keep(each, deep - 1) for each in inner]
 
     def restore():
         if isinstance(held, dict):

@@ -198,14 +198,14 @@ class StagePasses:
     parts: Parallelized. microbatches: those of this rank. updates: when the optimizer steps, see updates.py.
     """
 
-    proves_loss = True  # whether loss_fn is tried
+    proves = True  # whether loss_fn and the model are tried
 
     def __init__(self, parts, microbatches, loss_fn, updates):
         self.parts, self.microbatches, self.loss_fn, self.updates = parts, microbatches, loss_fn, updates
         self.last = parts.stages.last  # the stage that computes the loss
         self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.proof = None  # LossProof, which looks at what the model gives
+        self.proofs = ()  # LossProof and RowsProof, which look at what the model gives
         self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
 
     def forward(self, stage, microbatch, x):
@@ -219,8 +219,8 @@ class StagePasses:
         ):
             y = run_stage(parts, stage, piece, x)
             if stage == self.last:
-                if self.proof is not None:
-                    self.proof.note(y, piece)
+                for proof in self.proofs:
+                    proof.note(y, piece)
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
                 self.losses.append(y.detach())
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight

@@ -23,7 +23,7 @@ from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["LossProof", "faults_of", "refuse_no_mean"]
+__all__ = ["LossProof", "faults_of", "raise_together", "refuse_no_mean"]
 
 MOST_BYTES = 1024  # of a sentence
 MOST_OF_NUMBERS = 1e-6  # relative difference of numbers that are the same for all parts of a batch
@@ -104,10 +104,17 @@ def refuse_no_mean(parts, found, faults, numbers):
     plain, of_number = faults
     if not plain and (not of_number or _are_equal(parts, numbers)):
         return
+    raise_together(parts, found.fault)
+
+
+def raise_together(parts, sentence):
+    """Raises ValueError on all ranks, with the sentence of the first that has one, not None. Collective over
+    all ranks.
+    """
     world = parts.mesh.world
-    first = torch.tensor(world.rank if found.fault else world.size, device=parts.device)
+    first = torch.tensor(world.rank if sentence else world.size, device=parts.device)
     comm.all_reduce(first, world, dist.ReduceOp.MIN)
-    text = (found.fault or "").encode()[:MOST_BYTES].ljust(MOST_BYTES)
+    text = (sentence or "").encode()[:MOST_BYTES].ljust(MOST_BYTES)
     text = torch.tensor(list(text), dtype=torch.uint8, device=parts.device)
     comm.broadcast(text, int(first), world)
     raise ValueError(f"[rank {world.rank}] {bytes(text.tolist()).decode(errors='ignore').rstrip()}")

@@ -22,6 +22,7 @@ from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
 from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.run.prove_loss import LossProof
+from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -50,14 +51,15 @@ def _run(parts, batch, options, make_passes):
         for moe in parts.moes:
             moe.aux_scale = updates.weight / options.microbatches
         passes = make_passes(parts, microbatches, options.loss_fn, updates)
-        if passes.proves_loss:
-            passes.proof = LossProof(parts, options, place(parts, batch)[1])
+        if passes.proves:
+            inputs, targets = place(parts, batch)
+            passes.proofs = LossProof(parts, options, targets), RowsProof(parts, options, inputs, targets)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             agree(parts, microbatches)
             _run_passes(parts, passes, options.microbatches)
             prove_glue(parts, microbatches[0])
-            if passes.proof is not None:
-                passes.proof.end()
+            for proof in passes.proofs:
+                proof.end()
         return updates.end(passes.losses)
     except BaseException as error:
         forget_passes(parts)

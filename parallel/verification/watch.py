@@ -87,9 +87,10 @@ class Watch:
 
 
 class WatchedPasses(StagePasses):
-    """The passes of a step, each of them watched. What is wrong with a loss is shown there, not refused."""
+    """The passes of a step, each of them watched. What is wrong with a loss, or rows
+    that are mixed, is shown there, not refused."""
 
-    proves_loss = False
+    proves = False
 
     def __init__(self, watch, *args):
         super().__init__(*args)

@@ -59,16 +59,17 @@ def refused(rank, world_size, make, plan, words):
 
 
 class Averaging(Block):
-    """Subtracts a running average that it makes itself."""
+    """Subtracts a running average of the batches before, that it makes itself."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
         self.register_buffer("average", torch.zeros(16))
 
     def forward(self, x):
+        before = self.average.clone()
         with torch.no_grad():
             self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return super().forward(x - self.average)
+        return super().forward(x - before)
 
 
 def penalty(model):

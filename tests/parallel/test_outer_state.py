@@ -30,10 +30,10 @@ class Counted(Base):
     def forward(self, idx):
         self.count += 1
         self.passes += 1
-        x = self.tok(idx)
+        x, before = self.tok(idx), self.average.clone()
         with torch.no_grad():
             self.average.mul_(0.9).add_(x.mean((0, 1)), alpha=0.1)
-        return self.head(self.norm(self.run_blocks(x - self.average))) / (self.count + self.passes)
+        return self.head(self.norm(self.run_blocks(x - before))) / (self.count + self.passes)
 
 
 class Passes(Base):
