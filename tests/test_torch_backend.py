@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import threading
+import time
 
 import pytest
 import torch
@@ -399,6 +400,23 @@ def check_facts(r, n):
 @pytest.mark.filterwarnings("ignore")
 def test_facts():
     spawn(2, check_facts)
+
+
+def end_of_a_batch(r, n):
+    """The callback of a part keeps the worker; who has waited for the batch finds it ended all the same."""
+    group, cpu = dist.group.WORLD, torch.device("cpu")
+    group._enable_collectives_timing()
+    group._start_coalescing(cpu)
+    slow = group.allreduce([torch.ones(1 << 20)]).get_future().then(lambda future: time.sleep(0.3))
+    batch = group._end_coalescing(cpu)
+    batch.wait()
+    assert batch._get_duration() > 0  # set where the profiler's event ends
+    slow.wait()
+
+
+def test_who_has_waited_may_stop_the_profiler():
+    """An event that ended later wrote into memory that the profiler had freed."""
+    spawn(2, end_of_a_batch)
 
 
 def check_trace(r, n, folder):

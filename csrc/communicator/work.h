@@ -14,7 +14,7 @@ namespace pycomm {
 // [Note: the end of a work] Whoever sees done() may free the work at once: a synchronous call has it on its
 // stack. So the store of done_ is the last that the settling thread does to it; the lock, which orders the
 // list of callbacks, is let go before. Whoever adds a callback between the two (settled_, not done_) waits
-// for those few instructions: a callback finds its work done.
+// for those few instructions and the endings: a callback finds its work done.
 class Work {
  public:
   virtual ~Work() = default;
@@ -28,6 +28,19 @@ class Work {
   virtual bool poll() = 0;                    // done? completes it on the way if that does not block
   // Lets the worker complete it. Small ones are left to a waiter, unless nobody_waits (only a future does).
   virtual void help(bool nobody_waits = false) = 0;
+
+  // Runs ending once, before anybody sees the work done (at once if its end is decided). It must not throw,
+  // and everybody waits for it: it takes no lock that a caller may hold.
+  void before_done(std::function<void()> ending) {
+    {
+      std::lock_guard lock(mutex_);
+      if (!settled_) {
+        endings_.push_back(std::move(ending));
+        return;
+      }
+    }
+    ending();
+  }
 
   // Runs callback once, when done (at once if it is already). From whatever thread completes the work, so it
   // must not throw: nobody could catch it.
@@ -61,13 +74,15 @@ class Work {
       }
     }
     release();
-    std::vector<std::function<void()>> callbacks;
+    std::vector<std::function<void()>> endings, callbacks;
     {
       std::lock_guard lock(mutex_);
       error_ = std::move(error);
+      endings.swap(endings_);
       callbacks.swap(callbacks_);
       settled_ = true;
     }
+    for (auto& ending : endings) ending();
     done_.store(true, std::memory_order_release);  // [Note: the end of a work]
     for (auto& callback : callbacks) callback();
   }
@@ -77,7 +92,7 @@ class Work {
   bool settled_ = false;  // guarded by mutex_
   std::exception_ptr error_;
   std::mutex mutex_;
-  std::vector<std::function<void()>> callbacks_;
+  std::vector<std::function<void()>> endings_, callbacks_;
 };
 
 }  // namespace pycomm

@@ -39,7 +39,7 @@ class Event {
 
 // Ends the flight record `id`, if there is one, with the work.
 void end_record_with(Work& work, uint64_t id) {
-  if (id) work.on_completion([&work, id] { FlightRecorder::instance().end(id, work.error() != nullptr); });
+  if (id) work.before_done([&work, id] { FlightRecorder::instance().end(id, work.error() != nullptr); });
 }
 
 }  // namespace

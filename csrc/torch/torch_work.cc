@@ -268,12 +268,30 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     std::lock_guard lock(hook->mutex);
     ++hook->pending;
   }
+  // [Note: the profiler's event] Whoever has waited may stop the profiler, which frees its events, and an
+  // event that ends later writes into that memory. So it ends before the last part is seen done.
+  struct Ending {
+    c10::intrusive_ptr<TorchWork> work;
+    std::atomic<size_t> missing;
+    ~Ending() {
+      if (python_ended()) (void)work.release();  // [Note: the end of the interpreter]
+    }
+    void run() {
+      const std::chrono::duration<float> active = Clock::now() - work->started_;
+      work->duration_ms_.store(active.count() * 1e3f);
+      if (work->recordFunctionEndCallback_ && !python_ended()) work->recordFunctionEndCallback_();
+    }
+  };
+  const auto ending = std::make_shared<Ending>(self, self->parts_.size());
+  if (self->parts_.empty()) ending->run();
+  for (const auto& part : self->parts_)
+    part->before_done([ending] {
+      if (ending->missing.fetch_sub(1) == 1) ending->run();
+    });
+  if (!hook) return;
   when_done(self->comm_, self->parts_, [self, hook](const std::exception_ptr&) {
-    const auto now = Clock::now();
-    const std::chrono::duration<float> active = now - self->started_;
-    self->duration_ms_.store(active.count() * 1e3f);
-    if (self->recordFunctionEndCallback_) self->recordFunctionEndCallback_();
-    if (!hook) return;
+    const std::chrono::duration<float, std::milli> active(self->duration_ms_.load());
+    const auto now = self->started_ + std::chrono::duration_cast<Clock::duration>(active);
     try {
       hook->call(std::make_shared<c10d::WorkInfo>(self->retrieveOpType(), self->sequence_, self->started_,
                                                   now, active));
@@ -283,9 +301,8 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     std::lock_guard lock(hook->mutex);
     if (--hook->pending == 0) hook->idle.notify_all();
   });
-  if (hook)
-    for (const auto& part : self->parts_)
-      part->help(true);  // waitForPendingWorks() does not wait for the works themselves
+  for (const auto& part : self->parts_)
+    part->help(true);  // waitForPendingWorks() does not wait for the works themselves
 }
 
 }  // namespace pycomm
