@@ -137,13 +137,13 @@ QUICK = {
 # One in so many of the cases that are not quick is slow.
 SLOW = {
     2: [
-        "parallel/test_equality.py::test_plan_equals_single_process",
         "test_random_programs.py::test_more_programs",
         "test_torch_suite.py::test_over_hosts",
-        "fused/test_kernels.py::test_kernels",
     ],
     3: [
+        "parallel/test_equality.py::test_plan_equals_single_process",
         "fused/test_aot.py::test_combinations",
+        "fused/test_kernels.py::test_kernels",
     ],
     4: [
         "test_cuda_kernels.py::test_many_seeds",
