@@ -1,4 +1,4 @@
-"""Which cases of a test run where: `make test` has a case of everything in 12 minutes on two cores, `make
+"""Which cases of a test run where: `make test` has a case of everything in 15 minutes on two cores, `make
 test-slow` more of each within the hour that CI has, `make test-deep` all.
 
 The marker `slow` in a test decides for itself. Here stand the tests whose cases are many or take long, with
