@@ -24,7 +24,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
-test: build                  ## a case of every test; 15 minutes on two cores
+test: build                  ## a case of nearly every test; 15 minutes on two cores
 	$(PYTEST) -m "not slow and not torch_suite"
 
 test-slow: build             ## the same, deeper: more cases of each, more kernels ahead of time, planted faults, stress, random programs

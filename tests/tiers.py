@@ -1,5 +1,5 @@
-"""Which cases of a test run where: `make test` has a case of everything in 15 minutes on two cores, `make
-test-slow` more of each within the hour that CI has, `make test-deep` all.
+"""Which cases of a test run where: `make test` has a case of nearly every test in 15 minutes on two cores,
+`make test-slow` more of each within the hour that CI has, `make test-deep` all.
 
 The marker `slow` in a test decides for itself. Here stand the tests whose cases are many or take long, with
 the share of their cases that is quick; the others are slow. And those with more slow cases than an hour

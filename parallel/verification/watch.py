@@ -87,8 +87,9 @@ class Watch:
 
 
 class WatchedPasses(StagePasses):
-    """The passes of a step, each of them watched. What is wrong with a loss, or rows
-    that are mixed, is shown there, not refused."""
+    """The passes of a step, each of them watched. What is wrong with a loss, or rows that are mixed, is shown
+    there, not refused.
+    """
 
     proves = False
 
