@@ -23,6 +23,7 @@ TESTS = textwrap.dedent("""
         def init(self):
             store = dist.FileStore(self.file_name, self.world_size)
             dist.init_process_group("gloo", rank=self.rank, world_size=self.world_size, store=store)
+            dist.barrier()  # whoever ends while Gloo still connects its peer makes the peer fail
 
         def test_sum(self):
             self.init()
@@ -40,6 +41,7 @@ TESTS = textwrap.dedent("""
             options._devices = [dist.ProcessGroupGloo.create_device(interface="lo")]
             store = dist.FileStore(self.file_name, self.world_size)
             group = dist.ProcessGroupGloo(store, self.rank, self.world_size, options)
+            group.barrier().wait()
             with self.assertRaisesRegex(RuntimeError, "invalid root rank"):
                 group.broadcast(torch.ones(1), root=2)
 

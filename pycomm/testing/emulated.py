@@ -210,9 +210,15 @@ class Hosts:
         return RankProcesses(chosen, _on_its_host, self, main, args, limit=limit)
 
     def set_link(self, host, up):
-        """Takes the cable of a host out, or puts it in."""
+        """Takes the cable of a host out, or puts it in.
+
+        A host asks three times, within 3 s, for a neighbour. Whoever connects after the link is back, while
+        the answers to questions of before are still awaited, would be told that there is no route: forgotten.
+        """
         _run([*self._inside(self.switch, "-n"), "ip", "link", "set", f"p{host}", "up" if up else "down"])
         self._await_link(host, up)
+        for keeper in self.keepers if up else ():
+            _run([*self._inside(keeper, "-n"), "ip", "neigh", "flush", "dev", "eth0"])
 
     def _await_link(self, host, up):
         """The kernel tells the two ends of a change after a while."""

@@ -139,7 +139,7 @@ def test_killed_ranks_and_links(two_by_two):
 
         assert ask(20) == "there"
         two_by_two.set_link(1, False)
-        assert ask(0.5) in ("TimeoutError", "OSError")
+        assert ask(2.5) in ("TimeoutError", "OSError")  # long enough that the host is about to give up
         two_by_two.set_link(1, True)
         assert ask(20) == "there"
         ranks.kill(0)
