@@ -160,6 +160,21 @@ def test_a_failure_ends_the_ranks_that_wait_for_it():
     assert isinstance(caught.value.__cause__, ValueError)
 
 
+def test_ranks_of_gloo_begin_together(tmp_path, monkeypatch):
+    """Else one could end while a peer is still connecting, which Gloo takes for a crash."""
+    made = dist.init_process_group
+
+    def late(*args, rank, **kwargs):
+        made(*args, rank=rank, **kwargs)
+        if rank == 1:
+            time.sleep(0.3)
+            (tmp_path / "made").touch()
+
+    monkeypatch.setattr(dist, "init_process_group", late)
+    there = run_ranks(2, lambda rank: (tmp_path / "made").exists(), mode="processes", backend="gloo")
+    assert there == [True, True]
+
+
 class CannotBeRead(Exception):
     def __init__(self, first, second):
         super().__init__(first)

@@ -56,6 +56,8 @@ class GroupOptions:
             dist.init_process_group(
                 self.backend, store=store, rank=rank, world_size=world_size, timeout=limit
             )
+            if self.backend != _autoload.NAME:
+                dist.barrier()  # of Gloo, whoever ends while peers still connect makes them fail
             yield rank  # not the group, which the caller would keep alive after destroy_process_group
             if dist.is_initialized():  # the function may have done it
                 dist.destroy_process_group()
