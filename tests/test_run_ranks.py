@@ -68,7 +68,7 @@ def test_run_ranks_ends_processes_when_the_time_is_up():
         children(),
         time.monotonic(),
     )  # multiprocessing may have started a process of its own in an earlier test
-    got = run_ranks(2, body, mode="processes", timeout=0.3, fail=False)
+    got = run_ranks(2, body, mode="processes", timeout=0.3, operation_timeout=60, fail=False)
     assert time.monotonic() - start < 30
     assert isinstance(got[1], TimeoutError) and "rank 1 did not finish within 0.3 s" in str(got[1])
     assert children() <= before  # no child is left, not even a dead one
