@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 import pycomm
 from pycomm.testing import RankFailure, RankProcesses, run_ranks
+from pycomm.testing.groups import GroupOptions
 
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])
@@ -94,7 +95,8 @@ def test_run_ranks_reports_threads_that_do_not_finish():
     release = threading.Event()
     try:
         with pytest.raises(RankFailure, match="rank 0 did not finish within 0.1 s"):
-            run_ranks(2, lambda comm: comm.rank == 0 and release.wait(60), timeout=0.1)
+            options = {"timeout": 0.1, "operation_timeout": 60}
+            run_ranks(2, lambda comm: comm.rank == 0 and release.wait(60), **options)
     finally:
         release.set()
 
@@ -125,13 +127,31 @@ def test_run_ranks_starts_new_interpreters():
 
 
 def test_operation_timeout_is_apart_from_that_of_all():
-    def alone(comm):
-        start = time.monotonic()
-        with pytest.raises(pycomm.CommTimeoutError):
-            comm.recv(torch.ones(1), 1 - comm.rank)
-        return time.monotonic() - start
+    done = threading.Event()
 
-    assert max(run_ranks(2, alone, timeout=60.0, operation_timeout=0.2)) < 30
+    def alone(comm):
+        if comm.rank == 1:
+            assert done.wait(60)
+            return
+        with pytest.raises(pycomm.CommTimeoutError, match=r"0\.2 s"):
+            comm.recv(torch.ones(1), 1)
+        done.set()
+
+    run_ranks(2, alone, timeout=60.0, operation_timeout=0.2)
+
+
+@pytest.mark.parametrize("options", [{}, {"backend": "pycomm"}, {"backend": "gloo"}])
+def test_ranks_may_come_later_than_an_operation_may_take(options, monkeypatch):
+    """The group is made within the limit of all."""
+    join = GroupOptions.join
+
+    def late(self, store, rank, world_size):
+        time.sleep(0.5 * rank)
+        return join(self, store, rank, world_size)
+
+    monkeypatch.setattr(GroupOptions, "join", late)
+    options = {"mode": "processes", "operation_timeout": 0.2, **options}
+    assert run_ranks(2, lambda group: group is not None, **options) == [True, True]
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import gc
 import os
 import re
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -214,11 +215,13 @@ def test_who_supports_it():
 
 
 def check_absent_rank(r, n):
+    store = dist.distributed_c10d._get_default_store()
     if r == 1:
-        time.sleep(1.5)
+        store.wait(["raised"], timedelta(seconds=60))
         return
     with pytest.raises(pycomm.CommTimeoutError, match="rank 1"):
         allocate(10)
+    store.set("raised", "")
 
 
 def test_a_rank_that_does_not_come_is_named():

@@ -23,6 +23,8 @@ class GroupOptions:
             a stream of the rank's own: ranks that share a device need one each. None: the current device; a
             stream of its own for a rank that is a thread, wherever there is CUDA.
         operation_timeout: seconds of one operation whose peers do not come.
+        making_timeout: seconds for making the group, where it is on one host: ranks start late on a busy
+            machine, however short their operations may be.
         communicator: further options of a Communicator: name, staging_bytes, threads.
         in_threads: the ranks are threads of one process.
         hosts: for each rank the number of its simulated host; None: all are on this one.
@@ -32,6 +34,7 @@ class GroupOptions:
     backend: str | None
     devices: Sequence[str] | None
     operation_timeout: float
+    making_timeout: float
     communicator: dict
     in_threads: bool
     hosts: Sequence[int] | None = None
@@ -45,19 +48,23 @@ class GroupOptions:
         host = None if self.hosts is None else f"host{self.hosts[rank]}"
         with self._on_device(rank):
             if self.backend is None:
-                options = {"timeout": self.operation_timeout, **self.communicator}
+                options = {"timeout": self.making_timeout, **self.communicator}
                 with Communicator(store, rank, world_size, _host=host, **options) as comm:
+                    comm._set_timeout(self.operation_timeout)
                     yield comm
                 return
             if host is not None:
                 env.simulate_host(host)
             _autoload.register()  # for a pycomm that is on the path but not installed
-            limit = datetime.timedelta(seconds=self.operation_timeout)
+            making, of_operations = (
+                datetime.timedelta(seconds=limit) for limit in (self.making_timeout, self.operation_timeout)
+            )
             dist.init_process_group(
-                self.backend, store=store, rank=rank, world_size=world_size, timeout=limit
+                self.backend, store=store, rank=rank, world_size=world_size, timeout=making
             )
             if self.backend != _autoload.NAME:
                 dist.barrier()  # of Gloo, whoever ends while peers still connect makes them fail
+            dist.distributed_c10d._set_pg_timeout(of_operations)
             yield rank  # not the group, which the caller would keep alive after destroy_process_group
             if dist.is_initialized():  # the function may have done it
                 dist.destroy_process_group()
@@ -83,4 +90,5 @@ def make_options(world_size, timeout, *, in_threads, backend=None, devices=None,
     if delay and not (hosts and in_threads):
         raise ValueError(f"wire_delay_us={delay!r}: for simulated hosts of threads")
     hosts = None if hosts is None else hosts_of(hosts, world_size)
-    return GroupOptions(backend, devices, operation_timeout, others, in_threads, hosts, delay)
+    making = operation_timeout if hosts else max(timeout, operation_timeout)
+    return GroupOptions(backend, devices, operation_timeout, making, others, in_threads, hosts, delay)
