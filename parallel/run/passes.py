@@ -205,7 +205,7 @@ class StagePasses:
         self.last = parts.stages.last  # the stage that computes the loss
         self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.proofs = ()  # LossProof and RowsProof, which look at what the model gives
+        self.proofs = ()  # RowsProof and LossProof, which look at what the model gives
         self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
 
     def forward(self, stage, microbatch, x):
