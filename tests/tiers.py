@@ -106,6 +106,7 @@ QUICK = {
         "test_random_programs.py::test_programs",
     ],
     6: [
+        "parallel/test_prove_stages.py::test_through_the_stages",
         "parallel/test_equality.py::test_schedules_give_the_same_bits",
         "parallel/test_hf_plans.py::test_transformers_model",
         "test_fiber.py::test_runs_without_report",

@@ -36,14 +36,13 @@ class LossOfRows:
 
     @torch.no_grad()
     def run(self, number):
-        """As RowsTrial.run."""
+        """As RowsTrial.run. Collective where forwards are, and over pp."""
         trial, few = self.trial, self.trial.few
+        _, in_eval = trial.agreed(trial.first)
         indices = [*trial.indices, [0] * (few + 1), trial.indices[0]]
-        in_eval = any(each is not None and each.draws for each in trial.first)
         seen = [trial.once(index, 1 + number, self._values, in_eval) for index in indices]
-        if any(each is None for each in seen):
-            return None, False
-        if any(each.draws or each.sends for each in seen):
+        is_judged, draws = trial.agreed(seen)
+        if not is_judged or draws or seen[0].values is None:
             return None, False
         for name in self.measures:
             both, a, b, longer, again = (each.values[name] for each in seen)

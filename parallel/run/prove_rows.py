@@ -12,7 +12,8 @@ wait. Where all have the whole batch, all take the same rows in the same shapes,
 ranks of zero=3 have rows of their own, those of the first are sent to all, or nothing is tried if their
 shapes differ. Ranks of tp have the same rows anyway.
 
-It is for whole models on whole sequences: not with pp, ep, ring, ulysses and megatron_sp.
+Under pp the rows go through all stages (rows_stages.py). It is for whole sequences and all experts: not with
+ep, ring, ulysses and megatron_sp.
 
 Cost: three forwards of a few rows without gradients, and one all_reduce; five forwards and one all_reduce
 more where the output has numbers of all rows. Later a look into a set.
@@ -48,7 +49,7 @@ class RowsProof:
     def __init__(self, parts, options, measures, is_cut=False):
         self.parts, self.options, self.measures = parts, options, measures
         is_cut = is_cut or parts.mesh.data.size * options.microbatches > 1
-        is_whole = parts.stage_model is None and parts.split is None and parts.plan.ep == 1
+        is_whole = parts.split is None and parts.plan.ep == 1
         self.key = parts.model.training, None if measures is None else tuple(measures)
         self.is_wanted = is_cut and is_whole and self.key not in _tried.get(parts, ())
         self.trial, self.of_loss = None, None

@@ -28,6 +28,7 @@ take; eval mode, in which there are no statistics of the batch.
 
 import collections
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -41,10 +42,12 @@ from pycomm.parallel.ground import comm, drawn
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.ground.modes import eager
 from pycomm.parallel.ground.shared_state import keep
+from pycomm.parallel.pipeline.absent import Absent
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.rows_layout import Layout, Layouts, named_tensors
+from pycomm.parallel.run.rows_stages import kept_stages, run_rows, some_stage
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.tensor.cut_logits import CutLogits
 from pycomm.parallel.zero.units import Phase
@@ -90,10 +93,11 @@ class _Seen(NamedTuple):
     shapes: dict[str, torch.Size]  # of these
     numbers: dict[str, torch.Tensor]  # other tensors of at most LARGEST_NUMBER values
     sizes: dict[str, torch.Size]  # of all tensors
-    drawn: list  # what was drawn of random numbers before its end
-    draws: bool  # whether it has drawn some
-    sends: bool  # whether the model's own code has sent something
-    values: list | None  # what `take` gave
+    few: int = 0  # rows
+    drawn: list = ()  # what was drawn of random numbers before its end
+    draws: bool = False  # whether it has drawn some
+    sends: bool = False  # whether the model's own code has sent something
+    values: dict | None = None  # what `take` gave
 
 
 class RowsTrial:
@@ -155,24 +159,44 @@ class RowsTrial:
         if number:
             seen = [self.once(index, number) for index in (*self.indices, self.indices[0])]
         used = self._used(seen[0]) if number else None
-        if any(each is None for each in seen):
-            return None, False
-        draws = any(each.draws for each in seen)
-        alike = all(drawn.same(each.drawn, seen[0].drawn) for each in seen)
-        if not alike or any(each.sends for each in seen):
+        is_judged, draws = self.agreed(seen)
+        if not is_judged:
             return None, draws
         words = {**self._pairs(seen[0]), **self._changes(*seen[:3])}
         noise = self._changes(seen[0], seen[3], seen[3]) if number else ()
         found = [where for where in words if where not in noise and (used is None or where in used)]
         return (f"its output{found[0]} {words[found[0]]}" if found else None), draws
 
+    def agreed(self, seen):
+        """Whether the runs can be compared, and whether the model draws random numbers, in some stage.
+        Collective over pp.
+        """
+        runs = all(each is not None for each in seen)
+        draws = runs and any(each.draws for each in seen)
+        is_known = runs and not any(each.sends for each in seen)
+        is_known = is_known and all(
+            drawn.same(each.drawn, seen[0].drawn) for each in seen if each.few == self.few
+        )
+        is_unknown, draws = some_stage(self.parts, not is_known, draws)
+        return not is_unknown, draws
+
     def once(self, index, number, take=None, eval_mode=False):
         """A _Seen, or None where the model does not run in this way. index: the row of each row. take:
-        (output, targets) -> values.
+        (output, targets) -> values. Collective where forwards are, and over pp.
         """
         parts, (inputs, targets) = self.parts, self.batch
-        watch = _Watch() if number else contextlib.nullcontext()
-        traffic = comm.count_traffic()
+        sends = []
+
+        def around(forward, is_last):
+            watch = _Watch() if number else contextlib.nullcontext()
+            with comm.count_traffic() as own, watch:
+                drawn.pass_over(number, parts.device)
+                before = drawn.drawn(parts.device)
+                output = forward()
+            values = take(output, taken(targets, index)) if take and is_last else None
+            sends.append(bool(number) and watch.calls > own.calls())
+            return output, values, before, drawn.drawn(parts.device)
+
         try:
             with (
                 self._kept(eval_mode),
@@ -180,25 +204,21 @@ class RowsTrial:
                 parts.streams.recomputation(),
                 drawn.kept(),
                 eager(),
-                traffic as own,
-                forward_pass(parts, Phase.EVALUATE, ("rows", 0), 0),
-                watch,
             ):
-                drawn.pass_over(number, parts.device)
-                before = drawn.drawn(parts.device)
-                output = Microbatch(taken(inputs, index), None).call(parts.model)
-                values = take(output, taken(targets, index)) if take else None
-                after = drawn.drawn(parts.device)
-            return self._seen(
-                output, number, (before, after), bool(number) and watch.calls > own.calls(), values
-            )
+                runs = run_rows(parts, Microbatch(taken(inputs, index), None), around)
+            output, values = runs[-1][:2] if parts.stages.last in parts.stages.mine else (None, None)
+            before, after = (list(itertools.chain(*(run[at] for run in runs))) for at in (2, 3))
+            draws = not drawn.same(before, after)
+            seen = self._seen(output, bool(number))
+            return seen._replace(few=len(index), drawn=after, draws=draws, sends=any(sends), values=values)
         except dist.DistError:
             raise
         except Exception:  # of the model, which does not take such rows
             return None
 
-    def _seen(self, output, number, ends, sends, values):
-        leaves = leaves_of(output, self.measures)
+    def _seen(self, output, is_kept):
+        """A _Seen of an output; None for the ranks before the last stage."""
+        leaves = leaves_of(output, self.measures) if output is not None else {}
         shapes = {where: leaf.shape for where, leaf in leaves.items()}
         leaves = {where: _few_of(leaf) for where, leaf in leaves.items()}
         named = named_tensors(output)
@@ -208,20 +228,20 @@ class RowsTrial:
             if where not in leaves and leaf.numel() <= LARGEST_NUMBER
         }
         sizes = {where: leaf.shape for where, leaf in named}
-        kept, (before, after) = output if number else None, ends
-        draws = not drawn.same(before, after)
-        return _Seen(kept, leaves, shapes, numbers, sizes, after, draws, sends, values)
+        return _Seen(output if is_kept else None, leaves, shapes, numbers, sizes)
 
     @contextlib.contextmanager
     def _kept(self, eval_mode=False):
         """What the model writes is afterwards as it was before."""
         modules, memo = list(self.parts.model.modules()), {}
-        with self.state.kept(), contextlib.ExitStack() as stack:
+        with kept_stages(self.parts), self.state.kept(), contextlib.ExitStack() as stack:
             for module in modules:
                 for name, value in list(vars(module).items()):
                     if name in _OWN:
                         continue
-                    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                    if isinstance(value, torch.Tensor) and not isinstance(
+                        value, (torch.nn.Parameter, Absent)
+                    ):
                         memo.setdefault(id(value), value.clone())
                         vars(module)[name] = memo[id(value)]
                     elif isinstance(value, (list, dict, set, collections.deque)):
@@ -236,7 +256,7 @@ class RowsTrial:
 
     def _used(self, seen):
         """Where the measures use the output; nowhere if they do not take few rows, or there is no output."""
-        if seen is None or self.measures is None or len(seen.leaves) == 1:
+        if seen is None or self.measures is None or len(seen.leaves) < 2:
             return set() if seen is None else set(seen.leaves)
         parts, targets = self.parts, taken(self.batch[1], self.indices[0])
         with (
