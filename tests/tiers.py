@@ -106,9 +106,9 @@ QUICK = {
         "test_random_programs.py::test_programs",
     ],
     6: [
-        "parallel/test_prove_stages.py::test_through_the_stages",
         "parallel/test_equality.py::test_schedules_give_the_same_bits",
         "parallel/test_hf_plans.py::test_transformers_model",
+        "parallel/test_prove_stages.py::test_through_the_stages",
         "test_fiber.py::test_runs_without_report",
         "test_given_back.py::test_no_peer_reads_or_writes_what_was_given_back",
         "test_launchers.py::test_a_program_needs_no_setting",

@@ -7,8 +7,9 @@ together and with each alone:
 
     loss_fn(outputs of all, targets of all) = sum over rows of c_row loss_fn(row) / sum of c_row
 
-    targets    of the rows that differ most, in how many count, are negative, or are not positive: what the
-               targets at hand cannot show is not asked for
+    targets    of the rows that differ most, in how many count, are negative, or are not positive (of real
+               numbers: are none), in their means, and of some between: what the targets at hand cannot show
+               is not asked for
     outputs    of rows of this rank, each second one halved, so that losses differ
     where the sequence is cut, each row is cut into two pieces, too
 
@@ -23,6 +24,7 @@ rows, so where rows count unequally it must be the cross-entropy of the logits, 
 the batch (a penalty on weights). Whether such numbers are means is tried with the model (loss_of_rows.py).
 """
 
+import contextlib
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ from pycomm.parallel.run.rows_layout import Layouts, guesses_of
 
 __all__ = ["Rows", "Verdict", "numbers_in", "scores_of_rows", "some_rows", "try_loss"]
 
+MORE_ROWS = 6
 LARGEST = 1 << 23  # elements of a tensor of the output for these rows
 MOST, MOST_OF_FP32 = 1e-6, 1e-3  # relative; in fp64 a part may still be computed in fp32
 OWN_NUMBER = (
@@ -85,16 +88,18 @@ def some_rows(output, targets, is_cut=False, layouts=None):
 
 
 def scores_of_rows(targets, counter):
-    """For each row, how many targets count, are negative, are not positive."""
+    """For each row, how many targets count, are negative, are not positive; of real numbers how many count
+    and are none.
+    """
     first = _first(targets)
     if counter is not count_targets:
         counts = [int(counter(_rows_of(targets, [row]))) for row in range(len(first))]
     elif first.is_floating_point():
-        return [(first[0].numel(), 0, 0)] * len(first)
+        counts = [first[0].numel()] * len(first)
     else:
         counts = _sums(first, first != -100)
     if first.is_floating_point() or first.is_complex():
-        return [(count, 0, 0) for count in counts]
+        return [(count, none, 0) for count, none in zip(counts, _sums(first, first.isnan()), strict=True)]
     return list(zip(counts, _sums(first, first < 0), _sums(first, first <= 0), strict=True))
 
 
@@ -108,34 +113,47 @@ def try_loss(loss_fn, rows, targets, counter, name="loss_fn", differ=False):
     differ: rows of other ranks are unlike these.
     """
     scores = scores_of_rows(targets, counter)
-    chosen = {_extremes(scores), _extremes(scores, lambda score: score[0])}  # with and without those of none
+    more = _more_rows(targets)
+    chosen = {_extremes(scores, more, True), _extremes(scores, more, False)}
     found = Verdict()
     for index in sorted(filter(None, chosen)):
         some, uneven = _rows_of(targets, list(index)), len({scores[row] for row in index}) > 1
         if differ and not uneven:
             some, uneven = _with_holes(some, counter)
         counts = {score[:2] for score in scores_of_rows(some, counter)}
-        try:
-            faults = [
-                _fault(loss_fn, rows, each, some, counter, len(counts) > 1)
-                for each in range(len(rows.outputs))
-            ]
-            fault = faults[0] if all(faults) else None
-        except Exception:  # of loss_fn, which does not take such rows
-            fault, uneven = None, True
+        faults = []
+        for number in range(len(rows.outputs)):
+            with contextlib.suppress(Exception):  # of loss_fn, which does not take such rows
+                faults.append(_fault(loss_fn, rows, number, some, counter, len(counts) > 1))
+        fault, uneven = (faults[0] if all(faults) else None, uneven) if faults else (None, True)
         of_number = found.of_number if found.fault else fault == OWN_NUMBER
         found = Verdict(found.fault or (fault and f"{name} {fault}"), found.uneven or uneven, of_number)
     return found
 
 
-def _extremes(scores, among=lambda score: True):
-    """Rows whose scores are the largest and smallest: two or more indices, or none where no target counts."""
-    rows = [row for row, score in enumerate(scores) if among(score)]
+def _extremes(scores, more, with_none):
+    """Rows whose scores are the largest and smallest, and those of `more`: two or more indices, or none where
+    no target counts. with_none: rows in which none counts may be among them.
+    """
+    rows = [row for row, score in enumerate(scores) if with_none or score[0]]
     if not any(scores[row][0] for row in rows):
         return ()
     chosen = {end(rows, key=lambda row: scores[row][k]) for k in range(3) for end in (max, min)}
-    chosen = sorted(chosen if len(chosen) > 1 else {rows[0], rows[-1]})
+    chosen = sorted(chosen | (more & set(rows)) | {rows[0], rows[-1]})
     return tuple(chosen if len(chosen) > 1 else chosen * 2)
+
+
+def _more_rows(targets):
+    """Rows that may differ in what no score tells (weights, classes): of each tensor those with the largest
+    and smallest mean, and some at equal distances.
+    """
+    rows = len(_first(targets))
+    found = set(range(0, rows, max(1, rows // MORE_ROWS)))
+    for leaf in tree_leaves(targets):
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and not leaf.is_complex():
+            means = leaf.reshape(rows, -1).mean(1, dtype=torch.float64).nan_to_num()
+            found |= {int(means.argmin()), int(means.argmax())}
+    return found
 
 
 def _with_holes(targets, counter):

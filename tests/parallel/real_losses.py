@@ -25,6 +25,7 @@ from real_models import (
     Vectors,
     WithCenters,
     WithHidden,
+    border,
     classes,
     for_ctc,
     heads,
@@ -38,6 +39,8 @@ from real_models import (
     pairs,
     tokens,
     uneven,
+    unknown,
+    weighted,
 )
 from torch import nn
 
@@ -302,6 +305,33 @@ def rows_and_mean(model, out):
     return out.square().mean()
 
 
+def hard(out, y):
+    """The half of all rows whose loss is the largest."""
+    return F.cross_entropy(out, y, reduction="none").topk(len(y) // 2 + 1).values.mean()
+
+
+def but_255(out, y):
+    return cross(out, y, ignore_index=255)
+
+
+def with_own_weights(out, y):
+    y, weight = y
+    return (F.cross_entropy(out, y, reduction="none") * weight).sum() / weight.sum()
+
+
+def own_weight(y):
+    return y[1].sum()
+
+
+def where_known(out, y):
+    known = ~y.isnan()
+    return (out[known] - y[known]).square().mean()
+
+
+def known_in(y):
+    return (~y.isnan()).sum()
+
+
 VECTORS, TWO = numbers((DIM,), (CLASSES,)), numbers((DIM,), (DIM,))
 SEQUENCE = numbers((LENGTH, DIM), (CLASSES,))
 
@@ -363,6 +393,13 @@ CASES = {
     "hinge": Case(Vectors, classes, hinge),
     "entropy of the mean": Case(Tokens, tokens, confident, NO_MEAN),
     "in fp32": Case(Tokens, tokens, in_fp32),
+    "hard rows": Case(Vectors, classes, hard, NO_MEAN),
+    "ignored 255 in one row": Case(Tokens, border, but_255, NO_MEAN),
+    "ignored 255, counted": Case(Tokens, border, but_255, None, lambda y: (y != 255).sum()),
+    "weights of rows": Case(Vectors, weighted, with_own_weights, NO_MEAN),
+    "weights of rows, counted": Case(Vectors, weighted, with_own_weights, None, own_weight),
+    "unknown targets": Case(Vectors, unknown, where_known, NO_MEAN),
+    "unknown targets, counted": Case(Vectors, unknown, where_known, None, known_in),
     # Numbers that the model computes
     "own loss": Case(lambda: OwnLoss(cross), labelled(classes), given),
     "own loss, uneven": Case(lambda: OwnLoss(cross), labelled(holes), given),

@@ -239,3 +239,25 @@ def heads(uneven=False):
         return x, {"y": y, "kind": torch.randint(0, 3, (ROWS,), generator=g), "size": _normal(g, ROWS, 1)}
 
     return make
+
+
+def border(seed):
+    """Targets of one row in the middle that loss_fn leaves out."""
+    x, y = tokens(seed)
+    y[3, 1:] = 255
+    return x, y
+
+
+def weighted(seed):
+    """One row in the middle has another weight."""
+    x, y = classes(seed)
+    weight = torch.ones(ROWS, dtype=torch.float64)
+    weight[3] = 5
+    return x, (y, weight)
+
+
+def unknown(seed):
+    """Real targets, some of which are none in one row."""
+    x, y = numbers((DIM,), (CLASSES,))(seed)
+    y[3, 2:] = torch.nan
+    return x, y
