@@ -91,7 +91,7 @@ class LossOfRows:
             is_number = layout.dim is None and not layout.is_constant and leaf.is_floating_point()
             return torch.full_like(leaf, torch.nan) if is_number else leaf
 
-        unknown, count, found = layouts.map(forget, output, rows), int(self.counter(targets)), {}
+        unknown, count, found = layouts.map(forget, output, rows), float(self.counter(targets)), {}
         for name, measure in self.measures.items():
             is_used = bool(torch.as_tensor(measure(unknown, targets)).isnan())
             found[name] = (count, float(measure(output, targets))) if is_used and count else None

@@ -93,7 +93,7 @@ def scores_of_rows(targets, counter):
     """
     first = _first(targets)
     if counter is not count_targets:
-        counts = [int(counter(_rows_of(targets, [row]))) for row in range(len(first))]
+        counts = [_plain(counter(_rows_of(targets, [row]))) for row in range(len(first))]
     elif first.is_floating_point():
         counts = [first[0].numel()] * len(first)
     else:
@@ -101,6 +101,12 @@ def scores_of_rows(targets, counter):
     if first.is_floating_point() or first.is_complex():
         return [(count, none, 0) for count, none in zip(counts, _sums(first, first.isnan()), strict=True)]
     return list(zip(counts, _sums(first, first < 0), _sums(first, first <= 0), strict=True))
+
+
+def _plain(count):
+    """A whole number where it is one."""
+    count = float(count)
+    return int(count) if count.is_integer() else count
 
 
 def _sums(first, chosen):
@@ -188,12 +194,12 @@ def _compare(loss_fn, output, targets, layouts, counter, is_cut):
     except Exception:  # it has tensors of its own in fp32, as weights of classes
         whole, most = float(loss_fn(output, targets)), MOST_OF_FP32
     pieces = [(layouts.take(output, rows, [row]), _rows_of(targets, [row])) for row in range(rows)]
-    counts = [int(counter(part)) for _, part in pieces]
+    counts = [_plain(counter(part)) for _, part in pieces]
     if is_cut:
         length = first.shape[1]
         spans = [(0, length // 2), (length // 2, length)]
         pieces = [_positions(*piece, layouts, 1, length, span) for piece in pieces for span in spans]
-    weighted = [(int(counter(piece[1])), piece) for piece in pieces]
+    weighted = [(float(counter(piece[1])), piece) for piece in pieces]
     weighted = [(weight, float(loss_fn(*piece))) for weight, piece in weighted if weight]
     together = sum(weight * value for weight, value in weighted) / sum(weight for weight, _ in weighted)
     again, values = float(loss_fn(output, targets)), [value for _, value in weighted]

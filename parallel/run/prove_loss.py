@@ -27,6 +27,7 @@ from pycomm.parallel.zero.units import Phase
 __all__ = ["LossProof", "faults_of", "kept_rows", "numbers_of", "raise_together", "refuse_no_mean"]
 
 MOST_BYTES = 1024  # of a sentence
+MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
 MOST_OF_NUMBERS = 1e-6  # relative difference of numbers that are the same for all parts of a batch
 
 _proven = weakref.WeakKeyDictionary()  # Parallelized -> (loss_fn, count, whether with rows that differ)
@@ -56,13 +57,14 @@ class LossProof:
 
     def _is_uneven(self, sharded):
         """Whether rows of the batch differ in scores: n rows are alike where n * sum(c^2) = sum(c)^2."""
-        scores = torch.tensor(scores_of_rows(self.targets, self.counter), dtype=torch.int64)
-        sums = torch.stack([torch.full((3,), len(scores)), scores.sum(0), scores.square().sum(0)])
+        scores = torch.tensor(scores_of_rows(self.targets, self.counter), dtype=torch.float64)
+        rows = torch.full((3,), len(scores), dtype=torch.float64)
+        sums = torch.stack([rows, scores.sum(0), scores.square().sum(0)])
         if sharded:
             sums = sums.to(self.parts.device)
             comm.all_reduce(sums, self.parts.mesh.data)
         rows, total, squares = sums.cpu()
-        return not torch.equal(rows * squares, total.square())
+        return bool((rows * squares - total.square() > MOST_OF_SQUARES * total.square()).any())
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; two rows of the first are kept."""

@@ -365,6 +365,7 @@ CASES = {
     "focal, uneven": Case(Tokens, uneven, focal, NO_MEAN),
     "focal, own count": Case(Tokens, uneven, focal_uneven),
     "class weights": Case(Vectors, ordered, by_class, "weights of classes"),
+    "class weights, their sum": Case(Vectors, ordered, by_class, None, lambda y: weight_of(y) / 1000),
     "class weights, sum": Case(Tokens, uneven, by_class_and_own_count),
     "class weights by hand": Case(Vectors, ordered, by_class_by_hand, NO_MEAN),
     "class weights, counted": Case(Vectors, ordered, by_class_by_hand, None, weight_of),
@@ -398,6 +399,8 @@ CASES = {
     "ignored 255, counted": Case(Tokens, border, but_255, None, lambda y: (y != 255).sum()),
     "weights of rows": Case(Vectors, weighted, with_own_weights, NO_MEAN),
     "weights of rows, counted": Case(Vectors, weighted, with_own_weights, None, own_weight),
+    "weights of rows, fractions": Case(Vectors, weighted, with_own_weights, None, lambda y: y[1].sum() / 50),
+    "class weights, fractions": Case(Vectors, ordered, by_class_by_hand, None, lambda y: weight_of(y) / 1000),
     "unknown targets": Case(Vectors, unknown, where_known, NO_MEAN),
     "unknown targets, counted": Case(Vectors, unknown, where_known, None, known_in),
     # Numbers that the model computes

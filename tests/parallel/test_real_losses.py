@@ -84,3 +84,23 @@ def test_as_in_one_process_or_refused(name, text, microbatches):
         assert losses == pytest.approx(expected, rel=1e-6)
         for key, value in parameters.items():
             assert torch.allclose(state[key], value, rtol=1e-6, atol=1e-8), key
+
+
+@pytest.mark.parametrize("name", ["weights of rows, fractions", "class weights, fractions"])
+def test_counts_that_are_fractions_in_several_calls(name):
+    """A batch in two calls is that batch."""
+    case = CASES[name]
+    model, opt = made(case)
+    model, opt = par.parallelize(model, opt, par.Plan())
+    inputs, targets = case.batch(0)
+    for rows, update in ((slice(0, 3), False), (slice(3, None), True)):
+        part = (
+            inputs[rows],
+            tuple(each[rows] for each in targets) if isinstance(targets, tuple) else targets[rows],
+        )
+        par.step(model, opt, part, case.loss, count=case.count, update=update)
+    other, opt = made(case)
+    case.loss(other(inputs), targets).backward()
+    opt.step()
+    for one, right_one in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.allclose(one, right_one, rtol=1e-9, atol=1e-12)
