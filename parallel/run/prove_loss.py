@@ -20,7 +20,7 @@ from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.loss_trial import Verdict, numbers_in, scores_of_rows, some_rows, try_loss
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
-from pycomm.parallel.run.rows_layout import layouts_of
+from pycomm.parallel.run.rows_layout import layouts_of, named_tensors
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
@@ -95,7 +95,9 @@ def numbers_of(parts, output, microbatch):
 
 
 def kept_rows(parts, output, microbatch):
-    """Rows of a microbatch."""
+    """Rows of a microbatch, or None where its output is an object whose tensors are not known."""
+    if not named_tensors(output):
+        return None
     split = parts.split
     is_cut = split is not None and split.degree > 1
     return some_rows(output, _targets(parts, microbatch), is_cut, layouts_of(parts))

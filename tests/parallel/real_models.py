@@ -1,5 +1,7 @@
 """Models and batches as people have them, for real_losses.py."""
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -50,6 +52,16 @@ class Vectors(nn.Module):
 
     def forward(self, x):
         return self.layers(x)
+
+
+@dataclasses.dataclass
+class Result:
+    out: torch.Tensor
+
+
+class InAnObject(Vectors):
+    def forward(self, x):
+        return Result(super().forward(x))
 
 
 class RowsLast(Vectors):
