@@ -48,7 +48,8 @@ class RowsProof:
 
     def __init__(self, parts, options, measures, is_cut=False):
         self.parts, self.options, self.measures = parts, options, measures
-        is_cut = is_cut or parts.mesh.data.size * options.microbatches > 1
+        # Stages run together before it is known that all ranks were called alike (update=).
+        is_cut = is_cut and parts.stage_model is None or parts.mesh.data.size * options.microbatches > 1
         is_whole = parts.split is None and parts.plan.ep == 1
         self.key = parts.model.training, None if measures is None else tuple(measures)
         self.is_wanted = is_cut and is_whole and self.key not in _tried.get(parts, ())
