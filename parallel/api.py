@@ -47,8 +47,8 @@ def step(
         works on several at a time.
         clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no
             clipping, and no norm is computed.
-        count: targets -> number of values that the mean runs over, where that is not the targets other than
-            -100 (whole numbers) or all elements (real numbers).
+        count: targets -> number of values that the mean runs over (or the sum of their weights), where that
+            is not the targets other than -100 (whole numbers) or all elements (real numbers).
         update: False adds this batch's gradients to those of the next call, which may be another such one;
             `clip` and the optimizer wait for a call that updates. The mean is over the targets of all these
             calls, as if their batches were one. opt.zero_grad(), an error and load() drop what waits.

@@ -108,6 +108,7 @@ QUICK = {
     6: [
         "parallel/test_equality.py::test_schedules_give_the_same_bits",
         "parallel/test_hf_plans.py::test_transformers_model",
+        "parallel/test_prove_stages.py::test_through_the_stages",
         "test_fiber.py::test_runs_without_report",
         "test_given_back.py::test_no_peer_reads_or_writes_what_was_given_back",
         "test_launchers.py::test_a_program_needs_no_setting",

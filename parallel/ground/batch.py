@@ -11,7 +11,8 @@ another.
 [Note: global mean] loss_fn returns the mean over the targets that count. The mean of means is wrong when
 ranks or microbatches have different numbers of those, so each microbatch's loss is weighted with (its count)
 / (count of the whole batch), and gradients are summed. Counted are targets other than ignore_index (-100)
-where they are whole numbers, and elements where they are real numbers; `count` of step() replaces that.
+where they are whole numbers, and elements where they are real numbers; `count` of step() replaces that, and
+may give fractions: the sum of weights, for a mean over weights.
 """
 
 import dataclasses
@@ -50,7 +51,7 @@ class Microbatch:
 
     inputs: Any  # a tensor or a tree of them: this rank's rows, whole positions
     targets: Any  # the same
-    total: int = 1  # how many targets the mean of the batch runs over, on all ranks
+    total: float = 1.0  # how many targets the mean of the batch runs over, on all ranks
     count_of: Callable = count_targets  # targets -> how many of them count
     share: float = 1.0  # of what counts for each microbatch alike
 

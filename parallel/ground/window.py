@@ -24,7 +24,7 @@ class Window:
     def discard(self):
         """The next call is a first one."""
         self.calls = 0
-        self.reference = self.targets = 0  # T_0, at least 1; the sum of all T_k
+        self.reference = self.targets = 0  # T_0, or 1 for none; the sum of all T_k
         self.scale = 1.0  # of the losses
 
     @property
@@ -49,10 +49,10 @@ class Window:
         """A call that leaves its gradients."""
         self.scale = scale
         if self.is_empty:
-            self.reference = max(targets, 1)
+            self.reference = targets or 1.0
         self.calls += 1
         self.targets += targets
 
     def factor(self, targets):
         """What the sum of all gradients is multiplied by, at the last call; 1.0 where it is the only one."""
-        return 1.0 if self.is_empty else self.reference / max(self.targets + targets, 1)
+        return 1.0 if self.is_empty else self.reference / (self.targets + targets or 1.0)

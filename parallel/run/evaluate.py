@@ -8,11 +8,12 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
-from pycomm.parallel.run.loss_trial import Verdict, numbers_in, some_rows, try_loss
+from pycomm.parallel.run.loss_trial import Verdict, try_loss
 from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
-from pycomm.parallel.run.prove_loss import faults_of, refuse_no_mean
+from pycomm.parallel.run.prove_loss import faults_of, kept_rows, numbers_of, refuse_no_mean
+from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
@@ -26,20 +27,24 @@ def run_evaluation(parts, batch, options, metrics=None):
     order: float64 tensors without dimensions, on every rank.
     """
     metrics = metrics or {}
-    measures = [options.loss_fn, *map(_as_tensor, metrics.values())]
+    measures = {"loss_fn": options.loss_fn}
+    measures |= {f"the metric {name!r}": _as_tensor(metric) for name, metric in metrics.items()}
     found = [[] for _ in measures]
     microbatches, _ = prepare(parts, batch, options)
-    trial = _Trial(parts, options, ["loss_fn", *(f"the metric {name!r}" for name in metrics)], measures)
+    trial, rows = _Trial(parts, options, measures), RowsProof(parts, options, measures)
     agree(parts, microbatches)
     with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
+        rows.begin(*place(parts, batch))
         for number, microbatch in enumerate(microbatches):
 
             def measure(output, microbatch=microbatch):
+                rows.note(output, microbatch)
                 trial.note(output, microbatch)
-                for measure, values in zip(measures, found, strict=True):
+                for measure, values in zip(measures.values(), found, strict=True):
                     values.append(microbatch_loss(parts, output, microbatch, measure))
 
             each_stage(parts, number, microbatch, measure)
+        rows.end()
     verdict = trial.verdict(place(parts, batch)[1])
     faults = torch.tensor(faults_of(verdict), dtype=torch.float64, device=parts.device)
     losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
@@ -50,24 +55,20 @@ def run_evaluation(parts, batch, options, metrics=None):
 
 
 class _Trial:
-    """Whether the loss and the metrics are means (loss_trial.py). names, measures: in the same order."""
+    """Whether the loss and the metrics are means (loss_trial.py). measures: {name: loss or metric}."""
 
-    def __init__(self, parts, options, names, measures):
+    def __init__(self, parts, options, measures):
         self.parts, self.counter, self.rows = parts, options.count or count_targets, None
         self.numbers = []  # in the outputs of the microbatches
-        pairs = zip(names, measures, strict=True)
         is_cut = parts.mesh.data.size * options.microbatches > 1
-        self.pairs = [pair for pair in pairs if is_cut and plain_loss(pair[1]) is not cross_entropy]
+        pairs = measures.items() if is_cut else ()
+        self.pairs = [pair for pair in pairs if plain_loss(pair[1]) is not cross_entropy]
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; two rows of the first are kept."""
-        if not self.pairs:
-            return
-        self.numbers.append(numbers_in(output))
-        if self.rows is None:
-            split = self.parts.split
-            targets = microbatch.targets if split is None else split.cut_targets(microbatch.targets)
-            self.rows = some_rows(output, targets, split is not None and split.degree > 1)
+        if self.pairs:
+            self.numbers.append(numbers_of(self.parts, output, microbatch))
+            self.rows = self.rows or kept_rows(self.parts, output, microbatch)
 
     def verdict(self, targets):
         """The first that has a fault, for `targets` as the caller of evaluate gave them."""

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.sequence.glue import check_whole
 from pycomm.parallel.tensor import cross_entropy
@@ -39,7 +40,7 @@ def microbatch_loss(parts, output, microbatch, loss_fn):
 
 def _of_targets(parts, output, microbatch, loss_fn):
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
-    count = int(microbatch.count_of(targets))
+    count = float(microbatch.count_of(targets))
     if count == 0:
         return _zero_of(output, targets, loss_fn)
     if parts.compute_dtype is not None:
@@ -48,7 +49,8 @@ def _of_targets(parts, output, microbatch, loss_fn):
         logits = output if isinstance(output, torch.Tensor) else output.logits
         value = loss_fn(logits, targets, head=parts.tensor.head)
     else:
-        with _Unweighted() if count < microbatch.total else contextlib.nullcontext():
+        is_part = count < microbatch.total and microbatch.count_of is count_targets
+        with _Unweighted() if is_part else contextlib.nullcontext():
             value = _called(parts, loss_fn, output, targets)
     if not isinstance(value, torch.Tensor) or value.dim() > 0:
         raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
@@ -76,7 +78,8 @@ class _Unweighted(TorchFunctionMode):
                 raise ValueError(
                     f"loss_fn calls {func.__name__} with weights of classes, whose mean is over the weights "
                     "and cannot be put together from those of microbatches and ranks: with "
-                    'reduction="sum", divided by the number of targets that count, it can'
+                    'reduction="sum", divided by the number of targets that count, it can; or with '
+                    "count=(targets -> the sum of their weights)"
                 )
         return func(*args, **kwargs)
 

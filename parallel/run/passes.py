@@ -26,6 +26,7 @@ from pycomm.parallel.zero.units import Phase
 __all__ = [
     "StagePasses",
     "agree",
+    "find_input",
     "forget_passes",
     "forward_pass",
     "handed_on",
@@ -154,7 +155,7 @@ def shape_of_input(parts, stage, microbatch):
     """[(shape, dtype, device)] of what `stage` receives. No communication, no memory, and no random number is
     used up. Raises ValueError where it is not what the stage before was told.
     """
-    found, known = _find_input(parts, stage, microbatch), parts.stage_model.agreement
+    found, known = find_input(parts, stage, microbatch), parts.stage_model.agreement
     places = tuple(place for place, _, _ in found)
     if places != known.places(stage, _key(parts, microbatch)):
         raise ValueError(
@@ -165,7 +166,8 @@ def shape_of_input(parts, stage, microbatch):
     return [(shape, dtype, parts.device) for _, shape, dtype in found]
 
 
-def _find_input(parts, stage, microbatch):
+def find_input(parts, stage, microbatch):
+    """[(place, shape, dtype)] of what `stage` is to be handed, found without data."""
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
     reads = contextlib.nullcontext() if parts.tensor.reads is None else parts.tensor.reads.refused()
     with parts.streams.kept(), stand_ins, reads:
@@ -178,7 +180,7 @@ def agree(parts, microbatches):
         return
 
     def find(stage, microbatch):
-        return [place for place, _, _ in _find_input(parts, stage, microbatch)]
+        return [place for place, _, _ in find_input(parts, stage, microbatch)]
 
     inputs = {_key(parts, microbatch): microbatch for microbatch in reversed(microbatches)}
     inputs = dict(reversed(inputs.items()))
@@ -205,7 +207,7 @@ class StagePasses:
         self.last = parts.stages.last  # the stage that computes the loss
         self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.proofs = ()  # LossProof and RowsProof, which look at what the model gives
+        self.proofs = ()  # RowsProof and LossProof, which look at what the model gives
         self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
 
     def forward(self, stage, microbatch, x):

@@ -27,7 +27,8 @@ from pycomm.parallel.ground.same_batch import mark_of
 from pycomm.parallel.run.evaluate import each_stage
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import agree
-from pycomm.parallel.run.prepare import place
+from pycomm.parallel.run.prepare import Options, place
+from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.sequence.split import positions
 
 __all__ = ["run_prediction"]
@@ -64,12 +65,19 @@ def run_prediction(parts, inputs, microbatches=1):
     inputs, _ = place(parts, (inputs, None))
     wanted, rows, pieces = _pieces(parts, inputs, microbatches)
     agree(parts, pieces)
-    outputs = []
+    outputs, proof = [], RowsProof(parts, Options(None, microbatches), None)
     with sharded_logits(parts.tensor.head, None):
+        proof.begin(inputs, torch.arange(rows, device=parts.device))
         for number, piece in enumerate(pieces):
-            each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))
+
+            def take(out, piece=piece):
+                proof.note(out, piece)
+                outputs.append(_result_of(out))
+
+            each_stage(parts, number, piece, take)
     told = exchange(parts, _told(parts, pieces, outputs, rows, mark))
     _check(parts, told)
+    proof.end()
     part = next(part for part in told if part.kinds is not None)
     flat, views = zeros_of([(number, *kind) for number, kind in enumerate(part.kinds)], parts.device)
     if outputs and parts.mesh.coordinate("tp") == 0:

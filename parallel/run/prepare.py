@@ -49,13 +49,13 @@ def prepare(parts, batch, options, separate=False):
         batch = place(parts, batch)
         pieces = split_batch(batch, options.microbatches, *parts.mesh.rows)
         whole = split_batch(batch, options.microbatches, 1, 0)
-        totals = [int(counter(piece.targets)) for piece in whole]
+        totals = [float(counter(piece.targets)) for piece in whole]
     targets = sum(totals)
     share = 1.0 if separate else 1.0 / options.microbatches
     if not separate:
         totals = [targets] * options.microbatches
     pieces = [
-        dataclasses.replace(piece, total=max(total, 1), count_of=counter, share=share)
+        dataclasses.replace(piece, total=total or 1.0, count_of=counter, share=share)
         for piece, total in zip(pieces, totals, strict=True)
     ]
     return pieces, targets
@@ -68,21 +68,21 @@ def _prepare_sharded(parts, batch, microbatches, counter):
     pieces, counts, problem = [], [0] * microbatches, None
     try:
         pieces = split_batch(place(parts, batch), microbatches, 1, 0)
-        counts = [int(counter(piece.targets)) for piece in pieces]
+        counts = [float(counter(piece.targets)) for piece in pieces]
     except ValueError as error:
         problem = error
-    totals = torch.tensor([*counts, problem is not None], dtype=torch.int64, device=parts.device)
+    totals = torch.tensor([*counts, problem is not None], dtype=torch.float64, device=parts.device)
     comm.all_reduce(totals, parts.mesh.data)
     *totals, problems = totals.tolist()
     if problem is not None:
         raise problem
     if problems:
         raise ValueError(
-            f"[rank {parts.mesh.world.rank}] {problems} other ranks could not cut their batches; see the "
-            "error there"
+            f"[rank {parts.mesh.world.rank}] {int(problems)} other ranks could not cut their batches; see "
+            "the error there"
         )
     # The ranks of ring and ulysses count the same rows once each.
-    return pieces, [total // (parts.plan.ring * parts.plan.ulysses) for total in totals]
+    return pieces, [total / (parts.plan.ring * parts.plan.ulysses) for total in totals]
 
 
 def place(parts, batch):

@@ -20,15 +20,17 @@ from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.loss_trial import Verdict, numbers_in, scores_of_rows, some_rows, try_loss
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
+from pycomm.parallel.run.rows_layout import layouts_of, named_tensors
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["LossProof", "faults_of", "raise_together", "refuse_no_mean"]
+__all__ = ["LossProof", "faults_of", "kept_rows", "numbers_of", "raise_together", "refuse_no_mean"]
 
 MOST_BYTES = 1024  # of a sentence
+MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
 MOST_OF_NUMBERS = 1e-6  # relative difference of numbers that are the same for all parts of a batch
 
-_proven = weakref.WeakKeyDictionary()  # Parallelized -> (loss_fn, whether with rows that differ)
+_proven = weakref.WeakKeyDictionary()  # Parallelized -> (loss_fn, count, whether with rows that differ)
 
 
 class LossProof:
@@ -42,8 +44,8 @@ class LossProof:
         self.rows = None  # of the first microbatch
         self.numbers = []  # in the outputs of the microbatches
         self.is_wanted = plain_loss(self.loss_fn) is not cross_entropy and self._is_cut(options)
-        known, with_uneven = _proven.get(parts, (None, False))
-        is_known = _is_same(known, self.loss_fn)
+        known, counter, with_uneven = _proven.get(parts, (None, None, False))
+        is_known = _is_same(known, self.loss_fn) and _is_same(counter, self.counter)
         self.is_wanted = self.is_wanted and not (is_known and with_uneven)
         self.is_uneven = self.is_wanted and self._is_uneven(options.sharded)
         self.is_wanted = self.is_wanted and (self.is_uneven or not is_known)
@@ -55,23 +57,20 @@ class LossProof:
 
     def _is_uneven(self, sharded):
         """Whether rows of the batch differ in scores: n rows are alike where n * sum(c^2) = sum(c)^2."""
-        scores = torch.tensor(scores_of_rows(self.targets, self.counter), dtype=torch.int64)
-        sums = torch.stack([torch.full((3,), len(scores)), scores.sum(0), scores.square().sum(0)])
+        scores = torch.tensor(scores_of_rows(self.targets, self.counter), dtype=torch.float64)
+        rows = torch.full((3,), len(scores), dtype=torch.float64)
+        sums = torch.stack([rows, scores.sum(0), scores.square().sum(0)])
         if sharded:
             sums = sums.to(self.parts.device)
             comm.all_reduce(sums, self.parts.mesh.data)
         rows, total, squares = sums.cpu()
-        return not torch.equal(rows * squares, total.square())
+        return bool((rows * squares - total.square() > MOST_OF_SQUARES * total.square()).any())
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; two rows of the first are kept."""
-        if not self.is_wanted:
-            return
-        self.numbers.append(numbers_in(output))
-        if self.rows is None:
-            split = self.parts.split
-            targets = microbatch.targets if split is None else split.cut_targets(microbatch.targets)
-            self.rows = some_rows(output, targets, split is not None and split.degree > 1)
+        if self.is_wanted:
+            self.numbers.append(numbers_of(self.parts, output, microbatch))
+            self.rows = self.rows or kept_rows(self.parts, output, microbatch)
 
     def end(self):
         """After the passes. Collective over all ranks. Raises ValueError on all of them where loss_fn is no
@@ -87,7 +86,25 @@ class LossProof:
         comm.all_reduce(counts, parts.mesh.world)
         *faults, uneven = counts.tolist()
         refuse_no_mean(parts, found, faults, self.numbers)
-        _proven[parts] = self.loss_fn, uneven > 0
+        _proven[parts] = self.loss_fn, self.counter, uneven > 0
+
+
+def numbers_of(parts, output, microbatch):
+    """Those that the model computed from all rows of a microbatch."""
+    return numbers_in(output, _targets(parts, microbatch), layouts_of(parts))
+
+
+def kept_rows(parts, output, microbatch):
+    """Rows of a microbatch, or None where its output is an object whose tensors are not known."""
+    if not named_tensors(output):
+        return None
+    split = parts.split
+    is_cut = split is not None and split.degree > 1
+    return some_rows(output, _targets(parts, microbatch), is_cut, layouts_of(parts))
+
+
+def _targets(parts, microbatch):
+    return microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
 
 
 def faults_of(found):

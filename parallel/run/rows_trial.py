@@ -15,7 +15,7 @@ they take their running averages, or are passed over.
     rows      of an output are the dim that grows with those of the inputs, from the few of the trial to those
               of the microbatch, wherever it is; flattened ones are (rows n) or (n rows). n x n values for n
               rows are made of pairs of rows
-    judged    what loss_fn uses, as the gradients of a loss of the few rows tell
+    judged    what loss_fn and metrics use, as their gradients for the few rows tell; for predict all of it
 
 After a finding the trial is made again with other random numbers: a model that draws by itself, or mixes
 other rows each time (mixup), is not judged. Nor are models that raise for few rows, that draw as many random
@@ -28,31 +28,36 @@ take; eval mode, in which there are no statistics of the batch.
 
 import collections
 import contextlib
+import itertools
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground import comm, drawn
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.ground.modes import eager
 from pycomm.parallel.ground.shared_state import keep
+from pycomm.parallel.pipeline.absent import Absent
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
+from pycomm.parallel.run.rows_layout import Layout, Layouts, named_tensors
+from pycomm.parallel.run.rows_stages import kept_stages, run_rows, some_stage
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.tensor.cut_logits import CutLogits
 from pycomm.parallel.zero.units import Phase
 
-__all__ = ["RowsTrial", "leaves_of", "tensors_in", "two_rows"]
+__all__ = ["RowsTrial", "leaves_of", "taken", "tensors_in", "two_rows"]
 
 MOST = {torch.float64: 1e-5, torch.float32: 1e-3}  # relative; a part may be computed in less
 MOST_ELSE = 0.1
 LARGEST = 1 << 22  # values of an output that are compared
+LARGEST_NUMBER = 1 << 16  # of one that is kept as it may be without rows
 
 
 def two_rows(inputs, rows):
@@ -67,148 +72,217 @@ def two_rows(inputs, rows):
     return 0, rows - 1
 
 
-def leaves_of(output, loss_fn):
-    """{where: tensor} of the real numbers of an output that loss_fn may use."""
-    if plain_loss(loss_fn) is cross_entropy:
-        is_plain = isinstance(output, torch.Tensor)
-        return {"" if is_plain else ".logits": output if is_plain else output.logits}
-    found = {keystr(path): leaf for path, leaf in tree_flatten_with_path(output)[0]}
-    return {where: leaf for where, leaf in found.items() if _is_real(leaf) and leaf.dim()}
+def leaves_of(output, measures):
+    """{where: tensor} of the real numbers with dims in an output that are judged. measures: what may use
+    them, (output, targets) -> number; None: all of it is the result.
+    """
+    logits = getattr(output, "logits", None)
+    by_default = measures is not None and all(plain_loss(each) is cross_entropy for each in measures)
+    if by_default and isinstance(output, torch.Tensor):
+        return {"": output}
+    if by_default or measures is None and isinstance(logits, torch.Tensor):
+        return {".logits": logits}
+    return {where: leaf for where, leaf in named_tensors(output) if _is_real(leaf) and leaf.dim()}
 
 
 class _Seen(NamedTuple):
     """What a run gave."""
 
-    output: object
-    leaves: dict[str, torch.Tensor]  # of at most LARGEST values
-    shapes: dict[str, torch.Size]
-    numbers: list  # what was drawn of random numbers before its end
-    draws: bool  # whether it has drawn some
-    sends: bool  # whether the model's own code has sent something
+    output: object  # None but in a repetition
+    leaves: dict[str, torch.Tensor]  # that are judged, of at most LARGEST values
+    shapes: dict[str, torch.Size]  # of these
+    numbers: dict[str, torch.Tensor]  # other tensors of at most LARGEST_NUMBER values
+    sizes: dict[str, torch.Size]  # of all tensors
+    few: int = 0  # rows
+    drawn: list = ()  # what was drawn of random numbers before its end
+    draws: bool = False  # whether it has drawn some
+    sends: bool = False  # whether the model's own code has sent something
+    values: dict | None = None  # what `take` gave
 
 
 class RowsTrial:
-    """parts: Parallelized. batch: (inputs, targets) of two rows. rows, shapes: of a microbatch, and of what
-    the model gave for it. few: how many rows the trial has, another number.
+    """parts: Parallelized. measures: of leaves_of(). batch: (inputs, targets) of two rows. few: how many rows
+    the trial has, another number than a microbatch.
     """
 
-    def __init__(self, parts, loss_fn, batch, rows, shapes, few):
-        self.parts, self.loss_fn, self.batch = parts, plain_loss(loss_fn), batch
-        self.rows, self.shapes, self.few = rows, shapes, few
+    def __init__(self, parts, measures, batch, few):
+        self.parts, self.measures, self.batch, self.few = parts, measures, batch, few
+        self.rows, self.shapes = 0, {}  # of a microbatch, and of what the model gave for it
+        self.layouts = None  # of what it gave; None: not known
         self.state = OuterState(parts.model, ())
         weights = {p.dtype for p in parts.model.parameters() if p.is_floating_point()}
         if torch.is_autocast_enabled(parts.device.type):
             weights.add(torch.get_autocast_dtype(parts.device.type))
         self.most = max((MOST.get(dtype, MOST_ELSE) for dtype in weights), default=0.0)
+        self.indices = [0] + [1] * (few - 1), [0] * few, [1] * few
+        self.first = None  # the _Seen of the runs of begin()
+
+    @torch.no_grad()
+    def begin(self):
+        """The first trial, before the passes, which change buffers. Collective where forwards are."""
+        self.first = [self.once(index, 0) for index in self.indices]
+
+    def see(self, output, rows):
+        """What the model gave for a microbatch."""
+        self.rows = rows
+        self.shapes = {where: leaf.shape for where, leaf in leaves_of(output, self.measures).items()}
+        if all(each is not None for each in self.first):
+            found = {where: self._layout(where, leaf) for where, leaf in named_tensors(output)}
+            self.layouts = Layouts({where: layout for where, layout in found.items() if layout is not None})
+
+    def _layout(self, where, leaf):
+        """The Layout of a tensor of the microbatch, or None where it is not known."""
+        dims = _grown(self.first[0].sizes.get(where, ()), leaf.shape)
+        if dims is None or any(each.sizes.get(where) != self.first[0].sizes[where] for each in self.first):
+            return None
+        if not dims:
+            values = [each.numbers.get(where, each.leaves.get(where)) for each in self.first]
+            return Layout(None, is_constant=all(_are_close(value, leaf) for value in values))
+        each = self._each(self.first[0].sizes[where], leaf.shape, dims)
+        if each is None:
+            return None
+        values = [seen.leaves.get(where, seen.numbers.get(where)) for seen in self.first]
+        if each == 1 or any(
+            value is None or value.shape != leaf_shape
+            for value, leaf_shape in zip(values, [seen.sizes[where] for seen in self.first], strict=True)
+        ):
+            return Layout(dims[0])
+        front, behind = (_change(values, dims[0], self.few, rows_first) for rows_first in (True, False))
+        return Layout(dims[0], front <= behind)
 
     @torch.no_grad()
     def run(self, number):
         """(what was found, a sentence, or None; whether the model draws random numbers). number: 0 for the
-        first trial, then that of a repetition. Collective where forwards are.
+        first trial, then that of a repetition. Collective where forwards are, but for number 0.
         """
-        a, b = [0] * self.few, [1] * self.few
-        both = [0] + b[1:]
-        seen = [self._run(index, number) for index in (both, a, b, *([both] if number else []))]
+        seen = self.first
+        if number:
+            seen = [self.once(index, number) for index in (*self.indices, self.indices[0])]
         used = self._used(seen[0]) if number else None
-        if any(each is None for each in seen):
-            return None, False
-        draws = any(each.draws for each in seen)
-        alike = all(drawn.same(each.numbers, seen[0].numbers) for each in seen)
-        if not alike or any(each.sends for each in seen):
+        is_judged, draws = self.agreed(seen)
+        if not is_judged:
             return None, draws
         words = {**self._pairs(seen[0]), **self._changes(*seen[:3])}
         noise = self._changes(seen[0], seen[3], seen[3]) if number else ()
         found = [where for where in words if where not in noise and (used is None or where in used)]
         return (f"its output{found[0]} {words[found[0]]}" if found else None), draws
 
-    def _run(self, index, number):
-        """A _Seen, or None where the model does not run in this way. index: the row of each row."""
-        parts, (inputs, _) = self.parts, self.batch
-        watch = _Watch() if number else contextlib.nullcontext()
-        traffic = comm.count_traffic()
+    def agreed(self, seen):
+        """Whether the runs can be compared, and whether the model draws random numbers, in some stage.
+        Collective over pp.
+        """
+        runs = all(each is not None for each in seen)
+        draws = runs and any(each.draws for each in seen)
+        is_known = runs and not any(each.sends for each in seen)
+        is_known = is_known and all(
+            drawn.same(each.drawn, seen[0].drawn) for each in seen if each.few == self.few
+        )
+        is_unknown, draws = some_stage(self.parts, not is_known, draws)
+        return not is_unknown, draws
+
+    def once(self, index, number, take=None, eval_mode=False):
+        """A _Seen, or None where the model does not run in this way. index: the row of each row. take:
+        (output, targets) -> values. Collective where forwards are, and over pp.
+        """
+        parts, (inputs, targets) = self.parts, self.batch
+        sends = []
+
+        def around(forward, is_last):
+            watch = _Watch() if number else contextlib.nullcontext()
+            with comm.count_traffic() as own, watch:
+                drawn.pass_over(number, parts.device)
+                before = drawn.drawn(parts.device)
+                output = forward()
+            values = take(output, taken(targets, index)) if take and is_last else None
+            sends.append(bool(number) and watch.calls > own.calls())
+            return output, values, before, drawn.drawn(parts.device)
+
         try:
             with (
-                self._kept(),
+                self._kept(eval_mode),
                 parts.streams.kept(),
                 parts.streams.recomputation(),
                 drawn.kept(),
                 eager(),
-                traffic as own,
-                forward_pass(parts, Phase.EVALUATE, ("rows", 0), 0),
-                watch,
             ):
-                drawn.pass_over(number, parts.device)
-                before = drawn.drawn(parts.device)
-                output = Microbatch(_taken(inputs, index), None).call(parts.model)
-                after = drawn.drawn(parts.device)
-            leaves = leaves_of(output, self.loss_fn)
+                runs = run_rows(parts, Microbatch(taken(inputs, index), None), around)
+            output, values = runs[-1][:2] if parts.stages.last in parts.stages.mine else (None, None)
+            before, after = (list(itertools.chain(*(run[at] for run in runs))) for at in (2, 3))
+            draws = not drawn.same(before, after)
+            seen = self._seen(output, bool(number))
+            return seen._replace(few=len(index), drawn=after, draws=draws, sends=any(sends), values=values)
         except dist.DistError:
             raise
         except Exception:  # of the model, which does not take such rows
             return None
+
+    def _seen(self, output, is_kept):
+        """A _Seen of an output; None for the ranks before the last stage."""
+        leaves = leaves_of(output, self.measures) if output is not None else {}
         shapes = {where: leaf.shape for where, leaf in leaves.items()}
         leaves = {where: _few_of(leaf) for where, leaf in leaves.items()}
-        sends = bool(number) and watch.calls > own.calls()
-        kept = output if number else None
-        return _Seen(kept, leaves, shapes, after, not drawn.same(before, after), sends)
+        named = named_tensors(output)
+        numbers = {
+            where: leaf.clone()
+            for where, leaf in named
+            if where not in leaves and leaf.numel() <= LARGEST_NUMBER
+        }
+        sizes = {where: leaf.shape for where, leaf in named}
+        return _Seen(output if is_kept else None, leaves, shapes, numbers, sizes)
 
     @contextlib.contextmanager
-    def _kept(self):
+    def _kept(self, eval_mode=False):
         """What the model writes is afterwards as it was before."""
         modules, memo = list(self.parts.model.modules()), {}
-        with self.state.kept(), contextlib.ExitStack() as stack:
+        with kept_stages(self.parts), self.state.kept(), contextlib.ExitStack() as stack:
             for module in modules:
                 for name, value in list(vars(module).items()):
                     if name in _OWN:
                         continue
-                    if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                    if isinstance(value, torch.Tensor) and not isinstance(
+                        value, (torch.nn.Parameter, Absent)
+                    ):
                         memo.setdefault(id(value), value.clone())
                         vars(module)[name] = memo[id(value)]
                     elif isinstance(value, (list, dict, set, collections.deque)):
                         stack.callback(keep(value))
                     elif isinstance(value, torch.Generator):
                         stack.callback(value.set_state, value.get_state())
-                if isinstance(module, (_BatchNorm, MoE)):
+                if eval_mode or isinstance(module, (_BatchNorm, MoE)):
                     module.training = False  # no statistics, no balance over ranks
                 if isinstance(module, _BatchNorm) and module.running_mean is None:
                     vars(module)["forward"] = _passed_over
             yield
 
     def _used(self, seen):
-        """Where loss_fn uses the output; nowhere if it does not take few rows, or there is no output."""
-        if seen is None or len(leaves_of(seen.output, self.loss_fn)) == 1:
+        """Where the measures use the output; nowhere if they do not take few rows, or there is no output."""
+        if seen is None or self.measures is None or len(seen.leaves) < 2:
             return set() if seen is None else set(seen.leaves)
-        paths, tree = tree_flatten_with_path(seen.output)
-        leaves = [_wide(leaf).detach().requires_grad_() if _is_real(leaf) else leaf for _, leaf in paths]
-        made = {keystr(path): leaf for (path, _), leaf in zip(paths, leaves, strict=True) if _is_real(leaf)}
-        targets = _taken(self.batch[1], [0] + [1] * (self.few - 1))
-        parts = self.parts
-        try:
-            with (
-                parts.streams.kept(),
-                forward_pass(parts, Phase.EVALUATE, ("rows", 1), 0),
-                torch.enable_grad(),
-            ):
-                given = [leaf.clone() if _is_real(leaf) else leaf for leaf in leaves]
-                value = self.loss_fn(tree_unflatten(given, tree), targets)
-                gradients = torch.autograd.grad(value, list(made.values()), allow_unused=True)
-        except Exception:  # of loss_fn, which does not take such rows
-            return set()
-        return {where for where, gradient in zip(made, gradients, strict=True) if gradient is not None}
+        parts, targets = self.parts, taken(self.batch[1], self.indices[0])
+        with (
+            parts.streams.kept(),
+            drawn.kept(),
+            forward_pass(parts, Phase.EVALUATE, ("rows", 1), 0),
+        ):
+            return {
+                where
+                for where in seen.leaves
+                if any(_uses(each, where, seen.output, targets) for each in self.measures)
+            }
 
-    def _grown(self, seen, where):
-        """The dims that have other sizes than for the microbatch; none for another number of dims."""
-        shape, whole = seen.shapes[where], self.shapes.get(where, ())
-        return [dim for dim in range(len(shape)) if len(whole) == len(shape) and shape[dim] != whole[dim]]
+    def _each(self, few, whole, dims):
+        """How many values of the one dim that has grown belong to a row, or None where they do not."""
+        each, rest = divmod(few[dims[0]], self.few)
+        is_known = len(dims) == 1 and not rest and each * self.rows == whole[dims[0]]
+        return each if is_known else None
 
     def _pairs(self, seen):
         """{where: words} of each output that has a value for each pair of rows."""
         found = {}
         for where, shape in seen.shapes.items():
-            dims = self._grown(seen, where)
-            if len(dims) > 1 and all(
-                (shape[d], self.shapes[where][d]) == (self.few, self.rows) for d in dims
-            ):
+            whole = self.shapes.get(where, ())
+            dims = _grown(shape, whole) or ()
+            if len(dims) > 1 and all((shape[d], whole[d]) == (self.few, self.rows) for d in dims):
                 found[where] = f"has {self.rows} x {self.rows} values for {self.rows} rows"
         return found
 
@@ -216,12 +290,11 @@ class RowsTrial:
         """{where: words} of each output of which a row changes with the other one."""
         found = {}
         for where, leaf in both.leaves.items():
-            shape, dims = both.shapes[where], self._grown(both, where)
-            is_known = len(dims) == 1 and all(each.shapes.get(where) == shape for each in (a, b))
-            if not is_known or leaf.shape[dims[0]] != shape[dims[0]]:
+            shape, whole = both.shapes[where], self.shapes.get(where, ())
+            dims = _grown(shape, whole)
+            if not dims or any(each.shapes.get(where) != shape for each in (a, b)):
                 continue
-            each, rest = divmod(shape[dims[0]], self.few)
-            if rest or each * self.rows != self.shapes[where][dims[0]]:
+            if leaf.shape[dims[0]] != shape[dims[0]] or self._each(shape, whole, dims) is None:
                 continue
             leaves = [one.leaves[where] for one in (both, a, b)]
             change = min(_change(leaves, dims[0], self.few, rows_first) for rows_first in (True, False))
@@ -229,6 +302,46 @@ class RowsTrial:
                 words = f"by {change:.2g} of its size" if change < float("inf") else "from a number to none"
                 found[where] = f"changes {words} for a row when the row beside it is another one"
         return found
+
+
+def _grown(shape, whole):
+    """The dims that have other sizes for the microbatch; None for another number of dims."""
+    if len(whole) != len(shape):
+        return None
+    return [dim for dim in range(len(shape)) if shape[dim] != whole[dim]]
+
+
+def _are_close(value, leaf):
+    if value is None or value.shape != leaf.shape or value.dtype != leaf.dtype:
+        return False
+    return torch.allclose(value, leaf.detach().to(value), rtol=1e-6, atol=0.0, equal_nan=True)
+
+
+def _uses(measure, where, output, targets):
+    """Whether a tensor of the output plays a part in what it gives for few rows: by its gradient, or, for
+    what has none (an argmax), by what it gives for another one.
+    """
+    measure = plain_loss(measure)
+
+    def put(make):
+        names = (name for name, _ in named_tensors(output))
+        return tree_map(
+            lambda leaf: make(leaf) if isinstance(leaf, torch.Tensor) and next(names) == where else leaf,
+            output,
+        )
+
+    with torch.enable_grad():
+        leaf = _wide(dict(named_tensors(output))[where]).detach().requires_grad_()
+        try:
+            value = torch.as_tensor(measure(put(lambda _: leaf.clone()), targets))
+            if value.requires_grad:
+                return torch.autograd.grad(value, leaf, allow_unused=True)[0] is not None
+            return any(
+                not torch.equal(value, torch.as_tensor(measure(put(make), targets)))
+                for make in (lambda one: -one, lambda one: torch.full_like(one, torch.nan))
+            )
+        except Exception:  # of the measure, which does not take such rows
+            return False
 
 
 def _change(leaves, dim, few, rows_first):
@@ -257,7 +370,7 @@ def tensors_in(tree):
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _taken(tree, index):
+def taken(tree, index):
     """Copies of rows."""
     return tree_map(lambda leaf: leaf[index] if isinstance(leaf, torch.Tensor) else leaf, tree)
 

@@ -51,14 +51,18 @@ def _run(parts, batch, options, make_passes):
         for moe in parts.moes:
             moe.aux_scale = updates.weight / options.microbatches
         passes = make_passes(parts, microbatches, options.loss_fn, updates)
+        rows, (inputs, targets) = None, place(parts, batch)
         if passes.proves:
-            inputs, targets = place(parts, batch)
-            passes.proofs = LossProof(parts, options, targets), RowsProof(parts, options, inputs, targets)
+            is_cut = not options.update or not parts.window.is_empty
+            rows = RowsProof(parts, options, {"loss_fn": options.loss_fn}, is_cut)
+            passes.proofs = rows, LossProof(parts, options, targets)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             agree(parts, microbatches)
+            if rows is not None:
+                rows.begin(inputs, targets)
             _run_passes(parts, passes, options.microbatches)
             prove_glue(parts, microbatches[0])
-            for proof in passes.proofs:
+            for proof in reversed(passes.proofs):
                 proof.end()
         return updates.end(passes.losses)
     except BaseException as error:

@@ -153,7 +153,7 @@ def run_alone(model, chunks, loss_fn, count):
         hooks.append(module.register_forward_hook(_recorder(outputs, name, active)))
         if isinstance(module, MoE):
             module.aux_scale = 1.0 / len(chunks)
-    counts = [int(counter(chunk.targets)) for chunk in chunks]
+    counts = [float(counter(chunk.targets)) for chunk in chunks]
     loss, draws = 0.0, False
     for number, (chunk, targets) in enumerate(zip(chunks, counts, strict=True)):
         active[0] = number
@@ -163,7 +163,7 @@ def run_alone(model, chunks, loss_fn, count):
         active[0] = False
         value = _loss(plain_loss(loss_fn), result, chunk.targets)
         if len(chunks) > 1:
-            value = value * (targets / max(sum(counts), 1))
+            value = value * (targets / (sum(counts) or 1.0))
         if isinstance(loss_fn, RouterLoss):
             value = value + loss_fn.of_routers(result, chunk.inputs) / len(chunks)
         value.backward()

@@ -268,6 +268,20 @@ def test_ranks_with_rows_of_their_own():
     assert first == second
 
 
+def with_other_counts(rank, world_size):
+    """A loss that is right with one count is not known to be with another."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), par.Plan(dp=2))
+    par.step(model, opt, batch(), shifted, count=shifted_targets)
+    with pytest.raises(ValueError, match="is no mean over the targets that count"):
+        par.step(model, opt, batch(), shifted)
+
+
+def test_the_same_loss_with_another_count():
+    spawn(2, with_other_counts)
+
+
 class Penalized(Plain):
     """A penalty on weights beside the logits: the same for all parts. Or one on what it computes, which is
     not.
