@@ -9,6 +9,7 @@ Where one part is the whole batch any loss is right, and parallel.cross_entropy 
 called some ten times for few rows.
 """
 
+import functools
 import types
 import weakref
 
@@ -148,7 +149,15 @@ def _are_equal(parts, numbers):
 
 
 def _is_same(one, other):
-    """Also a function that was made anew, from the same source with the same values in it."""
+    """Also a function or partial that was made anew, from the same source with the same values in it."""
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        values = [[*each.args, *each.keywords.values()] for each in (one, other)]
+        return (
+            _is_same(one.func, other.func)
+            and list(one.keywords) == list(other.keywords)
+            and len(values[0]) == len(values[1])
+            and all(a is b for a, b in zip(*values, strict=True))
+        )
     if one is other or not all(isinstance(each, types.FunctionType) for each in (one, other)):
         return one is other
 

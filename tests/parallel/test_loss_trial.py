@@ -327,3 +327,30 @@ def test_one_part_may_have_any_loss():
     right = total(model(inputs), targets).item()
     model, opt = par.parallelize(model, opt, par.Plan())
     assert abs(par.step(model, opt, (inputs, targets), total).item() - right) < 1e-9 * right
+
+
+def smoothed(calls, out, y, **options):
+    calls.append(1)
+    return mean(out, y, **options)
+
+
+def make_partial(calls, smoothing):
+    return functools.partial(smoothed, calls, label_smoothing=smoothing)
+
+
+def make_function(calls, smoothing):
+    return lambda out, y: smoothed(calls, out, y, label_smoothing=smoothing)
+
+
+@pytest.mark.parametrize("make", [make_partial, make_function])
+def test_a_loss_that_is_made_anew_in_each_step(make):
+    """Is known; with another value in it, it is not."""
+    torch.manual_seed(0)
+    model = Plain().double()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), par.Plan())
+    calls, counts, smoothing = [], [], [0.1, 0.2]
+    for value in (smoothing[0], smoothing[0], smoothing[1], smoothing[1]):
+        par.step(model, opt, batch(), make(calls, value), microbatches=2)
+        counts.append(len(calls))
+        calls.clear()
+    assert counts[1] == counts[3] == 2 < min(counts[0], counts[2]), counts
