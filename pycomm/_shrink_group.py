@@ -8,11 +8,10 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import _C, env
 from pycomm.communicator import Communicator
+from pycomm.groups import shared_store
 from pycomm.options import seconds
 
 __all__ = ["shrink_group"]
-
-_LOOPBACK = "127.0.0.1"  # ranks that shrink are on one host
 
 
 def shrink_group(group=None, *, exclude=(), timeout=None):
@@ -62,14 +61,8 @@ def _keep_store(old, backend):
     """Gives torch another store for the new group if one of its ranks cannot reach that of the old one."""
     name, store = c10d._world.pg_map[old]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
-    if comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
-        return
-    new = None
-    if comm.rank == 0:
-        new = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
-    port = comm.broadcast(torch.tensor([new.port if new else 0]))
-    new = new or dist.TCPStore(_LOOPBACK, int(port), is_master=False, wait_for_workers=False)
-    c10d._world.pg_map[old] = (name, new)
+    if not comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
+        c10d._world.pg_map[old] = (name, shared_store(comm))
 
 
 def _answers(store):

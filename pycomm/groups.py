@@ -18,10 +18,12 @@ import hashlib
 import os
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from pycomm import env
 from pycomm.communicator import Communicator
+from pycomm.stores import open_store, store_at
 
 __all__ = [
     "ALONE",
@@ -37,9 +39,12 @@ __all__ = [
     "pad_pieces",
     "reduce_scatter_flat",
     "replacement_store",
+    "shared_store",
     "show_hosts",
     "unpad_pieces",
 ]
+
+_LOOPBACK = "127.0.0.1"  # for ranks of one host
 
 # torch 2.13 renames these two.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -170,6 +175,18 @@ def show_hosts(hosts):
     if len(set(sizes)) > 1:
         return f"hosts of {' + '.join(map(str, sizes))}"
     return f"{len(sizes)} host{'s' * (len(sizes) > 1)} x {sizes[0]}"
+
+
+def shared_store(comm):
+    """Collective over a Communicator: a torch store of its ranks, a TCPStore in the process of rank 0, at the
+    address by which the ranks of the group reach each other. Raises CommError, and OSError where rank 0 has
+    ended meanwhile.
+    """
+    point = comm._comm.point
+    host = _LOOPBACK if point is None else point.places[0].ip
+    own = open_store(host) if comm.rank == 0 else None
+    port = int(comm.broadcast(torch.tensor([own.port if own else 0])))
+    return own or store_at(host, port)
 
 
 # What `python -m pycomm.run` and the ranks that it has started say to each other, in its store.
