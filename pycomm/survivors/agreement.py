@@ -77,6 +77,8 @@ class Agreement:
             words = self.point.slots.words
             if self.begin is None:
                 self.begin = len(words) - bool(words and _is_members(words[-1]))
+                with self.point.lock:
+                    self.point.here = self.point.here._replace(begin=self.begin)
             if (verdict := self._outcome(words)) is not None:
                 return verdict
             if not (words and _is_members(words[-1])):

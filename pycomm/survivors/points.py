@@ -45,6 +45,7 @@ class Here(NamedTuple):
 
     exclude: list
     exactly: bool
+    begin: int = -1  # so many words were decided before this call, -1: it does not know yet
     made: int = -1  # slot of the last verdict whose group this rank has made
     stopped: list = ()  # ranks of its host
 

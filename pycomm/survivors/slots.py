@@ -44,6 +44,11 @@ class Slots:
         self._promised[slot], self._taken[slot] = ballot, (ballot, word)
         return {"taken": True}
 
+    def after_failure(self):
+        """The slot after the last word that has failed: calls that began before it are over."""
+        failed = [slot for slot, word in enumerate(self.words) if isinstance(word, dict) and "failed" in word]
+        return failed[-1] + 1 if failed else 0
+
     def know(self, words):
         """words: the first decided ones, as another rank has them."""
         self.words = [*self.words, *words[len(self.words) :]]  # whoever holds the former list goes on with it

@@ -100,7 +100,8 @@ class Survey:
             return Seen.SILENT
         if not peer.ever_heard:
             return Seen.UNKNOWN
-        return Seen.HERE if peer.here is not None else Seen.ABSENT
+        here = peer.here is not None and peer.here.begin >= self.point.slots.after_failure()
+        return Seen.HERE if here else Seen.ABSENT
 
     def silence(self, rank):
         """Seconds since a rank was heard."""
