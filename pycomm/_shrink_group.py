@@ -8,10 +8,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import _C, env
 from pycomm.communicator import Communicator
-from pycomm.groups import shared_store
 from pycomm.options import seconds
 
 __all__ = ["shrink_group"]
+
+_LOOPBACK = "127.0.0.1"  # for ranks of one host
 
 
 def shrink_group(group=None, *, exclude=(), timeout=None):
@@ -61,8 +62,14 @@ def _keep_store(old, backend):
     """Gives torch another store for the new group if one of its ranks cannot reach that of the old one."""
     name, store = c10d._world.pg_map[old]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
-    if not comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
-        c10d._world.pg_map[old] = (name, shared_store(comm))
+    if comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
+        return
+    point = comm._comm.point
+    host = _LOOPBACK if point is None else point.places[0].ip
+    new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
+    port = comm.broadcast(torch.tensor([new.port if new else 0]))
+    new = new or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    c10d._world.pg_map[old] = (name, new)
 
 
 def _answers(store):

@@ -18,12 +18,11 @@ import hashlib
 import os
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
 from pycomm import env
 from pycomm.communicator import Communicator
-from pycomm.stores import open_store, store_at
+from pycomm.survivors.store import PointStore
 
 __all__ = [
     "ALONE",
@@ -44,7 +43,6 @@ __all__ = [
     "unpad_pieces",
 ]
 
-_LOOPBACK = "127.0.0.1"  # for ranks of one host
 
 # torch 2.13 renames these two.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -178,15 +176,10 @@ def show_hosts(hosts):
 
 
 def shared_store(comm):
-    """Collective over a Communicator: a torch store of its ranks, a TCPStore in the process of rank 0, at the
-    address by which the ranks of the group reach each other. Raises CommError, and OSError where rank 0 has
-    ended meanwhile.
+    """A torch store of the ranks of a Communicator over hosts, in the process of rank 0. It raises PeerError
+    when that has ended, and host is its address.
     """
-    point = comm._comm.point
-    host = _LOOPBACK if point is None else point.places[0].ip
-    own = open_store(host) if comm.rank == 0 else None
-    port = int(comm.broadcast(torch.tensor([own.port if own else 0])))
-    return own or store_at(host, port)
+    return PointStore(comm._comm.point, 0)
 
 
 # What `python -m pycomm.run` and the ranks that it has started say to each other, in its store.

@@ -13,6 +13,7 @@ process that answers, whatever the rank does. All ranks know all points since th
     points.py       the point, and the thread that answers
     slots.py        what a point remembers, so that all decide alike
     survey.py       what a rank in shrink() sees of all others
+    store.py        values in a point, where the survivors meet
     agreement.py    rounds: who is left, and whether the new group was made
     shrinking.py    the new group
 
@@ -37,7 +38,7 @@ numbers lets them go on, as the caller then knows that those do not.
 
 [Note: rounds] What is decided is a list of words, the same on all ranks (slots.py); word 1, 2, 3 ...
 
-    members 0 2 3, store   the verdict: the ranks that are here, where nobody is absent
+    members 0 2 3, store 0 the verdict: the ranks that are here, where nobody is absent
     formed                 all members have the new group: this one is done
     over                   a member was lost before: a verdict again
     failed, why            time is up, or ranks exclude different ones, or one failed by itself: all raise it

@@ -26,10 +26,10 @@ MAY_LIVE = (Seen.STOPPED, Seen.SILENT)
 
 
 class Verdict(NamedTuple):
-    """Who makes the new group. store: (ip, port) of a TCPStore. round: from 1."""
+    """Who makes the new group. store: the rank in whose point they meet. round: from 1."""
 
     members: list
-    store: tuple
+    store: int
     round: int
 
 
@@ -37,13 +37,12 @@ class Agreement:
     """One call of shrink() of this rank.
 
     point: its Point. exclude: ranks to leave out; all pass the same. exactly: nobody else may be missing.
-    open_store: () -> (ip, port) of a TCPStore of this process.
     """
 
-    def __init__(self, point, exclude, exactly, timeout, open_store):
+    def __init__(self, point, exclude, exactly, timeout):
         self.point, self.exclude, self.exactly = point, sorted(exclude), exactly
         self.timeout, self.deadline = timeout, time.monotonic() + timeout
-        self.size, self.rank, self.open_store = len(point.places), point.rank, open_store
+        self.size, self.rank = len(point.places), point.rank
         limit = env.settings().host_timeout or DEFAULT_HOST_TIMEOUT
         self.survey = Survey(point, limit)
         self.begin = None  # words before this one were decided before this call
@@ -112,7 +111,7 @@ class Agreement:
             return None  # who is no member waits: if one dies, there is another round
         self.slot, self.members, self._since_verdict = len(words) - 1, last["members"], time.monotonic()
         self._alone_since = None
-        return Verdict(self.members, tuple(last["store"]), sum(map(_is_members, words)))
+        return Verdict(self.members, last["store"], sum(map(_is_members, words)))
 
     def _decide(self, slot):
         """Proposes a verdict, if nothing keeps it from being one and this rank is the one to do it."""
@@ -179,7 +178,7 @@ class Agreement:
             are = "is" if len(lost) == 1 else "are"
             text = f"{self.point.names(lost)} {are} lost, too. Pass all ranks that are to be left out"
             return _failed(PeerError, lost[0], text)
-        return {"members": here, "store": list(self.open_store())}
+        return {"members": here, "store": self.rank}
 
     # --- whether the group was made --------------------
 

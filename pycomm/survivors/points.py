@@ -6,6 +6,7 @@ A question is a line of JSON, and so is its answer; the first line of a connecti
     {"id": 2, "ask": "propose", "slot": 1, "ballot": [1, 0]} -> {"id": 2, "promised": null}
     {"id": 3, "ask": "take", ..., "value": word}             -> {"id": 3, "taken": true}
     {"id": 4, "ask": "know", "words": [...]}                 -> {"id": 4}
+    {"id": 5, "ask": "store", "do": "add", ...}              -> {"id": 5, "value": 1}          store.py
 
 [Note: how long a point lives] Until its group is closed, which the extension tells by a bell (an eventfd):
 from then on the port refuses, and the others take the rank for gone. A point whose group has been shrunk
@@ -61,7 +62,7 @@ class Point:
 
     def __init__(self, ip, version, token, rank):
         self.token, self.rank, self.is_left = token, rank, lambda: False
-        self.lock, self.slots, self.here = threading.Lock(), Slots(), None
+        self.lock, self.slots, self.here, self.values = threading.Lock(), Slots(), None, {}
         self.hosts = self.labels = self.places = self.store = self._shrinker = None
         self.socket = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
         try:
@@ -119,6 +120,8 @@ class Point:
             if ask == "know":
                 self.slots.know(question["words"])
                 return {}
+            if ask == "store":
+                return {"value": _serve_store(self.values, question)}
         raise ValueError(f"a question that no point knows: {ask!r}")
 
     def ended(self):
@@ -137,6 +140,25 @@ def _process_space():
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.readline().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
+
+
+def _serve_store(values, question):
+    """The answer of a point. values: {key: a string, or a number that was counted}. With its lock held."""
+    do, key, value = question["do"], question["key"], question["value"]
+    if do == "set":
+        values[key] = value
+    elif do == "get":
+        return str(values[key])
+    elif do == "add":
+        values[key] = str(int(values.get(key, 0)) + value)
+        return int(values[key])
+    elif do == "check":
+        return all(one in values for one in key)
+    elif do == "number":
+        return len(values)
+    elif do == "delete":
+        return values.pop(key, None) is not None
+    return None
 
 
 class _Asking:

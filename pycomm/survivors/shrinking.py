@@ -1,11 +1,7 @@
-"""Makes a group of the ranks that are left: they agree (agreement.py), and meet in a store that one of them
-has opened, as the ranks of any group do.
+"""Makes a group of the ranks that are left: they agree (agreement.py), and meet in a store, as the ranks of
+any group do: that in the point of the proposer (store.py). Who waits there looks at the lives of the others.
 
-    proposer     opens a TCPStore, proposes "members 0 2 3, store 10.0.0.6:40123"
-    members      create the group there; who waits looks at the lives of the others meanwhile (_WatchedStore)
-
-The store stays as long as the group, in the process of the proposer. If that is lost the next shrink() opens
-another.
+The store stays as long as the proposer's process. If that is lost the next shrink() has another.
 """
 
 import contextlib
@@ -13,12 +9,10 @@ import os
 import threading
 import time
 
-import torch.distributed as dist
-
 from pycomm import _C
 from pycomm.errors import AbortedError, PeerError
-from pycomm.stores import open_store, store_at
 from pycomm.survivors.agreement import Agreement
+from pycomm.survivors.store import PointStore
 
 __all__ = ["shrink"]
 
@@ -31,13 +25,11 @@ def shrink(point, comm, exclude, exactly, timeout, makers):
     hosts. comm: the old one, which is closed. makers: pycomm.hosts.makers.
     """
     _check(point, comm, exclude)
-    opened = _Opened(point.place.ip)
-    with Agreement(point, exclude, exactly, timeout, opened.address) as agreement:
+    with Agreement(point, exclude, exactly, timeout) as agreement:
         while True:
-            verdict = agreement.agree()
-            made = store = None
+            verdict, made = agreement.agree(), None
+            store = PointStore(point, verdict.store, _Watcher(agreement.watch))
             try:
-                store = _WatchedStore(opened.store_at(verdict.store), verdict.store[0], agreement.watch)
                 made = _join(point, comm, verdict, store, agreement, makers)
             except Exception as error:  # that of another rank, or this one's own
                 if not _is_of_others(error, agreement):
@@ -101,65 +93,17 @@ def _is_of_others(error, agreement):
     return isinstance(error, PeerError) and error.peer is not None
 
 
-class _Opened:
-    """The stores of one call: this process's own, opened where it proposes, and those of others."""
+class _Watcher:
+    """Looks at the others from time to time, of those threads that wait one."""
 
-    def __init__(self, ip):
-        self.ip, self.own = ip, None
+    def __init__(self, look):
+        self.look, self.next, self.lock = look, 0.0, threading.Lock()
 
-    def address(self):
-        if self.own is None:
-            self.own = open_store(self.ip)
-        return self.ip, self.own.port
-
-    def store_at(self, address):
-        if self.own is not None and address == self.address():
-            return self.own
-        return store_at(*address)
-
-
-class _WatchedStore(dist.Store):  # names of methods: signature of torch.distributed's
-    """A store that raises, to whoever waits in it, when a rank of the new group is lost.
-
-    host: where it is. watcher: called from time to time, raises; None: nobody is watched any more.
-    """
-
-    def __init__(self, inner, host, watcher):
-        super().__init__()
-        self.inner, self.host, self.watcher = inner, host, watcher
-        self._next_look, self._lock = 0.0, threading.Lock()
-
-    def _look(self):
-        watcher, now = self.watcher, time.monotonic()
-        if watcher is None or now < self._next_look or not self._lock.acquire(blocking=False):
+    def __call__(self):
+        if time.monotonic() < self.next or not self.lock.acquire(blocking=False):
             return
         try:
-            watcher()
-            self._next_look = time.monotonic() + LOOK_S
+            self.look()
+            self.next = time.monotonic() + LOOK_S
         finally:
-            self._lock.release()
-
-    def check(self, keys):
-        self._look()
-        return self.inner.check(keys)
-
-    def set(self, key, value):
-        self.inner.set(key, value)
-
-    def get(self, key):
-        return self.inner.get(key)
-
-    def add(self, key, value):
-        self._look()
-        return self.inner.add(key, value)
-
-    def wait(self, keys, timeout=None):
-        self.inner.wait(keys) if timeout is None else self.inner.wait(keys, timeout)
-
-    def num_keys(self):
-        return self.inner.num_keys()
-
-    def deleteKey(self, key):  # noqa: N802
-        return self.inner.delete_key(key)
-
-    delete_key = deleteKey
+            self.lock.release()

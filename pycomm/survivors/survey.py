@@ -207,10 +207,7 @@ class Survey:
 
     def _serve(self, peer, events):
         if not peer.connected:
-            status = peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            if status == 0 and peer.socket.getsockname() == peer.socket.getpeername():
-                status = errno.ECONNREFUSED  # connected to itself: nobody listens there
-            if status != 0:
+            if (status := _status_of(peer.socket)) != 0:
                 self._failed(peer, status)
                 return
             peer.connected = True
@@ -265,6 +262,17 @@ class Survey:
                 peer.here = None if answer["here"] is None else Here(**answer["here"])
                 with self.point.lock:
                     self.point.slots.know(answer["words"])
+
+
+def _status_of(connection):
+    """What has become of connecting: 0, or an error number."""
+    status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    try:
+        if status == 0 and connection.getsockname() == connection.getpeername():
+            return errno.ECONNREFUSED  # connected to itself: nobody listens there
+    except OSError as error:  # it has been, and is not any more
+        return error.errno
+    return status
 
 
 def _is_stopped(pid):

@@ -1,5 +1,5 @@
-"""Groups that lose hosts which cannot be heard any more: of two sides one at most goes on. Hosts are emulated by
-namespaces; skipped, with the reason, where the system does not permit them.
+"""Groups that lose hosts which cannot be heard any more: of two sides one at most goes on. Hosts are emulated
+by namespaces; skipped, with the reason, where the system does not permit them.
 """
 
 import contextlib

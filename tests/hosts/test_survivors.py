@@ -57,7 +57,7 @@ class _Network:
         self.agreements = []
         for rank, point in enumerate(self.points):
             point.hosts, point.labels, point.places = [0] * world_size, ["node-a"], places
-            one = agreement.Agreement(point, [], False, 10.0, lambda: ("127.0.0.1", 1))
+            one = agreement.Agreement(point, [], False, 10.0)
             one.survey.close()
             one.survey = _Survey(self, rank)
             self.agreements.append(one)
@@ -136,7 +136,7 @@ def test_a_ballot_never_comes_twice():
     network = _Network(3, random.Random(0), 0.0)
     ballots = []
     for _ in range(3):
-        one = agreement.Agreement(network.points[0], [], False, 10.0, lambda: ("127.0.0.1", 1))
+        one = agreement.Agreement(network.points[0], [], False, 10.0)
         one.survey.close()
         one.survey = network.agreements[0].survey
         ask = one.survey.ask
