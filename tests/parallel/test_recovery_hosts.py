@@ -2,6 +2,7 @@
 more random kills: tests/recovery_kills.py --hosts.
 """
 
+import contextlib
 import functools
 import os
 import signal
@@ -17,6 +18,7 @@ import pycomm.parallel as par
 from pycomm.parallel.recovery import neighbours
 from pycomm.parallel.recovery.memory import CopyMemory, Memory, OwnMemory
 from pycomm.testing import run_ranks
+from pycomm.testing.emulated import Hosts, Unavailable
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import recovery_kills as kills  # noqa: E402
@@ -180,3 +182,54 @@ def test_a_stopped_rank_is_left_out(tmp_path):
         assert abs(loss - last) <= kills.TOLERANCE
         for name, value in parameters.items():
             assert (torch.as_tensor(state[name]) - value).abs().max() <= kills.TOLERANCE
+
+
+@contextlib.contextmanager
+def emulated(placement):
+    hosts = Hosts(placement)
+    try:
+        hosts.__enter__()
+    except Unavailable as error:
+        pytest.skip(f"emulated hosts: {error}")
+    with contextlib.closing(hosts):
+        yield hosts
+
+
+@pytest.mark.parametrize("end", ["kill", "cut"])
+def test_a_host_of_the_network_is_lost(end):
+    """Emulated hosts, and all that torch makes from MASTER_ADDR. "kill": all processes of host 0, which has
+    the store. "cut": the cable of host 1, whose ranks may live; they learn that they cannot go on.
+    """
+    host = {"kill": 0, "cut": 1}[end]
+
+    def main(rank, link):
+        os.environ["PYCOMM_HOST_TIMEOUT"] = "2"
+        model, opt = kills.make()
+        run = par.resilient(model, opt, par.Plan(dp=4, zero=1), snapshot_every=2, timeout=LIMIT)
+        for number in run.steps(kills.STEPS):
+            if number == 5 and rank // 2 == host and end == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if number == 5 and end == "cut":
+                link.send("ready")
+                link.recv()
+            loss = run.step(kills.batch(number), clip=1.0, microbatches=2)
+        return {name: value.numpy() for name, value in par.full_state_dict(model).items()}, loss.item()
+
+    with emulated("2x2") as hosts, hosts.ranks(main, limit=LIMIT) as ranks:
+        if end == "cut":
+            assert [ranks.recv(rank, LIMIT) for rank in range(4)] == ["ready"] * 4
+            hosts.set_link(1, False)
+            for link in ranks.links.values():
+                link.send("go")
+        found = {rank: outcome.value for rank, outcome in ranks.outcomes(LIMIT).items()}
+    parameters, last = alone()
+    for rank, value in found.items():
+        if rank // 2 == host:
+            text = "neither more than half nor half with the lowest"
+            assert isinstance(value, ChildProcessError) or text in str(value), value
+            assert end == "kill" or "There is no checkpoint to go back to" in str(value), value
+            continue
+        state, loss = value
+        assert abs(loss - last) <= kills.TOLERANCE
+        for name, expected in parameters.items():
+            assert (torch.as_tensor(state[name]) - expected).abs().max() <= kills.TOLERANCE
