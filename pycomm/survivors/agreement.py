@@ -87,7 +87,7 @@ class Agreement:
 
     def _has_heard(self):
         """All that can say what was decided have, or it takes too long."""
-        return Seen.UNKNOWN not in self.survey.seen().values() or time.monotonic() > self.deadline
+        return not self._those(self.survey.seen(), Seen.UNKNOWN) or time.monotonic() > self.deadline
 
     def _look(self):
         self.survey.look()

@@ -15,12 +15,14 @@ must find somebody who says so, else it would go on alone.
 """
 
 import contextlib
+import errno
 import hashlib
 import json
 import os
 import selectors
 import socket
 import threading
+import time
 from typing import NamedTuple
 
 from pycomm.survivors.slots import Slots
@@ -29,6 +31,7 @@ __all__ = ["Here", "Place", "Point", "word_of"]
 
 LONGEST = 1 << 20  # bytes of a line
 BACKLOG = 1024
+FULL_S = 0.02  # until the next look, where the process has no descriptor left
 OTHER = b'{"other": true}\n'  # to whom asks for a group that is not this one
 
 
@@ -253,12 +256,7 @@ class Agent:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.bell)
         elif isinstance(key.data, Point):
-            with contextlib.suppress(BlockingIOError, OSError):
-                connection, _ = key.data.socket.accept()
-                connection.setblocking(False)
-                one = _Asking(connection, key.data)
-                self.asking[connection] = one
-                self.selector.register(connection, selectors.EVENT_READ, one)
+            self._accept(key.data)
         elif key.data.socket in self.asking:
             one = key.data
             if not one.serve():
@@ -267,6 +265,17 @@ class Agent:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if one.unsent else 0)
             if wanted != key.events:
                 self.selector.modify(one.socket, wanted, one)
+
+    def _accept(self, point):
+        try:
+            connection, _ = point.socket.accept()
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):  # it is still there at the next look
+                time.sleep(FULL_S)
+            return
+        connection.setblocking(False)
+        one = self.asking[connection] = _Asking(connection, point)
+        self.selector.register(connection, selectors.EVENT_READ, one)
 
     def _end(self, one):
         self.selector.unregister(one.socket)
