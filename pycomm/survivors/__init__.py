@@ -45,7 +45,7 @@ numbers lets them go on, as the caller then knows that those do not.
 
 The lowest rank that is here proposes; the others do so too where nothing is decided for a while, since two
 that propose at once lose time and nothing else. Between verdict and outcome the members make the new group,
-in a store that the proposer has opened beside its proposal. What can go wrong:
+in the store that the point of the proposer is (store.py). What can go wrong:
 
     - The proposer dies before its verdict is decided: the next one proposes. After: it is a member that is
       lost, and the round is over. It had the store, which nobody needs then.
