@@ -12,7 +12,7 @@ from pycomm.options import seconds
 
 __all__ = ["shrink_group"]
 
-_LOOPBACK = "127.0.0.1"  # ranks that shrink are on one host
+_LOOPBACK = "127.0.0.1"  # for ranks of one host
 
 
 def shrink_group(group=None, *, exclude=(), timeout=None):
@@ -64,11 +64,11 @@ def _keep_store(old, backend):
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
     if comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
         return
-    new = None
-    if comm.rank == 0:
-        new = dist.TCPStore(_LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    point = comm._comm.point
+    host = _LOOPBACK if point is None else point.places[0].ip
+    new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
     port = comm.broadcast(torch.tensor([new.port if new else 0]))
-    new = new or dist.TCPStore(_LOOPBACK, int(port), is_master=False, wait_for_workers=False)
+    new = new or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
     c10d._world.pg_map[old] = (name, new)
 
 

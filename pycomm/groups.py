@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from pycomm import env
 from pycomm.communicator import Communicator
+from pycomm.survivors.store import PointStore
 
 __all__ = [
     "ALONE",
@@ -37,9 +38,11 @@ __all__ = [
     "pad_pieces",
     "reduce_scatter_flat",
     "replacement_store",
+    "shared_store",
     "show_hosts",
     "unpad_pieces",
 ]
+
 
 # torch 2.13 renames these two.
 all_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -170,6 +173,13 @@ def show_hosts(hosts):
     if len(set(sizes)) > 1:
         return f"hosts of {' + '.join(map(str, sizes))}"
     return f"{len(sizes)} host{'s' * (len(sizes) > 1)} x {sizes[0]}"
+
+
+def shared_store(comm):
+    """A torch store of the ranks of a Communicator over hosts, in the process of rank 0. It raises PeerError
+    when that has ended, and host is its address.
+    """
+    return PointStore(comm._comm.point, 0)
 
 
 # What `python -m pycomm.run` and the ranks that it has started say to each other, in its store.

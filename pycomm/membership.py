@@ -63,9 +63,12 @@ class Membership:
 
         The new one's `former_ranks` are the numbers of its ranks in this one.
 
-        Raises ValueError where nothing is lost and nobody excluded, or the group spans hosts;
-        CommTimeoutError naming those who live and did not come; MismatchError where `exclude` differs;
-        PeerError where a survivor failed by itself, say without memory. Then all survivors get an error, this
+        Over hosts ranks that are stopped or not heard may live: the others go on without them if they are
+        more than half of the group's ranks, or half with the lowest (pycomm/survivors/).
+
+        Raises ValueError where nothing is lost and nobody excluded; CommTimeoutError naming those who live
+        and did not come; MismatchError where `exclude` differs; PeerError where a survivor failed by itself,
+        say without memory, or where others may go on without these. Then all survivors get an error, this
         Communicator is as it was, and the call may be made again.
         """
         comm, ranks = self._comm.shrink([int(rank) for rank in exclude], self._limit(timeout))
@@ -75,9 +78,12 @@ class Membership:
 
     @classmethod
     def _around(cls, comm, settings):
-        """A Communicator of a group that is there already, whose store is its own memory."""
+        """A Communicator of a group that is there already. Its store is its own memory, or over hosts the one
+        by which it was made.
+        """
         new = object.__new__(cls)
-        new._take(comm, comm.pages(), comm.describe()["name"], comm.timeout, settings)
+        store = comm.pages() if comm.point is None else comm.point.store
+        new._take(comm, store, comm.describe()["name"], comm.timeout, settings)
         return new
 
     def grow(self, store, *, at_least=1, timeout=None):

@@ -2,11 +2,12 @@
 
     python tests/recovery_kills.py 1 --runs 200      seeds 1 to 200; prints each, and what recoveries cost
     python tests/recovery_kills.py 17                that one again
+    python tests/recovery_kills.py 1 --hosts         over two simulated hosts, of which one may die as a whole
 
 A seed draws the plan, the interval of snapshots, whether dead ranks are replaced, and 1 to n - 1 victims.
 Each victim kills itself (SIGKILL) a random time after a random event: a step, a piece of a snapshot, an
 agreement (shrink), the making of the model anew. So deaths come in steps, snapshots and recoveries, alone and
-together.
+together. Over hosts a piece may also be one of a copy, at the sender or the receiver.
 
 What must hold: every run ends; every rank that lives has the parameters and the last loss of one process,
 fp64, to 1e-12; no recovery repeats more than the interval and the step in which a snapshot is written; no
@@ -29,9 +30,10 @@ import torch
 import torch.distributed as dist
 
 import pycomm.parallel as par
+from pycomm import env
 from pycomm.parallel.recovery import Resilient
 from pycomm.parallel.recovery.crew import Crew
-from pycomm.parallel.recovery.memory import OwnMemory
+from pycomm.parallel.recovery.memory import CopyMemory, OwnMemory
 from pycomm.testing.processes import RankProcesses
 
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
@@ -43,6 +45,7 @@ GRACE = 5.0  # for the others when one has failed
 TOLERANCE = 1e-12
 PLANS = ("dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,pp=2")
 EVENTS = ("step", "piece", "shrink", "rebuild")
+PLACES = ("0011", "0101", "0001", "0122")  # the host of each rank
 
 
 class Victim(NamedTuple):
@@ -57,6 +60,7 @@ class Case(NamedTuple):
     replaced: bool
     wait: float
     victims: dict  # rank -> Victim
+    hosts: str = ""  # of each rank; "": all are on this one
 
 
 def draw(seed):
@@ -69,6 +73,18 @@ def draw(seed):
     replaced = draws.random() < 0.5
     wait = draws.choice([0.0, 20.0]) if replaced else 0.0
     return Case(draws.choice(PLANS), draws.randint(1, 4), replaced, wait, victims)
+
+
+def draw_over_hosts(seed):
+    """The same, and in every second run a whole host. With three hosts the one that follows it lives."""
+    case, draws = draw(seed), random.Random(-seed)
+    hosts, victims = draws.choice(PLACES), case.victims
+    if draws.random() < 0.5 or len(set(hosts)) > 2:
+        host = draws.choice(sorted(set(hosts)))
+        victim = Victim(*next(iter(victims.values()))[:2], draws.choice([0.0, draws.uniform(0, 0.2)]))
+        victims = {rank: victim for rank in range(RANKS) if hosts[rank] == host}
+    plan = draws.choice([plan for plan in PLANS if "pp" not in plan])
+    return case._replace(plan=plan, victims=victims, hosts=hosts, replaced=False, wait=0.0)
 
 
 def batch(number):
@@ -102,13 +118,14 @@ def arm(victim):
                 os.kill(os.getpid(), signal.SIGKILL)
             threading.Thread(target=die_after, args=(victim.delay,), daemon=True).start()
 
-    owner, name = {
-        "step": (Resilient, "step"),
-        "piece": (OwnMemory, "_put"),
-        "shrink": (Crew, "shrink"),
-        "rebuild": (Resilient, "_rebuild"),
-    }[victim.event]
-    before_each(owner, name, happened)
+    moments = {
+        "step": [(Resilient, "step")],
+        "piece": [(OwnMemory, "_put"), (CopyMemory, "put"), (OwnMemory, "bytes_at")],
+        "shrink": [(Crew, "shrink")],
+        "rebuild": [(Resilient, "_rebuild")],
+    }
+    for owner, name in moments[victim.event]:
+        before_each(owner, name, happened)
 
 
 def before_each(owner, name, happened):
@@ -127,6 +144,8 @@ def die_after(seconds):
 
 
 def rank_main(rank, link, case, folder, replaces):
+    if case.hosts:
+        env.simulate_host(f"host{case.hosts[rank]}")
     store = dist.FileStore(f"{folder}/replacements", -1)
     if not replaces:
         first = dist.FileStore(f"{folder}/first", RANKS)
@@ -230,12 +249,13 @@ def main():
     parser.add_argument("seed", type=int)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a run, default %(default)s")
+    parser.add_argument("--hosts", action="store_true", help="over simulated hosts")
     options = parser.parse_args()
     LIMIT = options.limit  # ranks are forked, and see it
     torch.set_num_threads(1)
     reference, took, failed = alone(), [], []
     for seed in range(options.seed, options.seed + options.runs):
-        case, began = draw(seed), time.monotonic()
+        case, began = (draw_over_hosts if options.hosts else draw)(seed), time.monotonic()
         print(f"seed {seed}: {case}", flush=True)
         try:
             times = check(case, reference)

@@ -242,17 +242,6 @@ def test_again_and_again():
     assert run_ranks(6, rank_main) == [([0.0] * 5, 5), 1, 2, 3, 4, 5]
 
 
-def test_over_hosts_it_is_refused():
-    def rank_main(comm):
-        with pytest.raises(
-            ValueError, match=r"shrink is not there for a group that spans hosts \(2 hosts x 2"
-        ):
-            comm.shrink(exclude=[3])
-        return sum_of_ranks(comm, 1)
-
-    assert run_ranks(4, rank_main, hosts="2x2") == [[4.0] * 5] * 4
-
-
 def test_a_survivor_that_fails_by_itself():
     """All are told, and none has a new group."""
 

@@ -34,6 +34,7 @@ QUICK = {
     2: [
         "fused/test_plain.py::test_registered_partial_sums",
         "hosts/test_messages.py::test_as_on_one_host",
+        "hosts/test_shrink_torch_hosts.py::test_survivors_go_on",
         "hosts/test_two_levels.py::test_table",
         "hosts/test_ucx.py::test_faults",
         "parallel/test_accumulation.py::test_calls_are_one_batch",
@@ -86,6 +87,7 @@ QUICK = {
         "parallel/test_named_blocks.py::test_equal_to_one_process",
         "parallel/test_pipedream_plan.py::test_updates_are_the_ones_of_the_rule",
         "parallel/test_proof.py::test_what_looks_at_other_positions",
+        "parallel/test_recovery_hosts.py::test_killed_ranks_and_hosts_change_nothing",
         "parallel/test_scaler.py::test_autocast",
         "parallel/test_tensor_rules.py::test_models_equal_one_process",
         "parallel/test_traffic.py::test_pipeline_sends_one_tensor_per_boundary",

@@ -10,6 +10,7 @@
 #include "../torch/interpreter.h"
 #include "../torch/shrink.h"
 #include "bindings.h"
+#include "engines.h"
 
 namespace pycomm {
 
@@ -95,6 +96,18 @@ void bind_communicator(py::module_& module) {
              WithoutGil no_gil;
              Shrunk shrunk = shrink(self, exclude, false, timeout);
              return std::make_pair(std::move(shrunk.comm), std::move(shrunk.ranks));
+           })
+      .def_property_readonly("point", &point_of)
+      // Of a group that takes the place of this one.
+      .def("successor_options",
+           [](Communicator& c, const std::string& name, double timeout) {
+             TransportOptions options = c.transport().options();
+             options.name = name;
+             options.timeout = timeout;
+             options.staging_bytes = c.transport().budget_bytes();
+             options.whole = {};
+             options.place.clear();
+             return options;
            })
       .def("pages",
            [](const CommPtr& self) { return std::make_shared<PageStore>(self->shared_transport()); });

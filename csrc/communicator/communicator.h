@@ -26,6 +26,7 @@
 namespace pycomm {
 
 class Communicator;
+class Continuation;  // hosts/wire.h
 
 // monitored_barrier.h, of a group that spans hosts: what the ranks of this host know of each rank, and of
 // those that did not come (a bit each).
@@ -113,6 +114,7 @@ class HostsSide {
   // Throws if the group is broken, or the leader of this host, who looks at all others, has died.
   virtual void look_at_lives(const OpInfo& op) = 0;
   virtual BarrierBoard barrier_board() = 0;
+  virtual std::shared_ptr<Continuation> after() = 0;  // null: such a group cannot be shrunk
 };
 
 // The pipeline position of one lane; see collectives/pipeline.h.

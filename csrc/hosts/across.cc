@@ -63,6 +63,7 @@ Across::~Across() {
 
 void Across::leave() {
   if (transport().forked()) return;
+  if (wires_.after) wires_.after->leave();
   if (speaker_) speaker_->leave();
   inside_->close();
 }

@@ -57,6 +57,7 @@ class Across final : public HostsSide {
   bool closed(int rank) const override;
   void look_at_lives(const OpInfo& op) override;
   BarrierBoard barrier_board() override { return board_.barrier(); }
+  std::shared_ptr<Continuation> after() override { return wires_.after; }
 
   const Placement& placement() const { return placement_; }
   int rank() const { return rank_; }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <stdexcept>
+#include <vector>
 
 namespace pycomm {
 
@@ -38,10 +39,27 @@ class Wire {
   virtual TicketPtr recv(int src, uint32_t tag, std::byte* data, size_t nbytes) = 0;
 };
 
+class Communicator;
+struct Shrunk {
+  std::shared_ptr<Communicator> comm;
+  std::vector<int> ranks;  // in the old group, by rank in the new one
+};
+
+// How a group that has lost ranks goes on with those that are left (pycomm/survivors/).
+class Continuation {
+ public:
+  virtual ~Continuation() = default;
+  // As shrink() in torch/shrink.h.
+  virtual Shrunk shrink(const std::shared_ptr<Communicator>& comm, const std::vector<int>& exclude,
+                        bool exactly, double timeout) = 0;
+  virtual void leave() = 0;  // this rank has closed the group
+};
+
 // Of one rank of a group: over all ranks, and over the leaders of the hosts (null on the others), where a
-// host's index is the rank.
+// host's index is the rank. `after`: null where the engine has none.
 struct Wires {
   std::shared_ptr<Wire> data, control;
+  std::shared_ptr<Continuation> after = nullptr;
 };
 
 }  // namespace pycomm

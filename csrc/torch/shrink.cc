@@ -44,9 +44,11 @@ std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old,
 Shrunk shrink(const std::shared_ptr<Communicator>& comm, const std::vector<int>& exclude, bool exactly,
               double timeout) {
   const Transport& old = comm->transport();
-  if (const HostsSide* hosts = comm->hosts_side())
-    throw std::invalid_argument(old.where({}) + "shrink is not there for a group that spans hosts (" +
-                                hosts->describe() + "); make a new group through a store");
+  if (HostsSide* hosts = comm->hosts_side()) {
+    if (const auto after = hosts->after()) return after->shrink(comm, exclude, exactly, timeout);
+    throw std::invalid_argument(old.where({}) + "shrink is not there for threads of one process that play " +
+                                hosts->describe() + "; processes have it");
+  }
   Survivors survivors(comm->shared_transport(), exclude, exactly, timeout);
   for (;;) {
     const std::vector<int> members = survivors.agree();

@@ -10,14 +10,9 @@
 
 namespace pycomm {
 
-struct Shrunk {
-  std::shared_ptr<Communicator> comm;
-  std::vector<int> ranks;  // in the old group, by rank in the new one
-};
-
 // Collective among the survivors. The old group is closed. Throws std::invalid_argument where nothing is lost
-// or the group spans hosts, CommError of Survivors::agree or of the creation of the group; then the old group
-// is as it was, and the call may be made again.
+// or the ranks are threads that play hosts, CommError of Survivors::agree or of the creation of the group;
+// then the old group is as it was, and the call may be made again. Over hosts see pycomm/survivors/.
 Shrunk shrink(const std::shared_ptr<Communicator>& comm, const std::vector<int>& exclude, bool exactly,
               double timeout);
 

@@ -20,8 +20,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pycomm import CommError, CommTimeoutError, Communicator
-from pycomm.groups import is_launched, note_joined
-from pycomm.parallel.recovery.store import CrewStore
+from pycomm.groups import host_mark, is_launched, note_joined, numbered
+from pycomm.parallel.recovery.store import CrewStore, HostsStore
 
 __all__ = ["Crew"]
 
@@ -34,17 +34,18 @@ JOINING = 30.0  # seconds for processes that wait already to be taken in
 class Crew:
     """comm: the Communicator; its limit is PYCOMM_TIMEOUT, as a rank that computes comes late. store: where
     replacements ask to be taken in, None: nowhere. timeout: seconds of the operations of torch's groups.
+    hosts: the number of each rank's host, as look() has found it.
     """
 
     def __init__(self, comm, store, timeout):
-        self.comm, self.store, self.timeout = comm, store, timeout
+        self.comm, self.store, self.timeout, self.hosts = comm, store, timeout, None
         self.group_store = None  # of torch's groups; torch holds no more than its C++ part
         self._passed_over = 0  # tickets of processes that did not come
 
     @classmethod
     def of_all(cls, store, timeout):
         """Collective over all ranks: of torch's default group, which is made where it is not there and a
-        launcher has started this process. Raises ValueError for a group of another backend or over hosts.
+        launcher has started this process. Raises ValueError for a group of another backend.
         """
         if not dist.is_initialized() and is_launched():
             dist.init_process_group(BACKEND)
@@ -60,14 +61,6 @@ class Crew:
         comm = Communicator(
             dist.PrefixStore("pycomm/crew", shared), rank, size, name="crew", staging_bytes=STAGING
         )
-        hosts = comm.describe().get("hosts")
-        if hosts is not None and not hosts.startswith("1 host"):
-            comm.close()
-            raise ValueError(
-                f"resilient: the ranks are on {hosts}, and groups over hosts cannot shrink: what a lost host "
-                "had is only in a checkpoint of parallel.save. Save often (asynchronous=True), and go back "
-                "to the last one"
-            )
         return cls(comm, store, timeout)
 
     @classmethod
@@ -89,6 +82,14 @@ class Crew:
     def size(self):
         return self.comm.world_size
 
+    def look(self):
+        """Collective: who is on which host."""
+        self.hosts = numbered(self.exchange(host_mark()))
+
+    def is_here(self, rank):
+        """Whether a rank is on this one's host."""
+        return self.hosts[rank] == self.hosts[self.rank]
+
     def tell(self, value):
         """Rank 0's object, on all. Collective, without a limit of time: ranks without a part wait here."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
@@ -105,9 +106,14 @@ class Crew:
         padded[: data.numel()] = data
         return [pickle.loads(bytes(row.tolist())) for row in self.comm.all_gather(padded)]
 
-    def shrink(self):
-        """Collective among those that live: the crew is of them. Raises what Communicator.shrink() does."""
+    def interrupt(self):
+        """Whoever waits for this rank in the crew's group comes to shrink(), too."""
         self.comm.abort("a rank is lost: the others agree on who is left")
+
+    def shrink(self):
+        """Collective among those that live, after interrupt(): the crew is of them. Raises what
+        Communicator.shrink() does.
+        """
         self.comm = self.comm.shrink()
 
     def waiting(self):
@@ -139,8 +145,11 @@ class Crew:
             kept.close()
 
     def make_group(self, ranks):
-        """torch's default group of the first `ranks` of the crew. Collective over the crew."""
-        self.group_store = CrewStore(self.exchange, self.rank)
+        """torch's default group of the first `ranks` of the crew. Collective over the crew, after look()."""
+        if max(self.hosts) > 0:
+            self.group_store = HostsStore(self.comm)
+        else:
+            self.group_store = CrewStore(self.exchange, self.rank)
         if self.rank >= ranks:
             return
         limit = None if self.timeout is None else datetime.timedelta(seconds=self.timeout)

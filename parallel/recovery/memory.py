@@ -25,10 +25,10 @@ ranks, the last or the one before it, whoever dies where; common() finds it.
 What can go wrong: no memory. It is written with pwrite, which then fails with an error, where a store into
 mapped memory would end the process.
 
-What lost: a copy at the neighbour (Gemini, Wang et al. 2023), which doubles the memory and the writing; here
-the neighbour needs no copy, since the memory is not the process's. It is the way for several hosts. Mapped
-memory of a fixed size: the optimizer's state exists only after the first step, and a mapping that grows
-moves.
+What lost: a copy at the neighbour (Gemini, Wang et al. 2023), which doubles the memory and the writing; on
+one host the neighbour needs no copy, since the memory is not the process's. Over hosts it is the way
+(neighbours.py). Mapped memory of a fixed size: the optimizer's state exists only after the first step, and a
+mapping that grows moves.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ import torch
 
 from pycomm.parallel.recovery.store import open_there
 
-__all__ = ["Address", "Memory", "OwnMemory", "common"]
+__all__ = ["Address", "CopyMemory", "Memory", "OwnMemory", "common"]
 
 TOKEN = 16
 SLOTS, FIRST, ALIGNMENT = 2, 1 << 40, 64
@@ -96,6 +96,12 @@ class Memory:
         slot = self.numbers()[number]
         _, place, nbytes, _ = HEADER.unpack(os.pread(self.fd, HEADER.size, _start(slot)))
         return pickle.loads(self.bytes_at(place, nbytes))
+
+    def extent(self, number):
+        """(slot, (where its values begin, where its catalog ends), what its header says) of a snapshot."""
+        slot = self.numbers()[number]
+        header = HEADER.unpack(os.pread(self.fd, HEADER.size, _start(slot)))[:3]
+        return slot, (_start(slot) + VALUES, header[1] + header[2]), header
 
     def bytes_at(self, place, nbytes):
         data = bytearray(nbytes)
@@ -151,6 +157,24 @@ class OwnMemory(Memory):
             data = memoryview(value)
         _transfer(os.pwritev, self.fd, data, place)
         return data.nbytes
+
+
+class CopyMemory(Memory):
+    """The same bytes as another's memory, whose token it has: written by who holds the copy."""
+
+    def __init__(self, token):
+        super().__init__(os.memfd_create("pycomm snapshots", os.MFD_CLOEXEC), token)
+        os.pwrite(self.fd, token, 0)
+
+    def begin(self, slot):
+        os.pwrite(self.fd, HEADER.pack(-1, 0, 0, 0), _start(slot))
+
+    def put(self, place, values):
+        _transfer(os.pwritev, self.fd, _bytes_of(values), place)
+
+    def finish(self, slot, header):
+        """header: as Memory.extent has it."""
+        os.pwrite(self.fd, HEADER.pack(*header, _checksum(*header)), _start(slot))
 
 
 def common(memories):

@@ -1,8 +1,12 @@
-"""A store for torch's groups of a crew: in memory, and it raises when a member has died.
+"""Stores for torch's groups of a crew: they raise when a member has died. That of ranks of one host is in
+their memory, that of several hosts in the process of rank 0 (HostsStore).
 
 Groups are made through a store, and who dies before it has said anything there is waited for until the time
 limit. This one is asked again and again by those who wait (Store.check), and looks each time at the lives of
 the crew's processes, by descriptors that become readable when a process ends (pidfd).
+
+Over hosts each question looks first whether the crew's group is whole: its ranks hear of a death within a
+second, or of a silent host after PYCOMM_HOST_TIMEOUT.
 
 What lost: TCPStore, whose clients try for minutes to reach the process of a rank that is dead.
 """
@@ -13,8 +17,9 @@ import select
 import torch.distributed as dist
 
 from pycomm import PeerError
+from pycomm.groups import shared_store
 
-__all__ = ["CrewStore", "open_there"]
+__all__ = ["CrewStore", "HostsStore", "open_there"]
 
 
 def open_there(pid, fd, flags):
@@ -25,36 +30,15 @@ def open_there(pid, fd, flags):
         raise PeerError(f"process {pid} ended while this one took its place beside it") from error
 
 
-class CrewStore(dist.Store):  # names of methods: signature of torch.distributed's
-    """exchange: a collective, an object of every rank -> those of all. Collective over the crew."""
+class _Watched(dist.Store):  # names of methods: signature of torch.distributed's
+    """A store over another, _values; _look() raises PeerError where a member has died."""
 
-    def __init__(self, exchange, rank):
+    def __init__(self):
         super().__init__()
-        self._fds, self._pids, self._values = [], [], None
-        fd = os.memfd_create("pycomm crew", os.MFD_CLOEXEC) if rank == 0 else None
-        told = exchange((os.getpid(), fd))
-        if fd is None:
-            fd = open_there(*told[0], os.O_RDWR)
-        self._fds.append(fd)
-        self._lives = select.poll()
-        for pid, _ in told:
-            self._watch(pid)
-        self._values = dist.FileStore(f"/proc/self/fd/{fd}", -1)
-
-    def _watch(self, pid):
-        try:
-            fd = os.pidfd_open(pid)
-        except ProcessLookupError as error:
-            raise PeerError(f"process {pid} ended while the others made a group") from error
-        self._fds.append(fd)
-        self._pids.append(pid)
-        self._lives.register(fd, select.POLLIN)
+        self._values = None
 
     def check(self, keys):
-        ended = self._lives.poll(0)
-        if ended:
-            pid = self._pids[self._fds.index(ended[0][0]) - 1]
-            raise PeerError(f"process {pid}, a rank of the crew, died while the others made a group")
+        self._look()
         return self._values.check(keys)
 
     def set(self, key, value):
@@ -76,7 +60,55 @@ class CrewStore(dist.Store):  # names of methods: signature of torch.distributed
 
     def close(self):
         """Nothing can be asked any more."""
-        self._values = None  # its end uses the descriptor, and a failure there would end the process
+        self._values = None
+
+
+class HostsStore(_Watched):
+    """In the process of rank 0 of the crew. comm: the crew's."""
+
+    def __init__(self, comm):
+        super().__init__()
+        self._comm, self._values = comm, shared_store(comm)
+        self.host = self._values.host  # by which ranks find the address that leads to the others
+
+    def _look(self):
+        if self._comm.describe()["broken"]:
+            raise PeerError("a rank of the crew was lost while the others made a group")
+
+
+class CrewStore(_Watched):
+    """exchange: a collective, an object of every rank -> those of all. Collective over the crew."""
+
+    def __init__(self, exchange, rank):
+        super().__init__()
+        self._fds, self._pids = [], []
+        fd = os.memfd_create("pycomm crew", os.MFD_CLOEXEC) if rank == 0 else None
+        told = exchange((os.getpid(), fd))
+        if fd is None:
+            fd = open_there(*told[0], os.O_RDWR)
+        self._fds.append(fd)
+        self._lives = select.poll()
+        for pid, _ in told:
+            self._watch(pid)
+        self._values = dist.FileStore(f"/proc/self/fd/{fd}", -1)
+
+    def _watch(self, pid):
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError as error:
+            raise PeerError(f"process {pid} ended while the others made a group") from error
+        self._fds.append(fd)
+        self._pids.append(pid)
+        self._lives.register(fd, select.POLLIN)
+
+    def _look(self):
+        ended = self._lives.poll(0)
+        if ended:
+            pid = self._pids[self._fds.index(ended[0][0]) - 1]
+            raise PeerError(f"process {pid}, a rank of the crew, died while the others made a group")
+
+    def close(self):
+        super().close()  # its end uses the descriptor, and a failure there would end the process
         for fd in self._fds:
             os.close(fd)
         self._fds = []

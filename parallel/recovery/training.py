@@ -12,14 +12,15 @@ death, on every rank that lives:
     shrink     the crew agrees on who lives                                               crew.py
     plan       for as many ranks, the same on all                                         smaller.py
     rebuild    the model as it was before parallelize(), and through it again             pristine.py
-    read       values and optimizer from the last snapshot that is whole on all ranks     checkpoint/loading
-    snapshot   the same number, by the ranks of now, into new memory
+    choose     the last snapshot of which every part is somewhere, and who has it         holdings.py
+    read       values and optimizer from it                                               checkpoint/loading
+    snapshot   the same number, by the ranks of now, into new memory; copies on the next host, neighbours.py
     meet       all have it: the memory of the former ranks is let go of
     repeat     the steps after the snapshot, from the batches that this rank has kept
 
 A death in any of these lets all begin again with "leave". The memory of both generations is held until "meet"
 has been passed by one rank, which then knows that the new snapshot is whole; the others find that, too, as
-they look at the same memory. So every rank chooses the same generation and number (_source).
+they tell each other what they hold. So every rank chooses the same generation and number.
 
 Ranks may be a step apart when one dies, as some have the sums of the last step and others have not. Each has
 the batches since the last snapshot but one, and repeats up to the call that it is in: all call the same steps
@@ -28,6 +29,7 @@ in the same order, whoever takes them from the list and whoever from the caller.
 A step is written down before it begins: its batch, hyperparameters (schedulers change them) and arguments.
 Cost: the batches of 2 * snapshot_every steps; per snapshot an 8-byte all_reduce and the writing of the values
 (each written by one rank), beside the forward and backward of the next step: the optimizer waits for it.
+Over hosts each host also sends what it has written to the next one, for which only the next snapshot waits.
 
 What lost: restarting all ranks from a checkpoint (torchrun, Elastic Horovod keeps a copy in each process and
 loses sharded state); a quorum per step with spare replicas (torchft), which is for replicas alone.
@@ -49,15 +51,14 @@ from pycomm.parallel.api import step as take_step
 from pycomm.parallel.building import parallelize
 from pycomm.parallel.checkpoint.loading import load_from
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.background import Background
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.recovery.checkpoints import Checkpoints
 from pycomm.parallel.recovery.crew import Crew
-from pycomm.parallel.recovery.memory import Address, Memory, OwnMemory, common
+from pycomm.parallel.recovery.holdings import Holdings, Writer
 from pycomm.parallel.recovery.pristine import Pristine
 from pycomm.parallel.recovery.smaller import check_kept, plan_for
-from pycomm.parallel.recovery.snapshot import Dealer, Source, own_of, set_generators, set_streams
+from pycomm.parallel.recovery.snapshot import Dealer, own_of, set_generators, set_streams
 
 __all__ = ["Resilient", "resilient"]
 
@@ -96,8 +97,11 @@ def resilient(
         timeout: seconds of an operation of the groups that are made after a death; None: PYCOMM_TIMEOUT, else
             300.
 
-    Returns a Resilient. Raises ValueError for what parallelize() refuses, ranks on several hosts, groups of
-    another backend, compression that remembers its errors, and models that cannot be copied.
+    Ranks may be on several hosts, and whole hosts may be lost, as long as the host that follows a lost one
+    (in the order of their lowest ranks, the first behind the last) is not lost at the same time.
+
+    Returns a Resilient. Raises ValueError for what parallelize() refuses, groups of another backend,
+    compression that remembers its errors, and models that cannot be copied.
     """
     if opt is None or not isinstance(snapshot_every, int) or snapshot_every < 1 or not wait >= 0:
         raise ValueError(
@@ -131,13 +135,6 @@ class _Call(NamedTuple):
     hyperparameters: list  # by parameter group
 
 
-class _Generation(NamedTuple):
-    """The memories of the ranks of one plan, by rank."""
-
-    memories: list
-    own: OwnMemory | None  # of this rank; None: it has no part
-
-
 class _Joining(NamedTuple):
     """How this process comes to the others."""
 
@@ -166,13 +163,13 @@ class Resilient:
         self.repeated = 0
         self._options, self._wanted, self._position = options, plan, 0
         self._log, self._kept_from = {}, 0  # number of a step -> _Call; all after this number are there
-        self._generations, self._dealer, self._ended = [], None, False
-        self._writing = Background("pycomm snapshot")
+        self._holdings, self._dealer, self._ended = Holdings(), None, False
+        self._writing = Writer()
         self._last = None  # number of the last snapshot that was begun
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
-        _before_update(opt, self._writing.wait)
+        _before_update(opt, self._writing.wait_written)
         if joining.replaces:
             self._crew = Crew.joined(joining.store, joining.timeout)
             self._attempt(lambda: None, rebuild=True)
@@ -192,6 +189,7 @@ class Resilient:
                 )
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()
+            self._crew.look()
             self._keep(0)
         except BaseException:
             self._crew.comm.close()
@@ -249,7 +247,8 @@ class Resilient:
             self._meet()
             self._hear("end" if self._crew.rank == 0 else None)
         self._crew.comm.close()
-        self._crew, self._generations = None, []
+        self._holdings.join()
+        self._crew, self._holdings = None, Holdings()
 
     def _attempt(self, action, rebuild=False):
         """action(), after a recovery for each loss of a rank. rebuild: begin with that."""
@@ -308,10 +307,9 @@ class Resilient:
         self._forget(self._last)
         self._last = number
         items, own = self._dealer.to_write(pieces), own_of(parts)
-        memory = self._generations[-1].own
-        self._writing.start(lambda: memory.write(number, own, items))
+        self._writing.start(self._holdings.last, number, own, items)
         if not hasattr(self.opt, "register_step_pre_hook"):
-            self._writing.wait()
+            self._writing.wait_written()
         if waiting:
             self._writing.wait()
             self._meet()
@@ -330,19 +328,17 @@ class Resilient:
         """The ranks of the plan make memory that all of the crew hold, and the snapshot with this number in
         it; then the former memory is let go of. Collective over the crew.
         """
-        own = OwnMemory() if self.active else None
-        told = self._crew.exchange(own.address if own is not None else None)
-        generation = _Generation(_open(told, own), own)
-        self._generations.append(generation)
+        generation = self._holdings.make(self._crew, self.active)
         if self.active:
             self._dealer, self._last = Dealer(parts_of(self.model)), None
             pieces, _ = self._dealer.pieces()
             self._dealer.deal(pieces)
-            parts = parts_of(self.model)
-            own.write(number, own_of(parts), self._dealer.to_write(pieces))
+            items, own = self._dealer.to_write(pieces), own_of(parts_of(self.model))
+            self._writing.start(generation, number, own, items)
+            self._writing.wait()
         self._last = number
         self._crew.comm.barrier()
-        self._generations = [generation]
+        self._holdings.let_go()
 
     # --- losses --------------------
 
@@ -352,8 +348,10 @@ class Resilient:
             raise error
         LOG.warning("step %d: %s", self._position + 1, error)
         self.recoveries += 1
+        self._crew.interrupt()
         with contextlib.suppress(Exception):
             self._writing.wait()
+        self._holdings.join()
         self._crew.leave_groups()
         self._checkpoints.note(self.model)
         try:
@@ -368,6 +366,7 @@ class Resilient:
     def _regroup(self):
         """The crew has grown: all begin from the last snapshot, which is that of now."""
         self.recoveries += 1
+        self._holdings.join()
         self._checkpoints.note(self.model)
         self._crew.leave_groups()
         with self._checkpoints.after(self._position + 1):
@@ -379,22 +378,24 @@ class Resilient:
         missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
         if self._options.wait and crew.store is not None and missing > 0 and not self._joining:
             crew.grow(missing, self._options.wait)
-        known = (*self._choice(), self._checkpoints.last) if crew.rank == 0 else None
-        number, addresses, self._checkpoints.last = crew.tell(known)
-        if number is None:
-            raise RuntimeError("no snapshot is whole on all ranks that had a part")
-        source = Source(self._memories(addresses), number)
+        self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
+        crew.look()
+        source = self._holdings.choose(crew)
+        if source is None:
+            raise RuntimeError(
+                "no snapshot is whole: a part was held by lost ranks alone (over hosts: a host and the next)"
+            )
         self.plan = self._plan_for(crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
         if self.active:
             self._read(source)
-        self._keep(number)
+        self._keep(source.number)
         gc.collect()  # the former model's buffers, which are in circles
         level = logging.WARNING if crew.rank == 0 else logging.INFO
         took = 1e3 * (time.perf_counter() - started)
         text = "step %d: %d ranks go on under Plan(%s) after %.0f ms"
-        LOG.log(level, text, number + 1, crew.size, self.plan, took)
+        LOG.log(level, text, source.number + 1, crew.size, self.plan, took)
 
     def _read(self, source):
         """The model anew, with the values of the snapshot."""
@@ -417,29 +418,6 @@ class Resilient:
         plan = plan_for(self._wanted, ranks)
         check_kept(plan)
         return plan
-
-    def _choice(self):
-        """(number, addresses of the memories) of the last snapshot that is whole; (None, []) without one."""
-        for generation in reversed(self._generations):
-            number = common(generation.memories)
-            if number is not None:
-                return number, [memory.address for memory in generation.memories]
-        return None, []
-
-    def _memories(self, addresses):
-        """Those that this rank holds, or opened from rank 0's."""
-        held = {memory.token: memory for generation in self._generations for memory in generation.memories}
-        return [held.get(address.token) or Memory.open(address) for address in addresses]
-
-
-def _open(told, own):
-    """The memories of these addresses, by rank; ranks without a part have none."""
-    memories = []
-    for address in told:
-        if address is not None:
-            mine = own is not None and address.token == own.token
-            memories.append(own if mine else Memory.open(Address(*address)))
-    return memories
 
 
 def _add(error, text):

@@ -6,6 +6,7 @@
                  publishes it              meeting.py      through the store; from here on a failure of one
                                                            rank is raised by all, in the same words
                  judges all addresses      records.py      loopback, duplicates, IPv4 beside IPv6
+                 opens its point           survivors/      where it answers when the group has lost ranks
     leaders      connect to all others     probe.py        whoever cannot be reached is named
     every rank   makes Gloo's contexts     engine.py       in a thread, since its constructor can hang
                  or UCX's workers          ucx.py          with PYCOMM_WIRE=ucx
@@ -15,13 +16,20 @@ Gloo is the one in the torch wheel; pycomm uses its messages between two ranks a
     nccl(store, ..., device, look)      called by the first operation on a CUDA tensor (nccl_engine.py)
 """
 
+import functools
+
 from pycomm import env
 from pycomm.hosts.engine import engines
 from pycomm.hosts.nccl_engine import nccl
+from pycomm.survivors import shrinking
 
 __all__ = ["engines", "makers", "nccl"]
 
 
 def makers():
     """What the extension calls where a group spans hosts: csrc/bindings/engines.h."""
-    return engines, nccl, env.nccl_checks
+    return functools.partial(engines, shrinker=_shrink), nccl, env.nccl_checks
+
+
+def _shrink(point, comm, exclude, exactly, timeout):
+    return shrinking.shrink(point, comm, exclude, exactly, timeout, makers)

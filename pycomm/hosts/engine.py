@@ -15,6 +15,7 @@ import torch.distributed as dist
 from pycomm import env
 from pycomm.hosts import probe, records, ucx
 from pycomm.hosts.meeting import SHORTEST_S, Meeting
+from pycomm.survivors import Place, Point
 
 # Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
 # one would end in words that name nobody.
@@ -44,11 +45,13 @@ class Request(NamedTuple):
     look: Callable | None = None
 
 
-def engines(*fields):
+def engines(*fields, shrinker=None):
     """What connects the ranks of a group that spans hosts. Collective over them; fields of a Request.
+    shrinker: Point.serve's.
 
-    Returns (data, control): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire, over all
-    ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other ranks.
+    Returns (data, control, point): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire,
+    over all ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other
+    ranks; and this rank's pycomm.survivors.Point, which answers from now on.
 
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
     the others add who has seen it.
@@ -56,23 +59,28 @@ def engines(*fields):
     request = Request(*fields)
     store = dist.PrefixStore(f"pycomm.hosts/{request.token}", request.store)
     meeting = Meeting(store, request.rank, request.hosts, request.labels, request.timeout, request.look)
-    with contextlib.ExitStack() as opened:  # what is closed tells others that this rank has ended
+    with contextlib.ExitStack() as opened, contextlib.ExitStack() as points:
+        # what is closed tells others that this rank has ended
         try:
-            made = _meet_and_make(meeting, request.store, request.token, opened)
+            data, control, point, places = _meet_and_make(meeting, request, opened, points)
         except BaseException as error:
             problem = meeting.fail(error)
             if problem is error:
                 raise
             raise problem from None
+        points.pop_all()
+    point.serve(request.hosts, request.labels, places, request.store, shrinker)
     meeting.leave(COUNTERS)
-    return made
+    return data, control, point
 
 
-def _meet_and_make(meeting, store, token, opened):
+def _meet_and_make(meeting, request, opened, points):
+    """(data, control, this rank's Point, the Place of each rank)."""
+    store, token = request.store, request.token
     leaders = [meeting.hosts.index(host) for host in range(len(meeting.labels))]
     meeting.arrive("came")
     meeting.raise_failure()
-    everyone, listener = _meet(meeting, store, token, opened)
+    everyone, listener, point = _meet(meeting, store, token, opened, points)
     if text := records.problem(everyone, meeting.label):
         raise ValueError(text)
     trial = opened.enter_context(contextlib.closing(probe.Probe(meeting, everyone, leaders, token)))
@@ -85,25 +93,34 @@ def _meet_and_make(meeting, store, token, opened):
         made = _make(meeting, mine.address, leaders)
     meeting.arrive("made")
     meeting.wait_for_all("made", meeting.world_size, "The connections of the other ranks were not made")
-    return made
+    return *made, point, [Place(one.ip, *one.point) for one in everyone]
 
 
-def _meet(meeting, store, token, opened):
-    """(the Record of each rank, this rank's Listener)."""
+def _meet(meeting, store, token, opened, points):
+    """(the Record of each rank, this rank's Listener, its Point)."""
     address, chosen = records.own_address(store)
     word = probe.word_of(token, meeting.rank)
-    listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
-    meeting.tell("record", records.make_record(address, listener.port, chosen))
+
+    def listen():
+        listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
+        point = points.enter_context(
+            contextlib.closing(Point(address.ip, address.version, token, meeting.rank))
+        )
+        return listener, point, records.make_record(address, listener.port, chosen, point.place[1:])
+
+    listener, point, record = listen()
+    meeting.tell("record", record)
     said = meeting.hear("record", range(meeting.world_size))
     everyone = [records.Record(*said[rank]) for rank in range(meeting.world_size)]
     again = records.must_choose_again(everyone)
     if meeting.rank in again:
         address = records.address_towards(everyone, meeting.rank) or address
-        listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
-        meeting.tell("second", records.make_record(address, listener.port, chosen))
+        point.close()
+        listener, point, record = listen()
+        meeting.tell("second", record)
     for rank, second in meeting.hear("second", again).items():
         everyone[rank] = records.Record(*second)
-    return everyone, listener
+    return everyone, listener, point
 
 
 # [Note: Gloo's constructor] It publishes this rank's addresses in the store, waits for those of all others,

@@ -4,6 +4,8 @@
              interface, ip, port     the port listens until the group is made (probe.py)
              chosen      the user has chosen the interface
              wire        the engine that carries the bytes (PYCOMM_WIRE)
+             point       port, process and space of its numbers, where the rank answers as long as the group
+                         is there (pycomm/survivors/)
 
 Where all ranks share a stack (hosts that PYCOMM_HOST_ID pretends), any address is right. Among several, one
 rank is often special: the store's host routes to itself over loopback. Such ranks look at the addresses of
@@ -25,6 +27,7 @@ class Record(NamedTuple):
     port: int
     chosen: bool
     wire: str
+    point: tuple = ()
 
     @property
     def address(self):
@@ -110,5 +113,5 @@ def problem(records, label):
     return None
 
 
-def make_record(address, port, chosen):
-    return Record(network_stack(), *address, port, chosen, env.wire())
+def make_record(address, port, chosen, point):
+    return Record(network_stack(), *address, port, chosen, env.wire(), point)

@@ -173,15 +173,6 @@ def test_a_group_of_another_backend_is_refused():
     run_ranks(2, rank_main, mode="processes", backend="gloo", timeout=LIMIT)
 
 
-def test_ranks_on_several_hosts_are_refused():
-    def rank_main(rank):
-        with pytest.raises(ValueError, match="groups over hosts cannot shrink"):
-            par.resilient(*kills.make(), par.Plan(dp=2))
-        dist.barrier()
-
-    run_ranks(2, rank_main, mode="processes", backend="pycomm", hosts="1+1", timeout=LIMIT)
-
-
 def test_one_rank():
     """Nothing to lose to; the same code."""
     model, opt = kills.make()

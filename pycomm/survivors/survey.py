@@ -1,0 +1,287 @@
+"""What a rank in shrink() sees of all others: one connection to the point of each, on which it asks without
+waiting. See [Note: what is seen of a rank].
+"""
+
+import contextlib
+import enum
+import errno
+import json
+import os
+import selectors
+import socket
+import threading
+import time
+
+from pycomm.survivors.points import Here, word_of
+
+__all__ = ["Seen", "Survey"]
+
+EVERY_S = 0.01  # between two looks at a rank
+AGAIN_S = 0.2  # between two tries to connect
+PATIENCE_S = 0.2  # with a stopped process
+FULL = 1 << 20  # bytes of an answer, at most
+
+
+class Seen(enum.Enum):
+    """What is seen of a rank."""
+
+    GONE = "gone"
+    LEFT = "left"
+    HERE = "here"
+    ABSENT = "absent"
+    STOPPED = "stopped"
+    SILENT = "silent"
+    UNKNOWN = "not heard yet"
+
+
+class _Peer:
+    """The point of another rank, as this one sees it."""
+
+    def __init__(self, rank, begun):
+        self.rank, self.socket, self.gone, self.heard, self.ever_heard = rank, None, False, begun, False
+        self.connected, self.next_try, self.next_look, self.unsent, self.read = False, 0.0, 0.0, b"", b""
+        self.here, self.left, self.stopped_since, self.asked = None, False, None, None
+
+
+class Survey:
+    """point: of this rank. patience: seconds after which a rank that says nothing is silent."""
+
+    def __init__(self, point, patience):
+        self.point, self.patience, self.begun = point, patience, time.monotonic()
+        others = [rank for rank in range(len(point.places)) if rank != point.rank]
+        self.peers = {rank: _Peer(rank, self.begun) for rank in others}
+        self.selector, self.lock = selectors.DefaultSelector(), threading.RLock()
+        self.next_id, self.answers = 0, {}  # id of a question -> {rank: answer}
+        self.last_look = 0.0
+
+    def close(self):
+        with self.lock:
+            for peer in self.peers.values():
+                self._drop(peer)
+            self.selector.close()
+
+    # --- what is seen --------------------
+
+    def look(self, wait=EVERY_S):
+        """Goes on for `wait` seconds: connects, asks, hears; what the others have decided is known here."""
+        with self.lock:
+            now = time.monotonic()
+            if now - self.last_look > self.patience / 2 and self.last_look:  # this process was stopped
+                for peer in self.peers.values():
+                    peer.heard = now
+            self.last_look = now
+            for peer in self.peers.values():
+                self._go_on(peer, now)
+            for key, events in self.selector.select(wait) if self.selector.get_map() else ():
+                self._serve(key.data, events)
+            self._look_at_processes()
+        if not self.peers:
+            time.sleep(wait)
+
+    def seen(self):
+        """{rank: Seen} of all ranks; this one is here."""
+        with self.lock:
+            stopped = set()
+            for peer in self.peers.values():
+                if peer.here is not None and not peer.gone:
+                    stopped.update(peer.here.stopped)
+            stopped.update(self.stopped())
+            found = {rank: self._seen_of(peer, stopped) for rank, peer in self.peers.items()}
+        return {**found, self.point.rank: Seen.HERE}
+
+    def _seen_of(self, peer, stopped):
+        if peer.gone:
+            return Seen.GONE
+        if peer.left:
+            return Seen.LEFT
+        if peer.rank in stopped:
+            return Seen.STOPPED
+        if time.monotonic() - peer.heard > self.patience:
+            return Seen.SILENT
+        if not peer.ever_heard:
+            return Seen.UNKNOWN
+        here = peer.here is not None and peer.here.begin >= self.point.slots.after_failure()
+        return Seen.HERE if here else Seen.ABSENT
+
+    def silence(self, rank):
+        """Seconds since a rank was heard."""
+        return time.monotonic() - self.peers[rank].heard
+
+    def here(self, rank):
+        """The Here of another rank as it was told last, or None."""
+        return self.peers[rank].here
+
+    def stopped(self):
+        """Ranks of this host whose processes have been stopped for a while."""
+        now = time.monotonic()
+        return [
+            rank
+            for rank, peer in self.peers.items()
+            if peer.stopped_since is not None and now - peer.stopped_since >= PATIENCE_S
+        ]
+
+    def _look_at_processes(self):
+        """A stopped process of this host; its number means something where numbers are of one space."""
+        point, now = self.point, time.monotonic()
+        mine = point.places[point.rank]
+        for rank, peer in self.peers.items():
+            place = point.places[rank]
+            known = point.hosts[rank] == point.hosts[point.rank] and place.space == mine.space != ""
+            if not known or peer.gone or not _is_stopped(place.pid):
+                peer.stopped_since = None
+            elif peer.stopped_since is None:
+                peer.stopped_since = now
+
+    # --- questions --------------------
+
+    def ask(self, question, enough, limit):
+        """Asks all ranks, this one too. Returns {rank: answer} when enough(answers) holds, or after `limit`
+        seconds.
+        """
+        with self.lock:
+            self.next_id += 1
+            number = self.next_id
+            found = self.answers[number] = {self.point.rank: self.point.answer(question)}
+            for peer in self.peers.values():
+                if peer.connected and not peer.gone:
+                    self._say(peer, {"id": number, **question})
+        end = time.monotonic() + limit
+        while not enough(found) and time.monotonic() < end:
+            self.look()
+        with self.lock:
+            del self.answers[number]
+        return found
+
+    def tell(self, question):
+        """Asks all ranks and waits for nobody."""
+        with self.lock:
+            self.point.answer(question)
+            for peer in self.peers.values():
+                if peer.connected and not peer.gone:
+                    self._say(peer, {"id": 0, **question})
+
+    # --- connections --------------------
+
+    def _go_on(self, peer, now):
+        if peer.gone:
+            return
+        if peer.socket is None:
+            if now >= peer.next_try:
+                self._connect(peer, now)
+        elif peer.connected and now >= peer.next_look and peer.asked is None:
+            self.next_id += 1
+            peer.asked, peer.next_look = self.next_id, now + EVERY_S
+            self._say(peer, {"id": peer.asked, "ask": "look"})
+
+    def _connect(self, peer, now):
+        place = self.point.places[peer.rank]
+        family = socket.AF_INET6 if ":" in place.ip else socket.AF_INET
+        peer.next_try, peer.connected, peer.asked, peer.read, peer.unsent = (
+            now + AGAIN_S,
+            False,
+            None,
+            b"",
+            b"",
+        )
+        peer.socket = socket.socket(family, socket.SOCK_STREAM)
+        peer.socket.setblocking(False)
+        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # the system chooses
+            peer.socket.bind((self.point.place.ip, 0))
+        status = peer.socket.connect_ex((place.ip, place.port))
+        if status not in (0, errno.EINPROGRESS):
+            self._failed(peer, status)
+            return
+        self.selector.register(peer.socket, selectors.EVENT_WRITE, peer)
+
+    def _failed(self, peer, status):
+        peer.gone = peer.gone or status == errno.ECONNREFUSED
+        self._drop(peer)
+
+    def _drop(self, peer):
+        if peer.socket is not None:
+            with contextlib.suppress(KeyError, ValueError):
+                self.selector.unregister(peer.socket)
+            peer.socket.close()
+        peer.socket, peer.connected, peer.asked = None, False, None
+
+    def _serve(self, peer, events):
+        if not peer.connected:
+            if (status := _status_of(peer.socket)) != 0:
+                self._failed(peer, status)
+                return
+            peer.connected = True
+            self.selector.modify(peer.socket, selectors.EVENT_READ, peer)
+            word = word_of(self.point.token, peer.rank)
+            self.next_id += 1
+            peer.asked = self.next_id
+            self._say(peer, {"word": word, "id": peer.asked, "ask": "look"})
+            return
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._send(peer)
+            if events & selectors.EVENT_READ:
+                self._hear(peer)
+        except (OSError, ValueError, KeyError, TypeError):  # the end, or somebody else who answers there
+            self._drop(peer)
+            peer.next_try = time.monotonic() + (0 if peer.ever_heard else AGAIN_S)
+
+    def _say(self, peer, question):
+        peer.unsent += json.dumps(question).encode() + b"\n"
+        try:
+            self._send(peer)
+        except OSError:
+            self._drop(peer)
+
+    def _send(self, peer):
+        with contextlib.suppress(BlockingIOError):
+            while peer.unsent:
+                peer.unsent = peer.unsent[peer.socket.send(peer.unsent) :]
+        self.selector.modify(
+            peer.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0), peer
+        )
+
+    def _hear(self, peer):
+        data = peer.socket.recv(1 << 16)
+        if not data or len(peer.read) > FULL:
+            raise ConnectionError("the other side has ended")
+        peer.read += data
+        while b"\n" in peer.read:
+            line, peer.read = peer.read.split(b"\n", 1)
+            answer = json.loads(line)
+            if "other" in answer:  # the process has ended, and its port belongs to another group
+                peer.gone = True
+                self._drop(peer)
+                return
+            peer.heard, peer.ever_heard = time.monotonic(), True
+            if answer["id"] in self.answers:
+                self.answers[answer["id"]][peer.rank] = answer
+            if "words" in answer:
+                peer.asked = None
+                peer.left = answer["left"]
+                peer.here = None if answer["here"] is None else Here(**answer["here"])
+                with self.point.lock:
+                    self.point.slots.know(answer["words"])
+
+
+def _status_of(connection):
+    """What has become of connecting: 0, or an error number."""
+    status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    try:
+        if status == 0 and connection.getsockname() == connection.getpeername():
+            return errno.ECONNREFUSED  # connected to itself: nobody listens there
+    except OSError as error:  # it has been, and is not any more
+        return error.errno
+    return status
+
+
+def _is_stopped(pid):
+    """As csrc/transport/survivors.cc has it: T for a process that a signal or a debugger has stopped."""
+    with contextlib.suppress(OSError):
+        fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            line = os.read(fd, 4096)
+        finally:
+            os.close(fd)
+        return line[line.rindex(b")") + 2 :][:1] in (b"T", b"t")
+    return False

@@ -1,0 +1,226 @@
+"""How ranks of several hosts agree without a store: that two never decide differently, whatever is lost on
+the way, and what the point of a rank does with what it does not know.
+"""
+
+import json
+import random
+import socket
+import threading
+
+import pytest
+
+from pycomm.survivors import agreement, points, slots
+from pycomm.survivors.survey import Seen
+
+pytestmark = pytest.mark.timeout(60)
+MOST_NESTED = 3  # proposals inside of a proposal
+KNOWN = 0.1  # of the ranks hear at once what was decided, the proposer too
+
+
+@pytest.mark.parametrize(
+    ("answered", "certain", "excluded", "expected"),
+    [
+        ([0, 1, 2, 3], [], [], True),
+        ([1, 2, 3], [0], [], True),  # all others are certain to be gone
+        ([3], [0, 1, 2], [], True),
+        ([0, 1], [], [], True),  # half with the lowest
+        ([2, 3], [], [], False),  # half without
+        ([2, 3], [], [0, 1], True),  # the caller says that the others are gone
+        ([2, 3], [0], [], False),  # 1 may live, and have gone on with 0 before that died
+        ([1, 2, 3], [], [], True),
+        ([0], [], [], False),
+        ([0], [1], [], False),
+        ([1, 2], [], [0], True),  # half of those that count, with the lowest of them
+        ([2, 3], [], [0], True),
+        ([3], [], [0], False),
+        ([], [0, 1, 2, 3], [], False),
+    ],
+)
+def test_quorum(answered, certain, excluded, expected):
+    assert slots.has_quorum(answered, 4, certain, excluded) is expected
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 6])
+def test_two_quorums_meet(world_size):
+    """Where nobody is certain to be gone, any two have a rank in common."""
+    sets = [[r for r in range(world_size) if bits >> r & 1] for bits in range(1 << world_size)]
+    quorums = [set(one) for one in sets if slots.has_quorum(one, world_size, [], [])]
+    assert quorums and all(one & other for one in quorums for other in quorums)
+
+
+class _Network:
+    """Points of ranks without sockets; answers get lost, and other ranks propose while one waits."""
+
+    def __init__(self, world_size, chance, loss):
+        self.chance, self.loss, self.depth, self.gone, self.decided = chance, loss, 0, set(), {}
+        places = [points.Place("127.0.0.1", 1, 0, "")] * world_size
+        self.points = [points.Point("127.0.0.1", 4, "token", rank) for rank in range(world_size)]
+        self.agreements = []
+        for rank, point in enumerate(self.points):
+            point.hosts, point.labels, point.places = [0] * world_size, ["node-a"], places
+            one = agreement.Agreement(point, [], False, 10.0)
+            one.survey.close()
+            one.survey = _Survey(self, rank)
+            self.agreements.append(one)
+
+    def propose(self, rank, slot, word):
+        self.agreements[rank]._next_proposal = 0.0
+        return self.agreements[rank]._propose(slot, word)
+
+    def interrupt(self):
+        """Another rank proposes, or ends, in the middle of what one does."""
+        if self.depth < MOST_NESTED and self.chance.random() < 0.3:
+            self.depth += 1
+            self.any_proposes()
+            self.depth -= 1
+        if self.chance.random() < 0.002 and len(self.gone) < len(self.points) - 1:
+            self.gone.add(self.chance.choice([r for r in range(len(self.points)) if r not in self.gone]))
+
+    def any_proposes(self):
+        living = [rank for rank in range(len(self.points)) if rank not in self.gone]
+        rank, number = self.chance.choice(living), self.chance.randrange(1 << 30)
+        slot = len(self.points[rank].slots.words)
+        word = self.propose(rank, slot, {"failed": ["PeerError", rank, f"{slot}: {number}"]})
+        if word is not None:
+            self.decide(rank, slot, word)
+
+    def decide(self, rank, slot, word):
+        assert self.decided.setdefault(slot, word) == word, f"slot {slot} of rank {rank}"
+
+
+class _Survey:
+    def __init__(self, network, rank):
+        self.network, self.rank = network, rank
+
+    def seen(self):
+        return {
+            rank: Seen.GONE if rank in self.network.gone else Seen.HERE
+            for rank in range(len(self.network.points))
+        }
+
+    def ask(self, question, enough, limit):
+        network, found = self.network, {}
+        order = list(range(len(network.points)))
+        network.chance.shuffle(order)
+        for rank in order:
+            network.interrupt()
+            if self.rank in network.gone:
+                return {}  # it has ended: nothing more comes of this
+            if rank in network.gone or (rank != self.rank and network.chance.random() < network.loss):
+                continue
+            answer = network.points[rank].answer(json.loads(json.dumps(question)))
+            if rank == self.rank or network.chance.random() >= network.loss:
+                found[rank] = json.loads(json.dumps(answer))
+        return found
+
+    def tell(self, question):
+        for point in self.network.points:
+            if self.network.chance.random() < KNOWN:
+                point.answer(json.loads(json.dumps(question)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_nobody_decides_differently(seed):
+    """Ranks propose across each other, messages are lost, and ranks end, between any two messages."""
+    chance = random.Random(seed)
+    network = _Network(chance.randint(2, 5), chance, chance.choice([0.1, 0.3, 0.5]))
+    for _ in range(60):
+        network.any_proposes()
+        for rank, point in enumerate(network.points):
+            if rank in network.gone:
+                continue
+            for slot, word in enumerate(point.slots.words):
+                network.decide(rank, slot, word)
+    for point in network.points:
+        point.close()
+    assert network.decided
+
+
+def test_a_ballot_never_comes_twice():
+    """A second call of shrink() proposes something else for the same slot."""
+    network = _Network(3, random.Random(0), 0.0)
+    ballots = []
+    for _ in range(3):
+        one = agreement.Agreement(network.points[0], [], False, 10.0)
+        one.survey.close()
+        one.survey = network.agreements[0].survey
+        ask = one.survey.ask
+        one.survey.ask = lambda question, *rest, ask=ask: ballots.append(question["ballot"]) or {}
+        assert one._propose(0, "over") is None
+    assert len(set(ballots)) == 3
+    for point in network.points:
+        point.close()
+
+
+# --- the point
+
+
+@pytest.fixture
+def point():
+    made = points.Point("127.0.0.1", 4, "token", 0)
+    made.serve([0, 1], ["node-a", "node-b"], [made.place, made.place], None, None)
+    yield made
+    made.close()
+
+
+def talk(place, *lines):
+    """What a point answers before it closes the connection, or says nothing for a while."""
+    with socket.create_connection(place[:2], 5) as connection:
+        connection.settimeout(5)
+        for line in lines:
+            connection.sendall(line)
+        connection.shutdown(socket.SHUT_WR)
+        said = b""
+        while data := connection.recv(1 << 16):
+            said += data
+    return said.splitlines()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"GET / HTTP/1.1\r\n\r\n",
+        b"\x00\xff\n",
+        b"[]\n",
+        b"{}\n",
+        b'{"word": "wrong", "id": 1, "ask": "look"}\n',
+        b"7\n",
+        b"",
+    ],
+)
+def test_garbage_changes_nothing(point, garbage):
+    answers = talk(point.place, garbage)
+    assert all("words" not in json.loads(answer) for answer in answers), answers
+    word = points.word_of("token", 0)
+    ask = json.dumps({"word": word, "id": 7, "ask": "look"}).encode() + b"\n"
+    wrong = b'{"id": 8, "ask": "something"}\n'
+    (answer,) = talk(point.place, ask, wrong)
+    assert json.loads(answer) == {"id": 7, "words": [], "here": None, "left": False}
+
+
+def test_the_thread_ends_with_the_last_point():
+    made = points.Point("127.0.0.1", 4, "token", 0)
+    made.serve([0], ["node-a"], [made.place], None, None)
+    (thread,) = [one for one in threading.enumerate() if one.name == "pycomm survivors"]
+    made.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(made.place[:2], 5)
+
+
+def test_a_closed_group_stays_known_once_it_is_shrunk():
+    for words, answers in (([], False), (["over"], False), ([{"members": [0]}, "formed"], True)):
+        made = points.Point("127.0.0.1", 4, "token", 0)
+        made.serve([0], ["node-a"], [made.place], None, None)
+        made.slots.know(words)
+        made.is_left = lambda: True
+        (thread,) = [one for one in threading.enumerate() if one.name == "pycomm survivors"]
+        made.agent.ring()
+        if answers:
+            ask = json.dumps({"word": points.word_of("token", 0), "id": 1, "ask": "look"}).encode() + b"\n"
+            (answer,) = talk(made.place, ask)
+            assert json.loads(answer)["words"] == words
+            made.close()
+        thread.join(10)
+        assert not thread.is_alive(), words
