@@ -2,8 +2,8 @@
 mode of the model (training, eval) and each kind of result, with the first batch that is cut.
 
     each rank    two rows of the batch; for sharded batches of ZeRO-3 those of the first data rank
-    each rank    before the passes the trial of rows; it also tells where outputs have their rows
-    all ranks    after them one all_reduce: whether a rank has found something; then the trial again, and this
+    each rank    the trial of rows; it also tells where outputs have their rows
+    all ranks    after the passes one all_reduce: whether a rank has found something; then again, and this
     all ranks    where numbers in the output may be losses the trial of the loss, in the same way
     all ranks    where it is found each time: the sentence of the first rank that has one
 
@@ -11,6 +11,11 @@ mode of the model (training, eval) and each kind of result, with the first batch
 wait. Where all have the whole batch, all take the same rows in the same shapes, so they raise alike. Where
 ranks of zero=3 have rows of their own, those of the first are sent to all, or nothing is tried if their
 shapes differ. Ranks of tp have the same rows anyway.
+
+[Note: before or after] The trial is made before the passes, which change buffers, and whose outputs are cut
+into rows where it tells; where forwards are collective (tp, pp, zero 2 and 3) after them: a rank that raises
+in its forward does so in its pass, and not in a trial that others wait for. Then outputs are cut into rows
+where their sizes allow.
 
 Under pp the rows go through all stages (rows_stages.py). It is for whole sequences and all experts: not with
 ep, ring, ulysses and megatron_sp.
@@ -54,10 +59,11 @@ class RowsProof:
         self.key = parts.model.training, None if measures is None else tuple(measures)
         self.is_wanted = is_cut and is_whole and self.key not in _tried.get(parts, ())
         self.trial, self.of_loss = None, None
+        self.is_early = parts.stage_model is None and parts.units is None and parts.plan.tp == 1
 
     def begin(self, inputs, targets):
         """Before the passes. inputs, targets: of the whole batch, or of this rank's rows. Collective where
-        forwards are.
+        the step is sharded. See [Note: before or after].
         """
         if not self.is_wanted:
             return
@@ -73,14 +79,15 @@ class RowsProof:
             measures = None if self.measures is None else tuple(self.measures.values())
             self.trial = RowsTrial(parts, measures, batch, few)
             self.of_loss = LossOfRows(self.trial, counter, self.measures or {})
-            self.trial.begin()
+            if self.is_early:
+                self.trial.begin()
 
     def note(self, output, microbatch):
         """What the model gave for a microbatch; the first is looked at."""
         if self.trial and not self.trial.rows:
             self.trial.see(output, len(tensors_in((microbatch.inputs, microbatch.targets))[0]))
-            if self.trial.layouts is not None:
-                note_layouts(self.parts, self.trial.layouts)
+            if self.is_early:
+                self._find_layouts()
 
     def end(self):
         """After the passes. Collective over all ranks. Raises ValueError on all of them where the model mixes
@@ -88,9 +95,17 @@ class RowsProof:
         """
         if not self.is_wanted:
             return
+        if self.trial and not self.is_early:
+            self.trial.begin()
+            self._find_layouts()
         if self._confirm(self.trial, bool(self.of_loss and self.of_loss.is_wanted)):
             self._confirm(self.of_loss)
         _tried.setdefault(self.parts, set()).add(self.key)
+
+    def _find_layouts(self):
+        self.trial.find_layouts()
+        if self.trial.layouts is not None:
+            note_layouts(self.parts, self.trial.layouts)
 
     def _confirm(self, trial, wants_more=False):
         """Runs a trial, and again as long as a rank has found something. trial: None where there is none.

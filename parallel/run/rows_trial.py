@@ -82,7 +82,7 @@ def leaves_of(output, measures):
         return {"": output}
     if by_default or measures is None and isinstance(logits, torch.Tensor):
         return {".logits": logits}
-    return {where: leaf for where, leaf in named_tensors(output) if _is_real(leaf) and leaf.dim()}
+    return {where: leaf for where, leaf in _present(output) if _is_real(leaf) and leaf.dim()}
 
 
 class _Seen(NamedTuple):
@@ -108,6 +108,7 @@ class RowsTrial:
     def __init__(self, parts, measures, batch, few):
         self.parts, self.measures, self.batch, self.few = parts, measures, batch, few
         self.rows, self.shapes = 0, {}  # of a microbatch, and of what the model gave for it
+        self.given = {}  # {where: a tensor of it; on meta where it has more than LARGEST_NUMBER values}
         self.layouts = None  # of what it gave; None: not known
         self.state = OuterState(parts.model, ())
         weights = {p.dtype for p in parts.model.parameters() if p.is_floating_point()}
@@ -119,15 +120,25 @@ class RowsTrial:
 
     @torch.no_grad()
     def begin(self):
-        """The first trial, before the passes, which change buffers. Collective where forwards are."""
-        self.first = [self.once(index, 0) for index in self.indices]
+        """The first trial. Collective where forwards are."""
+        self.first = []
+        for index in self.indices:  # without stages, whoever has raised sends nothing more
+            fails = self.parts.stage_model is None and None in self.first
+            self.first.append(None if fails else self.once(index, 0))
 
     def see(self, output, rows):
         """What the model gave for a microbatch."""
         self.rows = rows
         self.shapes = {where: leaf.shape for where, leaf in leaves_of(output, self.measures).items()}
+        self.given = {
+            where: leaf.detach().clone() if leaf.numel() <= LARGEST_NUMBER else leaf.to("meta")
+            for where, leaf in _present(output)
+        }
+
+    def find_layouts(self):
+        """After begin() and see()."""
         if all(each is not None for each in self.first):
-            found = {where: self._layout(where, leaf) for where, leaf in named_tensors(output)}
+            found = {where: self._layout(where, leaf) for where, leaf in self.given.items()}
             self.layouts = Layouts({where: layout for where, layout in found.items() if layout is not None})
 
     def _layout(self, where, leaf):
@@ -221,7 +232,7 @@ class RowsTrial:
         leaves = leaves_of(output, self.measures) if output is not None else {}
         shapes = {where: leaf.shape for where, leaf in leaves.items()}
         leaves = {where: _few_of(leaf) for where, leaf in leaves.items()}
-        named = named_tensors(output)
+        named = _present(output)
         numbers = {
             where: leaf.clone()
             for where, leaf in named
@@ -312,7 +323,7 @@ def _grown(shape, whole):
 
 
 def _are_close(value, leaf):
-    if value is None or value.shape != leaf.shape or value.dtype != leaf.dtype:
+    if value is None or leaf.is_meta or value.shape != leaf.shape or value.dtype != leaf.dtype:
         return False
     return torch.allclose(value, leaf.detach().to(value), rtol=1e-6, atol=0.0, equal_nan=True)
 
@@ -360,6 +371,11 @@ def _change(leaves, dim, few, rows_first):
 
 
 # Trees of tensors with rows ------------------------------------------------------
+
+
+def _present(output):
+    """named_tensors() without those that only earlier stages have, say an encoder's."""
+    return [(where, leaf) for where, leaf in named_tensors(output) if not isinstance(leaf, Absent)]
 
 
 def _is_real(leaf):
