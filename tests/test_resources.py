@@ -120,12 +120,18 @@ def test_run_ranks_leaves_nothing(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared_memory = set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
 
+    def shared_files():
+        """Files in memory or /tmp that are mapped and shared."""
+        with open("/proc/self/maps") as maps:
+            return {
+                line.split(maxsplit=5)[5] for line in maps if re.search(r"^\S+ ...s .* /(dev/shm|tmp)/", line)
+            }
+
+    others = shared_files()  # of multiprocessing, in tests before this one
+
     def body(comm):
         use(comm)
-        with open("/proc/self/maps") as maps:
-            return [
-                line for line in maps if re.search(r"^\S+ ...s .* /(dev/shm|tmp)/", line)
-            ]  # shared mappings of files
+        return sorted(shared_files() - others)
 
     run_ranks(2, body, mode=mode)
     before = Usage()
