@@ -54,13 +54,13 @@ class BlockTime(NamedTuple):
     tp: tuple[float, float]
 
 
-def product_time(machine, m, n, k, *, extra=0.0, item=HALF, batch=1):
+def product_time(machine, m, n, k, *, extra=0.0, item=HALF, batch=1, launches=1):
     """Seconds of `batch` products of (m, k) by (k, n). extra: bytes beside operands and result."""
     reached = machine.reached
     e = reached.product / (1 + reached.product_half * (1 / m + 1 / n + 1 / k))
     flops = 2.0 * m * n * k * batch / (machine.peak * e)
     moved = (item * (m * k + k * n + m * n) * batch + extra) / (machine.bandwidth * reached.memory)
-    return max(flops, moved, reached.launch)
+    return max(flops, moved, launches * reached.launch)
 
 
 def moved_time(machine, nbytes, kernels=1):
@@ -72,13 +72,14 @@ def moved_time(machine, nbytes, kernels=1):
 @functools.lru_cache(maxsize=65536)
 def block_time(machine, model, cut, spans=None):
     """BlockTime. spans: pairs (axis, Span) of tp, ulysses, ring and ep where they have ranks."""
-    spans = dict(spans or ())
+    spans, model = dict(spans or ()), model.dealt(cut.experts)
     tokens = cut.rows * model.sequence / cut.parts
     whole = tokens / cut.tp if cut.sequence_parallel else tokens  # of modules that tp does not divide
     forward = inputs = weights = 0.0
     for module in model.block:
         for product in module.products:
-            f, i, w = _product(machine, model, cut, product, tokens)
+            here = tokens if product.cut or not product.experts else whole
+            f, i, w = _product(machine, model, cut, product, here)
             forward, inputs, weights = forward + f, inputs + i, weights + w
         elements = moved_time(machine, whole * module.moved[0]) + moved_time(
             machine, tokens * module.moved[1] / cut.tp
@@ -88,7 +89,7 @@ def block_time(machine, model, cut, spans=None):
     if "ring" in spans or "ulysses" in spans:
         sequence = _sequence_parallel(machine, model, cut, spans, tokens, core)
         core, core_backward = core + sequence, core_backward + 2 * sequence
-    experts = _dispatch(model, cut, spans, tokens)
+    experts = _dispatch(model, spans, whole)
     tp = _tensor_parallel(model, cut, spans, tokens)
     # Under sequence parallelism the gathers of what enters a backward come before all its products.
     hidden = min(tp / 2 if cut.sequence_parallel else tp, weights) if cut.tp_hidden else 0.0
@@ -103,16 +104,19 @@ def block_time(machine, model, cut, spans=None):
 
 def _product(machine, model, cut, product, tokens):
     """(forward, gradient of the input, of the weight) of one product."""
-    m = max(tokens * product.times, 1)
+    batch = launches = 1
+    rows = tokens * product.times
+    if product.experts:
+        batch = model.held(cut.experts)
+        launches = 1 if model.experts.stacked else batch
+        rows *= cut.experts / model.experts.count  # of one expert: its part of what all ranks of ep send
+    m = max(rows, 1)
     n = product.n / cut.tp if product.cut == "n" else product.n
     k = product.k / cut.tp if product.cut == "k" else product.k
     item = model.item
     sums = (2 * cut.gradient - item if cut.fused_sums else 2 * cut.gradient + item) * n * k
-    return (
-        product_time(machine, m, n, k, item=item),
-        product_time(machine, m, k, n, item=item),
-        product_time(machine, n, k, m, extra=max(sums, 0), item=item),
-    )
+    times = functools.partial(product_time, machine, item=item, batch=batch, launches=launches)
+    return times(m, n, k), times(m, k, n), times(n, k, m, extra=max(sums * batch, 0))
 
 
 def _attention(machine, model, cut, tokens):
@@ -151,7 +155,7 @@ def _sequence_parallel(machine, model, cut, spans, tokens, core):
     return time
 
 
-def _dispatch(model, cut, spans, tokens):
+def _dispatch(model, spans, tokens):
     """Rows to their experts and back, forward."""
     if model.experts is None or "ep" not in spans:
         return 0.0

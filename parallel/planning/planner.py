@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.building.checks import check
+from pycomm.parallel.building.describe import note_original
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_memory
@@ -111,10 +112,13 @@ def _refusals(model, opt):
         data = plan.dp * plan.ep > 1
         axes = tuple(getattr(plan, axis) > 1 for axis in ("tp", "ring", "ulysses"))
         stages = (plan.virtual_stages, plan.stages, plan.schedule == "pipedream")
-        key = (data, axes, stages, plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks)
+        options = plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks
+        key = (data, axes, stages, plan.ep, *options)
         if key not in known:
             try:
                 check(model, opt, plan)
+                if plan.ep > 1:
+                    note_original(model, opt, plan)  # whether there are experts that it can deal
                 known[key] = None
             except ValueError as error:
                 known[key] = error

@@ -119,8 +119,8 @@ def _with_units(job, spans, passes, talk):
     model, plan = job.model, job.plan
     if plan.zero < 2 or "data" not in spans:
         return passes, talk
-    whole, cut, experts = model.block_parameters()
-    dense, expert = whole + cut / plan.tp, experts / (plan.ep * plan.tp)
+    whole, cut, _ = model.block_parameters()
+    dense, expert = whole + cut / plan.tp, model.expert_parameters(plan.tp, plan.ep)
     sums = _halves(spans, dense, expert, job.software.summed)
     gather = _halves(spans, dense, expert, model.item) if plan.zero == 3 else 0.0
     both = job.machine.reached.both
@@ -201,7 +201,7 @@ def _rest(job, spans, rank, backward):
             bucket = plan.bucket_mb * 1e6 / max(dense * software.summed, 1)
             last = sums * min(bucket, 1.0)
             sums = last + machine.reached.both(backward, sums - last) - backward
-    mine = (dense + experts) / share
+    mine = (dense + experts * (plan.ep if plan.zero else 1)) / share
     optimizer = moved_time(machine, mine * software.update)
     if plan.offload:
         optimizer += mine * (software.gradient + job.model.item) / machine.host
