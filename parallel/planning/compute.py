@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     """What one rank does of a block. rows: of a microbatch on one data rank; tokens of a rank: rows x
     sequence / parts. sequence_parallel: megatron_sp. tp_hidden: the sum over tp in backward is hidden
     behind the products for weights. fused_sums: gradients of weights are added to their sum, of `gradient`
-    bytes each, inside of the product. experts: ranks of ep.
+    bytes each, inside of the product. experts: ranks of ep. copies: of Software.
     """
 
     rows: int
@@ -39,6 +39,7 @@ class Cut(NamedTuple):
     fused_sums: bool = False
     gradient: int = 2
     experts: int = 1
+    copies: tuple[float, float] = (0.0, 0.0)
 
 
 class BlockTime(NamedTuple):
@@ -90,7 +91,7 @@ def block_time(machine, model, cut, spans=None):
         sequence = _sequence_parallel(machine, model, cut, spans, tokens, core)
         core, core_backward = core + sequence, core_backward + 2 * sequence
     experts = _dispatch(model, spans, whole)
-    tp = _tensor_parallel(model, cut, spans, tokens)
+    tp = _tensor_parallel(machine, model, cut, spans, tokens)
     # Under sequence parallelism the gathers of what enters a backward come before all its products.
     hidden = min(tp / 2 if cut.sequence_parallel else tp, weights) if cut.tp_hidden else 0.0
     return BlockTime(
@@ -163,14 +164,17 @@ def _dispatch(model, spans, tokens):
     return 2 * collectives.all_to_all(spans["ep"], nbytes)
 
 
-def _tensor_parallel(model, cut, spans, tokens):
-    """Two sums of the hidden state; with sequence parallelism as reduce_scatter and all_gather."""
+def _tensor_parallel(machine, model, cut, spans, tokens):
+    """Two sums of the hidden state; with sequence parallelism as reduce_scatter and all_gather. Beside each
+    the copies that change its layout.
+    """
     if "tp" not in spans:
         return 0.0
     nbytes = model.item * tokens * model.hidden
+    plain, pieces = (moved_time(machine, each * nbytes) for each in cut.copies)
     if cut.sequence_parallel:
-        return 4 * collectives.all_gather(spans["tp"], nbytes)
-    return 2 * collectives.all_reduce(spans["tp"], nbytes)
+        return 4 * (collectives.all_gather(spans["tp"], nbytes) + pieces)
+    return 2 * (collectives.all_reduce(spans["tp"], nbytes) + plain)
 
 
 def head_time(machine, model, cut):

@@ -4,12 +4,14 @@
                    sequences); tp inside a node and a divisor of the heads; pp at most the blocks
     microbatch     rows 1, 2, 4 ... of a data rank, a row for every data rank in each
     schedule       1f1b, interleaved (2 to 8 chunks), zb-h1, zbv
-    memory         zero 0 to 3, recomputation or not; megatron_sp with every tp: as many bytes, less memory
+    memory         zero 0 to 3, recomputation or not; tp with megatron_sp (as many bytes, less memory, more
+                   copies) and without
 
 Left out at once: axes whose states alone, by ZeRO's closed form, are above the memory, and plans whose ideal
 compute time with a full pipeline is above a time that is given.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -182,14 +184,15 @@ def plans_of(request, axes, schedule, chunks, recompute, refused=None):
     fixed = request.fixed
     sharded = axes["dp"] * axes["ep"] * axes["ulysses"] * axes["ring"] > 1
     others = {key: value for key, value in fixed.items() if key not in (*AXES, "zero")}
-    options = {"megatron_sp": axes["tp"] > 1, "precision": request.precision}
-    options["checkpoint"] = recompute == "full"
+    options = {"precision": request.precision, "checkpoint": recompute == "full"}
     if axes["pp"] > 1:
         options |= {"schedule": schedule, "chunks": chunks if schedule == "interleaved" else None}
     every = sharded or "offload" in fixed or "zero_group" in fixed
-    for zero in [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0]):
+    zeros = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
+    pieces = [True, False] if axes["tp"] > 1 and "megatron_sp" not in fixed else [False]
+    for zero, megatron_sp in itertools.product(zeros, pieces):
         try:
-            plan = Plan(**axes, zero=zero, **{**options, **others})
+            plan = Plan(**axes, zero=zero, **{"megatron_sp": megatron_sp, **options, **others})
             request.check(plan)
         except ValueError as error:
             if refused is not None:

@@ -92,6 +92,7 @@ def _cut(job):
         fused_sums=software.fused_sums,
         gradient=software.gradient,
         experts=plan.ep,
+        copies=software.copies,
     )
 
 
