@@ -234,7 +234,21 @@ def step_time(job, exact=True):
         if plan.world_size > 1
         else 0
     )
-    return StepTime(passes, bubble, m * blocks * talk, sums + norm, optimizer, values, pipeline)
+    sums += norm + _tie(job, spans)
+    return StepTime(passes, bubble, m * blocks * talk, sums, optimizer, values, pipeline)
+
+
+def _tie(job, spans):
+    """Seconds in which the first and the last stage exchange their gradients of a table that is the head too
+    (pipeline/ties.py); under zero a part of it each. Of zbv the two are on one rank.
+    """
+    plan, model = job.plan, job.model
+    if "pp" not in spans or not model.tied or plan.schedule == "zbv":
+        return 0.0
+    shared = spans["data"].ranks if plan.zero and "data" in spans else 1
+    return collectives.message(
+        spans["pp"], model.vocab * model.hidden / plan.tp * job.software.summed / shared
+    )
 
 
 def _per_rank(plan, times):
