@@ -25,6 +25,7 @@ from pycomm.parallel.planning.named import from_config, named
 from pycomm.parallel.planning.report import explain_job
 from pycomm.parallel.planning.search import Request, predict, search
 from pycomm.parallel.planning.traced import trace_model
+from pycomm.parallel.run.model_loss import model_loss_of, with_targets
 
 __all__ = ["ChosenPlan", "auto", "explain", "simulate"]
 
@@ -174,8 +175,19 @@ def _described(model, batch, blocks):
             raise ValueError(
                 "a torch model is traced with a batch: give auto() and explain() the batch itself"
             )
-        return trace_model(model, batch, blocks), rows
+        return trace_model(model, _with_own_targets(model, batch), blocks), rows
     return from_config(model), rows
+
+
+def _with_own_targets(model, batch):
+    """The batch as par.step makes it for a model with a loss of its own: an encoder-decoder gets its
+    decoder's inputs. What step refuses without a loss_fn may have one.
+    """
+    try:
+        _, own = model_loss_of(model, None, Plan())
+        return with_targets(model, batch) if own else batch
+    except ValueError:
+        return batch
 
 
 def _machine(machine):

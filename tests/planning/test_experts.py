@@ -146,7 +146,7 @@ def test_what_a_rank_holds(kind, text, parts):
 
 
 @pytest.mark.parametrize("kind", MAKE)
-@pytest.mark.parametrize("fixed", [{}, {"ep": 2}, {"tp": 2}], ids=str)
+@pytest.mark.parametrize("fixed", [{}, {"ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_a_plan_of_a_mixture_trains(kind, fixed):
     plan = par.auto(on_meta(kind), torch.optim.AdamW, batch=batch(kind), world=2, fixed=fixed)
     assert all(getattr(plan, key) == value for key, value in fixed.items())
