@@ -196,6 +196,14 @@ def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, 
     )
 
 
+def _experts(hidden, ffn, top_k):
+    """Module of experts with gates: rows on their way there and back, whole; what is inside, cut."""
+    products = Product(hidden, 2 * ffn, "n", top_k, True), Product(ffn, hidden, "k", top_k, True)
+    moved = HALF * 2 * 2 * top_k * hidden, HALF * 3 * top_k * ffn
+    kept = HALF * 2 * top_k * hidden, HALF * 4 * top_k * ffn
+    return Module("experts", (0, 0), products, moved, kept, True)
+
+
 def llama(
     name,
     layers,
@@ -227,19 +235,8 @@ def llama(
     router = h * experts[0] if experts else 0
     wide = shared if experts else ffn
     products = (Product(h, 2 * wide, "n"), Product(wide, h, "k")) if wide else ()
-    moe = ()
     if experts:
         products += (Product(h, experts[0]),)
-        rows = top_k * h  # on their way to the experts and back
-        moe = (
-            Module(
-                "experts",
-                products=(Product(h, 2 * ffn, "n", top_k, True), Product(ffn, h, "k", top_k, True)),
-                moved=(HALF * 2 * 2 * rows, HALF * 3 * top_k * ffn),
-                kept=(HALF * 2 * rows, HALF * 4 * top_k * ffn),
-                experts=True,
-            ),
-        )
     block = (
         _norm("norm_1", h, h),
         Module(
@@ -259,7 +256,7 @@ def llama(
             (add, HALF * 3 * wide),
             (HALF * h, HALF * 4 * wide),
         ),
-        *moe,
+        *((_experts(h, ffn, experts[1]),) if experts else ()),
     )
     embedding, head = vocab * h, 0 if tied else vocab * h
     return Model(

@@ -25,9 +25,9 @@ def seconds(time):
 
 
 def short(plan):
-    """A plan without what says itself: megatron_sp with tp, precision."""
-    hidden = {"precision": None, "megatron_sp": plan.tp == 1 and plan.megatron_sp}
-    return str(dataclasses.replace(plan, **hidden))
+    """A plan without what says itself: precision, and megatron_sp where there is no tp."""
+    hidden = {"precision": None, "megatron_sp": plan.tp > 1 and plan.megatron_sp}
+    return str(dataclasses.replace(plan, **hidden)).replace("megatron_sp=True", "megatron_sp")
 
 
 def table(found, limit):

@@ -5,7 +5,7 @@
     microbatch     rows 1, 2, 4 ... of a data rank, a row for every data rank in each
     schedule       1f1b, interleaved (2 to 8 chunks), zb-h1, zbv
     memory         zero 0 to 3, recomputation or not; tp with megatron_sp (as many bytes, less memory, more
-                   copies) and without
+                   copies) or without, what is faster of those that fit
 
 Left out at once: axes whose states alone, by ZeRO's closed form, are above the memory, and plans whose ideal
 compute time with a full pipeline is above a time that is given.
@@ -22,6 +22,7 @@ from pycomm.parallel.planning.job import PYCOMM, Job, Software
 from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.memory import states, worst_rank
 from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.time import step_time
 
 __all__ = ["Request", "divisors", "fits", "ideal_time", "jobs_of", "microbatches_of", "plans_of", "shapes_of"]
 
@@ -110,8 +111,8 @@ def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
             if ideal * waste / full > worst():
                 continue
             for recompute in _recomputations(request):
-                for plan in plans_of(request, axes, schedule, chunks, recompute):
-                    job = Job(
+                jobs = [
+                    Job(
                         request.model,
                         request.machine,
                         plan,
@@ -120,8 +121,20 @@ def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
                         recompute,
                         request.software,
                     )
-                    if worst_rank(job).peak <= request.limit:
-                        yield job
+                    for plan in plans_of(request, axes, schedule, chunks, recompute)
+                ]
+                yield from _faster_forms(job for job in jobs if worst_rank(job).peak <= request.limit)
+
+
+def _faster_forms(jobs):
+    """Of jobs that differ in megatron_sp alone the faster one, by closed form; of equals the leaner."""
+    best = {}  # zero -> (seconds, job)
+    for job in jobs:
+        seconds = step_time(job, exact=False).total if job.plan.tp > 1 else 0.0
+        order = seconds, not job.plan.megatron_sp
+        if job.plan.zero not in best or order < best[job.plan.zero][0]:
+            best[job.plan.zero] = order, job
+    yield from (job for _, job in best.values())
 
 
 def fits(request):

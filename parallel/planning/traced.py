@@ -57,17 +57,7 @@ def _as_model(model, trunk, name, seen, shape, mixtures):
     if item is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train")
     here = [mixture for mixture in mixtures if f"{mixture.fqn}.".startswith(f"{name}.")]
-    modules = []
-    for fqn, module in model.get_submodule(name).named_modules(prefix=name):
-        if _within(fqn, (mixture.inside for mixture in here)):
-            continue
-        cut = cut_of.get(fqn)
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        bias = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 1) if cut == "k" else 0
-        products = tuple(Product(k, n, cut, m / tokens) for at, m, k, n in seen.products if at == fqn)
-        if own or products:
-            parameters = (bias, own - bias) if cut else (own, 0)
-            modules.append(Module(fqn[len(name) + 1 :] or "block", parameters, products))
+    modules = _dense(model, name, seen, (tokens, cut_of), here)
     modules += [_mixture(mixture, seen, (hidden, tokens, item), cut_of) for mixture in here]
     outside = [nbytes for nbytes, at in seen.kept.values() if not _within(at, (m.fqn for m in here))]
     kept = sum(outside) / tokens
@@ -108,6 +98,22 @@ def _as_model(model, trunk, name, seen, shape, mixtures):
         item=item,
         experts=_experts(model, here),
     )
+
+
+def _dense(model, name, seen, shape, here):
+    """[Module] of the modules of the block `name` that have parameters or products, without experts."""
+    (tokens, cut_of), modules = shape, []
+    for fqn, module in model.get_submodule(name).named_modules(prefix=name):
+        if _within(fqn, (mixture.inside for mixture in here)):
+            continue
+        cut = cut_of.get(fqn)
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        bias = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 1) if cut == "k" else 0
+        products = tuple(Product(k, n, cut, m / tokens) for at, m, k, n in seen.products if at == fqn)
+        if own or products:
+            parameters = (bias, own - bias) if cut else (own, 0)
+            modules.append(Module(fqn[len(name) + 1 :] or "block", parameters, products))
+    return modules
 
 
 def _within(fqn, names):

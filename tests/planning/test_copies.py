@@ -22,7 +22,8 @@ from pycomm.parallel.planning.compute import Cut, block_time, moved_time  # noqa
 from pycomm.parallel.planning.job import MEGATRON_2021, MEGATRON_2022, PYCOMM  # noqa: E402
 from pycomm.parallel.planning.machine import FOLDER, from_toml, tomllib  # noqa: E402
 
-HIDDEN = SIZE.rows * SIZE.length * SIZE.dim * 4  # bytes of the hidden state
+SMALL = SIZE._replace(rows=8, vocab=64)  # products are still large enough for pycomm.fused
+HIDDEN = SMALL.rows * SMALL.length * SMALL.dim * 4  # bytes of the hidden state
 CALLS = {"tp=2": 4, "tp=2,megatron_sp": 8}  # of a block and step
 COPIES = {"aten.clone.default", "aten.copy_.default", "aten.cat.default"}
 
@@ -45,7 +46,7 @@ class Copies(TorchDispatchMode):
 
 
 def copied(rank, world_size, text, layers):
-    size = SIZE._replace(layers=layers)
+    size = SMALL._replace(layers=layers)
     model = make_model(size)
     model, opt = par.parallelize(model, make_optimizer(model.parameters()), par.Plan.parse(text))
     batch = make_batch(size, 0)
