@@ -33,7 +33,7 @@ import torch
 
 from pycomm.parallel.ground import comm, differentiable
 
-__all__ = ["Routes", "combine", "dispatch", "make_routes"]
+__all__ = ["Routes", "combine", "dispatch", "make_routes", "read_counts"]
 
 
 class Routes(NamedTuple):
@@ -55,7 +55,14 @@ def inverse_of(permutation):
     )
 
 
-def make_routes(chosen, held, group):
+def read_counts(counts, assignments):
+    """Numbers of rows as a list, on the host. assignments: those of this rank's tokens, which the planner
+    deals evenly where tensors have no values.
+    """
+    return counts.tolist()
+
+
+def make_routes(chosen, held, group, read=read_counts):
     """Routes for chosen (tokens, top_k) int64, the experts of each token, where held[r] is how many experts
     rank r of the group has.
 
@@ -66,7 +73,7 @@ def make_routes(chosen, held, group):
     counts = flat.new_zeros(sum(held)).scatter_add_(0, flat, torch.ones_like(flat))
     own = held[group.rank]
     arrived = comm.all_to_all(counts, held, [own] * group.size, group)  # by source, then by own expert
-    both = torch.cat([counts, arrived]).tolist()  # one synchronisation for both
+    both = read(torch.cat([counts, arrived]), flat.numel())  # one synchronisation for both
     sent, received, at = [], [], 0
     for experts in held:
         sent.append(sum(both[at : at + experts]))

@@ -78,6 +78,8 @@ class MoE(nn.Module):
     Raises ValueError for numbers that do not fit. Source: Shazeer et al. 2017; Fedus et al. 2021.
     """
 
+    read_counts = staticmethod(dispatch.read_counts)
+
     def __init__(self, dim, expert, num_experts, top_k=2, *, aux_loss=0.01, renormalize=None, group=None):
         super().__init__()
         if isinstance(expert, nn.Module):
@@ -160,7 +162,7 @@ class MoE(nn.Module):
             x = x.detach().requires_grad_()  # see [Note: equal graphs]
         tokens = x.reshape(-1, self.dim)
         probabilities, weights, chosen = self.choose(tokens)
-        routes, counts = dispatch.make_routes(chosen, self.held, self.group)
+        routes, counts = dispatch.make_routes(chosen, self.held, self.group, self.read_counts)
         balanced = self.aux_loss != 0 and self.training
         if balanced:
             sums = probabilities.sum(0)

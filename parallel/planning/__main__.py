@@ -17,7 +17,7 @@ from pycomm.parallel.planning.costs import table as cost_table
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.machine import known, load_machine
 from pycomm.parallel.planning.named import from_config, named
-from pycomm.parallel.planning.report import explain_job, famous, reason, short, table
+from pycomm.parallel.planning.report import even_experts, explain_job, famous, reason, short, table
 from pycomm.parallel.planning.search import NoPlan, Request, search
 
 GIB = 2**30
@@ -143,7 +143,7 @@ def _print(request, found, seconds):
         f"{request.world} ranks of {request.machine.name} (searched in {seconds:.1f} s)"
     )
     print("\n".join(table(found, limit)))
-    print(f"\nthe first: {reason(found[0])}\n\nwhy others lose")
+    print("\n".join([f"\nthe first: {reason(found[0])}", *even_experts(model), "\nwhy others lose"]))
     for name, each, why in famous(request, found[0]):
         plan = f" [{short(each.plan)}; {each.job.microbatches} x {each.job.microbatch_rows}]" if each else ""
         print(f"  {name}: {why}{plan}")

@@ -68,7 +68,7 @@ def unfit(model, axes):
     if parts > model.sequence:
         return f"ring x ulysses={parts} for {model.sequence} positions, of which each rank needs one"
     if ep > 1 and model.experts is None:
-        return f"ep={ep}, and the planner knows of no experts in this model (it finds none in torch modules)"
+        return f"ep={ep}, and the planner knows of no experts in this model"
     if ep > 1 and ep > model.experts.count:
         return f"ep={ep} for {model.experts.count} experts; ep can be {model.experts.count} at most"
     return None

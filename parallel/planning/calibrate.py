@@ -9,7 +9,8 @@ All ranks of a node compute at once, so that what they share (memory, caches, cl
                    sum), forward and backward, by the bytes that traced.py counts for it
     launch         an addition of one element
     collectives    all_reduce of 8 bytes and of 16 MB by pycomm: latency a and bandwidth w from
-                   2 a and 2 a + 2 (n-1)/n B / w
+                   2 a and 2 a + 2 (n-1)/n B / w. `one_way`: the share of w that an all_gather, a
+                   reduce_scatter and an all_to_all of 16 MB reach, where a rank copies its own part too
     overlap        what of an all_reduce is hidden by products that take as long
 
 The median of several turns and over the ranks, as steps are told by their median: what others do on the
@@ -25,6 +26,7 @@ import time
 import torch
 import torch.distributed as dist
 
+from pycomm.groups import all_gather_flat, reduce_scatter_flat
 from pycomm.parallel.planning.asked import whole
 from pycomm.parallel.planning.compute import BACKWARD, Cut, block_time
 from pycomm.parallel.planning.machine import from_toml, tomllib
@@ -88,6 +90,9 @@ def _toml(numbers, ranks):
     latency = numbers["small"] / 2
     seconds = max(numbers["large"] - numbers["small"], 1e-9)
     bandwidth = 2 * (ranks - 1) / ranks * LARGE / seconds if ranks > 1 else 1e12
+    one_way = ranks > 1 and min(
+        (ranks - 1) / ranks * LARGE / bandwidth / max(numbers["one_way"] - latency, 1e-9), 1.0
+    )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     if torch.cuda.is_available():
@@ -114,6 +119,7 @@ name = "pycomm, one node"
 ranks = 0
 gb_s = {bandwidth / 1e9:.4g}
 latency_us = {latency * 1e6:.4g}
+one_way = {one_way or 1:.3g}
 """
 
 
@@ -144,13 +150,29 @@ def measure(rank):
         "launch": _seconds(lambda: one.add_(1)),
         "small": 1e-6,
         "large": 2e-6,
+        "one_way": 1e-6,
         "overlap": 1.0,
     }
     if dist.is_initialized() and dist.get_world_size() > 1:
         found["small"] = _seconds(lambda: dist.all_reduce(one))
         found["large"] = _seconds(lambda: dist.all_reduce(z))
+        found["one_way"] = _one_way(z)
         found["overlap"] = _overlap(z, a, b)  # the largest matrices
     return found
+
+
+def _one_way(z):
+    """Seconds of an all_gather, a reduce_scatter and an all_to_all of the buffer z: their mean."""
+    n = dist.get_world_size()
+    whole = z[: z.numel() // n * n]
+    part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
+    return statistics.mean(
+        [
+            _seconds(lambda: all_gather_flat(other, part)),
+            _seconds(lambda: reduce_scatter_flat(part, whole)),
+            _seconds(lambda: dist.all_to_all_single(other, whole)),
+        ]
+    )
 
 
 def _elements(where):

@@ -80,7 +80,12 @@ def _all_reduce_flat(link, n, nbytes, in_node):
 
 def _half(link, n, nbytes, in_node):
     steps = 1 if in_node else n - 1
-    return steps * link.latency + (n - 1) / n * nbytes / link.bandwidth
+    return steps * link.latency + (n - 1) / n * nbytes / _one_way(link)
+
+
+def _one_way(link):
+    """Bytes/s of a collective of one direction."""
+    return link.bandwidth * link.one_way
 
 
 def all_gather(where, nbytes):
@@ -95,7 +100,7 @@ def all_gather(where, nbytes):
         return _half(where.outer, n, nbytes, False)
     ring = (n - nodes) * where.inner.latency + nodes * where.outer.latency
     ring += max(
-        (n - 1) / n * nbytes / where.inner.bandwidth, (n - 1) / n * nbytes / k / where.outer.bandwidth
+        (n - 1) / n * nbytes / _one_way(where.inner), (n - 1) / n * nbytes / k / _one_way(where.outer)
     )
     levels = _half(where.inner, k, nbytes, True) + _half(where.outer, nodes, nbytes / k, False)
     return min(ring, levels)
@@ -106,10 +111,10 @@ def all_to_all(where, nbytes):
     n, k = where.ranks, where.inside
     if n == 1 or not nbytes:
         return 0.0
-    inside = (k - 1) / n * nbytes / where.inner.bandwidth + where.inner.latency
+    inside = (k - 1) / n * nbytes / _one_way(where.inner) + where.inner.latency
     if where.outer is None:
         return inside
-    return max(inside, (n - k) / n * nbytes / where.outer.bandwidth + where.outer.latency)
+    return max(inside, (n - k) / n * nbytes / _one_way(where.outer) + where.outer.latency)
 
 
 def message(where, nbytes):

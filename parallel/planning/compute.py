@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     """What one rank does of a block. rows: of a microbatch on one data rank; tokens of a rank: rows x
     sequence / parts. sequence_parallel: megatron_sp. tp_hidden: the sum over tp in backward is hidden
     behind the products for weights. fused_sums: gradients of weights are added to their sum, of `gradient`
-    bytes each, inside of the product. experts: ranks of ep.
+    bytes each, inside of the product. experts: ranks of ep. copies: of Software.
     """
 
     rows: int
@@ -39,6 +39,7 @@ class Cut(NamedTuple):
     fused_sums: bool = False
     gradient: int = 2
     experts: int = 1
+    copies: tuple[float, float] = (0.0, 0.0)
 
 
 class BlockTime(NamedTuple):
@@ -54,13 +55,13 @@ class BlockTime(NamedTuple):
     tp: tuple[float, float]
 
 
-def product_time(machine, m, n, k, *, extra=0.0, item=HALF, batch=1):
+def product_time(machine, m, n, k, *, extra=0.0, item=HALF, batch=1, launches=1):
     """Seconds of `batch` products of (m, k) by (k, n). extra: bytes beside operands and result."""
     reached = machine.reached
     e = reached.product / (1 + reached.product_half * (1 / m + 1 / n + 1 / k))
     flops = 2.0 * m * n * k * batch / (machine.peak * e)
     moved = (item * (m * k + k * n + m * n) * batch + extra) / (machine.bandwidth * reached.memory)
-    return max(flops, moved, reached.launch)
+    return max(flops, moved, launches * reached.launch)
 
 
 def moved_time(machine, nbytes, kernels=1):
@@ -72,13 +73,14 @@ def moved_time(machine, nbytes, kernels=1):
 @functools.lru_cache(maxsize=65536)
 def block_time(machine, model, cut, spans=None):
     """BlockTime. spans: pairs (axis, Span) of tp, ulysses, ring and ep where they have ranks."""
-    spans = dict(spans or ())
+    spans, model = dict(spans or ()), model.dealt(cut.experts)
     tokens = cut.rows * model.sequence / cut.parts
     whole = tokens / cut.tp if cut.sequence_parallel else tokens  # of modules that tp does not divide
     forward = inputs = weights = 0.0
     for module in model.block:
         for product in module.products:
-            f, i, w = _product(machine, model, cut, product, tokens)
+            here = tokens if product.cut or not product.experts else whole
+            f, i, w = _product(machine, model, cut, product, here)
             forward, inputs, weights = forward + f, inputs + i, weights + w
         elements = moved_time(machine, whole * module.moved[0]) + moved_time(
             machine, tokens * module.moved[1] / cut.tp
@@ -88,8 +90,8 @@ def block_time(machine, model, cut, spans=None):
     if "ring" in spans or "ulysses" in spans:
         sequence = _sequence_parallel(machine, model, cut, spans, tokens, core)
         core, core_backward = core + sequence, core_backward + 2 * sequence
-    experts = _dispatch(model, cut, spans, tokens)
-    tp = _tensor_parallel(model, cut, spans, tokens)
+    experts = _dispatch(model, spans, whole)
+    tp = _tensor_parallel(machine, model, cut, spans, tokens)
     # Under sequence parallelism the gathers of what enters a backward come before all its products.
     hidden = min(tp / 2 if cut.sequence_parallel else tp, weights) if cut.tp_hidden else 0.0
     return BlockTime(
@@ -103,16 +105,19 @@ def block_time(machine, model, cut, spans=None):
 
 def _product(machine, model, cut, product, tokens):
     """(forward, gradient of the input, of the weight) of one product."""
-    m = max(tokens * product.times, 1)
+    batch = launches = 1
+    rows = tokens * product.times
+    if product.experts:
+        batch = model.held(cut.experts)
+        launches = 1 if model.experts.stacked else batch
+        rows *= cut.experts / model.experts.count  # of one expert: its part of what all ranks of ep send
+    m = max(rows, 1)
     n = product.n / cut.tp if product.cut == "n" else product.n
     k = product.k / cut.tp if product.cut == "k" else product.k
     item = model.item
     sums = (2 * cut.gradient - item if cut.fused_sums else 2 * cut.gradient + item) * n * k
-    return (
-        product_time(machine, m, n, k, item=item),
-        product_time(machine, m, k, n, item=item),
-        product_time(machine, n, k, m, extra=max(sums, 0), item=item),
-    )
+    times = functools.partial(product_time, machine, item=item, batch=batch, launches=launches)
+    return times(m, n, k), times(m, k, n), times(n, k, m, extra=max(sums * batch, 0))
 
 
 def _attention(machine, model, cut, tokens):
@@ -151,7 +156,7 @@ def _sequence_parallel(machine, model, cut, spans, tokens, core):
     return time
 
 
-def _dispatch(model, cut, spans, tokens):
+def _dispatch(model, spans, tokens):
     """Rows to their experts and back, forward."""
     if model.experts is None or "ep" not in spans:
         return 0.0
@@ -159,14 +164,17 @@ def _dispatch(model, cut, spans, tokens):
     return 2 * collectives.all_to_all(spans["ep"], nbytes)
 
 
-def _tensor_parallel(model, cut, spans, tokens):
-    """Two sums of the hidden state; with sequence parallelism as reduce_scatter and all_gather."""
+def _tensor_parallel(machine, model, cut, spans, tokens):
+    """Two sums of the hidden state; with sequence parallelism as reduce_scatter and all_gather. Beside each
+    the copies that change its layout.
+    """
     if "tp" not in spans:
         return 0.0
     nbytes = model.item * tokens * model.hidden
+    plain, pieces = (moved_time(machine, each * nbytes) for each in cut.copies)
     if cut.sequence_parallel:
-        return 4 * collectives.all_gather(spans["tp"], nbytes)
-    return 2 * collectives.all_reduce(spans["tp"], nbytes)
+        return 4 * (collectives.all_gather(spans["tp"], nbytes) + pieces)
+    return 2 * (collectives.all_reduce(spans["tp"], nbytes) + plain)
 
 
 def head_time(machine, model, cut):

@@ -14,11 +14,12 @@ their gradients)
     pp         2 m v                    2 m v H               of a rank in the middle; v: its virtual stages
     ulysses    4 m L                    2 (n-1)/n m L (Q + 2 K + Q)     Q, K: bytes of queries, of keys
     ring       3 (n-1) m L              3 (n-1) m L 2 K
-    ep         4 m L                    4 (n-1)/n m L k H     k experts of a token, tokens dealt evenly
+    ep         5 m L                    4 (n-1)/n m L k H + 8 (n-1)/n m L E
+                                        k of E experts for a token, tokens dealt evenly; the rest are counts
 
-Recomputation adds the forward's half once more to tp, ulysses, ring and ep. Left out: the sums of a few
-numbers at the end of a step, vocabulary and loss under tp, and that parameters lie in several buckets.
-dry_run has all of it.
+Recomputation adds the forward's half once more to tp, ulysses, ring and ep (of ep's calls three). Left out:
+the sums of a few numbers at the end of a step and of balance losses, vocabulary and loss under tp, and that
+parameters lie in several buckets. dry_run has all of it.
 """
 
 from pycomm.parallel.ground.plan import Plan
@@ -49,8 +50,10 @@ def sent(job):
         calls = (2 + again * 2 - 1) * (plan.ring - 1) * blocks
         found["ring"] = calls, calls * 2 * keys / plan.ulysses
     if plan.ep > 1 and model.experts:
-        nbytes = 4 * _share(plan.ep) * blocks * model.experts.top_k * hidden
-        found["ep"] = 4 * blocks * again, nbytes * again
+        rows = 4 * blocks * model.experts.top_k * hidden / (plan.tp if plan.megatron_sp else 1)
+        forwards = 2 * again - 1  # 1, or 2 with recomputation
+        counts = 8 * model.experts.count * blocks * forwards
+        found["ep"] = (3 * forwards + 2) * blocks, _share(plan.ep) * (rows * again + counts)
     if plan.pp > 1:
         calls = 2 * m * plan.chunks_per_rank
         found["pp"] = calls, calls * hidden / (plan.tp if plan.megatron_sp else 1)
@@ -66,15 +69,16 @@ def _share(n):
 
 def _data(job, data):
     plan, m = job.plan, job.microbatches
-    count = sum(owned_parameters(job, plan.pp // 2))
+    dense, experts = owned_parameters(job, plan.pp // 2)
+    count = _share(data) * dense + _share(data // plan.ep) * experts  # a rank of ep has its experts alone
     values, gradients = count * job.model.item, count * job.software.summed
     if plan.zero == 0:
-        return 1, 2 * _share(data) * gradients
+        return 1, 2 * gradients
     if plan.zero == 1:
-        return 2, _share(data) * (gradients + values)
+        return 2, gradients + values
     if plan.zero == 2:
-        return m + 1, _share(data) * (m * gradients + values)
-    return 3 * m * job.model.layers / plan.pp, _share(data) * m * (gradients + 2 * values)
+        return m + 1, m * gradients + values
+    return 3 * m * job.model.layers / plan.pp, m * (gradients + 2 * values)
 
 
 def strategies(n, long=False, experts=False):

@@ -19,7 +19,8 @@ class Software(NamedTuple):
     gradient that is kept; summed: of one that is sent; state: of the optimizer per parameter. update: bytes
     that a step of the optimizer reads and writes per parameter. cuts_messages: stages send 1/tp of the
     hidden state each and gather it. waits: a message occupies the rank that sends and the one that
-    receives, as a call that blocks does.
+    receives, as a call that blocks does. copies: what is read and written beside a sum of the hidden state
+    over tp, and beside a gather or reduce_scatter of it, in hidden states: see [Note: copies].
     """
 
     name: str
@@ -32,11 +33,16 @@ class Software(NamedTuple):
     update: int
     cuts_messages: bool
     waits: bool
+    copies: tuple[float, float] = (0.0, 0.0)
 
 
 # pycomm.parallel with precision="bf16": gradients are cast to fp32 for the masters (2 + 4), scaled (8),
 # their norm (2), Adam (4 + 12 + 12), masters are copied back (4 + 2).
-PYCOMM = Software("pycomm", False, True, False, 2, 2, 12, 50, False, False)
+# [Note: copies] Counted in steps of the strategies' benchmark. Of a block, for 4 sums: 4 hidden states in
+# copies and 4 in the biases that are added after a sum. For 8 gathers and reduce_scatters: 28 and 2, since
+# ranks hold pieces of dim 1, and a gather lays them one behind the other along dim 0.
+# tests/planning/test_copies.py counts. Megatron-LM sums in place, and its sequence is dim 0.
+PYCOMM = Software("pycomm", False, True, False, 2, 2, 12, 50, False, False, (2.0, 3.75))
 # Megatron-LM 2.6 (April 2021), local DDP: fp16 gradients, one all_reduce at the end of the step; the
 # optimizer copies them to fp32 (2 + 4), unscales (8), norm (4), clip (8), Adam (28), copy back (6), clears
 # (2).

@@ -23,13 +23,16 @@ FOLDER = Path(__file__).parent / "machines"
 
 class Link(NamedTuple):
     """ranks: how many of them one such level joins, 0 for any number. bandwidth: bytes/s that one rank sends,
-    while it receives as many, as collectives reach it; latency: seconds of one message.
+    while it receives as many, as an all_reduce reaches it; latency: seconds of one message. one_way: share of
+    the bandwidth that all_gather, reduce_scatter and all_to_all reach: less than 1 where ranks share memory,
+    and a rank's own part is copied as the others' are.
     """
 
     name: str
     ranks: int
     bandwidth: float
     latency: float
+    one_way: float = 1.0
 
 
 class Reached(NamedTuple):
@@ -132,11 +135,16 @@ def _links(entries, path):
     """Inside of a node, and between nodes; one level where all ranks share one node."""
     found = []
     for number, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-        given = _numbers(entry, f"link {number}", path, "name ranks gb_s latency_us", zero=("ranks",))
+        keys = "name ranks gb_s latency_us"
+        keys += " one_way" * (isinstance(entry, dict) and "one_way" in entry)
+        given = _numbers(entry, f"link {number}", path, keys, zero=("ranks",))
+        if given.get("one_way", 1) > 1:
+            raise ValueError(f"{path}: link {number} one_way = {given['one_way']!r}: a share is 1 at most")
         if given["ranks"] != int(given["ranks"]):
             raise ValueError(f"{path}: link {number} ranks = {given['ranks']!r}: must be a whole number")
         ranks = int(given["ranks"])
-        found.append(Link(str(given["name"]), ranks, given["gb_s"] * 1e9, given["latency_us"] * 1e-6))
+        bandwidth, latency = given["gb_s"] * 1e9, given["latency_us"] * 1e-6
+        found.append(Link(str(given["name"]), ranks, bandwidth, latency, given.get("one_way", 1.0)))
     if not 1 <= len(found) <= 2 or found[-1].ranks or (len(found) == 2 and not found[0].ranks):
         raise ValueError(
             f"{path}: needs one [[link]], or two: that of a node with its number of ranks, and that between "

@@ -93,7 +93,7 @@ def activations(model, tokens, tp=1, sequence_parallel=False, recompute="none"):
 def owned_parameters(job, rank):
     """(dense, experts): parameters of pipeline rank `rank` after tp, pp and ep, before zero."""
     model, plan = job.model, job.plan
-    whole, cut, experts = model.block_parameters()
+    whole, cut, _ = model.block_parameters()
     bounds, stages = job.bounds(), _stages_of(plan, rank)
     blocks = sum(bounds[stage][1] - bounds[stage][0] for stage in stages)
     dense = blocks * (whole + cut / plan.tp)
@@ -104,7 +104,7 @@ def owned_parameters(job, rank):
         dense += model.last + (model.vocab * model.hidden if model.tied else model.head) / plan.tp
     if first and last and model.tied:
         dense -= model.vocab * model.hidden / plan.tp
-    return dense, blocks * experts / (plan.ep * plan.tp)
+    return dense, blocks * model.expert_parameters(plan.tp, plan.ep)
 
 
 def _stages_of(plan, rank):
@@ -148,7 +148,7 @@ def rank_memory(job, rank):
 def _kept(job, rank):
     model, plan = job.model, job.plan
     tokens = job.microbatch_rows * model.sequence / job.parts
-    one = activations(model, tokens, plan.tp, plan.megatron_sp, job.recompute)
+    one = activations(model.dealt(plan.ep), tokens, plan.tp, plan.megatron_sp, job.recompute)
     bounds = job.bounds()
     if plan.pp == 1:
         return one * model.layers
@@ -163,13 +163,12 @@ def _workspace(job, rank, count):
     tokens = job.microbatch_rows * model.sequence / job.parts
     found = 0.0
     if job.recompute == "full":
-        found += activations(model, tokens, plan.tp, plan.megatron_sp)
+        found += activations(model.dealt(plan.ep), tokens, plan.tp, plan.megatron_sp)
     if plan.virtual_stages - 1 in _stages_of(plan, rank):
         found += tokens * model.vocab / plan.tp * (LOGITS + model.item)
     found += 4 * tokens * model.item * model.hidden  # gradients between modules, and a message each way
     block = sum(model.block_parameters()[:2]) / plan.tp
-    if model.experts:
-        block += model.block_parameters()[2] / (plan.ep * plan.tp)
+    block += model.expert_parameters(plan.tp, plan.ep)
     if plan.zero == 3:
         found += block * (2 * model.item + job.software.gradient)
     if plan.zero == 2:

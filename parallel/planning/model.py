@@ -18,6 +18,7 @@ activations; per token of a GPT block of width h with a heads and s positions:
 FLOPs count a multiplication and an addition as two; a causal mask saves none, as in the papers.
 """
 
+import functools
 from typing import NamedTuple
 
 __all__ = ["Experts", "Model", "Module", "Product", "gpt", "llama"]
@@ -27,17 +28,20 @@ HALF = 2  # bytes of an activation
 
 class Product(NamedTuple):
     """x[tokens, k] @ w[k, n]. cut: "n", "k" or None: which dim tp divides. times: as many of them per token,
-    below 1 for what only some tokens reach."""
+    below 1 for what only some tokens reach. experts: these rows are spread evenly over the experts, each with
+    a w of its own.
+    """
 
     k: int
     n: int
     cut: str | None = None
     times: float = 1.0
+    experts: bool = False
 
 
 class Module(NamedTuple):
     """Per token, in a forward. moved: bytes read and written by what is no product; kept: bytes for backward.
-    Both as (whole, cut). parameters: (whole, cut).
+    Both as (whole, cut). parameters: (whole, cut), without those in experts. experts: it is the mixture.
     """
 
     name: str
@@ -45,14 +49,19 @@ class Module(NamedTuple):
     products: tuple[Product, ...] = ()
     moved: tuple[float, float] = (0.0, 0.0)
     kept: tuple[float, float] = (0.0, 0.0)
+    experts: bool = False
 
 
 class Experts(NamedTuple):
-    """A mixture in the place of the MLP: count experts, top_k of them per token, each with `parameters`."""
+    """A mixture in the place of the MLP: count experts, top_k of them per token, each with `parameters`.
+    stacked: all in a few parameters, run by one call; else a loop over modules. tp cuts stacked ones that ep
+    does not deal, no others (building/cut.py).
+    """
 
     count: int
     top_k: int
     parameters: int
+    stacked: bool = True
 
 
 class Model(NamedTuple):
@@ -86,6 +95,26 @@ class Model(NamedTuple):
         whole = sum(module.parameters[0] for module in self.block)
         cut = sum(module.parameters[1] for module in self.block)
         return whole, cut, self.experts.count * self.experts.parameters if self.experts else 0
+
+    def dealt(self, ep):
+        """The same as tp sees it: what of the experts tp does not cut is whole."""
+        return self if self.experts is None or self.cuts_experts(ep) else _whole_experts(self)
+
+    def cuts_experts(self, ep):
+        """Whether tp divides the experts."""
+        return self.experts is not None and self.experts.stacked and ep == 1
+
+    def expert_parameters(self, tp, ep):
+        """Of one block, on the rank with the most."""
+        if self.experts is None:
+            return 0
+        if self.cuts_experts(ep):
+            return self.experts.count * self.experts.parameters / tp
+        return self.held(ep) * self.experts.parameters
+
+    def held(self, ep):
+        """Experts of the rank with the most."""
+        return -(-self.experts.count // ep)
 
     @property
     def parameters(self):
@@ -122,15 +151,25 @@ class Model(NamedTuple):
         attention, scores = self.block_flops()[1], self.kept()[2]
         for module in self.block:
             inside = module.name == "attention"
-            experts = (
-                self.experts.count * self.experts.parameters if self.experts and module.name == "mlp" else 0
-            )
+            experts = self.block_parameters()[2] if module.experts else 0
             products = sum(2 * p.k * p.n * p.times for p in module.products) + attention * inside
             kept = sum(module.kept) + scores * inside
             rows.append((f"block.{module.name}", sum(module.parameters) + experts, products, kept))
         rows.append(("norm", self.last, 0, HALF * self.hidden))
         rows.append(("head", self.head, 2 * self.hidden * self.vocab, HALF * self.hidden + 4 * self.vocab))
         return rows
+
+
+@functools.lru_cache(maxsize=1024)
+def _whole_experts(model):
+    block = []
+    for module in model.block:
+        if module.experts:
+            products = tuple(product._replace(cut=None) for product in module.products)
+            moved, kept = ((sum(pair), 0) for pair in (module.moved, module.kept))
+            module = module._replace(products=products, moved=moved, kept=kept)
+        block.append(module)
+    return model._replace(block=tuple(block))
 
 
 def _norm(name, h, parameters):
@@ -155,6 +194,14 @@ def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, 
     return Model(
         name, layers, h, heads, heads, h // heads, vocab, sequence, block, embedding, head, 2 * h, fused
     )
+
+
+def _experts(hidden, ffn, top_k):
+    """Module of experts with gates: rows on their way there and back, whole; what is inside, cut."""
+    products = Product(hidden, 2 * ffn, "n", top_k, True), Product(ffn, hidden, "k", top_k, True)
+    moved = HALF * 2 * 2 * top_k * hidden, HALF * 3 * top_k * ffn
+    kept = HALF * 2 * top_k * hidden, HALF * 4 * top_k * ffn
+    return Module("experts", (0, 0), products, moved, kept, True)
 
 
 def llama(
@@ -186,13 +233,10 @@ def llama(
     shared = dense or 0
     weights = 3 * h * shared if experts else 3 * h * ffn
     router = h * experts[0] if experts else 0
-    products = (Product(h, 2 * ffn, "n", top_k), Product(ffn, h, "k", top_k)) if experts else ()
     wide = shared if experts else ffn
-    if wide:
-        products += (Product(h, 2 * wide, "n"), Product(wide, h, "k"))
+    products = (Product(h, 2 * wide, "n"), Product(wide, h, "k")) if wide else ()
     if experts:
         products += (Product(h, experts[0]),)
-        wide += top_k * ffn  # of all experts that a token meets
     block = (
         _norm("norm_1", h, h),
         Module(
@@ -209,9 +253,10 @@ def llama(
             "mlp",
             (router, weights),
             products,
-            (add + (HALF * 2 * 2 * h * top_k if experts else 0), HALF * 3 * wide),
-            (HALF * h * (1 + (2 * top_k if experts else 0)), HALF * 4 * wide),
+            (add, HALF * 3 * wide),
+            (HALF * h, HALF * 4 * wide),
         ),
+        *((_experts(h, ffn, experts[1]),) if experts else ()),
     )
     embedding, head = vocab * h, 0 if tied else vocab * h
     return Model(

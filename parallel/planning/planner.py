@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.building.checks import check
+from pycomm.parallel.building.describe import note_original
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_memory
@@ -24,6 +25,7 @@ from pycomm.parallel.planning.named import from_config, named
 from pycomm.parallel.planning.report import explain_job
 from pycomm.parallel.planning.search import Request, predict, search
 from pycomm.parallel.planning.traced import trace_model
+from pycomm.parallel.run.model_loss import model_loss_of, with_targets
 
 __all__ = ["ChosenPlan", "auto", "explain", "simulate"]
 
@@ -111,10 +113,13 @@ def _refusals(model, opt):
         data = plan.dp * plan.ep > 1
         axes = tuple(getattr(plan, axis) > 1 for axis in ("tp", "ring", "ulysses"))
         stages = (plan.virtual_stages, plan.stages, plan.schedule == "pipedream")
-        key = (data, axes, stages, plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks)
+        options = plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks
+        key = (data, axes, stages, plan.ep, *options)
         if key not in known:
             try:
                 check(model, opt, plan)
+                if plan.ep > 1:
+                    note_original(model, opt, plan)  # whether there are experts that it can deal
                 known[key] = None
             except ValueError as error:
                 known[key] = error
@@ -170,8 +175,19 @@ def _described(model, batch, blocks):
             raise ValueError(
                 "a torch model is traced with a batch: give auto() and explain() the batch itself"
             )
-        return trace_model(model, batch, blocks), rows
+        return trace_model(model, _with_own_targets(model, batch), blocks), rows
     return from_config(model), rows
+
+
+def _with_own_targets(model, batch):
+    """The batch as par.step makes it for a model with a loss of its own: an encoder-decoder gets its
+    decoder's inputs. What step refuses without a loss_fn may have one.
+    """
+    try:
+        _, own = model_loss_of(model, None, Plan())
+        return with_targets(model, batch) if own else batch
+    except ValueError:
+        return batch
 
 
 def _machine(machine):

@@ -38,12 +38,21 @@ def why_no_shape(request):
         names = ", ".join(f"{axis}={size}" for axis, size in axes.items())
         return f"{where}: the axes that are not fixed cannot take the other ranks beside {names or 'them'}"
     text = f"{where}: the fewest data ranks that the other axes leave are {least}, each of which needs a row"
-    text += f". What would do: batches of {least} rows"
     enough = request._replace(rows=least)
-    if not fits(enough):
-        memory, _ = _leanest(enough, list(shapes_of(enough)))
-        text += f", with {_rounded_up(memory.peak)} GiB per rank" if memory else ", with less that is fixed"
-    return text + _fewer_ranks(request)
+    extra = _extra_memory(enough)
+    if extra is None:
+        return f"{text}; and with {least} rows {_why_none(enough, list(shapes_of(enough)))}"
+    return f"{text}. What would do: batches of {least} rows{extra}{_fewer_ranks(request)}"
+
+
+def _extra_memory(request):
+    """What must be said behind a request that would do: nothing, or the memory that it needs; None where no
+    memory would do.
+    """
+    if fits(request):
+        return ""
+    memory, _ = _leanest(request, list(shapes_of(request)))
+    return None if memory is None else f", with {_rounded_up(memory.peak)} GiB per rank"
 
 
 def _fewer_ranks(request):
@@ -69,7 +78,8 @@ def why_no_job(request, shapes):
     where = f"{request.model.name} on {request.world} ranks"
     if job is None:
         return f"{where}: {_why_none(request, shapes)}"
-    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in memory.parts().items())
+    digits = 1 if memory.peak >= GIB else 6
+    parts = ", ".join(f"{name} {size / GIB:.{digits}f}" for name, size in memory.parts().items())
     need = f"{_rounded_up(memory.peak)} GiB"
     limit = f"{request.limit / GIB:.1f}" if request.limit >= GIB else f"{request.limit / GIB:.4g}"
     text = (
@@ -97,11 +107,18 @@ def _why_none(request, shapes):
     if not any(microbatches_of(request, ranks) for ranks in data):
         ranks = min(data, key=lambda n: -(-rows // n))
         least = min(-(-rows // (n * (rows // n))) for n in data)
-        return (
+        more = -(-rows // ranks) * ranks
+        text = (
             f"{rows} rows cannot be cut into microbatches of {request.microbatch} rows at most with a row "
-            f"for each data rank in every one. What would do: microbatch={least}, or batches of "
-            f"{-(-rows // ranks) * ranks} rows"
+            "for each data rank in every one"
         )
+        named = {
+            f"microbatch={least}": request._replace(microbatch=least),
+            f"batches of {more} rows": request._replace(rows=more),
+        }
+        extra = {name: _extra_memory(other) for name, other in named.items()}
+        would = [name + memory for name, memory in extra.items() if memory is not None]
+        return f"{text}. What would do: {', or '.join(would)}" if would else text
     for tp, pp, dp, ep, ulysses, ring in shapes:
         axes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "ulysses": ulysses, "ring": ring}
         chunks = request.fixed.get("chunks")

@@ -10,7 +10,7 @@ from pycomm.parallel.planning.search import divisors, predict
 from pycomm.parallel.planning.space import microbatches_of
 from pycomm.parallel.planning.time import spans_of
 
-__all__ = ["Explanation", "changes", "explain_job", "famous", "reason", "table"]
+__all__ = ["Explanation", "changes", "even_experts", "explain_job", "famous", "reason", "table"]
 
 GIB = 2**30
 
@@ -25,9 +25,9 @@ def seconds(time):
 
 
 def short(plan):
-    """A plan without what says itself: megatron_sp with tp, precision."""
-    hidden = {"precision": None, "megatron_sp": plan.tp == 1 and plan.megatron_sp}
-    return str(dataclasses.replace(plan, **hidden))
+    """A plan without what says itself: precision, and megatron_sp where there is no tp."""
+    hidden = {"precision": None, "megatron_sp": plan.tp > 1 and plan.megatron_sp}
+    return str(dataclasses.replace(plan, **hidden)).replace("megatron_sp=True", "megatron_sp")
 
 
 def table(found, limit):
@@ -61,6 +61,17 @@ def reason(found):
         f"{name} {value / GIB:.1f}" for name, value in found.memory.parts().items() if value > 0.05 * GIB
     ]
     return f"time: {', '.join(shares)}; GiB: {', '.join(memory)}"
+
+
+def even_experts(model):
+    """What is assumed of a mixture, as a list of one line or none."""
+    if model.experts is None:
+        return []
+    count, top_k, *_ = model.experts
+    return [
+        f"experts: tokens are taken to be dealt evenly, {top_k} rows of work for a token over {count} "
+        "experts; a rank whose experts are chosen more often takes longer and holds more"
+    ]
 
 
 def _link(job, axis):
@@ -183,6 +194,7 @@ class Explanation:
         lines = [f"{found.job.model.name} on {found.plan.world_size} ranks of {found.job.machine.name}"]
         lines += table([found], self.limit)
         lines.append(reason(found))
+        lines += even_experts(found.job.model)
         if found.memory.peak > self.limit:
             lines.append(f"does not fit: {size(found.memory.peak - self.limit)} too much")
         if self.better:

@@ -4,12 +4,14 @@
                    sequences); tp inside a node and a divisor of the heads; pp at most the blocks
     microbatch     rows 1, 2, 4 ... of a data rank, a row for every data rank in each
     schedule       1f1b, interleaved (2 to 8 chunks), zb-h1, zbv
-    memory         zero 0 to 3, recomputation or not; megatron_sp with every tp: as many bytes, less memory
+    memory         zero 0 to 3, recomputation or not; tp with megatron_sp (as many bytes, less memory, more
+                   copies) or without, what is faster of those that fit
 
 Left out at once: axes whose states alone, by ZeRO's closed form, are above the memory, and plans whose ideal
 compute time with a full pipeline is above a time that is given.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -20,6 +22,7 @@ from pycomm.parallel.planning.job import PYCOMM, Job, Software
 from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.memory import states, worst_rank
 from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.time import step_time
 
 __all__ = ["Request", "divisors", "fits", "ideal_time", "jobs_of", "microbatches_of", "plans_of", "shapes_of"]
 
@@ -108,8 +111,8 @@ def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
             if ideal * waste / full > worst():
                 continue
             for recompute in _recomputations(request):
-                for plan in plans_of(request, axes, schedule, chunks, recompute):
-                    job = Job(
+                jobs = [
+                    Job(
                         request.model,
                         request.machine,
                         plan,
@@ -118,8 +121,20 @@ def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
                         recompute,
                         request.software,
                     )
-                    if worst_rank(job).peak <= request.limit:
-                        yield job
+                    for plan in plans_of(request, axes, schedule, chunks, recompute)
+                ]
+                yield from _faster_forms(job for job in jobs if worst_rank(job).peak <= request.limit)
+
+
+def _faster_forms(jobs):
+    """Of jobs that differ in megatron_sp alone the faster one, by closed form; of equals the leaner."""
+    best = {}  # zero -> (seconds, job)
+    for job in jobs:
+        seconds = step_time(job, exact=False).total if job.plan.tp > 1 else 0.0
+        order = seconds, not job.plan.megatron_sp
+        if job.plan.zero not in best or order < best[job.plan.zero][0]:
+            best[job.plan.zero] = order, job
+    yield from (job for _, job in best.values())
 
 
 def fits(request):
@@ -182,14 +197,15 @@ def plans_of(request, axes, schedule, chunks, recompute, refused=None):
     fixed = request.fixed
     sharded = axes["dp"] * axes["ep"] * axes["ulysses"] * axes["ring"] > 1
     others = {key: value for key, value in fixed.items() if key not in (*AXES, "zero")}
-    options = {"megatron_sp": axes["tp"] > 1, "precision": request.precision}
-    options["checkpoint"] = recompute == "full"
+    options = {"precision": request.precision, "checkpoint": recompute == "full"}
     if axes["pp"] > 1:
         options |= {"schedule": schedule, "chunks": chunks if schedule == "interleaved" else None}
     every = sharded or "offload" in fixed or "zero_group" in fixed
-    for zero in [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0]):
+    zeros = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
+    pieces = [True, False] if axes["tp"] > 1 and "megatron_sp" not in fixed else [False]
+    for zero, megatron_sp in itertools.product(zeros, pieces):
         try:
-            plan = Plan(**axes, zero=zero, **{**options, **others})
+            plan = Plan(**axes, zero=zero, **{"megatron_sp": megatron_sp, **options, **others})
             request.check(plan)
         except ValueError as error:
             if refused is not None:

@@ -92,6 +92,7 @@ def _cut(job):
         fused_sums=software.fused_sums,
         gradient=software.gradient,
         experts=plan.ep,
+        copies=software.copies,
     )
 
 
@@ -119,8 +120,8 @@ def _with_units(job, spans, passes, talk):
     model, plan = job.model, job.plan
     if plan.zero < 2 or "data" not in spans:
         return passes, talk
-    whole, cut, experts = model.block_parameters()
-    dense, expert = whole + cut / plan.tp, experts / (plan.ep * plan.tp)
+    whole, cut, _ = model.block_parameters()
+    dense, expert = whole + cut / plan.tp, model.expert_parameters(plan.tp, plan.ep)
     sums = _halves(spans, dense, expert, job.software.summed)
     gather = _halves(spans, dense, expert, model.item) if plan.zero == 3 else 0.0
     both = job.machine.reached.both
@@ -201,7 +202,7 @@ def _rest(job, spans, rank, backward):
             bucket = plan.bucket_mb * 1e6 / max(dense * software.summed, 1)
             last = sums * min(bucket, 1.0)
             sums = last + machine.reached.both(backward, sums - last) - backward
-    mine = (dense + experts) / share
+    mine = (dense + experts * (plan.ep if plan.zero else 1)) / share
     optimizer = moved_time(machine, mine * software.update)
     if plan.offload:
         optimizer += mine * (software.gradient + job.model.item) / machine.host
@@ -233,7 +234,21 @@ def step_time(job, exact=True):
         if plan.world_size > 1
         else 0
     )
-    return StepTime(passes, bubble, m * blocks * talk, sums + norm, optimizer, values, pipeline)
+    sums += norm + _tie(job, spans)
+    return StepTime(passes, bubble, m * blocks * talk, sums, optimizer, values, pipeline)
+
+
+def _tie(job, spans):
+    """Seconds in which the first and the last stage exchange their gradients of a table that is the head too
+    (pipeline/ties.py); under zero a part of it each. Of zbv the two are on one rank.
+    """
+    plan, model = job.plan, job.model
+    if "pp" not in spans or not model.tied or plan.schedule == "zbv":
+        return 0.0
+    shared = spans["data"].ranks if plan.zero and "data" in spans else 1
+    return collectives.message(
+        spans["pp"], model.vocab * model.hidden / plan.tp * job.software.summed / shared
+    )
 
 
 def _per_rank(plan, times):

@@ -1,68 +1,31 @@
-"""A Model of a torch module: its own forward is run once on fake tensors, which have shapes and no values,
-and what it computes and keeps is written down.
+"""A Model of a torch module: its own forward is run once on fake tensors (recorded.py), and of what it
+computes and keeps a Model is made.
 
     products      aten mm, addmm, bmm in the block that runs, with the module that called them
     attention     aten's scaled_dot_product_attention, or the batched products of one that is written out
     kept          what autograd saves for backward, each storage once, parameters not
     cut           by tensor/find.py, which says what tp will cut: columns "n", rows "k"
+    experts       of a mixture, with the tokens dealt evenly over them (even_experts.py)
 
 No memory is taken and nothing of the model is changed; modules on meta will do. The blocks are those of the
 trunk (ground/trunk.py); the largest stands for all.
 """
 
-import copy
-from typing import NamedTuple
-
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
 
-from pycomm.parallel.ground.batch import Microbatch, inputs_and_targets
+from pycomm.parallel.ground.batch import inputs_and_targets
 from pycomm.parallel.ground.trunk import find_trunk
-from pycomm.parallel.planning.model import Model, Module, Product
+from pycomm.parallel.planning.even_experts import mixtures_of
+from pycomm.parallel.planning.model import Experts, Model, Module, Product
+from pycomm.parallel.planning.recorded import run
 from pycomm.parallel.tensor.find import find
 
 __all__ = ["trace_model"]
 
-aten = torch.ops.aten
-PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # operation -> place of its first matrix
-BATCHED = {aten.bmm.default, aten.baddbmm.default}
-
-
-class _Seen(NamedTuple):
-    """products: (module, m, k, n); scores: (batch x heads, positions, width) of attention; fused: it kept
-    none.
-    """
-
-    products: list
-    scores: list
-    fused: list
-    kept: dict
-
-
-class _Recorder(TorchDispatchMode):
-    def __init__(self, stack):
-        super().__init__()
-        self.stack, self.seen = stack, _Seen([], [], [], {})
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if self.stack:
-            if func in PRODUCTS:
-                a, b = args[PRODUCTS[func] : PRODUCTS[func] + 2]
-                self.seen.products.append((self.stack[-1], a.shape[0], a.shape[1], b.shape[1]))
-            elif func in BATCHED:
-                a, b = args[-2:]
-                self.seen.scores.append((a.shape[0], a.shape[1], min(a.shape[2], b.shape[2])))
-            elif "scaled_dot_product" in str(func):
-                q, k = args[0], args[1]
-                self.seen.fused.append((q.shape[1], k.shape[1], q.shape[2], q.shape[3]))
-        return func(*args, **(kwargs or {}))
-
 
 def trace_model(model, batch, blocks=None):
     """Model. batch: as par.step takes it; a row of it is enough. Raises ValueError where the model has no
-    list of blocks.
+    list of blocks, and for one that reads values, with the module and what it reads.
     """
     trunk = find_trunk(model, blocks)
     if trunk is None:
@@ -73,90 +36,37 @@ def trace_model(model, batch, blocks=None):
     inputs, _ = inputs_and_targets(batch)
     number = max(range(len(trunk.blocks)), key=lambda i: _size(trunk.blocks[i]))
     name = trunk.names[number]
-    seen, hidden, rows, positions = _run(model, inputs, name)
-    return _as_model(model, trunk, name, seen, (hidden, rows, positions))
+    mixtures = mixtures_of(model)
+    seen, shape, mixtures = run(model, inputs, name, mixtures)
+    return _as_model(model, trunk, name, seen, shape, mixtures)
 
 
 def _size(module):
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _run(model, inputs, name):
-    """(_Seen of the block `name`, shape of the hidden state) by one forward of a fake copy."""
-    stack, shape = [], []
-    with FakeTensorMode() as fake:
-        known = {id(p): torch.nn.Parameter(_empty(p), p.requires_grad) for p in model.parameters()}
-        known |= {id(b): _empty(b) for b in model.buffers()}
-        own = {value.untyped_storage()._cdata for value in known.values()}
-        shadow = copy.deepcopy(model, known)
-        recorder = _Recorder(stack)
-        block = shadow.get_submodule(name)
-
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if stack and storage._cdata not in own:
-                recorder.seen.kept[storage._cdata] = storage.nbytes()
-            return tensor
-
-        def enter(module, args, kwargs, fqn):
-            stack.append(fqn)
-            if fqn == name:
-                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
-                shape.extend(t.shape for t in tensors if t.dim() >= 2)
-
-        for inner, module in block.named_modules():
-            fqn = f"{name}.{inner}".rstrip(".")
-            module.register_forward_pre_hook(
-                lambda m, args, kwargs, fqn=fqn: enter(m, args, kwargs, fqn), with_kwargs=True
-            )
-            module.register_forward_hook(lambda *_: stack.pop() and None)
-        given = tree_map_only(
-            torch.Tensor, lambda t: fake.from_tensor(t) if not t.is_meta else _empty(t), inputs
-        )
-        with recorder, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            try:
-                Microbatch(given, None).call(shadow)
-            except Exception as error:
-                first = (str(error).splitlines() or [""])[0]
-                raise ValueError(
-                    f"the forward of {type(model).__name__} does not run on fake tensors, which have shapes "
-                    f"and no values ({type(error).__name__}: {first}). It must not read values (.item(), if, "
-                    "nonzero), and the batch must fit the model"
-                ) from error
-    if not shape:
-        raise ValueError(f"the forward did not call {name!r}, or without a tensor of two dimensions or more")
-    hidden = shape[0]
-    return recorder.seen, hidden[-1], hidden[0], hidden[1] if len(hidden) > 2 else 1
-
-
-def _empty(tensor):
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-
-
-def _as_model(model, trunk, name, seen, shape):
+def _as_model(model, trunk, name, seen, shape, mixtures):
     hidden, rows, positions = shape
     tokens = rows * positions
-    block, cuts = model.get_submodule(name), find(model, blocks=trunk.lists[0])
+    # parallel.MoE is not cut by tp; what is stacked is, where ep does not deal it (building/cut.py).
+    rules = {mixture.fqn: "tokens" for mixture in mixtures if not mixture.stacked}
+    cuts = find(model, blocks=trunk.lists[0], rules=rules)
     cut_of = {fqn: "n" for sublayer in cuts.sublayers for fqn in sublayer.columns}
     cut_of |= {sublayer.row: "k" for sublayer in cuts.sublayers}
     item = next((p.element_size() for p in model.parameters() if p.is_floating_point()), None)
     if item is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train")
-    modules, counted = [], 0
-    for inner, module in block.named_modules():
-        fqn = f"{name}.{inner}".rstrip(".")
-        cut = cut_of.get(fqn)
-        own = sum(p.numel() for p in module.parameters(recurse=False))
-        bias = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 1) if cut == "k" else 0
-        products = tuple(Product(k, n, cut, m / tokens) for at, m, k, n in seen.products if at == fqn)
-        if own or products:
-            counted += own
-            parameters = (bias, own - bias) if cut else (own, 0)
-            modules.append(Module(inner or "block", parameters, products))
-    kept = sum(seen.kept.values()) / tokens
+    here = [mixture for mixture in mixtures if f"{mixture.fqn}.".startswith(f"{name}.")]
+    modules = _dense(model, name, seen, (tokens, cut_of), here)
+    modules += [_mixture(mixture, seen, (hidden, tokens, item), cut_of) for mixture in here]
+    outside = [nbytes for nbytes, at in seen.kept.values() if not _within(at, (m.fqn for m in here))]
+    kept = sum(outside) / tokens
     # Between blocks and into products that tp cuts, values are whole; what cut layers make is cut.
-    inside = sum(n for at, m, k, n in seen.products if cut_of.get(at) == "n") * item
-    inside = min(kept, inside + sum(k for at, m, k, n in seen.products if cut_of.get(at) == "k") * item)
+    dense = [
+        (cut_of.get(at), m, k, n) for at, m, k, n in seen.products if not _within(at, (m.fqn for m in here))
+    ]
+    inside = min(kept, sum(m * n for cut, m, k, n in dense if cut == "n") * item / tokens)
+    inside = min(kept, inside + sum(m * k for cut, m, k, n in dense if cut == "k") * item / tokens)
     # norms and sums read and write the hidden state, activations what cut layers make
     modules.append(Module("attention", kept=(kept - inside, inside), moved=(8 * item * hidden, 2 * inside)))
     heads, kv_heads, width = _heads(seen, rows, hidden)
@@ -185,9 +95,66 @@ def _as_model(model, trunk, name, seen, shape):
         of_head,
         rest - of_head,
         True,
-        None,
-        item,
+        item=item,
+        experts=_experts(model, here),
     )
+
+
+def _dense(model, name, seen, shape, here):
+    """[Module] of the modules of the block `name` that have parameters or products, without experts."""
+    (tokens, cut_of), modules = shape, []
+    for fqn, module in model.get_submodule(name).named_modules(prefix=name):
+        if _within(fqn, (mixture.inside for mixture in here)):
+            continue
+        cut = cut_of.get(fqn)
+        own = sum(p.numel() for p in module.parameters(recurse=False))
+        bias = sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 1) if cut == "k" else 0
+        products = tuple(Product(k, n, cut, m / tokens) for at, m, k, n in seen.products if at == fqn)
+        if own or products:
+            parameters = (bias, own - bias) if cut else (own, 0)
+            modules.append(Module(fqn[len(name) + 1 :] or "block", parameters, products))
+    return modules
+
+
+def _within(fqn, names):
+    return any(f"{fqn}.".startswith(f"{name}.") for name in names)
+
+
+def _mixture(mixture, seen, shape, cut_of):
+    """Module of the experts of one mixture: their products over all of them, and what goes there and back."""
+    hidden, tokens, item = shape
+    rows = {}  # (module of an expert, k, n, cut) -> rows of all experts
+    for at, m, k, n in seen.products:
+        if _within(at, (mixture.inside,)):
+            name = at[len(mixture.inside) + 1 :]
+            name = name if mixture.stacked else name.partition(".")[2]
+            key = name, k, n, cut_of.get(at)
+            rows[key] = rows.get(key, 0) + m
+    products = tuple(Product(k, n, cut, m / tokens, True) for (_, k, n, cut), m in rows.items())
+    made = {True: 0.0, False: 0.0}  # by whether tp cuts it
+    for p in products:
+        made[p.cut is not None] += (
+            item * p.times * ((p.n if p.k == hidden else 0) + (p.k if p.n == hidden else 0))
+        )
+    kept = sum(nbytes for nbytes, at in seen.kept.values() if _within(at, (mixture.fqn,))) / tokens
+    inside = min(kept, made[True])
+    there_and_back = 4 * item * mixture.top_k * hidden
+    moved = there_and_back + 2 * made[False], 2 * made[True]
+    return Module(mixture.fqn, (0, 0), products, moved, (kept - inside, inside), True)
+
+
+def _experts(model, here):
+    """Experts of a block, or None."""
+    if not here:
+        return None
+    kinds = {(mixture.count, mixture.top_k, mixture.stacked) for mixture in here}
+    if len(kinds) > 1:
+        raise ValueError(
+            f"{type(model).__name__} has blocks with mixtures of two kinds, {here[0].fqn!r} and "
+            f"{here[-1].fqn!r}: the planner knows blocks whose mixtures have as many experts and choices"
+        )
+    ((count, top_k, stacked),) = kinds
+    return Experts(count, top_k, sum(mixture.parameters for mixture in here), stacked)
 
 
 def _heads(seen, rows, hidden):

@@ -144,6 +144,10 @@ SC21 = [
     Sc21("gpt-1t", 1008.0, 8, 64, 6, 3072, 1, 1, 163),
 ]
 
+# (layers, hidden, heads) of figure 13 of the same: tp x pp = 64, microbatches of one row, 1F1B,
+# recomputation, batches of 32 and 128 rows. The paper's text: best with tp as wide as a node.
+FIGURE_13 = 32, 20480, 128
+
 # Qi et al. 2024 (zero bubble), tables 9 and 5: (layers, pp, m, T_F, T_B, T_W, T_comm in ms, bubble of 1F1B,
 # interleaved, ZB-H1). Chunks of the interleaved one are layers per stage, which the paper does not say.
 ZERO_BUBBLE = [

@@ -152,6 +152,13 @@ def test_a_file_that_is_no_machine(text, tmp_path):
         load_machine(str(path))
 
 
+WITH = r"(?:, with ([\d.]+) GiB per rank)?"
+
+
+def gib(text, asked):
+    return float(text) * GIB if text else asked.memory
+
+
 def relieved(asked, text):
     """The requests that a refusal says would do."""
     found = re.search(r"What would do: ([\d.]+) GiB per rank", text)
@@ -160,14 +167,15 @@ def relieved(asked, text):
     found = re.search(r"; or (\d+) ranks(?: with batches of (\d+) rows)?", text)
     if found:
         yield asked._replace(world=int(found[1]), rows=int(found[2] or asked.rows))
-    found = re.search(r"What would do: batches of (\d+) rows(?:, with ([\d.]+) GiB)?", text)
+    found = re.search(rf"What would do: batches of (\d+) rows{WITH}", text)
     if found:
-        memory = float(found[2]) * GIB if found[2] else asked.memory
-        yield asked._replace(rows=int(found[1]), memory=memory)
-    found = re.search(r"microbatch=(\d+), or batches of (\d+) rows", text)
+        yield asked._replace(rows=int(found[1]), memory=gib(found[2], asked))
+    found = re.search(rf"microbatch=(\d+){WITH}", text)
     if found:
-        yield asked._replace(microbatch=int(found[1]))
-        yield asked._replace(rows=int(found[2]))
+        yield asked._replace(microbatch=int(found[1]), memory=gib(found[2], asked))
+    found = re.search(rf", or batches of (\d+) rows{WITH}", text)
+    if found:
+        yield asked._replace(rows=int(found[1]), memory=gib(found[2], asked))
     for key in re.findall(r"or leave (\w+)=\S+ open", text):
         yield asked._replace(fixed={name: v for name, v in asked.fixed.items() if name != key})
 
@@ -181,6 +189,9 @@ def relieved(asked, text):
         ({"world": 17, "fixed": {"pp": 1}}, 2),
         ({"world": 17, "fixed": {"pp": 1}, "memory": GIB}, 1),
         ({"rows": 5, "fixed": {"dp": 4}, "microbatch": 1}, 2),
+        ({"rows": 5, "fixed": {"dp": 4}, "microbatch": 1, "memory": 0.01 * GIB}, 2),
+        ({"world": 64, "rows": 1, "fixed": {"tp": 1, "pp": 16, "schedule": "zbv"}}, 0),
+        ({"world": 64, "rows": 1, "fixed": {"tp": 1, "zero": 1, "schedule": "pipedream"}}, 0),
         ({"machine": "cpu", "model": "gpt3-13b", "world": 4, "rows": 4}, 2),
         ({"memory": 8 * GIB, "fixed": {"pp": 1, "tp": 1, "checkpoint": False, "zero": 1}}, 3),
     ],

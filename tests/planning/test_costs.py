@@ -15,6 +15,7 @@ from pycomm.parallel.planning import dry_run, load_machine, named, trace_model  
 from pycomm.parallel.planning.costs import sent, table  # noqa: E402
 from pycomm.parallel.planning.job import PYCOMM, Job  # noqa: E402
 from pycomm.parallel.planning.search import Request  # noqa: E402
+from pycomm.parallel.planning.time import step_time  # noqa: E402
 
 ROWS, LENGTH, MICROBATCHES = 4, 8, 2
 
@@ -57,3 +58,33 @@ def test_what_data_parallelism_sends(text):
 def test_the_table_has_every_strategy():
     lines = table(Request(named("gpt3-1.3b"), load_machine("h100"), 8, 16))
     assert len(lines) == 2 + 13 and all(line.startswith("| ") or line.startswith("|-") for line in lines)
+
+
+@pytest.mark.parametrize(
+    "text", ["pp=2", "dp=2,pp=2", "dp=2,pp=2,zero=1", "pp=2,schedule=zbv", "pp=2,schedule=zb-h1"]
+)
+def test_a_tied_table_is_exchanged(text):
+    """What a tie adds to a step: the message that dry_run sends more, and the seconds of one of its bytes."""
+    plan, tokens = par.Plan.parse(text), torch.randint(0, 29, (ROWS, LENGTH))
+
+    def messages(tied):
+        torch.manual_seed(0)
+        model = GPT(layers=4, tied=tied)
+        (run,) = dry_run(model, torch.optim.SGD, (tokens, tokens), plan, ranks=[0], microbatches=MICROBATCHES)
+        return sum(call.nbytes for call in run.calls if call.group == "pp"), trace_model(
+            model, (tokens, tokens)
+        )
+
+    (with_tie, model), (without, _) = messages(True), messages(False)
+    software, machine = PYCOMM._replace(gradient=4, summed=4), load_machine("cpu")
+    job = Job(model, machine, plan, ROWS, MICROBATCHES, "none", software)
+    tied, untied = (
+        step_time(job._replace(model=model._replace(head=head))).gradients
+        for head in (0, model.vocab * model.hidden)
+    )
+    link = machine.links[0]
+    expected = link.latency + (with_tie - without) / link.bandwidth if with_tie > without else 0.0
+    own = tied - untied
+    if plan.dp == 1:  # the sums over data ranks differ by the parameters of the head, too
+        assert own == pytest.approx(expected, rel=1e-6)
+    assert (with_tie > without) == (plan.schedule != "zbv") and own >= 0.0

@@ -136,7 +136,7 @@ VALUES = torch.ones(8, 6)
 @pytest.mark.parametrize(
     ("make", "given", "text"),
     [
-        (lambda _: Reads(6, 6), VALUES, "does not run on fake tensors"),
+        (lambda _: Reads(6, 6), VALUES, "cannot be traced"),
         (lambda _: torch.nn.Linear(6, 6), torch.ones(8, 5), "the batch must fit the model"),
         (lambda _: torch.nn.Linear(6, 6), torch.ones(7, 6), "differ in rows"),
         (lambda _: torch.nn.Linear(6, 6), torch.tensor(1.0), "no dimensions"),

@@ -3,14 +3,17 @@ docs/planning.md.
 """
 
 import pytest
-from published import KORTHIKANTI, LAYER_22B, SC21, SELECTIVE_22B, ZERO, ZERO_BUBBLE
+from published import FIGURE_13, KORTHIKANTI, LAYER_22B, SC21, SELECTIVE_22B, ZERO, ZERO_BUBBLE
 
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline.schedules import make_schedule
 from pycomm.parallel.planning import collectives
 from pycomm.parallel.planning.compute import Cut, block_time
 from pycomm.parallel.planning.events import StageTime, in_flight, run_pipeline
+from pycomm.parallel.planning.job import MEGATRON_2021, Job
 from pycomm.parallel.planning.machine import load_machine
 from pycomm.parallel.planning.memory import activations, states
+from pycomm.parallel.planning.model import gpt
 from pycomm.parallel.planning.named import named
 from pycomm.parallel.planning.time import step_time
 
@@ -117,6 +120,17 @@ def test_sc21_table_1():
     pairs = [(step_time(row.job()).total, row.seconds()) for row in SC21]
     assert errors(pairs)[0] <= 0.06 and errors(pairs[1:])[0] <= 0.06, errors(pairs)
     assert errors(pairs)[1] <= 0.075
+
+
+@pytest.mark.parametrize("rows", [32, 128])
+def test_sc21_figure_13(rows):
+    """162B on 64 GPUs in tp x pp: fastest with tp as wide as a node, and slower the farther from it."""
+    model, machine = gpt("gpt-162b", *FIGURE_13, fused=False), load_machine("a100-selene")
+    seconds = [
+        step_time(Job(model, machine, Plan(tp=64 // pp, pp=pp), rows, rows, "full", MEGATRON_2021)).total
+        for pp in (2, 4, 8, 16, 32)
+    ]
+    assert seconds[0] > seconds[1] > seconds[2] < seconds[3] < seconds[4]
 
 
 def test_the_order_of_the_events_is_that_of_the_runtime():
