@@ -13,7 +13,7 @@ ranks of zero=3 have rows of their own, those of the first are sent to all, or n
 shapes differ. Ranks of tp have the same rows anyway.
 
 [Note: before or after] The trial is made before the passes, which change buffers, and whose outputs are cut
-into rows where it tells; where forwards are collective (tp, pp, zero 2 and 3) after them: a rank that raises
+into rows where it tells; where forwards are collective (tp, pp, zero=3) after them: a rank that raises
 in its forward does so in its pass, and not in a trial that others wait for. Then outputs are cut into rows
 where their sizes allow.
 
