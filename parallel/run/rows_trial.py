@@ -130,10 +130,7 @@ class RowsTrial:
         """What the model gave for a microbatch."""
         self.rows = rows
         self.shapes = {where: leaf.shape for where, leaf in leaves_of(output, self.measures).items()}
-        self.given = {
-            where: leaf.detach().clone() if leaf.numel() <= LARGEST_NUMBER else leaf.to("meta")
-            for where, leaf in _present(output)
-        }
+        self.given = {where: _given_of(leaf) for where, leaf in _present(output)}
 
     def find_layouts(self):
         """After begin() and see()."""
@@ -376,6 +373,13 @@ def _change(leaves, dim, few, rows_first):
 def _present(output):
     """named_tensors() without those that only earlier stages have, say an encoder's."""
     return [(where, leaf) for where, leaf in named_tensors(output) if not isinstance(leaf, Absent)]
+
+
+def _given_of(leaf):
+    """A copy, or on meta where it is large. Logits that tp has cut are not gathered."""
+    if isinstance(leaf, CutLogits) or leaf.numel() > LARGEST_NUMBER:
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return leaf.detach().clone()
 
 
 def _is_real(leaf):

@@ -248,7 +248,7 @@ def test_ctrl_c_while_hosts_connect():
         store = dist.PrefixStore("connect", dist.distributed_c10d._get_default_store())
         if rank == 1:
 
-            def wait_for_the_other(*arguments):
+            def wait_for_the_other(*arguments, **options):
                 store.set("inside", "")
                 store.wait(["over"], datetime.timedelta(seconds=20))
 
