@@ -38,10 +38,13 @@ def sum_of_ranks(comm, number):
 
 
 def until_broken(comm):
-    with pytest.raises(pycomm.CommError) as caught:
-        while True:
+    while True:
+        try:
             comm.all_reduce(torch.ones(3))
-    return type(caught.value).__name__
+        except pycomm.MismatchError:  # the others may still be in another operation, and it breaks nothing
+            continue
+        except pycomm.CommError as error:
+            return type(error).__name__
 
 
 def over(world_size, hosts, body, *args, fail=False, **options):
