@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+from tiers import tier
 
 from pycomm import env
 
@@ -106,6 +107,7 @@ def test_without_torch_distributed_nothing_happens():
     )
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_groups_of_gloo_are_as_without_us(backend):
     """On torch <= 2.13 "cpu:gloo" lost its default backend to any installed plug-in: [Note: device-qualified
@@ -119,6 +121,7 @@ def test_groups_of_gloo_are_as_without_us(backend):
     assert result(code).split() == ["ProcessGroupGloo", "1", "gloo"]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("backend", ["pycomm", "PYCOMM", "cpu:pycomm"])
 def test_group(backend):
     assert (
@@ -127,6 +130,7 @@ def test_group(backend):
     )
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", None])
 def test_replace_gloo(backend):
     code = (
@@ -141,6 +145,7 @@ def test_replace_nccl():
     assert result(GROUP + "group('nccl')\nprint(says()[0])", PYCOMM_REPLACE="nccl") == "pycomm"
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("replace", "meanings"),
     [

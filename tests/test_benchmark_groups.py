@@ -9,6 +9,7 @@ import types
 
 import numpy as np
 import pytest
+from tiers import tier
 
 from pycomm import env
 from pycomm.benchmarks import __main__ as cli
@@ -162,7 +163,7 @@ def test_deepspeed_kernel_that_cannot_be_built(monkeypatch):
         deepspeed_shm.build()
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.frameworks
 @pytest.mark.timeout(900)
 def test_deepspeed(tmp_path):

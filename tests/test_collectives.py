@@ -8,6 +8,7 @@ import random
 import pytest
 import torch
 from collective_cases import ALGORITHMS, CHECKS, DTYPES, MOVING, PLACEMENTS, check, f32, same
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -65,6 +66,7 @@ def table(name, n, options):
             yield name, count, list(PLACEMENTS)[seed % 4], seed, {"algorithm": algorithm}
 
 
+@tier(quick=1 / 20)
 @pytest.mark.parametrize(
     ("config", "n"), [(config, n) for config, (sizes, _, _) in CONFIGS.items() for n in sizes]
 )

@@ -8,6 +8,7 @@ import compiled
 import pytest
 from test_cuda_host import CUDA, FAKE, FLAGS, HERE, ROOT
 from test_sanitizers import core_sources
+from tiers import tier
 
 MAIN = [*FLAGS, "-O0"]  # of the programs: the compiler takes longer than they run
 HOST = [*sorted(CUDA.glob("*.cc")), *sorted((CUDA / "device").glob("*.cc"))]
@@ -42,13 +43,13 @@ def programs(tmp_path_factory):
 ON_ANY_MACHINE = {"group_deadlines_test": ["late rank", "busy for long"]}
 
 
+@tier(quick=1 / 8)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
     check([str(programs[name]), *ON_ANY_MACHINE.get(name, [])])
 
 
-@pytest.mark.slow
-@pytest.mark.deep
+@tier(deep=1)
 def test_deadlines(programs):
     check([str(programs["group_deadlines_test"])])
 

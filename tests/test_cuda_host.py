@@ -8,6 +8,7 @@ from pathlib import Path
 import compiled
 import pytest
 from test_sanitizers import core_sources
+from tiers import tier
 
 ROOT = Path(__file__).parent.parent
 CUDA = ROOT / "csrc" / "cuda"
@@ -46,6 +47,7 @@ def programs(tmp_path_factory):
     return {name: folder / name for name in PROGRAMS}
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
     result = subprocess.run(

@@ -13,6 +13,7 @@ from planting import plant, programs_of, without_place
 from test_cuda_group import CUDA, FIBERS, FLAGS, HERE, HOST, MAIN
 from test_cuda_host import FAKE, ROOT
 from test_sanitizers import core_sources
+from tiers import tier
 
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 SECONDS = 150  # of a run; what takes longer hangs
@@ -85,13 +86,12 @@ def test_every_fault_has_its_place():
     assert not lost, f"the sources have changed; say where these faults belong now: {lost}"
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_a_fault_in_some_is_found(tmp_path):
     assert not survivors(list(FAULTS)[::EVERY], tmp_path)
 
 
-@pytest.mark.slow
-@pytest.mark.deep
+@tier(deep=1)
 @pytest.mark.timeout(2400)
 def test_every_fault_is_found(tmp_path):
     assert not survivors(list(FAULTS), tmp_path)

@@ -6,6 +6,7 @@ can fail, refuse and hang. Hosts are simulated.
 import pytest
 import torch
 from fake_cuda import Server
+from tiers import tier
 
 pytestmark = [
     pytest.mark.timeout(300),  # of which most is for compilers on a busy machine
@@ -64,6 +65,7 @@ def test_failures(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     ("what", "settings"),
     [("device_goes_on", [False]), ("device_goes_on", [True]), ("call_does_not_return", ["death"])]
@@ -75,18 +77,19 @@ def test_ends(server, what, settings):
     server.run(f"cuda_hosts_ends.{what}", *settings)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("what", ["without_nccl", "dies_while_it_is_made"])
 def test_making_it(server, what):
     server.run(f"cuda_hosts_cases.{what}")
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("victim", [1, 2])
 def test_deaths(server, victim):
     server.run("cuda_hosts_cases.killed", victim)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_deaths(server, seed):
     server.run("cuda_hosts_ends.random_death", seed)

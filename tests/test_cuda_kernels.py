@@ -18,6 +18,7 @@ import compiled
 import pytest
 from test_fiber import SCHEDULER
 from test_sanitizers import without_randomisation
+from tiers import tier
 
 ROOT = Path(__file__).parent.parent
 TESTS = Path("tests", "cpp", "cuda")
@@ -127,6 +128,7 @@ MANY_CASES = {
 }
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "name", ["plain", "weak", *(pytest.param(name, marks=pytest.mark.slow) for name in ("thread", "address"))]
 )
@@ -134,7 +136,7 @@ def test_values_and_reports(program, name):
     check_all(program(name), CASES[name])
 
 
-@pytest.mark.slow
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("name", BUILDS)
 def test_many_seeds(program, name, some):
     check_all(program(name), some(MANY_CASES[name]))

@@ -30,6 +30,7 @@ from test_cuda_kernels import (
     WEAK,
     run,
 )
+from tiers import tier
 
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 
@@ -173,17 +174,18 @@ def survivors(names, base, tmp_path):
     return [text for text in in_parallel(find_one, places) if text]
 
 
+@tier(slow=1)
 def test_a_fault_is_found(base, tmp_path):
     assert not survivors(["epoch not advanced"], base, tmp_path)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_every_fault_is_found(base, tmp_path, some):
     """In one test, two at a time."""
     assert not survivors(some(FAULTS), base, tmp_path)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_nothing_is_found_without_a_fault(base, detector):
     cases = [case for cases in SUITES[detector].values() for case in cases]

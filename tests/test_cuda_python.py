@@ -10,6 +10,7 @@ import cuda_torch_cases as backend
 import pytest
 import torch
 from fake_cuda import Server
+from tiers import tier
 
 pytestmark = [
     pytest.mark.timeout(300),  # of which most is for compilers on a busy machine
@@ -24,6 +25,7 @@ def server():
         yield server
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("world_size, devices", [(1, 1), (2, 1), (3, 1), (3, 3)])
 def test_operations_in_threads(server, world_size, devices):
     server.run("cuda_native_cases.operations_in_threads", world_size, devices, "resident", devices=devices)
@@ -98,6 +100,7 @@ def test_torch_distributed(server, name, settings):
     server.run("cuda_torch_cases.in_processes", name, 2 if name == "mismatch" else 3, **settings)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
 def test_killed_rank_of_torch_distributed(server, settings):
     server.run("cuda_torch_cases.killed", **settings)

@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from source_tree import ROOT, cpp_files, markdown_files, show
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -136,7 +137,7 @@ def test_lists_begin_after_an_empty_line(path):
             in_list = False
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.timeout(1800)
 def test_site_can_be_built():
     """Strict: a broken link between pages, or in a docstring, is an error."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from tiers import tier
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -35,6 +36,7 @@ def is_png(path):
     return path.stat().st_size > 10_000 and path.read_bytes().startswith(b"\x89PNG\r\n")
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("launcher, ranks", [([], 4), (TORCHRUN, 2)], ids=["alone", "torchrun"])
 def test_all_reduce(launcher, ranks, tmp_path):
     printed = run_python(*launcher, EXAMPLES / "01_all_reduce.py", cwd=tmp_path)
@@ -58,6 +60,7 @@ def trained(tmp_path_factory):
     return *train("pycomm", folder), folder
 
 
+@tier(slow=1)
 def test_train(trained):
     figures, printed, folder = trained
     assert figures["ranks"] == 2 and figures["tokens"] == 12 * 2 * 4 * 32
@@ -72,7 +75,7 @@ def test_train(trained):
     assert is_png(folder / "demo" / "loss.png")
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_train_gives_the_same_losses_again_and_over_gloo(trained, tmp_path):
     """With two ranks a sum has one order only, so that backends may not differ by a single bit."""
     first, *_ = trained
@@ -91,6 +94,7 @@ def test_compare_ddp_step(tmp_path):
     assert "pycomm over gloo: " in printed
 
 
+@tier(slow=1)
 def test_demo(tmp_path, monkeypatch, capsys):
     """Its bandwidth table is measured for real by `make demo`, and tested with the benchmarks."""
     spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
@@ -107,6 +111,7 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert is_png(tmp_path / "out" / "loss.png")
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("launcher, form", [([], "auto"), (TORCHRUN, "chunked")], ids=["alone", "torchrun"])
 def test_fused_matmul(launcher, form, tmp_path, monkeypatch):
     """Every rank compares itself with one process, in the example. PYCOMM_FUSED must show in what explain

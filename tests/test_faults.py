@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays, check_named, failure
+from tiers import tier
 
 import pycomm
 from pycomm import Communicator
@@ -124,6 +125,7 @@ def killed(phase, world_size):
     return delays
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill(phase):
     """2, 3 and 7 survivors; the first ones twice."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import compiled
 import pytest
 from test_sanitizers import without_randomisation
+from tiers import tier
 
 FOLDER = Path(__file__).parent / "cpp" / "cuda"
 SCHEDULER = [FOLDER / "fiber.cc", FOLDER / "fiber_ops.cc"]
@@ -58,6 +59,7 @@ FAULTS = ["sync_before_post", "sync_after_wait", "relaxed_post", "relaxed_wait",
           "shared_race", "no_end_barrier", "no_event"]  # fmt: skip
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("case", VALUES)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_runs_without_report(programs, sanitizer, case):

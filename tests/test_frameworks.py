@@ -11,6 +11,7 @@ from pathlib import Path
 import lightning_model
 import pytest
 import torch
+from tiers import tier
 
 SCRIPT = Path(__file__).with_name("framework_ranks.py")
 LIMIT = 150  # seconds for both ranks; the imports take most of the 10 to 30 they need
@@ -24,7 +25,7 @@ FRAMEWORKS = {
 }
 BY_NAME_ONLY_GLOO = {"accelerate"}  # takes no name, so only PYCOMM_REPLACE brings pycomm there
 
-pytestmark = [pytest.mark.slow, pytest.mark.frameworks, pytest.mark.timeout(3 * LIMIT)]
+pytestmark = [tier(slow=1), pytest.mark.frameworks, pytest.mark.timeout(3 * LIMIT)]
 
 
 def train(framework, backend, folder, replace=None):

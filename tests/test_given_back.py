@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from tiers import tier
 
 from pycomm import CommError, PeerError
 from pycomm.testing import run_ranks
@@ -109,6 +110,7 @@ def in_a_process(comm, *args):
     return run_ranks(3, given_back, *args, mode="threads", timeout=LIMIT)
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("ends", ["close", "abort"])
 @pytest.mark.parametrize(
     "operation, algorithm",

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays
+from tiers import tier
 
 from pycomm import Communicator, _autoload
 
@@ -76,6 +77,7 @@ WAITS = {
 }
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("wait", WAITS)
 def test_ctrl_c(wait):
     """KeyboardInterrupt in the rank that got the signal, the reason in the one that waited with it."""
@@ -267,6 +269,7 @@ SCRIPT = """
 """
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("call", ["all_reduce", "work", "recv"])
 @pytest.mark.parametrize("api", ["native", "torch"])
 def test_a_daemon_thread_at_the_end(tmp_path, api, call):

@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from forked import HARD_LIMIT, Group, attempt, check_named
+from tiers import tier
 
 from pycomm import _C, Communicator
 from pycomm.testing import run_ranks
@@ -292,6 +293,7 @@ def test_death_in_a_split(victim, call, hosts):
     assert max(delays) < HARD_LIMIT, delays
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("victim", [0, 1])
 def test_death_at_any_moment(victim):
     """A rank dies after each of its calls to the store in turn. The others raise and name it: soon where it

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from tiers import tier
 
 from pycomm import env, launchers
 from pycomm.env import Launch
@@ -207,6 +208,7 @@ STARTED = {
 }
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("launcher", STARTED)
 @pytest.mark.parametrize("kind", ["torch", "native"])
 def test_a_program_needs_no_setting(clean, launcher, kind):

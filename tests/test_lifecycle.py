@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from forked import HARD_LIMIT, LIMIT, Group, attempt, check_delays
+from tiers import tier
 
 from pycomm import Communicator
 
@@ -50,6 +51,7 @@ WAITS = {
 }
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("wait", WAITS)
 def test_abort(wait):
     """By another thread of a rank that waits itself (0), by one that does nothing else (3): all waiters are
@@ -123,6 +125,7 @@ SCRIPT_WHERE_A_RANK_ENDS = """
 """
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("how", ["end", "exception", "sys.exit"])
 def test_script_ends(tmp_path, how):
     """The script of one rank ends, with the interpreter taking the group down in its own order."""
@@ -398,6 +401,7 @@ SCRIPT_WITHOUT_SHM = """
 MOUNTS = {"64 MB": "size=64m", "empty and read-only": "size=4k,ro"}
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_small_or_no_dev_shm(mount):
     """In a mount namespace of its own, where we may make one; else the same run shows at least that /dev/shm

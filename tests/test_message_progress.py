@@ -15,6 +15,7 @@ import time
 import pytest
 import torch
 from forked import Group
+from tiers import tier
 
 from pycomm import CommError, CommTimeoutError
 from pycomm.testing import run_ranks
@@ -112,6 +113,7 @@ def wait_for_byte(pipe):
     return False
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("body", [computing_receiver, computing_sender])
 @pytest.mark.parametrize("size", SIZES)
 def test_messages_move_while_one_side_computes(route, body, size):

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -227,6 +228,7 @@ def caught(call, wait):
     return info.value
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)

@@ -13,6 +13,7 @@ import time
 import numpy as np
 import pytest
 import torch
+from tiers import tier
 
 from pycomm import AbortedError, MismatchError, PeerError
 from pycomm.testing import run_ranks
@@ -260,6 +261,7 @@ def test_random_traffic(route):
         assert run_ranks(3, body, seed, **route) == [[]] * 3, f"seed {seed}"
 
 
+@tier(quick=1 / 2)
 def test_a_finished_receiver_may_leave_at_once(route):
     """The last acknowledgements are on their way when the receiver closes: the sender's works still
     complete.

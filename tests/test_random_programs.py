@@ -11,6 +11,7 @@ import pytest
 from random_programs.program import draw
 from random_programs.run import LIMIT, run
 from random_programs.search import KINDS, command, keep_only, search, shrink
+from tiers import tier
 
 import pycomm
 
@@ -27,13 +28,14 @@ def check(totals):
     assert totals.operations > 10 * totals.programs, totals
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 20))
 def test_programs(first):
     """The same programs in every run."""
     check(search(first, 20))
 
 
-@pytest.mark.slow
+@tier(slow=1 / 2)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("fault", sorted(set(KINDS)))
 def test_more_programs(fault, deep):
@@ -43,7 +45,7 @@ def test_more_programs(fault, deep):
     check(search(first, PROGRAMS_DEEP if deep else PROGRAMS_SLOW, fault=fault, seconds=900))
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("fault", ["none", "kill"])
 def test_programs_over_hosts(fault):

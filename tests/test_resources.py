@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 from collective_cases import difference, same, whole
+from tiers import tier
 
 import pycomm
 from pycomm import _C
@@ -313,7 +314,7 @@ def test_large_registered_memory_lies_on_huge_pages():
 # --- more than 2 GiB --------------------
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("operation", ["all_reduce", "broadcast"])
 def test_more_than_two_gibibytes(operation):
     """Counts and byte offsets beyond 32 bits signed. 4.3 GB of memory in all; every piece is checked."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import recovery_kills as kills
+from tiers import tier
 
 from pycomm.run.__main__ import parse
 
@@ -63,7 +64,7 @@ def test_ranks_have_their_places_and_names(tmp_path):
     assert sorted(err.splitlines()) == [f"[rank {rank}] no end of line" for rank in range(3)]
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_torch_and_pycomm_find_each_other(tmp_path):
     script = """
         import torch, torch.distributed as dist
@@ -94,7 +95,7 @@ def test_errors_of_the_program_are_not_replaced_for_ever(tmp_path):
     assert not running("fails-for-ever")
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_a_replacement_that_nobody_takes_in_ends_with_the_others(tmp_path):
     script = """
         import os, signal, time
@@ -133,7 +134,7 @@ def test_a_signal_ends_all(tmp_path, number, deaf):
     until(lambda: not running(marker))
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     script = "import time; print('ready', flush=True); time.sleep(1000)"
     process = start(tmp_path, script, "--nproc", "2", arguments=["launcher-dies"])
@@ -144,6 +145,7 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path):
     until(lambda: not running("launcher-dies"))
 
 
+@tier(slow=1)
 def test_a_killed_rank_is_replaced(tmp_path):
     """In a training: the new process goes on where the others are; the losses are those of one process."""
     script = """

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import compiled
 import pytest
+from tiers import tier
 
 ROOT = Path(__file__).parent.parent
 FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread"]
@@ -126,6 +127,7 @@ MANY_CASES += [
 
 
 # Of the two, ThreadSanitizer sees what is most likely to break: the order of two ranks.
+@tier(slow=1)
 @pytest.mark.parametrize(
     "sanitizer",
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "thread")) for name in SANITIZERS],
@@ -136,7 +138,7 @@ def test_no_report(stress, sanitizer):
     check(run_all(program, cases if sanitizer == "thread" else [*cases, (8, 3, "kernel", "close")]))
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_no_report_in_many_runs(stress, sanitizer, some):
     check(run_all(stress(sanitizer)[0], some(MANY_CASES)))

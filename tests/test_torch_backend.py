@@ -12,6 +12,7 @@ import threading
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 from torch.distributed.distributed_c10d import _coalescing_manager
 from torch.distributed.flight_recorder.components.builder import build_db
 from torch.distributed.flight_recorder.components.config_manager import JobConfig
@@ -162,6 +163,7 @@ def check_operation(r, n, operation):
         equal(*operation(r, n, c, functools.partial(call_async, style)))
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda f: f.__name__)
 def test_operation(operation, world_size):

@@ -7,6 +7,7 @@ import select
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 from torch_ranks import equal, spawn
 
 from pycomm import CommTimeoutError
@@ -99,6 +100,7 @@ def check_unmatched(r, n, pipe):
         os.read(pipe[0], 4)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("cma", ["1", "0"])
 @pytest.mark.parametrize("count", [100, 5000, 400000])
 def test_torch_pipeline_traffic(monkeypatch, cma, count):

@@ -5,6 +5,7 @@ docs/torch_suite.md.
 """
 
 import pytest
+from tiers import tier
 from torch_suite.run import HOSTS, Case, Workers, read_passes
 
 ONCE_FAILED = {
@@ -50,6 +51,7 @@ def cases():
         yield pytest.param(case, id=f"{case.name}-{case.conditions}-{case.world_size}", marks=marks)
 
 
+@tier(quick=1 / 8)
 @pytest.mark.timeout(300)  # the worker limits each test to 100 s
 @pytest.mark.parametrize("case", list(cases()))
 def test_torch_suite(workers, case):
@@ -57,6 +59,7 @@ def test_torch_suite(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
+@tier(quick=1 / 6)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.name in PROFILED], ids=lambda case: case.name
@@ -66,7 +69,7 @@ def test_profiler_events(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
-@pytest.mark.slow
+@tier(slow=1 / 2)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.conditions == "gloo"], ids=lambda case: case.name

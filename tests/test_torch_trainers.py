@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
+from tiers import tier
 from torch import nn
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec
@@ -221,6 +222,7 @@ def test_backward_names_the_dead_rank():
     spawn(3, dies, expect_deaths=[1])
 
 
+@tier(quick=1 / 2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trainer", TRAINERS)
 def test_same_as_gloo(trainer):

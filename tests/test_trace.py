@@ -10,6 +10,7 @@ import threading
 import numpy as np
 import pytest
 import torch
+from tiers import tier
 
 import pycomm
 from pycomm import _C, env, trace
@@ -285,6 +286,7 @@ for _ in range(2):
 """
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("case", "reason"), [("full", "File too large"), ("not a folder", "Not a directory"), ("fine", None)]
 )

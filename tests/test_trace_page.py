@@ -6,6 +6,7 @@ import subprocess
 
 import pytest
 from test_trace_reader import training
+from tiers import tier
 
 from pycomm.trace.__main__ import main
 
@@ -27,7 +28,7 @@ def test_page_needs_no_network(tmp_path):
         assert f'id="{name}"' in text
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_page_in_a_browser(tmp_path):
     """Chromium, cut off from the network, lays out the bars; what its console says is an error here."""
     browser = shutil.which("chromium") or shutil.which("chromium-browser")

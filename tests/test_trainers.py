@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from test_docs import blocks_with
+from tiers import tier
 from torch_ranks import spawn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
@@ -119,6 +120,7 @@ def check_state(state, expected):
         torch.testing.assert_close(state[name], value, rtol=0, atol=1e-11 * value.abs().max().item())
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "texts",
     [

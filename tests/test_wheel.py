@@ -12,9 +12,10 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from tiers import tier
 
 ROOT = Path(__file__).parent.parent
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [tier(slow=1), pytest.mark.timeout(1800)]
 
 # Packages that are links in the source tree: their files must be inside, each under its name.
 EXPECTED = (
@@ -139,7 +140,7 @@ def test_sdist_holds_all_sources(sdist):
         assert name == "pycomm/_build_info.py" or there.get(name) == path.read_bytes(), name
 
 
-@pytest.mark.deep  # it compiles everything a second time
+@tier(deep=1)  # it compiles everything a second time
 def test_sdist_builds_the_same_wheel(sdist, wheel, tmp_path):
     """From the source distribution alone; without the CUDA kernels, which add no file."""
     command = (

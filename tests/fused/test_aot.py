@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from ptx_check import shortcomings
+from tiers import tier
 
 HERE = Path(__file__).parent
 ARCHS = (80, 90, 100)
@@ -39,6 +40,7 @@ def assert_all_keep_the_rules(found):
     assert not wrong, json.dumps(wrong, indent=1)
 
 
+@tier(slow=1)
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
     "archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)], ids=["sm_90", "others"]
@@ -51,7 +53,7 @@ def test_shipped_configurations(tmp_path, archs):
     assert_all_keep_the_rules(found)
 
 
-@pytest.mark.slow
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_combinations(tmp_path, arch, deep):
     """Each two properties of a kernel together; with --deep all."""

@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from kernel_cases import CASES
 from kernel_faults import FAULTS
+from tiers import tier
 
 HERE = Path(__file__).parent
 NAMES = [*CASES, *FAULTS]
@@ -95,6 +96,7 @@ def processes(request):
         process.end()
 
 
+@tier(quick=1 / 30, slow=1 / 3)
 @pytest.mark.parametrize(
     "world_size",
     [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(LIMIT[4] + 10)])],

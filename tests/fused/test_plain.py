@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from oracle import ACTIVATIONS, close, draw
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm import fused
@@ -234,6 +235,7 @@ def large(rank, world_size):
     assert memory.numel() == plain.MOST_STAGING, f"{memory.numel()} bytes of staging"
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_registered_partial_sums(world_size):
     spawn(world_size, large)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from ptx_check import Counts, check, expected, shortcomings
+from tiers import tier
 
 HERE = Path(__file__).parent
 REAL = ("all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
@@ -43,6 +44,7 @@ SOURCE_FAULTS = (
 )  # fmt: skip
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("fault", SOURCE_FAULTS)
 def test_fault_in_the_source(kernels, fault):
     kernel = kernels["exchange"][fault]

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from tiers import tier
 
 from gpu import cases, checks, program, ranks, steps, summary, values
 from pycomm.benchmarks.common import device
@@ -23,6 +24,7 @@ def run_check(name, folder, seconds=90):
     return steps.run_step(step, folder, seconds, on="cpu")
 
 
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("name", ON_HOST)
 def test_check_on_host_tensors(name, tmp_path):
     outcome = run_check(name, tmp_path)

@@ -14,6 +14,7 @@ import pytest
 import torch
 from collective_cases import run_cases
 from test_emulated import COMMAND, LIMIT, open_hosts, own_store
+from tiers import tier
 
 import pycomm
 from pycomm import env
@@ -167,7 +168,7 @@ def many_groups(comm, link, number):
     return [late - early for early, late in zip(*counts, strict=True)]
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_two_hundred_groups_leave_nothing():
     with contextlib.closing(open_hosts("2x1")) as hosts:
         for files, threads in groups(hosts, many_groups, 200).values():

@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 from forked import HARD_LIMIT, Group, attempt
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -34,6 +35,7 @@ CALLS = {
 }
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("absent", range(4))
 @pytest.mark.parametrize("call", CALLS)
 def test_a_rank_is_missing(call, absent):

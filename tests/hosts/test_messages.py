@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch_ranks
 from places import over_hosts, raises
 from test_point_to_point import message_is, pattern
+from tiers import tier
 from torch_ranks import data, equal, spawn
 
 from pycomm import MismatchError
@@ -40,6 +41,7 @@ ON_ONE_HOST = [
 ]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("test", ON_ONE_HOST, ids=lambda test: test.__name__.removeprefix("test_"))
 def test_as_on_one_host(test, run, monkeypatch):
     monkeypatch.setattr(one_host, "run_ranks", run)

@@ -13,6 +13,7 @@ import time
 
 import pytest
 import torch
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -130,7 +131,7 @@ def test_more_die_meanwhile(seed):
     random_deaths(seed)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.timeout(1200)
 def test_more_die_meanwhile_many_times(some):
     for seed in some(range(100, 250)):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_shrink_hosts import LIMIT, kill_self, over
+from tiers import tier
 
 import pycomm
 
@@ -51,6 +52,7 @@ def expected_of(alive):
     return [(total, total, alive, round(sum(alive) / len(alive), 5), "pycomm")] * len(alive)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("hosts", "dead"), [("0011", [1]), ("0011", [0, 1]), ("0101", [0]), ("0011", [0, 2]), ("012", [2])]
 )

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from collective_cases import ALGORITHMS, CHECKS, DTYPES, MOVING, PLACEMENTS, check, difference, raw, same
 from test_reductions import FACTOR, REDUCTIONS, reduction, values
+from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -32,6 +33,7 @@ def table(n, counts):
         yield name, count, list(PLACEMENTS)[seed % 4], seed, {}
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("delay", [0, 400], ids=["prompt", "late"])
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_table(hosts, delay):
@@ -65,7 +67,7 @@ def test_four_hosts_of_five():
     check(20, [(name, 331, "dense", seed, {}) for seed, name in enumerate(CHECKS)], hosts=hosts)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("delay", [0, 300], ids=["prompt", "late"])
 def test_every_placement_of_up_to_four_hosts_of_five(delay, some):
@@ -99,6 +101,7 @@ def long(comm, name, count):
     return torch.equal(got, sum(element(q + r, lengths[r]).int() for q in range(n)))
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("hosts", ["1+1", "2+1", "1+1+1"])
 @pytest.mark.parametrize("name", LONG)
 def test_beyond_two_segments(name, hosts):

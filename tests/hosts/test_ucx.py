@@ -22,6 +22,7 @@ from forked import Group, attempt
 from source_tree import ROOT
 from test_engines import assert_all_say, failing, make, on_rank, run
 from test_messages import random_messages
+from tiers import tier
 
 from pycomm import _C
 from pycomm.hosts import ucx
@@ -232,6 +233,7 @@ FAULTS = {
 }
 
 
+@tier(quick=1 / 2)
 @with_ucx
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault, monkeypatch):

@@ -4,6 +4,7 @@ import pytest
 from compare import AXES, MORE, outcomes
 from families import FAMILIES, families
 from table import documented
+from tiers import tier
 
 
 def test_the_page_has_them_all():
@@ -13,6 +14,7 @@ def test_the_page_has_them_all():
         assert row.keys() == {text for text in AXES + MORE if FAMILIES[name].takes(text)}, name
 
 
+@tier(quick=1 / 30)
 @pytest.mark.parametrize("name", families())
 def test_family(name):
     found = outcomes(name, AXES)

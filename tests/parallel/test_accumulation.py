@@ -6,6 +6,7 @@ import torch
 from halves import quick
 from models import GPT, Llama
 from odd_models import cross
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -106,6 +107,7 @@ CASES = {
 }
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "gpt dp", "gpt tp", "gpt pp", "llama sequence"))
 def test_calls_are_one_batch(name):
     kind, texts = name.split()[0], CASES[name]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import GPT
 from odd_models import cross, tokens
+from tiers import tier
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_ranks import spawn
 
@@ -89,6 +90,7 @@ CASES = (
 )
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("texts", CASES, ids=["2", "4"])
 def test_groups_schedulers_and_averages(texts):
     state, averaged, rates = alone()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 
 import pycomm.parallel as par
 from pycomm.parallel.checkpoint import files, saving
@@ -172,7 +173,7 @@ def test_a_folder_that_cannot_be_written_is_refused_at_once(tmp_path):
             par.save(model, opt, path, asynchronous=True).wait()
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_the_end_of_the_interpreter_waits(tmp_path):
     script = f"""
 import sys, time

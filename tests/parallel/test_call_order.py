@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -114,6 +115,7 @@ def train(rank, world_size, plan):
 PLANS = ["pp=2,schedule=1f1b", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv", "pp=4", "dp=2,pp=2,zero=2"]
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2,megatron_sp", "tp=2,pp=2,megatron_sp"])
 def test_training(plan):
     plan = par.Plan.parse(plan)

@@ -20,6 +20,7 @@ from checkpoint_cases import (
     same,
     train,
 )
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.parallel.checkpoint import full_state_dict, load, save
@@ -110,6 +111,7 @@ def run_matrix(root, groups, build):
             assert load_all(0, 1, *arguments) if world_size == 1 else spawn(world_size, load_all, *arguments)
 
 
+@tier(slow=1)
 def test_every_plan_to_every_plan(tmp_path):
     run_matrix(tmp_path, PLANS, dense)
     assert sorted(os.listdir(tmp_path)) == sorted(folder_of(plan) for plan in ALL)

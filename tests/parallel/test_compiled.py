@@ -5,6 +5,7 @@ import pytest
 import torch
 from models import GPT
 from odd_models import cross, tokens
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -59,6 +60,7 @@ def planned(rank, world_size, text, before, after):
 SLOW = pytest.mark.slow
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("text", "before", "after"),
     [

@@ -6,6 +6,7 @@ import equality
 import pytest
 import torch
 from models import GPT
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -18,6 +19,7 @@ CASES = equality.ALONE + equality.HYBRIDS
 QUICK_FP32 = ("gpt", "dp=2")
 
 
+@tier(quick=1 / 30, slow=1 / 3)
 @pytest.mark.parametrize(
     "case, dtype",
     [
@@ -92,6 +94,7 @@ def train_with_bits(rank, world_size, microbatches, zero):
             )
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_schedules_give_the_same_bits(stages, microbatches):

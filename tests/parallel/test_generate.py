@@ -3,6 +3,7 @@
 import pytest
 import torch
 from halves import quick
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -69,6 +70,7 @@ CASES = {
 }
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "llama 2", "gpt2 2"))
 def test_tokens_of_one_process(name):
     kind, texts = name.split()[0], CASES[name]

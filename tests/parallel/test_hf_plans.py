@@ -4,6 +4,7 @@ import equality
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import tier
 from torch_ranks import spawn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -94,6 +95,7 @@ CASES = [
 _alone = {}
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("kind, text", CASES, ids=lambda value: value)
 def test_transformers_model(kind, text):
     if kind not in _alone:

@@ -18,6 +18,7 @@ import torch._dynamo  # the first optimizer imports it, which would take seconds
 import torch.nn.functional as F
 from checkpoint_cases import compare, held, same
 from halves import quick
+from tiers import tier
 
 import pycomm
 import pycomm.parallel as par
@@ -136,6 +137,7 @@ CASES = [
 ]
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):

@@ -3,10 +3,12 @@ picture of.
 """
 
 import pytest
+from tiers import tier
 
 from pycomm.benchmarks import zero_memory
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("ranks, zero", [(1, 0), (2, 1), (2, 2), (2, 3), (4, 1), (4, 2), (4, 3)])
 def test_within_five_percent(ranks, zero):
     measured, expected = zero_memory.measure(ranks, zero)

@@ -9,6 +9,7 @@ import equality
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -78,6 +79,7 @@ def saved(folder, model, shards="20KB"):
     return folder
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(("plans", "tied"), LOADED, ids=[plans[0] for plans, _ in LOADED])
 def test_loaded_is_as_from_pretrained(tmp_path, plans, tied):
     make = functools.partial(llama, tie_word_embeddings=tied)
@@ -87,6 +89,7 @@ def test_loaded_is_as_from_pretrained(tmp_path, plans, tied):
     check_equal(reference, make, plans, folder)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("plans", INITIALISED, ids=[plans[0] for plans in INITIALISED])
 def test_initialised_is_the_same_under_every_plan(plans):
     make = functools.partial(llama, tie_word_embeddings=True)

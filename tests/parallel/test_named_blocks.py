@@ -7,6 +7,7 @@ import torch
 from against_one import check_equal, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -67,6 +68,7 @@ PLANS = {
 }
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("make", [Named, whole])
 @pytest.mark.parametrize("world_size", PLANS)
 def test_equal_to_one_process(make, world_size):

@@ -7,6 +7,7 @@ import re
 import pytest
 import torch
 from odd_models import LastUsed, OneUsed, Plain, adamw, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -87,6 +88,7 @@ def counted(rank, world_size, make, plan):
     return found, par.full_state_dict(model)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("make", [Counted, Passes, Keeping, Compiled, PlainNorms])
 def test_buffers_outside_of_the_blocks(make):
     """They are written once in each microbatch, as in one process."""
@@ -118,6 +120,7 @@ def test_what_two_stages_of_a_rank_write_is_refused(make):
     assert any(re.search(TWICE[make], text) for text in found), found
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "plan", ["pp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=interleaved", "pp=2,checkpoint"]
 )

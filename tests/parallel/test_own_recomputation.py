@@ -9,6 +9,7 @@ import torch
 from against_one import check_equal, planned, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
@@ -82,6 +83,7 @@ PLANS = {
 }
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("world_size", PLANS)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_equal_to_one_process(make, world_size):

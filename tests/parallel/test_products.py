@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from models import GPT
+from tiers import tier
 from torch import nn
 from torch.nn import functional as F
 from torch_ranks import spawn
@@ -218,6 +219,7 @@ PLANS = [
 ]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("text, again, per_block, of_head", PLANS)
 @pytest.mark.parametrize("form", ["plain", "chunked"])
 def test_plans_go_through_fused(monkeypatch, text, again, per_block, of_head, form):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 import transformers as hf
 from models import Attention, Block
 from odd_models import Plain, cross, gpt, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -116,6 +117,7 @@ def first_step(rank, world_size, name, text):
 PLANS = ("ring=2", "ulysses=2", "tp=2,megatron_sp")
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name not in ("llama", "plain", "gpt2", "mixtral")]
@@ -128,6 +130,7 @@ def test_what_looks_at_other_positions(name, plan):
         )
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["convolution", "shift", "positions", "average", "asleep"])
 def test_refused(name, plan):
@@ -135,6 +138,7 @@ def test_refused(name, plan):
         assert "the first block does not compute from pieces of the sequence" in str(found), found
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2", "ring=2,zero=3", "pp=2"])
 @pytest.mark.parametrize("name", ["llama", "plain"])
 def test_plain_blocks_are_right(name, plan):

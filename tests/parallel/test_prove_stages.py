@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -165,6 +166,7 @@ def run(rank, world_size, text, microbatches):
     return found
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("text", PLANS)
 def test_through_the_stages(text):
     for rank, found in enumerate(spawn(par.Plan.parse(text).world_size, run, text, PLANS[text])):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 
 import pycomm
 import pycomm.parallel as par
@@ -50,7 +51,7 @@ def test_a_killed_rank_changes_nothing(case):
     kills.check(case, alone())
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("seed", range(9001, 9007))
 def test_random_kills(seed):
     kills.check(kills.draw(seed), alone())

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import tier
 
 import pycomm
 import pycomm.parallel as par
@@ -37,6 +38,7 @@ def case(plan, hosts, every=2, **victims):
 IN_STEP, IN_COPY = ("step", 4, 0.0), ("piece", 75, 0.0)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     "one",
     [
@@ -58,7 +60,7 @@ def test_killed_ranks_and_hosts_change_nothing(one):
     kills.check(one, alone())
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("seed", range(9001, 9009))
 def test_random_kills(seed):
     kills.check(kills.draw_over_hosts(seed), alone())

@@ -6,6 +6,7 @@ import torch
 from halves import quick
 from models import GPT, Llama
 from odd_models import cross
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -239,6 +240,7 @@ AUTOCAST = {
 }
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name):
     """Sums in other orders round otherwise: 8 bits of bf16, 11 of fp16."""

@@ -8,6 +8,7 @@ import itertools
 import pytest
 import torch
 from sequence_cases import ROUNDINGS, check, close, make, mesh, table
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.parallel.ground import comm
@@ -168,6 +169,7 @@ def test_ulysses(world_size, backend):
     spawn(world_size, ulysses_body, table(ROUNDINGS), backend=backend)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("world_size, backend", WORLDS)
 def test_ring(world_size, backend):
     spawn(world_size, ring_body, table(ROUNDINGS), backend=backend)

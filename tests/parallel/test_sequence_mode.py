@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from sequence_cases import check, make, mesh
+from tiers import tier
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
@@ -106,6 +107,7 @@ def model_body(rank, world_size, ring_size, kind, expected):
         tolerance.near("inference", out, split.cut(whole, 1, held), whole, ROUNDINGS)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("kind", ["own", "stock"])
 @pytest.mark.parametrize("world_size, ring_size", [(1, 1), (3, 1), (3, 3), (4, 2)])
 def test_model_under_the_mode(kind, world_size, ring_size):

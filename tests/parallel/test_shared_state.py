@@ -11,6 +11,7 @@ import torch
 from against_one import check_equal, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -157,6 +158,7 @@ def refused(rank, world_size, name, plan):
     return type(caught.value).__name__, str(caught.value)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("name", "plan"), [*((name, "pp=2") for name in CASES), ("list", "pp=2,schedule=zbv")]
 )

@@ -32,6 +32,7 @@ from odd_models import (
     tokens,
     unused,
 )
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -163,6 +164,7 @@ def relative(actual, expected):
     )
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")]
 )
@@ -233,6 +235,7 @@ def random_run(rank, world_size, plans):
     return out
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_dropout(world_size):
     """Uneven shares draw unequal numbers, recomputation draws the same again, replicas stay equal, and the

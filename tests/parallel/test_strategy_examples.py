@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -128,6 +129,7 @@ def run_in_fork(script, *flags, cwd):
     return text
 
 
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     flags = ["--pictures=pictures"] if name == "07_pipeline" else []

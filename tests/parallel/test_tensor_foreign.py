@@ -9,6 +9,7 @@ import equality
 import pytest
 import torch
 from foreign_models import STEPS, alone, make, planned, step
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -87,6 +88,7 @@ def cases():
         seen.add(kind)
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("kind, texts", list(cases()), ids=lambda value: str(value)[:40])
 def test_equal_to_one_process(kind, texts):
     (losses, parameters), limit = expected(kind), LIMITS.get(kind, 1e-11)
@@ -113,6 +115,7 @@ def load_one(rank, world_size, kind, text, folder):
     return [step(model, opt, 1)], par.full_state_dict(model)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "kind, saved, loaded",
     [

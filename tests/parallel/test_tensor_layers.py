@@ -8,6 +8,7 @@ import pytest
 import tolerance
 import torch
 from tensor_models import Sizes
+from tiers import tier
 from torch import nn
 from torch.nn import functional as F
 from torch_ranks import spawn
@@ -212,6 +213,7 @@ def layers_body(rank, world_size):
         pair_with_sequence(group, length, features, torch.float64)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
 )

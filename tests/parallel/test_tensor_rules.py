@@ -19,6 +19,7 @@ from tensor_models import (
     single,
     tensor_step,
 )
+from tiers import tier
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -123,6 +124,7 @@ def complete(case):
     return build, kwargs, {"vocab": vocab, "blocks": blocks, **options}
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
 )

@@ -8,6 +8,7 @@ sends.
 import pytest
 import torch
 from models import GPT, Llama
+from tiers import tier
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ranks import spawn
@@ -151,6 +152,7 @@ def test_ring_sends_keys_and_values_around():
     assert per_block(ranks, f"ring={ranks}")["send"][1] == 3 * (ranks - 1) * piece
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     "text",
     [

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from odd_models import cross, numbers, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -45,6 +46,7 @@ PLANS = [  # model, plan, microbatches
 ]
 
 
+@tier(quick=1 / 8)
 @pytest.mark.parametrize(("kind", "plan", "microbatches"), PLANS)
 def test_equal(kind, plan, microbatches):
     """Nearly all modules are seen: not the insides of what tp cuts, nor what has no rows."""

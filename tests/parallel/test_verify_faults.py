@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 from verify_cases import error_of, make, verify
@@ -33,6 +34,7 @@ FAULTS = [  # model, plan, microbatches, first module, first parameter of backwa
 ]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(("kind", "plan", "microbatches", "module", "parameter"), FAULTS)
 def test_planted_fault(kind, plan, microbatches, module, parameter):
     results = spawn(par.Plan.parse(plan).world_size, verify, kind, plan, microbatches)

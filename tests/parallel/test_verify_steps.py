@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from odd_models import cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 from verify_cases import ROWS, error_of, make, verify
@@ -23,6 +24,7 @@ PLANS = [  # model, plan, microbatches
 ]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(("kind", "plan", "microbatches"), PLANS)
 def test_three_steps_are_equal(kind, plan, microbatches):
     one, _ = spawn(2, verify, kind, plan, microbatches)

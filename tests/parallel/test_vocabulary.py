@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -100,6 +101,7 @@ def changed(rank, world_size, name):
     return found, traffic.calls("all_gather")
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_model_does_with_its_logits(name):
     """What it returns is cut, or an elementwise function of it; anything else is computed from the whole, for

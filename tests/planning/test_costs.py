@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import tier
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "parallel")]
 
@@ -39,7 +40,7 @@ def of_layers(text, layers):
     return seen, sent(job)
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("text", ["tp=2", "ulysses=2", "ring=2"])
 def test_what_a_block_adds(text):
     axis = text.partition("=")[0]
@@ -48,7 +49,7 @@ def test_what_a_block_adds(text):
     assert added == [b - a for a, b in zip(few_sent[axis], many_sent[axis], strict=True)]
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
 def test_what_data_parallelism_sends(text):
     seen, expected = of_layers(text, 4)

@@ -66,10 +66,10 @@ def compare(kind, text, ranks=None):
 
 
 def marks(case):
-    """Of those that are not quick every third is slow, the others are for `make test-deep`."""
+    """Of the cases that are not quick, every third is slow and the others are deep."""
     if case in QUICK:
         return []
-    return [pytest.mark.slow] + [pytest.mark.deep] * (CASES.index(case) % 3 > 0)
+    return [pytest.mark.deep if CASES.index(case) % 3 else pytest.mark.slow]
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=":".join(case)) for case in CASES])

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from published import SC21
+from tiers import tier
 
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning import search as searching
@@ -68,7 +69,7 @@ def test_what_cannot_be_says_why(change, text):
         search(request(**change))
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_what_would_do_does():
     """The ranks that the refusal names are enough."""
     with pytest.raises(NoPlan) as refused:
@@ -79,7 +80,7 @@ def test_what_would_do_does():
         search(request("gpt3-175b", ranks // 2, 64 * ranks // 32))
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_few_plans_are_timed_by_events(monkeypatch):
     """What a search costs, counted: 1,024 and 100,000 ranks. That is 3 s on one core of a small machine."""
     asked, plain = [], searching.step_time
@@ -95,8 +96,7 @@ def test_few_plans_are_timed_by_events(monkeypatch):
         assert len(found) == 10 and sum(asked) <= searching.WIDE and len(asked) < 3000, len(asked)
 
 
-@pytest.mark.slow
-@pytest.mark.deep  # 15 s a row
+@tier(deep=1)  # 15 s a row
 @pytest.mark.parametrize("row", SC21, ids=lambda row: row.model)
 def test_published_plans_are_among_the_best(row, monkeypatch):
     """SC21's rows under the constraints of that program (1F1B or interleaved, full recomputation, no zero):
