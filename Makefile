@@ -7,8 +7,7 @@
 PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin
-# How the tests are dealt to the workers, and what a test at its time limit does: tests/workers.py; which are
-# slow: tests/tiers.py. One worker more than CI has cores, as many tests wait.
+# Tiers, budgets and workers: tests/README.md. One worker more than CI has cores, as many tests wait.
 WORKERS := 3
 PYTEST := $(RUN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 30
 SOURCES := setup.py pyproject.toml pycomm/__init__.py $(shell find csrc -type f 2>/dev/null)
@@ -24,13 +23,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
 	$(RUN)/python examples/demo.py
 
-test: build                  ## a case of nearly every test; 15 minutes on two cores
-	$(PYTEST) -m "not slow and not torch_suite"
+test: build                  ## the quick tests; BASE=REV: all cases of the test files that the change since REV touches
+	$(PYTEST) -m "not slow and not torch_suite" $(if $(BASE),--base "$(BASE)")
 
-test-slow: build             ## the same, deeper: more cases of each, more kernels ahead of time, planted faults, stress, random programs
+test-slow: build             ## the slow tests: more cases of each, more kernels ahead of time, planted faults, stress, random programs
 	$(PYTEST) -m slow --timeout 1800
 
-test-deep: build             ## the slow tests with all of their cases: every kernel, placement and seed
+test-deep: build             ## the slow and the deep tests: every kernel, placement and seed; before a release
 	$(PYTEST) -m slow --deep --timeout 3600
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole

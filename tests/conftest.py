@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYCOMM_TUNED"] = "0"
 
 from tiers import *  # noqa: E402, F403  (hooks of pytest)
+from touched import *  # noqa: E402, F403
 from workers import *  # noqa: E402, F403
 
 

@@ -112,6 +112,9 @@ def is_marked(item: pytest.Item) -> bool:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--deep", action="store_true", help="also the deep cases: `make test-deep`")
+    parser.addoption(
+        "--base", metavar="REV", help="all cases of the test files touched since REV: touched.py"
+    )
     parser.addoption("--cost", metavar="FILE", help="add a line for each test: name, processor time, time")
 
 
