@@ -11,7 +11,7 @@ import torch._dynamo  # noqa: F401  (checkpoint imports it at its first use; onc
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group
 from pycomm.parallel.sequence import split
 
 # Roundings that attention may have (tolerance.py), those of exp among them: up to 3.5 in fp32 and 0.7 in bf16
@@ -93,4 +93,4 @@ def mesh(world_size, ring_size):
     device_mesh = dist.device_mesh.init_device_mesh(
         "cpu", (ring_size, ulysses_size), mesh_dim_names=("ring", "ulysses")
     )
-    return tuple(comm.as_group(device_mesh.get_group(name), name) for name in ("ring", "ulysses"))
+    return tuple(as_group(device_mesh.get_group(name), name) for name in ("ring", "ulysses"))

@@ -9,7 +9,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pycomm.parallel.ground import comm, differentiable
+from pycomm.groups import as_group, even_sizes
+from pycomm.parallel import count_traffic
+from pycomm.parallel.ground import differentiable
 from pycomm.parallel.tensor import cross_entropy, parallelize_tensor
 
 # What is allowed between two orders of computing a model of two blocks; 11 were seen, in fp32 and fp64.
@@ -235,28 +237,28 @@ def single(model, ids, targets):
 
 def tensor_step(rank, world_size, build, kwargs, options):
     """One forward and backward on a rank. options: vocab, dtype, blocks, rules, sequence, sharded, length."""
-    group = comm.as_group(None, "tp")
+    group = as_group(None, "tp")
     model = make(build, kwargs, options.get("dtype", torch.float64))
     sequence = Sizes() if options.get("sequence") else None
-    with comm.count_traffic() as silent:
+    with count_traffic() as silent:
         done = parallelize_tensor(
             model, group, rules=options.get("rules"), blocks=options.get("blocks"), sequence=sequence
         )
     assert not silent.log, "construction communicates"
     ids, targets = batch(options["vocab"], options.get("length", 7))
     if sequence is not None:
-        sequence.sizes = comm.even_sizes(ids.shape[1], world_size)
+        sequence.sizes = even_sizes(ids.shape[1], world_size)
         first = next(iter(model.get_submodule(options["blocks"]).children()))
         first.register_forward_pre_hook(
             lambda module, args: (differentiable.scatter_to(args[0], 1, sequence.sizes, group), *args[1:])
         )
     if done.head is not None:
         done.head.sharded_output = options.get("sharded", False)
-    with comm.count_traffic() as forward:
+    with count_traffic() as forward:
         logits = logits_of(model(ids))
-    with comm.count_traffic() as of_loss:
+    with count_traffic() as of_loss:
         loss = cross_entropy(logits, targets, head=done.head)
-    with comm.count_traffic() as backward:
+    with count_traffic() as backward:
         loss.backward()
     named = dict(model.named_parameters(remove_duplicate=False))
     counts = [[call.op for call in traffic.log] for traffic in (forward, of_loss, backward)]

@@ -23,7 +23,7 @@ from checkpoint_cases import (
 from tiers import tier
 from torch_ranks import spawn
 
-from pycomm.parallel.checkpoint import full_state_dict, load, save
+from pycomm.parallel import full_state_dict, load, save
 
 PLANS = {
     1: [""],

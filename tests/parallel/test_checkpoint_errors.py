@@ -14,7 +14,7 @@ from checkpoint_cases import (
 from models import Llama
 from torch_ranks import spawn
 
-from pycomm.parallel.checkpoint import full_state_dict, load, save
+from pycomm.parallel import full_state_dict, load, save
 
 
 def wrong_shape(seed, dtype):

@@ -15,8 +15,16 @@ from checkpoint_cases import (
 )
 from torch_ranks import spawn
 
-from pycomm.parallel import Plan, cross_entropy, parallelize, step
-from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
+from pycomm.parallel import (
+    Plan,
+    cross_entropy,
+    full_gradients,
+    full_state_dict,
+    load,
+    parallelize,
+    save,
+    step,
+)
 
 
 def odds_and_ends(rank, world_size, root):

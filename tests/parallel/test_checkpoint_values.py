@@ -17,7 +17,7 @@ from checkpoint_cases import (
 )
 from torch_ranks import spawn
 
-from pycomm.parallel.checkpoint import full_state_dict, load, save
+from pycomm.parallel import full_state_dict, load, save
 
 
 def mixed_precision(rank, world_size, root):

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch_ranks import data, spawn
 
-from pycomm.parallel.data.compression import CHUNK, Cast, Compression, Int8, PowerSGD, TopK, make_compression
+from pycomm.parallel.data import make_compression
+from pycomm.parallel.data.compression import CHUNK, Cast, Compression, Int8, PowerSGD, TopK
 from pycomm.parallel.ground import comm
 
 KINDS = {

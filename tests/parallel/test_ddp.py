@@ -11,8 +11,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel.data.ddp import DistributedDataParallel
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group
+from pycomm.parallel import count_traffic
+from pycomm.parallel.data import DistributedDataParallel
 
 TORCH = nn.parallel.DistributedDataParallel
 
@@ -96,7 +97,7 @@ def branches(model, opt, rank, none):
     """Parameters that only some ranks use. (One that none uses has a gradient of zeros here, and with torch
     the one it had before.)
     """
-    for step in range(3 if comm.as_group().size > 1 else 0):
+    for step in range(3 if as_group().size > 1 else 0):
         opt.zero_grad(set_to_none=none)
         loss_of(model, rank, step, ("left", "right", "both")[(rank + step) % 3]).backward()
         opt.step()
@@ -192,7 +193,7 @@ def alone(rank, world_size):
     )  # the second forward brings rank 0's averages while the first's graph lives
     (loss_of(model, rank, 0) + loss_of(model, rank, 1)).backward()
     model = build(DistributedDataParallel, recompute="reentrant")
-    with comm.count_traffic() as traffic:
+    with count_traffic() as traffic:
         loss_of(model, rank, 0).backward()
     out["reentrant"], out["calls"] = (
         gradients(model),
@@ -244,7 +245,7 @@ def bytes_sent(rank, world_size):
         model = DistributedDataParallel(
             nn.Sequential(nn.Linear(13, 17), nn.Linear(17, 5)), bucket_mb=bucket_mb
         )
-        with comm.count_traffic() as traffic:
+        with count_traffic() as traffic:
             with model.no_sync():
                 model(torch.ones(2, 13)).sum().backward()
             quiet = traffic.calls()

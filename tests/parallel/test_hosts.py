@@ -23,7 +23,7 @@ from tiers import tier
 import pycomm
 import pycomm.parallel as par
 from pycomm.groups import hosts_of, numbered, show_hosts
-from pycomm.parallel.checkpoint import full_state_dict
+from pycomm.parallel import full_state_dict
 from pycomm.parallel.ground import hosts as places
 from pycomm.parallel.parts import parts_of
 from pycomm.testing import run_ranks

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
-from pycomm.parallel.pipeline.model_parallel import ModelParallel
+from pycomm.parallel import count_traffic
+from pycomm.parallel.pipeline import ModelParallel
 
 HEADER = 80
 
@@ -66,7 +66,7 @@ def train(model, steps=5):
 
 
 def body_train(rank, world_size, balance, dtype, broadcast_output):
-    with comm.count_traffic() as traffic:
+    with count_traffic() as traffic:
         results = train(ModelParallel(make_layers(dtype), balance=balance, broadcast_output=broadcast_output))
     return (*results, traffic)
 

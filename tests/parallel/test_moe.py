@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
+from pycomm.parallel import MoE
 from pycomm.parallel.expert import dispatch
-from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground import comm
 
 DIM = 6

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from torch_ranks import data, equal, spawn
 
-from pycomm.parallel.data.naive import NaiveDataParallel, gather_and_broadcast
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group
+from pycomm.parallel import count_traffic
+from pycomm.parallel.data import NaiveDataParallel
+from pycomm.parallel.data.naive import gather_and_broadcast
 
 
 class Net(nn.Module):
@@ -47,7 +49,7 @@ def body(rank, world_size):
         optimizer.zero_grad()
         mine = batch(world_size)[4 * rank : 4 * rank + 4] + step
         loss(net, mine, rank == world_size - 1).backward()
-        with comm.count_traffic() as traffic:
+        with count_traffic() as traffic:
             net.sync_gradients()
         optimizer.step()
     assert net.module.never.weight.grad is None
@@ -95,7 +97,7 @@ def body_sum(rank, world_size):
     results = []
     for count in (0, 1, 1000):
         flat = data(rank, count)
-        gather_and_broadcast(flat, comm.as_group())
+        gather_and_broadcast(flat, as_group())
         results.append(flat)
     with pytest.raises(ValueError, match=rf"rank {rank}/3.*on rank {2 if rank != 2 else 0}"):
         NaiveDataParallel(nn.Linear(3, 4 if rank == 2 else 5))

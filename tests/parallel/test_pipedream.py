@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group
 from pycomm.parallel.pipeline import DeferWeights, WeightStash, WeightStore, make_schedule, run
 
 WIDTH, RATE = 6, 0.05
@@ -155,7 +155,7 @@ class Stage:
 
 
 def train(rank, world_size, split):
-    group, results = comm.as_group(name="pp"), []
+    group, results = as_group(name="pp"), []
     for microbatches in (1, 2, 5, 9):
         stage = Stage(rank, world_size, split)
         run(make_schedule("pipedream", world_size, microbatches), rank, group, stage)

@@ -9,7 +9,8 @@ import torch
 import torch.nn as nn
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group, even_sizes
+from pycomm.parallel import count_traffic
 from pycomm.parallel.pipeline import NAMES, DeferWeights, WeightStore, make_schedule, run
 from pycomm.parallel.pipeline.executor import Step, plan_steps
 
@@ -42,7 +43,7 @@ class Chain:
 
     def __init__(self, schedule, dtype):
         self.layers, self.dtype = make_layers(dtype), dtype
-        sizes = comm.even_sizes(len(self.layers), schedule.num_stages)
+        sizes = even_sizes(len(self.layers), schedule.num_stages)
         self.cuts = [sum(sizes[:stage]) for stage in range(schedule.num_stages + 1)]
         self.last = schedule.num_stages - 1
         self.store = WeightStore()
@@ -91,13 +92,13 @@ def boundaries(schedule):
 
 
 def run_all(rank, world_size, names, microbatches, dtype):
-    group = comm.as_group(name="pp")
+    group = as_group(name="pp")
     results = {}
     for m in microbatches:
         for name in names:
             schedule = make_schedule(name, world_size, m)
             chain = Chain(schedule, dtype)
-            with comm.count_traffic() as traffic:
+            with count_traffic() as traffic:
                 run(schedule, rank, group, chain)
             assert not chain.live and not chain.store.pending
             results[name, m] = (
@@ -149,7 +150,7 @@ def test_over_gloo_in_fp32():
 
 def large_messages(rank, world_size, names):
     """Above every threshold of the transport, nothing is buffered: a wrong order hangs here."""
-    group, seen = comm.as_group(name="pp"), []
+    group, seen = as_group(name="pp"), []
 
     class Big:
         def forward(self, stage, microbatch, x):
@@ -241,7 +242,7 @@ def test_receives_are_posted_ahead_and_sends_are_settled_early():
 
 
 def raising(rank, world_size, when):
-    group, schedule = comm.as_group(name="pp"), make_schedule("1f1b", world_size, 4)
+    group, schedule = as_group(name="pp"), make_schedule("1f1b", world_size, 4)
     chain = Chain(schedule, torch.float64)
     good = getattr(chain, when)
 
@@ -271,7 +272,7 @@ def test_an_error_of_a_stage_reaches_every_rank_that_waits(when):
 def with_other_schedules(rank, world_size):
     schedule = make_schedule("gpipe" if rank else "1f1b", world_size, 3)
     with pytest.raises(RuntimeError):
-        run(schedule, rank, comm.as_group(name="pp"), Chain(schedule, torch.float64))
+        run(schedule, rank, as_group(name="pp"), Chain(schedule, torch.float64))
 
 
 def test_different_schedules_are_an_error():
@@ -288,10 +289,10 @@ def returns_nothing(rank, world_size):
         else (RuntimeError, "")
     )
     with pytest.raises(error, match=text):
-        run(schedule, rank, comm.as_group(name="pp"), chain)
+        run(schedule, rank, as_group(name="pp"), chain)
 
 
 def test_bad_calls():
     spawn(2, returns_nothing, timeout=1.5)
     with pytest.raises(ValueError, match="pp=2.*1 ranks"):
-        run(make_schedule("1f1b", 2, 2), 0, comm.as_group(), None)
+        run(make_schedule("1f1b", 2, 2), 0, as_group(), None)

@@ -15,7 +15,8 @@ from torch_ranks import spawn
 
 import pycomm.parallel as par
 from pycomm import fused
-from pycomm.parallel.ground import comm, differentiable
+from pycomm.groups import ALONE, as_group, even_sizes
+from pycomm.parallel.ground import differentiable
 from pycomm.parallel.pipeline import DeferWeights, WeightStore
 from pycomm.parallel.tensor import products, split_heads
 from pycomm.parallel.tensor.cut_sublayer import head_slices
@@ -83,11 +84,11 @@ def outcome(name, group, shape, frozen=()):
 
 
 def products_body(rank, world_size):
-    group = comm.as_group(None, "tp")
+    group = as_group(None, "tp")
     calls, fits = count_fused(), products._fits
     cuts = [
         ([3] * world_size, [4] * world_size),
-        (comm.even_sizes(7, world_size), comm.even_sizes(5, world_size)),
+        (even_sizes(7, world_size), even_sizes(5, world_size)),
     ]
     # Ranks without positions, ranks without features.
     cuts.append(([2] + [0] * (world_size - 1), [0] * (world_size - 1) + [3]))
@@ -128,7 +129,7 @@ def test_products_equal_linear_and_collective(monkeypatch, world_size, backend, 
 
 
 def written_body(rank, world_size):
-    group = comm.as_group(None, "tp")
+    group = as_group(None, "tp")
     count_fused()
     products.gathers_again = lambda x: True
     fits, sizes, shards = products._fits, [3] * world_size, [4] * world_size
@@ -160,8 +161,8 @@ def alone_body(rank, world_size):
     """A group of one: F.linear and nothing else."""
     calls = count_fused()
     for name in products.__all__:
-        (out, *grads), log = outcome(name, comm.as_group(None, "tp"), (2, [5], [4], 6, True))
-        x, weight, bias = operands(name, comm.ALONE, (2, [5], [4], 6, True))
+        (out, *grads), log = outcome(name, as_group(None, "tp"), (2, [5], [4], 6, True))
+        x, weight, bias = operands(name, ALONE, (2, [5], [4], 6, True))
         assert torch.equal(out, F.linear(x, weight, bias).detach()) or torch.allclose(
             out, F.linear(x, weight) + bias, rtol=0, atol=1e-12
         )
@@ -236,7 +237,7 @@ def postponed_body(rank, world_size):
     """Under DeferWeights backward leaves the weights' gradients to flush, with the values of the
     fused form.
     """
-    group = comm.as_group(None, "tp")
+    group = as_group(None, "tp")
     calls, sequence = count_fused(), ([3, 4], [5, 2])
     for name in products.__all__:
         expected, _ = outcome(name, group, (2, *sequence, 6, True))
@@ -263,7 +264,7 @@ def other_inputs_body(rank, world_size):
     """What pycomm.fused does not take runs apart: vectors, autocast; and a width that does not fit is
     F.linear's error.
     """
-    group, calls = comm.as_group(None, "tp"), count_fused()
+    group, calls = as_group(None, "tp"), count_fused()
     x, weight = torch.ones(4), torch.full((3, 4), 0.5)
     assert torch.equal(products.linear_reduce(x, weight, None, group, [4, 4]), torch.full((3,), 4.0))
     with torch.autocast("cpu", torch.bfloat16):
@@ -282,7 +283,7 @@ def test_inputs_that_run_apart():
 
 
 def small_body(rank, world_size):
-    group, least = comm.as_group(None, "tp"), products.LEAST_FLOPS
+    group, least = as_group(None, "tp"), products.LEAST_FLOPS
     calls = count_fused()
     products.LEAST_FLOPS = least
     shards = [64, 128]  # by the longest, or the ranks would not choose alike

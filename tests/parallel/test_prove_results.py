@@ -12,7 +12,7 @@ from test_prove_rows import Centered, batch, mean, parallelized
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.comm import count_traffic
+from pycomm.parallel import count_traffic
 
 TEXTS = {"dp=1": 2, "dp=2": 1, "dp=2,zero=3": 2}  # plan -> microbatches
 # Models that predict refuses for another reason: outputs without rows in front.

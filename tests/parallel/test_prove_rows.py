@@ -14,7 +14,7 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.comm import count_traffic
+from pycomm.parallel import count_traffic
 from pycomm.parallel.run import prove_rows, rows_trial
 
 # text of a plan -> options of a step

@@ -10,7 +10,7 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.comm import count_traffic
+from pycomm.parallel import count_traffic
 
 ROWS, LENGTH, LAYERS = 16, 4, 4  # a trial has 2 rows, a microbatch of a rank 4 or 8
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.data.compression import make_compression
+from pycomm.parallel.data import make_compression
 
 ROWS, LENGTH, STEPS, BAD = 9, 7, 5, (1, 2)  # steps whose gradients are not finite
 

@@ -4,8 +4,7 @@ are refused.
 
 import pytest
 
-from pycomm.parallel.pipeline import NAMES, make_schedule, peak_activations, simulate, validate
-from pycomm.parallel.pipeline.schedules import Action
+from pycomm.parallel.pipeline import NAMES, Action, make_schedule, peak_activations, simulate, validate
 
 
 def all_schedules(pps, microbatches, chunks=(2, 3)):

@@ -6,10 +6,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import ALONE, Group, as_group
+from pycomm.parallel.sequence import SequenceAttention, ring_ulysses_attention, split
 from pycomm.parallel.sequence import mask as masks
-from pycomm.parallel.sequence import ring_ulysses_attention, split
-from pycomm.parallel.sequence.attention import SequenceAttention
 
 BATCH = 2
 SHAPES = [(4, 4, 16, 8, 8), (6, 2, 13, 4, 4), (5, 1, 7, 3, 2)]  # query heads, key heads, T, D, Dv
@@ -88,8 +87,8 @@ def body(rank, world_size, sizes, zigzag):
         for members in lists[name]:
             pg = torch.distributed.new_group(members)
             if rank in members:
-                groups[name] = comm.as_group(pg, name) if len(members) > 1 else None
-    ring, ulysses = (groups[name] or comm.ALONE for name in names)
+                groups[name] = as_group(pg, name) if len(members) > 1 else None
+    ring, ulysses = (groups[name] or ALONE for name in names)
     for shape in SHAPES:
         for kind in KINDS:
             compare(shape, kind, ring, ulysses, zigzag)
@@ -124,7 +123,7 @@ class Looks(TorchDispatchMode):
 
 def looks_of_one_call(rank, size):
     inputs, _, mask = make(SHAPES[0], "bias of heads")
-    mode = SequenceAttention(comm.as_group(None, "ring"), comm.ALONE, True)
+    mode = SequenceAttention(as_group(None, "ring"), ALONE, True)
     mode.length = inputs[0].shape[2]
     pieces = [split.cut(x, 2, split.ring_spans(mode.length, size, rank, True)) for x in inputs]
     with Looks() as looks, mode:
@@ -149,7 +148,7 @@ def test_a_mask_is_looked_at_once():
     ],
 )
 def test_refusals(mask, options, text):
-    mode = SequenceAttention(comm.Group("ring", 2, 0, None), comm.ALONE, False)
+    mode = SequenceAttention(Group("ring", 2, 0, None), ALONE, False)
     mode.length = 6
     q, k, v = (torch.zeros(2, 4, 3, 4, dtype=torch.float64) for _ in range(3))
     with pytest.raises(ValueError, match=r"\[rank 0/2 of ring, .*split sequence.*" + text), mode:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import ALONE, as_group
 from pycomm.parallel.sequence import attention, split
 
 ROUNDINGS = 32  # of a model of two layers, see tolerance.py
@@ -126,8 +126,8 @@ def test_model_under_the_mode(kind, world_size, ring_size):
 
 
 def bare_checkpoint_body(rank, world_size, data):
-    group = comm.as_group(name="ulysses")
-    mode = attention.SequenceAttention(comm.ALONE, group, False)
+    group = as_group(name="ulysses")
+    mode = attention.SequenceAttention(ALONE, group, False)
     mode.length = 9
 
     def function(q, k, v):
@@ -136,7 +136,7 @@ def bare_checkpoint_body(rank, world_size, data):
                 F.scaled_dot_product_attention, q, k, v, use_reentrant=False, context_fn=mode.context_fn
             )
 
-    check(data, split.spans(9, comm.ALONE, group, False), function, "checkpointed")
+    check(data, split.spans(9, ALONE, group, False), function, "checkpointed")
 
 
 def test_checkpoint_of_nothing_but_attention():
@@ -147,8 +147,8 @@ def test_checkpoint_of_nothing_but_attention():
 
 
 def autocast_body(rank, world_size, data):
-    group = comm.as_group(name="ring")
-    mode = attention.SequenceAttention(group, comm.ALONE, True)
+    group = as_group(name="ring")
+    mode = attention.SequenceAttention(group, ALONE, True)
     mode.length = 13
     held = split.ring_spans(13, world_size, rank, True)
     q, k, v, _ = (split.cut(x, 2, held) for x in data.inputs)
@@ -165,7 +165,7 @@ def test_autocast_and_three_dimensions():
 
 
 def test_the_mode_refuses_what_it_cannot_split():
-    mode = attention.SequenceAttention(comm.ALONE, comm.ALONE, False)
+    mode = attention.SequenceAttention(ALONE, ALONE, False)
     x = torch.zeros(1, 4, 6, 2)
     layer = nn.MultiheadAttention(8, 2, batch_first=True)
     y = torch.zeros(1, 6, 8)

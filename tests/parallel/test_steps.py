@@ -37,8 +37,8 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.checkpoint import full_gradients, full_state_dict
-from pycomm.parallel.ground import comm
+from pycomm.groups import even_sizes
+from pycomm.parallel import full_gradients, full_state_dict
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.parts import parts_of
 
@@ -116,7 +116,7 @@ def single(case):
         batch = case.batch(step)
         inputs, targets = (batch["idx"], batch["labels"]) if isinstance(batch, dict) else batch
         total, loss = int(count_targets(targets)), 0.0
-        sizes = comm.even_sizes(len(targets), case.microbatches)
+        sizes = even_sizes(len(targets), case.microbatches)
         for x, y in zip(inputs.split(sizes), targets.split(sizes), strict=True):
             count = int(count_targets(y))
             if count:

@@ -11,7 +11,7 @@ from tensor_models import batch, compare, make, single, tensor_step
 from torch_ranks import spawn
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import as_group
 from pycomm.parallel.tensor import parallelize_tensor
 
 GPT2 = {
@@ -94,7 +94,7 @@ def generation_body(rank, world_size):
     ids, _ = batch(17)
     options = {"max_new_tokens": 5, "do_sample": False, "use_cache": True, "pad_token_id": 0}
     expected = model.generate(ids, **options)
-    parallelize_tensor(model, comm.as_group(None, "tp"), blocks="model.layers")
+    parallelize_tensor(model, as_group(None, "tp"), blocks="model.layers")
     assert torch.equal(model.generate(ids, **options), expected)
 
 

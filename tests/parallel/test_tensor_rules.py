@@ -25,7 +25,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
 
-from pycomm.parallel.ground import comm
+from pycomm.groups import Group, as_group
+from pycomm.parallel import count_traffic
 from pycomm.parallel.tensor import parallelize_tensor
 from pycomm.parallel.tensor.find import find
 
@@ -181,9 +182,9 @@ def found(model, **options):
 
 
 def test_a_layout_is_found_by_trying():
-    done = parallelize_tensor(GptPerHead(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
+    done = parallelize_tensor(GptPerHead(layers=1), Group("tp", 5, 2, None), blocks="h")
     assert done.layouts["h.0.attn.c_attn.weight"].ranges == ((24, 36),)
-    done = parallelize_tensor(Gpt(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
+    done = parallelize_tensor(Gpt(layers=1), Group("tp", 5, 2, None), blocks="h")
     assert done.layouts["h.0.attn.c_attn.weight"].ranges == ((8, 12), (28, 32), (48, 52))
 
 
@@ -195,7 +196,7 @@ def test_found_is_printable():
         "h.0.mlp": ("mlp", "c_fc by rows, c_proj by columns"),
         "lm_head": ("vocab", "19 rows, tied to wte"),
     }
-    done = parallelize_tensor(Gpt(layers=1), comm.Group("tp", 5, 2, None), blocks="h")
+    done = parallelize_tensor(Gpt(layers=1), Group("tp", 5, 2, None), blocks="h")
     assert (
         "h.0.attn" in str(done)
         and done.head.fqn == "lm_head"
@@ -243,7 +244,7 @@ REPLICATED = [  # model, why
 
 @pytest.mark.parametrize("model, why", REPLICATED, ids=lambda value: type(value).__name__)
 def test_what_does_not_fit_is_replicated_or_refused(model, why):
-    group, before = comm.Group("tp", 2, 0, None), dict(model.named_parameters())
+    group, before = Group("tp", 2, 0, None), dict(model.named_parameters())
     rule = "attention" if isinstance(model, FusedAttention) else "mlp"
     with pytest.raises(ValueError, match=f"rule '{rule}' for '': .*{why}"):
         parallelize_tensor(model, group, rules={"": rule})
@@ -256,9 +257,7 @@ def test_what_does_not_fit_is_replicated_or_refused(model, why):
 def test_elementwise_functions_between_are_cut():
     for what in (nn.GELU(), nn.Dropout(0.5), nn.SiLU(), torch.tanh, lambda x: x * torch.sigmoid(1.7 * x)):
         model = Between(what)
-        assert parallelize_tensor(model, comm.Group("tp", 2, 1, None)).layouts["c_fc.weight"].ranges == (
-            (12, 24),
-        )
+        assert parallelize_tensor(model, Group("tp", 2, 1, None)).layouts["c_fc.weight"].ranges == ((12, 24),)
 
 
 @pytest.mark.parametrize(
@@ -282,7 +281,7 @@ def test_elementwise_functions_between_are_cut():
 def test_refused_at_plan_time(build, options, text):
     model = build()
     with pytest.raises(ValueError, match=text):
-        parallelize_tensor(model, comm.Group("tp", 3, 1, None), **{"blocks": "h", **options})
+        parallelize_tensor(model, Group("tp", 3, 1, None), **{"blocks": "h", **options})
 
 
 class Shifted(nn.Embedding):
@@ -296,14 +295,14 @@ class Shifted(nn.Embedding):
 def test_an_embedding_of_ones_own_is_tried(kind, is_cut):
     model = Gpt(tied=False)
     model.wte = kind(19, 20)
-    done = parallelize_tensor(model, comm.Group("tp", 3, 1, None), blocks="h")
+    done = parallelize_tensor(model, Group("tp", 3, 1, None), blocks="h")
     assert (done.layouts["wte.weight"].dim == 0) == is_cut
     if is_cut:
         assert model.wte.weight.shape == (6, 20) and type(model.wte) is kind
 
 
 def test_an_embedding_is_cut_only_with_its_head():
-    done = parallelize_tensor(Gpt(), comm.Group("tp", 3, 1, None), blocks="h", rules={"lm_head": "replicate"})
+    done = parallelize_tensor(Gpt(), Group("tp", 3, 1, None), blocks="h", rules={"lm_head": "replicate"})
     assert done.layouts["wte.weight"].dim is None and done.head is None
 
 
@@ -317,7 +316,7 @@ class Unprobed(FusedAttention):
 
 def test_first_forward_names_the_module_and_the_way_out():
     model = nn.ModuleDict({"attn": Unprobed(8, 4)})
-    parallelize_tensor(model, comm.Group("tp", 2, 1, None))
+    parallelize_tensor(model, Group("tp", 2, 1, None))
     with pytest.raises(
         ValueError,
         match=r"\[rank 1/2\] attn does not run on its part.*rules=\{'attn': 'replicate'\}, or 'column'",
@@ -339,7 +338,7 @@ def test_a_group_of_one_changes_nothing():
 def test_frozen_parameters_stay_frozen_and_tied_ones_stay_one():
     model = Gpt()
     model.h[0].mlp.requires_grad_(False)
-    done = parallelize_tensor(model, comm.Group("tp", 3, 0, None), blocks="h")
+    done = parallelize_tensor(model, Group("tp", 3, 0, None), blocks="h")
     assert not model.h[0].mlp.c_fc.weight.requires_grad and model.h[1].mlp.c_fc.weight.requires_grad
     assert model.wte.weight is model.lm_head.weight
     assert done.layouts["wte.weight"] == done.layouts["lm_head.weight"] and done.layouts[
@@ -354,7 +353,7 @@ def wrong_order_body(rank, world_size):
     model.forward = lambda x: model.norm(model.blocks[0](x))
     sequence = Sizes()
     sequence.sizes = [2, 1]
-    parallelize_tensor(model, comm.as_group(None, "tp"), blocks="blocks", sequence=sequence)
+    parallelize_tensor(model, as_group(None, "tp"), blocks="blocks", sequence=sequence)
     with pytest.raises(ValueError, match="norm is registered before the blocks but runs after"):
         model(torch.randn(1, sequence.sizes[rank], 4))
 
@@ -451,7 +450,7 @@ def sequential_case(group):
     whole.zero_grad()
     done = parallelize_tensor(whole, group)
     assert {line.rule for line in done.found} == {"mlp"} and len(done.found) == 2
-    with comm.count_traffic() as traffic:
+    with count_traffic() as traffic:
         out = whole(x)
     assert [call.op for call in traffic.log] == ["all_reduce"] * 2
     torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
@@ -478,7 +477,7 @@ def checkpoint_case(group):
 
 
 def parts_body(rank, world_size):
-    group = comm.as_group(None, "tp")
+    group = as_group(None, "tp")
     multihead_cases(group)
     inference_case(group)
     sequential_case(group)

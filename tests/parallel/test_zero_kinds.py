@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import pycomm.parallel as par
+from pycomm.groups import ALONE
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
-from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import whole
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -25,7 +25,7 @@ def make(zero, tied=False, masters=IN_PLACE, dtype=torch.float64):
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64).to(dtype)) for shape in SHAPES]
     infos = [
-        ParamInfo(f"p{i}", param, whole(param), comm.ALONE, option=0, number=i, tied=tied)
+        ParamInfo(f"p{i}", param, whole(param), ALONE, option=0, number=i, tied=tied)
         for i, param in enumerate(params)
     ]
     kind = kind_of(par.Plan(zero=zero))

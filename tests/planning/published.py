@@ -4,10 +4,9 @@ papers print.
 
 from typing import NamedTuple
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel import Plan
+from pycomm.parallel.planning import load_machine, named
 from pycomm.parallel.planning.job import MEGATRON_2021, MEGATRON_2022, Job
-from pycomm.parallel.planning.machine import load_machine
-from pycomm.parallel.planning.named import named
 
 # Rajbhandari et al. 2020 (ZeRO), table 1: GB per device, parameters in 1e9 -> {ranks: stages 1, 2, 3}
 ZERO = {

@@ -8,12 +8,12 @@ import sys
 
 import pytest
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel import Plan, auto, explain
+from pycomm.parallel.planning import NoPlan, load_machine, named
 from pycomm.parallel.planning.__main__ import main
-from pycomm.parallel.planning.machine import FOLDER, from_toml, load_machine, tomllib
-from pycomm.parallel.planning.named import from_config, named
-from pycomm.parallel.planning.planner import auto, explain
-from pycomm.parallel.planning.search import NoPlan, Request, search
+from pycomm.parallel.planning.machine import FOLDER, from_toml, tomllib
+from pycomm.parallel.planning.named import from_config
+from pycomm.parallel.planning.search import Request, search
 
 GIB = 2**30
 SMALL = ["--model", "gpt3-1.3b", "--gpus", "8", "--batch", "16"]

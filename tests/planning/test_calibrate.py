@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel import Plan
 from pycomm.parallel.planning import calibrate, load_machine, named
 from pycomm.parallel.planning.job import PYCOMM, Job
 from pycomm.parallel.planning.time import step_time

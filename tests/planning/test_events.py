@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from pycomm.parallel.pipeline.schedules import make_schedule, peak_activations
+from pycomm.parallel.pipeline import make_schedule, peak_activations
 from pycomm.parallel.planning import events
 from pycomm.parallel.planning.events import StageTime, in_flight, run_pipeline
 

@@ -3,7 +3,8 @@
 import pytest
 from published import SC21
 
-from pycomm.parallel.planning.named import NAMES, from_config, named
+from pycomm.parallel.planning import named
+from pycomm.parallel.planning.named import NAMES, from_config
 
 
 @pytest.mark.parametrize("row", SC21, ids=lambda row: row.model)

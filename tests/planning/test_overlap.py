@@ -2,7 +2,7 @@
 
 import pytest
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel import Plan
 from pycomm.parallel.planning import collectives, load_machine, named
 from pycomm.parallel.planning.job import PYCOMM, Job
 from pycomm.parallel.planning.time import spans_of, step_time

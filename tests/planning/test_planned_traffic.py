@@ -18,7 +18,7 @@ import equality  # noqa: E402
 from torch_ranks import spawn  # noqa: E402
 
 import pycomm.parallel as par  # noqa: E402
-from pycomm.parallel.planning.dry_run import dry_run  # noqa: E402
+from pycomm.parallel.planning import dry_run  # noqa: E402
 
 CASES = equality.ALONE + equality.HYBRIDS
 QUICK = [

@@ -5,16 +5,14 @@ docs/planning.md.
 import pytest
 from published import FIGURE_13, KORTHIKANTI, LAYER_22B, SC21, SELECTIVE_22B, ZERO, ZERO_BUBBLE
 
-from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.pipeline.schedules import make_schedule
-from pycomm.parallel.planning import collectives
+from pycomm.parallel import Plan
+from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.planning import collectives, load_machine, named
 from pycomm.parallel.planning.compute import Cut, block_time
 from pycomm.parallel.planning.events import StageTime, in_flight, run_pipeline
 from pycomm.parallel.planning.job import MEGATRON_2021, Job
-from pycomm.parallel.planning.machine import load_machine
 from pycomm.parallel.planning.memory import activations, states
 from pycomm.parallel.planning.model import gpt
-from pycomm.parallel.planning.named import named
 from pycomm.parallel.planning.time import step_time
 
 GIB = 2**30

@@ -6,15 +6,14 @@ import pytest
 from published import SC21
 from tiers import tier
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel import Plan, predict
+from pycomm.parallel.planning import NoPlan, load_machine, named, space
 from pycomm.parallel.planning import search as searching
-from pycomm.parallel.planning import space
 from pycomm.parallel.planning.__main__ import main
 from pycomm.parallel.planning.job import MEGATRON_2021
-from pycomm.parallel.planning.machine import FOLDER, from_toml, known, load_machine, tomllib
-from pycomm.parallel.planning.named import named
+from pycomm.parallel.planning.machine import FOLDER, from_toml, known, tomllib
 from pycomm.parallel.planning.report import explain_job, famous
-from pycomm.parallel.planning.search import NoPlan, Request, predict, search
+from pycomm.parallel.planning.search import Request, search
 
 GIB = 2**30
 
