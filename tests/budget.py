@@ -5,7 +5,8 @@
     python tests/budget.py --quick quick.tsv --slow slow.tsv --write    also writes it into tests/README.md
 
 Exits with 1 where a subject or a tier exceeds its budget. A budget that reads `?` becomes the subject's share
-of the tier's, in proportion to what was measured; one that stands there stays until a person changes it.
+of the tier's, in proportion to what was measured, if that is above 0; a
+figure stays until a person changes it.
 """
 
 import argparse
@@ -34,7 +35,7 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         files = " ".join(f"`{pattern}`" for pattern in self.patterns)
         numbers = ["?" if number is None else f"{number:.0f}" for pair in self.figures for number in pair]
-        return f"| {' | '.join([self.subject, files, *numbers])} |"
+        return f"| {' | '.join([self.subject, files, *numbers])} |".replace("|  |", "| |")
 
 
 def read_table(text: str) -> list[Row]:
@@ -82,8 +83,8 @@ def filled(rows: list[Row], seconds: list[dict[str, float] | None]) -> list[Row]
         figures = []
         for (old, budget), found, (_, total) in zip(row.figures, seconds, rows[-1].figures, strict=True):
             used = found[row.subject] if found else old
-            if budget is None and found and total:
-                budget = used / max(found[rows[-1].subject], 0.01) * total // ROUND * ROUND
+            if budget is None and found and used and total:
+                budget = used / found[rows[-1].subject] * total // ROUND * ROUND
             figures.append((used, budget))
         result.append(row._replace(figures=tuple(figures)))
     return result

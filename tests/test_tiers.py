@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tiers
+import workers
 from source_tree import ROOT, python_files, show
 
 # A test of ten cases, of which case 3 is marked slow: (in the line above it, how many are quick, slow, deep).
@@ -87,8 +88,8 @@ def test_mark_of_a_file(collected: dict[str, set[str]]):
     }
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 7, 49, 1000])
-@pytest.mark.parametrize("part", [1, 2, 3, 7, 30, 49])
+@pytest.mark.parametrize("count", [1, 2, 3, 10, 49, 1000])
+@pytest.mark.parametrize("part", [1, 2, 3, 5, 7, 30, 49])
 def test_one_in_so_many(part: int, count: int):
     """The share is rounded up to whole cases, not what floating point makes of it."""
     drawn, _ = tiers.draw(range(count), tiers.exact(1 / part), "test")
@@ -111,6 +112,11 @@ def marks_of(path: Path) -> Iterator[str]:
             yield from map(ast.unparse, node.decorator_list)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             yield from map(ast.unparse, getattr(node.value, "elts", [node.value]))
+
+
+@pytest.mark.parametrize("name", workers.LONG)
+def test_files_that_begin_first_exist(name: str):
+    assert [path for path in tiers.HERE.rglob("test_*.py") if show(path).endswith(f"/{name}")]
 
 
 def test_one_way_to_say_it():
