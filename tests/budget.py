@@ -5,7 +5,7 @@
     python tests/budget.py --quick quick.tsv --slow slow.tsv --write    also writes it into tests/README.md
 
 Exits with 1 where a subject or a tier exceeds its budget. A budget that reads `?` becomes the subject's share
-of the tier's, in proportion to what was measured, if that is above 0; a
+of the tier's, in proportion to what was measured, if that is above 0. A
 figure stays until a person changes it.
 """
 

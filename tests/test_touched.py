@@ -19,6 +19,7 @@ TREE = {
     "pycomm/plan/__main__.py": "",
     "examples/common.py": "",
     "examples/01_sum.py": "import common",
+    "tests/README.md": "values.py, cpp/other.cc",
     "tests/conftest.py": "",
     "tests/tiers.py": "",
     "tests/values.py": "",
@@ -32,7 +33,8 @@ TREE = {
     "tests/hosts/test_alone.py": "",
     "tests/test_cpp.py": 'NAMES = ("work_test",)\nFILES = [f"{name}.cc" for name in NAMES]',
     "tests/test_doctor.py": 'command = ["-m", "pycomm.plan"]',
-    "tests/test_docs.py": "",
+    "tests/test_docs.py": 'PAGES = ["README.md", "docs/page.md"]',
+    "tests/test_pages.py": 'PAGES = ["README.md", "docs/page.md"]\nimport test_docs',
     "tests/test_examples.py": 'script = "01_sum.py"',
     "tests/test_faults.py": 'FAULTS = ("ring/pipeline.h", "other", "values", "step.py")\nimport pycomm',
     "tests/test_ranks.py": "import test_sums, pycomm.doctor, tiers",
@@ -59,7 +61,10 @@ USES = [
     ("pycomm/__init__.py", []),
     ("pycomm/doctor.py", ["test_doctor", "test_ranks"]),
     ("pycomm/plan/__main__.py", ["test_doctor"]),
-    ("README.md", ["test_docs"]),
+    ("README.md", ["test_docs", "test_pages"]),
+    ("docs/page.md", ["test_docs", "test_pages"]),
+    ("docs/other.md", ["test_docs"]),
+    ("tests/README.md", ["test_docs"]),
     ("tests/tiers.py", []),
 ]
 
@@ -102,7 +107,9 @@ def test_uses(tree: Path, path: str, names: list[str]):
 
 def test_several_files(tree: Path):
     found = touched(["csrc/wire.cc", "README.md", "tests/cpp/work.h"], tree)
-    assert found.tests == ["tests/test_cpp.py", "tests/test_docs.py"] and found.without == ["csrc/wire.cc"]
+    assert found.tests == [
+        f"tests/test_{name}.py" for name in ("cpp", "docs", "pages")
+    ] and found.without == ["csrc/wire.cc"]
 
 
 def test_changed_files(tree: Path):

@@ -120,7 +120,7 @@ class Source:
         modules, ends = modules_of(path), ends_of(path)
         if self.imported & modules or self.named & {path, *(name for name in modules if "." in name)}:
             return True
-        if ends[-1] in ("__init__.py", "__main__.py"):  # as many are
+        if ends[-1] in ("__init__.py", "__main__.py", "README.md"):  # as many are
             return False
         return bool((self.named if path.startswith(READ) else self.quoted) & set(ends))
 
@@ -163,7 +163,9 @@ def touched(changed: Iterable[str], root: Path) -> Touched:
 
 
 def is_text(file: Path) -> bool:
-    return file.is_file() and file.suffix not in (".pyc", ".png", ".so") and file.stat().st_size < 1_000_000
+    """A page names files that it does not use."""
+    others = (".md", ".pyc", ".png", ".so")
+    return file.is_file() and file.suffix not in others and file.stat().st_size < 1_000_000
 
 
 def is_named_after(test: str, path: str) -> bool:
