@@ -118,7 +118,7 @@ def train_on_a_slow_machine(rank: int, slow: int, seconds: float) -> tuple[list[
     return shown, figures
 
 
-@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("slow", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_all_ranks_stop_at_the_step_in_which_the_time_of_one_is_up(slow):
     """The fifth step ends at 64 s on the clock of the slow rank."""
     results = run_ranks(2, train_on_a_slow_machine, slow, 16.0, backend="pycomm", mode="processes")
@@ -128,18 +128,20 @@ def test_all_ranks_stop_at_the_step_in_which_the_time_of_one_is_up(slow):
     assert results[0][1]["train_loss"] == results[1][1]["train_loss"]
 
 
+@pytest.mark.slow
 def test_a_limit_ends_the_training_and_is_told(trained, tmp_path):
     """The losses up to there are those of a training without a limit."""
     flags = [*TINY_TRAINING, "--limit=1e-6", "--json=figures.json"]
     printed = run_python(EXAMPLES / "02_train_gpt_ddp.py", *flags, cwd=tmp_path)
     figures, (whole, *_) = json.loads((tmp_path / "figures.json").read_text()), trained
-    told = rf"stopped after {figures['total_s']:.0f} s at step 1 of 12: this machine is busy or slow"
+    told = f"stopped after {figures['total_s']:.0f} s at step 1 of 12: this machine is busy or slow"
     assert told in printed.splitlines() and "stopped" not in trained[1]
     assert figures["train_loss"] == whole["train_loss"][:1] and figures["tokens"] == 2 * 4 * 32
     assert list(figures["validation_loss"]) == ["0", "1"] and math.isfinite(figures["validation_loss_last"])
     assert is_png(tmp_path / "demo" / "loss.png")
 
 
+@pytest.mark.slow
 def test_bandwidth_demo(tmp_path, capsys):
     """With so little time the smallest size is measured in one round, and the rest is named."""
     results = bandwidth_demo(str(tmp_path / "out.png"), limit=1e-6)
@@ -181,9 +183,21 @@ def test_demo(tmp_path, monkeypatch, capsys):
     assert [line.split("  #")[0].strip() for line in (command_1, command_2, command_3)] == [*demo.commands()]
 
 
+def test_last_lines_of_the_demo(monkeypatch):
+    """They are as one types them in the folder of the checkout, and fit into 80 columns there."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "executable", str(ROOT / ".venv" / "bin" / "python"))
+    pictures, trying, *commands = load("demo.py").last_lines(Path("demo"))
+    assert pictures == "Pictures: demo/bandwidth.png and demo/loss.png" and "Three commands" in trying
+    assert len(commands) == 3 and max(map(len, commands)) <= 80
+    for line in commands:
+        python, first, *_ = line.split()
+        assert python == ".venv/bin/python" and (first == "-m" or (ROOT / first).is_file())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(3))
-def test_what_the_demo_says_to_try_next_works(number, tmp_path, monkeypatch):
+def test_what_the_demo_says_to_try_next_works(number, monkeypatch):
     """As it is printed, in the folder of the checkout."""
     monkeypatch.chdir(ROOT)
     command = [*load("demo.py").commands()][number]
