@@ -6,6 +6,7 @@ python examples/demo.py [--out demo] [--steps 250 and other flags of 02_train_gp
 
 import argparse
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -40,13 +41,16 @@ NEXT = (  # arguments of Python, and what they show
 
 
 def train(out: Path, limit: float, flags: list[str]) -> dict[str, Any]:
-    """Runs the training example in a process of its own and returns its figures. Raises CalledProcessError
-    when it fails.
+    """Runs the training example in its own processes and returns its figures. Raises CalledProcessError when
+    it fails. limit: seconds, from now.
     """
-    script = Path(__file__).with_name("02_train_gpt_ddp.py")
+    # torchrun at once: the script itself would import torch first, 10 seconds on a busy machine
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}"]
+    script = str(Path(__file__).with_name("02_train_gpt_ddp.py"))
     pictures = [f"--plot={out / 'loss.png'}", f"--json={out / 'loss.json'}"]
-    usual = [f"--ranks={RANKS}", f"--steps={STEPS}", f"--limit={limit:.0f}"]  # flags may say otherwise
-    subprocess.run([sys.executable, str(script), *usual, *pictures, *flags], check=True)
+    usual = [f"--steps={STEPS}", f"--limit={limit:.0f}", f"--began={time.monotonic()}"]
+    threads = {"OMP_NUM_THREADS": "1"} | os.environ  # torchrun's own choice, of which it would tell
+    subprocess.run([*torchrun, script, *usual, *pictures, *flags], check=True, env=threads)
     return json.loads((out / "loss.json").read_text())
 
 
