@@ -18,11 +18,18 @@ results/         for each run that the documents cite: a page, and its figures a
 The four folders know nothing of each other.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.collectives.runner import Results
+
 __all__ = ["bandwidth_demo"]
 
 
-def bandwidth_demo(out_png, ranks=2):
+def bandwidth_demo(out_png: str, ranks: int = 2, limit: float = 40.0) -> Results:
     """See collectives/demo.py; imported when called, so that a rank under MPI does not pay for it."""
     from pycomm.benchmarks.collectives.demo import bandwidth_demo
 
-    return bandwidth_demo(out_png, ranks)
+    return bandwidth_demo(out_png, ranks, limit)

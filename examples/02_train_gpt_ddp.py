@@ -14,7 +14,8 @@ only line that knows of pycomm is `init_process_group(backend)`; `--backend gloo
 same loss.
 
 Every random number comes from --seed: two runs on one machine print the same losses. Bytes are the tokens, so
-a model that knows nothing has a loss of ln 256 = 5.55 nats per byte.
+a model that knows nothing has a loss of ln 256 = 5.55 nats per byte. With --limit 60 the training ends within
+a minute, on all ranks after the same step, even if --steps are not done by then.
 """
 
 import argparse
@@ -25,9 +26,11 @@ import statistics
 import sys
 import sysconfig
 import time
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,6 +39,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 VOCAB = 256  # a token is a byte
+REPEATS = 3  # of a pass with and one without communication, after each validation
 
 
 class Text(NamedTuple):
@@ -43,7 +47,7 @@ class Text(NamedTuple):
     validation: torch.Tensor  # uint8, the bytes of every tenth file: whole files that training never sees
 
 
-def load_text(max_bytes):
+def load_text(max_bytes: int) -> Text:
     """Reads the standard library's .py files, sorted by path; at most max_bytes for training, a tenth of it
     to validate.
     """
@@ -60,7 +64,7 @@ def load_text(max_bytes):
     return Text(*(torch.frombuffer(part, dtype=torch.uint8) for part in (train, validation)))
 
 
-def windows(text, starts, block):
+def windows(text: torch.Tensor, starts: list[int], block: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Cuts (inputs, targets), both int64 [len(starts), block]; a target is the byte that follows
     its input.
     """
@@ -68,7 +72,7 @@ def windows(text, starts, block):
     return rows[:, :-1], rows[:, 1:]
 
 
-def rotate(x):
+def rotate(x: torch.Tensor) -> torch.Tensor:
     """Rotary positions: turns pairs of features of x [batch, heads, block, width] by angles that grow with
     the position.
     """
@@ -81,7 +85,7 @@ def rotate(x):
 class Block(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width, heads):
+    def __init__(self, width: int, heads: int):
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -90,7 +94,7 @@ class Block(nn.Module):
         self.up = nn.Linear(width, 4 * width, bias=False)
         self.down = nn.Linear(4 * width, width, bias=False)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, block, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(batch, block, 3, self.heads, -1).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(
@@ -101,7 +105,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers, width, heads):
+    def __init__(self, layers: int, width: int, heads: int):
         super().__init__()
         self.token = nn.Embedding(VOCAB, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -113,13 +117,13 @@ class GPT(nn.Module):
             elif p.dim() == 2:
                 nn.init.normal_(p, std=0.02)
 
-    def forward(self, inputs, targets):
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """Returns the mean loss, in nats per byte."""
         logits = self.head(self.norm(self.blocks(self.token(inputs))))
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def learning_rate(step, args):
+def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth
     of --lr.
     """
@@ -129,7 +133,7 @@ def learning_rate(step, args):
 
 
 @torch.no_grad()
-def validation_loss(model, text, args):
+def validation_loss(model: nn.Module, text: Text, args: argparse.Namespace) -> float:
     """The mean loss over fixed windows of the validation text. Each rank takes its share; one all_reduce adds
     them up.
     """
@@ -142,14 +146,18 @@ def validation_loss(model, text, args):
     return total.item() / len(starts)
 
 
-def time_communication(model, batch, times_ms, repeats=3):
+def time_communication(
+    model: DistributedDataParallel,
+    batch: tuple[torch.Tensor, torch.Tensor],
+    times_ms: dict[str, list[float]],
+) -> None:
     """Times forward and backward passes with and without DDP's synchronisation, in turn, so that both see the
     same machine.
 
     The difference is the communication that DDP cannot hide behind the backward pass; what is hidden costs
     nothing.
     """
-    for _ in range(repeats):
+    for _ in range(REPEATS):
         for kind, context in (("synchronised", nullcontext), ("local", model.no_sync)):
             dist.barrier()
             start = time.perf_counter()
@@ -159,7 +167,7 @@ def time_communication(model, batch, times_ms, repeats=3):
             model.zero_grad()
 
 
-def random_batches(text, args):
+def random_batches(text: Text, args: argparse.Namespace) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Endless batches; the generator's seed differs from rank to rank, which is all that splits the data."""
     generator = torch.Generator().manual_seed(1000 * args.seed + dist.get_rank())
     while True:
@@ -167,8 +175,48 @@ def random_batches(text, args):
         yield windows(text.train, starts, args.block)
 
 
-def train(args, show):
+def over_ranks(loss: torch.Tensor, time_is_up: bool) -> tuple[float, bool]:
+    """The mean loss, and whether the time of any rank is up. Clocks differ from rank to rank, but all must
+    take the same decision: a rank that went on alone would wait forever for the gradients of the others.
+    """
+    both = torch.stack((loss.detach(), torch.tensor(float(time_is_up))))
+    dist.all_reduce(both)
+    return both[0].item() / dist.get_world_size(), both[1].item() > 0
+
+
+@dataclass
+class Record:
+    """What a training writes down as it goes."""
+
+    began: float  # on time.monotonic(), which is the same in all processes of a machine
+    losses: list[float] = field(default_factory=list)  # of the steps done, means over the ranks
+    validation: dict[int, float] = field(default_factory=dict)  # steps done: loss
+    validation_s: float = 0.0  # of the last validation
+    step_s: list[float] = field(default_factory=list)
+    pass_ms: dict[str, list[float]] = field(default_factory=lambda: {"synchronised": [], "local": []})
+
+    def validate(self, model: nn.Module, text: Text, args: argparse.Namespace) -> None:
+        start = time.perf_counter()
+        self.validation[len(self.losses)] = validation_loss(model, text, args)
+        self.validation_s = time.perf_counter() - start
+
+    def time_is_up(self, limit: float) -> bool:
+        """Whether this rank's clock leaves too little time for one more step and the evaluation at the end: a
+        validation and some passes, each shorter than a step.
+        """
+        needed_s = self.validation_s + (1 + 2 * REPEATS) * statistics.median(self.step_s[-20:])
+        return time.monotonic() - self.began + needed_s > limit
+
+    def last_steps(self, tokens_per_step: int) -> str:
+        """A line of progress."""
+        speed = tokens_per_step / statistics.median(self.step_s[-20:])
+        loss, validation = statistics.fmean(self.losses[-20:]), [*self.validation.values()][-1]
+        return f"train {loss:.3f}  validation {validation:.3f}  {speed:,.0f} tokens/s"
+
+
+def train(args: argparse.Namespace, show: Callable[[int, str], None]) -> dict[str, Any]:
     """Trains and returns the figures. show(step, text) reports progress."""
+    record = Record(args.began)
     text = load_text(args.text_bytes)
     batches = random_batches(text, args)
     torch.manual_seed(args.seed)
@@ -179,55 +227,72 @@ def train(args, show):
     )
     tokens_per_step = dist.get_world_size() * args.batch * args.block
 
-    losses, step_s, pass_ms = torch.zeros(args.steps), [], {"synchronised": [], "local": []}
-    validation = {0: validation_loss(gpt, text, args)}
-    for step in range(args.steps):
+    record.validate(gpt, text, args)
+    for done in range(1, args.steps + 1):
         batch = next(batches)
         start = time.perf_counter()
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
+            group["lr"] = learning_rate(done - 1, args)
         loss = model(*batch)
         loss.backward()  # DDP averages the gradients of all ranks in here
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        losses[step] = loss.item()
-        step_s.append(time.perf_counter() - start)
-        done = step + 1
-        if done % args.val_every == 0 or done == args.steps:
-            validation[done] = validation_loss(gpt, text, args)
-            time_communication(model, batch, pass_ms)
-        recent = slice(max(0, done - 20), done)
-        show(done, f"train {losses[recent].mean():.3f}  validation {[*validation.values()][-1]:.3f}  "
-                   f"{tokens_per_step / statistics.median(step_s[recent]):,.0f} tokens/s")  # fmt: skip
+        record.step_s.append(time.perf_counter() - start)
+        mean_loss, stop = over_ranks(loss, record.time_is_up(args.limit))
+        record.losses.append(mean_loss)
+        if stop or done % args.val_every == 0 or done == args.steps:
+            record.validate(gpt, text, args)
+            time_communication(model, batch, record.pass_ms)
+        show(done, record.last_steps(tokens_per_step))
+        if stop:
+            break
+    parameters = sum(p.numel() for p in gpt.parameters())
+    return figures_of(record, args) | {"parameters": parameters} | speed_of(record, tokens_per_step)
 
-    dist.all_reduce(losses)  # until here every rank knew only the losses of its own batches
-    losses /= dist.get_world_size()
-    synchronised_ms, local_ms = (
-        statistics.median(pass_ms["synchronised"]),
-        statistics.median(pass_ms["local"]),
-    )
-    communication_ms = max(0.0, synchronised_ms - local_ms)  # noise may make it negative where all is hidden
+
+def figures_of(record: Record, args: argparse.Namespace) -> dict[str, Any]:
+    done = len(record.losses)
     return {
         "backend": args.backend,
         "ranks": dist.get_world_size(),
-        "parameters": sum(p.numel() for p in gpt.parameters()),
-        "tokens": args.steps * tokens_per_step,
-        "train_s": sum(step_s),
-        "tokens_per_s": args.steps * tokens_per_step / sum(step_s),
-        "step_ms": 1e3 * statistics.median(step_s),
-        "communication_ms": communication_ms,
-        "communication_share": communication_ms / synchronised_ms,  # of a forward and backward pass
-        "train_loss_first": losses[0].item(),
-        "train_loss_last": losses[-20:].mean().item(),
-        "validation_loss_first": validation[0],
-        "validation_loss_last": validation[args.steps],
-        "train_loss": losses.tolist(),
-        "validation_loss": validation,  # steps done: loss
+        "steps": done,
+        "of_steps": args.steps,
+        "train_loss_first": record.losses[0],
+        "train_loss_last": statistics.fmean(record.losses[-20:]),
+        "validation_loss_first": record.validation[0],
+        "validation_loss_last": record.validation[done],
+        "train_loss": record.losses,
+        "validation_loss": record.validation,
     }
 
 
-def plot(figures, path):
+def speed_of(record: Record, tokens_per_step: int) -> dict[str, float]:
+    synchronised_ms, local_ms = (
+        statistics.median(record.pass_ms[kind]) for kind in ("synchronised", "local")
+    )
+    communication_ms = max(0.0, synchronised_ms - local_ms)  # noise may make it negative where all is hidden
+    tokens, train_s = len(record.losses) * tokens_per_step, sum(record.step_s)
+    return {
+        "total_s": time.monotonic() - record.began,  # with starting the ranks and evaluations
+        "tokens": tokens,
+        "train_s": train_s,
+        "tokens_per_s": tokens / train_s,
+        "step_ms": 1e3 * statistics.median(record.step_s),
+        "communication_ms": communication_ms,
+        "communication_share": communication_ms / synchronised_ms,  # of a forward and backward pass
+    }
+
+
+def early(figures: dict[str, Any]) -> str:
+    """A sentence about a training that --limit ended; empty for one that did all its steps."""
+    if figures["steps"] == figures["of_steps"]:
+        return ""
+    steps = f"step {figures['steps']} of {figures['of_steps']}"
+    return f"stopped after {figures['total_s']:.0f} s at {steps}: this machine is busy or slow"
+
+
+def plot(figures: dict[str, Any], path: str) -> None:
     """Draws the losses of all steps into a PNG file."""
     from matplotlib.figure import Figure
 
@@ -254,7 +319,9 @@ def plot(figures, path):
     )
     ax.annotate(f"validation {values[-1]:.2f}", (steps[-1], values[-1]), xytext=(0, 14),
                 textcoords="offset points", ha="right", color="tab:orange", fontweight="bold")  # fmt: skip
-    ax.set(xlabel="optimizer step", ylabel="loss, nats per byte", ylim=(0, 6), xlim=(0, 1.04 * len(losses)))
+    stopped = f" ({early(figures)})" if early(figures) else ""
+    ax.set(xlabel=f"optimizer step{stopped}", xlim=(0, 1.04 * len(losses)))
+    ax.set(ylabel="loss, nats per byte", ylim=(0, 6))
     ax.set_title(f"Byte-level GPT, {figures['parameters'] / 1e6:.1f} M parameters, "
                  "on the Python standard library\n"
                  f"{figures['ranks']} ranks, data parallel over {figures['backend']}, "
@@ -265,7 +332,9 @@ def plot(figures, path):
     fig.savefig(path, dpi=130)
 
 
-def report(f, args):
+def report(f: dict[str, Any], args: argparse.Namespace) -> None:
+    if stopped := early(f):
+        print(stopped)
     print(
         f"{f['parameters']:,} parameters, {f['ranks']} ranks over {f['backend']}, {f['tokens']:,} tokens in "
         f"{f['train_s']:.1f} s"
@@ -288,7 +357,7 @@ def report(f, args):
         Path(args.json).write_text(json.dumps(f, indent=1) + "\n")
 
 
-def train_with_progress(args):
+def train_with_progress(args: argparse.Namespace) -> None:
     if dist.get_rank() != 0:
         train(args, show=lambda step, text: None)
         return
@@ -302,7 +371,7 @@ def train_with_progress(args):
     report(figures, args)
 
 
-def add_model_flags(parser):
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="ranks to start when not started by torchrun")
     add("--layers", type=int, default=3)
@@ -315,16 +384,28 @@ def add_model_flags(parser):
     add("--json", metavar="PATH", help="write the figures here")
 
 
-def become_torchrun(ranks):
+def add_training_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--backend", default="pycomm", help="pycomm or gloo")
+    add("--steps", type=int, default=500)
+    add("--limit", type=float, default=math.inf, help="seconds for all, even if steps are left then")
+    add("--began", type=float, default=time.monotonic(), help=argparse.SUPPRESS)  # what --limit counts from
+    add("--lr", type=float, default=2e-3)
+    add("--val-every", type=int, default=50, help="steps from one validation to the next")
+    add("--val-windows", type=int, default=128)
+    add("--plot", metavar="PATH", default="demo/loss.png", help="the picture of the losses; '' for none")
+
+
+def become_torchrun(ranks: int, *further_flags: str) -> None:
     """Replaces this process by torchrun, which starts this script again on every rank."""
     os.environ.setdefault(
         "OMP_NUM_THREADS", "1"
     )  # compute threads per rank; also torchrun's own choice for two ranks and more
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    os.execv(sys.executable, torchrun + sys.argv)
+    os.execv(sys.executable, [*torchrun, *sys.argv, *further_flags])
 
 
-def let_go_of_collectives():
+def let_go_of_collectives() -> None:
     """Comes before the end of a DDP model over Gloo, which hung about one run in twenty without it (torch
     2.13).
 
@@ -334,22 +415,15 @@ def let_go_of_collectives():
     dist.barrier()
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_flags(parser)
-    parser.add_argument("--backend", default="pycomm", help="pycomm or gloo")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--val-every", type=int, default=50, help="steps from one validation to the next")
-    parser.add_argument("--val-windows", type=int, default=128)
-    parser.add_argument(
-        "--plot", metavar="PATH", default="demo/loss.png", help="the picture of the losses; '' for none"
-    )
+    add_training_flags(parser)
     args = parser.parse_args()
     if "RANK" not in os.environ:
-        become_torchrun(args.ranks)
+        become_torchrun(args.ranks, f"--began={args.began}")
     dist.init_process_group(args.backend)
     train_with_progress(args)
     let_go_of_collectives()

@@ -3,6 +3,7 @@ DeepSpeed's kernel as a peer. No figure is tested.
 """
 
 import json
+import math
 import subprocess
 import sys
 import types
@@ -116,6 +117,45 @@ def test_what_does_not_fit_is_left_out(free, fits, monkeypatch):
         assert runner.measure_all(options, [types.SimpleNamespace(name="a", version="1")] * 3, None) == (
             runner.Results([], {"a": "1"}, [note])
         )
+
+
+def measure_slowly(seconds: dict[int, float], limit: float, monkeypatch) -> runner.Results:
+    """Four sizes in three rounds on a clock that shows what a round takes, seconds[nbytes]."""
+    now = [100.0]
+
+    def measure_round(part: runner.Part) -> None:
+        now[0] += seconds[part.nbytes]
+
+    def finish(part: runner.Part, copy_gbps: float | None) -> runner.Row:
+        return runner.Row("a", part.case, 2, part.nbytes, None, cases.Timing(1.0, 1.0, 1.0, 1.0, 0, 1.0))
+
+    monkeypatch.setattr(runner, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    for name, does in (("prepare", lambda part: None), ("measure_round", measure_round), ("finish", finish)):
+        monkeypatch.setattr(runner.Part, name, does)
+    options = runner.Options(ops=["all_reduce"], sizes=[*seconds], rounds=3, ranks_per_gpu=1, limit=limit)
+    team = types.SimpleNamespace(name="a", version="1")
+    return runner.measure_all(options, [team], lambda text: None)
+
+
+@pytest.mark.parametrize(
+    "rounds_s, limit, measured, note",
+    [
+        ([1, 1, 1, 1], math.inf, 4, None),
+        ([1, 1, 1, 1], 13, 4, None),
+        # 3 s of 40 / 4, then of 37 / 3 not three rounds but two, and from 21 / 2 and 18 s all again
+        ([1, 8, 1, 1], 40, 4, "limit of 40 s was reached, so these were measured less: "
+                              "all_reduce 16 f32 in 2 of 3 rounds."),
+        ([5, 5, 5, 1], 20, 4, "all_reduce 8 f32, all_reduce 16 f32, all_reduce 32 f32 in 1 of 3 rounds."),
+        ([1, 30, 1, 1], 20, 2, "all_reduce 16 f32 in 1 of 3 rounds; "
+                               "not at all: all_reduce 32 f32, all_reduce 64 f32."),
+        ([9, 1, 1, 1], 1e-6, 1, "all_reduce 8 f32 in 1 of 3 rounds; not at all: all_reduce 16 f32, "),
+    ],
+)  # fmt: skip
+def test_time_limit(rounds_s, limit, measured, note, monkeypatch):
+    """[Note: time limit] in runner.py."""
+    found = measure_slowly(dict(zip([8, 16, 32, 64], rounds_s, strict=True)), limit, monkeypatch)
+    assert [row.nbytes for row in found.rows] == [8, 16, 32, 64][:measured]
+    assert not found.notes if note is None else note in found.notes[0] and len(found.notes) == 1
 
 
 def test_free_memory():

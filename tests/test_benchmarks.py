@@ -452,6 +452,7 @@ def test_plot(tmp_path):
         (["all_reduce", "--ranks-per-gpu", "2"], "need --device cuda"),
         (["all_reduce", "--sizes", "8:x"], "'x'"),
         (["all_reduce", "--ranks", "0"], "--ranks"),
+        (["all_reduce", "--limit", "0"], "--limit must be above 0"),
     ],
 )
 def test_wrong_arguments(arguments, text, capsys):

@@ -1,5 +1,6 @@
 """python -m pycomm.benchmarks OPERATION: the command line. See --help."""
 
+import math
 import sys
 
 from pycomm import env
@@ -51,7 +52,8 @@ what is timed
   a batch divided by its calls, mean over ranks (--over-ranks max: the slowest rank). Shown are median and
   99th percentile of the samples of all rounds. With --groups every group does the call at once, and ranks,
   sizes and bandwidths are those of one group. #wrong counts elements that differ from the exact result, over
-  all ranks, before and after the timing. n/a: the backend has no such form.
+  all ranks, before and after the timing. n/a: the backend has no such form; columns without
+  any figure are not shown.
   With --device cuda the clock is a pair of CUDA events on each rank's stream, and the slowest rank counts;
   with --graph a batch is one replay of a CUDA graph that holds its calls. Where all ranks share one GPU, each
   round also times a copy inside its memory, and the table says which part of the time that the bytes need at
@@ -148,6 +150,8 @@ def make_parser():
     add("--graph", action="store_true", help="time replays of a CUDA graph")
     add("--rounds", type=int, default=5, help=f"turns of each backend at each size {default}")
     add("--seconds", type=float, default=0.05, help=f"of measuring in a turn, for each form {default}")
+    short = "for all together; then the rest gets fewer rounds or is left out, and a note says so"
+    add("--limit", type=float, default=math.inf, metavar="SECONDS", help=f"{short} (default no limit)")
     merged = "how the times of the ranks become one (default mean; with CUDA max)"
     add("--over-ranks", choices=("mean", "max"), help=merged)
     apart = "each rank in a session of its own, as under torchrun; the scheduler may treat them worse"
@@ -164,8 +168,10 @@ def make_options(given):
     names = tuple(dict.fromkeys((given.backends or BACKENDS[given.device]).split(",")))
     for name in names:
         backends.make_adapter(name)
-    if min(given.ranks, given.groups, given.rounds) < 1 or not min(given.seconds, given.timeout) > 0:
-        raise ValueError("--ranks, --groups and --rounds must be 1 or more, --seconds and --timeout above 0.")
+    if min(given.ranks, given.groups, given.rounds) < 1:
+        raise ValueError("--ranks, --groups and --rounds must be 1 or more.")
+    if not min(given.seconds, given.timeout) > 0 or not given.limit > 0:
+        raise ValueError("--seconds, --timeout and --limit must be above 0.")
     if cuda and given.groups > 1:
         raise ValueError("--groups needs --device cpu.")
     if not cuda and (given.graph or given.registered or given.ranks_per_gpu is not None):

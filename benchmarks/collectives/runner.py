@@ -12,14 +12,17 @@ While one team measures, the others sleep (channel.py).
 
 import itertools
 import json
+import math
 import statistics
 import sys
+import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from pycomm import env
 from pycomm.benchmarks.collectives import backends, bounds, cases
 from pycomm.benchmarks.collectives.cases import FORMS, OPS
-from pycomm.benchmarks.collectives.launch import Controller, Ranks
+from pycomm.benchmarks.collectives.launch import Controller, Ranks, Team
 from pycomm.benchmarks.common import device, memory, turns
 from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.ranks import RankError
@@ -50,6 +53,7 @@ class Options(NamedTuple):
     backends: tuple = ("pycomm", "gloo")
     rounds: int = 5
     seconds: float = 0.05  # of measuring, for each backend, size, form and round
+    limit: float = math.inf  # seconds for all cases together: see [Note: time limit]
     timeout: float = 120.0  # seconds for one command to the ranks
     over_ranks: str = "mean"  # how the ranks' times become one: "mean" as nccl-tests by default, or "max"
     sessions: bool = False  # every rank in a session of its own, as torchrun does
@@ -246,23 +250,49 @@ def _run_launched(options, launch, progress):
     return None
 
 
-def measure_all(options, teams, progress):
+def measure_all(options: Options, teams: list[Team], progress: Callable[[str], None]) -> Results:
+    """[Note: time limit] A busy machine may need a hundred times as long for a call. The time that is left is
+    divided equally among the cases that are left. A case that has used up its part ends after the round that
+    it is in; after the limit no case begins, but for the first. Notes say which rounds and cases are missing.
+    So measuring exceeds the limit by one case of one round at most.
+    """
     rows, notes, n = [], [], options.group_ranks
-    for op, dtype in itertools.product(options.ops, options.dtypes):
-        wanted = [
-            cases.make_case(op, nbytes, dtype, options.redop, options.root, n) for nbytes in options.sizes
-        ]
-        for case in dict.fromkeys(wanted):
-            if problem := too_large(case, options, len(teams)):
-                notes.append(problem)
-                continue
-            new = _measure_case(options, teams, case, notes)
+    wanted = [
+        cases.make_case(op, nbytes, dtype, options.redop, options.root, n)
+        for op, dtype in itertools.product(options.ops, options.dtypes)
+        for nbytes in options.sizes
+    ]
+    remaining, end, shorter, omitted = list(dict.fromkeys(wanted)), time.monotonic() + options.limit, {}, []
+    while remaining:
+        left_s = end - time.monotonic()
+        deadline = time.monotonic() + left_s / len(remaining)
+        case = remaining.pop(0)
+        shown = f"{case.op} {cases.format_nbytes(case.nbytes(n))} {case.dtype}"
+        if problem := too_large(case, options, len(teams)):
+            notes.append(problem)
+        elif rows and left_s <= 0:
+            omitted.append(shown)
+        else:
+            new, rounds = _measure_case(options, teams, case, notes, deadline)
             rows += new
             told = [f"{row.backend} {row.best_us:.1f} us" + " WRONG" * (row.wrong > 0) for row in new]
             if new:
-                shown = f"{op} {cases.format_nbytes(case.nbytes(n))} {case.dtype}"
                 progress(f"{shown}: {', '.join(told)}")
+            if new and rounds < options.rounds:
+                shorter.setdefault(rounds, []).append(shown)
+    if shorter or omitted:
+        notes.append(_why_less(options, shorter, omitted))
     return Results(rows, {team.name: team.version for team in teams}, notes)
+
+
+def _why_less(options: Options, shorter: dict[int, list[str]], omitted: list[str]) -> str:
+    """A note on the time limit. shorter: rounds -> the cases with so few."""
+    parts = [
+        f"{', '.join(shown)} in {rounds} of {options.rounds} rounds"
+        for rounds, shown in sorted(shorter.items(), reverse=True)
+    ]
+    parts += [f"not at all: {', '.join(omitted)}"] if omitted else []
+    return f"The limit of {options.limit:g} s was reached, so these were measured less: {'; '.join(parts)}."
 
 
 def too_large(case, options, teams):
@@ -278,8 +308,12 @@ def too_large(case, options, teams):
     return f"{size} is left out: the buffers of {options.ranks} ranks of {teams} backends take {amounts}."
 
 
-def _measure_case(options, teams, case, notes):
-    """The rows of all teams for one case."""
+def _measure_case(
+    options: Options, teams: list[Team], case: cases.Case, notes: list[str], deadline: float
+) -> tuple[list[Row], int]:
+    """(the rows of all teams for one case, the number of rounds). After the deadline, by time.monotonic(), no
+    further round begins.
+    """
     parts = []
     for team in teams:
         part = Part(options, team, case)
@@ -288,12 +322,15 @@ def _measure_case(options, teams, case, notes):
             notes += [note] if note not in notes else []
         else:
             parts.append(part)
-    copies = []
+    copies, rounds = [], 0
     for number, part in enumerate(turns.rotated(parts, options.rounds), 1):
         part.measure_round()
-        if number % len(parts) == 0 and options.one_gpu and case.count:
-            copies += parts[0].measure_copy()
-    return [part.finish(statistics.median(copies) if copies else None) for part in parts]
+        if number % len(parts) == 0:
+            rounds += 1
+            copies += parts[0].measure_copy() if options.one_gpu and case.count else []
+            if time.monotonic() >= deadline:
+                break
+    return [part.finish(statistics.median(copies) if copies else None) for part in parts], rounds
 
 
 class Part:

@@ -3,7 +3,8 @@
     content = {"kind", "machine", "versions", "command", "date", "notes", ..., "rows": [{...}, ...]}
 
 Everything that is shown is made of it: JSON, CSV, a page of Markdown, the tables in a terminal, a picture. So
-a page or a picture can be made again from a JSON file. What is shown is up to the columns of each benchmark.
+a page or a picture can be made again from a JSON file. What is shown is up to the columns of each benchmark;
+a column without any figure is not shown (with_figures).
 """
 
 import csv
@@ -21,6 +22,7 @@ from pycomm.benchmarks.common import device
 
 TABLE_WIDTH = 150  # columns of the terminal; a narrower one wraps lines
 LEFT = ("type", "redop", "backend", "op", "best peer")  # columns that are not aligned to the right
+MISSING = "n/a"  # the cell of a figure that was not measured, in the tables of all benchmarks
 
 
 class Table(NamedTuple):
@@ -135,15 +137,22 @@ def markdown(content, page):
     return [*lines, "", *page.remarks]
 
 
-def markdown_table(columns, lines):
+def markdown_table(columns: list[str], lines: list[list[str]]) -> list[str]:
+    columns, lines = with_figures(columns, lines)
     rows = [[title.replace("\n", " ") for title in columns], ["---"] * len(columns), *lines]
     return [f"| {' | '.join(cells)} |" for cells in rows]
+
+
+def with_figures(columns: list[str], lines: list[list[str]]) -> tuple[list[str], list[list[str]]]:
+    """The columns, and their cells of each line, without those columns in which every cell is MISSING."""
+    kept = [i for i in range(len(columns)) if not lines or any(cells[i] != MISSING for cells in lines)]
+    return [columns[i] for i in kept], [[cells[i] for i in kept] for cells in lines]
 
 
 # --- terminal --------------------
 
 
-def show(lines):
+def show(lines: list[str | Table]) -> None:
     """Prints lines of text and Tables."""
     from rich.console import Console
     from rich.markup import escape
@@ -156,8 +165,9 @@ def show(lines):
             console.print(escape(line), soft_wrap=True)
             continue
         shown = Shown(title=line.title, title_justify="left", box=None, pad_edge=False)
-        for name in line.columns:
+        columns, rows = with_figures(line.columns, line.lines)
+        for name in columns:
             shown.add_column(name, justify="left" if name in LEFT else "right")
-        for cells in line.lines:
+        for cells in rows:
             shown.add_row(*cells)
         console.print(shown)
