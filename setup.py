@@ -211,7 +211,72 @@ class BuildExt(BuildExtension):
         info.write_text(f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n')
 
 
+# --- metadata that pyproject.toml cannot state ----------------------------------------------------
+
+
+def required_torch(version: str) -> str:
+    """What a wheel requires that was built for torch `version`: torch>=2.13,<2.14 for "2.13.0+cpu". A preview
+    ("2.14.0a0+git12") is older than 2.14 for pip, so the range begins before it.
+    """
+    major, minor, rest = re.match(r"(\d+)\.(\d+)([^+]*)", version).groups()
+    preview = ".0.dev0" if re.search(r"a|b|rc|dev", rest) else ""
+    return f"torch>={major}.{minor}{preview},<{major}.{int(minor) + 1}"
+
+
+def repository(folder: Path) -> str | None:
+    """The web address of the sources. Whoever publishes pycomm names it in PYCOMM_REPOSITORY; a source
+    distribution keeps it in PKG-INFO.
+    """
+    given, kept = os.environ.get("PYCOMM_REPOSITORY"), folder / "PKG-INFO"
+    if given and not re.fullmatch(r"https?://[^\s,@]+", given):
+        raise SystemExit(f"PYCOMM_REPOSITORY={given}: a web address, such as https://example.org/pycomm.")
+    if not given and kept.exists():
+        found = re.search(r"^Project-URL: Repository, (\S+)$", kept.read_text(encoding="utf-8"), re.M)
+        given = found and found[1]
+    return given.rstrip("/") if given else None
+
+
+def link(address: str | None, name: str) -> str | None:
+    """The web address of a file of the repository."""
+    return address and f"{address}/blob/HEAD/{name}"
+
+
+def readable_elsewhere(text: str, address: str | None) -> str:
+    """A page of the repository as others show it: its relative links are absolute, or, where the repository
+    has no address, the names of the files.
+    """
+
+    def changed(found: re.Match) -> str:
+        name = found["name"]
+        if not name or re.match(r"[a-z]+:|#", name):
+            return found[0]  # code, or a link that needs no change
+        if address:
+            return f"[{found['text']}]({link(address, name)})"
+        return found["text"] if found["text"] == name else f"{found['text']} ({name})"
+
+    return re.sub(r"```.*?```|`[^`]*`|\[(?P<text>[^]]*)\]\((?P<name>[^)\s]+)\)", changed, text, flags=re.S)
+
+
+def metadata() -> dict:
+    """Arguments of setup(). A source distribution leaves open which torch it is built for: pip would replace
+    the one that is installed. A wheel works with the minor version that it was built for.
+    """
+    address = repository(ROOT)
+    pages = {"Repository": "", "Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
+    return {
+        "install_requires": [
+            "torch" if "sdist" in sys.argv else required_torch(torch.__version__),
+            "tomli; python_version < '3.11'",
+        ],
+        "long_description": readable_elsewhere((ROOT / "README.md").read_text(encoding="utf-8"), address),
+        "long_description_content_type": "text/markdown",
+        "project_urls": {
+            label: link(address, page) if page else address for label, page in pages.items() if address
+        },
+    }
+
+
 os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
 os.chdir(ROOT)
 NVCC, CUDART = find_nvcc()
-setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt})
+setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt}, **metadata())

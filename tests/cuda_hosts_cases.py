@@ -104,6 +104,10 @@ def dtypes(r, n):
         dist.all_reduce(x)
         count = sum(y.to(torch.float64 if not dtype.is_complex else dtype) for y in mine)
         equal(x.cpu(), count.to(dtype))
+        if dtype.is_floating_point:
+            x = mine[r].to("cuda")
+            dist.all_reduce(x, op=dist._make_nccl_premul_sum(0.5))
+            equal(x.cpu(), count.to(dtype) * 0.5)
     for dtype in (*DTYPES, torch.int16, torch.uint16, torch.float8_e4m3fn):
         x = torch.full((5,), 1).to(dtype) if r == 0 else torch.zeros(5, dtype=dtype)
         x = x.to("cuda")

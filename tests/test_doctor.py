@@ -5,9 +5,11 @@ import json
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
+import pycomm
 from pycomm import env
 from pycomm.doctor import __main__ as command
 from pycomm.doctor import checks, facts, ranks
@@ -18,7 +20,7 @@ GOOD = Facts(
     host="a",
     python="3.11.7",
     versions={"pycomm": "0.1.0", "torch": "2.13.0", "triton": "3.7.1", "cupy": None, "nccl4py": None},
-    extension=Extension(None, "2.13.0", "avx2", True),
+    extension=Extension(None, "2.13.0", "avx2", True, ["80", "90"]),
     cores=[0, 1],
     machine_cores=2,
     load=0.1,
@@ -32,8 +34,10 @@ GOOD = Facts(
     settings_problem=None,
     group=Group(None, 2, "process_vm_readv", 1.1),
 )
-TWO_GPUS = Gpus(None, ["H100", "H100"], [])
+TWO_GPUS = Gpus(None, ["H100", "H100"], [], ["90", "90"])
 NO_KERNELS = Extension(None, "2.13.0", "avx2", False)
+
+ONLY_SM_90 = Extension(None, "2.13.0", "avx2", True, ["90"])
 
 # what differs from GOOD -> name and state of the finding, words in its text, is pycomm unusable
 CASES = [
@@ -43,7 +47,10 @@ CASES = [
     ({"versions": {**GOOD.versions, "torch": "2.15.0+cu130"}}, "versions", "ok", "2.15.0", False),
     ({"extension": Extension("ImportError: not built")}, "extension", "missing", "make build", True),
     ({"extension": NO_KERNELS}, "extension", "ok", "without CUDA kernels", False),
-    ({"extension": NO_KERNELS, "gpus": TWO_GPUS}, "extension", "missing", "PYCOMM_CUDA=1", False),
+    ({"extension": NO_KERNELS}, "extension", "ok", "`PYCOMM_CUDA=1 make build`", False),
+    ({"extension": NO_KERNELS, "gpus": TWO_GPUS}, "extension", "missing", "PYCOMM_CUDA=1 pip install", False),
+    ({"gpus": TWO_GPUS}, "extension", "ok", "with CUDA kernels for sm_80, sm_90", False),
+    ({"extension": ONLY_SM_90, "gpus": TWO_GPUS}, "extension", "ok", "kernels for sm_90", False),
     ({"versions": {**GOOD.versions, "triton": None}}, "optional packages", "ok", "triton not", False),
     (
         {"versions": {**GOOD.versions, "triton": None}, "gpus": TWO_GPUS},
@@ -54,6 +61,7 @@ CASES = [
     ),
     ({"settings": {"PYCOMM_LOG": "debug"}}, "environment", "ok", "PYCOMM_LOG=debug", False),
     ({"settings": {"PYCOMM_LGO": "debug"}}, "environment", "missing", "does not know PYCOMM_LGO", False),
+    ({"settings": {"PYCOMM_CUDA": "1", "PYCOMM_CUDA_ARCH": "90"}}, "environment", "ok", "ARCH=90", False),
     ({"settings_problem": "PYCOMM_CMA='x'"}, "environment", "missing", "PYCOMM_CMA='x'", True),
     ({}, "cores", "ok", "up to 2 ranks", False),
     ({"cores": [0]}, "cores", "ok", "1 of 2 may be used", False),
@@ -168,6 +176,41 @@ def test_facts_of_this_machine():
     found = facts.gather()
     assert found.extension.problem is None and found.cores and found.group is None
     assert ranks.from_json(json.loads(json.dumps(dataclasses.asdict(found)))) == found
+
+
+@pytest.mark.parametrize(
+    ("built", "gpu", "runs"),
+    [
+        ("80 90", "80", True),
+        ("80 90", "86", True),  # a later minor version
+        ("80 90", "75", False),
+        ("80 90", "120", True),  # the driver compiles the PTX of sm_90
+        ("90", "90", True),
+        ("90", "80", False),
+        ("90", "100", False),  # one architecture alone has no PTX
+        ("86", "80", False),
+        ("100", "103", True),
+        ("", "80", True),  # an older build does not say
+    ],
+)
+def test_kernels_that_run_on_no_gpu_are_found(built, gpu, runs):
+    extension = Extension(None, "2.13.0", "avx2", True, built.split())
+    gpus = Gpus(None, ["one", "H100"], [], [gpu, "90"])
+    found = of(checks.judge([dataclasses.replace(GOOD, extension=extension, gpus=gpus)]), "extension")
+    assert (found.state is checks.State.missing) == (not runs or not checks._runs_on("90", built.split()))
+    assert runs or (f"sm_{gpu}" in found.mend and "PYCOMM_CUDA=1 make build" in found.mend)
+
+
+@pytest.mark.parametrize("info", [{}, {"CUDA_ARCHITECTURES": ("80", "90")}, {"CUDA_ARCHITECTURES": ()}])
+def test_what_was_built(monkeypatch, info):
+    """_build_info.py says for which architectures; that of an older build does not."""
+    module = types.ModuleType("pycomm._build_info")
+    module.TORCH_VERSION = "2.13.0"
+    vars(module).update(info)
+    monkeypatch.setitem(sys.modules, "pycomm._build_info", module)
+    monkeypatch.setattr(pycomm, "_build_info", module, raising=False)
+    found = facts._extension()
+    assert found.problem is None and found.architectures == list(info.get("CUDA_ARCHITECTURES", ()))
 
 
 @pytest.mark.parametrize(

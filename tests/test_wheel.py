@@ -2,6 +2,7 @@
 distribution can be built again.
 """
 
+import email
 import os
 import re
 import subprocess
@@ -12,9 +13,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 from tiers import tier
 
 ROOT = Path(__file__).parent.parent
+REPOSITORY = "https://example.org/pycomm"  # as whoever publishes pycomm names it
 pytestmark = [tier(slow=1), pytest.mark.timeout(1800)]
 
 # Packages that are links in the source tree: their files must be inside, each under its name.
@@ -58,12 +61,44 @@ dist.destroy_process_group()
 print(os.path.dirname(pycomm.__file__), os.path.dirname(par.__file__))
 """
 
+# What a user of torch.distributed writes; under torchrun.
+SCRIPT = """
+import torch
+import torch.distributed as dist
+dist.init_process_group("pycomm")
+x = torch.full((1000,), float(dist.get_rank() + 1))
+dist.all_reduce(x)
+assert dist.get_backend() == "pycomm" and x.eq(3).all()
+dist.destroy_process_group()
+"""
+
 
 def run(*command, cwd=ROOT, **variables):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
     done = subprocess.run([*map(str, command)], cwd=cwd, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
     return done.stdout
+
+
+def required(metadata: email.message.Message) -> list[str]:
+    """What is installed with pycomm when no extra is asked for."""
+    return [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+
+
+def check_pages(metadata: email.message.Message) -> None:
+    """Authors, addresses and classifiers are there, and links lead somewhere from any place."""
+    assert metadata["Author"] == "The pycomm authors"
+    urls = dict(line.split(", ") for line in metadata.get_all("Project-URL"))
+    assert urls["Repository"] == REPOSITORY and urls.keys() > {"Documentation", "Changelog"}
+    assert "Operating System :: POSIX :: Linux" in metadata.get_all("Classifier")
+    assert len(metadata["Keywords"].split(",")) > 5
+    text = metadata.get_payload()
+    links = re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", text, flags=re.S))
+    for address in [*links, *urls.values()]:
+        assert re.match("https?://|#", address), f"a relative link: {address}"
+        name = address.removeprefix(f"{REPOSITORY}/blob/HEAD/")
+        assert name == address or (ROOT / name).is_file(), f"no such file: {address}"
+    assert any(address.startswith(REPOSITORY) for address in links)
 
 
 def packaged_files(wheel):
@@ -78,7 +113,7 @@ def packaged_files(wheel):
 def dist_folder(tmp_path_factory):
     """What `make wheel` makes: one wheel, one source distribution."""
     folder = tmp_path_factory.mktemp("dist")
-    run("make", "wheel", f"DIST={folder}")
+    run("make", "wheel", f"DIST={folder}", PYCOMM_REPOSITORY=REPOSITORY)
     return folder
 
 
@@ -102,6 +137,27 @@ def test_wheel_holds_the_packages_alone(wheel):
     assert sum(name.endswith(".so") for name in files) == 1 and "pycomm/_build_info.py" in files
 
 
+def test_wheel_says_which_torch_it_fits(wheel):
+    """The minor version that the extension was built for."""
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(name))
+        info = archive.read("pycomm/_build_info.py").decode()
+    major, minor = map(int, re.search(r'TORCH_VERSION = "(\d+)\.(\d+)', info).groups())
+    torch, *others = required(metadata)
+    assert Requirement(torch) == Requirement(f"torch>={major}.{minor},<{major}.{minor + 1}")
+    assert others == ['tomli; python_version < "3.11"']
+    check_pages(metadata)
+
+
+def test_sdist_leaves_open_which_torch(sdist):
+    with tarfile.open(sdist) as archive:
+        (name,) = [name for name in archive.getnames() if re.fullmatch("[^/]+/PKG-INFO", name)]
+        metadata = email.message_from_bytes(archive.extractfile(name).read())
+    assert required(metadata) == ["torch", 'tomli; python_version < "3.11"']
+    check_pages(metadata)
+
+
 def test_sdist_holds_real_files(sdist):
     with tarfile.open(sdist) as archive:
         members = {member.name.split("/", 1)[-1]: member for member in archive.getmembers()}
@@ -119,6 +175,11 @@ def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-test.txt", wheel, cwd=tmp_path)
     packages = run(python, "-c", SMOKE, cwd=tmp_path).split()[-2:]
     assert all(Path(folder).is_relative_to(tmp_path / "env") for folder in packages)
+    run(python, "-m", "pip", "check", cwd=tmp_path)  # the torch that is there is the one that it asks for
+    (tmp_path / "script.py").write_text(SCRIPT)
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    run(python, *launcher, "script.py", cwd=tmp_path)
+    assert run(python, "-m", "pycomm.doctor", cwd=tmp_path).endswith("pycomm can be used here.\n")
     license_files = list((tmp_path / "env").rglob("pycomm_runtime-*.dist-info/licenses/LICENSE"))
     assert len(license_files) == 1
 

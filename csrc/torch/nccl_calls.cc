@@ -29,10 +29,18 @@ std::optional<c10d::ReduceOp> simple(ReduceOp op) {
   }
 }
 
+// As torch's own function makes it, which has another name in 2.11 than in later versions. (ReduceOp's
+// constructor with a supplement drops the supplement.)
+c10d::ReduceOp premul_sum(double factor) {
+  c10d::ReduceOp op;
+  op.op_ = c10d::ReduceOp::PREMUL_SUM;
+  op.supplement_ = c10::make_intrusive<c10d::NCCLPreMulSumSupplement>(factor);
+  return op;
+}
+
 std::optional<Form> floating(at::ScalarType type, const Op& op, size_t per_element) {
   if (op.reduce_op == ReduceOp::avg) return Form{type, per_element, c10d::ReduceOp::AVG};
-  if (op.reduce_op == ReduceOp::premul_sum)
-    return Form{type, per_element, c10d::makePreMulSum<double>(op.factor)};
+  if (op.reduce_op == ReduceOp::premul_sum) return Form{type, per_element, premul_sum(op.factor)};
   const bool real = per_element == 1 || op.reduce_op == ReduceOp::sum;
   const std::optional<c10d::ReduceOp> reduce_op = simple(op.reduce_op);
   if (!real || !reduce_op) return std::nullopt;

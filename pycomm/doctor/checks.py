@@ -24,6 +24,12 @@ class Finding:
 
 
 MIN_FILES = 1024  # of which sockets, data loaders and groups of other processes take some
+# Goes on from "CUDA tensors need" and "start".
+BUILD_KERNELS = (
+    "a build with PYCOMM_CUDA=1: `PYCOMM_CUDA=1 make build`, or `PYCOMM_CUDA=1 pip install "
+    "--no-build-isolation --no-deps --force-reinstall` with the folder of the sources"
+)
+BUILD_VARIABLES = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_REPOSITORY")  # read by setup.py alone
 SLOW_US = 30.0  # 8 bytes with a core per rank take 1 to 5 us on the machines of docs/benchmarks.md
 
 
@@ -82,12 +88,35 @@ def _extension(facts):
     if extension.problem:
         mend = "Build it: `make build`, or `pip install --no-build-isolation -e .`"
         return Finding("extension", State.missing, extension.problem, mend, fatal=True)
-    kernels = "with CUDA kernels" if extension.cuda else "without CUDA kernels"
-    found = f"for torch {extension.built_for}, {extension.simd}, {kernels}"
-    if facts.gpus.names and not extension.cuda:
-        mend = "CUDA tensors cannot be used: install nvcc 12.5 or newer and build again with PYCOMM_CUDA=1."
+    found = f"for torch {extension.built_for}, {extension.simd}, {_kernels(extension)}"
+    if not extension.cuda:
+        state = State.missing if facts.gpus.names else State.ok
+        return Finding(
+            "extension", state, found, f"CUDA tensors need nvcc 12.5 or newer and {BUILD_KERNELS}."
+        )
+    lacking = [gpu for gpu in facts.gpus.architectures if not _runs_on(gpu, extension.architectures)]
+    if lacking:
+        names = ", ".join(sorted({f"sm_{gpu}" for gpu in lacking}))
+        mend = f"No kernel runs on the GPUs with {names}: unset PYCOMM_CUDA_ARCH, and start {BUILD_KERNELS}."
         return Finding("extension", State.missing, found, mend)
     return Finding("extension", State.ok, found)
+
+
+def _kernels(extension):
+    if not extension.cuda:
+        return "without CUDA kernels"
+    names = ", ".join(f"sm_{name}" for name in extension.architectures)
+    return f"with CUDA kernels for {names}" if names else "with CUDA kernels"
+
+
+def _runs_on(gpu, architectures):
+    """Whether kernels for these architectures run on a GPU of architecture `gpu`: machine code runs on later
+    minor versions; of several architectures setup.py adds the newest as PTX, which runs on all later ones.
+    """
+    if not architectures:
+        return True  # not known
+    fits = any(int(one) // 10 == int(gpu) // 10 and int(one) <= int(gpu) for one in architectures)
+    return fits or (len(architectures) > 1 and max(map(int, architectures)) < int(gpu))
 
 
 def _optional_packages(facts):
@@ -170,7 +199,7 @@ def _environment(facts):
     if facts.settings_problem:
         mend = "Mend or unset the variable; the table is in pycomm/env.py."
         return Finding("environment", State.missing, facts.settings_problem, mend, fatal=True)
-    if unknown := sorted(set(facts.settings) - set(env.VARIABLES)):
+    if unknown := sorted(set(facts.settings).difference(env.VARIABLES, BUILD_VARIABLES)):
         mend = f"pycomm does not know {', '.join(unknown)}: correct the name; the table is in pycomm/env.py."
         return Finding("environment", State.missing, found, mend)
     return Finding("environment", State.ok, found)

@@ -39,6 +39,7 @@ class Extension:
     built_for: str | None = None  # version of torch
     simd: str | None = None
     cuda: bool = False  # with kernels for CUDA tensors
+    architectures: list = dataclasses.field(default_factory=list)  # of these kernels, as "90"; []: unknown
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Gpus:
     problem: str | None  # why torch cannot use the GPUs that the machine has
     names: list = dataclasses.field(default_factory=list)
     no_peer_access: list = dataclasses.field(default_factory=list)  # pairs of numbers
+    architectures: list = dataclasses.field(default_factory=list)  # of each GPU, as "90"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,10 @@ def _extension():
         return Extension(f"{type(error).__name__}: {error}")
     from pycomm import _build_info  # exists where the extension does
 
-    return Extension(None, _build_info.TORCH_VERSION, str(_C.simd_level()), _C.built_with_cuda())
+    architectures = getattr(_build_info, "CUDA_ARCHITECTURES", ())  # older builds do not say
+    return Extension(
+        None, _build_info.TORCH_VERSION, str(_C.simd_level()), _C.built_with_cuda(), list(architectures)
+    )
 
 
 def _numa_nodes():
@@ -207,6 +212,7 @@ def _gpus():
         None,
         [torch.cuda.get_device_name(number) for number in range(count)],
         [[a, b] for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)],
+        ["{}{}".format(*torch.cuda.get_device_capability(number)) for number in range(count)],
     )
 
 
