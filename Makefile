@@ -2,7 +2,7 @@
 #
 # PYTHON chooses the interpreter of a new .venv (3.10 or later). The stamps in .venv say what is up to date:
 # requirements are installed again when their file changes, the extension is built again when csrc/ or setup.py
-# change (ninja compiles only what is affected).
+# change, or when PYCOMM_CUDA or PYCOMM_CUDA_ARCH ask for another one (ninja compiles only what is affected).
 
 PYTHON ?= python3
 VENV := .venv
@@ -17,7 +17,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-deep test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build clean help
+.PHONY: demo test test-slow test-deep test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build build-kernels clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -26,10 +26,10 @@ demo: build                  ## bandwidth table beside Gloo, then a small GPT tr
 test: build                  ## the quick tests; BASE=REV: all cases of the test files that the change since REV touches
 	$(PYTEST) -m "not slow and not torch_suite" $(if $(BASE),--base "$(BASE)")
 
-test-slow: build             ## the slow tests: more cases of each, more kernels ahead of time, planted faults, stress, random programs
+test-slow: build-kernels     ## the slow tests: more cases of each, more kernels ahead of time, planted faults, stress, random programs
 	$(PYTEST) -m slow --timeout 1800
 
-test-deep: build             ## the slow and the deep tests: every kernel, placement and seed; before a release
+test-deep: build-kernels     ## the slow and the deep tests: every kernel, placement and seed; before a release
 	$(PYTEST) -m slow --deep --timeout 3600
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
@@ -92,22 +92,39 @@ docs: build                  ## the documentation site in build/site; installs r
 	$(RUN)/python -m pip install --quiet -r requirements-docs.txt
 	NO_MKDOCS_2_WARNING=1 $(RUN)/python -m mkdocs build --quiet --strict
 
-build: $(VENV)/.stamp-build  ## .venv and the extension
+build: $(VENV)/.stamp-installed  ## .venv and the extension
+
+# With the kernels for CUDA tensors where nvcc is there: the torch of the tests is built without CUDA, so that
+# `build` leaves them out.
+NVCC := $(firstword $(shell command -v nvcc) $(wildcard /usr/local/cuda/bin/nvcc))
+build-kernels:
+	@$(MAKE) --no-print-directory build $(if $(PYCOMM_CUDA),,$(if $(NVCC),PYCOMM_CUDA=1))
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "pycomm needs Python 3.10 or later: make PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.stamp-deps: requirements-test.txt | $(VENV)/bin/python
+	@echo "Installing the packages of requirements-test.txt in $(VENV): some minutes."
 	$(RUN)/python -m pip install --quiet -r requirements-test.txt
 	@touch $@
 
-$(VENV)/.stamp-build: $(VENV)/.stamp-deps $(SOURCES)
+# What the extension was built for, where it was asked for; asking for something else builds it again.
+ASKED := $(subst $() ,-,$(strip $(PYCOMM_CUDA) $(PYCOMM_CUDA_ARCH)))
+HAVE := $(shell cat $(VENV)/.stamp-build 2>/dev/null)
+
+$(VENV)/.stamp-build: $(VENV)/.stamp-deps $(SOURCES) $(if $(ASKED),$(if $(filter $(ASKED),$(HAVE)),,FORCE))
+	$(RUN)/python setup.py -q build_ext --inplace
+	@echo "$(ASKED)" > $@
+
+$(VENV)/.stamp-installed: setup.py pyproject.toml pycomm/__init__.py | $(VENV)/.stamp-build
 	$(RUN)/python -m pip install --quiet --no-build-isolation --no-deps -e .
 	@touch $@
 
+FORCE:
+
 clean:                       ## removes what was built, not .venv
-	rm -rf build demo dist pycomm/_C*.so pycomm/_build_info.py *.egg-info $(VENV)/.stamp-build
+	rm -rf build demo dist pycomm/_C*.so pycomm/_build_info.py *.egg-info $(VENV)/.stamp-build $(VENV)/.stamp-installed
 
 help:
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):[^#]*## /\1|/' | awk -F'|' '{printf "make %-11s %s\n", $$1, $$2}'

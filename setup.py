@@ -1,30 +1,50 @@
-"""Builds the one extension module, pycomm._C, from csrc/. Everything static is in pyproject.toml.
+"""Builds the extension module pycomm._C from csrc/, with ninja. Everything static is in pyproject.toml.
 
-    pip install --no-build-isolation -e .    an editable install (what the Makefile does); a second run
-                                             compiles only what changed
-    python setup.py build_ext --inplace      the extension alone
+    python setup.py build_ext --inplace      the extension alone (`make build`)
+    pip install --no-build-isolation .       an installation beside the torch that is there
 
 Build isolation must be off: the extension is compiled against the torch that is installed, and works with
 that minor version only (c10d::Backend is a C++ class whose vtable changes with each).
 
-Where nvcc is found, the kernels for CUDA tensors are built too: PYCOMM_CUDA=0 leaves them out, PYCOMM_CUDA=1
-insists; PYCOMM_CUDA_ARCH=90, or native, builds them for one architecture alone. They use nothing of torch and
-link the CUDA runtime statically, so neither torch's own CUDA version nor a driver matters to the build. The
-rules of torch's CUDAExtension, which say otherwise, are therefore not used.
+What is compiled, where its objects lie, and what they depend on. A second run compiles only what changed:
+
+    csrc/**.cc without torch and Python   build/core/         the compiler alone; every torch links them
+    csrc/torch, csrc/bindings             build/torch-*/      this torch and this Python
+    csrc/cuda/kernels/*.cu                build/cuda/         nvcc and the architectures
+
+[Note: units] A compiler reads torch's headers in 20 s and compiles one of our files in 2 s. So csrc/torch and
+csrc/bindings are compiled in a few units, each a file of #include lines. COLD files, which run once per group
+or job, are optimised less: no benchmark moves, and they are half of that code. The core has no units: its
+files take 2 s each, and tests link some of them.
+
+Kernels for CUDA tensors are built where torch is a CUDA build, or where PYCOMM_CUDA=1 asks for them; never by
+whether a GPU is visible, as login nodes and containers see none. PYCOMM_CUDA=0 leaves them out. They are
+built for the GPU of this machine if there is one, else for sm_80 and sm_90, and as PTX for later ones.
+PYCOMM_CUDA_ARCH=90, native or all chooses. The kernels use nothing of torch and link the CUDA runtime
+statically, so neither torch's CUDA version nor a driver matters to the build.
 """
 
+import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple, TextIO
 
 import torch
-from setuptools import setup
-from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, verify_ninja_availability
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
 
 ROOT = Path(__file__).parent
+BUILD = ROOT / "build"
+OBJECTS = BUILD / "objects.json"  # {source: object}, for tests that link what users get
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
 torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
 if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
@@ -36,6 +56,20 @@ for name in ("parallel", "benchmarks"):
             "(git with core.symlinks=false and some archive programs write small files in their place). Make "
             f"it again: ln -sfn ../{name} pycomm/{name}"
         )
+
+FLAGS = ["-std=c++20", "-fPIC", "-pthread", "-DNDEBUG", "-fwrapv", "-fvisibility=hidden"]
+FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
+HOT, ONCE = "-O3", "-O1"
+# Folders and files of csrc/ that no operation passes through, or that wait for a network.
+COLD = ("bindings/", "cuda/device/", "hosts/ucx", "memory/", "store/", "torch/", "trace/chrome")
+# Those of them that an operation on tensors does pass through.
+CALLED = (
+    *("bindings/collectives", "bindings/messages", "bindings/python_call", "bindings/work"),
+    *("torch/backend", "torch/device", "torch/flight_recorder", "torch/registered_tensor", "torch/submit"),
+    *("torch/tensors", "torch/torch_work"),
+)
+WITH_TORCH = ("bindings", "torch")
+LONGEST = ("kernels_",)  # of the core's files: they are started first
 
 # sm_80 and sm_90 are compiled here, later ones by the driver. tests/test_nvcc.py compiles with the same
 # flags.
@@ -56,32 +90,113 @@ NVCC_FLAGS += [
     "-gencode",
     "arch=compute_90,code=[sm_90,compute_90]",
 ]
-
-
-def flags_for(arch):
-    """NVCC_FLAGS, for one architecture alone where it is given: 90, or native, that of this machine's GPU."""
-    if not arch:
-        return NVCC_FLAGS
-    if arch == "native":
-        if not torch.cuda.is_available():
-            raise SystemExit("PYCOMM_CUDA_ARCH=native, but torch finds no GPU.")
-        arch = "{}{}".format(*torch.cuda.get_device_capability())
-    if not re.fullmatch(r"\d{2,3}", arch) or int(arch) < 80:
-        raise SystemExit(f"PYCOMM_CUDA_ARCH={arch}: native, or a number like 90, at least 80.")
-    return [*NVCC_FLAGS[: NVCC_FLAGS.index("-gencode")], "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
-
-
 OLDEST_NVCC = (12, 5)  # cudaGetDriverEntryPointByVersion
 
 
-def find_nvcc():
+# --- what is compiled ----------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """One call of a compiler."""
+
+    object: Path
+    source: Path  # what the compiler is given: one of `sources`, or a file that includes them all
+    sources: list[Path]
+    rule: str  # core, torch or kernels: the flags
+    optimise: str
+    says: str  # how the progress calls it
+
+
+def is_cold(name: str) -> bool:
+    return name.startswith(COLD) and not name.startswith(CALLED)
+
+
+def core_units(with_kernels: bool) -> list[Unit]:
+    """A unit per file of csrc/ that needs neither torch nor Python."""
+    units = []
+    for source in sorted((ROOT / "csrc").rglob("*.cc")):
+        name = source.relative_to(ROOT / "csrc").as_posix()
+        if name.split("/")[0] in WITH_TORCH or (with_kernels and source.name == "stub.cc"):
+            continue
+        target = BUILD / "core" / Path(name).with_suffix(".o")
+        units.append(Unit(target, source, [source], "core", ONCE if is_cold(name) else HOT, name))
+    return sorted(units, key=lambda unit: not unit.source.name.startswith(LONGEST))
+
+
+def torch_units(folder: Path) -> list[Unit]:
+    """[Note: units]"""
+    units = []
+    for part in WITH_TORCH:
+        files = sorted((ROOT / "csrc" / part).glob("*.cc"))
+        cold = [file for file in files if is_cold(f"{part}/{file.stem}")]
+        hot = [file for file in files if file not in cold]
+        for name, sources, optimise in ((part, hot, HOT), (f"{part}_once", cold, ONCE)):
+            unit = folder / f"{name}.cc"
+            text = "".join(f'#include "{os.path.relpath(source, folder)}"\n' for source in sources)
+            write(unit, text)
+            says = f"{part}/: {', '.join(source.stem for source in sources)}"
+            units.append(Unit(unit.with_suffix(".o"), unit, sources, "torch", optimise, says))
+    return units
+
+
+def kernel_units() -> list[Unit]:
+    sources = sorted((ROOT / "csrc" / "cuda" / "kernels").glob("*.cu"), key=lambda path: -len(path.name))
+    return [
+        Unit(
+            BUILD / "cuda" / f"{source.stem}.o",
+            source,
+            [source],
+            "kernels",
+            "",
+            f"cuda/kernels/{source.name}",
+        )
+        for source in sources
+    ]
+
+
+def write(path: Path, text: str) -> None:
+    """Leaves a file alone that says this already: ninja goes by time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
+
+
+# --- nvcc ----------------------------------------------------------------------------------------
+
+
+def architectures(asked: str | None) -> list[str]:
+    """The numbers of the architectures that the kernels are built for: ["80", "90"], or one. asked:
+    PYCOMM_CUDA_ARCH.
+    """
+    if asked is None and torch.cuda.is_available():
+        asked = "native"
+    if asked in (None, "", "all"):
+        return re.findall(r"code=\[?sm_(\d+)", " ".join(NVCC_FLAGS))
+    if asked == "native":
+        if not torch.cuda.is_available():
+            raise SystemExit("PYCOMM_CUDA_ARCH=native, but torch finds no GPU.")
+        asked = "{}{}".format(*torch.cuda.get_device_capability())
+    if not re.fullmatch(r"\d{2,3}", asked) or int(asked) < 80:
+        raise SystemExit(f"PYCOMM_CUDA_ARCH={asked}: native, all, or a number like 90, at least 80.")
+    return [asked]
+
+
+def flags_for(archs: list[str]) -> list[str]:
+    """NVCC_FLAGS, for one architecture alone where one is given."""
+    if len(archs) > 1:
+        return NVCC_FLAGS
+    (arch,) = archs
+    return [*NVCC_FLAGS[: NVCC_FLAGS.index("-gencode")], "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
+
+
+def find_nvcc() -> tuple[str, Path] | tuple[None, None]:
     """Path of an nvcc that can build the kernels and the folder of its libcudart_static.a; (None, None)
-    without.
+    where they are not built.
     """
     wanted = os.environ.get("PYCOMM_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
-    if wanted == "0":
+    if wanted == "0" or (wanted == "auto" and not torch.version.cuda):
         return None, None
     places = [
         Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"),
@@ -105,11 +220,11 @@ def find_nvcc():
             return nvcc, folder
     if wanted == "1":
         raise SystemExit(f"PYCOMM_CUDA=1, but {problem}.")
-    print(f"pycomm: without CUDA, because {problem}.")
+    say(f"pycomm: built without the kernels for CUDA tensors, because {problem}.")
     return None, None
 
 
-def cudart_folder(nvcc):
+def cudart_folder(nvcc: str) -> Path | None:
     """nvcc in PATH may be a script that calls the real one, which knows its place."""
     report = subprocess.run(
         [nvcc, "--dryrun", "-c", "-x", "cu", os.devnull, "-o", os.devnull], capture_output=True, text=True
@@ -120,95 +235,142 @@ def cudart_folder(nvcc):
     return next((folder.resolve() for folder in folders if (folder / "libcudart_static.a").exists()), None)
 
 
-def extension(nvcc):
-    files = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.is_file())
-    sources = [path for path in files if path.suffix == ".cc" and not (nvcc and path.name == "stub.cc")]
-    ext = CppExtension(
-        "pycomm._C",
-        [str(path) for path in sources],
-        extra_compile_args=[
-            "-O3",
-            "-g0",
-            "-std=c++20",
-            "-fvisibility=hidden",
-            "-Wall",
-            "-Wextra",
-            "-Wno-unused-parameter",
-            "-Wno-unknown-pragmas",
-        ],
-    )
-    # As system headers torch's warnings stay out of the log, so that ours are seen.
-    for folder in ext.include_dirs:
-        ext.extra_compile_args += ["-isystem", folder]
-    ext.include_dirs = []
-    ext.depends = [str(path) for path in files]  # which also brings them into a source distribution
-    if nvcc:
+# --- ninja ---------------------------------------------------------------------------------------
+
+
+def compile_and_link(archs: list[str]) -> Path:
+    """Brings the shared library up to date and returns its path. archs: of the kernels; [] without them."""
+    folder = BUILD / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    library = folder / "_C.so"
+    units = [*torch_units(folder), *(kernel_units() if archs else []), *core_units(bool(archs))]
+    write(BUILD / "build.ninja", ninja_file(units, library, archs))
+    run_ninja()
+    linked = {
+        str(source.relative_to(ROOT)): str(unit.object.relative_to(ROOT))
+        for unit in units
+        for source in unit.sources
+    }
+    OBJECTS.write_text(json.dumps(linked, indent=1))
+    return library
+
+
+def ninja_file(units: list[Unit], library: Path, archs: list[str]) -> str:
+    compiler = shlex.join([os.environ.get("CXX", "c++"), *FLAGS]) + f" {os.environ.get('CXXFLAGS', '')}"
+    compiler += " $optimise -MMD -MF $out.d -c $in -o $out"
+    # As system headers torch's and Python's warnings stay out of the log, so that ours are seen.
+    folders = [*include_paths(), sysconfig.get_path("include")]
+    system = shlex.join([word for folder in folders for word in ("-isystem", folder)])
+    rules = {
+        "core": compiler,
+        "torch": compiler.replace(" -c ", f" -DTORCH_API_INCLUDE_EXTENSION_H {system} -c "),
+    }
+    link = [os.environ.get("CXX", "c++"), "-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    after = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    if archs:
+        nvcc = shlex.join([NVCC, *flags_for(archs), "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
+        nvcc = nvcc.replace("'$out.d'", "$out.d").replace("'$in'", "$in").replace("'$out'", "$out")
+        # What ptxas says lies beside the object.
+        rules["kernels"] = f"{nvcc} > $out.log 2>&1 || (cat $out.log; exit 1)"
         # exclude-libs: torch may have loaded a CUDA runtime of its own, which must not be called from here.
-        ext.extra_link_args += [f"-L{CUDART}", "-lcudart_static", "-lrt", "-ldl", "-lpthread"]
-        ext.extra_link_args += ["-Wl,--exclude-libs,libcudart_static.a"]
-    return ext
+        after += [f"-L{CUDART}", "-lcudart_static", "-lrt", "-ldl", "-Wl,--exclude-libs,libcudart_static.a"]
+    lines = ["ninja_required_version = 1.3", f"builddir = {BUILD}"]
+    for name, command in rules.items():
+        lines += [f"rule {name}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"]
+        lines += ["  description = $says"]
+    lines += ["rule link", f"  command = {shlex.join(link)} -o $out $in {shlex.join(after)}"]
+    lines += ["  description = $says"]
+    for unit in units:
+        lines += [f"build {path_of(unit.object)}: {unit.rule} {path_of(unit.source)}"]
+        lines += [f"  optimise = {unit.optimise}", f"  says = {unit.says}"]
+    lines += [f"build {path_of(library)}: link {' '.join(path_of(unit.object) for unit in units)}"]
+    lines += ["  says = the extension", ""]
+    return "\n".join(lines)
 
 
-def compile_kernels(nvcc, folder):
-    """Begins to compile those of csrc/cuda/kernels/*.cu whose sources changed. Returns the objects and the
-    process that makes them. What ptxas says lies beside each of them in a .log.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    flags = flags_for(os.environ.get("PYCOMM_CUDA_ARCH"))
-    command = " ".join([nvcc, *flags, "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
-    lines = ["ninja_required_version = 1.3", "rule kernels"]
-    lines += [
-        f"  command = {command} > $out.log 2>&1 || (cat $out.log; exit 1)",
-        "  depfile = $out.d",
-        "  deps = gcc",
-    ]
-    objects = []
-    for source in sorted((ROOT / "csrc" / "cuda" / "kernels").glob("*.cu"), key=lambda path: -len(path.name)):
-        objects.append(str(folder / f"{source.stem}.o"))
-        lines.append(f"build {objects[-1]}: kernels {source}")
-    (folder / "build.ninja").write_text("\n".join([*lines, ""]))
-    return objects, subprocess.Popen(["ninja", "-C", str(folder), "-j", os.environ["MAX_JOBS"]])
+def path_of(path: Path) -> str:
+    return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def find_ninja():
-    """One beside the interpreter will do: a virtual environment need not be activated."""
-    if not shutil.which("ninja"):
-        os.environ["PATH"] += os.pathsep + str(Path(sys.executable).parent)
-    verify_ninja_availability()
+def run_ninja() -> None:
+    """Shows a line for each file when it is compiled. Raises SystemExit with what the compiler says."""
+    ninja = shutil.which("ninja") or str(Path(sys.executable).with_name("ninja"))
+    if not os.access(ninja, os.X_OK):
+        raise SystemExit("pycomm is built with ninja, which was not found. pip install ninja")
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    environment = {**os.environ, "NINJA_STATUS": "@%f %t "}
+    process = subprocess.Popen(
+        [ninja, "-C", str(BUILD), "-j", jobs],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+        env=environment,
+    )
+    try:
+        for line in progress(process.stdout, time.monotonic()):
+            say(line)
+    finally:
+        if process.wait():
+            raise SystemExit("pycomm was not built: the compiler's message is above.")
 
 
-class BuildExt(BuildExtension):
-    """Keeps object files in build/temp, where ninja finds them again, and writes down which torch the
-    extension belongs to.
-    """
+def progress(lines: TextIO, start: float) -> Iterator[str]:
+    """What ninja prints, without the command of a compiler that fails."""
+    failed = False
+    for line in map(str.rstrip, lines):
+        done = re.match(r"@(\d+) (\d+) (.*)", line)
+        if done and not failed:
+            number, total, what = done.groups()
+            yield f"[{number:>{len(total)}} of {total}, {time.monotonic() - start:4.0f} s] {what}"
+        elif done:
+            failed = False
+        elif line.startswith("FAILED:"):
+            failed = True  # its command is next
+            yield f"FAILED: {os.path.relpath(line.split()[-1], ROOT)}"
+        elif failed and " -c " in line:
+            failed = False
+        elif line and not line.startswith(("ninja: Entering", "ninja: no work")):
+            yield line
 
-    def finalize_options(self):
-        super().finalize_options()
-        self.build_temp = str(ROOT / "build" / f"temp-{'.'.join(map(str, torch_minor))}")
 
-    def build_extensions(self):
-        self.force = (
-            self.force or self.use_ninja
-        )  # ninja knows better than setuptools, which looks at no header
-        find_ninja()
-        if NVCC:
-            (ext,) = self.extensions
-            ext.extra_objects, kernels = compile_kernels(NVCC, Path(self.build_temp) / "cuda")
-            link = self.compiler.link_shared_object
+def say(line: str) -> None:
+    """Prints a line; under pip, which hides what a build prints, also to the terminal if there is one."""
+    print(line, flush=True)
+    if TERMINAL:
+        TERMINAL.write(line + "\n")
+        TERMINAL.flush()
 
-            def link_when_compiled(*args, **options):
-                if kernels.wait():
-                    raise SystemExit("The CUDA kernels were not compiled: see above.")
-                link(*args, **options)
 
-            self.compiler.link_shared_object = link_when_compiled
-        super().build_extensions()
+def terminal() -> TextIO | None:
+    if sys.stdout.isatty() or not os.environ.get(
+        "PEP517_BUILD_BACKEND", os.environ.get("_PYPROJECT_HOOKS_BUILD_BACKEND")
+    ):
+        return None
+    try:
+        return open("/dev/tty", "w")
+    except OSError:
+        return None
 
-    def run(self):
+
+# --- setuptools ----------------------------------------------------------------------------------
+
+
+class BuildExt(build_ext):
+    """The extension by ninja, and what it belongs to in pycomm/_build_info.py."""
+
+    def build_extension(self, ext: Extension) -> None:
+        target = Path(self.get_ext_fullpath(ext.name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        self.archs = architectures(os.environ.get("PYCOMM_CUDA_ARCH")) if NVCC else []
+        shutil.copy(compile_and_link(self.archs), target)
+
+    def run(self) -> None:
         super().run()
-        extension_file = ROOT / self.get_ext_fullpath("pycomm._C")
-        info = extension_file.with_name("_build_info.py")
-        info.write_text(f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n')
+        write(
+            Path(self.get_ext_fullpath("pycomm._C")).with_name("_build_info.py"),
+            f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+            f"CUDA_ARCHITECTURES = {tuple(self.archs)!r}\n",
+        )
 
 
 # --- metadata that pyproject.toml cannot state ----------------------------------------------------
@@ -276,7 +438,10 @@ def metadata() -> dict:
     }
 
 
-os.environ.setdefault("MAX_JOBS", str(len(os.sched_getaffinity(0))))
-os.chdir(ROOT)
+TERMINAL = terminal()
 NVCC, CUDART = find_nvcc()
-setup(ext_modules=[extension(NVCC)], cmdclass={"build_ext": BuildExt}, **metadata())
+FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.is_file())
+# `depends` also brings the files into a source distribution.
+EXTENSION = Extension("pycomm._C", ["csrc/types.h"], depends=[str(path) for path in FILES])
+os.chdir(ROOT)
+setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildExt}, **metadata())

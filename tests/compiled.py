@@ -9,15 +9,17 @@ object files of the extension, so that what is tested is what users get.
 import fcntl
 import functools
 import hashlib
+import json
 import os
 import subprocess
 import threading
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+LINKED = ROOT / "build" / "objects.json"  # written by setup.py: {source: object file}
 KEPT = ROOT / "build" / "tests"
 JOBS = 2
 DAYS = 7  # that an object file is kept after its last use
@@ -42,13 +44,16 @@ def in_parallel(function, jobs):
         return list(pool.map(function, jobs))
 
 
-def built(sources):
-    """The object files of the extension for sources of csrc/, in their order."""
-    folder = ROOT / "build" / f"temp-{'.'.join(version('torch').split('.')[:2])}"
-    found = {source: (folder / Path(source).relative_to(ROOT)).with_suffix(".o") for source in sources}
+def built(sources: Iterable[Path]) -> list[Path]:
+    """The object files of the extension that hold these sources of csrc/, in their order. Those of csrc/torch
+    and csrc/bindings hold several, and come once.
+    """
+    linked = json.loads(LINKED.read_text()) if LINKED.exists() else {}
+    names = {source: linked.get(str(Path(source).relative_to(ROOT)), "not compiled") for source in sources}
+    found = {source: ROOT / name for source, name in names.items()}
     old = [str(source) for source, file in found.items() if not file.exists() or is_newer(source, file)]
     assert not old, f"build the extension first: {old}"
-    return list(found.values())
+    return list(dict.fromkeys(found.values()))
 
 
 def is_newer(source, file):

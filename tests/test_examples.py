@@ -131,7 +131,7 @@ def test_all_ranks_stop_at_the_step_in_which_the_time_of_one_is_up(slow):
     assert results[0][1]["train_loss"] == results[1][1]["train_loss"]
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_a_limit_ends_the_training_and_is_told(trained, tmp_path):
     """The losses up to there are those of a training without a limit."""
     flags = [*TINY_TRAINING, "--limit=1e-6", "--json=figures.json"]
@@ -144,7 +144,7 @@ def test_a_limit_ends_the_training_and_is_told(trained, tmp_path):
     assert is_png(tmp_path / "demo" / "loss.png")
 
 
-@pytest.mark.slow
+@tier(slow=1)
 def test_bandwidth_demo(tmp_path, capsys):
     """With so little time the smallest size is measured in one round, and the rest is named."""
     results = bandwidth_demo(str(tmp_path / "out.png"), limit=1e-6)
@@ -199,7 +199,7 @@ def test_last_lines_of_the_demo(monkeypatch):
         assert python == ".venv/bin/python" and (first == "-m" or (ROOT / first).is_file())
 
 
-@pytest.mark.slow
+@tier(slow=1)
 @pytest.mark.parametrize("number", range(3))
 def test_what_the_demo_says_to_try_next_works(number, monkeypatch):
     """As it is printed, in the folder of the checkout."""
