@@ -24,6 +24,7 @@ PYCOMM_CUDA_ARCH=90, native or all chooses. The kernels use nothing of torch and
 statically, so neither torch's CUDA version nor a driver matters to the build.
 """
 
+import functools
 import json
 import os
 import re
@@ -33,7 +34,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
@@ -60,8 +61,8 @@ for name in ("parallel", "benchmarks"):
 FLAGS = ["-std=c++20", "-fPIC", "-pthread", "-DNDEBUG", "-fwrapv", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
 HOT, ONCE = "-O3", "-O1"
-# Folders and files of csrc/ that no operation passes through, or that wait for a network.
-COLD = ("bindings/", "cuda/device/", "hosts/ucx", "memory/", "store/", "torch/", "trace/chrome")
+# Folders and files of csrc/ that no operation of a group passes through, or that wait for a network.
+COLD = ("bindings/", "cuda/device/", "hosts/ucx", "torch/")
 # Those of them that an operation on tensors does pass through.
 CALLED = (
     *("bindings/collectives", "bindings/messages", "bindings/python_call", "bindings/work"),
@@ -189,15 +190,21 @@ def flags_for(archs: list[str]) -> list[str]:
     return [*NVCC_FLAGS[: NVCC_FLAGS.index("-gencode")], "-gencode", f"arch=compute_{arch},code=sm_{arch}"]
 
 
-def find_nvcc() -> tuple[str, Path] | tuple[None, None]:
-    """Path of an nvcc that can build the kernels and the folder of its libcudart_static.a; (None, None)
-    where they are not built.
-    """
+class Cuda(NamedTuple):
+    """What builds the kernels."""
+
+    nvcc: str
+    libraries: Path  # the folder of libcudart_static.a
+    archs: list[str]  # ["80", "90"]
+
+
+def find_cuda() -> Cuda | None:
+    """None where the kernels are not built."""
     wanted = os.environ.get("PYCOMM_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
     if wanted == "0" or (wanted == "auto" and not torch.version.cuda):
-        return None, None
+        return None
     places = [
         Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"),
         shutil.which("nvcc"),
@@ -217,11 +224,11 @@ def find_nvcc() -> tuple[str, Path] | tuple[None, None]:
         elif not folder:
             problem = f"{nvcc} has no libcudart_static.a beside it"
         else:
-            return nvcc, folder
+            return Cuda(nvcc, folder, architectures(os.environ.get("PYCOMM_CUDA_ARCH")))
     if wanted == "1":
         raise SystemExit(f"PYCOMM_CUDA=1, but {problem}.")
     say(f"pycomm: built without the kernels for CUDA tensors, because {problem}.")
-    return None, None
+    return None
 
 
 def cudart_folder(nvcc: str) -> Path | None:
@@ -238,12 +245,12 @@ def cudart_folder(nvcc: str) -> Path | None:
 # --- ninja ---------------------------------------------------------------------------------------
 
 
-def compile_and_link(archs: list[str]) -> Path:
-    """Brings the shared library up to date and returns its path. archs: of the kernels; [] without them."""
+def compile_and_link(cuda: Cuda | None) -> Path:
+    """Brings the shared library up to date and returns its path."""
     folder = BUILD / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
     library = folder / "_C.so"
-    units = [*torch_units(folder), *(kernel_units() if archs else []), *core_units(bool(archs))]
-    write(BUILD / "build.ninja", ninja_file(units, library, archs))
+    units = [*torch_units(folder), *(kernel_units() if cuda else []), *core_units(cuda is not None)]
+    write(BUILD / "build.ninja", ninja_file(units, library, cuda))
     run_ninja()
     linked = {
         str(source.relative_to(ROOT)): str(unit.object.relative_to(ROOT))
@@ -254,36 +261,31 @@ def compile_and_link(archs: list[str]) -> Path:
     return library
 
 
-def ninja_file(units: list[Unit], library: Path, archs: list[str]) -> str:
-    compiler = shlex.join([os.environ.get("CXX", "c++"), *FLAGS]) + f" {os.environ.get('CXXFLAGS', '')}"
-    compiler += " $optimise -MMD -MF $out.d -c $in -o $out"
+def ninja_file(units: list[Unit], library: Path, cuda: Cuda | None) -> str:
+    cxx, depends = os.environ.get("CXX", "c++"), "-MMD -MF $out.d -c $in -o $out"
+    flags = f"{cxx} {shlex.join(FLAGS)} $optimise {os.environ.get('CXXFLAGS', '')}"
     # As system headers torch's and Python's warnings stay out of the log, so that ours are seen.
     folders = [*include_paths(), sysconfig.get_path("include")]
     system = shlex.join([word for folder in folders for word in ("-isystem", folder)])
-    rules = {
-        "core": compiler,
-        "torch": compiler.replace(" -c ", f" -DTORCH_API_INCLUDE_EXTENSION_H {system} -c "),
-    }
-    link = [os.environ.get("CXX", "c++"), "-shared", "-pthread", *shlex.split(os.environ.get("LDFLAGS", ""))]
+    commands = {"core": f"{flags} {depends}", "torch": f"{flags} {system} {depends}"}
     after = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
-    if archs:
-        nvcc = shlex.join([NVCC, *flags_for(archs), "-MD", "-MF", "$out.d", "-c", "$in", "-o", "$out"])
-        nvcc = nvcc.replace("'$out.d'", "$out.d").replace("'$in'", "$in").replace("'$out'", "$out")
+    if cuda:
+        nvcc = f"{shlex.join([cuda.nvcc, *flags_for(cuda.archs)])} {depends.replace('-MMD', '-MD')}"
         # What ptxas says lies beside the object.
-        rules["kernels"] = f"{nvcc} > $out.log 2>&1 || (cat $out.log; exit 1)"
+        commands["kernels"] = f"{nvcc} > $out.log 2>&1 || (cat $out.log; exit 1)"
         # exclude-libs: torch may have loaded a CUDA runtime of its own, which must not be called from here.
-        after += [f"-L{CUDART}", "-lcudart_static", "-lrt", "-ldl", "-Wl,--exclude-libs,libcudart_static.a"]
+        after += [f"-L{cuda.libraries}", "-lcudart_static", "-lrt", "-ldl"]
+        after += ["-Wl,--exclude-libs,libcudart_static.a"]
     lines = ["ninja_required_version = 1.3", f"builddir = {BUILD}"]
-    for name, command in rules.items():
-        lines += [f"rule {name}", f"  command = {command}", "  depfile = $out.d", "  deps = gcc"]
-        lines += ["  description = $says"]
-    lines += ["rule link", f"  command = {shlex.join(link)} -o $out $in {shlex.join(after)}"]
-    lines += ["  description = $says"]
+    for name, command in commands.items():
+        lines += [f"rule {name}", f"  command = {command}", "  description = $says"]
+        lines += ["  depfile = $out.d", "  deps = gcc"]
+    link = f"{cxx} -shared -pthread {os.environ.get('LDFLAGS', '')} -o $out $in {shlex.join(after)}"
+    lines += ["rule link", f"  command = {link}", "  description = the extension"]
     for unit in units:
         lines += [f"build {path_of(unit.object)}: {unit.rule} {path_of(unit.source)}"]
         lines += [f"  optimise = {unit.optimise}", f"  says = {unit.says}"]
-    lines += [f"build {path_of(library)}: link {' '.join(path_of(unit.object) for unit in units)}"]
-    lines += ["  says = the extension", ""]
+    lines += [f"build {path_of(library)}: link {' '.join(path_of(unit.object) for unit in units)}", ""]
     return "\n".join(lines)
 
 
@@ -291,44 +293,47 @@ def path_of(path: Path) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def run_ninja() -> None:
-    """Shows a line for each file when it is compiled. Raises SystemExit with what the compiler says."""
+def find_ninja() -> str:
+    """One beside the interpreter will do: a virtual environment need not be activated."""
     ninja = shutil.which("ninja") or str(Path(sys.executable).with_name("ninja"))
     if not os.access(ninja, os.X_OK):
-        raise SystemExit("pycomm is built with ninja, which was not found. pip install ninja")
+        raise SystemExit("pycomm is built with ninja, which was not found: pip install ninja")
+    return ninja
+
+
+def run_ninja() -> None:
+    """Shows a line for each file when it is compiled. Raises SystemExit after what the compiler says."""
     jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-    environment = {**os.environ, "NINJA_STATUS": "@%f %t "}
-    process = subprocess.Popen(
-        [ninja, "-C", str(BUILD), "-j", jobs],
+    start = time.monotonic()
+    with subprocess.Popen(
+        [find_ninja(), "-C", str(BUILD), "-j", jobs],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
         errors="replace",
-        env=environment,
-    )
-    try:
-        for line in progress(process.stdout, time.monotonic()):
+        env={**os.environ, "NINJA_STATUS": "@%f %t "},
+    ) as process:
+        for line in progress(process.stdout, lambda: time.monotonic() - start):
             say(line)
-    finally:
-        if process.wait():
-            raise SystemExit("pycomm was not built: the compiler's message is above.")
+    if process.returncode:
+        raise SystemExit("pycomm was not built: see the compiler's message above.")
 
 
-def progress(lines: TextIO, start: float) -> Iterator[str]:
-    """What ninja prints, without the command of a compiler that fails."""
-    failed = False
+def progress(lines: Iterable[str], seconds: Callable[[], float]) -> Iterator[str]:
+    """What ninja prints, for people: "[ 7 of 104,   12 s] transport/wait.cc". Of a compiler that fails, its
+    message without its command, which fills a page.
+    """
+    command_is_next = False
     for line in map(str.rstrip, lines):
         done = re.match(r"@(\d+) (\d+) (.*)", line)
-        if done and not failed:
-            number, total, what = done.groups()
-            yield f"[{number:>{len(total)}} of {total}, {time.monotonic() - start:4.0f} s] {what}"
+        if command_is_next:
+            command_is_next = False
         elif done:
-            failed = False
+            number, total, what = done.groups()
+            yield f"[{number:>{len(total)}} of {total}, {seconds():4.0f} s] {what}"
         elif line.startswith("FAILED:"):
-            failed = True  # its command is next
+            command_is_next = True
             yield f"FAILED: {os.path.relpath(line.split()[-1], ROOT)}"
-        elif failed and " -c " in line:
-            failed = False
         elif line and not line.startswith(("ninja: Entering", "ninja: no work")):
             yield line
 
@@ -336,15 +341,14 @@ def progress(lines: TextIO, start: float) -> Iterator[str]:
 def say(line: str) -> None:
     """Prints a line; under pip, which hides what a build prints, also to the terminal if there is one."""
     print(line, flush=True)
-    if TERMINAL:
-        TERMINAL.write(line + "\n")
-        TERMINAL.flush()
+    if also := terminal():
+        print(line, file=also, flush=True)
 
 
+@functools.cache
 def terminal() -> TextIO | None:
-    if sys.stdout.isatty() or not os.environ.get(
-        "PEP517_BUILD_BACKEND", os.environ.get("_PYPROJECT_HOOKS_BUILD_BACKEND")
-    ):
+    under_pip = "_PYPROJECT_HOOKS_BUILD_BACKEND" in os.environ or "PEP517_BUILD_BACKEND" in os.environ
+    if sys.stdout.isatty() or not under_pip:
         return None
     try:
         return open("/dev/tty", "w")
@@ -361,15 +365,15 @@ class BuildExt(build_ext):
     def build_extension(self, ext: Extension) -> None:
         target = Path(self.get_ext_fullpath(ext.name))
         target.parent.mkdir(parents=True, exist_ok=True)
-        self.archs = architectures(os.environ.get("PYCOMM_CUDA_ARCH")) if NVCC else []
-        shutil.copy(compile_and_link(self.archs), target)
+        self.cuda = find_cuda()
+        shutil.copy(compile_and_link(self.cuda), target)
 
     def run(self) -> None:
         super().run()
         write(
             Path(self.get_ext_fullpath("pycomm._C")).with_name("_build_info.py"),
             f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
-            f"CUDA_ARCHITECTURES = {tuple(self.archs)!r}\n",
+            f"CUDA_ARCHITECTURES = {tuple(self.cuda.archs if self.cuda else ())!r}\n",
         )
 
 
@@ -438,10 +442,13 @@ def metadata() -> dict:
     }
 
 
-TERMINAL = terminal()
-NVCC, CUDART = find_nvcc()
-FILES = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.is_file())
-# `depends` also brings the files into a source distribution.
-EXTENSION = Extension("pycomm._C", ["csrc/types.h"], depends=[str(path) for path in FILES])
-os.chdir(ROOT)
-setup(ext_modules=[EXTENSION], cmdclass={"build_ext": BuildExt}, **metadata())
+def main() -> None:
+    os.chdir(ROOT)
+    files = sorted(path.relative_to(ROOT) for path in (ROOT / "csrc").rglob("*") if path.is_file())
+    # `depends` brings the files into a source distribution; what is compiled is found by BuildExt.
+    extension = Extension("pycomm._C", ["csrc/types.h"], depends=[str(path) for path in files])
+    setup(ext_modules=[extension], cmdclass={"build_ext": BuildExt}, **metadata())
+
+
+if __name__ == "__main__":  # also under pip; tests import this file
+    main()

@@ -1,33 +1,19 @@
 """The metadata that setup.py states, without a build: test_wheel.py looks at those of a real wheel."""
 
-import ast
 import email
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from build_script import build
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent.parent
 ADDRESS = "https://example.org/pycomm"
-
-
-def of_setup(*names: str) -> dict[str, Any]:
-    """These functions of setup.py, which cannot be imported without building."""
-    nodes = [
-        node
-        for node in ast.parse((ROOT / "setup.py").read_text()).body
-        if isinstance(node, ast.FunctionDef) and node.name in names
-    ]
-    assert {node.name for node in nodes} == set(names)
-    space: dict[str, Any] = {"re": re, "os": os, "Path": Path}
-    exec(compile(ast.Module(nodes, []), "setup.py", "exec"), space)
-    return space
 
 
 @pytest.mark.parametrize(
@@ -43,7 +29,7 @@ def of_setup(*names: str) -> dict[str, Any]:
     ],
 )
 def test_required_torch(installed, requirement):
-    assert of_setup("required_torch")["required_torch"](installed) == requirement
+    assert build.required_torch(installed) == requirement
 
 
 @pytest.mark.parametrize(
@@ -60,7 +46,7 @@ def test_required_torch(installed, requirement):
 )
 def test_links_of_the_readme(text, with_address, without):
     """... : nothing changes."""
-    change = of_setup("readable_elsewhere", "link")["readable_elsewhere"]
+    change = build.readable_elsewhere
     assert change(text, None) == (text if without is ... else without)
     changed = change(text, ADDRESS)
     assert changed == (text if with_address is ... else with_address or changed)
@@ -69,7 +55,7 @@ def test_links_of_the_readme(text, with_address, without):
 
 def test_address_of_the_repository(tmp_path, monkeypatch):
     """From the variable, or from what a source distribution was made with."""
-    repository = of_setup("repository")["repository"]
+    repository = build.repository
     monkeypatch.delenv("PYCOMM_REPOSITORY", raising=False)
     assert repository(tmp_path) is None
     (tmp_path / "PKG-INFO").write_text(f"Name: x\nProject-URL: Repository, {ADDRESS}\n\nText\n")

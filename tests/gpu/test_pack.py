@@ -1,15 +1,11 @@
-"""What gpu-check's `pack` carries, and how setup.py builds for one GPU."""
+"""What gpu-check's `pack` carries."""
 
-import ast
 import os
-import shutil
 import subprocess
 import sys
 import tarfile
-from pathlib import Path
 
 import pytest
-from compiled import KEPT
 
 from gpu import pack, steps
 
@@ -92,58 +88,6 @@ def test_every_launch_is_warmed():
     shapes = {(p.op, p.m, p.n, p.k) for p, *_ in warm.of_bench(90)}
     for op, text in (("matmul", steps.PRODUCTS[1]), ("matmul_all_reduce", steps.FUSED[3])):
         assert {(op, *map(int, shape.split("x"))) for shape in text.split(",")} <= shapes
-
-
-# --- setup.py
-
-
-def function_of_setup(name, **names):
-    """A function of setup.py, which cannot be imported: it builds."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    (found,) = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name]
-    exec(compile(ast.Module([found], []), "setup.py", "exec"), names)
-    return names[name]
-
-
-FLAGS = ["-O3", "-gencode", "a", "-gencode", "b"]
-
-
-@pytest.mark.parametrize(
-    "arch, expected",
-    [
-        (None, FLAGS),
-        ("90", ["-O3", "-gencode", "arch=compute_90,code=sm_90"]),
-        ("native", ["-O3", "-gencode", "arch=compute_103,code=sm_103"]),
-    ],
-)
-def test_flags_of_one_architecture(arch, expected):
-    import re
-    from types import SimpleNamespace
-
-    cuda = SimpleNamespace(is_available=lambda: True, get_device_capability=lambda: (10, 3))
-    names = {"NVCC_FLAGS": FLAGS, "re": re, "torch": SimpleNamespace(cuda=cuda)}
-    assert function_of_setup("flags_for", **names)(arch) == expected
-    cuda.is_available = lambda: False
-    for wrong, text in (("native", "finds no GPU"), ("sm_90", "a number like 90"), ("75", "at least 80")):
-        with pytest.raises(SystemExit, match=text):
-            function_of_setup("flags_for", **names)(wrong)
-
-
-def test_ninja_beside_the_interpreter(tmp_path, monkeypatch):
-    """In a virtual environment that is not activated."""
-    from types import SimpleNamespace
-
-    for name in ("ninja", "python"):
-        (tmp_path / name).write_text("#!/bin/sh\n")
-        (tmp_path / name).chmod(0o755)
-    monkeypatch.setenv("PATH", str(KEPT))
-    assert not shutil.which("ninja")
-    names = {"os": os, "shutil": shutil, "Path": Path, "sys": SimpleNamespace(executable=tmp_path / "python")}
-    found = []
-    function_of_setup(
-        "find_ninja", verify_ninja_availability=lambda: found.append(shutil.which("ninja")), **names
-    )()
-    assert found == [str(tmp_path / "ninja")]
 
 
 def test_a_build_without_cuda_is_an_error():
