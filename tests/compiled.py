@@ -65,20 +65,21 @@ def is_newer(source: Path, file: Path) -> bool:
 
 def fake_driver() -> Path:
     """The CUDA driver of tests/cpp/cuda/fake_driver.h."""
-    return unit("fake_driver", _of_device("fake_driver", "fake_streams", "fake_virtual_memory"), DEVICE_FLAGS)
+    sources = _of_device("fake_driver", "fake_streams", "fake_virtual_memory")
+    return unit("fake_driver", sources, [*DEVICE_FLAGS, "-O0"])
 
 
 def fake_launch() -> list[Path]:
     """The kernels on fibers, in place of csrc/cuda/kernels/."""
     sources = _of_device("fake_launch", "fake_processors", "machine")
-    return [unit("fake_launch", sources, DEVICE_FLAGS), *fibers(DEVICE_FLAGS)]
+    return [unit("fake_launch", sources, DEVICE_FLAGS), *fibers()]
 
 
-def fibers(flags: Sequence[str]) -> list[Path]:
-    """The scheduler of the fibers. Never in a unit with others, nor with a sanitizer: [Note: instrumented and
-    not] in fiber_core.h.
+def fibers() -> list[Path]:
+    """The scheduler of the fibers. Not in a unit, and without a sanitizer: [Note: instrumented and not] in
+    fiber_core.h.
     """
-    return objects(_of_device("fiber", "fiber_ops"), flags)
+    return objects(_of_device("fiber", "fiber_ops"), [*DEVICE_FLAGS, "-Werror"])
 
 
 def _of_device(*names: str) -> list[Path]:
@@ -98,7 +99,7 @@ def unit(name: str, sources: Sequence[Path], flags: Sequence[object]) -> Path:
     text = units.joined([Path(source) for source in sources])
     file = KEPT / f"{name}-{_hash(text.encode())}.cc"
     KEPT.mkdir(parents=True, exist_ok=True)
-    with _locked(file):
+    with locked(file):
         if not file.exists():
             own = file.with_suffix(".new")
             own.write_text(text)
@@ -121,7 +122,7 @@ def object_file(source: Path, flags: Sequence[object]) -> Path:
     first = _hash("\0".join([_compiler(), *map(str, flags), str(source)]).encode())
     listed = KEPT / f"{source.stem}-{first}.files"
     KEPT.mkdir(parents=True, exist_ok=True)
-    with _locked(listed):  # another worker may be compiling it
+    with locked(listed):  # another worker may be compiling it
         target = _target(source, first, listed)
         if target is None or not target.exists():
             target = _compiled(source, flags, first, listed)
@@ -161,7 +162,8 @@ def _compiled(source: Path, flags: Sequence[object], first: str, listed: Path) -
 
 
 @contextlib.contextmanager
-def _locked(file: Path) -> Iterator[None]:
+def locked(file: Path) -> Iterator[None]:
+    """By one worker at a time."""
     with open(f"{file}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

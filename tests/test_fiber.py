@@ -26,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)  # of which most is for compilers on a bus
 
 def build(folder: Path) -> dict[str, Path]:
     """{sanitizer: program}"""
-    scheduler, programs = compiled.fibers(FLAGS), {}
+    scheduler, programs = compiled.fibers(), {}
     for name, flags in SANITIZERS.items():
         own = compiled.unit("fiber_test", INSTRUMENTED, [*FLAGS, *flags])
         programs[name] = compiled.link([*scheduler, own], folder / name, flags)
@@ -88,7 +88,7 @@ def test_scheduler_shares_no_code():
     """No inline function of the scheduler may be merged with an instrumented copy: [Note: instrumented and
     not].
     """
-    for path in compiled.fibers(FLAGS):
+    for path in compiled.fibers():
         symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True)
         assert " T pycomm" in symbols.stdout and not re.findall(r"^\w+ W .*", symbols.stdout, re.M)
 
