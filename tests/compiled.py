@@ -145,13 +145,16 @@ def _target(source: Path, first: str, listed: Path) -> Path | None:
 
 def _compiled(source: Path, flags: Sequence[object], first: str, listed: Path) -> Path:
     made, needs = listed.with_suffix(".new.o"), listed.with_suffix(".new.d")
+    before: dict[str, tuple[int, int]] = {}
     for _ in range(5):
         began = time.time()
         time.sleep(0.01)  # times of files are those of the last tick
         command([*flags, "-c", source, "-o", made, "-MD", "-MF", needs])
         names = units.needed(needs.read_text())
-        if all(Path(name).stat().st_mtime < began for name in names):
+        after = {name: _changed(name) for name in names}
+        if after == before or all(changed < began * 1e9 for changed, _ in after.values()):
             break
+        before = after
     else:
         raise AssertionError(f"{source} or what it includes changes all the time")
     listed.write_text("\n".join(names))
@@ -169,9 +172,13 @@ def locked(file: Path) -> Iterator[None]:
         yield
 
 
-def _contents(name: str) -> str:
+def _changed(name: str) -> tuple[int, int]:
     facts = os.stat(name)
-    return _hash_of_file(name, facts.st_mtime_ns, facts.st_size)
+    return facts.st_mtime_ns, facts.st_size
+
+
+def _contents(name: str) -> str:
+    return _hash_of_file(name, *_changed(name))
 
 
 @functools.cache

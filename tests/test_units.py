@@ -76,6 +76,11 @@ def test_a_change_of_a_header_is_seen(folder):
         both()
 
 
+def test_a_file_of_the_future(folder):
+    os.utime(folder / "base.h", (2**32, 2**32))
+    assert compiled.object_file(folder / "one.cc", FLAGS).exists()
+
+
 def test_two_workers_compile_once(folder, monkeypatch):
     compiler, log = folder / "g++", folder / "log"
     compiler.write_text(f'#!/bin/sh\necho "$@" >> {log}\nexec {shutil.which("g++")} "$@"\n')
