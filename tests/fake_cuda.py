@@ -35,8 +35,6 @@ import torch
 ROOT = Path(__file__).parent.parent
 HERE = ROOT / "tests" / "cpp" / "cuda"
 FOR_TORCH = ("fake_torch_module", "fake_torch_device", "fake_nccl")
-DEVICE = ("fake_launch", "fake_processors", "fake_driver", "fake_streams", "fake_virtual_memory")
-DEVICE += ("fiber", "fiber_ops", "machine")
 REPLACED = ("stub.cc",)  # and what nvcc makes, which has no source of this ending
 LIMIT = 40  # seconds of a case
 
@@ -48,23 +46,38 @@ def build():
     """Path of the variant; made anew when a source or an object file has changed."""
     normal = compiled.built(path for path in (ROOT / "csrc").rglob("*.cc") if path.name not in REPLACED)
     include = Path(torch.__file__).parent / "include"
-    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
+    folders = [
+        HERE / "brief",
+        include,
+        include / "torch" / "csrc" / "api" / "include",
+        sysconfig.get_path("include"),
+    ]
     of_torch = [part for path in folders for part in ("-isystem", path)]
-    jobs = [(HERE / f"{name}.cc", [*compiled.DEVICE_FLAGS, *of_torch]) for name in FOR_TORCH]
-    jobs += [(HERE / f"{name}.cc", compiled.DEVICE_FLAGS) for name in DEVICE]
-    files = [*normal, *compiled.in_parallel(lambda job: compiled.object_file(*job), jobs)]
+    sources = [HERE / f"{name}.cc" for name in FOR_TORCH]
+    of_torch.append("-DAT_PER_OPERATOR_HEADERS")  # see brief/ATen/Functions.h
+    jobs = [
+        # What is in headers of torch takes the compiler longer to optimise than to run.
+        lambda: [compiled.unit("fake_torch", sources, [*compiled.DEVICE_FLAGS, "-O0", *of_torch])],
+        lambda: [compiled.fake_driver(), *compiled.fake_launch()],
+    ]
+    files = [*normal, *(file for made in compiled.in_parallel(lambda job: job(), jobs) for file in made)]
     facts = "".join(f"{path} {path.stat().st_mtime_ns} {path.stat().st_size}\n" for path in sorted(files))
     folder = ROOT / "build" / "fake_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"_C-{hashlib.sha256(facts.encode()).hexdigest()[:16]}.so"
+    with compiled.locked(library):
+        _link(library, files)
+    return library
+
+
+def _link(library: Path, files: list[Path]) -> None:
     if not library.exists():
-        for old in folder.glob("_C-*.so"):
+        for old in library.parent.glob("_C-*.so"):
             old.unlink(missing_ok=True)
         lib = Path(torch.__file__).parent / "lib"
         libraries = [f"-L{lib}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
         own = library.with_name(f"{library.name}.{os.getpid()}")
         compiled.link([*files, *libraries], own, ["-shared"]).rename(library)
-    return library
 
 
 # --- in a process with the variant --------------------

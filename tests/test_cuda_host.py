@@ -20,7 +20,7 @@ HOST = [
     CUDA / "protocol.cc",
 ]
 STUB = CUDA / "kernels" / "stub.cc"  # not in an extension that has kernels
-FAKE = [HERE / f"{name}.cc" for name in ("fake_driver", "fake_streams", "fake_virtual_memory")]
+MAIN = [*FLAGS, "-O0"]  # of the programs: the compiler takes longer than they run
 PROGRAMS = ("host_test", "peer_memory_test")
 MACHINES = {
     "none": "No CUDA driver was found on this machine (libcuda.so.1).; cuInit called 0 times",
@@ -35,23 +35,19 @@ pytestmark = pytest.mark.timeout(400)  # of which most is for compilers on a bus
 
 @pytest.fixture(scope="module")
 def programs(tmp_path_factory):
-    """The path of each program, by name."""
-    folder = tmp_path_factory.mktemp("cuda_host")
-
-    extension = compiled.built([*core_sources(ROOT / "csrc"), *HOST])
-    *shared, host, memory = compiled.objects(
-        [*FAKE, STUB, *(HERE / f"{name}.cc" for name in PROGRAMS)], FLAGS
-    )
-    for name, main in zip(PROGRAMS, (host, memory), strict=True):
-        compiled.link([*extension, *shared, main], folder / name)
-    return {name: folder / name for name in PROGRAMS}
+    """The command of each program, by name."""
+    mains = compiled.unit("cuda_host", [HERE / f"{name}.cc" for name in PROGRAMS], MAIN)
+    files = [*compiled.built([*core_sources(ROOT / "csrc"), *HOST]), compiled.fake_driver()]
+    files += [mains, compiled.object_file(STUB, FLAGS)]
+    program = compiled.link(files, tmp_path_factory.mktemp("cuda_host") / "cuda_host")
+    return {name: [str(program), name] for name in PROGRAMS}
 
 
 @tier(quick=1 / 2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
     result = subprocess.run(
-        [str(programs[name])], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        programs[name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
     )
     assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, (
         result.stdout[-5000:]
@@ -60,8 +56,8 @@ def test_program(programs, name):
 
 def test_loading_of_the_driver(tmp_path):
     program = str(tmp_path / "driver_load_test")
-    sources = [HERE / "driver_load_test.cc", CUDA / "device" / "driver.cc", *FAKE]
-    compiled.link(compiled.objects(sources, FLAGS), program)
+    main = compiled.object_file(HERE / "driver_load_test.cc", MAIN)
+    compiled.link([main, *compiled.built([CUDA / "device" / "driver.cc"]), compiled.fake_driver()], program)
     for machine, report in MACHINES.items():
         assert (
             subprocess.run([program, machine], capture_output=True, text=True, timeout=20).stdout

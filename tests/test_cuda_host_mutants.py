@@ -5,13 +5,15 @@ program of tests/test_cuda_group.py must find it. Those of the kernels: tests/te
 import os
 import shutil
 import subprocess
+from pathlib import Path
+from typing import NamedTuple
 
 import compiled
 import pytest
 from cuda_host_faults import FAULTS
 from planting import plant, programs_of, without_place
-from test_cuda_group import CUDA, FIBERS, FLAGS, HERE, HOST, MAIN
-from test_cuda_host import FAKE, ROOT
+from test_cuda_group import CUDA, HOST, MAIN, mains
+from test_cuda_host import ROOT
 from test_sanitizers import core_sources
 from tiers import tier
 
@@ -20,40 +22,36 @@ SECONDS = 150  # of a run; what takes longer hangs
 EVERY = 4  # faults of which `make test-slow` has one
 
 
-def objects():
-    """{source: object file} of everything but the programs."""
-    extension, device = [*core_sources(ROOT / "csrc"), *HOST], [*FAKE, *FIBERS]
-    files = compiled.built(extension) + compiled.objects(device, FLAGS)
-    return dict(zip([*extension, *device], files, strict=True))
+class Files(NamedTuple):
+    """What a program is linked of."""
+
+    extension: dict  # {source: object file}
+    others: list  # the fake device and the programs
 
 
-def programs_with(names, files, folder):
-    """{name of a program: itself} with these faults: all programs that must find one of them."""
+def files_of_programs() -> Files:
+    sources = [*core_sources(ROOT / "csrc"), *HOST]
+    extension = dict(zip(sources, compiled.built(sources), strict=True))
+    return Files(extension, [compiled.fake_driver(), *compiled.fake_launch(), mains()])
+
+
+def program_with(names: list[str], files: Files, folder: Path) -> Path:
+    """The programs with these faults, as one: the first argument chooses."""
     root = folder / "_".join(names)[:60].replace(" ", "_").replace("/", "_")
     shutil.copytree(ROOT / "csrc", root / "csrc", ignore=shutil.ignore_patterns("torch", "bindings"))
     faults = [FAULTS[name] for name in names]
     plant(faults, root)
     changed = {CUDA / fault.file for fault in faults}
-    targets = {source: root / f"{source.stem}.o" for source in changed}
     flags = [*MAIN, "-w", "-include", root / "planted.h"]
-    compiled.in_parallel(
-        lambda source: compiled.command(
-            [*flags, "-c", root / "csrc" / source.relative_to(ROOT / "csrc"), "-o", targets[source]]
-        ),
-        sorted(changed),
-    )
-    others = [target for source, target in files.items() if source not in changed]
-    return {
-        program: compiled.link(
-            [*others, *targets.values(), compiled.object_file(HERE / f"{program}.cc", MAIN)], root / program
-        )
-        for program in {fault.program for fault in faults}
-    }
+    sources = sorted(root / source.relative_to(ROOT) for source in changed)
+    own = compiled.unit_in(root, "faults", sources, flags)
+    others = [target for source, target in files.extension.items() if source not in changed]
+    return compiled.link([*others, *files.others, own], root / "programs")
 
 
-def found(program, suites, number):
+def found(program, fault, number):
     """What the program says; None: it finds nothing."""
-    command = [str(program), *suites.split(", ")]
+    command = [str(program), fault.program, *fault.suites.split(", ")]
     environment = {**os.environ, "PLANTED_FAULT": str(number)}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS, env=environment)
@@ -64,17 +62,17 @@ def found(program, suites, number):
 
 def survivors(names, folder):
     """The faults that are not found."""
-    files = objects()
+    files = files_of_programs()
     places = [
-        (name, number, programs[FAULTS[name].program])
+        (name, number, program)
         for members in programs_of(names, FAULTS)
-        for programs in [programs_with(members, files, folder)]
+        for program in [program_with(members, files, folder)]
         for number, name in enumerate(members, 1)
     ]
 
     def find(place):
         name, number, program = place
-        text = found(program, FAULTS[name].suites, number)
+        text = found(program, FAULTS[name], number)
         print(f"{name}: {text}")  # for pytest -s
         return None if text else name
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import compiled
 import pytest
-from test_fiber import SCHEDULER
+from test_fiber import SANITIZERS
 from test_sanitizers import without_randomisation
 from tiers import tier
 
@@ -26,54 +26,60 @@ PLANS = [
     Path("csrc", "cuda", f"{name}.cc")
     for name in ("planner", "plan_reduce", "plan_move", "plan_bracket", "plan_message", "choice", "announce")
 ]
-# In the order of compiling: the longest first. `OWN` get the flags of the build; what they call beside, which
-# is correct without, does not, and of the extension's files it is what was built for users.
-OWN = [
-    *(TESTS / f"{name}.cc" for name in ("kernel_launch", "kernel_test", "kernel_faults", "machine")),
-    *PLANS,
-]
+KERNELS = TESTS / "kernel_launch.cc"
+SUITES = [TESTS / f"{name}.cc" for name in ("kernel_test", "kernel_faults", "machine")]
+# What all these call beside, which is correct without a sanitizer: as it was built for users.
 BESIDE = [
     *sorted((ROOT / "csrc" / "arithmetic").glob("*.cc")),
     ROOT / "csrc" / "op" / "fingerprint.cc",
 ]
-FLAGS = [
-    "-std=c++20",
-    "-O1",
-    "-g1",
-    "-pthread",
-    "-Wall",
-    "-Wextra",
-    "-Werror",
-    "-Wno-unknown-pragmas",
-    "-Wno-maybe-uninitialized",
-]
+FLAGS = ["-std=c++20", "-O1", "-pthread", *compiled.WARNINGS, "-Wno-maybe-uninitialized", "-Werror"]
 FEW_KERNELS, WEAK = "-DPYCOMM_FEW_KERNELS", "-DPYCOMM_WEAK"
-BUILDS = {
-    "plain": [],
-    "thread": [FEW_KERNELS, "-fsanitize=thread"],
-    "weak": [FEW_KERNELS, WEAK],
-    "address": [FEW_KERNELS, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+BUILDS = {  # (flags of the kernels, flags of all)
+    "plain": ([], []),
+    "thread": ([FEW_KERNELS], SANITIZERS["thread"]),
+    "weak": ([FEW_KERNELS, WEAK], []),
+    "address": ([FEW_KERNELS], SANITIZERS["address"]),
 }
+# Each run makes and destroys thousands of buffers: the allocator keeps their memory.
+MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(1 << 32)}
 JOBS = 2
 SECONDS = 400  # of a run; the longest takes 15 on a free machine, and took 120 beside a load of 18
 pytestmark = pytest.mark.timeout(1500)  # of which most is for compilers on a busy machine
 
 
-def beside():
-    """{source: object file}"""
-    files = compiled.built(BESIDE) + compiled.objects(SCHEDULER, FLAGS)
-    return dict(zip([*BESIDE, *SCHEDULER], files, strict=True))
+def parts(sanitizer: list[str]) -> dict[str, list[Path]]:
+    """{name: sources} of a program, as they are compiled together."""
+    plans = {"plans": PLANS} if sanitizer else {path.stem: [path] for path in PLANS}
+    return {"kernel_launch": [KERNELS], "kernel_suites": SUITES, **plans}
 
 
-def build(folder, builds):
-    """{name: program}"""
-    jobs = [(ROOT / source, [*FLAGS, *builds[name]]) for name in builds for source in OWN]
-    files = compiled.in_parallel(lambda job: compiled.object_file(*job, many=True), jobs)
-    programs = {}
-    for number, name in enumerate(builds):
-        own = files[number * len(OWN) : (number + 1) * len(OWN)]
-        programs[name] = compiled.link([*own, *beside().values()], folder / name, builds[name])
-    return programs
+def compile_parts(kernels: list[str], sanitizer: list[str]) -> dict[str, Path]:
+    """{name: object file}; `kernels` are flags of the kernels alone. Plans without a sanitizer are those that
+    were built for users.
+    """
+
+    def compile_one(part: tuple[str, list[Path]]) -> Path:
+        name, sources = part[0], [ROOT / source for source in part[1]]
+        if not sanitizer and part[1][0] in PLANS:
+            return compiled.built(sources)[0]
+        flags = [*FLAGS, *sanitizer, *(["-g1"] if sanitizer else [])]
+        flags += kernels if part[1] == [KERNELS] else []
+        return compiled.unit(name, sources, flags)
+
+    wanted = parts(sanitizer)
+    return dict(zip(wanted, compiled.in_parallel(compile_one, wanted.items()), strict=True))
+
+
+def beside() -> list[Path]:
+    return [*compiled.built(BESIDE), *compiled.fibers()]
+
+
+def build(folder: Path, name: str) -> Path:
+    """The program."""
+    kernels, sanitizer = BUILDS[name]
+    files = [*compile_parts(kernels, sanitizer).values(), *beside()]
+    return compiled.link(files, folder / name, sanitizer)
 
 
 def run(program, arguments, seconds=SECONDS, **variables):
@@ -95,12 +101,12 @@ def run(program, arguments, seconds=SECONDS, **variables):
 def program(tmp_path_factory):
     """name -> its program, built when it is first asked for."""
     folder = tmp_path_factory.mktemp("cuda_kernels")
-    return functools.cache(lambda name: build(folder, {name: BUILDS[name]})[name])
+    return functools.cache(lambda name: build(folder, name))
 
 
 def check_all(program, cases):
     with ThreadPoolExecutor(JOBS) as pool:
-        outcomes = dict(zip(cases, pool.map(lambda case: run(program, case), cases), strict=True))
+        outcomes = dict(zip(cases, pool.map(lambda case: run(program, case, **MEMORY), cases), strict=True))
     for case, (status, output) in outcomes.items():
         assert status == 0 and re.fullmatch(r"[1-9]\d* runs\n", output), (
             f"kernel_test {case} ended with {status}:\n{output[:8000]}"
@@ -143,5 +149,5 @@ def test_many_seeds(program, name, some):
 
 
 def test_every_suite_is_run(program):
-    suites = run(program("plain"), "no such suite")[1].removeprefix("suites: ").strip().split(", ")
+    suites = run(program("weak"), "no such suite")[1].removeprefix("suites: ").strip().split(", ")
     assert set(suites) == {case.split()[0] for cases in CASES.values() for case in cases}

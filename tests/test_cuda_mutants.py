@@ -19,12 +19,11 @@ from typing import NamedTuple
 
 import pytest
 import test_cuda_kernels as kernels
-from compiled import command, in_parallel, link, standard
+from compiled import in_parallel, link, unit_in
 from cuda_faults import FAULTS
 from planting import plant, programs_of, without_place
 from test_cuda_kernels import (
     FEW_KERNELS,
-    OWN,
     ROOT,
     TESTS,
     WEAK,
@@ -35,7 +34,11 @@ from tiers import tier
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 
 FLAGS = ["-O0", "-g0", FEW_KERNELS]
-DETECTORS = {"run": FLAGS, "race": [*FLAGS, "-fsanitize=thread"], "weak": [*FLAGS, WEAK]}
+DETECTORS = {  # (flags of the kernels, flags of all)
+    "run": (FLAGS, []),
+    "race": (FLAGS, ["-fsanitize=thread"]),
+    "weak": ([*FLAGS, WEAK], []),
+}
 SUITES = {  # what kernel_test is asked for until something is found
     "run": {
         "collectives": [f"mutants {seed} 150" for seed in range(1, 5)],
@@ -57,40 +60,35 @@ SUITES = {  # what kernel_test is asked for until something is found
 }
 
 
-def recompiled(file):
-    """The sources that hold the code of `file`: kernels are templates, which one source instantiates."""
-    if file.endswith(".cc"):
-        return [Path("csrc", "cuda", file)]
-    users = ("kernel_test", "kernel_faults") if file == "sync_words.h" else ("kernel_launch",)
-    return [TESTS / f"{name}.cc" for name in users]
-
-
-def compile_all(jobs):
-    """jobs: (root of the sources, source, object file, flags). Not kept by compiled.py: the copies of the
-    sources are of this run.
+def recompiled(file: str, parts: dict[str, list[Path]]) -> list[str]:
+    """The parts of the program that hold the code of `file`: kernels are templates, which one source
+    instantiates.
     """
-    in_parallel(lambda job: command([*kernels.FLAGS, *job[3], "-c", job[0] / job[1], "-o", job[2]]), jobs)
+    if file == "sync_words.h":
+        return ["kernel_suites"]
+    source = Path("csrc", "cuda", file) if file.endswith(".cc") else kernels.KERNELS
+    return [name for name, sources in parts.items() if source in sources]
 
 
 class Base(NamedTuple):
     """The program without a fault, as one detector needs it."""
 
-    sources: Path  # a copy, so that all objects are of one state
-    flags: list
+    sources: Path  # a copy, of the state that the objects are of
+    flags: tuple
     objects: dict
     program: Path
 
 
-def build(detector, folder):
+def build(detector: str, folder: Path) -> Base:
+    flags = DETECTORS[detector]
     sources = folder / "sources"
     shutil.copytree(ROOT / "csrc", sources / "csrc", ignore=shutil.ignore_patterns("torch"))
     shutil.copytree(ROOT / TESTS, sources / TESTS)
-    flags = DETECTORS[detector]
-    with_header = [*flags, *standard([*kernels.FLAGS, *flags])]
-    own = {source: folder / f"{source.parent.name}-{source.stem}.o" for source in OWN}
-    compile_all([(sources, source, target, with_header) for source, target in own.items()])
-    objects = {**own, **kernels.beside()}
-    return Base(sources, with_header, objects, link(objects.values(), folder / "base", flags))
+    objects = kernels.compile_parts(*flags)
+    for copy in (path for path in sources.rglob("*") if path.is_file()):
+        assert copy.read_bytes() == (ROOT / copy.relative_to(sources)).read_bytes(), "the sources change"
+    program = link([*objects.values(), *kernels.beside()], folder / "base", flags[1])
+    return Base(sources, flags, objects, program)
 
 
 @pytest.fixture(scope="module")
@@ -119,12 +117,11 @@ def compile_with(names, base, folder):
     """The program with these faults."""
     root = Path(shutil.copytree(base.sources, folder))
     plant([FAULTS[name] for name in names], root)
-    objects = dict(base.objects)
-    for source in {source for name in names for source in recompiled(FAULTS[name].file)}:
-        objects[source] = folder / f"{source.stem}.o"
-        flags = [*base.flags, "-include", folder / "planted.h"]
-        command(["-std=c++20", "-pthread", *flags, "-w", "-c", root / source, "-o", objects[source]])
-    program = link(objects.values(), folder / "kernel_test", DETECTORS[FAULTS[names[0]].detector])
+    objects, parts = dict(base.objects), kernels.parts(base.flags[1])
+    flags = ["-std=c++20", "-pthread", *base.flags[0], *base.flags[1], "-w", "-include", folder / "planted.h"]
+    for part in {part for name in names for part in recompiled(FAULTS[name].file, parts)}:
+        objects[part] = unit_in(folder, part, [root / source for source in parts[part]], flags)
+    program = link([*objects.values(), *kernels.beside()], folder / "kernel_test", base.flags[1])
     for kept in (folder / "csrc", folder / "tests"):
         shutil.rmtree(kept)
     if len(names) > 1:

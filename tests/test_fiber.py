@@ -1,8 +1,7 @@
 """The runtime that runs CUDA kernels on a CPU (tests/cpp/cuda/fiber.h): tests/cpp/cuda/fiber_test.cc, plain,
 under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitizer.
 
-Programs on top of it are built with `build` here: the scheduler is never instrumented ([Note: instrumented
-and not], fiber_core.h).
+The scheduler is never instrumented ([Note: instrumented and not], fiber_core.h).
 """
 
 import os
@@ -16,9 +15,8 @@ from test_sanitizers import without_randomisation
 from tiers import tier
 
 FOLDER = Path(__file__).parent / "cpp" / "cuda"
-SCHEDULER = [FOLDER / "fiber.cc", FOLDER / "fiber_ops.cc"]
 INSTRUMENTED = [FOLDER / "machine.cc", FOLDER / "fiber_test.cc"]
-FLAGS = ["-std=c++20", "-O1", "-g1", "-pthread", "-Wall", "-Wextra", "-Werror"]
+FLAGS = ["-std=c++20", "-O0", "-g1", "-pthread", *compiled.WARNINGS, "-Werror"]
 SANITIZERS = {
     "plain": [],
     "thread": ["-fsanitize=thread"],
@@ -27,13 +25,12 @@ SANITIZERS = {
 pytestmark = pytest.mark.timeout(300)  # of which most is for compilers on a busy machine
 
 
-def build(folder, sources=INSTRUMENTED, sanitizers=tuple(SANITIZERS)):
-    """{sanitizer: program}; `sources` are compiled once for each, the scheduler once for all."""
-    scheduler = compiled.objects(SCHEDULER, FLAGS)
-    programs = {}
-    for name in sanitizers:
-        own = compiled.objects(sources, [*FLAGS, *SANITIZERS[name]])
-        programs[name] = compiled.link([*scheduler, *own], folder / name, SANITIZERS[name])
+def build(folder: Path) -> dict[str, Path]:
+    """{sanitizer: program}"""
+    scheduler, programs = compiled.fibers(), {}
+    for name, flags in SANITIZERS.items():
+        own = compiled.unit("fiber_test", INSTRUMENTED, [*FLAGS, *flags])
+        programs[name] = compiled.link([*scheduler, own], folder / name, flags)
     return programs
 
 
@@ -93,7 +90,7 @@ def test_scheduler_shares_no_code():
     """No inline function of the scheduler may be merged with an instrumented copy: [Note: instrumented and
     not].
     """
-    for path in compiled.objects(SCHEDULER, FLAGS):
+    for path in compiled.fibers():
         symbols = subprocess.run(["nm", "-C", str(path)], capture_output=True, text=True, check=True)
         assert " T pycomm" in symbols.stdout and not re.findall(r"^\w+ W .*", symbols.stdout, re.M)
 

@@ -6,10 +6,12 @@ fences only for the decision whether a sleeper must be woken (csrc/transport/wai
 acquire and release alone, so nothing is suppressed here.
 """
 
+import functools
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -35,21 +37,45 @@ def core_sources(csrc):
     return sorted(path for folder in folders for path in (csrc / folder).glob("*.cc"))
 
 
-def compile_files(sources, flags):
-    """{name of the source in its folder: object file}, two compilers at a time."""
-
-    def compile_one(source):
-        slow = "undefined" in flags[0] and source.stem.startswith("kernels")  # minutes else
-        own = ["-fno-sanitize=undefined"] * slow
-        return compiled.object_file(source, [*FLAGS, *flags, *own], many=not slow)
-
-    names = [f"{source.parent.name}-{source.stem}" for source in sources]
-    return dict(zip(names, compiled.in_parallel(compile_one, sources), strict=True))
+def level_here() -> str:
+    """The SIMD level that csrc/arithmetic/reduce.cc takes on this CPU."""
+    words = set(Path("/proc/cpuinfo").read_text().split())
+    if {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= words:
+        return "avx512"
+    return "avx2" if "avx2" in words else "baseline"
 
 
-def link(objects, target, flags):
+def units(root: Path) -> dict[str, list[Path]]:
+    """{name: sources} of the program, as they are compiled together; `root` holds csrc and tests."""
+    levels = f"kernels_{level_here()}"
+    sources = [path for path in core_sources(root / "csrc") if not path.stem.startswith("kernels_")]
+    return {
+        "collectives": [path for path in sources if path.parent.name == "collectives"],
+        "core": [
+            *(path for path in sources if path.parent.name != "collectives"),
+            *(root / "tests" / "cpp" / name for name in ("one_level.cc", "stress.cc")),
+        ],
+        levels: [root / "csrc" / "arithmetic" / f"{levels}.cc"],
+    }
+
+
+def compile_units(
+    wanted: dict[str, list[Path]], sanitizer: str, compile: Callable = compiled.unit
+) -> dict[str, Path]:
+    """{name: object file}, two compilers at a time."""
+
+    def compile_one(name: str) -> Path:
+        flags = [*FLAGS, *SANITIZERS[sanitizer], f"-DPYCOMM_LEVEL_{level_here()}"]
+        if sanitizer == "address" and name.startswith("kernels"):  # minutes else
+            flags.append("-fno-sanitize=undefined")
+        return compile(name, wanted[name], flags)
+
+    return dict(zip(wanted, compiled.in_parallel(compile_one, wanted), strict=True))
+
+
+def link(objects: dict[str, Path], target: Path, sanitizer: str) -> Path:
     wrap = "-Wl,--wrap=mmap,--wrap=munmap"  # see stress.cc
-    return compiled.link(objects.values(), target, [*FLAGS, *flags, wrap])
+    return compiled.link(objects.values(), target, [*FLAGS, *SANITIZERS[sanitizer], wrap])
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +85,9 @@ def stress(tmp_path_factory):
 
     def build(sanitizer):
         if sanitizer not in built:
-            folder, flags = tmp_path_factory.mktemp(sanitizer), SANITIZERS[sanitizer]
-            sources = [*core_sources(ROOT / "csrc"), ROOT / "tests" / "cpp" / "stress.cc"]
-            objects = compile_files(sources, flags)
-            built[sanitizer] = link(objects, folder / "stress", flags), objects
+            objects = compile_units(units(ROOT), sanitizer)
+            folder = tmp_path_factory.mktemp(sanitizer)
+            built[sanitizer] = link(objects, folder / "stress", sanitizer), objects
         return built[sanitizer]
 
     return build
@@ -194,15 +219,16 @@ def test_planted_fault_is_reported(stress, fault, tmp_path):
     _, objects = stress("thread")
     name, correct, weak = FAULTS[fault]
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("torch"))
+    shutil.copytree(ROOT / "tests" / "cpp", tmp_path / "tests" / "cpp")
     file = tmp_path / "csrc" / name
     text = file.read_text()
     file.write_text(text.replace(correct, correct.replace("memory_order_release", f"memory_order_{weak}")))
-    users = [
-        path
-        for path in core_sources(tmp_path / "csrc")
-        if path == file or f'#include "{file.name}"' in path.read_text()
-    ]
-    changed = compile_files(users, SANITIZERS["thread"])
-    program = link({**objects, **changed}, tmp_path / "stress", SANITIZERS["thread"])
+    users = {
+        unit: sources
+        for unit, sources in units(tmp_path).items()
+        if any(path == file or f'{file.name}"' in path.read_text() for path in sources)
+    }
+    changed = compile_units(users, "thread", functools.partial(compiled.unit_in, tmp_path))
+    program = link({**objects, **changed}, tmp_path / "stress", "thread")
     outputs = [output for _, output in run_all(program, FAULT_CASES).values()]
     assert any("ThreadSanitizer: data race" in output for output in outputs), outputs

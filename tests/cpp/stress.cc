@@ -39,10 +39,10 @@ using namespace pycomm;
 
 Transport::Reach& reach_of(Transport& transport);
 template <auto member>
-struct Key {
+struct ReachKey {
   friend Transport::Reach& reach_of(Transport& transport) { return transport.*member; }
 };
-template struct Key<&Transport::reach_>;
+template struct ReachKey<&Transport::reach_>;
 
 namespace {
 

@@ -165,7 +165,7 @@ void multimem() {
   check_text(machine.run(), "rank 0 kernel #0 block 0 thread 0: multimem: no multicast address");
 }
 
-void words() {
+void two_words() {
   alignas(16) U4 slot{};
   Machine machine(2, {.seed = 4, .preempt = 1});
   for (int rank = 0; rank < 2;
@@ -372,7 +372,7 @@ const std::map<std::string, std::function<void()>> cases = {
     {"stream_values", stream_values},
     {"block_functions", block_functions},
     {"multimem", multimem},
-    {"words", words},
+    {"words", two_words},
     {"counter", counter},
     {"deadlock", deadlock},
     {"timeouts", timeouts},

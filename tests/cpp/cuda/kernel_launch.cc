@@ -44,29 +44,37 @@ template <class T, ReduceOp op>
 inline constexpr bool built = true;
 #endif
 
-}  // namespace
+using Run = void (*)(fiber::FiberCtx& c, const Args& args);
 
-bool is_built(const KernelKey& key) {
-  bool result = false;
-  visit_kernel(key, [&]<Kernel kernel, class T, ReduceOp op>() { result = built<T, op>; });
-  return result;
+template <Kernel kernel, class T, ReduceOp op>
+void run(fiber::FiberCtx& c, const Args& args) {
+#ifdef PYCOMM_WEAK
+  WeakCtx weak(c);
+  run_kernel<kernel, T, op>(weak, args);
+  weak.drain();
+#else
+  run_kernel<kernel, T, op>(c, args);
+#endif
 }
 
-void launch_step(fiber::Machine& machine, fiber::Stream& stream, const Step& step, int threads) {
-  if (!is_built(step.key)) throw std::logic_error("no such kernel");
-  visit_kernel(step.key, [&]<Kernel kernel, class T, ReduceOp op>() {
-    if constexpr (built<T, op>)
-      machine.launch(stream, step.blocks, std::min(step.threads, threads),
-                     [args = step.args](fiber::FiberCtx& c) {
-#ifdef PYCOMM_WEAK
-                       WeakCtx weak(c);
-                       run_kernel<kernel, T, op>(weak, args);
-                       weak.drain();
-#else
-                       run_kernel<kernel, T, op>(c, args);
-#endif
-                     });
+// nullptr if it is not in this program.
+Run find(const KernelKey& key) {
+  Run found = nullptr;
+  visit_kernel(key, [&]<Kernel kernel, class T, ReduceOp op>() {
+    if constexpr (built<T, op>) found = run<kernel, T, op>;
   });
+  return found;
+}
+
+}  // namespace
+
+bool is_built(const KernelKey& key) { return find(key) != nullptr; }
+
+void launch_step(fiber::Machine& machine, fiber::Stream& stream, const Step& step, int threads) {
+  const Run run_step = find(step.key);
+  if (!run_step) throw std::logic_error("no such kernel");
+  machine.launch(stream, step.blocks, std::min(step.threads, threads),
+                 [run_step, args = step.args](fiber::FiberCtx& c) { run_step(c, args); });
 }
 
 }  // namespace testing

@@ -23,23 +23,32 @@ unsigned char value(int writer, int owner, size_t i) {
   return static_cast<unsigned char>(writer * 37 + owner * 11 + i);
 }
 
+void fill(std::byte* memory, size_t nbytes, int writer, int owner) {
+  for (size_t i = 0; i < nbytes; ++i) memory[i] = std::byte{value(writer, owner, i)};
+}
+
+bool holds(const std::byte* memory, size_t nbytes, int writer, int owner) {
+  bool all = true;
+  for (size_t i = 0; i < nbytes; ++i) all = all && memory[i] == std::byte{value(writer, owner, i)};
+  return all;
+}
+
 // Every rank fills its part of every rank's memory; then every rank reads everything. (Fake device memory is
 // the host's, too.)
 void exercise(Rank& rank, const PeerMemory& memory) {
   const size_t part = nbytes / rank.world_size;
   for (int p = 0; p < rank.world_size; ++p)
     require(memory.address(p) != nullptr, "an address of rank " + std::to_string(p));
-  for (size_t i = 0; i < nbytes; ++i) require(memory.address(rank.rank)[i] == std::byte{0}, "zeroed memory");
+  const std::byte* own = memory.address(rank.rank);
+  bool zeroed = true;
+  for (size_t i = 0; i < nbytes; ++i) zeroed = zeroed && own[i] == std::byte{0};
+  require(zeroed, "zeroed memory");
   rank.barrier();
-  for (int p = 0; p < rank.world_size; ++p)
-    for (size_t i = 0; i < part; ++i)
-      memory.address(p)[rank.rank * part + i] = std::byte{value(rank.rank, p, i)};
+  for (int p = 0; p < rank.world_size; ++p) fill(memory.address(p) + rank.rank * part, part, rank.rank, p);
   rank.barrier();
   for (int owner = 0; owner < rank.world_size; ++owner)
     for (int writer = 0; writer < rank.world_size; ++writer)
-      for (size_t i = 0; i < part; ++i)
-        require(memory.address(owner)[writer * part + i] == std::byte{value(writer, owner, i)},
-                "what others wrote");
+      require(holds(memory.address(owner) + writer * part, part, writer, owner), "what others wrote");
 }
 
 // All blocks are gone everywhere once all ranks have dropped theirs.
