@@ -75,25 +75,25 @@ def test_a_unit_is_written_again_only_when_it_changes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("cuda", "gpu", "asked", "expected"),
+    ("torch", "asked", "expected"),
     [
-        (None, None, None, False),  # a torch for CPUs, wherever nvcc lies
-        (None, (9, 0), None, False),
-        ("13.0", None, None, True),  # a login node: no GPU is visible
-        ("13.0", (9, 0), None, True),
-        (None, None, "1", True),
-        ("13.0", (9, 0), "0", False),
+        ({"cuda": None, "gpu": None}, None, False),  # a torch for CPUs, wherever nvcc lies
+        ({"cuda": None, "gpu": (9, 0)}, None, False),
+        ({"cuda": "13.0", "gpu": None}, None, True),  # a login node: no GPU is visible
+        ({"cuda": "13.0", "gpu": (9, 0)}, None, True),
+        ({"cuda": None, "gpu": None}, "1", True),
+        ({"cuda": "13.0", "gpu": (9, 0)}, "0", False),
     ],
 )
-def test_when_kernels_are_built(cuda, gpu, asked, expected, torch_of, nvcc, monkeypatch):
-    torch_of(cuda, gpu)
+def test_when_kernels_are_built(torch, asked, expected, torch_of, nvcc, monkeypatch):
+    torch_of(**torch)
     path = nvcc()
     if asked:
         monkeypatch.setenv("PYCOMM_CUDA", asked)
     found = build.find_cuda()
     assert (found is not None) == expected
     if found:
-        assert found.nvcc == path and found.archs == (["90"] if gpu else ["80", "90"])
+        assert found.nvcc == path and found.archs == (["90"] if torch["gpu"] else ["80", "90"])
 
 
 def test_without_a_usable_nvcc(torch_of, nvcc, monkeypatch, capsys):
