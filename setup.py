@@ -25,9 +25,11 @@ statically, so neither torch's CUDA version nor a driver matters to the build.
 """
 
 import functools
+import importlib.util
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -38,18 +40,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
-import torch
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
-from torch.utils.cpp_extension import CUDA_HOME, include_paths, library_paths
 
 ROOT = Path(__file__).parent
 BUILD = ROOT / "build"
 OBJECTS = BUILD / "objects.json"  # {source: object}, for tests that link what users get
 OLDEST_TORCH, NEWEST_TORCH = (2, 11), (2, 15)
-torch_minor = tuple(int(part) for part in torch.__version__.split(".")[:2])
-if not OLDEST_TORCH <= torch_minor <= NEWEST_TORCH:
-    raise SystemExit(f"pycomm supports torch 2.11 to 2.15; torch {torch.__version__} is installed.")
 for name in ("parallel", "benchmarks"):
     if not (ROOT / "pycomm" / name / "__init__.py").exists():
         raise SystemExit(
@@ -58,6 +55,28 @@ for name in ("parallel", "benchmarks"):
             f"it again: ln -sfn ../{name} pycomm/{name}"
         )
 
+
+class Torch(NamedTuple):
+    """The torch that the extension is built for. To import it takes 3 s, so it is not."""
+
+    folder: Path
+    version: str  # "2.13.0+cpu"
+    cuda: str | None  # the version of CUDA that it was built with
+
+
+def installed_torch() -> Torch:
+    spec = importlib.util.find_spec("torch")
+    if not spec or not spec.origin:
+        raise SystemExit("pycomm is built for the torch that is installed, but none is: pip install torch")
+    folder = Path(spec.origin).parent
+    facts = runpy.run_path(str(folder / "version.py"))
+    version = facts["__version__"]
+    if not OLDEST_TORCH <= tuple(int(part) for part in version.split(".")[:2]) <= NEWEST_TORCH:
+        raise SystemExit(f"pycomm supports torch 2.11 to 2.15; torch {version} is installed.")
+    return Torch(folder, version, facts["cuda"])
+
+
+TORCH = installed_torch()
 FLAGS = ["-std=c++20", "-fPIC", "-pthread", "-DNDEBUG", "-fwrapv", "-fvisibility=hidden"]
 FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
 HOT, ONCE = "-O3", "-O1"
@@ -165,18 +184,26 @@ def write(path: Path, text: str) -> None:
 # --- nvcc ----------------------------------------------------------------------------------------
 
 
+def gpu() -> str | None:
+    """The number of the architecture of this machine's GPU, such as "90"; None where torch sees no GPU."""
+    if not TORCH.cuda:
+        return None
+    import torch
+
+    return "{}{}".format(*torch.cuda.get_device_capability()) if torch.cuda.is_available() else None
+
+
 def architectures(asked: str | None) -> list[str]:
     """The numbers of the architectures that the kernels are built for: ["80", "90"], or one. asked:
     PYCOMM_CUDA_ARCH.
     """
-    if asked is None and torch.cuda.is_available():
-        asked = "native"
-    if asked in (None, "", "all"):
-        return re.findall(r"code=\[?sm_(\d+)", " ".join(NVCC_FLAGS))
-    if asked == "native":
-        if not torch.cuda.is_available():
+    if asked in (None, "", "native"):
+        found = gpu()
+        if asked == "native" and not found:
             raise SystemExit("PYCOMM_CUDA_ARCH=native, but torch finds no GPU.")
-        asked = "{}{}".format(*torch.cuda.get_device_capability())
+        asked = found or "all"
+    if asked == "all":
+        return re.findall(r"code=\[?sm_(\d+)", " ".join(NVCC_FLAGS))
     if not re.fullmatch(r"\d{2,3}", asked) or int(asked) < 80:
         raise SystemExit(f"PYCOMM_CUDA_ARCH={asked}: native, all, or a number like 90, at least 80.")
     return [asked]
@@ -203,13 +230,11 @@ def find_cuda() -> Cuda | None:
     wanted = os.environ.get("PYCOMM_CUDA", "auto")
     if wanted not in ("0", "1", "auto"):
         raise SystemExit(f"PYCOMM_CUDA={wanted}: 0, 1 or auto.")
-    if wanted == "0" or (wanted == "auto" and not torch.version.cuda):
+    if wanted == "0" or (wanted == "auto" and not TORCH.cuda):
         return None
-    places = [
-        Path(CUDA_HOME or "/usr/local/cuda", "bin", "nvcc"),
-        shutil.which("nvcc"),
-        "/usr/local/cuda/bin/nvcc",
-    ]
+    homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
+    places = [Path(home, "bin", "nvcc") for home in homes if home]
+    places += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     nvcc = next((str(place) for place in places if place and os.access(place, os.X_OK)), None)
     if not nvcc:
         problem = "no nvcc was found in CUDA_HOME, PATH or /usr/local/cuda"
@@ -247,7 +272,7 @@ def cudart_folder(nvcc: str) -> Path | None:
 
 def compile_and_link(cuda: Cuda | None) -> Path:
     """Brings the shared library up to date and returns its path."""
-    folder = BUILD / f"torch-{torch.__version__}-{sys.implementation.cache_tag}"
+    folder = BUILD / f"torch-{TORCH.version}-{sys.implementation.cache_tag}"
     library = folder / "_C.so"
     units = [*torch_units(folder), *(kernel_units() if cuda else []), *core_units(cuda is not None)]
     write(BUILD / "build.ninja", ninja_file(units, library, cuda))
@@ -265,10 +290,11 @@ def ninja_file(units: list[Unit], library: Path, cuda: Cuda | None) -> str:
     cxx, depends = os.environ.get("CXX", "c++"), "-MMD -MF $out.d -c $in -o $out"
     flags = f"{cxx} {shlex.join(FLAGS)} $optimise {os.environ.get('CXXFLAGS', '')}"
     # As system headers torch's and Python's warnings stay out of the log, so that ours are seen.
-    folders = [*include_paths(), sysconfig.get_path("include")]
-    system = shlex.join([word for folder in folders for word in ("-isystem", folder)])
+    include = TORCH.folder / "include"
+    folders = [include, include / "torch" / "csrc" / "api" / "include", sysconfig.get_path("include")]
+    system = shlex.join([word for folder in folders for word in ("-isystem", str(folder))])
     commands = {"core": f"{flags} {depends}", "torch": f"{flags} {system} {depends}"}
-    after = [*(f"-L{path}" for path in library_paths()), "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
+    after = [f"-L{TORCH.folder / 'lib'}", "-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"]
     if cuda:
         nvcc = f"{shlex.join([cuda.nvcc, *flags_for(cuda.archs)])} {depends.replace('-MMD', '-MD')}"
         # What ptxas says lies beside the object.
@@ -372,7 +398,7 @@ class BuildExt(build_ext):
         super().run()
         write(
             Path(self.get_ext_fullpath("pycomm._C")).with_name("_build_info.py"),
-            f'"""Written by setup.py."""\n\nTORCH_VERSION = "{torch.__version__}"\n'
+            f'"""Written by setup.py."""\n\nTORCH_VERSION = "{TORCH.version}"\n'
             f"CUDA_ARCHITECTURES = {tuple(self.cuda.archs if self.cuda else ())!r}\n",
         )
 
@@ -431,7 +457,7 @@ def metadata() -> dict:
     pages = {"Repository": "", "Documentation": "docs/index.md", "Changelog": "CHANGELOG.md"}
     return {
         "install_requires": [
-            "torch" if "sdist" in sys.argv else required_torch(torch.__version__),
+            "torch" if "sdist" in sys.argv else required_torch(TORCH.version),
             "tomli; python_version < '3.11'",
         ],
         "long_description": readable_elsewhere((ROOT / "README.md").read_text(encoding="utf-8"), address),

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from build_script import build
 
 ROOT = Path(__file__).parent.parent
@@ -19,8 +20,9 @@ def torch_of(monkeypatch: pytest.MonkeyPatch):
     """torch_of(cuda="13.0", gpu=(9, 0)): setup.py sees such a torch and such a GPU."""
 
     def replace(cuda: str | None, gpu: tuple[int, int] | None) -> None:
-        seen = SimpleNamespace(is_available=lambda: gpu is not None, get_device_capability=lambda: gpu)
-        monkeypatch.setattr(build, "torch", SimpleNamespace(cuda=seen, version=SimpleNamespace(cuda=cuda)))
+        monkeypatch.setattr(build, "TORCH", build.TORCH._replace(cuda=cuda))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: gpu)
 
     monkeypatch.delenv("PYCOMM_CUDA", raising=False)
     monkeypatch.delenv("PYCOMM_CUDA_ARCH", raising=False)
@@ -42,7 +44,7 @@ def nvcc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         path.chmod(0o755)
         return str(path)
 
-    monkeypatch.setattr(build, "CUDA_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     return make
 
 
@@ -71,11 +73,15 @@ def test_a_unit_is_written_again_only_when_it_changes(tmp_path):
     assert first == {unit.source: unit.source.stat().st_mtime_ns for unit in build.torch_units(tmp_path)}
 
 
+def test_the_torch_that_is_installed():
+    assert build.installed_torch() == (Path(torch.__file__).parent, torch.__version__, torch.version.cuda)
+
+
 # --- the kernels
 
 
 @pytest.mark.parametrize(
-    ("torch", "asked", "expected"),
+    ("seen", "asked", "expected"),
     [
         ({"cuda": None, "gpu": None}, None, False),  # a torch for CPUs, wherever nvcc lies
         ({"cuda": None, "gpu": (9, 0)}, None, False),
@@ -85,15 +91,15 @@ def test_a_unit_is_written_again_only_when_it_changes(tmp_path):
         ({"cuda": "13.0", "gpu": (9, 0)}, "0", False),
     ],
 )
-def test_when_kernels_are_built(torch, asked, expected, torch_of, nvcc, monkeypatch):
-    torch_of(**torch)
+def test_when_kernels_are_built(seen, asked, expected, torch_of, nvcc, monkeypatch):
+    torch_of(**seen)
     path = nvcc()
     if asked:
         monkeypatch.setenv("PYCOMM_CUDA", asked)
     found = build.find_cuda()
     assert (found is not None) == expected
     if found:
-        assert found.nvcc == path and found.archs == (["90"] if torch["gpu"] else ["80", "90"])
+        assert found.nvcc == path and found.archs == (["90"] if seen["gpu"] else ["80", "90"])
 
 
 def test_without_a_usable_nvcc(torch_of, nvcc, monkeypatch, capsys):
