@@ -51,7 +51,7 @@ def cases():
         yield pytest.param(case, id=f"{case.name}-{case.conditions}-{case.world_size}", marks=marks)
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 8, slow=1 / 3)
 @pytest.mark.timeout(300)  # the worker limits each test to 100 s
 @pytest.mark.parametrize("case", list(cases()))
 def test_torch_suite(workers, case):
@@ -69,7 +69,7 @@ def test_profiler_events(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.conditions == "gloo"], ids=lambda case: case.name
