@@ -43,6 +43,7 @@ def result(code, **variables):
     return out[-1]
 
 
+@tier(slow=1)
 def test_import_torch_registers_the_name_and_loads_nothing():
     code = """
 import sys, torch.distributed as dist
@@ -69,6 +70,7 @@ print(new, sum(open(sys.modules[name].__file__).read().count("\\n") for name in 
     )
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     "order", ["import pycomm, torch", "import torch, pycomm", "from pycomm import CommError; import torch"]
 )
@@ -79,6 +81,7 @@ def test_no_import_order_is_circular(order):
     )
 
 
+@tier(slow=1)
 def test_registering_again_changes_nothing():
     code = """
 import torch.distributed as dist
@@ -107,7 +110,7 @@ def test_without_torch_distributed_nothing_happens():
     )
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_groups_of_gloo_are_as_without_us(backend):
     """On torch <= 2.13 "cpu:gloo" lost its default backend to any installed plug-in: [Note: device-qualified
@@ -121,7 +124,7 @@ def test_groups_of_gloo_are_as_without_us(backend):
     assert result(code).split() == ["ProcessGroupGloo", "1", "gloo"]
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("backend", ["pycomm", "PYCOMM", "cpu:pycomm"])
 def test_group(backend):
     assert (
@@ -130,7 +133,7 @@ def test_group(backend):
     )
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("backend", ["gloo", "GLOO", "cpu:gloo", None])
 def test_replace_gloo(backend):
     code = (
@@ -141,11 +144,12 @@ def test_replace_gloo(backend):
     assert words[0] == "pycomm" and words[-1] == "gloo" and "ProcessGroupGloo" not in " ".join(words)
 
 
+@tier(slow=1)
 def test_replace_nccl():
     assert result(GROUP + "group('nccl')\nprint(says()[0])", PYCOMM_REPLACE="nccl") == "pycomm"
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 @pytest.mark.parametrize(
     ("replace", "meanings"),
     [
@@ -164,6 +168,7 @@ def test_what_names_mean(replace, meanings):
     assert result(code, PYCOMM_REPLACE=replace) == str(meanings)
 
 
+@tier(slow=1)
 def test_replacement_is_said_once_and_by_rank_0_only():
     asked = "for _ in range(3): dist.Backend('gloo'); dist.Backend('cpu:gloo')"
     code = f"import torch.distributed as dist\n{asked}\nprint('end')"

@@ -14,6 +14,7 @@ import oracle as reference
 import pytest
 import torch
 from gpu import summary
+from tiers import tier
 
 from pycomm import env
 from pycomm.benchmarks import __main__ as cli
@@ -382,6 +383,7 @@ def _compare(*rows):
     return columns.compare([runner.as_record(row) for row in rows])
 
 
+@tier(slow=1)
 def test_command_with_gloo(tmp_path):
     files = {kind: tmp_path / f"out.{kind}" for kind in ("json", "csv", "markdown")}
     command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce,all_gather"]
@@ -411,6 +413,7 @@ def test_command_with_gloo(tmp_path):
     assert "| gloo |" in files["markdown"].read_text()
 
 
+@tier(slow=1)
 def test_ranks_as_threads(tmp_path):
     file = tmp_path / "out.json"
     command = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce"]

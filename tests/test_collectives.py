@@ -77,6 +77,7 @@ def test_table(monkeypatch, config, n):
     check(n, [case for name in CHECKS for case in table(name, n, options)], **options)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(("mode", "n"), [("threads", 3), ("processes", 2)])
 def test_every_dtype_is_moved_bit_by_bit(mode, n):
     cases, sizes = [], [0, 1, 7, 1031, 9001]
@@ -113,6 +114,7 @@ PROGRAMS = [
 ]  # configuration and world size
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("where", PROGRAMS)
 def test_random_programs(where, seed):
@@ -120,6 +122,7 @@ def test_random_programs(where, seed):
     check(int(n), list(program(seed, int(n), 60)), **CONFIGS[config][2])
 
 
+@tier(slow=1)
 def test_sixteen_processes():
     cases = [
         (name, count, "dense", 7, {"algorithm": algorithm})
@@ -145,6 +148,7 @@ def lopsided(comm, size):
     return same(got, torch.cat([parts[q][r] for q in range(n)]))
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("size", [1000, 30000, 100000, 700000])
 @pytest.mark.parametrize("cma", ["0", "1"])
 def test_all_to_all_whose_ranks_see_very_different_sizes(monkeypatch, cma, size):

@@ -8,6 +8,7 @@ import sys
 import types
 
 import pytest
+from tiers import tier
 
 import pycomm
 from pycomm import env
@@ -241,6 +242,7 @@ def test_command():
     assert report["usable"] and report["facts"][0]["group"]["ranks"] == 2
 
 
+@tier(slow=1)
 def test_command_under_torchrun():
     """All ranks are asked, rank 0 prints, and a group of all is tried."""
     done = run_doctor("torch.distributed.run", "--standalone", "--nproc-per-node=3", "-m")

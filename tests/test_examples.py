@@ -157,6 +157,7 @@ def test_bandwidth_demo(tmp_path, capsys):
     assert "n/a" not in printed and "in place" in printed and is_png(tmp_path / "out.png")
 
 
+@tier(slow=1)
 def test_compare_ddp_step(tmp_path):
     flags = [*TINY, "--rounds=2", "--steps-per-turn=2", "--json=figures.json"]
     printed = run_python(EXAMPLES / "03_compare_ddp_step.py", *flags, cwd=tmp_path)
@@ -209,7 +210,7 @@ def test_what_the_demo_says_to_try_next_works(number, monkeypatch):
     assert done.returncode == 0 and done.stdout, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("launcher, form", [([], "auto"), (TORCHRUN, "chunked")], ids=["alone", "torchrun"])
 def test_fused_matmul(launcher, form, tmp_path, monkeypatch):
     """Every rank compares itself with one process, in the example. PYCOMM_FUSED must show in what explain

@@ -125,7 +125,7 @@ def killed(phase, world_size):
     return delays
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 15)
 @pytest.mark.parametrize("phase", PHASES)
 def test_kill(phase):
     """2, 3 and 7 survivors; the first ones twice."""
@@ -166,6 +166,7 @@ def close(comm):
     comm.close()
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("phase", PHASES)
 def test_exit(phase):
     check_delays([delay for _ in range(2) for delay in ended_from_within(phase, lambda comm: os._exit(0))[0]])

@@ -56,7 +56,7 @@ FAULTS = ["sync_before_post", "sync_after_wait", "relaxed_post", "relaxed_wait",
           "shared_race", "no_end_barrier", "no_event"]  # fmt: skip
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 24)
 @pytest.mark.parametrize("case", VALUES)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_runs_without_report(programs, sanitizer, case):

@@ -110,7 +110,7 @@ def in_a_process(comm, *args):
     return run_ranks(3, given_back, *args, mode="threads", timeout=LIMIT)
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("ends", ["close", "abort"])
 @pytest.mark.parametrize(
     "operation, algorithm",
@@ -150,6 +150,7 @@ def stopped_reader(comm, delay):
     return outcome, bool((x == 1).all())
 
 
+@tier(slow=1)
 def test_what_a_stopped_rank_reads_late_is_no_result():
     outcomes = []
     for delay in (0.002, 0.004, 0.006, 0.008, 0.01, 0.02):

@@ -269,7 +269,7 @@ SCRIPT = """
 """
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("call", ["all_reduce", "work", "recv"])
 @pytest.mark.parametrize("api", ["native", "torch"])
 def test_a_daemon_thread_at_the_end(tmp_path, api, call):

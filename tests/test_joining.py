@@ -263,6 +263,7 @@ def test_death_between_lock_and_record():
     assert max(delays) < HARD_LIMIT, delays
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize("call", [1, 2])
 @pytest.mark.parametrize("hosts", [None, "1+2", "2+1"])

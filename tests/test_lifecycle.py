@@ -51,7 +51,7 @@ WAITS = {
 }
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 9)
 @pytest.mark.parametrize("wait", WAITS)
 def test_abort(wait):
     """By another thread of a rank that waits itself (0), by one that does nothing else (3): all waiters are
@@ -125,7 +125,7 @@ SCRIPT_WHERE_A_RANK_ENDS = """
 """
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("how", ["end", "exception", "sys.exit"])
 def test_script_ends(tmp_path, how):
     """The script of one rank ends, with the interpreter taking the group down in its own order."""
@@ -263,6 +263,7 @@ CHILD_USES = {
 }
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("worker", ["no worker", "worker idle", "worker busy"])
 def test_fork(worker):
     """The child of a rank gets a clear error, however it uses the group, and neither its use nor its end
@@ -401,7 +402,7 @@ SCRIPT_WITHOUT_SHM = """
 MOUNTS = {"64 MB": "size=64m", "empty and read-only": "size=4k,ro"}
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("mount", MOUNTS)
 def test_small_or_no_dev_shm(mount):
     """In a mount namespace of its own, where we may make one; else the same run shows at least that /dev/shm

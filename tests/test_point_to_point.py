@@ -85,6 +85,7 @@ def test_sizes_around_thresholds(route):
     assert run_ranks(2, body, **route) == [[], []]
 
 
+@tier(quick=1 / 4)
 def test_large_messages_both_ways_at_once(route):
     """All ranks send to all and only then receive: no order of calls may block for good."""
 
@@ -224,6 +225,7 @@ def test_messages_progress_while_a_collective_waits(route):
         assert run_ranks(n, body, **route) == [([float(n)] * 3, True)] * n
 
 
+@tier(quick=1 / 4)
 def test_random_traffic(route):
     """A seeded program of messages, waits and collectives on 3 ranks, with the same plan everywhere."""
 
@@ -261,7 +263,7 @@ def test_random_traffic(route):
         assert run_ranks(3, body, seed, **route) == [[]] * 3, f"seed {seed}"
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 def test_a_finished_receiver_may_leave_at_once(route):
     """The last acknowledgements are on their way when the receiver closes: the sender's works still
     complete.

@@ -116,6 +116,7 @@ def test_sub_groups_without_close_go_with_their_last_reference():
     assert run_ranks(2, body, mode="processes", timeout=60) == [[], []]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 def test_run_ranks_leaves_nothing(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -151,6 +152,7 @@ def mapped_bytes():
     return sum(int(end, 16) - int(begin, 16) for begin, end in ranges)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("n", [2, 4, 16])
 def test_staging_memory_is_bounded(n):
     """8 MiB per rank for a process's first group, 1 MiB for each further. Mapped is a little more: flags."""

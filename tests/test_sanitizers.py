@@ -209,6 +209,7 @@ def test_place_of_a_planted_fault(fault):
     assert count == 1, f"{name} has changed: say where it stores with release order now"
 
 
+@tier(slow=1)
 @pytest.mark.parametrize(
     "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "message")) for name in FAULTS]
 )

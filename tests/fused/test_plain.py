@@ -177,6 +177,7 @@ def in_process(rank, world_size, cases):
     return [reduced[0].view(torch.uint8).numpy().tobytes() for _, _, reduced in results]
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_torch_group(world_size, form, monkeypatch):
@@ -185,6 +186,7 @@ def test_torch_group(world_size, form, monkeypatch):
     assert all(result == results[0] for result in results), "matmul_all_reduce: the bits differ between ranks"
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 def test_gloo_group(form, monkeypatch):
     monkeypatch.setenv("PYCOMM_FUSED", form)
@@ -235,7 +237,7 @@ def large(rank, world_size):
     assert memory.numel() == plain.MOST_STAGING, f"{memory.numel()} bytes of staging"
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_registered_partial_sums(world_size):
     spawn(world_size, large)

@@ -24,7 +24,7 @@ def run_check(name, folder, seconds=90):
     return steps.run_step(step, folder, seconds, on="cpu")
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 24)
 @pytest.mark.parametrize("name", ON_HOST)
 def test_check_on_host_tensors(name, tmp_path):
     outcome = run_check(name, tmp_path)
@@ -32,6 +32,7 @@ def test_check_on_host_tensors(name, tmp_path):
     assert outcome.records
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("n, mode", [(1, "threads"), (3, "threads"), (2, "processes")])
 def test_values_on_host_tensors(n, mode, tmp_path):
     check = ranks.Check("values", tmp_path / "records", on="cpu", seconds=100)
@@ -295,6 +296,7 @@ def test_targets(tmp_path):
     )
 
 
+@tier(slow=1)
 def test_program_on_host_tensors(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     code = program.main(

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from tiers import tier
 
 from gpu import checks, fused_cases, fused_order, fused_values, ranks, steps, summary
 
@@ -35,6 +36,7 @@ def not_finite(out, rank):
     out[:1, :1] = float("nan")
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("op", ["all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"])
 @pytest.mark.parametrize("fault", [tile_off, one_element, not_finite])
 def test_wrong_values_are_found(op, fault, tmp_path, monkeypatch):
@@ -109,6 +111,7 @@ def test_a_stale_input_is_found(tmp_path, monkeypatch):
     assert "call 1: result at" in records(check)[0]["detail"]
 
 
+@tier(slow=1)
 def test_parts_in_processes(tmp_path):
     check = make_check(tmp_path)
     fused_values._apart(check, [("matmul", 1), ("no such operation", 2)])

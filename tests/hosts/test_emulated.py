@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_engines import exchange, failing, make
+from tiers import tier
 
 import pycomm
 from pycomm import env
@@ -249,6 +250,7 @@ def own_store():
     return next(dist.rendezvous("env://"))[0]
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("placement", ["2x2", "3+1", "0101", "1+1+2"])
 @pytest.mark.parametrize("ipv6", [False, True], ids=["IPv4", "IPv6"])
 def test_contexts_between_hosts(placement, ipv6):

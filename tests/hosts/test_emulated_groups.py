@@ -61,6 +61,7 @@ def values(comm, link):
     return run_cases(comm, cases)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(("placement", "ipv6"), [("2x2", True), ("1+2", False), ("0101", False)])
 def test_values(placement, ipv6):
     with contextlib.closing(open_hosts(placement, ipv6=ipv6)) as hosts:
@@ -175,6 +176,7 @@ def test_two_hundred_groups_leave_nothing():
             assert files <= 0 and threads <= 0, (files, threads)
 
 
+@tier(slow=1)
 def test_an_example_in_one_command():
     words = ["2x2", "--rate", "1gbit", "--", sys.executable, "examples/01_all_reduce.py"]
     done = subprocess.run(

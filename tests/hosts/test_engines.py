@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 
 from pycomm import env
 from pycomm import hosts as hosts_package
@@ -77,6 +78,7 @@ def use(rank, store, hosts):
     return "ok"
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize("hosts", [[0, 1], TWO_AND_TWO, [0, 1, 0, 1], [0, 1, 1, 1, 2], [0]], ids=str)
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_all_ranks_and_all_leaders_exchange_messages(hosts, store, tmp_path):
@@ -106,6 +108,7 @@ def test_an_operation_has_no_limit_of_gloos():
     assert engine.GLOO_TIMEOUT_S >= env.LONGEST_TIMEOUT
 
 
+@tier(slow=1)
 def test_two_hundred_groups_leave_nothing(tmp_path):
     def body(rank, store, hosts):
         counts = []

@@ -277,6 +277,7 @@ TORCH_ON_ONE_HOST = [
 ]
 
 
+@tier(quick=1 / 4)
 @pytest.mark.usefixtures("torch_over_hosts")
 @pytest.mark.parametrize("test", TORCH_ON_ONE_HOST, ids=lambda test: test.__name__.removeprefix("test_"))
 def test_torch_as_on_one_host(test):

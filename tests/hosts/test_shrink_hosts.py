@@ -54,6 +54,7 @@ def over(world_size, hosts, body, *args, fail=False, **options):
     return [result for result in results if not isinstance(result, ChildProcessError)]
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize(
     ("hosts", "dead", "left"),
     [
@@ -126,6 +127,7 @@ def random_deaths(seed):
     assert results == expected, f"seed {seed}, hosts {hosts}, lost {lost}: {results}"
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("seed", range(6))
 def test_more_die_meanwhile(seed):
     random_deaths(seed)

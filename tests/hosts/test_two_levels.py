@@ -33,7 +33,7 @@ def table(n, counts):
         yield name, count, list(PLACEMENTS)[seed % 4], seed, {}
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 8)
 @pytest.mark.parametrize("delay", [0, 400], ids=["prompt", "late"])
 @pytest.mark.parametrize("hosts", HOSTS)
 def test_table(hosts, delay):
@@ -101,7 +101,7 @@ def long(comm, name, count):
     return torch.equal(got, sum(element(q + r, lengths[r]).int() for q in range(n)))
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 15)
 @pytest.mark.parametrize("hosts", ["1+1", "2+1", "1+1+1"])
 @pytest.mark.parametrize("name", LONG)
 def test_beyond_two_segments(name, hosts):
@@ -138,6 +138,7 @@ def run_reductions(comm, hosts, counts):
     return found
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize(
     ("hosts", "counts"), [("1+1", [3, 701]), ("2x2", [5, 401]), ("0121", [301]), ("1+4", [7])]
 )

@@ -76,6 +76,7 @@ def library(tmp_path, code):
 VERSION = "void ucp_get_version(unsigned *a, unsigned *b, unsigned *c) {{ *a = {}; *b = {}; *c = 3; }}"
 
 
+@tier(quick=1 / 5)
 @with_ucx
 @pytest.mark.parametrize(
     ("code", "why"),
@@ -233,7 +234,7 @@ FAULTS = {
 }
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 12)
 @with_ucx
 @pytest.mark.parametrize("fault", FAULTS)
 def test_faults(fault, monkeypatch):

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("name", quick(CASES, "gpt dp", "gpt tp", "gpt pp", "llama sequence"))
 def test_calls_are_one_batch(name):
     kind, texts = name.split()[0], CASES[name]
@@ -157,6 +157,7 @@ def dropped(rank, world_size, texts, path):
     return found
 
 
+@tier(slow=1)
 def test_what_waits_can_be_dropped(tmp_path):
     texts = ("dp=2", "dp=2,zero=3")
     for found in spawn(2, dropped, texts, tmp_path / "saved"):

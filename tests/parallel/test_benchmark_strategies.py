@@ -8,6 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 
 from pycomm.benchmarks import __main__ as cli
 from pycomm.benchmarks.common import turns
@@ -23,6 +24,7 @@ TINY = "--dim 64 --layers 2 --vocab 64 --rows 4 --length 8 --microbatches 2 --ro
 SIZE = Size(64, 2, 64, 4, 8, 2)
 
 
+@tier(slow=1)
 def test_command(tmp_path, capsys):
     files = {"json": tmp_path / "a.json", "markdown": tmp_path / "a.md", "plot": tmp_path / "a.png"}
     options = [f"--{kind}={path}" for kind, path in files.items()]

@@ -15,6 +15,7 @@ from checkpoint_cases import (
     train,
     two_groups,
 )
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.parallel import full_state_dict, load, save
@@ -106,6 +107,7 @@ def load_optimizers(rank, world_size, root, references):
     return True
 
 
+@tier(slow=1)
 def test_optimizers(tmp_path):
     spawn(2, save_optimizers, tmp_path, list(OPTIMIZERS))
     references = {}

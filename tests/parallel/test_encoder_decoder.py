@@ -123,12 +123,13 @@ class Translator(nn.Module):
         return self.head(self.transformer(self.tok(idx), self.tok(idx.flip(1))))
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("make", [Changed, Skip, SkipByName, SkipToTheEnd, Memory], ids=lambda m: m.__name__)
 def test_equal_to_one_process(make):
     against_one.check_equal(make, *PLANS)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("text", ["pp=4,schedule=zb-h1", "dp=2,pp=2,zero=3,checkpoint"])
 def test_passed_on_by_stages_between(text):
     against_one.check_equal(Memory, text)
@@ -147,6 +148,7 @@ class TiedBlocks(Base):
             block.mlp[0].weight = self.blocks[0].mlp[0].weight
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "texts", [("pp=2,schedule=interleaved", "pp=2,schedule=zbv"), ("dp=2,pp=4",)], ids=lambda texts: texts[0]
 )
@@ -212,12 +214,13 @@ def test_encoder_and_decoder_make_one_trunk(make, texts):
     check_lists(make, 2, *texts)
 
 
-@tier(quick=1 / 3)
+@tier(slow=1)
 @pytest.mark.parametrize("make", LISTS)
 def test_an_encoder_in_front_of_the_blocks(make):
     check_lists(make, 1, "pp=2", "pp=2,schedule=zb-h1")
 
 
+@tier(slow=1)
 @pytest.mark.parametrize(
     "text",
     quick(
@@ -254,6 +257,7 @@ def saved(rank, world_size, folder):
     return before, after
 
 
+@tier(slow=1)
 def test_evaluate_save_and_load(tmp_path):
     torch.manual_seed(0)
     x, y = pairs(1)
@@ -301,6 +305,7 @@ def refused(rank, world_size, name):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name):
     messages = spawn(par.Plan.parse(REFUSED[name][1]).world_size, refused, name, timeout=10.0)

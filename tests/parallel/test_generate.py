@@ -110,6 +110,7 @@ def ranks_differ(rank, world_size):
     assert tokens.shape[0] == rank + 1  # nothing is shared
 
 
+@tier(slow=1)
 def test_ranks_that_differ_are_told():
     spawn(2, ranks_differ)
 
@@ -130,5 +131,6 @@ def after_training(rank, world_size):
     assert losses[:2] == losses[2:]
 
 
+@tier(slow=1)
 def test_between_steps():
     spawn(2, after_training)

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):
@@ -151,6 +151,7 @@ def test_equal_to_one_process(case, dtype):
         assert max(equality.relative(*pair) for pair in pairs) < equality.LIMITS[dtype]
 
 
+@tier(slow=1)
 def test_gloo_alone():
     """Hosts are found whatever the backend is."""
     text = "dp=2,tp=2,zero=3,zero_group=host"
@@ -179,6 +180,7 @@ def accumulated(rank, world_size, zero):
     return found
 
 
+@tier(slow=1)
 @pytest.mark.parametrize("zero", quick([1, 2, 3], 2))
 def test_calls_that_wait(zero):
     """Their gradients go across once, with the call that updates."""
@@ -212,6 +214,7 @@ def total(log, op, group):
     return len(chosen), sum(chosen)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_what_zero_sends_over_hosts(zero):
     """2(H-1)/H P/k across, once a step; inside what zero sends on k ranks. Nothing else."""
@@ -277,6 +280,7 @@ def by_one_process(folder):
 HSDP = "dp=4,zero=3,zero_group=host"
 
 
+@tier(slow=1)
 @pytest.mark.parametrize("zero", quick([1, 2, 3], 2))
 def test_checkpoints_go_from_and_to_other_plans(zero, tmp_path):
     hsdp = f"dp=4,zero={zero},zero_group=host"

@@ -89,7 +89,7 @@ def test_loaded_is_as_from_pretrained(tmp_path, plans, tied):
     check_equal(reference, make, plans, folder)
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("plans", INITIALISED, ids=[plans[0] for plans in INITIALISED])
 def test_initialised_is_the_same_under_every_plan(plans):
     make = functools.partial(llama, tie_word_embeddings=True)
@@ -99,6 +99,7 @@ def test_initialised_is_the_same_under_every_plan(plans):
 BF16 = ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2"]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("built", [torch.float32, torch.bfloat16])
 def test_master_copies_are_what_from_pretrained_gives(tmp_path, built):
     """Of one plan with and without meta, to the bit. Values are rounded to the dtype of the model."""
@@ -161,6 +162,7 @@ def lora(model):
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"])).double()
 
 
+@tier(slow=1)
 def test_adapters_on_files_of_the_model_without_them(tmp_path):
     torch.manual_seed(0)
     folder = saved(tmp_path, llama())
@@ -343,6 +345,7 @@ def frozen(rank, world_size, text, folder):
     return losses, state, state["extra.weight"].sum().item()
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("text", ["dp=2,zero=1", "dp=2,zero=3", "dp=2"])
 def test_frozen_parameters_and_modules_with_values(tmp_path, text):
     torch.manual_seed(0)
@@ -395,6 +398,7 @@ def muon_like(model):
     return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("make_opt", [adamw, adagrad, muon_like])
 @pytest.mark.parametrize("loaded", [False, True], ids=["", "loaded"])
 def test_plain_modules_with_buffers_and_experts(tmp_path, loaded, make_opt):
@@ -428,5 +432,6 @@ def kept(rank, world_size, folder, text):
     return all(torch.equal(v, right[k]) and torch.equal(loaded[k].double(), v) for k, v in mine.items())
 
 
+@tier(slow=1)
 def test_saved_and_loaded_afterwards(tmp_path):
     assert spawn(4, kept, saved(tmp_path, llama()), "tp=2,pp=2") == [True] * 4

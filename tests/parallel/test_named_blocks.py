@@ -68,17 +68,19 @@ PLANS = {
 }
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("make", [Named, whole])
 @pytest.mark.parametrize("world_size", PLANS)
 def test_equal_to_one_process(make, world_size):
     check_equal(make, *PLANS[world_size])
 
 
+@tier(slow=1)
 def test_a_dictionary_of_blocks():
     check_equal(Dictionary, *(f"{text},blocks=blocks" for text in PLANS[2]))
 
 
+@tier(slow=1)
 def test_lists_in_a_list():
     check_equal(Nested, *PLANS[2])
 
@@ -112,6 +114,7 @@ def load(rank, world_size, plan, folder):
     return par.full_state_dict(model)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("plan", ["dp=2,zero=3", "tp=2", "pp=2"])
 def test_checkpoint(tmp_path, plan):
     right = spawn(2, save, str(tmp_path))[0]

@@ -8,6 +8,7 @@ import torch
 from against_one import check_equal, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -32,6 +33,7 @@ def shared_norm():
     return model
 
 
+@tier(slow=1)
 def test_what_blocks_share():
     """Modules in one stage, weights in several."""
     check_equal(shared_module, "tp=2", "dp=2,zero=3", "ulysses=2", "tp=2,megatron_sp")
@@ -149,6 +151,7 @@ def two_steps(rank, world_size, make, loss, text):
     return type(caught.value).__name__, str(caught.value)
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize(("make", "loss", "text", "words"), REFUSED)
 def test_refused(make, loss, text, words):
     """With a ValueError on the ranks that see it; the others' error has its text."""
@@ -158,6 +161,7 @@ def test_refused(make, loss, text, words):
         assert re.search(words, text), text
 
 
+@tier(slow=1)
 def test_right():
     check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
     check_equal(weight_norm, "dp=2,zero=1", "tp=2")
@@ -187,6 +191,7 @@ def counted(rank, world_size, text):
     return int(par.full_state_dict(model)["count"])
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("text", ["dp=2", "tp=2", "pp=2"])
 def test_buffers_that_all_ranks_write_alike_are_taken(text):
     """Also where the square of the mark is more than fp32 holds."""

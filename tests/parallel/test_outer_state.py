@@ -88,7 +88,7 @@ def counted(rank, world_size, make, plan):
     return found, par.full_state_dict(model)
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("make", [Counted, Passes, Keeping, Compiled, PlainNorms])
 def test_buffers_outside_of_the_blocks(make):
     """They are written once in each microbatch, as in one process."""
@@ -114,13 +114,14 @@ def counted_twice(rank, world_size, make):
     return str(caught.value)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("make", TWICE)
 def test_what_two_stages_of_a_rank_write_is_refused(make):
     found = spawn(2, counted_twice, make, timeout=10.0)
     assert any(re.search(TWICE[make], text) for text in found), found
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 8)
 @pytest.mark.parametrize(
     "plan", ["pp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=interleaved", "pp=2,checkpoint"]
 )

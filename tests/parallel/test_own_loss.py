@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from against_one import check_equal, planned
 from models import Block
 from odd_models import tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -83,11 +84,13 @@ def own(out, y):
 PLANS = ["ring=2", "ulysses=2", "ring=2,checkpoint", "ring=2,zigzag=false", "dp=2,zero=3", "tp=2", "pp=2"]
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("make", [NanoGPT, Unflattened])
 def test_equal_to_one_process(make):
     check_equal(make, *PLANS, batch=batch, loss_fn=own)
 
 
+@tier(slow=1)
 def test_with_another_axis():
     texts = "ring=2,pp=2", "ring=2,ulysses=2", "ring=2,tp=2,megatron_sp", "dp=2,ring=2,zero=3"
     check_equal(NanoGPT, *texts, batch=batch, loss_fn=own)

@@ -83,13 +83,14 @@ PLANS = {
 }
 
 
-@tier(quick=1 / 4)
+@tier(slow=1)
 @pytest.mark.parametrize("world_size", PLANS)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_equal_to_one_process(make, world_size):
     check_equal(make, *PLANS[world_size], batch=named, loss_fn=logits)
 
 
+@tier(slow=1)
 def test_a_reentrant_one():
     check_equal(reentrant, *PLANS[2][2:], batch=named, loss_fn=logits)
 
@@ -146,6 +147,7 @@ class InnerOfNow(Inner):
             block.reentrant = False
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("make", [Inner, InnerOfNow])
 def test_checkpoints_inside_of_blocks(make):
     """Attention that is run again in backward is over the whole sequence, too."""
@@ -195,6 +197,7 @@ def without():
     return model
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("text", ["pp=2,schedule=zb-h1", "ulysses=2", "tp=2"])
 def test_switched_after_parallelize(text):
     """A layer runs twice in a step while it is on, and the losses are those of one process."""
@@ -224,6 +227,7 @@ class Reentrant(OwnCheckpoint):
     reentrant = True
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("block", [OwnCheckpoint, Reentrant])
 def test_inside_of_a_block_whose_weight_gradients_wait(block):
     check_equal(lambda: Plain(block, 4), "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")

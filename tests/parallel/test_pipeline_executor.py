@@ -7,6 +7,7 @@ import time
 import pytest
 import torch
 import torch.nn as nn
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.groups import as_group, even_sizes
@@ -136,6 +137,7 @@ def check(results, world_size, names, microbatches, dtype, tolerance):
             ]
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_gradients_and_messages_of_all_schedules(world_size):
     results = spawn(world_size, run_all, FLUSHED, MICROBATCHES, torch.float64)

@@ -6,6 +6,7 @@ import torch
 from halves import quick
 from models import GPT, Llama
 from odd_models import cross
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -67,6 +68,7 @@ CASES = {
 }
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("name", quick(CASES, "gpt 2", "llama 2", "moe 2"))
 def test_equal_to_one_process(name):
     kind, texts = name.split()[0], CASES[name]
@@ -140,5 +142,6 @@ def trees(rank, world_size):
         par.predict(GPT(), x)
 
 
+@tier(slow=1)
 def test_trees_and_refusals():
     spawn(2, trees)

@@ -118,6 +118,7 @@ def products_body(rank, world_size):
                     assert sorted(found_log) == sorted(log), case
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (3, "gloo")])
 @pytest.mark.parametrize("form", ["auto", "chunked"])
 def test_products_equal_linear_and_collective(monkeypatch, world_size, backend, form):
@@ -220,7 +221,7 @@ PLANS = [
 ]
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 8)
 @pytest.mark.parametrize("text, again, per_block, of_head", PLANS)
 @pytest.mark.parametrize("form", ["plain", "chunked"])
 def test_plans_go_through_fused(monkeypatch, text, again, per_block, of_head, form):

@@ -117,7 +117,7 @@ def first_step(rank, world_size, name, text):
 PLANS = ("ring=2", "ulysses=2", "tp=2,megatron_sp")
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 21)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name not in ("llama", "plain", "gpt2", "mixtral")]
@@ -130,7 +130,7 @@ def test_what_looks_at_other_positions(name, plan):
         )
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 8)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["convolution", "shift", "positions", "average", "asleep"])
 def test_refused(name, plan):
@@ -138,13 +138,14 @@ def test_refused(name, plan):
         assert "the first block does not compute from pieces of the sequence" in str(found), found
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2", "ring=2,zero=3", "pp=2"])
 @pytest.mark.parametrize("name", ["llama", "plain"])
 def test_plain_blocks_are_right(name, plan):
     assert spawn(2, first_step, name, plan) == [True, True]
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_blocks_that_keep_keys_and_blocks_that_need_fp32_are_right(name, plan):
@@ -243,6 +244,7 @@ def model_step(rank, world_size, cases, texts):
     return found
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("at", [2, 4])
 @pytest.mark.parametrize("plan", ["ring=2", "ulysses=2", "tp=2,megatron_sp"])
 def test_own_code_between_and_behind_the_blocks(plan, at):
@@ -252,6 +254,7 @@ def test_own_code_between_and_behind_the_blocks(plan, at):
             assert "between its blocks, or behind them, does not give for pieces" in text, (case, text)
 
 
+@tier(slow=1)
 def test_harmless_code_is_right():
     cases = {kind: functools.partial(Between, do, 2) for kind, do in HARMLESS.items()}
     cases = {**cases, "behind": functools.partial(Between, HARMLESS["norm"], 4), "flat": Flat}
@@ -259,6 +262,7 @@ def test_harmless_code_is_right():
         assert set(found.values()) == {"equal"}, found
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("plan", ["pp=2,ring=2", "dp=2,ulysses=2,zero=3"])
 def test_own_code_with_other_axes(plan):
     cases = {"mean": functools.partial(Between, mean, 3), "plain": functools.partial(Plain, layers=4)}

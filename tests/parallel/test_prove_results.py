@@ -9,6 +9,7 @@ import torch
 from odd_models import Plain, tokens
 from rows_models import DIM, FINE, LENGTH, MIXING, ROWS, Extra, Made
 from test_prove_rows import Centered, batch, mean, parallelized
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -65,6 +66,7 @@ def outcomes(world_size):
     return spawn(world_size, results)
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from odd_models import Plain, cross, tokens
 from rows_models import DIM, FINE, LENGTH, MIXING, ROWS, Counting, Made, Named, Synchronized
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -95,6 +96,7 @@ def outcomes(world_size):
     return spawn(world_size, steps)
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("text", PLANS)
 def test_rows_that_are_mixed_are_refused_on_every_rank(text):
     for rank, found in enumerate(outcomes(par.Plan.parse(text).world_size)):
@@ -214,6 +216,7 @@ def with_tensors_cut(rank, world_size, texts):
     return {(text, make.__name__, loss_fn is None): said for (text, make, loss_fn), said in found.items()}
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("texts", [("tp=2",), ("dp=2,tp=2", "dp=2,tp=2,zero=3")])
 def test_tensor_parallel(texts):
     for found in spawn(par.Plan.parse(texts[0]).world_size, with_tensors_cut, texts):
@@ -315,6 +318,7 @@ def of_transformers(rank, world_size):
             par.step(model, opt, data, loss_fn, microbatches=1 if loss_fn else 2)
 
 
+@tier(slow=1)
 def test_models_of_transformers_with_padding():
     """They have dropout, too."""
     pytest.importorskip("transformers")

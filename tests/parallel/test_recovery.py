@@ -30,6 +30,7 @@ def victims(**of_rank):
     return {int(rank[1:]): kills.Victim(*victim) for rank, victim in of_rank.items()}
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize(
     "case",
     [

@@ -38,7 +38,7 @@ def case(plan, hosts, every=2, **victims):
 IN_STEP, IN_COPY = ("step", 4, 0.0), ("piece", 75, 0.0)
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize(
     "one",
     [
@@ -197,6 +197,7 @@ def emulated(placement):
         yield hosts
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("end", ["kill", "cut"])
 def test_a_host_of_the_network_is_lost(end):
     """Emulated hosts, and all that torch makes from MASTER_ADDR. "kill": all processes of host 0, which has

@@ -90,6 +90,7 @@ CASES = {
 }
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "gpt 2", "llama 2"))
 def test_a_step_is_left_out_on_all_ranks(name):
     kind, texts = name.split()[0], CASES[name]
@@ -113,6 +114,7 @@ def waiting(rank, world_size, text, scaled):
     return scale.get_scale() if scaled else None, par.full_state_dict(model)
 
 
+@tier(slow=1)
 def test_scaled_calls_that_wait():
     for text in ("dp=2,zero=3", "pp=2"):
         plain, scaled = spawn(2, waiting, text, False)[0][1], spawn(2, waiting, text, True)
@@ -214,6 +216,7 @@ def autocast_calls(rank, world_size, texts, calls):
     return found
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("texts", [("",), ("dp=2,zero=3", "pp=2", "tp=2")], ids=["one process", "plans"])
 def test_calls_that_wait_under_autocast(texts):
     """The microbatches are the same ones, so only the factor of the mean is put elsewhere."""
@@ -240,7 +243,7 @@ AUTOCAST = {
 }
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name):
     """Sums in other orders round otherwise: 8 bits of bf16, 11 of fp16."""

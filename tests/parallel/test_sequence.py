@@ -164,12 +164,13 @@ def hybrid_body(rank, world_size, ring_size, cases):
 WORLDS = [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize("world_size, backend", WORLDS)
 def test_ulysses(world_size, backend):
     spawn(world_size, ulysses_body, table(ROUNDINGS), backend=backend)
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("world_size, backend", WORLDS)
 def test_ring(world_size, backend):
     spawn(world_size, ring_body, table(ROUNDINGS), backend=backend)
@@ -179,6 +180,7 @@ def test_ring_with_the_plain_kernel():
     spawn(3, ring_body, table([torch.float64]), True)
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize(
     "world_size, ring_size, backend",
     [(4, 2, "pycomm"), (4, 2, "gloo"), (8, 4, "pycomm"), (2, 1, "pycomm"), (2, 2, "pycomm")],

@@ -158,7 +158,7 @@ def refused(rank, world_size, name, plan):
     return type(caught.value).__name__, str(caught.value)
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize(
     ("name", "plan"), [*((name, "pp=2") for name in CASES), ("list", "pp=2,schedule=zbv")]
 )
@@ -185,6 +185,7 @@ class Tables(Block):
         return super().forward(x + Tables.tables[length]), 0.5
 
 
+@tier(slow=1)
 def test_tables_on_a_class():
     check_equal(lambda: Pairs(Tables, 4), "pp=2", "pp=2,schedule=zbv", "dp=2,zero=3")
     check_equal(lambda: Pairs(Tables, 4), "pp=2,checkpoint", "pp=2,schedule=interleaved")

@@ -235,7 +235,7 @@ def random_run(rank, world_size, plans):
     return out
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_dropout(world_size):
     """Uneven shares draw unequal numbers, recomputation draws the same again, replicas stay equal, and the
@@ -290,6 +290,7 @@ def mixed(rank, world_size):
     return out
 
 
+@tier(slow=1)
 def test_bf16_against_one_process():
     """The same mixed precision by hand: bf16 copies compute, fp32 masters are updated, the loss is taken in
     fp32.
@@ -412,6 +413,7 @@ def live(rank, world_size, plans):
     return out
 
 
+@tier(slow=1)
 def test_no_tensor_stays():
     texts = (
         "dp=2",

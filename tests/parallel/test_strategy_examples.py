@@ -129,7 +129,7 @@ def run_in_fork(script, *flags, cwd):
     return text
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 24)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     flags = ["--pictures=pictures"] if name == "07_pipeline" else []
@@ -154,6 +154,7 @@ def test_each_example_is_here_and_short():
         assert len((EXAMPLES / f"{name}.py").read_text().splitlines()) < 80, name
 
 
+@tier(slow=1)
 def test_under_torchrun(tmp_path):
     command = [
         sys.executable,
@@ -176,6 +177,7 @@ def losses(printed):
     }
 
 
+@tier(slow=1)
 def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
     script, flags = EXAMPLES / "train_gpt.py", [*TEXT, "--steps=3"]
     alone = losses(run_in_fork(script, "--plan=", *flags, "--plot=", cwd=tmp_path))

@@ -10,6 +10,7 @@ import torch
 from against_one import check_equal, planned
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -182,10 +183,12 @@ class RoutedKeeping(Keeping):
 SCHEDULES = ("1f1b", "gpipe", "interleaved", "zb-h1", "zbv")
 
 
+@tier(slow=1)
 def test_experts_that_look_up_their_tokens():
     check_equal(Routed, *(f"pp=2,schedule={name}" for name in SCHEDULES), "pp=2,checkpoint")
 
 
+@tier(slow=1)
 def test_experts_in_pipelines_with_another_axis():
     check_equal(Routed, "pp=2,ulysses=2", "pp=2,tp=2", "pp=2,dp=2,zero=1", "pp=4")
 
@@ -225,6 +228,7 @@ def logits(out, y):
     return cross(out.logits, y)
 
 
+@tier(slow=1)
 def test_mixtral():
     """With keys and values kept, as is its default."""
     texts = [f"pp=2,schedule={name}" for name in SCHEDULES]
@@ -237,6 +241,7 @@ def refused(rank, world_size, make):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize(
     ("make", "match"),
     [

@@ -88,7 +88,7 @@ def cases():
         seen.add(kind)
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("kind, texts", list(cases()), ids=lambda value: str(value)[:40])
 def test_equal_to_one_process(kind, texts):
     (losses, parameters), limit = expected(kind), LIMITS.get(kind, 1e-11)
@@ -115,7 +115,7 @@ def load_one(rank, world_size, kind, text, folder):
     return [step(model, opt, 1)], par.full_state_dict(model)
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize(
     "kind, saved, loaded",
     [
@@ -148,6 +148,7 @@ def pretrained(rank, world_size, kind, text, folder):
     return par.full_state_dict(model)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("kind", ["phi3", "neox", "mixtral"])
 def test_files_of_one_process(tmp_path, kind):
     for state in run("tp=2", pretrained, kind, str(tmp_path)):
@@ -205,6 +206,7 @@ def described(rank, world_size, kind):
     return [step(model, opt, number) for number in range(STEPS)], str(par.describe(model))
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("kind", REASONS)
 def test_what_stays_whole_says_why(kind):
     losses, _ = expected(kind)

@@ -61,6 +61,7 @@ def padding(ranks, buckets):
     return ranks * buckets * ITEM
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_data_parallel_sends_two_p(ranks):
     """2P (n-1)/n for DDP and for ZeRO 1 and 2, whatever the number of microbatches (ZeRO-2 reduces
@@ -112,6 +113,7 @@ def per_block(ranks, text, layers=(3, 4)):
     return {op: tuple(b - a for a, b in zip(total(few, op), total(many, op), strict=True)) for op in ops}
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_tensor_parallel_two_and_two(ranks):
     """Megatron: 2 all_reduce forward and 2 backward per block, each of the whole hidden state."""
@@ -119,6 +121,7 @@ def test_tensor_parallel_two_and_two(ranks):
     assert per_block(ranks, f"tp={ranks}")["all_reduce"] == (4, 4 * (2 * (ranks - 1) * hidden // ranks))
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_megatron_sequence_parallel_moves_the_same_bytes(ranks):
     """2 all_gather and 2 reduce_scatter forward, the same backward, in the place of 4 all_reduce; norms are
@@ -132,6 +135,7 @@ def test_megatron_sequence_parallel_moves_the_same_bytes(ranks):
     assert added["all_reduce"] == (0, 2 * share * partial)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses_four_nh_over_p(ranks):
     """4 N h / P elements per rank and block forward (q, k, v, out), of which (P-1)/P go to others, and the
@@ -152,7 +156,7 @@ def test_ring_sends_keys_and_values_around():
     assert per_block(ranks, f"ring={ranks}")["send"][1] == 3 * (ranks - 1) * piece
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize(
     "text",
     [
@@ -198,6 +202,7 @@ NAMES = {
 }
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize(
     "text", ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp", "ulysses=2"]
 )

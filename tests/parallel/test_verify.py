@@ -46,7 +46,7 @@ PLANS = [  # model, plan, microbatches
 ]
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 24)
 @pytest.mark.parametrize(("kind", "plan", "microbatches"), PLANS)
 def test_equal(kind, plan, microbatches):
     """Nearly all modules are seen: not the insides of what tp cuts, nor what has no rows."""
@@ -94,6 +94,7 @@ def untouched(rank, world_size, kind, plan):
     return [par.step(model, opt, batch, loss, microbatches=2).item() for _ in range(2)]
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     ("kind", "plan"), [("gpt", "dp=2,tp=2"), ("normed", "dp=2"), ("llama", "pp=2,zero=1")]
 )
@@ -162,6 +163,7 @@ def aside(rank, world_size, plan):
     return verify(rank, world_size, "gpt", plan, 2)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
     ("plan", "names"),
     [

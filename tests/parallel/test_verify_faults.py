@@ -34,7 +34,7 @@ FAULTS = [  # model, plan, microbatches, first module, first parameter of backwa
 ]
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize(("kind", "plan", "microbatches", "module", "parameter"), FAULTS)
 def test_planted_fault(kind, plan, microbatches, module, parameter):
     results = spawn(par.Plan.parse(plan).world_size, verify, kind, plan, microbatches)
@@ -132,6 +132,7 @@ def failing(rank, world_size, kind, plan):
     return found, par.step(model, opt, batch, cross, microbatches=2).item()
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2", "dp=2,zero=3"])
 @pytest.mark.parametrize(("kind", "error"), [("raising", "RuntimeError"), ("refusing", "ValueError")])
 def test_failure_of_one_rank(kind, error, plan):

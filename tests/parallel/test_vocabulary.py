@@ -101,7 +101,7 @@ def changed(rank, world_size, name):
     return found, traffic.calls("all_gather")
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 21)
 @pytest.mark.parametrize("name", CHANGES)
 def test_what_a_model_does_with_its_logits(name):
     """What it returns is cut, or an elementwise function of it; anything else is computed from the whole, for
@@ -194,6 +194,7 @@ def tied(rank, world_size, kind, plan):
     return train(kind(), plan)
 
 
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("plan", ["tp=2", "tp=2,pp=2", "dp=2,tp=2,zero=2"])
 @pytest.mark.parametrize("kind", [Tied, Alias])
 def test_weights_that_are_tied_more_than_once(kind, plan):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from against_one import check_equal, sgd
 from models import Block
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -179,6 +180,7 @@ MODELS = [
 ]
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize("make", MODELS)
 def test_equal_to_one_process(make):
     texts = ["dp=2,zero=3,blocks=blocks", "dp=2,zero=3,blocks=blocks,checkpoint"]
@@ -235,6 +237,7 @@ def logits(out, y):
     return cross(out.logits, y)
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("make", "batch", "texts"),
     [

@@ -124,6 +124,7 @@ def test_published_plans_are_among_the_best(row, monkeypatch):
 OUTSIDE = {"gpt-18b": 0.16, "gpt-39b": 0.17}
 
 
+@tier(slow=1)
 def test_famous_plans_have_a_reason():
     asked = request("gpt3-175b", 1024, 1536)
     best = search(asked, 1)[0]
