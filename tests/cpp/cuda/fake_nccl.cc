@@ -140,9 +140,8 @@ struct Self {
     TORCH_CHECK(kind != c10d::ReduceOp::BAND && kind != c10d::ReduceOp::BOR && kind != c10d::ReduceOp::BXOR,
                 "Cannot use bitwise ReduceOp with NCCL");
     c10d::AllreduceOptions options;
-    options.reduceOp = kind;
-    if (kind == c10d::ReduceOp::AVG || kind == c10d::ReduceOp::PREMUL_SUM)
-      options.reduceOp = c10d::ReduceOp::SUM;
+    const bool sums = kind == c10d::ReduceOp::AVG || kind == c10d::ReduceOp::PREMUL_SUM;
+    options.reduceOp = sums ? c10d::ReduceOp::SUM : kind;  // ReduceOp(PREMUL_SUM) throws
     if (kind == c10d::ReduceOp::PREMUL_SUM)
       x.mul_(dynamic_cast<c10d::NCCLPreMulSumSupplement&>(*op.supplement_).double_factor);
     Tensors tensors{x};
