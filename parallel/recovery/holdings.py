@@ -50,6 +50,10 @@ class Holdings:
     def clear(self):
         self.generations = []
 
+    def end(self):
+        """No snapshot is written any more. Collective over the ranks that write."""
+        self.last.neighbours.end()
+
     def join(self):
         """After the crew's group has ended: no copy is written any more."""
         for generation in self.generations:

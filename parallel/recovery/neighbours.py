@@ -19,6 +19,9 @@ snapshots one is whole everywhere, copies too.
 Cost per snapshot: what a host's ranks have written goes over its link once, beside the next steps; where that
 takes longer than the steps to the next snapshot, the next one waits. Memory: two slots per copy.
 
+The end: each writer says so, and the threads of holders are over before anybody closes the crew's group. One
+that still waited for whoever closes would break the group for those that are a little behind.
+
 What can go wrong: the holder dies, or the link. The crew's group breaks, and all take part in a recovery. The
 holder has no memory: it answers so, and the writer raises it.
 """
@@ -36,6 +39,7 @@ __all__ = ["Neighbours", "holders_of", "receive_slot", "send_slot"]
 FOREVER = 1e8  # seconds: a snapshot may be far away
 PIECE = 4 << 20  # bytes of a message
 DATA, ANSWER = 71, 72  # tags of the crew's messages
+END = -1  # in the place of a slot
 
 
 def holders_of(writers, hosts):
@@ -61,17 +65,26 @@ def send_slot(comm, memory, number, dst):
     for place in range(start, end, PIECE):
         data = bytearray(memory.bytes_at(place, min(PIECE, end - place)))
         comm.send(torch.frombuffer(data, dtype=torch.uint8), dst, DATA)
-    answer = torch.zeros(1, dtype=torch.int64)
-    comm.recv(answer, dst, ANSWER)
-    if not answer.item():
+    if not _answer(comm, dst):
         raise RuntimeError(f"rank {dst} of the crew has no memory for a copy of the snapshot")
 
 
+def _answer(comm, dst):
+    answer = torch.zeros(1, dtype=torch.int64)
+    comm.recv(answer, dst, ANSWER)
+    return bool(answer.item())
+
+
 def receive_slot(comm, copy, src, timeout=None):
-    """One snapshot, into a CopyMemory. What fails here is told to the sender."""
+    """One snapshot, into a CopyMemory. What fails here is told to the sender. Returns whether there was one,
+    and not the end.
+    """
     said = torch.zeros(6, dtype=torch.int64)
     comm.recv(said, src, DATA, timeout=timeout)
     slot, start, end, *header = said.tolist()
+    if slot == END:
+        comm.send(torch.ones(1, dtype=torch.int64), src, ANSWER)
+        return False
     buffer = torch.empty(min(PIECE, end - start), dtype=torch.uint8)
     fine = _done(copy.begin, slot)
     for place in range(start, end, PIECE):
@@ -80,6 +93,7 @@ def receive_slot(comm, copy, src, timeout=None):
         fine = fine and _done(copy.put, place, piece)
     fine = fine and _done(copy.finish, slot, header)
     comm.send(torch.tensor([int(fine)]), src, ANSWER)
+    return True
 
 
 def _done(call, *args):
@@ -114,16 +128,24 @@ class Neighbours:
 
     def _receive(self, rank, copy):
         with contextlib.suppress(CommError):  # until the group ends; what that means its next call says
-            while True:
-                receive_slot(self.comm, copy, rank, FOREVER)
+            while receive_slot(self.comm, copy, rank, FOREVER):
+                continue
 
     def send(self, memory, number):
         """This rank's snapshot to its holder."""
         if self.holder is not None:
             send_slot(self.comm, memory, number, self.holder)
 
+    def end(self):
+        """No snapshot comes any more. Collective over the ranks that write; waits for those it holds."""
+        holder, self.holder = self.holder, None
+        if holder is not None:
+            self.comm.send(torch.full((6,), END), holder, DATA)
+            _answer(self.comm, holder)
+        self.join()
+
     def join(self):
-        """After the group has ended: nothing is written any more."""
+        """After end(), or the group has ended: nothing is written any more."""
         for thread in self._threads:
             thread.join()
         self._threads = []

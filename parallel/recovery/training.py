@@ -244,6 +244,7 @@ class Resilient:
                 continue
             self._advance(self.done)  # what is lost if a rank has died meanwhile
             self._writing.wait()
+            self._holdings.end()
             self._meet()
             self._hear("end" if self._crew.rank == 0 else None)
         self._crew.comm.close()

@@ -7,6 +7,7 @@ import functools
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -148,6 +149,28 @@ def test_a_holder_without_memory():
         return comm.rank
 
     assert run_ranks(2, rank_main, hosts="01") == [0, {}]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1"])
+def test_no_copy_is_awaited_when_a_rank_closes(plan, monkeypatch):
+    """Who still waited for it would take the group from those that are behind."""
+
+    def rank_main(rank):
+        left, close = [], pycomm.Communicator.close
+
+        def look_and_close(comm):
+            left.extend(thread.name for thread in threading.enumerate() if thread.name == "pycomm copies")
+            close(comm)
+
+        monkeypatch.setattr(pycomm.Communicator, "close", look_and_close)
+        model, opt = kills.make()
+        run = par.resilient(model, opt, par.Plan.parse(plan), snapshot_every=2, timeout=LIMIT)
+        for number in run.steps(3):
+            run.step(kills.batch(number), clip=1.0, microbatches=2)
+        return left if run.active else None
+
+    found = run_ranks(2, rank_main, mode="processes", backend="pycomm", hosts="01", timeout=LIMIT)
+    assert found == [[], []]
 
 
 def test_a_stopped_rank_is_left_out(tmp_path):
