@@ -29,6 +29,7 @@ def run_command(text, folder):
     return json.loads(file.read_text()), done.stdout
 
 
+@tier(slow=1)
 def test_groups_at_once(tmp_path):
     """Ranks, sizes and roots are those of a group, and no group sees the data of another."""
     text = "all_reduce,broadcast,gather,send_recv,pingpong --backends pycomm,pycomm-torch,gloo"

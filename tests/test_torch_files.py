@@ -5,6 +5,7 @@ what it refuses, and how it judges, on a checkout of one tiny file made here.
 import textwrap
 
 import pytest
+from tiers import tier
 from torch_suite import files
 
 TESTS = textwrap.dedent("""
@@ -89,6 +90,7 @@ def test_compares_and_judges(checkout, tmp_path, monkeypatch, capsys):
     assert "| test_c10d_gloo.py | 4 | 3 | 1 | 1 | 1 |" in out, out
 
 
+@tier(slow=1)
 @pytest.mark.timeout(300)
 def test_gpus(checkout, monkeypatch, capsys):
     """A test that asks for GPUs runs, but what makes no sense on the CPU fails, on Gloo first of all."""

@@ -6,6 +6,7 @@ import sys
 import tarfile
 
 import pytest
+from tiers import tier
 
 from gpu import pack, steps
 
@@ -58,6 +59,7 @@ def warm(folder, *words):
     return done.stdout
 
 
+@tier(slow=1)
 @pytest.mark.timeout(600)
 def test_warm(tmp_path):
     """A second time nothing is compiled; another architecture has kernels of its own."""

@@ -165,6 +165,7 @@ def resident_peaks(_):
     return sizes
 
 
+@tier(slow=1)
 def test_resident_peak_is_reset():
     """In a new interpreter: a forked one has holes in its heap, which are resident and may take the block."""
     before, with_block, after = run_ranks(1, resident_peaks, mode="spawn")[0]

@@ -64,6 +64,7 @@ def mixed_precision(rank, world_size, root):
     return True
 
 
+@tier(slow=1)
 def test_mixed_precision_to_and_from_full(tmp_path):
     assert all(spawn(2, mixed_precision, tmp_path))
 

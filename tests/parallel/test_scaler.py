@@ -216,7 +216,7 @@ def autocast_calls(rank, world_size, texts, calls):
     return found
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("texts", [("",), ("dp=2,zero=3", "pp=2", "tp=2")], ids=["one process", "plans"])
 def test_calls_that_wait_under_autocast(texts):
     """The microbatches are the same ones, so only the factor of the mean is put elsewhere."""

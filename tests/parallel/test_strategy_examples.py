@@ -257,6 +257,7 @@ def traffic_of(rank, world_size, plans):
     return sent
 
 
+@tier(slow=1)
 def test_bytes_in_the_docs():
     """The closed forms of docs/strategies.md on 3 ranks; small parts of a step that they leave out are
     written out here.
