@@ -14,8 +14,8 @@ What is compiled, where its objects lie, and what they depend on. A second run c
 
 [Note: units] A compiler reads torch's headers in 20 s and compiles one of our files in 2 s. So csrc/torch and
 csrc/bindings are compiled in a few units, each a file of #include lines. COLD files, which run once per group
-or job, are optimised less: no benchmark moves, and they are half of that code. The core has no units: its
-files take 2 s each, and tests link some of them.
+or job, are optimised less; they are half of that code. The core has no units: its files take 2 s each, and
+tests link some of them.
 
 Kernels for CUDA tensors are built where torch is a CUDA build, or where PYCOMM_CUDA=1 asks for them; never by
 whether a GPU is visible, as login nodes and containers see none. PYCOMM_CUDA=0 leaves them out. They are
@@ -85,8 +85,8 @@ COLD = ("bindings/", "cuda/device/", "hosts/ucx", "torch/")
 # Those of them that an operation on tensors does pass through.
 CALLED = (
     *("bindings/collectives", "bindings/messages", "bindings/python_call", "bindings/work"),
-    *("torch/backend", "torch/device", "torch/flight_recorder", "torch/registered_tensor", "torch/submit"),
-    *("torch/tensors", "torch/torch_work"),
+    *("torch/backend", "torch/device", "torch/flight_recorder", "torch/interpreter", "torch/lists"),
+    *("torch/registered_tensor", "torch/submit", "torch/tensors", "torch/torch_work"),
 )
 WITH_TORCH = ("bindings", "torch")
 LONGEST = ("kernels_",)  # of the core's files: they are started first
