@@ -182,7 +182,7 @@ def test_every_fault_is_found(base, tmp_path, some):
     assert not survivors(some(FAULTS), base, tmp_path)
 
 
-@tier(slow=1)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("detector", DETECTORS)
 def test_nothing_is_found_without_a_fault(base, detector):
     cases = [case for cases in SUITES[detector].values() for case in cases]

@@ -43,7 +43,7 @@ def assert_all_keep_the_rules(found):
 @tier(slow=1)
 @pytest.mark.timeout(420)
 @pytest.mark.parametrize(
-    "archs", [(90,), pytest.param((80, 100), marks=pytest.mark.slow)], ids=["sm_90", "others"]
+    "archs", [(90,), pytest.param((80, 100), marks=pytest.mark.deep)], ids=["sm_90", "others"]
 )
 def test_shipped_configurations(tmp_path, archs):
     found = records(tmp_path, "quick", archs, 400)
@@ -53,7 +53,7 @@ def test_shipped_configurations(tmp_path, archs):
     assert_all_keep_the_rules(found)
 
 
-@tier(slow=1 / 3)
+@tier(deep=1)
 @pytest.mark.parametrize("arch", ARCHS)
 def test_combinations(tmp_path, arch, deep):
     """Each two properties of a kernel together; with --deep all."""

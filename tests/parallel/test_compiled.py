@@ -60,7 +60,7 @@ def planned(rank, world_size, text, before, after):
 SLOW = pytest.mark.slow
 
 
-@tier(quick=1 / 2, slow=1 / 2)
+@tier(quick=1 / 2, slow=1 / 4)
 @pytest.mark.parametrize(
     ("text", "before", "after"),
     [

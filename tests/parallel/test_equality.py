@@ -19,7 +19,7 @@ CASES = equality.ALONE + equality.HYBRIDS
 QUICK_FP32 = ("gpt", "dp=2")
 
 
-@tier(quick=1 / 90, slow=1 / 3)
+@tier(quick=1 / 30, slow=1 / 6)
 @pytest.mark.parametrize(
     "case, dtype",
     [

@@ -46,7 +46,7 @@ PLANS = [  # model, plan, microbatches
 ]
 
 
-@tier(quick=1 / 24)
+@tier(quick=1 / 24, slow=1 / 2)
 @pytest.mark.parametrize(("kind", "plan", "microbatches"), PLANS)
 def test_equal(kind, plan, microbatches):
     """Nearly all modules are seen: not the insides of what tp cuts, nor what has no rows."""
