@@ -136,7 +136,13 @@ MANY_CASES = {
 
 @tier(quick=1 / 2)
 @pytest.mark.parametrize(
-    "name", ["plain", "weak", *(pytest.param(name, marks=pytest.mark.slow) for name in ("thread", "address"))]
+    "name",
+    [
+        "plain",
+        "weak",
+        pytest.param("thread", marks=pytest.mark.slow),
+        pytest.param("address", marks=pytest.mark.deep),
+    ],
 )
 def test_values_and_reports(program, name):
     check_all(program(name), CASES[name])

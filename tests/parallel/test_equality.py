@@ -94,7 +94,7 @@ def train_with_bits(rank, world_size, microbatches, zero):
             )
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_schedules_give_the_same_bits(stages, microbatches):

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@tier(quick=1 / 6, slow=1 / 2)
+@tier(quick=1 / 6, slow=1 / 3)
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):

@@ -83,7 +83,7 @@ PLANS = {
 }
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("world_size", PLANS)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_equal_to_one_process(make, world_size):
