@@ -6,6 +6,7 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+from tiers import tier
 
 from pycomm import env
 from pycomm.benchmarks.collectives import columns, command, mpi, runner
@@ -79,6 +80,7 @@ def test_mpiexec_gets_hosts_and_a_way_to_them(tmp_path, kind):
     assert wrong.returncode == 1
 
 
+@tier(slow=1)
 def test_a_run(tmp_path):
     path = tmp_path / "run.json"
     words = ["all_reduce", "--hosts", "2x1", "--rate", "1gbit", "--sizes", "8,64K", "--rounds", "1"]

@@ -163,7 +163,7 @@ def check_operation(r, n, operation):
         equal(*operation(r, n, c, functools.partial(call_async, style)))
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 24)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda f: f.__name__)
 def test_operation(operation, world_size):

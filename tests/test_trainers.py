@@ -166,6 +166,7 @@ def save_and_resume(rank, world_size, folder):
     return best, kept, par.full_state_dict(second.model), second.state.global_step
 
 
+@tier(slow=1)
 def test_trainer_saves_and_resumes(tmp_path, alone):
     for best, kept, state, step in spawn(2, save_and_resume, tmp_path):
         assert kept == ["checkpoint-2", "checkpoint-6"] and step == STEPS

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from models import Block
 from odd_models import OneUsed, Plain, adamw, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -117,6 +118,7 @@ def refused(rank, world_size, name):
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_values_of_other_stages_are_refused(name):
     messages = spawn(2, refused, name, timeout=10.0)

@@ -13,6 +13,7 @@ from checkpoint_cases import (
     train,
     two_groups,
 )
+from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.parallel import (
@@ -100,6 +101,7 @@ def gradients(rank, world_size, plans):
     return found
 
 
+@tier(slow=1)
 def test_full_gradients():
     plain = dense(1)
     idx, targets = batch(0)

@@ -4,6 +4,7 @@ ranks.
 
 import pytest
 import torch
+from tiers import tier
 from torch_ranks import data, spawn
 
 from pycomm.parallel.data import make_compression
@@ -207,6 +208,7 @@ def body_train(rank, world_size):
     return train(rank, world_size, None, {}), both
 
 
+@tier(slow=1)
 def test_training_reaches_the_same_loss_with_feedback_only():
     exact, both = spawn(3, body_train)[0]
     for (name, options, most, least), (with_feedback, without) in zip(TRAININGS, both, strict=True):

@@ -7,6 +7,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F
+from tiers import tier
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from torch_ranks import spawn
@@ -151,6 +152,7 @@ def beside_torch(rank, world_size):
     return worst
 
 
+@tier(quick=1 / 5)
 @pytest.mark.parametrize(
     ("world_size", "backend"), [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")]
 )

@@ -129,7 +129,7 @@ def test_equal_to_one_process(make):
     against_one.check_equal(make, *PLANS)
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("text", ["pp=4,schedule=zb-h1", "dp=2,pp=2,zero=3,checkpoint"])
 def test_passed_on_by_stages_between(text):
     against_one.check_equal(Memory, text)
@@ -148,7 +148,7 @@ class TiedBlocks(Base):
             block.mlp[0].weight = self.blocks[0].mlp[0].weight
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize(
     "texts", [("pp=2,schedule=interleaved", "pp=2,schedule=zbv"), ("dp=2,pp=4",)], ids=lambda texts: texts[0]
 )

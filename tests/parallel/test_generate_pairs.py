@@ -3,6 +3,7 @@
 import pytest
 import torch
 from halves import quick
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -87,6 +88,7 @@ CASES = {  # `both`: the encoder's blocks are in stages, too
 }
 
 
+@tier(slow=1)
 @pytest.mark.parametrize("name", quick(CASES, "bart 2 quick"))
 def test_tokens_of_one_process(name):
     kind, size = name.split()[:2]

@@ -154,6 +154,7 @@ def test_checkpoints_inside_of_blocks(make):
     check_equal(make, "ring=2", "ulysses=2", "dp=2,zero=3", "tp=2,megatron_sp", "pp=2", "ulysses=2,zero=3")
 
 
+@tier(slow=1)
 def test_checkpoints_inside_of_the_blocks_of_stages():
     check_equal(Inner, "pp=2,ring=2", "pp=2,ulysses=2,schedule=zb-h1", "dp=2,ring=2,zero=3")
 
@@ -227,7 +228,7 @@ class Reentrant(OwnCheckpoint):
     reentrant = True
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("block", [OwnCheckpoint, Reentrant])
 def test_inside_of_a_block_whose_weight_gradients_wait(block):
     check_equal(lambda: Plain(block, 4), "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")

@@ -96,7 +96,7 @@ def outcomes(world_size):
     return spawn(world_size, steps)
 
 
-@tier(quick=1 / 6)
+@tier(slow=1)
 @pytest.mark.parametrize("text", PLANS)
 def test_rows_that_are_mixed_are_refused_on_every_rank(text):
     for rank, found in enumerate(outcomes(par.Plan.parse(text).world_size)):

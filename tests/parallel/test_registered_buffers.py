@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import GPT
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -67,6 +68,7 @@ def build_and_drop(rank, world_size, text, times):
     return before, after, len(losses)
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("text", PLANS)
 def test_models_that_are_built_and_dropped_leave_nothing(text):
     for before, after, losses in spawn(2, build_and_drop, text, 15):

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from models import GPT
+from tiers import tier
 from torch.utils.data import DataLoader, TensorDataset
 from torch_ranks import spawn
 
@@ -34,6 +35,7 @@ def train(rank, world_size, text):
     return losses, par.full_state_dict(model)
 
 
+@tier(quick=1 / 4)
 @pytest.mark.parametrize("text", ["dp=2", "dp=4,zero=3", "dp=2,tp=2,zero=1", "dp=2,pp=2"])
 def test_loader_and_sampler(text):
     plan = par.Plan.parse(text)

@@ -243,7 +243,7 @@ AUTOCAST = {
 }
 
 
-@tier(quick=1 / 6)
+@tier(slow=1)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name):
     """Sums in other orders round otherwise: 8 bits of bf16, 11 of fp16."""

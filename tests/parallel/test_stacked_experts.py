@@ -7,6 +7,7 @@ import foreign_models as foreign
 import pytest
 import torch
 from halves import quick
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -46,6 +47,7 @@ def train(rank, world_size, kind, texts):
     return found
 
 
+@tier(quick=1 / 3)
 @pytest.mark.parametrize("name", quick(CASES, "mixtral 2", "qwen2-moe 2", "gpt-oss 2"))
 def test_equal_to_one_process(name):
     kind, texts = name.rpartition(" ")[0], CASES[name]

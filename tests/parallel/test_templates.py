@@ -198,6 +198,7 @@ def moved(step):
     return tokens(step, rows=13 + step)
 
 
+@tier(slow=1)
 def test_a_block_that_asks_itself():
     check_equal(OwnCode, *(f"pp=2,schedule={name}" for name in SCHEDULES[:3]), batch=moved)
 

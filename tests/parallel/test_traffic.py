@@ -135,7 +135,7 @@ def test_megatron_sequence_parallel_moves_the_same_bytes(ranks):
     assert added["all_reduce"] == (0, 2 * share * partial)
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ulysses_four_nh_over_p(ranks):
     """4 N h / P elements per rank and block forward (q, k, v, out), of which (P-1)/P go to others, and the

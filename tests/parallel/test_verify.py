@@ -94,7 +94,7 @@ def untouched(rank, world_size, kind, plan):
     return [par.step(model, opt, batch, loss, microbatches=2).item() for _ in range(2)]
 
 
-@tier(quick=1 / 3)
+@tier(slow=1)
 @pytest.mark.parametrize(
     ("kind", "plan"), [("gpt", "dp=2,tp=2"), ("normed", "dp=2"), ("llama", "pp=2,zero=1")]
 )

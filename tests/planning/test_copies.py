@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiers import tier
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -56,6 +57,7 @@ def copied(rank, world_size, text, layers):
     return found.nbytes
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize("text", CALLS)
 def test_copies_of_a_block_are_counted(text):
     one, two = (spawn(2, copied, text, layers)[0] for layers in (2, 3))
