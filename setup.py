@@ -320,9 +320,12 @@ def path_of(path: Path) -> str:
 
 
 def find_ninja() -> str:
-    """One beside the interpreter will do: a virtual environment need not be activated."""
-    ninja = shutil.which("ninja") or str(Path(sys.executable).with_name("ninja"))
-    if not os.access(ninja, os.X_OK):
+    """The one beside the interpreter before one in PATH: a virtual environment need not be activated, and
+    another version of ninja does not know what was built and compiles all again.
+    """
+    beside = str(Path(sys.executable).with_name("ninja"))
+    ninja = beside if os.access(beside, os.X_OK) else shutil.which("ninja")
+    if not ninja:
         raise SystemExit("pycomm is built with ninja, which was not found: pip install ninja")
     return ninja
 

@@ -149,14 +149,16 @@ def test_wrong_architectures(asked, text, torch_of):
 
 
 def test_ninja_beside_the_interpreter(tmp_path, monkeypatch):
-    """In a virtual environment that is not activated."""
-    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    """In a virtual environment that is not activated; before another version in PATH."""
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(build, "sys", SimpleNamespace(executable=str(tmp_path / "python")))
     with pytest.raises(SystemExit, match="pip install ninja"):
         build.find_ninja()
-    (tmp_path / "ninja").write_text("#!/bin/sh\n")
-    (tmp_path / "ninja").chmod(0o755)
-    assert build.find_ninja() == str(tmp_path / "ninja")
+    for folder in (tmp_path / "elsewhere", tmp_path):
+        folder.mkdir(exist_ok=True)
+        (folder / "ninja").write_text("#!/bin/sh\n")
+        (folder / "ninja").chmod(0o755)
+        assert build.find_ninja() == str(folder / "ninja")
 
 
 def test_progress():
