@@ -163,7 +163,7 @@ def test_no_report(stress, sanitizer):
     check(run_all(program, cases if sanitizer == "thread" else [*cases, (8, 3, "kernel", "close")]))
 
 
-@tier(slow=1 / 2)
+@tier(deep=1)
 @pytest.mark.parametrize("sanitizer", SANITIZERS)
 def test_no_report_in_many_runs(stress, sanitizer, some):
     check(run_all(stress(sanitizer)[0], some(MANY_CASES)))

@@ -60,7 +60,7 @@ def planned(rank, world_size, text, before, after):
 SLOW = pytest.mark.slow
 
 
-@tier(quick=1 / 2, slow=1 / 4)
+@tier(quick=1 / 2, slow=1 / 8)
 @pytest.mark.parametrize(
     ("text", "before", "after"),
     [

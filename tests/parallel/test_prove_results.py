@@ -66,7 +66,7 @@ def outcomes(world_size):
     return spawn(world_size, results)
 
 
-@tier(quick=1 / 20)
+@tier(quick=1 / 20, slow=1 / 2)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)

@@ -129,7 +129,7 @@ def run_in_fork(script, *flags, cwd):
     return text
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     flags = ["--pictures=pictures"] if name == "07_pipeline" else []

@@ -88,7 +88,7 @@ def cases():
         seen.add(kind)
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 12, slow=1 / 2)
 @pytest.mark.parametrize("kind, texts", list(cases()), ids=lambda value: str(value)[:40])
 def test_equal_to_one_process(kind, texts):
     (losses, parameters), limit = expected(kind), LIMITS.get(kind, 1e-11)
