@@ -82,7 +82,7 @@ FLAGS += ["-Wall", "-Wextra", "-Wno-unused-parameter", "-Wno-unknown-pragmas"]
 HOT, ONCE = "-O3", "-O1"
 # Folders and files of csrc/ that no operation of a group passes through, or that wait for a network.
 COLD = ("bindings/", "cuda/device/", "hosts/ucx", "torch/")
-# Those of them that an operation on tensors does pass through.
+# Exceptions: an operation on tensors passes through these files.
 CALLED = (
     *("bindings/collectives", "bindings/messages", "bindings/python_call", "bindings/work"),
     *("torch/backend", "torch/device", "torch/flight_recorder", "torch/interpreter", "torch/lists"),

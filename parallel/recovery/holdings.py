@@ -50,7 +50,7 @@ class Holdings:
     def clear(self):
         self.generations = []
 
-    def end(self):
+    def end(self) -> None:
         """No snapshot is written any more. Collective over the ranks that write."""
         self.last.neighbours.end()
 

@@ -19,8 +19,8 @@ snapshots one is whole everywhere, copies too.
 Cost per snapshot: what a host's ranks have written goes over its link once, beside the next steps; where that
 takes longer than the steps to the next snapshot, the next one waits. Memory: two slots per copy.
 
-The end: each writer says so, and the threads of holders are over before anybody closes the crew's group. One
-that still waited for whoever closes would break the group for those that are a little behind.
+The end: each writer sends END, and the holders' threads return before a rank closes the crew's group. A thread
+that still waits for a rank that closes would break the group for ranks that are a little behind.
 
 What can go wrong: the holder dies, or the link. The crew's group breaks, and all take part in a recovery. The
 holder has no memory: it answers so, and the writer raises it.
@@ -69,7 +69,7 @@ def send_slot(comm, memory, number, dst):
         raise RuntimeError(f"rank {dst} of the crew has no memory for a copy of the snapshot")
 
 
-def _answer(comm, dst):
+def _answer(comm, dst) -> bool:
     answer = torch.zeros(1, dtype=torch.int64)
     comm.recv(answer, dst, ANSWER)
     return bool(answer.item())
@@ -136,7 +136,7 @@ class Neighbours:
         if self.holder is not None:
             send_slot(self.comm, memory, number, self.holder)
 
-    def end(self):
+    def end(self) -> None:
         """No snapshot comes any more. Collective over the ranks that write; waits for those it holds."""
         holder, self.holder = self.holder, None
         if holder is not None:
