@@ -19,8 +19,8 @@ snapshots one is whole everywhere, copies too.
 Cost per snapshot: what a host's ranks have written goes over its link once, beside the next steps; where that
 takes longer than the steps to the next snapshot, the next one waits. Memory: two slots per copy.
 
-The end: each writer sends END, and the holders' threads return before a rank closes the crew's group. A thread
-that still waits for a rank that closes would break the group for ranks that are a little behind.
+The end: each writer sends END, and the holders' threads return before a rank closes the crew's group. A
+thread that still waits for a rank that closes would break the group for ranks that are a little behind.
 
 What can go wrong: the holder dies, or the link. The crew's group breaks, and all take part in a recovery. The
 holder has no memory: it answers so, and the writer raises it.
