@@ -419,7 +419,7 @@ def required_torch(version: str) -> str:
 
 
 def repository(folder: Path) -> str | None:
-    """The web address of the sources. Whoever publishes pycomm names it in PYCOMM_REPOSITORY; a source
+    """The web address of the sources. The publisher sets it in PYCOMM_REPOSITORY; a source
     distribution keeps it in PKG-INFO.
     """
     given, kept = os.environ.get("PYCOMM_REPOSITORY"), folder / "PKG-INFO"

@@ -20,7 +20,7 @@ from typing import NamedTuple
 HERE = Path(__file__).parent
 README = HERE / "README.md"
 TIERS = ("quick", "slow")
-ALL = "all"  # the last row: its budgets are those of the tiers
+ALL = "all"  # the last row, which has the budgets of the tiers
 HEADER = "| subject | files | " + " | ".join(f"{tier} s | {tier} budget" for tier in TIERS) + " |"
 ROUND = 5  # seconds, of budgets
 
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 def read_table(text: str) -> list[Row]:
-    """The rows of the table below HEADER, that of all tests as the last one."""
+    """The rows of the table below HEADER; the last one is for all tests."""
     lines = text[text.index(HEADER) :].splitlines()[2:]
     rows = []
     for line in lines[: next((place for place, line in enumerate(lines) if not line.startswith("|")), None)]:

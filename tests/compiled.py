@@ -49,8 +49,8 @@ def in_parallel(function: Callable, jobs: Iterable) -> list:
 
 
 def built(sources: Iterable[Path]) -> list[Path]:
-    """The object files of the extension that hold these sources of csrc/, in their order. Those of csrc/torch
-    and csrc/bindings hold several, and come once.
+    """The object files of the extension that hold these sources of csrc/, in their order. Objects of
+    csrc/torch and csrc/bindings hold several sources and come once.
     """
     linked = json.loads(LINKED.read_text()) if LINKED.exists() else {}
     names = {source: linked.get(str(Path(source).relative_to(ROOT)), "not compiled") for source in sources}
@@ -121,7 +121,7 @@ def unit_in(folder: Path, name: str, sources: Sequence[Path], flags: Sequence[ob
 
 
 def object_file(source: Path, flags: Sequence[object]) -> Path:
-    """Beside it lies the list of the files that the compiler read; their contents are a part of its name."""
+    """A list of the files that the compiler read is kept with it; their contents are a part of its name."""
     source = Path(source)
     first = _hash("\0".join([_compiler(), *map(str, flags), str(source)]).encode())
     listed = KEPT / f"{source.stem}-{first}.files"

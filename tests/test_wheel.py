@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 from tiers import tier
 
 ROOT = Path(__file__).parent.parent
-REPOSITORY = "https://example.org/pycomm"  # as whoever publishes pycomm names it
+REPOSITORY = "https://example.org/pycomm"  # as a publisher sets it
 pytestmark = [tier(slow=1), pytest.mark.timeout(1800)]
 
 # Packages that are links in the source tree: their files must be inside, each under its name.

@@ -76,8 +76,8 @@ def _answer(comm, dst) -> bool:
 
 
 def receive_slot(comm, copy, src, timeout=None):
-    """One snapshot, into a CopyMemory. What fails here is told to the sender. Returns whether there was one,
-    and not the end.
+    """One snapshot, into a CopyMemory. The sender gets an error if it fails here. Returns False at the
+    end.
     """
     said = torch.zeros(6, dtype=torch.int64)
     comm.recv(said, src, DATA, timeout=timeout)
