@@ -1,7 +1,7 @@
 """What `make demo` runs: a bandwidth table beside Gloo, then a small GPT trained on two ranks; two pictures.
 One to three minutes.
 
-python examples/demo.py [--out demo] [--steps 150 and other flags of 02_train_gpt_ddp.py]
+python examples/demo.py [--out demo] [--steps 120 and other flags of 02_train_gpt_ddp.py]
 """
 
 import argparse
@@ -24,7 +24,7 @@ from pycomm.benchmarks import bandwidth_demo
 if TYPE_CHECKING:
     from pycomm.benchmarks.collectives.runner import Results
 
-RANKS, STEPS = 2, 150
+RANKS, STEPS = 2, 120
 # Limits for a busy machine. Starting ranks and drawing pictures come on top of the first two, so the training
 # gets less where less is left of the time for all.
 BANDWIDTH_S, TRAINING_S, ALL_S = 40, 60, 160
