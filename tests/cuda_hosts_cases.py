@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from cuda_native_cases import raises
 from cuda_torch_cases import SIZE, cuda, empty, ranks, total
-from torch_ranks import DIED, data, equal
+from torch_ranks import DIED, data, equal, meeting
 
 import pycomm
 import pycomm.hosts
@@ -289,9 +289,12 @@ def does_not_come():
 
 
 def killed(victim):
+    together = meeting(4)
+
     def body(r, n):
         dist.all_reduce(cuda(r, 4))
         dist.barrier()
+        together.wait()
         if r == victim:
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.monotonic()
@@ -323,11 +326,14 @@ def messages_cross():
 
 
 def aborted():
+    together = meeting(2)
+
     def body(r, n):
         dist.all_reduce(cuda(r, 4))
         dist.barrier()
         made[0].hang_after = 0
         work = dist.all_reduce(cuda(r, 4), async_op=True)
+        together.wait()
         if r == 1:
             dist.group.WORLD._get_backend(torch.device("cuda")).abort()
         with raises(pycomm.AbortedError, "rank 1"):

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from cuda_hosts_cases import ended, made, over, use_fake
 from cuda_native_cases import raises
 from cuda_torch_cases import SIZE, cuda, empty
-from torch_ranks import DIED
+from torch_ranks import DIED, meeting
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -57,10 +57,12 @@ def device_goes_on(noncontiguous):
 
 def call_does_not_return(how):
     """A thread that NCCL keeps in a call, with nothing else under way, is let go by an abort."""
+    together = meeting(2)
 
     def body(r, n):
         dist.all_reduce(cuda(r, 4))
         dist.barrier()
+        together.wait()
         if r == 0:
             made[0].stick_after = 0
         elif how == "death":
@@ -80,10 +82,12 @@ def call_does_not_return(how):
 
 def abort_hangs():
     """The errors come and the group can be left, without NCCL."""
+    together = meeting(2)
 
     def body(r, n):
         dist.all_reduce(cuda(r, 4))
         dist.barrier()
+        together.wait()
         made[0].abort_hangs = True
         made[0].hang_after = 0
         with raises(pycomm.AbortedError, "rank 1"):
@@ -176,11 +180,13 @@ def device_fails():
 def exits_while_broken(waits):
     """The interpreter ends in order, whether the error has been heard of or NCCL still runs."""
     use_fake()
+    together = meeting(2)
 
     def rank(r):
         x = cuda(r, 4)
         dist.all_reduce(x)
         dist.barrier()
+        together.wait()
         made[0].hang_after = 0
         if r == 1:
             os.kill(os.getpid(), signal.SIGKILL)

@@ -9,7 +9,7 @@ import time
 
 import fake_cuda
 import torch
-from torch_ranks import data, equal
+from torch_ranks import data, equal, meeting
 
 import pycomm
 from pycomm import _C
@@ -476,10 +476,13 @@ def in_processes(name):
 
 
 def killed(protocol):
+    together = meeting(3)
+
     def rank(comm):
         with fake_cuda.stream():
             comm.all_reduce(torch.ones(8, device="cuda"))
             comm.barrier()
+            together.wait()
             assert comm.describe()["cuda"]["protocol"] == protocol
             if comm.rank == 2:
                 os.kill(os.getpid(), signal.SIGKILL)

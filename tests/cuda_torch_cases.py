@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from cuda_native_cases import raises
 from torch.distributed.distributed_c10d import _coalescing_manager
-from torch_ranks import DIED, data, equal, spawn
+from torch_ranks import DIED, data, equal, meeting, spawn
 
 import pycomm
 from pycomm import _C
@@ -452,10 +452,13 @@ def ctrl_c(wait):
 
 
 def killed():
+    together = meeting(3)
+
     def body(r, n):
         x = cuda(r, SIZE)
         dist.all_reduce(x)
         dist.barrier()
+        together.wait()
         if r == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         with raises(pycomm.PeerError, "rank 2 died", rank=r, world_size=n, peer=2):

@@ -13,6 +13,7 @@ import cuda_native_cases as native
 import fake_cuda
 import numpy as np
 import torch
+from torch_ranks import meeting
 
 import pycomm
 from pycomm import trace
@@ -131,6 +132,7 @@ def timed(folder):
 
 def killed():
     """The trace of the living has their times, and that of the dead what it had until then."""
+    together = meeting(2)
 
     def rank(comm):
         with fake_cuda.stream():
@@ -139,6 +141,7 @@ def killed():
                 comm.all_reduce(torch.ones(8, device="cuda"))
             comm.barrier()
             fake_cuda.wait_until(lambda: timed(folder) == 4)
+            together.wait()
             if comm.rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
             with native.raises(pycomm.PeerError, "rank 1 died"):

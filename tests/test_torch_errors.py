@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from forked import check_delays, queued
-from torch_ranks import data, equal, spawn
+from torch_ranks import data, equal, meeting, spawn
 
 import pycomm
 
@@ -170,8 +170,9 @@ def test_a_future_sees_a_death(operation):
     check_delays(delays)
 
 
-def check_death(r, n):
+def check_death(r, n, together):
     dist.barrier()
+    together.wait()
     if r == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -184,4 +185,4 @@ def check_death(r, n):
 
 
 def test_death():
-    spawn(3, check_death, expect_deaths=[1])
+    spawn(3, check_death, meeting(3), expect_deaths=[1])

@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import data, equal, spawn
+from torch_ranks import data, equal, meeting, spawn
 
 import pycomm
 
@@ -120,8 +120,9 @@ def test_random_orders(world_size):
     assert all(spawn(world_size, check_random, 7))
 
 
-def check_death(r, n):
+def check_death(r, n, together):
     barrier()
+    together.wait()
     if r == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(pycomm.PeerError, match="rank 1 died") as caught:
@@ -132,7 +133,7 @@ def check_death(r, n):
 
 
 def test_death():
-    spawn(3, check_death, expect_deaths=[1])
+    spawn(3, check_death, meeting(3), expect_deaths=[1])
 
 
 def check_late_after_a_death(r, n):

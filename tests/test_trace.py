@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from tiers import tier
+from torch_ranks import meeting
 
 import pycomm
 from pycomm import _C, env, trace
@@ -119,9 +120,10 @@ def test_a_mismatch_is_recorded_as_failed(tmp_path):
     assert all("all_reduce" not in found for found in statistics)
 
 
-def dies_in_an_operation(comm, folder):
+def dies_in_an_operation(comm, together, folder):
     trace.begin(folder)
     comm.barrier()
+    together.wait()
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(pycomm.PeerError):
@@ -130,7 +132,7 @@ def dies_in_an_operation(comm, folder):
 
 
 def test_what_was_recorded_outlives_sigkill(tmp_path):
-    run_ranks(3, dies_in_an_operation, str(tmp_path), mode="processes", fail=False)
+    run_ranks(3, dies_in_an_operation, meeting(3), str(tmp_path), mode="processes", fail=False)
     found = load(tmp_path)
     assert [len(row.operations) for row in found.rows] == [2, 1, 2]
     assert sum("it still runs, or it was killed" in note for note in found.notes) == 3

@@ -1,5 +1,6 @@
 """Ranks as forked processes with a torch.distributed default group, for the tests of the torch backend."""
 
+import multiprocessing
 import traceback
 
 import torch
@@ -31,6 +32,13 @@ def spawn(world_size, body, *args, backend="pycomm", timeout=20.0, expect_deaths
     ]
     assert not failed, "\n".join(failed)
     return results
+
+
+def meeting(n):
+    """Where n forked ranks wait for each other, by its wait(), without their group. Made before they fork. A
+    rank that dies or aborts behind a barrier of the group may end it for those that are still inside.
+    """
+    return multiprocessing.get_context("fork").Barrier(n, timeout=LIMIT)
 
 
 def data(rank, *shape, dtype=torch.float32):

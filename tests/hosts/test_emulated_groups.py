@@ -13,8 +13,10 @@ from pathlib import Path
 import pytest
 import torch
 from collective_cases import run_cases
+from held import held, held_after
 from test_emulated import COMMAND, LIMIT, open_hosts, own_store
 from tiers import tier
+from torch_ranks import meeting
 
 import pycomm
 from pycomm import env
@@ -79,8 +81,9 @@ def test_mismatch(two_by_two):
     groups(two_by_two, mismatch)
 
 
-def death(comm, link, victim):
+def death(comm, link, victim, together):
     comm.barrier()
+    together.wait()
     if comm.rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
     start = time.monotonic()
@@ -92,11 +95,12 @@ def death(comm, link, victim):
 
 @pytest.mark.parametrize("victim", [2, 3])
 def test_death(two_by_two, victim):
-    groups(two_by_two, death, victim, expect_deaths=[victim])
+    groups(two_by_two, death, victim, meeting(4), expect_deaths=[victim])
 
 
-def abort(comm, link):
+def abort(comm, link, together):
     comm.barrier()
+    together.wait()
     if comm.rank == 3:
         comm.abort("enough")
     with pytest.raises(pycomm.AbortedError, match="enough"):
@@ -104,7 +108,7 @@ def abort(comm, link):
 
 
 def test_abort(two_by_two):
-    groups(two_by_two, abort)
+    groups(two_by_two, abort, meeting(4))
 
 
 def fork(comm, link):
@@ -159,21 +163,21 @@ def test_link_down(two_by_two):
 
 
 def many_groups(comm, link, number):
-    counts = []
     for made in range(number):
         with comm.split(0) as other:
             assert other.all_reduce(torch.ones(3)).eq(comm.world_size).all()
-        if made in (9, number - 1):
+        if made == 9:
             comm.barrier()
-            counts.append((len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))))
-    return [late - early for early, late in zip(*counts, strict=True)]
+            before = held()
+    comm.barrier()
+    return before, held_after(before)
 
 
 @tier(slow=1)
 def test_two_hundred_groups_leave_nothing():
     with contextlib.closing(open_hosts("2x1")) as hosts:
-        for files, threads in groups(hosts, many_groups, 200).values():
-            assert files <= 0 and threads <= 0, (files, threads)
+        for before, after in groups(hosts, many_groups, 200).values():
+            assert after.threads <= before.threads and after.files <= before.files, (before, after)
 
 
 @tier(slow=1)

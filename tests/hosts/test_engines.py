@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from held import held, held_after
 from tiers import tier
 
 from pycomm import env
@@ -111,35 +112,26 @@ def test_an_operation_has_no_limit_of_gloos():
 @tier(slow=1)
 def test_two_hundred_groups_leave_nothing(tmp_path):
     def body(rank, store, hosts):
-        counts = []
+        def meet(number):
+            store.add(f"met {number}", 1)
+            while store.add(f"met {number}", 0) < len(hosts):
+                time.sleep(0.001)
+
         for number in range(200):
             data, control = make(rank, store, hosts, token=f"attempt {number}")
             del data, control
-            if number in (9, 199):
-                store.add("waiting", 1)
-                while store.add("waiting", 0) % len(hosts):
-                    time.sleep(0.001)
-                files = sum(os.readlink(f"/proc/self/fd/{fd}") != "" for fd in _descriptors())
-                counts.append((store.num_keys(), files, len(os.listdir("/proc/self/task"))))
-                store.add("counted", 1)
-                while store.add("counted", 0) % len(hosts):
-                    time.sleep(0.001)
-        return counts
+            if number == 9:
+                meet(1)
+                keys, before = store.num_keys(), held()
+                meet(2)
+        meet(3)
+        more, after = store.num_keys() - keys, held_after(before)
+        meet(4)
+        return more, before, after
 
-    for early, late in run(body, hosts=[0, 1]).values():
-        keys, files, threads = (b - a for a, b in zip(early, late, strict=True))
-        assert keys <= 1 and files <= 0 and threads <= 0, (early, late)
-
-
-def _descriptors():
-    found = []
-    for name in os.listdir("/proc/self/fd"):
-        try:
-            os.readlink(f"/proc/self/fd/{name}")
-        except OSError:  # the one that listed them
-            continue
-        found.append(name)
-    return found
+    for more, before, after in run(body, hosts=[0, 1]).values():
+        assert more <= 3, "more keys than those of meet()"
+        assert after.threads <= before.threads and after.files <= before.files, (before, after)
 
 
 # --- failures --------------------

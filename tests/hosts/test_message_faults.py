@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import raises
+from torch_ranks import meeting
 
 from pycomm import AbortedError, CommTimeoutError, Communicator, MismatchError, PeerError, hosts
 from pycomm.testing import run_ranks
@@ -137,16 +138,19 @@ def test_pending_messages_end_with_the_group(how, size, run):
 
 @pytest.mark.parametrize("size", SIZES)
 def test_the_death_of_a_rank_ends_messages(size):
+    together = meeting(4)
+
     def body(comm):
         x = torch.zeros(size)
         if comm.rank == 3:
             comm.send(x, 0, tag=7)
-            comm.barrier()
-            time.sleep(0.1)
-            os.kill(os.getpid(), signal.SIGKILL)
         if comm.rank == 0:
             comm.recv(x, 3, tag=7)
         comm.barrier()
+        together.wait()
+        if comm.rank == 3:
+            time.sleep(0.1)  # the others most often wait by then
+            os.kill(os.getpid(), signal.SIGKILL)
         works = [comm.recv(x, 3, async_op=True)] if comm.rank != 1 else [comm.recv(x, None, async_op=True)]
         return [raises(PeerError, work.wait, "rank 3 (host1)") for work in works]
 
@@ -159,9 +163,11 @@ def test_the_death_of_a_rank_ends_messages(size):
 @pytest.mark.parametrize("source", [0, None])
 def test_the_death_of_its_leader_ends_messages_with_other_hosts(source, polls):
     """Rank 3 waits for another host, whose words of the death cannot reach it: who hears them has died."""
+    together = meeting(4)
 
     def body(comm):
         comm.barrier()
+        together.wait()
         if comm.rank == 2:
             time.sleep(0.1)
             os.kill(os.getpid(), signal.SIGKILL)

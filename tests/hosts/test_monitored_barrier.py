@@ -5,12 +5,11 @@ import datetime
 import os
 import random
 import signal
-import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch_ranks import data, equal, spawn
+from torch_ranks import data, equal, meeting, spawn
 
 import pycomm
 
@@ -99,14 +98,11 @@ def test_random_orders(hosts):
     assert all(spawn(4, check_random, 7, hosts=hosts))
 
 
-def check_death(r, n, victim):
+def check_death(r, n, victim, together):
     barrier()
-    store = dist.distributed_c10d._get_default_store()
-    if r == victim:  # when all others are out of the barrier, too: its death would end it for them
-        while store.add("out", 0) < n - 1:
-            time.sleep(0.01)
+    together.wait()
+    if r == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    store.add("out", 1)
     with pytest.raises(pycomm.PeerError, match=rf"rank {victim} \(host1\) died") as caught:
         barrier()
     assert "monitoredBarrier" in str(caught.value) and caught.value.peer == victim
@@ -117,7 +113,7 @@ def check_death(r, n, victim):
 @pytest.mark.parametrize("victim", [2, 3])
 def test_death(victim):
     """Of a leader, and of another rank."""
-    spawn(4, check_death, victim, hosts=PLACES[0], expect_deaths=[victim])
+    spawn(4, check_death, victim, meeting(4), hosts=PLACES[0], expect_deaths=[victim])
 
 
 def check_leaving(r, n):
