@@ -93,6 +93,7 @@ print(before == dict(dist.Backend._plugins), "PYCOMM" in before, dist.Backend.ba
     assert result(code) == "True True 1"
 
 
+@tier(slow=1)
 def test_without_torch_distributed_nothing_happens():
     code = "import torch.distributed as dist; dist.is_available = lambda: False; del dist.Backend\n"
     assert (
@@ -183,6 +184,7 @@ def test_wrong_replacement_is_an_error():
     assert "PYCOMM_REPLACE='glue' in the environment: must be gloo, nccl or both" in err
 
 
+@tier(slow=1)
 def test_default_cpu_backend():
     code = (
         GROUP

@@ -102,6 +102,7 @@ def test_a_run(tmp_path):
     assert columns.hosts_line(content) == [line] and line in done.stdout
 
 
+@tier(slow=1)
 def test_where_hosts_cannot_be_emulated(tmp_path):
     start = [sys.executable, "-m", "pycomm.benchmarks", "all_reduce", "--hosts", "2x1"]
     done = subprocess.run(

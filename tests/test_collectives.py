@@ -66,7 +66,7 @@ def table(name, n, options):
             yield name, count, list(PLACEMENTS)[seed % 4], seed, {"algorithm": algorithm}
 
 
-@tier(quick=1 / 20)
+@tier(quick=1 / 20, slow=1 / 2)
 @pytest.mark.parametrize(
     ("config", "n"), [(config, n) for config, (sizes, _, _) in CONFIGS.items() for n in sizes]
 )

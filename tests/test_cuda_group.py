@@ -43,7 +43,7 @@ def programs(tmp_path_factory):
 ON_ANY_MACHINE = {"group_deadlines_test": ["late rank", "busy for long"]}
 
 
-@tier(quick=1 / 8)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
     check([*programs[name], *ON_ANY_MACHINE.get(name, [])])

@@ -43,7 +43,7 @@ def programs(tmp_path_factory):
     return {name: [str(program), name] for name in PROGRAMS}
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_program(programs, name):
     result = subprocess.run(

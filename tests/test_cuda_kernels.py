@@ -134,26 +134,22 @@ MANY_CASES = {
 }
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize(
     "name",
-    [
-        "plain",
-        "weak",
-        pytest.param("thread", marks=pytest.mark.slow),
-        pytest.param("address", marks=pytest.mark.deep),
-    ],
+    ["weak", "thread", *(pytest.param(name, marks=pytest.mark.deep) for name in ("plain", "address"))],
 )
 def test_values_and_reports(program, name):
     check_all(program(name), CASES[name])
 
 
-@tier(slow=1 / 4)
+@tier(deep=1)
 @pytest.mark.parametrize("name", BUILDS)
 def test_many_seeds(program, name, some):
     check_all(program(name), some(MANY_CASES[name]))
 
 
+@tier(slow=1)
 def test_every_suite_is_run(program):
     suites = run(program("weak"), "no such suite")[1].removeprefix("suites: ").strip().split(", ")
     assert set(suites) == {case.split()[0] for cases in CASES.values() for case in cases}

@@ -25,7 +25,7 @@ def server():
         yield server
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 4, slow=1 / 3)
 @pytest.mark.parametrize("world_size, devices", [(1, 1), (2, 1), (3, 1), (3, 3)])
 def test_operations_in_threads(server, world_size, devices):
     server.run("cuda_native_cases.operations_in_threads", world_size, devices, "resident", devices=devices)

@@ -252,6 +252,7 @@ def test_command_under_torchrun():
     assert all(one["group"]["ranks"] == 3 and one["group"]["problem"] is None for one in report["facts"])
 
 
+@tier(slow=1)
 def test_a_wrong_variable_makes_pycomm_unusable():
     done = run_doctor(PYCOMM_CMA="perhaps")
     assert done.returncode == 1

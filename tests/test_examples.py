@@ -90,7 +90,7 @@ def test_train(trained):
     assert is_png(folder / "demo" / "loss.png")
 
 
-@tier(slow=1)
+@tier(deep=1)
 def test_train_gives_the_same_losses_again_and_over_gloo(trained, tmp_path):
     """With two ranks a sum has one order only, so that backends may not differ by a single bit."""
     first, *_ = trained
@@ -157,7 +157,7 @@ def test_bandwidth_demo(tmp_path, capsys):
     assert "n/a" not in printed and "in place" in printed and is_png(tmp_path / "out.png")
 
 
-@tier(slow=1)
+@tier(deep=1)
 def test_compare_ddp_step(tmp_path):
     flags = [*TINY, "--rounds=2", "--steps-per-turn=2", "--json=figures.json"]
     printed = run_python(EXAMPLES / "03_compare_ddp_step.py", *flags, cwd=tmp_path)

@@ -4,6 +4,7 @@ under ThreadSanitizer, and under AddressSanitizer with UndefinedBehaviorSanitize
 The scheduler is never instrumented ([Note: instrumented and not], fiber_core.h).
 """
 
+import functools
 import os
 import re
 import subprocess
@@ -25,13 +26,10 @@ SANITIZERS = {
 pytestmark = pytest.mark.timeout(300)  # of which most is for compilers on a busy machine
 
 
-def build(folder: Path) -> dict[str, Path]:
-    """{sanitizer: program}"""
-    scheduler, programs = compiled.fibers(), {}
-    for name, flags in SANITIZERS.items():
-        own = compiled.unit("fiber_test", INSTRUMENTED, [*FLAGS, *flags])
-        programs[name] = compiled.link([*scheduler, own], folder / name, flags)
-    return programs
+def build(folder: Path, sanitizer: str) -> Path:
+    flags = SANITIZERS[sanitizer]
+    own = compiled.unit("fiber_test", INSTRUMENTED, [*FLAGS, *flags])
+    return compiled.link([*compiled.fibers(), own], folder / sanitizer, flags)
 
 
 def run(program, case, seconds=60):
@@ -45,8 +43,9 @@ def run(program, case, seconds=60):
 
 
 @pytest.fixture(scope="module")
-def programs(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("fiber"))
+def program(tmp_path_factory):
+    """Of a sanitizer; compiled when it is first asked for."""
+    return functools.cache(functools.partial(build, tmp_path_factory.mktemp("fiber")))
 
 
 VALUES = ["exchange", "two_streams", "stream_values", "block_functions", "multimem", "words", "counter",
@@ -56,27 +55,29 @@ FAULTS = ["sync_before_post", "sync_after_wait", "relaxed_post", "relaxed_wait",
           "shared_race", "no_end_barrier", "no_event"]  # fmt: skip
 
 
-@tier(quick=1 / 24)
 @pytest.mark.parametrize("case", VALUES)
-@pytest.mark.parametrize("sanitizer", SANITIZERS)
-def test_runs_without_report(programs, sanitizer, case):
-    status, output = run(programs[sanitizer], case)
+@pytest.mark.parametrize(
+    "sanitizer", [pytest.param(name, marks=[pytest.mark.slow] * (name != "plain")) for name in SANITIZERS]
+)
+def test_runs_without_report(program, sanitizer, case):
+    status, output = run(program(sanitizer), case)
     assert status == 0 and output == f"{case} ok\n", f"{case} ended with {status}:\n{output[-5000:]}"
 
 
 @pytest.mark.parametrize("case", ["large", "values_show_fault"])
-def test_plain(programs, case):
+def test_plain(program, case):
     """Many threads, and a fault that shows in the values: under ThreadSanitizer the first is slow and the
     second a race.
     """
-    status, output = run(programs["plain"], case)
+    status, output = run(program("plain"), case)
     assert status == 0 and output.endswith(f"{case} ok\n"), f"{case} ended with {status}:\n{output[-5000:]}"
 
 
+@tier(slow=1)
 @pytest.mark.parametrize("fault", FAULTS)
-def test_planted_fault_is_a_race(programs, fault):
+def test_planted_fault_is_a_race(program, fault):
     """x86 does not show these faults in values; ThreadSanitizer must, and must name the CUDA thread."""
-    status, output = run(programs["thread"], f"fault_{fault}")
+    status, output = run(program("thread"), f"fault_{fault}")
     assert status == 66 and "ThreadSanitizer: data race" in output, (
         f"no race was reported; exit status {status}:\n{output[-5000:]}"
     )
@@ -95,8 +96,8 @@ def test_scheduler_shares_no_code():
         assert " T pycomm" in symbols.stdout and not re.findall(r"^\w+ W .*", symbols.stdout, re.M)
 
 
-def test_every_case_is_run(programs):
-    cases = run(programs["plain"], "no such case")[1].split()
+def test_every_case_is_run(program):
+    cases = run(program("plain"), "no such case")[1].split()
     assert sorted(cases) == sorted(
         [*VALUES, "large", "values_show_fault", *(f"fault_{fault}" for fault in FAULTS)]
     )

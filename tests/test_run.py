@@ -78,6 +78,7 @@ def test_torch_and_pycomm_find_each_other(tmp_path):
     assert (status, out) == (0, ["[rank 0] 2.0 True", "[rank 1] 2.0 True"]), err
 
 
+@tier(slow=1)
 def test_errors_of_the_program_are_not_replaced_for_ever(tmp_path):
     """Each attempt fails; then the status is that of the first, and nobody is left."""
     script = """

@@ -169,6 +169,7 @@ def test_no_report_in_many_runs(stress, sanitizer, some):
     check(run_all(stress(sanitizer)[0], some(MANY_CASES)))
 
 
+@tier(slow=1)
 def test_end_of_a_work(tmp_path):
     """Whoever sees a work done may free it at once."""
     source = ROOT / "tests" / "cpp" / "work_test.cc"

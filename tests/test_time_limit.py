@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tiers import tier
+
 ROOT = Path(__file__).parent.parent
 FILE = """
 import ctypes, time
@@ -20,6 +22,7 @@ def test_after(): pass
 """
 
 
+@tier(slow=1)
 def test_a_limit_fails_one_test(tmp_path):
     options = re.search(r"^PYTEST := .* -m pytest (.*)$", (ROOT / "Makefile").read_text(), re.M)[1]
     (tmp_path / "test_hang.py").write_text(FILE)

@@ -76,6 +76,7 @@ def test_refuses_folders(checkout, tmp_path, capsys):
     assert "PyTorch 2.98.0a0" in capsys.readouterr().err
 
 
+@tier(slow=1)
 @pytest.mark.timeout(900)
 def test_compares_and_judges(checkout, tmp_path, monkeypatch, capsys):
     """One test passes on both, one on Gloo alone, one is refused in other words, one is skipped."""

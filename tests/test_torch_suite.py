@@ -1,7 +1,7 @@
 """PyTorch's own suite for distributed backends on pycomm: each test that Gloo passes, see
 docs/torch_suite.md.
 
-`make test` runs those that are not marked torch_suite, `make test-torch` all.
+`make test-slow` runs some, `make test-deep` all that are not marked torch_suite, `make test-torch` all.
 """
 
 import pytest
@@ -42,16 +42,16 @@ def workers():
 
 
 def cases():
-    """Every third test, and those that once failed, in `make test`; all in `make test-slow`."""
+    """Every tenth test, and those that once failed, in `make test-slow`; all in `make test-deep`."""
     for number, case in enumerate(read_passes()):
-        quick = number % 3 == 0 or case.name in ONCE_FAILED or case.name in SLOW
-        marks = [] if quick else [pytest.mark.slow]
+        slow = (number % 10 == 0 or case.name in ONCE_FAILED) and case.name not in SLOW
+        marks = [] if slow else [pytest.mark.deep]
         if case.name in SLOW:
             marks.append(pytest.mark.torch_suite)
         yield pytest.param(case, id=f"{case.name}-{case.conditions}-{case.world_size}", marks=marks)
 
 
-@tier(quick=1 / 8, slow=1 / 3)
+@tier(slow=1)
 @pytest.mark.timeout(300)  # the worker limits each test to 100 s
 @pytest.mark.parametrize("case", list(cases()))
 def test_torch_suite(workers, case):
@@ -59,7 +59,7 @@ def test_torch_suite(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
-@tier(quick=1 / 6)
+@tier(slow=1 / 3)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.name in PROFILED], ids=lambda case: case.name
@@ -69,7 +69,7 @@ def test_profiler_events(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
-@tier(slow=1 / 4)
+@tier(slow=1 / 8)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.conditions == "gloo"], ids=lambda case: case.name

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from source_tree import ROOT
+from tiers import tier
 from touched import HARNESS, changed_files, listed, touched
 
 TREE = {
@@ -206,6 +207,7 @@ def test_run_of_touched_files(project: Path):
     assert "tests/test_one.py::test_deep" in done.stdout and "test_two" not in done.stdout
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     "file, text", [(None, "nothing has changed"), ("setup.py", "no test file is touched")]
 )

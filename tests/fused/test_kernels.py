@@ -96,7 +96,7 @@ def processes(request):
         process.end()
 
 
-@tier(quick=1 / 60, slow=1 / 6)
+@tier(quick=1 / 60, slow=1 / 12)
 @pytest.mark.parametrize(
     "world_size",
     [2, pytest.param(4, marks=[pytest.mark.slow, pytest.mark.timeout(LIMIT[4] + 10)])],

@@ -44,7 +44,7 @@ SOURCE_FAULTS = (
 )  # fmt: skip
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("fault", SOURCE_FAULTS)
 def test_fault_in_the_source(kernels, fault):
     kernel = kernels["exchange"][fault]

@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 8, slow=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "gpt dp", "gpt tp", "gpt pp", "llama sequence"))
 def test_calls_are_one_batch(name):
     kind, texts = name.split()[0], CASES[name]

@@ -90,7 +90,7 @@ CASES = (
 )
 
 
-@tier(quick=1 / 2)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("texts", CASES, ids=["2", "4"])
 def test_groups_schedulers_and_averages(texts):
     state, averaged, rates = alone()

@@ -117,5 +117,6 @@ def test_every_plan_to_every_plan(tmp_path):
     assert sorted(os.listdir(tmp_path)) == sorted(folder_of(plan) for plan in ALL)
 
 
+@tier(slow=1)
 def test_experts(tmp_path):
     run_matrix(tmp_path, {1: [""], 2: ["ep=2", "dp=2,zero=1"], 4: ["dp=2,ep=2,zero=3"]}, mixture)

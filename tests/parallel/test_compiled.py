@@ -57,41 +57,38 @@ def planned(rank, world_size, text, before, after):
     return [par.step(model, opt, tokens(step), microbatches=2).item() for step in range(2)]
 
 
-SLOW = pytest.mark.slow
-
-
-@tier(quick=1 / 2, slow=1 / 8)
+@tier(slow=1 / 6)
 @pytest.mark.parametrize(
     ("text", "before", "after"),
     [
-        pytest.param("dp=2", blocks_of, None, marks=SLOW),
-        pytest.param("dp=2,zero=1", None, in_place, marks=SLOW),
+        ("dp=2", blocks_of, None),
+        ("dp=2,zero=1", None, in_place),
         ("dp=2,zero=3", blocks_of, None),
-        pytest.param("pp=2", blocks_of, None, marks=SLOW),
-        pytest.param("tp=2", in_place, None, marks=SLOW),
-        pytest.param("tp=2,megatron_sp", blocks_of, None, marks=SLOW),
-        pytest.param("tp=2", whole, None, marks=SLOW),
+        ("pp=2", blocks_of, None),
+        ("tp=2", in_place, None),
+        ("tp=2,megatron_sp", blocks_of, None),
+        ("tp=2", whole, None),
         ("tp=2", None, in_place),
-        pytest.param("tp=2", None, blocks_of, marks=SLOW),
-        pytest.param("tp=2", None, whole, marks=SLOW),
-        pytest.param("tp=2,zero=3", None, blocks_of, marks=SLOW),
-        pytest.param("dp=2,zero=3", None, in_place, marks=SLOW),
-        pytest.param("dp=2,zero=3", in_place, None, marks=SLOW),
-        pytest.param("dp=2,zero=3", None, whole, marks=SLOW),
-        pytest.param("dp=2,zero=3", whole, None, marks=SLOW),
-        pytest.param("pp=2", None, blocks_of, marks=SLOW),
-        pytest.param("pp=2,schedule=zb-h1", None, in_place, marks=SLOW),
-        pytest.param("pp=2", None, whole, marks=SLOW),
-        pytest.param("ring=2", None, blocks_of, marks=SLOW),
-        pytest.param("ulysses=2", None, in_place, marks=SLOW),
-        pytest.param("ring=2", None, whole, marks=SLOW),
-        pytest.param("tp=2,megatron_sp", None, in_place, marks=SLOW),
-        pytest.param("tp=2,megatron_sp", None, whole, marks=SLOW),
-        pytest.param("dp=2,checkpoint", blocks_of, None, marks=SLOW),
-        pytest.param("dp=2,checkpoint", None, blocks_of, marks=SLOW),
-        pytest.param("dp=2,checkpoint", whole, None, marks=SLOW),
-        pytest.param("tp=2,zero=3,checkpoint", in_place, None, marks=SLOW),
-        pytest.param("tp=2,zero=2", in_place, None, marks=SLOW),
+        ("tp=2", None, blocks_of),
+        ("tp=2", None, whole),
+        ("tp=2,zero=3", None, blocks_of),
+        ("dp=2,zero=3", None, in_place),
+        ("dp=2,zero=3", in_place, None),
+        ("dp=2,zero=3", None, whole),
+        ("dp=2,zero=3", whole, None),
+        ("pp=2", None, blocks_of),
+        ("pp=2,schedule=zb-h1", None, in_place),
+        ("pp=2", None, whole),
+        ("ring=2", None, blocks_of),
+        ("ulysses=2", None, in_place),
+        ("ring=2", None, whole),
+        ("tp=2,megatron_sp", None, in_place),
+        ("tp=2,megatron_sp", None, whole),
+        ("dp=2,checkpoint", blocks_of, None),
+        ("dp=2,checkpoint", None, blocks_of),
+        ("dp=2,checkpoint", whole, None),
+        ("tp=2,zero=3,checkpoint", in_place, None),
+        ("tp=2,zero=2", in_place, None),
     ],
 )
 def test_equal_to_one_process(text, before, after):

@@ -123,7 +123,7 @@ class Translator(nn.Module):
         return self.head(self.transformer(self.tok(idx), self.tok(idx.flip(1))))
 
 
-@tier(quick=1 / 6)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("make", [Changed, Skip, SkipByName, SkipToTheEnd, Memory], ids=lambda m: m.__name__)
 def test_equal_to_one_process(make):
     against_one.check_equal(make, *PLANS)
@@ -206,7 +206,7 @@ def check_lists(make, blocks, *texts):
 ALL = ["pp=2,schedule=gpipe", *PLANS[2:], "pp=2,schedule=zbv,checkpoint"]
 
 
-@tier(quick=1 / 2)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize(
     ("make", "texts"), [(t5, ALL), pytest.param(bart, ALL, marks=pytest.mark.slow), (Translator, ALL[:2])]
 )
@@ -214,13 +214,13 @@ def test_encoder_and_decoder_make_one_trunk(make, texts):
     check_lists(make, 2, *texts)
 
 
-@tier(slow=1)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("make", LISTS)
 def test_an_encoder_in_front_of_the_blocks(make):
     check_lists(make, 1, "pp=2", "pp=2,schedule=zb-h1")
 
 
-@tier(slow=1)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize(
     "text",
     quick(

@@ -19,7 +19,7 @@ CASES = equality.ALONE + equality.HYBRIDS
 QUICK_FP32 = ("gpt", "dp=2")
 
 
-@tier(quick=1 / 30, slow=1 / 6)
+@tier(quick=1 / 30, slow=1 / 12)
 @pytest.mark.parametrize(
     "case, dtype",
     [
@@ -94,7 +94,7 @@ def train_with_bits(rank, world_size, microbatches, zero):
             )
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize("microbatches", [1, 3, 8])
 def test_schedules_give_the_same_bits(stages, microbatches):

@@ -88,7 +88,7 @@ CASES = {  # `both`: the encoder's blocks are in stages, too
 }
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "bart 2 quick"))
 def test_tokens_of_one_process(name):
     kind, size = name.split()[:2]
@@ -113,5 +113,6 @@ def refused(rank, world_size):
     return True
 
 
+@tier(slow=1)
 def test_what_is_refused():
     assert spawn(2, refused) == [True, True]

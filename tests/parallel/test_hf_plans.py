@@ -95,7 +95,7 @@ CASES = [
 _alone = {}
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 12, slow=1 / 2)
 @pytest.mark.parametrize("kind, text", CASES, ids=lambda value: value)
 def test_transformers_model(kind, text):
     if kind not in _alone:

@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@tier(quick=1 / 6, slow=1 / 3)
+@tier(quick=1 / 6, slow=1 / 6)
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):
@@ -280,7 +280,7 @@ def by_one_process(folder):
 HSDP = "dp=4,zero=3,zero_group=host"
 
 
-@tier(slow=1)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("zero", quick([1, 2, 3], 2))
 def test_checkpoints_go_from_and_to_other_plans(zero, tmp_path):
     hsdp = f"dp=4,zero={zero},zero_group=host"

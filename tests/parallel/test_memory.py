@@ -29,6 +29,7 @@ def test_closed_forms():
             assert 7.5 * zero_memory.closed_form(zero, ranks) == pytest.approx(value, rel=0.01)
 
 
+@tier(slow=1)
 def test_the_picture(tmp_path):
     zero_memory.main(
         [

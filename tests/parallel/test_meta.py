@@ -79,7 +79,7 @@ def saved(folder, model, shards="20KB"):
     return folder
 
 
-@tier(quick=1 / 3)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize(("plans", "tied"), LOADED, ids=[plans[0] for plans, _ in LOADED])
 def test_loaded_is_as_from_pretrained(tmp_path, plans, tied):
     make = functools.partial(llama, tie_word_embeddings=tied)

@@ -6,6 +6,7 @@ The peak is what the kernel has counted for the process (VmHWM): parameters, buf
 import pytest
 import torch
 from halves import quick
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -50,6 +51,7 @@ def peak(rank, world_size, text, folder, whole):
     return memory("VmHWM") - before
 
 
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("text", quick(SHARES, "dp=2,zero=3"))
 def test_peak_is_the_share_and_a_block(tmp_path, text):
     spawn(1, write, tmp_path)

@@ -84,7 +84,7 @@ def own(out, y):
 PLANS = ["ring=2", "ulysses=2", "ring=2,checkpoint", "ring=2,zigzag=false", "dp=2,zero=3", "tp=2", "pp=2"]
 
 
-@tier(quick=1 / 2)
+@tier(slow=1)
 @pytest.mark.parametrize("make", [NanoGPT, Unflattened])
 def test_equal_to_one_process(make):
     check_equal(make, *PLANS, batch=batch, loss_fn=own)

@@ -83,7 +83,7 @@ PLANS = {
 }
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("world_size", PLANS)
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_equal_to_one_process(make, world_size):
@@ -119,6 +119,7 @@ class Early(Plain):
         self.tok[1]._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
 
 
+@tier(slow=1)
 def test_a_layer_in_front_of_the_blocks():
     check_equal(
         Early, *(f"{text},blocks=blocks" for text in ("pp=2,schedule=zb-h1", "dp=2,zero=3", "ring=2"))

@@ -166,7 +166,7 @@ def run(rank, world_size, text, microbatches):
     return found
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("text", PLANS)
 def test_through_the_stages(text):
     for rank, found in enumerate(spawn(par.Plan.parse(text).world_size, run, text, PLANS[text])):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from against_one import check_equal, sgd
 from odd_models import Plain, cross, tokens
+from tiers import tier
 from torch import nn
 from torch_ranks import spawn
 
@@ -157,6 +158,7 @@ def asking(model):
     return whole + sum(p.numel() for p in model.parameters()) / 1e4
 
 
+@tier(slow=1)
 def test_what_is_whole_may_be_read():
     check_equal(lambda: Penalty(asking), "tp=2", "tp=2,checkpoint")
     check_equal(lambda: Penalty(asking), "tp=2,pp=2", "dp=2,tp=2,zero=3")

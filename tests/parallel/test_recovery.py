@@ -52,7 +52,7 @@ def test_a_killed_rank_changes_nothing(case):
     kills.check(case, alone())
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("seed", range(9001, 9007))
 def test_random_kills(seed):
     kills.check(kills.draw(seed), alone())

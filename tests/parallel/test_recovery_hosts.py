@@ -61,7 +61,7 @@ def test_killed_ranks_and_hosts_change_nothing(one):
     kills.check(one, alone())
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("seed", range(9001, 9009))
 def test_random_kills(seed):
     kills.check(kills.draw_over_hosts(seed), alone())

@@ -93,6 +93,7 @@ def between_plans(rank, world_size, folder):
     return wrong
 
 
+@tier(slow=1)
 def test_saved_and_loaded(tmp_path):
     assert spawn(2, between_plans, str(tmp_path)) == [[], []]
 

@@ -129,7 +129,7 @@ def run_in_fork(script, *flags, cwd):
     return text
 
 
-@tier(slow=1 / 4)
+@tier(slow=1 / 8)
 @pytest.mark.parametrize("name", PRINTED)
 def test_example(name, tmp_path):
     flags = ["--pictures=pictures"] if name == "07_pipeline" else []
@@ -192,6 +192,7 @@ def test_train_gpt_gives_the_same_losses_under_every_plan(tmp_path):
         assert "tokens/s" in printed and (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+@tier(slow=1)
 def test_train_gpt_goes_on_from_a_checkpoint_of_another_plan(tmp_path):
     script = EXAMPLES / "train_gpt.py"
     first = losses(

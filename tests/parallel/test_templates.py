@@ -203,6 +203,7 @@ def test_a_block_that_asks_itself():
     check_equal(OwnCode, *(f"pp=2,schedule={name}" for name in SCHEDULES[:3]), batch=moved)
 
 
+@tier(slow=1)
 def test_tables_that_are_remembered():
     """None of the meta device remains for the blocks, and those of the blocks do no harm there."""
     check_equal(Tables, "pp=2", "pp=2,schedule=interleaved", batch=moved)

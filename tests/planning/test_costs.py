@@ -40,7 +40,7 @@ def of_layers(text, layers):
     return seen, sent(job)
 
 
-@tier(slow=1)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("text", ["tp=2", "ulysses=2", "ring=2"])
 def test_what_a_block_adds(text):
     axis = text.partition("=")[0]
@@ -49,7 +49,7 @@ def test_what_a_block_adds(text):
     assert added == [b - a for a, b in zip(few_sent[axis], many_sent[axis], strict=True)]
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
 def test_what_data_parallelism_sends(text):
     seen, expected = of_layers(text, 4)
@@ -61,6 +61,7 @@ def test_the_table_has_every_strategy():
     assert len(lines) == 2 + 13 and all(line.startswith("| ") or line.startswith("|-") for line in lines)
 
 
+@tier(slow=1 / 2)
 @pytest.mark.parametrize(
     "text", ["pp=2", "dp=2,pp=2", "dp=2,pp=2,zero=1", "pp=2,schedule=zbv", "pp=2,schedule=zb-h1"]
 )

@@ -4,6 +4,7 @@ docs/planning.md.
 
 import pytest
 from published import FIGURE_13, KORTHIKANTI, LAYER_22B, SC21, SELECTIVE_22B, ZERO, ZERO_BUBBLE
+from tiers import tier
 
 from pycomm.parallel import Plan
 from pycomm.parallel.pipeline import make_schedule
@@ -103,6 +104,7 @@ def errors(pairs):
     return sum(found) / len(found), max(found)
 
 
+@tier(slow=1)
 def test_korthikanti_table_5():
     """Eight steps, none of them fitted: within 3% on average and 7% at most."""
     pairs = []
