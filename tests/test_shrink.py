@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tiers import tier
+from torch_ranks import meeting
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -55,9 +56,11 @@ def survivors_of(results):
 )
 def test_survivors_go_on(world_size, dead):
     """The store is that of rank 0's process where it is a TCPStore; nothing asks for it."""
+    together = meeting(world_size)
 
     def rank_main(comm):
         sum_of_ranks(comm, comm.rank)
+        together.wait()
         if comm.rank in dead:
             kill_self()
         until_broken(comm)
@@ -96,8 +99,11 @@ def random_deaths(seed):
     lost = chance.sample(range(world_size), chance.randint(1, world_size - 1))
     first, later = lost[0], {rank: chance.uniform(0, 0.012) for rank in lost[1:]}
 
+    together = meeting(world_size)
+
     def rank_main(comm):
         comm.barrier()
+        together.wait()
         if comm.rank == first:
             kill_self()
         new = live_on(comm, comm.rank, world_size - len(lost), later.get(comm.rank))
@@ -291,10 +297,12 @@ def test_a_group_takes_processes_in():
 
 def test_one_dies_and_one_replaces_it():
     """What a run of several processes does without a restart of those that live."""
+    together = meeting(4)
 
     def rank_main(comm):
         store = shared_store(comm)
         part = comm.split(0 if comm.rank < 3 else None)
+        together.wait()
         if part is None:
             new = pycomm.Communicator.replacement(store, timeout=LIMIT)
         else:

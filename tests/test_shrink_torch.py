@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from test_shrink import LIMIT, kill_self, shared_store, survivors_of
+from torch_ranks import meeting
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -20,12 +21,14 @@ def in_torch(world_size, body, dead=(), mode="processes"):
     """The results of body(rank) in the default group of torch.distributed, whose store is in the process of
     rank 0; the dead end themselves before.
     """
+    together = meeting(world_size)
 
     def rank_main(comm):
         store = shared_store(comm)
         limit = datetime.timedelta(seconds=LIMIT)
         dist.init_process_group("pycomm", store=store, rank=comm.rank, world_size=world_size, timeout=limit)
         dist.all_reduce(torch.ones(1))
+        together.wait()
         if comm.rank in dead:
             kill_self()
         return body(comm.rank)

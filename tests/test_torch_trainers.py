@@ -25,7 +25,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch_ranks import data, equal, spawn
+from torch_ranks import data, equal, meeting, spawn
 
 
 def model(seed=0):
@@ -209,9 +209,10 @@ TRAINERS = {
 }
 
 
-def dies(r, n):
+def dies(r, n, together):
     net = model()
     ddp = DDP(net)
+    together.wait()
     if r == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     with pytest.raises(dist.DistBackendError, match="rank 1 died"):
@@ -219,7 +220,7 @@ def dies(r, n):
 
 
 def test_backward_names_the_dead_rank():
-    spawn(3, dies, expect_deaths=[1])
+    spawn(3, dies, meeting(3), expect_deaths=[1])
 
 
 @tier(quick=1 / 2)

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 from test_emulated import LIMIT, open_hosts, own_store
+from torch_ranks import meeting
 
 import pycomm
 
@@ -25,10 +26,12 @@ def play(placement, body, *, cut=None):
         os.environ["PYCOMM_HOST_TIMEOUT"] = str(HOST_TIMEOUT)
         comm = pycomm.Communicator(own_store(), rank, world_size, timeout=30.0)
         comm.barrier()
+        together.wait()
         return body(comm, link)
 
     with contextlib.closing(open_hosts(placement)) as hosts:
         world_size = len(hosts.placement)
+        together = meeting(world_size)
         with hosts.ranks(main, limit=LIMIT) as ranks:
             if cut is not None:
                 for rank in range(world_size):

@@ -14,6 +14,7 @@ import time
 import pytest
 import torch
 from tiers import tier
+from torch_ranks import meeting
 
 import pycomm
 from pycomm.testing import run_ranks
@@ -49,8 +50,16 @@ def until_broken(comm):
 
 
 def over(world_size, hosts, body, *args, fail=False, **options):
-    """The results of body(comm, *args) of the ranks that were not killed."""
-    results = run_ranks(world_size, body, *args, hosts=hosts, mode="processes", fail=fail, **options)
+    """The results of body(comm, *args) of the ranks that were not killed. When it begins, all have the
+    group.
+    """
+    together = meeting(world_size)
+
+    def begin(*given):
+        together.wait()
+        return body(*given)
+
+    results = run_ranks(world_size, begin, *args, hosts=hosts, mode="processes", fail=fail, **options)
     return [result for result in results if not isinstance(result, ChildProcessError)]
 
 
@@ -71,8 +80,11 @@ def over(world_size, hosts, body, *args, fail=False, **options):
     ],
 )
 def test_survivors_go_on(hosts, dead, left):
+    together = meeting(len(hosts))
+
     def rank_main(comm):
         sum_of_ranks(comm, comm.rank)
+        together.wait()
         if comm.rank in dead:
             kill_self()
         until_broken(comm)
@@ -114,8 +126,11 @@ def random_deaths(seed):
     lost = chance.sample(range(world_size), chance.randint(1, world_size - 1))
     first, later = lost[0], {rank: chance.uniform(0, 0.15) for rank in lost[1:]}
 
+    together = meeting(world_size)
+
     def rank_main(comm):
         comm.barrier()
+        together.wait()
         if comm.rank == first:
             kill_self()
         new = live_on(comm, world_size - len(lost), later.get(comm.rank))

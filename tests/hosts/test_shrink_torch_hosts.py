@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from test_shrink_hosts import LIMIT, kill_self, over
 from tiers import tier
+from torch_ranks import meeting
 
 import pycomm
 
@@ -15,9 +16,11 @@ pytestmark = pytest.mark.timeout(120)
 
 def in_torch(hosts, body, dead=()):
     """The results of body(rank) in the default group of torch.distributed; the dead end themselves before."""
+    together = meeting(len(hosts))
 
     def rank_main(rank):
         dist.all_reduce(torch.ones(1))
+        together.wait()
         if rank in dead:
             kill_self()
         return body(rank)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch_ranks import meeting
 
 import pycomm
 import pycomm.parallel as par
@@ -107,11 +108,13 @@ def test_a_survivor_that_does_not_come(tmp_path):
 
 def test_a_plan_that_nothing_recovers_names_the_checkpoint(tmp_path):
     """Of a plan that resilient() refuses the error of the step is all there is."""
+    together = meeting(2)
 
     def rank_main(rank):
         model, opt = par.parallelize(*kills.make(), par.Plan(dp=2, compression="int8"))
         par.save(model, opt, tmp_path / "ckpt", asynchronous=True).wait()
         torch.distributed.barrier()
+        together.wait()
         if rank == 1:
             die()
         with pytest.raises(pycomm.PeerError) as lost:
