@@ -36,7 +36,7 @@ __all__ = ["kept"]
 
 _DEEP = 4
 _LONG = 10_000  # entries of a container, which is then filled again as a whole
-_NOT_LOOKED_AT = {"_parallel", "_parameters", "_modules"}  # of a module: the tree does not change
+_NOT_LOOKED_AT = {"_parallel"}  # of a model: what parallelize() gave it
 _APART = {"torch", "pycomm", "functorch"}  # whose objects are not looked into
 _OF_PYTHON = sys.stdlib_module_names
 _NUMBERS = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)

@@ -193,6 +193,19 @@ def patched():
     return model
 
 
+class Grows(Block):
+    """Makes a module and a buffer in its first forward."""
+
+    def seen(self, x):
+        if not hasattr(self, "late"):
+            self.calls = 0
+            self.late = nn.Dropout(0.0)
+            self.register_buffer("total", torch.zeros(()))
+        self.calls += 1
+        self.total += 1
+        return self.late(x) * (1 + 0.01 * (self.calls + self.total))
+
+
 class Unhooks(Block):
     """Takes away its hook in its first forward."""
 
@@ -289,6 +302,7 @@ MODELS = {
     "wrapped": lambda: Stack(Wrapped),
     "closes": lambda: Stack(Closes),
     "patched": patched,
+    "grows": lambda: Stack(Grows),
     "unhooks": lambda: Stack(Unhooks),
     "draws": lambda: Stack(Draws),
     "watched": Watched,
@@ -301,7 +315,7 @@ MODELS = {
 }
 NOT_UNDER = {
     # States of other stages; what cannot be copied, or be run for shapes alone; a block on two stages.
-    "pp=2": {"hidden states", "holds", "weight norm by a hook", "closes", "patched", "shared"},
+    "pp=2": {"hidden states", "holds", "weight norm by a hook", "closes", "patched", "shared", "grows"},
     "dp=2,precision=bf16": {"spectral norm", "spectral norm by a hook"},  # torch's do not take it
     "dp=2,checkpoint": {"averages"},
 }
