@@ -110,6 +110,7 @@ PARALLEL = [
     {"api", "verification"},
     {"building"},
     {"run"},
+    {"checks"},
     {"checkpoint"},
     {"parts"},
     {"zero"},

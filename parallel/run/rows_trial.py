@@ -21,12 +21,11 @@ After a finding the trial is made again with other random numbers: a model that 
 other rows each time (mixup), is not judged. Nor are models that raise for few rows, that draw as many random
 numbers as its values say, or that send something themselves, as they may compute over all ranks.
 
-Afterwards all is as before: buffers, attributes of modules, what their code writes beside itself, random
+Afterwards all is as before: what modules hold (checks/kept.py), what their code writes beside itself, random
 numbers. Alternatives that lost: a row alone, which has other masks of dropout and which many models do not
 take; eval mode, in which there are no statistics of the batch.
 """
 
-import collections
 import contextlib
 import itertools
 from typing import NamedTuple
@@ -37,13 +36,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pycomm.parallel.checks.kept import kept
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground import comm, drawn
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.ground.modes import eager
-from pycomm.parallel.ground.shared_state import keep
+from pycomm.parallel.ground.shared_state import SharedState
 from pycomm.parallel.pipeline.absent import Absent
-from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.rows_layout import Layout, Layouts, named_tensors
@@ -110,7 +109,7 @@ class RowsTrial:
         self.rows, self.shapes = 0, {}  # of a microbatch, and of what the model gave for it
         self.given = {}  # {where: a tensor of it; on meta where it has more than LARGEST_NUMBER values}
         self.layouts = None  # of what it gave; None: not known
-        self.state = OuterState(parts.model, ())
+        self.shared = SharedState(parts.model.modules())
         weights = {p.dtype for p in parts.model.parameters() if p.is_floating_point()}
         if torch.is_autocast_enabled(parts.device.type):
             weights.add(torch.get_autocast_dtype(parts.device.type))
@@ -207,12 +206,15 @@ class RowsTrial:
 
         try:
             with (
-                self._kept(eval_mode),
+                kept_stages(parts),
+                self.shared.kept(),
+                kept(parts.model),
                 parts.streams.kept(),
                 parts.streams.recomputation(),
                 drawn.kept(),
                 eager(),
             ):
+                _stand_aside(parts.model, eval_mode)
                 runs = run_rows(parts, Microbatch(taken(inputs, index), None), around)
             output, values = runs[-1][:2] if parts.stages.last in parts.stages.mine else (None, None)
             before, after = (list(itertools.chain(*(run[at] for run in runs))) for at in (2, 3))
@@ -237,30 +239,6 @@ class RowsTrial:
         }
         sizes = {where: leaf.shape for where, leaf in named}
         return _Seen(output if is_kept else None, leaves, shapes, numbers, sizes)
-
-    @contextlib.contextmanager
-    def _kept(self, eval_mode=False):
-        """What the model writes is afterwards as it was before."""
-        modules, memo = list(self.parts.model.modules()), {}
-        with kept_stages(self.parts), self.state.kept(), contextlib.ExitStack() as stack:
-            for module in modules:
-                for name, value in list(vars(module).items()):
-                    if name in _OWN:
-                        continue
-                    if isinstance(value, torch.Tensor) and not isinstance(
-                        value, (torch.nn.Parameter, Absent)
-                    ):
-                        memo.setdefault(id(value), value.clone())
-                        vars(module)[name] = memo[id(value)]
-                    elif isinstance(value, (list, dict, set, collections.deque)):
-                        stack.callback(keep(value))
-                    elif isinstance(value, torch.Generator):
-                        stack.callback(value.set_state, value.get_state())
-                if eval_mode or isinstance(module, (_BatchNorm, MoE)):
-                    module.training = False  # no statistics, no balance over ranks
-                if isinstance(module, _BatchNorm) and module.running_mean is None:
-                    vars(module)["forward"] = _passed_over
-            yield
 
     def _used(self, seen):
         """Where the measures use the output; nowhere if they do not take few rows, or there is no output."""
@@ -408,7 +386,6 @@ def _wide(leaf):
 
 # Of the model -------------------------------------------------------------------
 
-_OWN = {*torch.nn.Module().__dict__, "_parallel"}  # not a model's own attributes
 _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
 
 
@@ -422,6 +399,15 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         self.calls += func.namespace in _FOREIGN
         return func(*args, **(kwargs or {}))
+
+
+def _stand_aside(model, eval_mode):
+    """No statistics, no balance over ranks."""
+    for module in model.modules():
+        if eval_mode or isinstance(module, (_BatchNorm, MoE)):
+            module.training = False
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            vars(module)["forward"] = _passed_over
 
 
 def _passed_over(input):
