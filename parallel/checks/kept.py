@@ -5,13 +5,14 @@
     parameters                                         are not written: a check computes no gradient
 
 All that modules hold is held so, four levels deep, and what the hooks on them hold: their closures, and the
-objects whose methods they are. Each place is filled with the very objects that were there. A place that
+objects whose methods they are; objects and functions, if they come from where the modules come from, or from
+the user's script. Each place is filled with the very objects that were there. A place that
 nobody knows of is the danger here. A model of transformers hangs hooks on its modules in its first forward,
 and notes on itself that it did. When the note was put back and the table of hooks was not, the next forward
 hung them once more, and every hidden state was recorded twice from then on.
 
-Not held: what lies deeper, objects of torch and of Python's library but those above, and what has no copy (an
-iterator). Globals and attributes of classes: ground/shared_state.py.
+Not held: what lies deeper, what has no copy (an iterator), objects with slots and those of other packages, as
+a trainer or a logger, which may work meanwhile. Globals and attributes of classes: ground/shared_state.py.
 
 Why no copy of the model runs in its place: closures over a block, or over a list that it holds, would write
 to the original and be missed by the copy; and stages, units of ZeRO-3 and sublayers that tp has cut know the
@@ -24,7 +25,6 @@ import contextlib
 import copy
 import functools
 import random
-import sys
 import types
 
 import torch
@@ -37,8 +37,7 @@ __all__ = ["kept"]
 _DEEP = 4
 _LONG = 10_000  # entries of a container, which is then filled again as a whole
 _NOT_LOOKED_AT = {"_parallel"}  # of a model: what parallelize() gave it
-_APART = {"torch", "pycomm", "functorch"}  # whose objects are not looked into
-_OF_PYTHON = sys.stdlib_module_names
+_APART = {"torch", "pycomm"}  # no model's own
 _NUMBERS = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _COPIED = (torch.Tensor, torch.Generator, random.Random, array.array, bytearray)
 _NOT_COPIED = (nn.Parameter, Absent)
@@ -61,6 +60,7 @@ class _Held:
     """Places and what they held."""
 
     def __init__(self, modules):
+        self.packages = {_package_of(type(module)) for module in modules} - _APART | {"__main__"}
         self.undo = []  # functions that fill a place, in any order
         # id of a value -> (the value, what stands in its place meanwhile)
         self.known = {id(module): (module, module) for module in modules}
@@ -116,13 +116,16 @@ class _Held:
         elif isinstance(value, types.MethodType):
             self._of(value.__self__, deep)
         elif isinstance(value, types.FunctionType):
-            for cell in () if _is_apart(value) else value.__closure__ or ():
+            for cell in value.__closure__ or () if _package_of(value) in self.packages else ():
                 self._cell(cell, deep)
         elif isinstance(value, _COPIED) or _is_of_numpy(value):
             return _copy_of(value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and not _is_apart(value):
+        elif isinstance(getattr(value, "__dict__", None), dict) and self._is_ours(value):
             self._namespace(vars(value), list(vars(value)), deep)
         return value
+
+    def _is_ours(self, value):
+        return isinstance(value, types.SimpleNamespace) or _package_of(type(value)) in self.packages
 
     def _dict(self, value, deep):
         """Whatever its class gives at an access."""
@@ -165,11 +168,10 @@ def _copy_of(value):
 
 
 def _is_of_numpy(value):
-    """Its arrays and generators. Functions and scalars are copied, too, which does no harm."""
-    return type(value).__module__.partition(".")[0] == "numpy"
+    """Its arrays and generators. Scalars are copied, too, which does no harm."""
+    return _package_of(type(value)) == "numpy"
 
 
-def _is_apart(value):
-    package = (value if isinstance(value, types.FunctionType) else type(value)).__module__ or ""
-    package = package.partition(".")[0]
-    return package in _APART or package in _OF_PYTHON and not isinstance(value, types.SimpleNamespace)
+def _package_of(kind):
+    """Of a class or a function."""
+    return (kind.__module__ or "").partition(".")[0]
