@@ -2,17 +2,22 @@
 
     modules, containers, objects, cells of closures    stay where they are, and are filled with what they held
     tensors, arrays, generators of random numbers      a copy stands in their place meanwhile
-    parameters                                         are not written: a check computes no gradient
+    parameters                                         stay, with their values; their hooks are put back
 
 All that modules hold is held so, four levels deep, and what the hooks on them hold: their closures, and the
 objects whose methods they are; objects and functions, if they come from where the modules come from, or from
-the user's script. Each place is filled with the very objects that were there. A place that
-nobody knows of is the danger here. A model of transformers hangs hooks on its modules in its first forward,
-and notes on itself that it did. When the note was put back and the table of hooks was not, the next forward
-hung them once more, and every hidden state was recorded twice from then on.
+the user's script. Each place is filled with the very objects that were there. A place that nobody knows of is
+the danger here. A model of transformers hangs hooks on its modules in its first forward, and notes on itself
+that it did. When the note was put back and the table of hooks was not, the next forward hung them once more,
+and every hidden state was recorded twice from then on.
+
+[Note: twice] Something may be reached by two ways (a proxy of a module, vars() of an object), and is then
+noted twice, the second time with copies in its places. So places are filled in the reverse order, and the
+first note counts. What a value holds itself is noted before what hooks reach, as those begin further away.
 
 Not held: what lies deeper, what has no copy (an iterator), objects with slots and those of other packages, as
-a trainer or a logger, which may work meanwhile. Globals and attributes of classes: ground/shared_state.py.
+a trainer or a logger, which may work meanwhile; values of parameters that a forward writes. Globals and
+attributes of classes: ground/shared_state.py.
 
 Why no copy of the model runs in its place: closures over a block, or over a list that it holds, would write
 to the original and be missed by the copy; and stages, units of ZeRO-3 and sublayers that tp has cut know the
@@ -26,6 +31,7 @@ import copy
 import functools
 import random
 import types
+import weakref
 
 import torch
 from torch import nn
@@ -36,11 +42,13 @@ __all__ = ["kept"]
 
 _DEEP = 4
 _LONG = 10_000  # entries of a container, which is then filled again as a whole
+_MOST = 200_000  # entries that are looked at, of all containers
+_TABLES = {*nn.Module().__dict__}  # torch's own attributes of a module, as the tables of hooks
 _NOT_LOOKED_AT = {"_parallel"}  # of a model: what parallelize() gave it
 _APART = {"torch", "pycomm"}  # no model's own
-_NUMBERS = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
+_SAME = (int, float, complex, str, bytes, types.NoneType, type, types.ModuleType)
 _COPIED = (torch.Tensor, torch.Generator, random.Random, array.array, bytearray)
-_NOT_COPIED = (nn.Parameter, Absent)
+_OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
@@ -49,8 +57,7 @@ def kept(model):
     modules = list(model.modules())
     held = _Held(modules)
     try:
-        for module in modules:
-            held.module(module)
+        held.modules(modules)
         yield
     finally:
         held.restore()
@@ -61,22 +68,42 @@ class _Held:
 
     def __init__(self, modules):
         self.packages = {_package_of(type(module)) for module in modules} - _APART | {"__main__"}
-        self.undo = []  # functions that fill a place, in any order
+        self.undo = []  # functions that fill a place, called from the last to the first
         # id of a value -> (the value, what stands in its place meanwhile)
         self.known = {id(module): (module, module) for module in modules}
+        self.others = []  # modules that are no children of the model, and wait
+        self.left = _MOST
 
     def restore(self):
-        for each in self.undo:
+        for each in reversed(self.undo):
             each()
 
-    def module(self, module):
-        names = [name for name in vars(module) if name not in _NOT_LOOKED_AT]
-        self._namespace(vars(module), names, _DEEP)
+    def modules(self, modules):
+        for is_table in (False, True):
+            for module in modules:
+                space = _attributes(module)
+                names = [name for name in space if (name in _TABLES) is is_table]
+                self._namespace(module, [name for name in names if name not in _NOT_LOOKED_AT], _DEEP)
+        for parameter in (each for module in modules for each in module._parameters.values()):
+            if type(parameter) is nn.Parameter:
+                self._hooks_of(parameter)
+        while self.others:
+            others, self.others = self.others, []
+            self.modules(others)
 
-    def _namespace(self, space, names, deep):
+    def _hooks_of(self, parameter):
+        for name in _OF_PARAMETER:
+            table = getattr(parameter, name)
+            if isinstance(table, dict):
+                self._of(table, _DEEP)
+            else:
+                self.undo.append(functools.partial(_take_away, parameter, name))
+
+    def _namespace(self, owner, names, deep):
         """Of the attributes of something."""
+        space, kind = _attributes(owner), type(owner)
         before = dict(space)
-        self.undo.append(functools.partial(_refill, space, before))
+        self.undo.append(lambda: (_refill(space, before, dict), _give_class(owner, kind)))
         for name in names:
             own = self._of(before[name], deep)
             if own is not before[name]:
@@ -84,92 +111,142 @@ class _Held:
 
     def _of(self, value, deep):
         """What stands in the place of a value: most often itself, when what it holds has been noted."""
-        if isinstance(value, _NUMBERS) or not deep:
+        if isinstance(value, _SAME) or not deep or type(value) in weakref.ProxyTypes:
             return value
         if id(value) not in self.known:
             self.known[id(value)] = value, value  # it may hold itself
-            self.known[id(value)] = value, self._noted(value, deep - 1)
+            try:
+                own = self._noted(value, deep - 1)
+            except Exception:  # of a class that does not let itself be looked at
+                own = value
+            self.known[id(value)] = value, own
+            self.known.setdefault(id(own), (own, own))
         return self.known[id(value)][1]
 
     def _noted(self, value, deep):
-        if isinstance(value, nn.Module):  # one that is no child of the model
-            self.module(value)
-        elif isinstance(value, dict):
-            self._dict(value, deep)
-        elif isinstance(value, (list, collections.deque)):
-            before = list(value)
-            self.undo.append(lambda: (value.clear(), value.extend(before)))
-            for place, each in enumerate(before if len(before) <= _LONG else ()):
-                own = self._of(each, deep)
-                if own is not each:
-                    value[place] = own
-        elif isinstance(value, set):
-            before = set(value)
-            self.undo.append(lambda: (value.clear(), value.update(before)))
+        if isinstance(value, nn.Module):
+            self.others.append(value)
+        elif isinstance(value, (dict, list, collections.deque, set)):
+            self._container(value, deep)
         elif isinstance(value, tuple):
-            items = [self._of(each, deep) for each in value]
-            if any(own is not each for own, each in zip(items, value, strict=True)):
-                return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+            return self._made_anew(value, deep)
         elif isinstance(value, functools.partial):
-            for each in (value.func, *value.args, *value.keywords.values()):
-                self._of(each, deep)
+            return self._partial(value, deep)
         elif isinstance(value, types.MethodType):
             self._of(value.__self__, deep)
+        elif isinstance(value, types.BuiltinMethodType):  # of a generator, perhaps
+            own = self._of(value.__self__, deep)
+            return value if own is value.__self__ else getattr(own, value.__name__)
         elif isinstance(value, types.FunctionType):
-            for cell in value.__closure__ or () if _package_of(value) in self.packages else ():
-                self._cell(cell, deep)
-        elif isinstance(value, _COPIED) or _is_of_numpy(value):
+            if _package_of(value) in self.packages:
+                self._function(value, deep)
+        elif isinstance(value, _COPIED) or _package_of(type(value)) == "numpy":
             return _copy_of(value)
-        elif isinstance(getattr(value, "__dict__", None), dict) and self._is_ours(value):
-            self._namespace(vars(value), list(vars(value)), deep)
+        elif _attributes(value) is not None and self._is_ours(value):
+            self._namespace(value, list(_attributes(value)), deep)
         return value
 
     def _is_ours(self, value):
         return isinstance(value, types.SimpleNamespace) or _package_of(type(value)) in self.packages
 
-    def _dict(self, value, deep):
-        """Whatever its class gives at an access."""
-        kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-        before = {key: dict.__getitem__(value, key) for key in kind.__iter__(value)}
-        self.undo.append(functools.partial(_refill, value, before, kind))
-        for key, each in before.items() if len(before) <= _LONG else ():
-            own = self._of(each, deep)
-            if own is not each:
+    def _container(self, value, deep):
+        if isinstance(value, dict):
+            kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
+            before = _entries(value, kind)
+            self.undo.append(lambda: _refill(value, before, kind))
+            for key, own in self._instead(before, deep):
                 kind.__setitem__(value, key, own)
+        elif isinstance(value, set):
+            before = set(value)
+            self.undo.append(lambda: (set.clear(value), set.update(value, before)))
+        else:
+            kind = list if isinstance(value, list) else collections.deque
+            before = list(value)
+            self.undo.append(lambda: (kind.clear(value), kind.extend(value, before)))
+            for place, own in self._instead(dict(enumerate(before)) if len(before) <= _LONG else {}, deep):
+                kind.__setitem__(value, place, own)
+        if _attributes(value) is not None and _attributes(value) is not value:
+            self._namespace(value, list(_attributes(value)), deep)
 
-    def _cell(self, cell, deep):
-        try:
-            before = cell.cell_contents
-        except ValueError:  # nothing in it yet
-            return
-        self.undo.append(functools.partial(setattr, cell, "cell_contents", before))
-        own = self._of(before, deep)
-        if own is not before:
-            cell.cell_contents = own
+    def _instead(self, entries, deep):
+        """[(key, what stands in its place)] where that is something else."""
+        self.left -= len(entries)
+        if len(entries) > _LONG or self.left < 0:
+            return []
+        pairs = [(key, each, self._of(each, deep)) for key, each in entries.items()]
+        return [(key, own) for key, each, own in pairs if own is not each]
+
+    def _made_anew(self, value, deep):
+        items = [self._of(each, deep) for each in value]
+        if all(own is each for own, each in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _partial(self, value, deep):
+        before = [value.func, *value.args, *value.keywords.values()]
+        own = [self._of(each, deep) for each in before]
+        if all(one is each for one, each in zip(own, before, strict=True)):
+            return value
+        count = 1 + len(value.args)
+        return functools.partial(*own[:count], **dict(zip(value.keywords, own[count:], strict=True)))
+
+    def _function(self, value, deep):
+        for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
+            self._of(each, deep)
+        if vars(value):
+            self._namespace(value, list(vars(value)), deep)
+        for cell in value.__closure__ or ():
+            with contextlib.suppress(ValueError):  # nothing in it yet
+                before = cell.cell_contents
+                self.undo.append(functools.partial(setattr, cell, "cell_contents", before))
+                own = self._of(before, deep)
+                if own is not before:
+                    cell.cell_contents = own
 
 
-def _refill(space, before, kind=dict):
-    kind.clear(space)
+def _attributes(value):
+    """The dict of its attributes, or None."""
+    found = getattr(value, "__dict__", None)
+    return found if isinstance(found, dict) else None
+
+
+def _entries(mapping, kind):
+    """Whatever its class gives at an access."""
+    return {key: dict.__getitem__(mapping, key) for key in kind.__iter__(mapping)}
+
+
+def _refill(mapping, before, kind):
+    """Without a moment in which what stays is not there, as another thread may read it."""
+    now = _entries(mapping, kind)
+    for key in now.keys() - before.keys():
+        kind.__delitem__(mapping, key)
     for key, value in before.items():
-        kind.__setitem__(space, key, value)
+        if key not in now or now[key] is not value:
+            kind.__setitem__(mapping, key, value)
+    if list(kind.__iter__(mapping)) != list(before):
+        kind.clear(mapping)
+        for key, value in before.items():
+            kind.__setitem__(mapping, key, value)
+
+
+def _give_class(owner, kind):
+    if type(owner) is not kind:
+        owner.__class__ = kind
+
+
+def _take_away(parameter, name):
+    if getattr(parameter, name) is not None:
+        setattr(parameter, name, None)
 
 
 def _copy_of(value):
-    if isinstance(value, _NOT_COPIED):
+    if isinstance(value, (nn.Parameter, Absent)) or type(value).__name__ == "memmap":
         return value
     if isinstance(value, torch.Tensor):
         return value.detach().clone().requires_grad_(value.is_leaf and value.requires_grad)
     if isinstance(value, torch.Generator):
         return torch.Generator(value.device).set_state(value.get_state())
-    try:
-        return copy.deepcopy(value)
-    except Exception:  # it has none
-        return value
-
-
-def _is_of_numpy(value):
-    """Its arrays and generators. Scalars are copied, too, which does no harm."""
-    return _package_of(type(value)) == "numpy"
+    return copy.deepcopy(value)
 
 
 def _package_of(kind):

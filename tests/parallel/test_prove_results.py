@@ -46,24 +46,21 @@ def said(model, make, kind, microbatches):
     return ""
 
 
-def results(rank, world_size):
-    """{(plan, name, kind, whether in training): sentence}"""
+def results(rank, world_size, text):
+    """{(name, kind, whether in training): sentence}"""
     found = {}
-    for text, microbatches in TEXTS.items():
-        if par.Plan.parse(text).world_size != world_size:
-            continue
-        for name, make in {**MIXING, **FINE}.items():
-            for training in (True, False):
-                model, _ = parallelized(make, text)
-                model.train(training)
-                for kind in KINDS:
-                    found[text, name, kind, training] = said(model, make, kind, microbatches)
+    for name, make in {**MIXING, **FINE}.items():
+        for training in (True, False):
+            model, _ = parallelized(make, text)
+            model.train(training)
+            for kind in KINDS:
+                found[name, kind, training] = said(model, make, kind, TEXTS[text])
     return found
 
 
 @functools.cache
-def outcomes(world_size):
-    return spawn(world_size, results)
+def outcomes(text):
+    return spawn(par.Plan.parse(text).world_size, results, text)
 
 
 @tier(quick=1 / 20, slow=1 / 2)
@@ -71,9 +68,9 @@ def outcomes(world_size):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_rows_that_are_mixed(text, kind, training):
-    for rank, found in enumerate(outcomes(par.Plan.parse(text).world_size)):
+    for rank, found in enumerate(outcomes(text)):
         for name in MIXING:
-            sentence = found[text, name, kind, training]
+            sentence = found[name, kind, training]
             if not training and name == "own norm":  # by running averages
                 assert sentence == "", name
                 continue
@@ -87,9 +84,9 @@ def test_rows_that_are_mixed(text, kind, training):
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)
 def test_rows_that_are_not(text, kind, training):
-    for found in outcomes(par.Plan.parse(text).world_size):
+    for found in outcomes(text):
         for name in FINE.keys() - (OTHERWISE if kind == "predict" else set()):
-            sentence = found[text, name, kind, training]
+            sentence = found[name, kind, training]
             mixes = kind == "predict" and name == "extra"  # its other results are results here
             assert ("mixes rows" in sentence) == mixes and bool(sentence) == mixes, (name, sentence)
 

@@ -71,37 +71,34 @@ def parallelized(make, text, dtype=torch.float32):
     return par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), par.Plan.parse(text))
 
 
-def steps(rank, world_size):
-    """{(plan, name): (sentence or None, whether parameters are as before)}"""
-    found = {}
-    for text, options in PLANS.items():
-        if par.Plan.parse(text).world_size != world_size:
-            continue
-        for name, make in models_of(text).items():
-            model, opt = parallelized(make, text)
-            before, sentence = par.full_state_dict(model), None
-            try:
-                par.step(model, opt, batch(make, rank if options.get("sharded") else None), mean, **options)
-            except ValueError as error:
-                sentence = str(error)
-            after = par.full_state_dict(model)
-            same = all(torch.equal(before[key], after[key]) for key, _ in model.named_parameters())
-            found[text, name] = sentence, same
+def steps(rank, world_size, text):
+    """{name: (sentence or None, whether parameters are as before)}"""
+    found, options = {}, PLANS[text]
+    for name, make in models_of(text).items():
+        model, opt = parallelized(make, text)
+        before, sentence = par.full_state_dict(model), None
+        try:
+            par.step(model, opt, batch(make, rank if options.get("sharded") else None), mean, **options)
+        except ValueError as error:
+            sentence = str(error)
+        after = par.full_state_dict(model)
+        same = all(torch.equal(before[key], after[key]) for key, _ in model.named_parameters())
+        found[name] = sentence, same
     return found
 
 
 @functools.cache
-def outcomes(world_size):
+def outcomes(text):
     """Of each rank."""
-    return spawn(world_size, steps)
+    return spawn(par.Plan.parse(text).world_size, steps, text)
 
 
 @tier(slow=1)
 @pytest.mark.parametrize("text", PLANS)
 def test_rows_that_are_mixed_are_refused_on_every_rank(text):
-    for rank, found in enumerate(outcomes(par.Plan.parse(text).world_size)):
+    for rank, found in enumerate(outcomes(text)):
         for name in MIXING.keys() & models_of(text):
-            sentence, same = found[text, name]
+            sentence, same = found[name]
             assert sentence is not None, name
             assert sentence.startswith(f"[rank {rank}] the model mixes rows of the batch: its output"), name
             assert sentence.endswith("No parameter was changed") and same, name
@@ -109,20 +106,20 @@ def test_rows_that_are_mixed_are_refused_on_every_rank(text):
 
 @pytest.mark.parametrize("text", PLANS)
 def test_other_models_are_not(text):
-    for found in outcomes(par.Plan.parse(text).world_size):
+    for found in outcomes(text):
         for name in FINE.keys() & models_of(text):
-            sentence, same = found[text, name]
+            sentence, same = found[name]
             assert sentence is None and not same, (name, sentence)
 
 
 def test_the_sentence():
     """Which output, by how much, and what cuts the batch."""
-    found = outcomes(2)[1]
-    assert "its output['out'] changes by 0." in found["dp=2", "named"][0]
-    assert "has 4 x 4 values for 4 rows" in found["dp=2", "pairs"][0]
-    assert "is cut over 2 ranks, so" in found["dp=2", "mean"][0]
-    assert "is cut over 2 ranks and into 2 microbatches, so" in found["dp=2,zero=1", "mean"][0]
-    assert "is cut into 2 microbatches, so" in outcomes(1)[0]["dp=1", "mean"][0]
+    found = outcomes("dp=2")[1]
+    assert "its output['out'] changes by 0." in found["named"][0]
+    assert "has 4 x 4 values for 4 rows" in found["pairs"][0]
+    assert "is cut over 2 ranks, so" in found["mean"][0]
+    assert "is cut over 2 ranks and into 2 microbatches, so" in outcomes("dp=2,zero=1")[1]["mean"][0]
+    assert "is cut into 2 microbatches, so" in outcomes("dp=1")[0]["mean"][0]
 
 
 def alone(make, text, kind):
