@@ -16,8 +16,8 @@ def held() -> Held:
 
 
 def held_after(before: Held, seconds: float = 5.0) -> Held:
-    """The least of each that is seen until it is no more than `before`, for at most `seconds`. A thread that
-    was joined and a socket of Gloo's leave /proc some milliseconds after their group.
+    """Looks again until it sees no more than `before`, for at most `seconds`. Returns the smallest numbers.
+    /proc shows a joined thread and a socket of Gloo's for some milliseconds after their group has closed.
     """
     least, deadline = held(), time.monotonic() + seconds
     while (least.threads > before.threads or least.files > before.files) and time.monotonic() < deadline:

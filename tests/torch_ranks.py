@@ -34,7 +34,7 @@ def spawn(world_size, body, *args, backend="pycomm", timeout=20.0, expect_deaths
     return results
 
 
-def meeting(n):
+def meeting(n: int):
     """Where n forked ranks wait for each other, by its wait(), without their group. Made before they fork. A
     rank that dies or aborts behind a barrier of the group may end it for those that are still inside.
     """

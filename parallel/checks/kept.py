@@ -6,8 +6,8 @@
 
 All that modules hold is held so, four levels deep, and what the hooks on them hold: their closures, and the
 objects whose methods they are; objects and functions, if they come from where the modules come from, or from
-the user's script. Each place is filled with the very objects that were there. A place that nobody knows of is
-the danger here. A model of transformers hangs hooks on its modules in its first forward, and notes on itself
+the user's script. Afterwards each place has the same objects again. The danger is a place that nobody knows
+of. A model of transformers hangs hooks on its modules in its first forward, and notes on itself
 that it did. When the note was put back and the table of hooks was not, the next forward hung them once more,
 and every hidden state was recorded twice from then on.
 
@@ -15,7 +15,7 @@ and every hidden state was recorded twice from then on.
 noted twice, the second time with copies in its places. So places are filled in the reverse order, and the
 first note counts. What a value holds itself is noted before what hooks reach, as those begin further away.
 
-Not held: what lies deeper, what has no copy (an iterator), objects with slots and those of other packages, as
+Not held: deeper levels; iterators, which have no copy; objects with slots; objects of other packages, such as
 a trainer or a logger, which may work meanwhile; values of parameters that a forward writes. Globals and
 attributes of classes: ground/shared_state.py.
 
@@ -32,6 +32,8 @@ import functools
 import random
 import types
 import weakref
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,7 +54,7 @@ _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
-def kept(model):
+def kept(model: nn.Module) -> Iterator[None]:
     """See the head of the file."""
     modules = list(model.modules())
     held = _Held(modules)
@@ -66,7 +68,7 @@ def kept(model):
 class _Held:
     """Places and what they held."""
 
-    def __init__(self, modules):
+    def __init__(self, modules: list[nn.Module]) -> None:
         self.packages = {_package_of(type(module)) for module in modules} - _APART | {"__main__"}
         self.undo = []  # functions that fill a place, called from the last to the first
         # id of a value -> (the value, what stands in its place meanwhile)
@@ -74,11 +76,17 @@ class _Held:
         self.others = []  # modules that are no children of the model, and wait
         self.left = _MOST
 
-    def restore(self):
+    def restore(self) -> None:
         for each in reversed(self.undo):
             each()
 
-    def modules(self, modules):
+    def modules(self, modules: list[nn.Module]) -> None:
+        """And those that are found in what they hold."""
+        while modules:
+            self._modules(modules)
+            modules, self.others = self.others, []
+
+    def _modules(self, modules: list[nn.Module]) -> None:
         for is_table in (False, True):
             for module in modules:
                 space = _attributes(module)
@@ -87,11 +95,8 @@ class _Held:
         for parameter in (each for module in modules for each in module._parameters.values()):
             if type(parameter) is nn.Parameter:
                 self._hooks_of(parameter)
-        while self.others:
-            others, self.others = self.others, []
-            self.modules(others)
 
-    def _hooks_of(self, parameter):
+    def _hooks_of(self, parameter: nn.Parameter) -> None:
         for name in _OF_PARAMETER:
             table = getattr(parameter, name)
             if isinstance(table, dict):
@@ -99,7 +104,7 @@ class _Held:
             else:
                 self.undo.append(functools.partial(_take_away, parameter, name))
 
-    def _namespace(self, owner, names, deep):
+    def _namespace(self, owner: Any, names: list[str], deep: int) -> None:
         """Of the attributes of something."""
         space, kind = _attributes(owner), type(owner)
         before = dict(space)
@@ -109,7 +114,7 @@ class _Held:
             if own is not before[name]:
                 space[name] = own
 
-    def _of(self, value, deep):
+    def _of(self, value: Any, deep: int) -> Any:
         """What stands in the place of a value: most often itself, when what it holds has been noted."""
         if isinstance(value, _SAME) or not deep or type(value) in weakref.ProxyTypes:
             return value
@@ -123,7 +128,7 @@ class _Held:
             self.known.setdefault(id(own), (own, own))
         return self.known[id(value)][1]
 
-    def _noted(self, value, deep):
+    def _noted(self, value: Any, deep: int) -> Any:
         if isinstance(value, nn.Module):
             self.others.append(value)
         elif isinstance(value, (dict, list, collections.deque, set)):
@@ -146,10 +151,10 @@ class _Held:
             self._namespace(value, list(_attributes(value)), deep)
         return value
 
-    def _is_ours(self, value):
+    def _is_ours(self, value: Any) -> bool:
         return isinstance(value, types.SimpleNamespace) or _package_of(type(value)) in self.packages
 
-    def _container(self, value, deep):
+    def _container(self, value: Any, deep: int) -> None:
         if isinstance(value, dict):
             kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
             before = _entries(value, kind)
@@ -168,7 +173,7 @@ class _Held:
         if _attributes(value) is not None and _attributes(value) is not value:
             self._namespace(value, list(_attributes(value)), deep)
 
-    def _instead(self, entries, deep):
+    def _instead(self, entries: dict, deep: int) -> list[tuple[Any, Any]]:
         """[(key, what stands in its place)] where that is something else."""
         self.left -= len(entries)
         if len(entries) > _LONG or self.left < 0:
@@ -176,13 +181,13 @@ class _Held:
         pairs = [(key, each, self._of(each, deep)) for key, each in entries.items()]
         return [(key, own) for key, each, own in pairs if own is not each]
 
-    def _made_anew(self, value, deep):
+    def _made_anew(self, value: tuple, deep: int) -> tuple:
         items = [self._of(each, deep) for each in value]
         if all(own is each for own, each in zip(items, value, strict=True)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
 
-    def _partial(self, value, deep):
+    def _partial(self, value: functools.partial, deep: int) -> functools.partial:
         before = [value.func, *value.args, *value.keywords.values()]
         own = [self._of(each, deep) for each in before]
         if all(one is each for one, each in zip(own, before, strict=True)):
@@ -190,7 +195,7 @@ class _Held:
         count = 1 + len(value.args)
         return functools.partial(*own[:count], **dict(zip(value.keywords, own[count:], strict=True)))
 
-    def _function(self, value, deep):
+    def _function(self, value: types.FunctionType, deep: int) -> None:
         for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
             self._of(each, deep)
         if vars(value):
@@ -204,18 +209,18 @@ class _Held:
                     cell.cell_contents = own
 
 
-def _attributes(value):
+def _attributes(value: Any) -> dict[str, Any] | None:
     """The dict of its attributes, or None."""
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None
 
 
-def _entries(mapping, kind):
+def _entries(mapping: dict, kind: type[dict]) -> dict:
     """Whatever its class gives at an access."""
     return {key: dict.__getitem__(mapping, key) for key in kind.__iter__(mapping)}
 
 
-def _refill(mapping, before, kind):
+def _refill(mapping: dict, before: dict, kind: type[dict]) -> None:
     """Without a moment in which what stays is not there, as another thread may read it."""
     now = _entries(mapping, kind)
     for key in now.keys() - before.keys():
@@ -229,17 +234,17 @@ def _refill(mapping, before, kind):
             kind.__setitem__(mapping, key, value)
 
 
-def _give_class(owner, kind):
+def _give_class(owner: Any, kind: type) -> None:
     if type(owner) is not kind:
         owner.__class__ = kind
 
 
-def _take_away(parameter, name):
+def _take_away(parameter: nn.Parameter, name: str) -> None:
     if getattr(parameter, name) is not None:
         setattr(parameter, name, None)
 
 
-def _copy_of(value):
+def _copy_of(value: Any) -> Any:
     if isinstance(value, (nn.Parameter, Absent)) or type(value).__name__ == "memmap":
         return value
     if isinstance(value, torch.Tensor):
@@ -249,6 +254,6 @@ def _copy_of(value):
     return copy.deepcopy(value)
 
 
-def _package_of(kind):
+def _package_of(kind: type | types.FunctionType) -> str:
     """Of a class or a function."""
     return (kind.__module__ or "").partition(".")[0]

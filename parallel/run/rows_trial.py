@@ -401,7 +401,7 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _stand_aside(model, eval_mode):
+def _stand_aside(model: torch.nn.Module, eval_mode: bool) -> None:
     """No statistics, no balance over ranks."""
     for module in model.modules():
         if eval_mode or isinstance(module, (_BatchNorm, MoE)):

@@ -130,7 +130,7 @@ def test_two_hundred_groups_leave_nothing(tmp_path):
         return more, before, after
 
     for more, before, after in run(body, hosts=[0, 1]).values():
-        assert more <= 3, "more keys than those of meet()"
+        assert more <= 3, "a group left keys in the store"
         assert after.threads <= before.threads and after.files <= before.files, (before, after)
 
 
