@@ -23,6 +23,7 @@ from pycomm.parallel import data, expert, pipeline, planning, recovery, sequence
 from pycomm.parallel.api import evaluate, grad_norm, predict, sampler, step
 from pycomm.parallel.building import describe, parallelize
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
+from pycomm.parallel.data import gather_rows
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.ground.plan import Plan
@@ -41,6 +42,7 @@ __all__ = [
     "explain",
     "full_gradients",
     "full_state_dict",
+    "gather_rows",
     "grad_norm",
     "load",
     "parallelize",

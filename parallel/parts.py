@@ -14,6 +14,7 @@
       units                  which shards are whole while which module runs                    zero/
       ties                   buckets whose gradient another stage has too                      pipeline/
       last_words             what ranks have raised, for those that wait for them              ground/
+      checks                 what was found of each assumption                                 ground/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -28,6 +29,7 @@ from torch import nn
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.ground.answers import Answers
 from pycomm.parallel.ground.background import Background
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
@@ -113,6 +115,7 @@ class Parallelized:
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
     saves: Saves = dataclasses.field(default_factory=Saves)
+    checks: Answers = dataclasses.field(default_factory=Answers)
 
     @property
     def all_shards(self):

@@ -6,7 +6,8 @@ import math
 import re
 
 from pycomm.parallel.building.over_hosts import over_hosts
-from pycomm.parallel.parts import parts_of
+from pycomm.parallel.checks import assumptions_of
+from pycomm.parallel.parts import Parallelized, parts_of
 from pycomm.parallel.zero.kinds import kind_of
 
 __all__ = ["Description", "describe"]
@@ -18,13 +19,15 @@ class Description:
     rank, axes: {axis: (this rank's place, ranks)}. layers: [(module, rule, detail, number of such)], modules
     alike but for numbers in one line with * for these. numel, nbytes: of the whole model's parameters and of
     this rank's, {"model", "here", "updated"}; updated: what this rank's optimizer has. hosts: where the ranks
-    are, None on one host; crossing: sentences about the axes that cross hosts, and what that costs.
+    are, None on one host; crossing: sentences about the axes that cross hosts, and what that costs. checks:
+    {what the plan takes for granted: what was found of it}, see docs/limits.md.
     """
 
-    def __init__(self, rank, plan, axes, layers, sizes, over=(None, ())):
+    def __init__(self, rank, plan, axes, layers, sizes, over=(None, ()), checks=None):
         self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
         self.numel, self.nbytes = sizes
         self.hosts, self.crossing = over
+        self.checks = checks or {}
 
     def __str__(self):
         lines = [f"Plan({self.plan}), rank {self.rank[0]} of {self.rank[1]}"]
@@ -43,6 +46,9 @@ class Description:
             f"  parameters: {_text(self.nbytes['model'])} in the whole model, {_text(self.nbytes['here'])} "
             f"here, {_text(self.nbytes['updated'])} that this rank's optimizer updates"
         )
+        if self.checks:
+            lines.append("  taken for granted")
+            lines += [f"    {name:16} {said}" for name, said in self.checks.items()]
         return "\n".join(lines)
 
 
@@ -59,7 +65,16 @@ def describe(model):
         if group.size > 1:
             axes[axis] = group.rank, group.size, text
     layers = _layers(parts) if parts.plan.tp > 1 else []
-    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts), over_hosts(parts))
+    sizes, over = _sizes(parts), over_hosts(parts)
+    return Description((world.rank, world.size), parts.plan, axes, layers, sizes, over, _checks(parts))
+
+
+def _checks(parts: Parallelized) -> dict[str, str]:
+    found = {each.name: f"refused where it is not so: {each.when}" for each in assumptions_of(parts.plan)}
+    for each in assumptions_of(parts.plan):
+        if each.is_experiment:
+            found[each.name] = "not tried yet"
+    return found | {name: str(answer) for name, answer in parts.checks.of.items()}
 
 
 def _axes(parts):

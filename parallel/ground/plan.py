@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping
 
 __all__ = ["AXES", "Plan", "ScheduleName"]
 
+TRUSTED = ("rows", "loss", "positions")
 AXES = ("pp", "dp", "ep", "ring", "ulysses", "tp")
 COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
 
@@ -64,6 +65,9 @@ class Plan:
         checkpoint: recompute activations block by block.
         blocks: name of the ModuleList, Sequential or ModuleDict that holds the blocks; None: found (not a
         ModuleDict). Two names: the lists of an encoder and of a decoder, in the order in which they run.
+        trust: what you answer for yourself, so that it is not tried: of "rows" (each row of a batch is
+        computed from itself), "loss" (it is a mean over the targets that count), "positions" (a piece of a
+        sequence gives what the whole gives). See docs/limits.md.
         rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
 
     Raises ValueError, when made, for values that contradict each other.
@@ -90,6 +94,7 @@ class Plan:
     checkpoint: bool = False
     blocks: str | tuple[str, str] | None = None
     rules: Mapping[str, str] | None = None
+    trust: tuple[str, ...] = ()
 
     def __post_init__(self):
         for axis in AXES:
@@ -108,6 +113,9 @@ class Plan:
             _one_of("compression", self.compression, (None, *COMPRESSIONS))
         if not self.bucket_mb > 0:
             raise ValueError(f"Plan(bucket_mb={self.bucket_mb}): must be positive")
+        object.__setattr__(self, "trust", (self.trust,) if isinstance(self.trust, str) else tuple(self.trust))
+        for name in self.trust:
+            _one_of("trust", name, TRUSTED)
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
         if self.blocks is not None and not isinstance(self.blocks, str):
@@ -212,6 +220,8 @@ def _parse_value(text, name, value):
                 f"plan {text!r}: stages={value!r} must be numbers of blocks joined by colons, as 3:2:2"
             )
         return tuple(int(part) for part in value.split(":"))
+    if name == "trust":
+        return tuple(value.split("+"))
     if name == "blocks":
         return tuple(value.split("+")) if "+" in value else value
     if re.fullmatch(r"-?\d+", value):

@@ -51,8 +51,9 @@ from pycomm.parallel.api import step as take_step
 from pycomm.parallel.building import parallelize
 from pycomm.parallel.checkpoint.loading import load_from
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.parts import parts_of
+from pycomm.parallel.ground.answers import Answers
+from pycomm.parallel.ground.plan import AXES, Plan
+from pycomm.parallel.parts import Parallelized, parts_of
 from pycomm.parallel.recovery.checkpoints import Checkpoints
 from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.holdings import Holdings, Writer
@@ -400,11 +401,13 @@ class Resilient:
 
     def _read(self, source):
         """The model anew, with the values of the snapshot."""
-        drawn = torch.get_rng_state()
+        drawn, before = torch.get_rng_state(), self.model.__dict__.get("_parallel")
+        before = before and (before.plan, before.checks)  # the rest is large
         self._pristine.reset()
         parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
         self._pristine.note_hooks()
         parts = parts_of(self.model)
+        _take_over_answers(parts, before)
         parts.mesh.store = self._crew.group_store  # as long as the model is there, groups can be made
         load_from(parts, self.opt, source)
         set_streams(parts, source)
@@ -419,6 +422,18 @@ class Resilient:
         plan = plan_for(self._wanted, ranks)
         check_kept(plan)
         return plan
+
+
+def _take_over_answers(parts: Parallelized, before: tuple[Plan, Answers] | None) -> None:
+    """What the checks have found of the same model under the same axes stays, if all ranks have it: not where
+    one has joined. Collective over all ranks.
+    """
+    plan, answers = before or (None, None)
+    known = plan is not None and all((getattr(plan, a) > 1) == (getattr(parts.plan, a) > 1) for a in AXES)
+    missing = torch.tensor(float(not known), device=parts.device)
+    comm.all_reduce(missing, parts.mesh.world)
+    if not missing:
+        parts.checks.take_over(answers)
 
 
 def _add(error, text):

@@ -4,18 +4,15 @@ microbatch.
 
 import torch
 
+from pycomm.parallel.checks.cut import BatchCheck, Cuts
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.ground.losses import own_loss
+from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
-from pycomm.parallel.run.loss_trial import Verdict, try_loss
-from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
-from pycomm.parallel.run.prepare import place, prepare
+from pycomm.parallel.run.passes import agree, forward_pass, gathering_in, handed_on, run_stage, shape_of_input
+from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.run.prove_glue import prove_glue
-from pycomm.parallel.run.prove_loss import faults_of, kept_rows, numbers_of, refuse_no_mean
-from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.run.router_loss import plain_loss
-from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["each_stage", "run_evaluation"]
@@ -29,56 +26,27 @@ def run_evaluation(parts, batch, options, metrics=None):
     metrics = metrics or {}
     measures = {"loss_fn": options.loss_fn}
     measures |= {f"the metric {name!r}": _as_tensor(metric) for name, metric in metrics.items()}
-    found = [[] for _ in measures]
-    microbatches, _ = prepare(parts, batch, options)
-    trial, rows = _Trial(parts, options, measures), RowsProof(parts, options, measures)
-    agree(parts, microbatches)
+    found = {name: [] for name in measures}
+    plain = {name: plain_loss(measure) for name, measure in measures.items()}
+    cuts = Cuts(options.microbatches, options.sharded)
+    check = BatchCheck(parts, Aside(parts), plain, options.count, cuts)
+    counted = prepare(parts, batch, options, check)
     with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
-        rows.begin(*place(parts, batch))
+        check.ask(*counted.batch)
+        pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
+        microbatches = pieces["loss_fn"]
+        agree(parts, microbatches)
         for number, microbatch in enumerate(microbatches):
 
-            def measure(output, microbatch=microbatch):
-                rows.note(output, microbatch)
-                trial.note(output, microbatch)
-                for measure, values in zip(measures.values(), found, strict=True):
-                    values.append(microbatch_loss(parts, output, microbatch, measure))
+            def measure(output, number=number):
+                for name, each in measures.items():
+                    found[name].append(microbatch_loss(parts, output, pieces[name][number], each))
 
-            each_stage(parts, number, microbatch, measure)
-        rows.end()
-    verdict = trial.verdict(place(parts, batch)[1])
-    faults = torch.tensor(faults_of(verdict), dtype=torch.float64, device=parts.device)
-    losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found])
-    sums = torch.cat([losses, faults])
-    comm.all_reduce(sums, parts.mesh.world)
-    refuse_no_mean(parts, verdict, sums[-2:].tolist(), trial.numbers)
-    return [each.clone() for each in sums[:-2]]
-
-
-class _Trial:
-    """Whether the loss and the metrics are means (loss_trial.py). measures: {name: loss or metric}."""
-
-    def __init__(self, parts, options, measures):
-        self.parts, self.counter, self.rows = parts, options.count or count_targets, None
-        self.numbers = []  # in the outputs of the microbatches
-        is_cut = parts.mesh.data.size * options.microbatches > 1
-        pairs = measures.items() if is_cut else ()
-        self.pairs = [pair for pair in pairs if plain_loss(pair[1]) is not cross_entropy]
-
-    def note(self, output, microbatch):
-        """What the model gave for a microbatch; two rows of the first are kept."""
-        if self.pairs:
-            self.numbers.append(numbers_of(self.parts, output, microbatch))
-            self.rows = self.rows or kept_rows(self.parts, output, microbatch)
-
-    def verdict(self, targets):
-        """The first that has a fault, for `targets` as the caller of evaluate gave them."""
-        verdicts = []
-        if self.rows is not None:
-            with self.parts.streams.kept():
-                verdicts = [
-                    try_loss(each, self.rows, targets, self.counter, name) for name, each in self.pairs
-                ]
-        return next((each for each in verdicts if each.fault is not None), Verdict())
+            with gathering_in(parts, options.microbatches):
+                each_stage(parts, number, microbatch, measure)
+    losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found.values()])
+    comm.all_reduce(losses, parts.mesh.world)
+    return [each.clone() for each in losses]
 
 
 def _as_tensor(measure):

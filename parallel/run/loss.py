@@ -3,10 +3,9 @@
 import contextlib
 
 import torch
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pycomm.parallel.checks.measures import Unweighted
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.sequence.glue import check_whole
@@ -41,7 +40,7 @@ def microbatch_loss(parts, output, microbatch, loss_fn):
 def _of_targets(parts, output, microbatch, loss_fn):
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
     count = float(microbatch.count_of(targets))
-    if count == 0:
+    if count == 0 and not parts.checks.gathers:
         return _zero_of(output, targets, loss_fn)
     if parts.compute_dtype is not None:
         output = tree_map(lambda leaf: _precise(leaf, parts.compute_dtype), output)
@@ -50,7 +49,7 @@ def _of_targets(parts, output, microbatch, loss_fn):
         value = loss_fn(logits, targets, head=parts.tensor.head)
     else:
         is_part = count < microbatch.total and microbatch.count_of is count_targets
-        with _Unweighted() if is_part else contextlib.nullcontext():
+        with Unweighted() if is_part else contextlib.nullcontext():
             value = _called(parts, loss_fn, output, targets)
     if not isinstance(value, torch.Tensor) or value.dim() > 0:
         raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
@@ -65,26 +64,6 @@ def _called(parts, loss_fn, output, targets):
     except (ValueError, RuntimeError, IndexError):
         check_whole(parts.split, output)
         raise
-
-
-class _Unweighted(TorchFunctionMode):
-    """Around a loss of a part of the targets: the mean that is weighted by class is none over targets."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func in (F.cross_entropy, F.nll_loss):
-            given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}
-            if given.get("weight") is not None and given.get("reduction", "mean") == "mean":
-                raise ValueError(
-                    f"loss_fn calls {func.__name__} with weights of classes, whose mean is over the weights "
-                    "and cannot be put together from those of microbatches and ranks: with "
-                    'reduction="sum", divided by the number of targets that count, it can; or with '
-                    "count=(targets -> the sum of their weights)"
-                )
-        return func(*args, **kwargs)
-
-
-_NAMES = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
 
 
 def _zero_of(output, targets, loss_fn):

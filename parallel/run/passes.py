@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 from pycomm import trace
+from pycomm.parallel.data.gather_rows import gathering
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.loss import microbatch_loss
@@ -29,6 +30,7 @@ __all__ = [
     "find_input",
     "forget_passes",
     "forward_pass",
+    "gathering_in",
     "handed_on",
     "run_stage",
     "shape_of_input",
@@ -140,6 +142,20 @@ def forward_pass(parts, phase, stage, number):
         yield
 
 
+def gathering_in(parts, microbatches, is_whole=True):
+    """Around the passes of a step: gather_rows() gives the rows of all data ranks. is_whole: no other call
+    adds to the same update.
+    """
+    refusal = None
+    if microbatches > 1:
+        refusal = f"the rows of a batch are those of one microbatch; there are {microbatches}"
+    elif not is_whole:
+        refusal = "several calls make one update (update=False), and each would have its own rows"
+    elif parts.plan.ring * parts.plan.ulysses > 1:
+        refusal = f"Plan({parts.plan}) cuts the sequence. Use a plan without ring and ulysses"
+    return gathering(parts.mesh.data, refusal)
+
+
 def forget_passes(parts):
     """After a step that raised: forgets what its passes left for later ones. Gradients are cleared at the
     next step, those of earlier calls that waited for this one too.
@@ -207,7 +223,6 @@ class StagePasses:
         self.last = parts.stages.last  # the stage that computes the loss
         self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
         self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.proofs = ()  # RowsProof and LossProof, which look at what the model gives
         self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
 
     def forward(self, stage, microbatch, x):
@@ -221,8 +236,6 @@ class StagePasses:
         ):
             y = run_stage(parts, stage, piece, x)
             if stage == self.last:
-                for proof in self.proofs:
-                    proof.note(y, piece)
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
                 self.losses.append(y.detach())
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight

@@ -20,15 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
+from pycomm.parallel.checks.cut import BatchCheck, Cuts
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import check_microbatches, split_batch
 from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.ground.same_batch import mark_of
+from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.evaluate import each_stage
 from pycomm.parallel.run.loss import sharded_logits
-from pycomm.parallel.run.passes import agree
-from pycomm.parallel.run.prepare import Options, place
-from pycomm.parallel.run.prove_rows import RowsProof
+from pycomm.parallel.run.passes import agree, gathering_in
+from pycomm.parallel.run.prepare import place
 from pycomm.parallel.sequence.split import positions
 
 __all__ = ["run_prediction"]
@@ -65,19 +66,16 @@ def run_prediction(parts, inputs, microbatches=1):
     inputs, _ = place(parts, (inputs, None))
     wanted, rows, pieces = _pieces(parts, inputs, microbatches)
     agree(parts, pieces)
-    outputs, proof = [], RowsProof(parts, Options(None, microbatches), None)
+    outputs, numbers = [], torch.arange(wanted, device=parts.device)
+    check = BatchCheck(parts, Aside(parts), None, None, Cuts(microbatches, sharded=False))
+    check.heard(check.told(inputs, numbers))
     with sharded_logits(parts.tensor.head, None):
-        proof.begin(inputs, torch.arange(rows, device=parts.device))
+        check.ask(inputs, numbers)
         for number, piece in enumerate(pieces):
-
-            def take(out, piece=piece):
-                proof.note(out, piece)
-                outputs.append(_result_of(out))
-
-            each_stage(parts, number, piece, take)
+            with gathering_in(parts, microbatches):
+                each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))
     told = exchange(parts, _told(parts, pieces, outputs, rows, mark))
     _check(parts, told)
-    proof.end()
     part = next(part for part in told if part.kinds is not None)
     flat, views = zeros_of([(number, *kind) for number, kind in enumerate(part.kinds)], parts.device)
     if outputs and parts.mesh.coordinate("tp") == 0:

@@ -8,14 +8,17 @@ Weights of losses: see [Note: global mean] in ground/batch.py.
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
 
+from pycomm.parallel.checks.cut import TOLD, BatchCheck
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.batch import check_microbatches, count_targets, inputs_and_targets, split_batch
+from pycomm.parallel.ground.batch import Microbatch, check_microbatches, inputs_and_targets, split_batch
+from pycomm.parallel.parts import Parallelized
 
-__all__ = ["Options", "place", "prepare"]
+__all__ = ["Counted", "Options", "place", "prepare"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,42 +41,63 @@ class Options:
         check_microbatches(self.microbatches)
 
 
-def prepare(parts, batch, options, separate=False):
-    """(the Microbatches of this rank, how many targets of the whole batch count). parts: Parallelized.
-    separate: each is a batch of its own (PipeDream), whose loss is a mean over its own targets.
+class Counted(NamedTuple):
+    """A batch, before it is known what the mean of its losses runs over."""
+
+    batch: tuple[Any, Any]  # (inputs, targets) on the device: the whole, or this rank's rows
+    pieces: list[Microbatch]  # of this rank
+    totals: list[list[float]]  # of each counter: how many targets of each whole microbatch count
+    counters: tuple[Callable, ...]
+    separate: bool
+
+    def by(self, counter: Callable) -> tuple[list[Microbatch], float]:
+        """(the Microbatches, how many targets of the whole batch count)."""
+        totals = self.totals[self.counters.index(counter)]
+        targets, share = sum(totals), 1.0 if self.separate else 1.0 / len(totals)
+        totals = totals if self.separate else [targets] * len(totals)
+        return [
+            dataclasses.replace(piece, total=total or 1.0, count_of=counter, share=share)
+            for piece, total in zip(self.pieces, totals, strict=True)
+        ], targets
+
+
+def prepare(
+    parts: Parallelized, batch: Any, options: Options, check: BatchCheck, separate: bool = False
+) -> Counted:
+    """check: is told of the rows, and has the counters. separate: each microbatch is a batch of its own
+    (PipeDream), whose loss is a mean over its own targets. Collective where the step is sharded.
     """
-    counter = options.count or count_targets
     if options.sharded:
-        pieces, totals = _prepare_sharded(parts, batch, options.microbatches, counter)
+        batch, pieces, totals = _prepare_sharded(parts, batch, options.microbatches, check)
     else:
         batch = place(parts, batch)
         pieces = split_batch(batch, options.microbatches, *parts.mesh.rows)
+        check.heard(check.told(*batch))
         whole = split_batch(batch, options.microbatches, 1, 0)
-        totals = [float(counter(piece.targets)) for piece in whole]
-    targets = sum(totals)
-    share = 1.0 if separate else 1.0 / options.microbatches
-    if not separate:
-        totals = [targets] * options.microbatches
-    pieces = [
-        dataclasses.replace(piece, total=total or 1.0, count_of=counter, share=share)
-        for piece, total in zip(pieces, totals, strict=True)
-    ]
-    return pieces, targets
+        totals = [[float(counter(piece.targets)) for piece in whole] for counter in check.candidates]
+    return Counted(batch, pieces, totals, check.candidates, separate)
 
 
-def _prepare_sharded(parts, batch, microbatches, counter):
+def _prepare_sharded(
+    parts: Parallelized, batch: Any, microbatches: int, check: BatchCheck
+) -> tuple[tuple, list[Microbatch], list[list[float]]]:
     """Ranks have different batches here, so one may fail alone: the failure travels with the sum of
     the counts.
     """
-    pieces, counts, problem = [], [0] * microbatches, None
+    numbers, pieces, problem = torch.zeros(3 * microbatches + TOLD + 1, dtype=torch.float64), [], None
     try:
-        pieces = split_batch(place(parts, batch), microbatches, 1, 0)
-        counts = [float(counter(piece.targets)) for piece in pieces]
+        batch = place(parts, batch)
+        pieces = split_batch(batch, microbatches, 1, 0)
+        told = check.told(*batch)
+        counts = [float(counter(piece.targets)) for counter in check.candidates for piece in pieces]
+        numbers[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
+        numbers[3 * microbatches :][: len(told)] = torch.tensor(told, dtype=torch.float64)
     except ValueError as error:
         problem = error
-    totals = torch.tensor([*counts, problem is not None], dtype=torch.float64, device=parts.device)
-    comm.all_reduce(totals, parts.mesh.data)
-    *totals, problems = totals.tolist()
+    numbers[-1] = problem is not None
+    numbers = numbers.to(parts.device)
+    comm.all_reduce(numbers, parts.mesh.data)
+    *sums, problems = numbers.tolist()
     if problem is not None:
         raise problem
     if problems:
@@ -81,8 +105,10 @@ def _prepare_sharded(parts, batch, microbatches, counter):
             f"[rank {parts.mesh.world.rank}] {int(problems)} other ranks could not cut their batches; see "
             "the error there"
         )
+    check.heard(sums[3 * microbatches :][: len(told)], parts.mesh.data.size)
     # The ranks of ring and ulysses count the same rows once each.
-    return pieces, [total / (parts.plan.ring * parts.plan.ulysses) for total in totals]
+    sums = [total / (parts.plan.ring * parts.plan.ulysses) for total in sums[: len(counts)]]
+    return batch, pieces, [sums[at : at + microbatches] for at in range(0, len(sums), microbatches)]
 
 
 def place(parts, batch):

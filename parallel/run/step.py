@@ -1,6 +1,7 @@
 """One training step of a model on the ranks of a plan.
 
-    prepare        rows of this rank, weights of the losses                          prepare.py
+    prepare        rows of this rank, counts of targets                              prepare.py
+    check          the first time: may the batch be cut?  weights of the losses      checks/cut.py
     passes         for each microbatch, in the order of the schedule                 passes.py, pipeline/
                        forward of a stage: blocks with tensor parallel layers, attention over the whole
                        sequence, gathered parameters
@@ -12,17 +13,18 @@ Every loss is counted by one rank of those that hold the same one.
 """
 
 from pycomm import MismatchError, trace
+from pycomm.parallel.checks.cut import BatchCheck, Cuts
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
+from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import sharded_logits
-from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
-from pycomm.parallel.run.prepare import place, prepare
+from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
+from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.run.prove_glue import prove_glue
-from pycomm.parallel.run.prove_loss import LossProof
-from pycomm.parallel.run.prove_rows import RowsProof
+from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -41,29 +43,24 @@ def run_step(parts, batch, options, make_passes=StagePasses):
 def _run(parts, batch, options, make_passes):
     updates = _updates_of(parts, options)
     try:
-        microbatches, targets = prepare(parts, batch, options, updates.separate)
+        check = _check_of(parts, options, make_passes.proves)
+        counted = prepare(parts, batch, options, check, updates.separate)
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
                 reducer.zero_grad()
-        shown = None if options.sharded else batch
-        call = Call(options.update, updates.scale)
-        updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
-        for moe in parts.moes:
-            moe.aux_scale = updates.weight / options.microbatches
-        passes = make_passes(parts, microbatches, options.loss_fn, updates)
-        rows, (inputs, targets) = None, place(parts, batch)
-        if passes.proves:
-            is_cut = not options.update or not parts.window.is_empty
-            rows = RowsProof(parts, options, {"loss_fn": options.loss_fn}, is_cut)
-            passes.proofs = rows, LossProof(parts, options, targets)
         with sharded_logits(parts.tensor.head, options.loss_fn):
+            check.ask(*counted.batch)
+            microbatches, targets = counted.by(check.counter_of("loss_fn"))
+            shown = None if options.sharded else batch
+            call = Call(options.update, updates.scale)
+            updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
+            for moe in parts.moes:
+                moe.aux_scale = updates.weight / options.microbatches
+            passes = make_passes(parts, microbatches, options.loss_fn, updates)
             agree(parts, microbatches)
-            if rows is not None:
-                rows.begin(inputs, targets)
-            _run_passes(parts, passes, options.microbatches)
+            with gathering_in(parts, options.microbatches, not check.cuts.others):
+                _run_passes(parts, passes, options.microbatches)
             prove_glue(parts, microbatches[0])
-            for proof in reversed(passes.proofs):
-                proof.end()
         return updates.end(passes.losses)
     except BaseException as error:
         forget_passes(parts)
@@ -84,6 +81,13 @@ def _unlike(plan):
             "use another plan."
         )
     return None
+
+
+def _check_of(parts, options, is_on):
+    """is_on: whether the model and its loss are tried."""
+    cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
+    measures = {"loss_fn": plain_loss(options.loss_fn)}
+    return BatchCheck(parts, Aside(parts), measures, options.count, cuts, is_on)
 
 
 def _updates_of(parts, options):

@@ -125,16 +125,11 @@ class Extra(Made):
         return {"out": y, "centered": y - y.mean(0), "pairs": y.mean(1) @ y.mean(1).T}
 
 
-class Fixed(Made):
-    """For a number of rows that it was made for."""
-
-    def __init__(self):
-        super().__init__()
-        self.shifts = {}
+class Placed(Made):
+    """What a row becomes depends on its place among the rows."""
 
     def forward(self, x):
-        shift = self.shifts.setdefault("one", torch.arange(len(x), dtype=x.dtype).view(-1, 1, 1))
-        return super().forward(x + shift)
+        return super().forward(x + torch.arange(len(x), dtype=x.dtype).view(-1, 1, 1))
 
 
 class Counting(Made):
@@ -156,7 +151,7 @@ class Counting(Made):
 
 
 class Raising(Made):
-    """For any other number of rows than that of the first call."""
+    """For any other number of rows than that of the first call. It mixes rows."""
 
     rows = None
 
@@ -226,6 +221,8 @@ MIXING = {
     "named": Named,
     "pairs": Pairs,
     "mean in lstm": lambda: Recurrent(mixes=True),
+    "place": Placed,
+    "raising": Raising,
 }
 FINE = {
     "plain": Made,
@@ -239,9 +236,7 @@ FINE = {
     "lstm": Recurrent,
     "lstm, flat": lambda: Recurrent(mixes=None),
     "extra": Extra,
-    "fixed": Fixed,
     "counting": Counting,
-    "raising": Raising,
     "experts": lambda: Made(Experts()),
     "spectral": lambda: Made(nn.utils.parametrizations.spectral_norm(nn.Linear(DIM, DIM))),
     "synchronized": Synchronized,

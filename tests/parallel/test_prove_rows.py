@@ -16,7 +16,8 @@ from torch_ranks import spawn
 
 import pycomm.parallel as par
 from pycomm.parallel import count_traffic
-from pycomm.parallel.run import prove_rows, rows_trial
+from pycomm.parallel.checks import measures
+from pycomm.parallel.run.passes import StagePasses
 
 # text of a plan -> options of a step
 PLANS = {
@@ -141,7 +142,7 @@ def test_calls_that_wait_cut_the_batch():
 
 
 def test_of_a_large_output_some_values_are_compared(monkeypatch):
-    monkeypatch.setattr(rows_trial, "LARGEST", 30)
+    monkeypatch.setattr(measures, "LARGEST", 30)
     assert "changes by 0." in alone(MIXING["mean"], "dp=1", {"microbatches": 2})
     assert alone(FINE["plain"], "dp=1", {"microbatches": 2}) is None
 
@@ -151,8 +152,7 @@ def leaves_nothing(rank, world_size):
     found = []
     for is_tried in (False, True):
         model, opt = parallelized(lambda: Counting(nn.Dropout(0.5)), "dp=2")
-        if is_tried:
-            prove_rows._tried[model._parallel] = {(True, ("loss_fn",))}
+        StagePasses.proves = is_tried
         losses = [par.step(model, opt, batch(Counting), mean, microbatches=2).item() for _ in range(3)]
         counts = (
             model.calls,

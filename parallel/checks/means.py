@@ -1,0 +1,110 @@
+"""The relation of rows.py for losses: whether one is a mean over what a counter counts."""
+
+import torch
+
+from pycomm.parallel.checks.measures import Measured, Seen
+from pycomm.parallel.checks.rows import Fault, distance
+from pycomm.parallel.checks.tolerances import OF_DRAWN, Rounding, of_loss
+
+__all__ = ["fault_of_loss"]
+
+
+def fault_of_loss(seen: list[Seen], name: str, counter: int, rounding: Rounding) -> Fault | None:
+    """Why a measure is no mean over what this counter counts."""
+    five = [each.measured[name] for each in seen]
+    if five[0].value is None:
+        return None
+    loss = _Loss(five, counter, seen[0].shapes, seen[4].shapes, rounding)
+    fault = loss.of_value() or loss.of_gradients() or loss.of_size() or loss.of_halves()
+    return fault and fault._replace(of_number=loss.uses_number())
+
+
+class _Loss:
+    """A measure, by one counter. few, many: shapes of the outputs of A and AB."""
+
+    def __init__(
+        self,
+        five: list[Measured],
+        counter: int,
+        few: dict[str, torch.Size],
+        many: dict[str, torch.Size],
+        rounding: Rounding,
+    ) -> None:
+        self.five, self.counter, self.rounding = five, counter, rounding
+        self.without_rows = {where for where, shape in few.items() if many.get(where) == shape}
+        self.counts = [each.counts[counter] for each in five]
+        pairs = zip(self.counts, five, strict=True)
+        self.terms = [count * each.value if count else 0.0 for count, each in pairs]
+        self.size = max(map(abs, self.terms))
+        self.most = max(rounding.equal, max(of_loss(each.wide) for each in five))
+        self.first = (
+            f"for two groups of rows, of which {self.counts[0]:g} and {self.counts[1]:g} targets count, it "
+            f"gives {five[0].value:.6g} and {five[1].value:.6g}"
+        )
+
+    def uses_number(self) -> bool:
+        return any(each.used & self.without_rows for each in self.five[:4])
+
+    def of_value(self) -> Fault | None:
+        before, after = self.terms[0] + self.terms[1], self.terms[2] + self.terms[3]
+        off = abs(before - after)
+        if not self.size < torch.inf or off <= self.most * self.size:
+            return None
+        c, five = self.counts, self.five
+        return Fault(
+            f"{self.first}; with every second row exchanged, {c[2]:g} and {c[3]:g} count, and it gives "
+            f"{five[2].value:.6g} and {five[3].value:.6g}. The means of both, weighted with what counts, are "
+            f"{before / (c[0] + c[1]):.6g} and {after / (c[2] + c[3]):.6g}",
+            off / self.size,
+        )
+
+    def of_gradients(self) -> Fault | None:
+        apart = max((self._gradient(where) for where in self._names()), default=0.0)
+        if apart <= self.most:
+            return None
+        how = f"by {apart:.2g} of their size" if apart < torch.inf else "from numbers to none"
+        return Fault(
+            f"{self.first}, and its gradients for a row change {how} when rows beside it are other ones",
+            apart,
+        )
+
+    def _names(self) -> set[str]:
+        return set().union(*(each.gradients for each in self.five[:4])) - self.without_rows
+
+    def _gradient(self, where: str) -> float:
+        like = next(each.gradients[where] for each in self.five if where in each.gradients)
+        four = [
+            each.gradients.get(where, torch.zeros_like(like)) * count if count else torch.zeros_like(like)
+            for each, count in zip(self.five[:4], self.counts[:4], strict=True)
+        ]
+        return distance(four) if all(each.shape == like.shape for each in four) else 0.0
+
+    def of_size(self) -> Fault | None:
+        terms, together = self.terms, self.terms[0] + self.terms[1]
+        size = max(abs(terms[4]), abs(terms[0]) + abs(terms[1]))
+        most = OF_DRAWN if self.rounding.draws else max(self.most, self.rounding.other)
+        if not size < torch.inf or abs(terms[4] - together) <= most * size:
+            return None
+        whole, parts = self.five[4].value, self.five[0].value + self.five[1].value
+        hint = ""
+        if abs(whole - parts) <= most * abs(whole):
+            hint = ". It is a sum: divide it by the number of targets that count"
+        return Fault(
+            f"{self.first}, and for all of these rows {whole:.6g}, where the mean, weighted with what "
+            f"counts, is {together / self.counts[4]:.6g}{hint}",
+            abs(terms[4] - together) / size,
+        )
+
+    def of_halves(self) -> Fault | None:
+        for each, count in zip(self.five[:2], self.counts, strict=False):
+            halves = [(counts[self.counter], value) for counts, value in each.halves]
+            terms = [own * value if own else 0.0 for own, value in halves]
+            whole = count * each.value if count else 0.0
+            off, size = abs(whole - sum(terms)), max(map(abs, [whole, *terms]))
+            if halves and abs(whole) < torch.inf and not off <= self.most * size:
+                return Fault(
+                    f"for some rows it gives {each.value:.6g}, and for the halves of their positions, "
+                    f"weighted with what counts there, {sum(terms) / (count or 1.0):.6g}",
+                    off / size,
+                )
+        return None

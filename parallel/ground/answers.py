@@ -1,0 +1,55 @@
+"""What was found of each assumption: held, broken or not tried. It belongs to one parallelized model."""
+
+import enum
+import logging
+from typing import Any, NamedTuple
+
+__all__ = ["Answer", "Answers", "Asked", "State"]
+
+LOG = logging.getLogger("pycomm.parallel")
+
+
+class State(enum.Enum):
+    HELD = "held"
+    BROKEN = "broken"  # it was refused
+    NOT_TRIED = "not tried"
+    TRUSTED = "trusted"  # the user has answered
+
+
+class Answer(NamedTuple):
+    state: State
+    why: str = ""  # of what is not tried or trusted; what else there is to say
+
+    def __str__(self) -> str:
+        return f"{self.state.value}: {self.why}" if self.why else self.state.value
+
+
+class Asked(NamedTuple):
+    """Of one mode and one kind of result: for what it is known."""
+
+    measures: tuple  # losses and metrics, in order
+    count: Any  # the caller's, or None
+    with_uneven: bool  # whether rows differed in how many targets count
+    counters: tuple  # what is counted, for each measure
+
+
+class Answers:
+    """of: name of an assumption -> Answer. asked: (whether in training, names of results) -> Asked."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Answer] = {}
+        self.asked: dict[Any, Asked] = {}
+        self.gathers = False  # the model or its loss calls gather_rows()
+        self._warned: set[str] = set()
+
+    def note(self, name: str, state: State, why: str = "", rank: int = 0, advice: str = "") -> None:
+        """One WARNING on rank 0 for each assumption that is not tried. advice: what to do."""
+        self.of[name] = Answer(state, why)
+        if state is State.NOT_TRIED and rank == 0 and name not in self._warned:
+            self._warned.add(name)
+            LOG.warning("%s was not tried: %s. %s", name, why, advice)
+
+    def take_over(self, other: "Answers") -> None:
+        """Those of the same model under the same axes, as after a recovery."""
+        self.of, self.asked, self._warned = dict(other.of), dict(other.asked), set(other._warned)
+        self.gathers = other.gathers

@@ -1,0 +1,229 @@
+"""A run of a few rows aside from the training, through the plan's own passes, which leaves no trace: what
+modules hold (checks/kept.py), what their code writes beside itself, random numbers.
+
+The model runs in its mode, without gradients. BatchNorms take their running averages, or are passed over, and
+parallel.MoE has no balance: they compute over the rows of all data ranks. Random numbers are the same in each
+run: those that the next pass will draw, and others in a repetition.
+
+Through the stages of a pipeline:
+
+    all ranks of pp    one all_reduce: whether each stage knows what it will be handed for such rows
+    stage by stage     a number (whether the stages before have run), then what they hand on
+
+The model may raise for such rows, in one stage: those behind it are told and raise, too, those before it have
+gone on. So nobody waits for what does not come. Without a pipeline the model is called, and nothing is sent.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pycomm.parallel.checks.cut import Ran
+from pycomm.parallel.checks.kept import kept
+from pycomm.parallel.data.gather_rows import gathering
+from pycomm.parallel.expert import MoE
+from pycomm.parallel.ground import comm, drawn
+from pycomm.parallel.ground.batch import Microbatch
+from pycomm.parallel.ground.modes import eager
+from pycomm.parallel.ground.shared_state import SharedState
+from pycomm.parallel.parts import Parallelized
+from pycomm.parallel.run.passes import agree, find_input, forward_pass, handed_on, run_stage, shape_of_input
+from pycomm.parallel.zero.units import Phase
+
+__all__ = ["Aside"]
+
+_FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
+
+
+class Aside:
+    """Runs(checks/cut.py) of a Parallelized."""
+
+    def __init__(self, parts: Parallelized) -> None:
+        self.parts, self.shared = parts, None
+
+    @torch.no_grad()
+    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, watch: bool) -> Ran:
+        """take: of the model's output, inside of the pass of the last stage. number: random numbers to pass
+        over. Collective where forwards are, and over pp.
+        """
+        parts = self.parts
+        self.shared = self.shared or SharedState(parts.model.modules())
+        seen = _Seen(parts, take, number, watch)
+        try:
+            with (
+                _kept_stages(parts),
+                self.shared.kept(),
+                kept(parts.model),
+                parts.streams.kept(),
+                parts.streams.recomputation(),
+                drawn.kept(),
+                eager(),
+                gathering(parts.mesh.data, is_check=True),
+            ):
+                _stand_aside(parts.model)
+                _run_stages(parts, Microbatch(inputs, None), seen.around)
+        except dist.DistError:
+            raise
+        except Exception as error:  # of the model, or of a loss, which does not take such rows
+            return Ran(error=error)
+        return seen.ran()
+
+
+class _Seen:
+    """What is noted around the forwards of this rank's stages."""
+
+    def __init__(self, parts: Parallelized, take: Callable[[Any], Any], number: int, watch: bool) -> None:
+        self.parts, self.take, self.number, self.watches = parts, take, number, watch
+        self.result, self.before, self.after = None, [], []
+        self.sends, self.work = False, 0
+
+    def around(self, forward: Callable[[], Any], is_last: bool) -> Any:
+        device, watch = self.parts.device, _Watch() if self.watches else None
+        with comm.count_traffic() as own, watch or contextlib.nullcontext():
+            drawn.pass_over(self.number, device)
+            self.before += drawn.drawn(device)
+            output = forward()
+        self.after += drawn.drawn(device)
+        if watch is not None:
+            self.sends |= watch.calls > own.calls()
+            self.work = hash((self.work, watch.work))
+        if is_last:
+            self.result = self.take(output)
+        return output
+
+    def ran(self) -> Ran:
+        draws = not drawn.same(self.before, self.after)
+        return Ran(self.result, None, tuple(self.after), draws, self.sends, self.work)
+
+
+class _Watch(TorchDispatchMode):
+    """Counts what is sent through torch, and marks the operations with the shapes they have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.work = 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.calls += func.namespace in _FOREIGN and "recv" not in str(func)  # as comm counts
+        shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
+        self.work = hash((self.work, str(func), shapes))
+        return func(*args, **(kwargs or {}))
+
+
+def _stand_aside(model: torch.nn.Module) -> None:
+    """No statistics, no balance over ranks."""
+    for module in model.modules():
+        if isinstance(module, (_BatchNorm, MoE)):
+            module.training = False
+        if isinstance(module, _BatchNorm) and module.running_mean is None:
+            vars(module)["forward"] = _passed_over
+
+
+def _passed_over(input: torch.Tensor) -> torch.Tensor:
+    return input
+
+
+# Stages ------------------------------------------------------------------------------
+
+
+class _Elsewhere(Exception):
+    """A stage before this one has not run."""
+
+
+def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..., Any]) -> None:
+    """The forwards of this rank's stages. around: (forward, whether it gives the model's output) -> what it
+    gives, called inside of the pass of each stage. Raises what the model raises. Collective where forwards
+    are, and over pp.
+    """
+    if parts.stage_model is None:
+        with forward_pass(parts, Phase.EVALUATE, ("rows", 0), 0):
+            around(functools.partial(microbatch.call, parts.model), True)
+        return
+    if parts.plan.pp == 1:
+        with forward_pass(parts, Phase.EVALUATE, ("rows", 0), 0):
+            around(functools.partial(run_stage, parts, 0, microbatch), True)
+        return
+    likes = _likes(parts, microbatch)
+    stages, pp = parts.stages, parts.mesh.group("pp")
+    handed, error = None, None
+    for stage in stages.mine:
+        if stage > 0 and stage - 1 not in stages.mine:
+            handed = _receive(likes[stage], stages.placement[stage - 1], pp, parts.device)
+            error = error or (_Elsewhere() if handed is None else None)
+        if error is None:
+            try:
+                with forward_pass(parts, Phase.EVALUATE, ("rows", stage), 0):
+                    run = functools.partial(run_stage, parts, stage, microbatch, handed)
+                    handed = around(run, stage == stages.last)
+                    handed = handed if stage == stages.last else handed_on(parts, handed)
+            except dist.DistError:
+                raise
+            except Exception as raised:  # of the model, which does not take such rows
+                error = raised
+        if stage < stages.last and stage + 1 not in stages.mine:
+            _send(None if error else handed, stages.placement[stage + 1], pp, parts.device)
+    if error is not None:
+        raise error
+
+
+def _likes(parts: Parallelized, microbatch: Microbatch) -> dict[int, list]:
+    """{stage of this rank: [(shape, dtype, device)] of what it is handed}. Raises on all ranks alike."""
+    mine = [stage for stage in parts.stages.mine if stage > 0]
+    try:
+        for stage in mine:
+            find_input(parts, stage, microbatch)
+        fails = False
+    except dist.DistError:
+        raise
+    except Exception:  # of the model
+        fails = True
+    if _some_stage(parts, fails):
+        raise _Elsewhere
+    agree(parts, [microbatch])
+    return {stage: shape_of_input(parts, stage, microbatch) for stage in mine}
+
+
+def _some_stage(parts: Parallelized, flag: bool) -> bool:
+    """Whether it is true on a rank of pp. Collective over these."""
+    told = torch.tensor([flag], dtype=torch.float64, device=parts.device)
+    comm.all_reduce(told, parts.mesh.group("pp"), dist.ReduceOp.MAX)
+    return bool(told)
+
+
+def _receive(likes: list, src: int, pp: comm.Group, device: torch.device) -> list[torch.Tensor] | None:
+    """The tensors, or None where the stage before has none."""
+    runs = torch.empty(1, device=device)
+    comm.irecv(runs, src, pp, 0).wait()
+    if not runs:
+        return None
+    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in likes]
+    for work in [comm.irecv(tensor, src, pp, 1 + number) for number, tensor in enumerate(tensors)]:
+        work.wait()
+    return tensors
+
+
+def _send(tensors: Any, dst: int, pp: comm.Group, device: torch.device) -> None:
+    sent = [torch.full((1,), float(tensors is not None), device=device)]
+    sent += [tensor.contiguous() for tensor in tensors or ()]
+    for work in [comm.isend(tensor, dst, pp, number) for number, tensor in enumerate(sent)]:
+        work.wait()
+
+
+@contextlib.contextmanager
+def _kept_stages(parts: Parallelized) -> Iterator[None]:
+    """What stages note of each other in their passes is afterwards as it was before."""
+    if parts.stage_model is None:
+        yield
+        return
+    noted = parts.stage_model.assumptions
+    before = set(noted.seen), set(noted.looked_at)
+    try:
+        yield
+    finally:
+        noted.seen, noted.looked_at = before

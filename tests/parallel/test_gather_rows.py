@@ -1,0 +1,235 @@
+"""Losses that compare the rows of a batch: with gather_rows equal to one process, without it refused."""
+
+import functools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from tiers import tier
+from torch import nn
+from torch_ranks import spawn
+
+import pycomm.parallel as par
+
+ROWS, DIM, STEPS = 9, 6, 3
+PLANS = ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=3", "dp=2,tp=2", "dp=2,pp=2")
+
+
+class Views(nn.Module):
+    """Two views of each row -> two vectors of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(DIM, 8)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(2))
+        self.last = nn.Linear(8, 5)
+
+    def forward(self, a, b):
+        x = self.first(torch.stack([a, b], 1))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.last(x).unbind(1)
+
+
+def nt_xent(out, y, gather):
+    a, b = (gather(F.normalize(each, dim=1)) for each in out)
+    both = torch.cat([a, b])
+    scores = (both @ both.T / 0.5).fill_diagonal_(-torch.inf)
+    rows = len(a)
+    return F.cross_entropy(scores, torch.cat([torch.arange(rows) + rows, torch.arange(rows)]))
+
+
+def info_nce(out, y, gather):
+    a, b = (gather(each) for each in out)
+    return F.cross_entropy(a @ b.T / 0.2, torch.arange(len(a)))
+
+
+def barlow(out, y, gather):
+    a, b = (gather(each) for each in out)
+    a, b = ((each - each.mean(0)) / each.std(0) for each in (a, b))
+    found = a.T @ b / len(a)
+    return (found - torch.eye(len(found), dtype=found.dtype)).square().sum()
+
+
+def triplet_and_own(out, y, gather):
+    """With a part that is a mean over rows."""
+    a, labels = gather(out[0]), gather(y)
+    distances = torch.cdist(a, a)
+    same = labels[:, None] == labels[None]
+    far, near = distances.masked_fill(~same, 0.0).amax(1), distances.masked_fill(same, 9.0).amin(1)
+    return F.relu(far - near + 1).mean() + out[1].square().mean()
+
+
+LOSSES = {loss.__name__: loss for loss in (nt_xent, info_nce, barlow, triplet_and_own)}
+
+
+class InForward(Views):
+    """InfoNCE in the forward; what it returns is the loss."""
+
+    def forward(self, a, b):
+        return info_nce(super().forward(a, b), None, par.gather_rows)
+
+
+def as_it_is(x):
+    return x
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    a, b = (torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
+    return (a, b), torch.arange(ROWS) % 3
+
+
+def made(make=Views):
+    torch.manual_seed(0)
+    model = make().double()
+    return model, torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+
+def alone(name):
+    model, opt = made()
+    losses = []
+    for step in range(STEPS):
+        inputs, y = batch(step)
+        opt.zero_grad()
+        loss = LOSSES[name](model(*inputs), y, as_it_is)
+        loss.backward()
+        opt.step()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+def steps(rank, world_size, text):
+    """{name: (losses, values of the parameters)}"""
+    found = {}
+    for name, loss in LOSSES.items():
+        model, opt = par.parallelize(*made(), par.Plan.parse(text))
+        loss_fn = functools.partial(loss, gather=par.gather_rows)
+        losses = [par.step(model, opt, batch(step), loss_fn).item() for step in range(STEPS)]
+        found[name] = losses, par.full_state_dict(model), str(model._parallel.checks.of["rows"])
+    return found
+
+
+@tier(quick=1 / 2)
+@pytest.mark.parametrize("text", PLANS)
+def test_as_in_one_process(text):
+    for found in spawn(par.Plan.parse(text).world_size, steps, text):
+        for name, (losses, values, said) in found.items():
+            expected, right = alone(name)
+            assert losses == pytest.approx(expected, rel=1e-10), name
+            for key, value in right.items():
+                assert torch.allclose(values[key], value, rtol=1e-9, atol=1e-11), (name, key)
+            assert said == "held: gather_rows gives the rows of all ranks"
+
+
+def in_forward(rank, world_size, text):
+    model, opt = par.parallelize(*made(InForward), par.Plan.parse(text))
+    return [par.step(model, opt, batch(step), lambda out, y: out).item() for step in range(STEPS)]
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=3"])
+def test_in_the_forward(text):
+    expected, _ = alone("info_nce")
+    for losses in spawn(2, in_forward, text):
+        assert losses == pytest.approx(expected, rel=1e-10)
+
+
+def said(call):
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def refused(rank, world_size):
+    model, opt = par.parallelize(*made(), par.Plan(dp=2))
+    plain = functools.partial(nt_xent, gather=as_it_is)
+    gathers = functools.partial(nt_xent, gather=par.gather_rows)
+    step = functools.partial(par.step, model, opt, batch(0))
+    return [
+        said(lambda: step(plain)),
+        said(lambda: step(gathers, microbatches=2)),
+        said(lambda: step(gathers, update=False)),
+        said(lambda: step(gathers)),
+    ]
+
+
+def test_what_is_refused():
+    for rank, (plain, cut, waiting, fine) in enumerate(spawn(2, refused)):
+        assert plain.startswith(f"[rank {rank}] loss_fn is no mean") and "par.gather_rows" in plain
+        assert cut.startswith("gather_rows: the rows of a batch are those of one microbatch; there are 2")
+        assert waiting.startswith("gather_rows: several calls make one update")
+        assert fine is None
+
+
+def own_rows(rank, world_size):
+    """Ranks with 4 and 5 rows of their own."""
+    model, opt = par.parallelize(*made(), par.Plan(dp=2))
+    (a, b), y = batch(0)
+    rows = slice(0, 4) if rank == 0 else slice(4, None)
+    loss_fn = functools.partial(nt_xent, gather=par.gather_rows)
+    loss = par.step(model, opt, ((a[rows], b[rows]), y[rows]), loss_fn, sharded=True)
+    model.eval()
+    return loss.item(), par.evaluate(model, ((a[rows], b[rows]), y[rows]), loss_fn, sharded=True).item()
+
+
+def test_rows_of_ranks_that_differ_in_number():
+    model, opt = made()
+    inputs, y = batch(0)
+    loss = nt_xent(model(*inputs), y, as_it_is)
+    loss.backward()
+    opt.step()
+    after = nt_xent(model(*inputs), y, as_it_is).item()
+    for found in spawn(2, own_rows):
+        assert found == pytest.approx((loss.item(), after), rel=1e-10)
+
+
+def clip(rank, world_size, text):
+    """The loss of transformers' CLIP: of rank 0 with a plan, or alone."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = transformers.CLIPModel(
+        transformers.CLIPConfig(
+            text_config={**sizes, "vocab_size": 30, "eos_token_id": 29},
+            vision_config={**sizes, "image_size": 8, "patch_size": 4},
+            projection_dim=8,
+        )
+    ).double()
+    opt = torch.optim.SGD(model.parameters(), 0.1)
+    generator = torch.Generator().manual_seed(0)
+    inputs = {
+        "input_ids": torch.randint(0, 29, (6, 5), generator=generator),
+        "pixel_values": torch.randn(6, 3, 8, 8, generator=generator, dtype=torch.float64),
+        "attention_mask": torch.ones(6, 5, dtype=torch.long),
+    }
+    losses = []
+    if text is None:
+        for _ in range(STEPS):
+            opt.zero_grad()
+            loss = model(**inputs, return_loss=True).loss
+            loss.backward()
+            opt.step()
+            losses.append(loss.item())
+        return losses
+
+    def loss_fn(out, y):
+        texts, images = par.gather_rows(out.text_embeds), par.gather_rows(out.image_embeds)
+        scores, right = texts @ images.T * model.logit_scale.exp(), torch.arange(len(texts))
+        return (F.cross_entropy(scores, right) + F.cross_entropy(scores.T, right)) / 2
+
+    model, opt = par.parallelize(model, opt, par.Plan.parse(text))
+    return [par.step(model, opt, (inputs, torch.arange(6)), loss_fn).item() for _ in range(STEPS)]
+
+
+@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=3"])
+def test_the_loss_of_clip(text):
+    right = clip(0, 1, None)
+    for losses in spawn(2, clip, text):
+        assert losses == pytest.approx(right, rel=1e-10)
+
+
+def test_elsewhere_it_is_the_tensor():
+    x = torch.randn(3, 2)
+    assert par.gather_rows(x) is x
