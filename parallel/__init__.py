@@ -2,8 +2,8 @@
 
     import pycomm.parallel as par
     plan = par.auto(model, opt, batch=batch, world=8)                          # or write one yourself
-    par.verify(model, batch, par.Plan(dp=2, tp=2, pp=2, zero=1), loss_fn)      # equal to one process?
-    model, opt = par.parallelize(model, opt, par.Plan(dp=2, tp=2, pp=2, zero=1))
+    par.verify(model, batch, "dp=2,tp=2,pp=2,zero=1", loss_fn)                 # equal to one process?
+    model, opt = par.parallelize(model, opt, "dp=2,tp=2,pp=2,zero=1")
     loss = par.step(model, opt, batch, loss_fn, microbatches=8, clip=1.0)
     par.save(model, opt, "ckpt"); par.load(model, opt, "ckpt")
 
