@@ -31,7 +31,7 @@ def parallelize(plan):
 
 
 def resilient(plan):
-    run = par.recovery.resilient(*made(), plan)
+    run = par.resilient(*made(), plan)
     run.close()
     return run.plan
 
