@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 
 import pytest
 import torch
@@ -85,6 +86,30 @@ def weight_norm():
     return model
 
 
+class Locked(Block):
+    """Holds what has no copy; `again` makes it anew in copies."""
+
+    again = False
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.state = {"locks": [threading.Lock()]}
+
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if not (self.again and key == "state")}
+
+    def __setstate__(self, state):
+        super().__setstate__({"state": {"locks": [threading.Lock()]}, **state})
+
+    def forward(self, x):
+        with self.state["locks"][0]:
+            return super().forward(x)
+
+
+class LockedAgain(Locked):
+    again = True
+
+
 def with_hook():
     model = Plain(layers=4)
     model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
@@ -137,6 +162,13 @@ REFUSED = [
     (lambda: Plain(layers=4), penalty, "pp=2,schedule=zbv", "which another pipeline stage has"),
     (weight_norm, None, "ulysses=2", "a Block cannot be copied"),
     (weight_norm, None, "pp=2", "a Block cannot be copied"),
+    (
+        lambda: Plain(Locked, 4),
+        None,
+        "pp=2",
+        r"its 'state', a dict \(TypeError: .*lock.* a __setstate__ that",
+    ),
+    (lambda: Plain(Locked, 4), None, "ring=2", "its 'state', a dict .* plan without pp, ring and ulysses"),
     (with_hook, None, "tp=2", "has a gradient hook"),
 ]
 
@@ -166,6 +198,12 @@ def test_right():
     check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
     check_equal(weight_norm, "dp=2,zero=1", "tp=2")
     check_equal(with_hook, "dp=2,zero=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
+
+
+@tier(slow=1)
+def test_what_the_refusals_say_would_do():
+    check_equal(lambda: Plain(LockedAgain, 4), "pp=2", "ring=2")
+    check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2")
 
 
 class Counting(Plain):
