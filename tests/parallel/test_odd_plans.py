@@ -110,6 +110,21 @@ class LockedAgain(Locked):
     again = True
 
 
+class MadeLate(Block):
+    """Makes a part of it in its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "extra"):
+            self.extra = nn.Linear(16, 16)
+        return x + self.extra(super().forward(x))
+
+
+def run_before():
+    model = Plain(MadeLate, layers=4)
+    model(tokens(0)[0])
+    return model
+
+
 def with_hook():
     model = Plain(layers=4)
     model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
@@ -169,6 +184,12 @@ REFUSED = [
         r"its 'state', a dict \(TypeError: .*lock.* a __setstate__ that",
     ),
     (lambda: Plain(Locked, 4), None, "ring=2", "its 'state', a dict .* plan without pp, ring and ulysses"),
+    (
+        lambda: Plain(MadeLate, 4),
+        None,
+        "pp=2",
+        "makes its module 'extra' in its forward, .* Make it in __init__",
+    ),
     (with_hook, None, "tp=2", "has a gradient hook"),
 ]
 
@@ -204,6 +225,7 @@ def test_right():
 def test_what_the_refusals_say_would_do():
     check_equal(lambda: Plain(LockedAgain, 4), "pp=2", "ring=2")
     check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2")
+    check_equal(run_before, "pp=2", "pp=2,schedule=zbv", "dp=2,zero=3")
 
 
 class Counting(Plain):
