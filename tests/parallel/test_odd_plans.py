@@ -125,6 +125,22 @@ def run_before():
     return model
 
 
+class Towers(Plain):
+    """Two lists of blocks with an input each, as in CLIP."""
+
+    def __init__(self):
+        super().__init__(layers=3)
+        self.right = nn.ModuleList(Block(16, 2, 20) for _ in range(3))
+
+    def forward(self, idx):
+        left, right = self.tok(idx), self.tok(idx.flip(1))
+        for block in self.blocks:
+            left = block(left)
+        for block in self.right:
+            right = block(right)
+        return self.head(self.norm(left) * self.norm(right))
+
+
 def with_hook():
     model = Plain(layers=4)
     model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
@@ -190,6 +206,7 @@ REFUSED = [
         "pp=2",
         "makes its module 'extra' in its forward, .* Make it in __init__",
     ),
+    (Towers, None, "pp=2", "(?s)Two towers with an input each .* use a plan with pp=1, such as tp=2,blocks="),
     (with_hook, None, "tp=2", "has a gradient hook"),
 ]
 
@@ -225,6 +242,7 @@ def test_right():
 def test_what_the_refusals_say_would_do():
     check_equal(lambda: Plain(LockedAgain, 4), "pp=2", "ring=2")
     check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2")
+    check_equal(Towers, "tp=2,blocks=blocks", "dp=2,zero=3,blocks=right", "dp=2,zero=1")
     check_equal(run_before, "pp=2", "pp=2,schedule=zbv", "dp=2,zero=3")
 
 
