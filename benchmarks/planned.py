@@ -1,5 +1,5 @@
-"""python -m pycomm.benchmarks planned: seconds of a step as pycomm.parallel.simulate predicts them, beside
-those that a run takes.
+"""python -m pycomm.benchmarks planned: seconds of a step as pycomm.parallel.planning.simulate predicts
+them, beside those that a run takes.
 
 The machine is calibrated first, by `python -m pycomm.plan calibrate`, or read from --machine; then the model
 of the strategies' benchmark trains under every plan, in turns (benchmarks/strategies/measure.py). An error is
@@ -20,7 +20,8 @@ from pycomm.benchmarks.common.report import Page, Table
 from pycomm.benchmarks.strategies import measure
 from pycomm.benchmarks.strategies.command import add_sizes, plan_specs, size_of
 from pycomm.benchmarks.strategies.model import Size, make_batch, make_model, make_optimizer
-from pycomm.parallel import Plan, simulate
+from pycomm.parallel import Plan
+from pycomm.parallel.planning import simulate
 from pycomm.parallel.planning.calibrate import calibrate
 from pycomm.parallel.planning.machine import from_toml, load_machine, tomllib
 

@@ -30,7 +30,7 @@ def alone_as_a_class():
     communication.
     """
     model, optimizer = make()
-    ddp = par.DistributedDataParallel(model, bucket_mb=0.05)
+    ddp = par.data.DistributedDataParallel(model, bucket_mb=0.05)
     losses = []
     for inputs, targets in batches():
         total = torch.zeros(())

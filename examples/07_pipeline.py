@@ -29,7 +29,7 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 def show_schedules(folder):
     for name in SCHEDULES:
-        schedule = par.make_schedule(name, 4, 8)
+        schedule = par.pipeline.make_schedule(name, 4, 8)
         timeline = simulate(schedule, forward=1, backward=1, weight=1)
         peak = max(peak_activations(schedule)) / schedule.chunks
         print(

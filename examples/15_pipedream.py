@@ -60,7 +60,7 @@ def main():
     delayed, latest = train(4), train_alone(4)
     assert delayed[0] != latest[0] and delayed[-1] < delayed[0]
     assert abs(delayed[-1] - latest[-1]) < 0.02 * latest[-1]
-    say(par.make_schedule("pipedream", RANKS, 4).text())
+    say(par.pipeline.make_schedule("pipedream", RANKS, 4).text())
     say(
         f"4 microbatches under way: loss {delayed[0]:.5f} -> {delayed[-1]:.5f}; without delay "
         f"{latest[0]:.5f} -> {latest[-1]:.5f}"

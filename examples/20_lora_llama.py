@@ -59,7 +59,7 @@ def adapters_of(state):
 def main(plan, folder):
     with torch.device("meta"):
         made = adapted(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)))
-    model, optimizer = par.parallelize(*made, par.Plan.parse(plan), weights=folder)
+    model, optimizer = par.parallelize(*made, plan, weights=folder)
     expected, right = train_alone(folder, par.full_state_dict(model))
     losses = [par.step(model, optimizer, batch, microbatches=2).item() for batch in batches()]
     model.save_pretrained(folder / "adapter")

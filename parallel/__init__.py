@@ -2,10 +2,11 @@
 
     import pycomm.parallel as par
     plan = par.auto(model, opt, batch=batch, world=8)                          # or write one yourself
-    par.verify(model, batch, par.Plan(dp=2, tp=2, pp=2, zero=1), loss_fn)      # equal to one process?
-    model, opt = par.parallelize(model, opt, par.Plan(dp=2, tp=2, pp=2, zero=1))
+    par.verify(model, batch, "dp=2,tp=2,pp=2,zero=1", loss_fn)                 # equal to one process?
+    model, opt = par.parallelize(model, opt, "dp=2,tp=2,pp=2,zero=1")
     loss = par.step(model, opt, batch, loss_fn, microbatches=8, clip=1.0)
     par.save(model, opt, "ckpt"); par.load(model, opt, "ckpt")
+    run = par.resilient(model, opt, "dp=4,zero=1")                             # goes on when ranks die
 
 What each strategy does, sends and holds: docs/strategies.md. A strategy alone is a class or function with
 torch's conventions, from its folder:
@@ -15,8 +16,7 @@ torch's conventions, from its folder:
     par.sequence    ulysses_attention, ring_attention, ring_ulysses_attention
     par.pipeline    make_schedule, simulate, ModelParallel
     par.expert      MoE
-    par.planning    auto, explain, simulate, dry_run
-    par.recovery    resilient: a training that goes on when ranks die
+    par.planning    simulate, dry_run, load_machine, trace_model
 """
 
 from pycomm.parallel import data, expert, pipeline, planning, recovery, sequence, tensor
@@ -28,6 +28,7 @@ from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning import auto, explain
+from pycomm.parallel.recovery import resilient
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.verification import verify
 
@@ -47,6 +48,7 @@ __all__ = [
     "load",
     "parallelize",
     "predict",
+    "resilient",
     "sampler",
     "save",
     "step",
@@ -55,27 +57,12 @@ __all__ = [
 
 _FOLDERS = (data, expert, pipeline, planning, recovery, sequence, tensor)
 
-# Names that live in a folder and are found here, too: most were here before they had one.
-_MOVED = {
-    "ColumnParallelLinear": tensor,
-    "DistributedDataParallel": data,
-    "ModelParallel": pipeline,
-    "NaiveDataParallel": data,
-    "RowParallelLinear": tensor,
-    "VocabParallelEmbedding": tensor,
-    "make_schedule": pipeline,
-    "resilient": recovery,
-    "ring_attention": sequence,
-    "ring_ulysses_attention": sequence,
-    "simulate": planning,
-    "ulysses_attention": sequence,
-}
 
-
-def __getattr__(name):
-    if name in _MOVED:
-        return getattr(_MOVED[name], name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def __getattr__(name: str) -> object:
+    """Names of the folders are found in the folders only; the error says where."""
+    homes = [folder.__name__ for folder in _FOLDERS if name in folder.__all__]
+    hint = f": write {' or '.join(f'{home}.{name}' for home in homes)}" if homes else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__():

@@ -224,18 +224,21 @@ PLANS = [
     code
     for page in ("docs/strategies.md", "README.md")
     for code in blocks(ROOT / page)
-    if "par.Plan(" in code
+    if "par.Plan(" in code or "par.parallelize(" in code
 ]
 
 
 @pytest.mark.parametrize("code", PLANS, ids=lambda code: code.splitlines()[0][:40])
 def test_plans_can_be_made(code):
-    """Each Plan(...) in a block, whatever the lines around it need."""
+    """Each Plan(...) and each text of a plan in a block, whatever the lines around it need."""
     given = {"par": importlib.import_module("pycomm.parallel")}
     given["make_compression"] = importlib.import_module("pycomm.parallel.data.compression").make_compression
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) == "par.Plan":
             assert eval(ast.unparse(node), given).world_size >= 1
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "par.parallelize":
+            for text in (part.value for part in node.args[2:] if isinstance(part, ast.Constant)):
+                assert given["par"].Plan.of(text).world_size >= 1
 
 
 def small_model():
@@ -254,8 +257,8 @@ def attention_inputs():
 
 # (page, words that only this block has, what it needs, plan of the page -> plan for two ranks)
 ON_TWO_RANKS = [
-    ("README.md", "par.save", small_model, ("dp=2, tp=2, pp=2, zero=1", "dp=2, zero=1")),
-    ("docs/strategies.md", "par.load", small_model, ("dp=2, tp=2, pp=2, zero=1", "dp=2, zero=1")),
+    ("README.md", "par.save", small_model, ("dp=2,tp=2,pp=2,zero=1", "dp=2,zero=1")),
+    ("docs/strategies.md", "par.load", small_model, ("dp=2,tp=2,pp=2,zero=1", "dp=2,zero=1")),
     ("docs/strategies.md", "par.verify", small_model, None),
     ("docs/strategies.md", "make_compression", small_model, None),
     ("docs/strategies.md", "parallelize_tensor", lambda: small_model() | {"h": 8, "group": None}, None),

@@ -9,7 +9,7 @@ import ast
 import re
 
 import pytest
-from source_tree import cpp_files, markdown_files, python_files, show
+from source_tree import ROOT, cpp_files, markdown_files, python_files, show
 
 COLUMNS = 110
 MAX_FILE, MAX_CLASS, MAX_FUNCTION, MAX_PARAMETERS = 500, 300, 60, 6
@@ -157,3 +157,18 @@ def test_this_reads_definitions_as_they_are(tmp_path):
     source = tmp_path / "a.py"
     source.write_text("class A:\n    def f(self, a, b=1, *, c=2):\n        pass\n")
     assert list(python_definitions(source)) == [("class", "A", 1, 3, 0), ("function", "f", 2, 2, 2)]
+
+
+MAP_LINE = re.compile(r" *([\w.]+(?:, [\w.]+)*) {2,}\S")
+
+
+@pytest.mark.parametrize(
+    "folder", sorted(path.parent for path in (ROOT / "parallel").glob("*/__init__.py")), ids=show
+)
+def test_a_folder_says_what_its_files_hold(folder):
+    """In the docstring of its __init__.py, one line for each file: its name, two spaces, what it holds."""
+    text = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
+    lines = filter(None, map(MAP_LINE.match, text.splitlines()))
+    named = {name.removesuffix(".py") for line in lines for name in line[1].split(", ")}
+    missing = {path.stem for path in folder.glob("*.py")} - named - {"__init__"}
+    assert not missing, f"{show(folder)}/__init__.py: add a line for each of {sorted(missing)}"

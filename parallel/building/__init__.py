@@ -1,5 +1,17 @@
-"""parallelize(): from a model of one process to this rank's part of it under a plan. The order of the steps:
-parallelize.py. What came of it, for people: report.py.
+"""parallelize(): from a model of one process to this rank's part of it under a plan.
+
+parallelize.py    the order of the steps
+checks.py         what is refused before anything is changed
+describe.py       what there is to know of parameters, before and after the cuts
+cut.py            stages, tensors, and the cast to bf16
+experts.py        experts are dealt over the ranks of ep
+filling.py        a model on meta becomes this rank's part of it
+initial.py        first values of a model on meta, module by module
+buckets.py        where gradients and values lie: buckets, shards, units
+recompute.py      recomputation of activations, block by block
+wrap.py           the wrappers around forwards
+report.py         what a plan has made of a model, for people
+over_hosts.py     which axes cross hosts, and what goes over the link
 """
 
 from pycomm.parallel.building.checks import check

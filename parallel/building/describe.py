@@ -2,6 +2,8 @@
 
 from typing import NamedTuple
 
+import torch
+
 from pycomm.parallel.building.experts import moe_names_of, stacked_to_deal
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.parts import Original
@@ -11,7 +13,10 @@ __all__ = ["Described", "describe_parameters", "note_original"]
 
 
 def note_original(model, opt, plan):
-    """Original, of a model that nothing was taken from. Raises ValueError where ep has nothing to deal."""
+    """Original, of a model that nothing was taken from. Raises ValueError where ep has nothing to deal, and
+    for modules of torch.jit.
+    """
+    _refuse_scripts(model)
     first_name, by_id = {}, {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name[name] = by_id.setdefault(id(parameter), name)
@@ -30,6 +35,17 @@ def note_original(model, opt, plan):
         moe_names=moe_names_of(model),
         stacked_names=stacked_names,
     )
+
+
+def _refuse_scripts(model: torch.nn.Module) -> None:
+    """What torch.jit has compiled takes no parameter, attribute or forward from Python."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"{name or 'the model'!r} is a module of torch.jit ({type(module).__name__}), whose "
+                "parameters and forward a plan cannot replace. Use the module as it was before "
+                "torch.jit.script or torch.jit.trace"
+            )
 
 
 class Described(NamedTuple):

@@ -72,7 +72,7 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
         on meta gets its values here, and only what this rank holds gets memory, on torch's default device
         where nothing of the model has another: see building/filling.py.
         opt: a torch optimizer over its parameters that has not taken a step, or None.
-        plan: Plan; None is a single process.
+        plan: Plan or its text, "dp=2,zero=1"; None is a single process.
         weights: a folder with safetensors as the hub has them, which all ranks see: values of the model
         (checkpoint/hub.py). None: what is on meta is initialised, module by module (building/initial.py).
 
@@ -84,7 +84,7 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
     weights that are missing, that the model has not, or of other shapes; not that a module on meta has no
     initialisation.
     """
-    plan = plan or Plan()
+    plan = Plan.of(plan)
     trunk = check(model, opt, plan)
     mesh = Mesh(plan, device_of(model))
     try:

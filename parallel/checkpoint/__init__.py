@@ -12,6 +12,17 @@ that it holds, straight into its own memory; nothing is gathered but the list of
     about                     optimizer class, hyperparameters, groups           one rank
     extra                     what the caller gave                               one rank
 
+saving.py        save(): writes this rank's part of a model
+loading.py       load(): reads it
+boxes.py         which piece of a parameter a rank holds, for torch.distributed.checkpoint
+holdings.py      what a rank holds at full precision
+state.py         keys and boxes that saving and loading share
+files.py         the folder: how it is made, and what makes it readable
+agree.py         small objects between ranks, and errors that all ranks learn of
+whole.py         full_state_dict(), full_gradients()
+hub.py           weights in the layout of the Hugging Face hub
+pretrained.py    save_pretrained() under a plan
+
 Order: see files.py for a save that fails, loading.py for a load that does.
 
 Cost: each element is written once. A box is read from the chunks that it overlaps, each of which is read

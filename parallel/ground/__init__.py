@@ -1,17 +1,26 @@
 """What every strategy stands on. Nothing here knows a strategy.
 
 plan.py             how many ranks each axis has, and how each strategy is to work
-comm.py, mesh.py    groups of ranks, and the collectives on them: every byte is counted here
+comm.py             groups of ranks, and the collectives on them: every byte is counted here
+mesh.py             the ranks of a plan as a torch DeviceMesh, and its groups
+hosts.py            which rank takes which place of a mesh, so that axes which talk most stay inside hosts
 layout.py           which part of a parameter a rank holds
 trunk.py            the list of blocks at which a model is cut, or two
 call_order.py       which modules are called before, between and after them
 batch.py            which rows of a batch a rank works on
 same_batch.py       whether all ranks were given the same
 window.py           calls of step() whose gradients become one update
-differentiable.py   collectives inside a model, each with that of its gradient
+losses.py           the loss of a batch, from the losses of its microbatches
+differentiable.py   collectives inside a model, each with the collective of its gradient
 split_backward.py   gradients of inputs now, gradients of weights later
 streams.py          random numbers: which ranks draw the same ones
-shared_state.py     what modules write beside themselves
+drawn.py            which random numbers a process has drawn
+shared_state.py     what modules write outside of themselves
+caches.py           results that functools.lru_cache must not keep from a run without data
 modes.py            torch's modes, and copies that run on the side
-last_words.py       what a rank raised, told to those that wait for it
+leaves.py           the leaves of nested arguments, faster than torch's pytree
+norms.py            layers whose result for one row depends on the other rows
+config_view.py      a configuration as one module sees it
+background.py       work in a thread beside the program
+last_words.py       what a rank raised, sent to the ranks that wait for it
 """

@@ -24,12 +24,36 @@ def copied(module, memo=None):
     """A deep copy. Raises ValueError for what has none, with what to do."""
     try:
         return copy.deepcopy(module, memo)
-    except RuntimeError as error:
+    except Exception as error:
+        name, held = _not_copied(module)
+        if isinstance(held, torch.Tensor):
+            hint = (
+                "Weights that a hook computes (torch.nn.utils.weight_norm) are made anew by a "
+                "parametrization (torch.nn.utils.parametrizations)"
+            )
+        else:
+            hint = (
+                "Hold it outside of the module, or give the class a __getstate__ without it and a "
+                "__setstate__ that makes a new one"
+            )
         raise ValueError(
-            f"a {type(module).__name__} cannot be copied, which the plan needs for runs on the side: {error} "
-            "Weights that a hook computes (torch.nn.utils.weight_norm) are made anew by a parametrization "
-            "(torch.nn.utils.parametrizations)"
+            f"a {type(module).__name__} cannot be copied, which the plan needs for runs on the side, because "
+            f"of its {name!r}, a {type(held).__name__} ({type(error).__name__}: {error}). {hint}, or use a "
+            "plan without pp, ring and ulysses"
         ) from error
+
+
+def _not_copied(module: torch.nn.Module) -> tuple[str, object]:
+    """(name, value) of the first attribute in the module that has no copy; ("", module) if each has one."""
+    own = ("_parameters", "_buffers")
+    for name, part in module.named_modules():
+        held = {key: value for key, value in vars(part).items() if key not in (*own, "_modules")}
+        for key, value in {**held, **part._parameters, **part._buffers}.items():
+            try:
+                copy.deepcopy(value)
+            except Exception:
+                return f"{name}.{key}".lstrip("."), value
+    return "", module
 
 
 def is_compiled(module):

@@ -3,6 +3,8 @@ comparable, parsed from one line.
 
     Plan(dp=2, tp=2, pp=2, zero=1)           Plan.parse("dp=2,tp=2,pp=2,zero=1")
 
+Every function that users give a plan takes its text, too, and makes a Plan of it at once by Plan.of.
+
 The number of ranks is the product of the axes. Outer to inner they are pp, dp, ep, ring, ulysses, tp, so that
 the axis which talks most has the nearest ranks; zero adds no ranks, it cuts what the ranks of dp (and ep,
 ring, ulysses) would hold several times.
@@ -14,10 +16,11 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
-__all__ = ["AXES", "Plan", "ScheduleName"]
+__all__ = ["AXES", "Plan", "ScheduleName", "fields_of"]
 
 TRUSTED = ("rows", "loss", "positions")
 AXES = ("pp", "dp", "ep", "ring", "ulysses", "tp")
+SINGLE = "single process"  # the text of Plan()
 COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
 
 
@@ -161,24 +164,30 @@ class Plan:
                 "neither precision nor compression"
             )
 
+    @staticmethod
+    def of(value: "Plan | str | None") -> "Plan":
+        """The Plan that a caller gives: a Plan as it is, a text parsed, None as a single process.
+
+        Raises ValueError for anything else.
+        """
+        if isinstance(value, Plan):
+            return value
+        if value is None:
+            return Plan()
+        if isinstance(value, str):
+            return Plan.parse(value)
+        raise ValueError(
+            f"plan={value!r}: must be a Plan, such as Plan(dp=2, zero=1), or its text, such as "
+            f'"dp=2,zero=1", not {type(value).__name__}'
+        )
+
     @classmethod
     def parse(cls, text):
         """From "dp=2,tp=2,schedule=zbv,stages=3:2:2:1,megatron_sp": the fields by name; a name
-        alone is True, and two lists of blocks are "blocks=encoder.block+decoder.block".
+        alone is True, and two lists of blocks are "blocks=encoder.block+decoder.block". "" and
+        "single process" are Plan().
         """
-        values = {}
-        kinds = {field.name: field.type for field in dataclasses.fields(cls)}
-        for item in filter(None, (part.strip() for part in text.split(","))):
-            name, _, value = item.partition("=")
-            if name not in kinds or name == "rules":
-                raise ValueError(
-                    f"plan {text!r}: there is no {name!r}; known: "
-                    f"{', '.join(kind for kind in kinds if kind != 'rules')}"
-                )
-            if name in values:
-                raise ValueError(f"plan {text!r}: {name} is given twice")
-            values[name] = _parse_value(text, name, value if _ else "true")
-        return cls(**values)
+        return cls(**fields_of(text))
 
     @property
     def world_size(self):
@@ -199,7 +208,21 @@ class Plan:
         changed = [
             field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
         ]
-        return ",".join(f"{name}={_show(getattr(self, name))}" for name in changed) or "single process"
+        return ",".join(f"{name}={_show(getattr(self, name))}" for name in changed) or SINGLE
+
+
+def fields_of(text: str) -> dict[str, object]:
+    """{field: value} of the fields that the text of a Plan gives. Raises ValueError for other names."""
+    values = {}
+    known = [field.name for field in dataclasses.fields(Plan) if field.name != "rules"]
+    for item in filter(None, (part.strip() for part in text.split(",") if text != SINGLE)):
+        name, given, value = (part.strip() for part in item.partition("="))
+        if name not in known:
+            raise ValueError(f"plan {text!r}: there is no {name!r}; known: {', '.join(known)}")
+        if name in values:
+            raise ValueError(f"plan {text!r}: {name} is given twice")
+        values[name] = _parse_value(text, name, value if given else "true")
+    return values
 
 
 def _show(value):

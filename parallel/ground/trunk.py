@@ -110,9 +110,12 @@ def find_trunk(model, name=None):
         return None
     lists.sort(key=lambda item: -item[0])
     if len(lists) > 1 and lists[1][0] * 2 > lists[0][0] > 0:
+        one, other = lists[0][1], lists[1][1]
         raise ValueError(
-            f"both {lists[0][1]!r} and {lists[1][1]!r} may be the list of blocks; name it with "
-            "Plan(blocks=...), or both in the order in which they run: Plan(blocks=(..., ...))"
+            f"both {one!r} and {other!r} may be the list of blocks: name one with Plan(blocks={one!r}), or, "
+            "of an encoder and a decoder, both in the order in which they run: Plan(blocks=(..., ...)). Two "
+            "towers with an input each (CLIP) cannot be cut into pipeline stages: use a plan with pp=1, such "
+            f"as tp=2,blocks={one}"
         )
     return Trunk.of(model, (lists[0][1],))
 

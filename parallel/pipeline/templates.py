@@ -71,6 +71,7 @@ class Templates:
             given, spec = tree_flatten((args, kwargs))
             meta = [_empty(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in given]
             meta_args, meta_kwargs = tree_unflatten(meta, spec)
+            modules = {name for name, _ in self.copies[key].named_modules()}
             before = {place: leaves(value) for place, value in _attributes(self.copies[key]).items()}
             with torch.no_grad(), without_modes(), eager(), self.shared.kept(on_meta=True):
                 try:
@@ -83,6 +84,12 @@ class Templates:
                         "needs: its code uses values, or tensors that it was not given "
                         f"({type(error).__name__}: {error}). Use a plan with pp=1"
                     ) from error
+            made = [name for name, _ in self.copies[key].named_modules() if name not in modules]
+            if made:
+                problem = (
+                    f"makes its module {made[0]!r} in its forward, which stages without the block would not "
+                    "have. Make it in __init__, or run one forward before the optimizer and parallelize"
+                )
             if problem is not None:
                 raise ValueError(f"{origin} {problem}")
             after, after_spec = tree_flatten((meta_args, meta_kwargs))

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.planning.asked import check_job, check_request, whole
+from pycomm.parallel.planning.asked import check_job, check_request, fixed_fields, whole
 from pycomm.parallel.planning.costs import table as cost_table
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.machine import known, load_machine
@@ -83,24 +83,18 @@ def _config(path):
     return found
 
 
-def _fixed(text):
-    plan = Plan.parse(text)
-    keys = [item.partition("=")[0].strip() for item in text.split(",") if item.strip()]
-    return {key: getattr(plan, key) for key in keys}
-
-
 def _run(given):
     machine = load_machine(given.machine)
     memory = None if given.memory is None else given.memory * GIB
     request = Request(
-        _model(given), machine, given.gpus, given.batch, memory, _fixed(given.fix), given.microbatch
+        _model(given), machine, given.gpus, given.batch, memory, fixed_fields(given.fix), given.microbatch
     )
     check_request(request)
     whole("--top", given.top)
     if given.plot and importlib.util.find_spec("matplotlib") is None:
         raise ValueError("--plot needs matplotlib, which is not installed")
     if given.explain is not None:
-        plan = Plan.parse("" if given.explain == "single process" else given.explain)
+        plan = Plan.parse(given.explain)
         if plan.world_size != given.gpus:
             raise ValueError(f"Plan({plan}) is for {plan.world_size} ranks, --gpus says {given.gpus}")
         recompute = "full" if plan.checkpoint else "none"

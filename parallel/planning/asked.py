@@ -9,9 +9,9 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
-from pycomm.parallel.ground.plan import AXES, Plan
+from pycomm.parallel.ground.plan import AXES, Plan, fields_of
 
-__all__ = ["check_job", "check_request", "whole"]
+__all__ = ["check_job", "check_request", "fixed_fields", "whole"]
 
 NO_RULES = (
     "the planner does not predict rules of a Plan: plan without, and give them to the plan that is chosen"
@@ -25,6 +25,18 @@ def whole(name, value, most=None):
         upto = f"from 1 to {most:,}" if most else "1 or more"
         raise ValueError(f"{name}={value!r}: must be a whole number, {upto}")
     return value
+
+
+def fixed_fields(given: Mapping[str, object] | str | None) -> dict[str, object]:
+    """{field of Plan: value} that a plan must have, of such a mapping or of the text of a Plan."""
+    if isinstance(given, str):
+        plan = Plan.parse(given)
+        return {name: getattr(plan, name) for name in fields_of(given)}
+    if given is not None and not isinstance(given, Mapping):
+        raise ValueError(
+            f'fixed={given!r}: must be a dict of fields of a Plan, {{"tp": 8}}, or a text, "tp=8,zero=1"'
+        )
+    return dict(given or {})
 
 
 def check_request(request):

@@ -58,13 +58,15 @@ class RankRun(NamedTuple):
 def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, **options):
     """[RankRun] of these ranks, all if None.
 
-    opt: a function (parameters -> optimizer). batch, options: as par.step takes them (loss_fn,
-    microbatches, clip). limit: seconds for all of it. Raises what parallelize and step raise for the plan.
+    opt: a function (parameters -> optimizer). plan: Plan or its text. batch, options: as par.step takes them
+    (loss_fn, microbatches, clip). limit: seconds for all of it. Raises what parallelize and step raise for
+    the plan.
     """
     if dist.is_initialized():
         raise ValueError(
             "dry_run makes up the default process group, and there is one: call it before init_process_group"
         )
+    plan = Plan.of(plan)
     ranks = range(plan.world_size) if ranks is None else ranks
     given = _Given(model, opt, batch, plan, memory, options)
     # What was freed of another rank's would count, so memory takes a process for each.

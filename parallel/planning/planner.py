@@ -4,7 +4,7 @@ plan = par.auto(model, opt, batch=batch, world=8)             a Plan, with .micr
 model, opt = par.parallelize(model, opt, plan)
 par.step(model, opt, batch, microbatches=plan.microbatches)
 
-print(par.explain(par.Plan(tp=8, pp=8), "gpt3-175b", batch=512, microbatches=64, machine="h100"))
+print(par.explain("tp=8,pp=8", "gpt3-175b", batch=512, microbatches=64, machine="h100"))
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.describe import note_original
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.planning.asked import check_job, check_memory
+from pycomm.parallel.planning.asked import check_job, check_memory, fixed_fields
 from pycomm.parallel.planning.job import PYCOMM, Job
 from pycomm.parallel.planning.machine import Machine, load_machine
 from pycomm.parallel.planning.model import Model
@@ -41,7 +41,7 @@ class ChosenPlan(Plan):
     microbatches, prediction, others = 1, None, ()
 
     @classmethod
-    def of(cls, found):
+    def best_of(cls, found):
         """found: Predictions, the best first."""
         best, *others = found
         self = cls(**{name: getattr(best.plan, name) for name in cls.__dataclass_fields__})
@@ -67,15 +67,13 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
         par.step takes it, whole; or the number of its rows for a model that is not traced. world: number of
         ranks; None: those of the default group. memory: bytes of a rank that may be used; None: the
         machine's. machine: a name, a .toml file or a Machine; None: that of this process's device. fixed:
-        {field of Plan: value} that the plan must have. microbatch: most rows of one microbatch.
+        {field of Plan: value} that the plan must have, or its text. microbatch: most rows of one microbatch.
 
     Raises planning.NoPlan, a ValueError, which says what is in the way.
     """
     if world is None:
         world = dist.get_world_size() if dist.is_initialized() else 1
-    fixed = {} if fixed is None else fixed
-    if not isinstance(fixed, dict):
-        raise ValueError(f"fixed={fixed!r}: must be a dict of fields of a Plan")
+    fixed = fixed_fields(fixed)
     blocks = fixed.get("blocks")
     if blocks is not None and not isinstance(blocks, str):
         fixed = {"megatron_sp": False, **fixed}  # which cuts at one list of blocks only
@@ -98,7 +96,7 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
         "bf16" if half else None,
         _refusals(model, opt),
     )
-    return ChosenPlan.of(search(request))
+    return ChosenPlan.best_of(search(request))
 
 
 def _refusals(model, opt):
@@ -130,22 +128,22 @@ def _refusals(model, opt):
 
 
 def simulate(plan, model, *, batch, microbatches=1, machine=None, opt=None):
-    """The Prediction of one step of a Plan: .time, .memory, .mfu, .plan. Arguments as of auto()."""
+    """The Prediction of one step: .time, .memory, .mfu, .plan. plan: Plan or its text. The other arguments
+    are those of auto().
+    """
     return predict(_job(plan, model, batch, microbatches, (machine, opt)))
 
 
 def explain(plan, model, *, batch, microbatches=1, machine=None, opt=None, memory=None):
     """What a plan is predicted to do, and the one change that would help most: an Explanation, to be printed.
-    Arguments as of auto().
+    plan: Plan or its text. The other arguments are those of auto().
     """
     check_memory(memory)
     return explain_job(_job(plan, model, batch, microbatches, (machine, opt)), memory)
 
 
 def _job(plan, model, batch, microbatches, rest):
-    machine, opt = rest
-    if not isinstance(plan, Plan):
-        raise ValueError(f"plan={plan!r}: must be a Plan, as Plan.parse makes it of a text")
+    (machine, opt), plan = rest, Plan.of(plan)
     described, rows = _described(model, batch, plan.blocks)
     half = described.item == 2
     recompute = "full" if plan.checkpoint else "none"

@@ -18,11 +18,14 @@ REMEMBERING = ("int8", "powersgd", "topk")  # compressions that keep the error o
 
 
 def plan_for(plan, ranks):
-    """The Plan for `ranks` ranks at most. plan: that of all ranks, or a function from ranks to a Plan."""
+    """The Plan for `ranks` ranks at most. plan: that of all ranks, or a function from ranks to a Plan or
+    its text.
+    """
     if callable(plan):
-        chosen = plan(ranks)
-        if not isinstance(chosen, Plan) or chosen.world_size > ranks:
-            raise ValueError(f"resilient: the function for plans gave {chosen!r} for {ranks} ranks")
+        given = plan(ranks)
+        chosen = None if given is None else Plan.of(given)
+        if chosen is None or chosen.world_size > ranks:
+            raise ValueError(f"resilient: the function for plans gave {given!r} for {ranks} ranks")
         return chosen
     if ranks >= plan.world_size:
         return plan

@@ -80,14 +80,15 @@ def resilient(
 ):
     """parallelize(), for a training that goes on when ranks die. Collective over all ranks.
 
-        run = par.resilient(model, opt, par.Plan(dp=4, zero=1), snapshot_every=10)
+        run = par.resilient(model, opt, "dp=4,zero=1", snapshot_every=10)
         for number in run.steps(1000):
             loss = run.step(batch_of(number), loss_fn, clip=1.0)
 
     Args:
         model, opt, weights: as for parallelize(); opt is needed.
-        plan: Plan of all ranks; or a function from a number of ranks to a Plan for as many at most. After
-            deaths a Plan keeps its cut of the model, with fewer dp, as long as there are ranks for it.
+        plan: Plan of all ranks, or its text; or a function from a number of ranks to a Plan, or its text, for
+            as many at most. After deaths a Plan keeps its cut of the model, with fewer dp, as long as there
+            are ranks for it.
         snapshot_every: in steps: at most so many are repeated.
         store: a torch.distributed Store in which replacements ask to be taken in; None: that of `python -m
             pycomm.run`, if it has started this process.
@@ -109,8 +110,8 @@ def resilient(
             f"resilient(opt={'None' if opt is None else 'given'}, snapshot_every={snapshot_every!r}, "
             f"wait={wait!r}): needs an optimizer, snapshot_every of 1 or more steps, wait of 0 or more s"
         )
-    plan = plan or Plan()
-    if isinstance(plan, Plan):
+    if not callable(plan):
+        plan = Plan.of(plan)
         check_kept(plan)
     if store is None:
         found, store = replacement_store()

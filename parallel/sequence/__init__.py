@@ -1,4 +1,16 @@
-"""Sequence parallelism: Ulysses, ring attention and their hybrid, and which positions each rank holds."""
+"""Sequence parallelism: Ulysses, ring attention and their hybrid, and which positions each rank holds.
+
+ulysses.py           ulysses_attention: all heads of some positions become some heads of all positions
+ring.py              ring_attention: keys and values travel around the ring
+block.py             attention of some queries to one block of keys, to be merged
+split.py             which positions each rank holds
+attention.py         a model's own calls of scaled_dot_product_attention, over the whole sequence
+eager.py             the eager attention of transformers on a split sequence
+mask.py              attention masks on a split sequence
+sequence_split.py    where a model's sequence is cut: at its first block
+proof.py             whether blocks compute from pieces what they compute from the whole
+glue.py              the same of the code between and after the blocks
+"""
 
 from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.ring import ring_attention, ring_ulysses_attention

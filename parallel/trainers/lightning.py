@@ -6,7 +6,7 @@
         def validation_step(self, batch, index):
             self.log("val_loss", self.trainer.strategy.evaluate(batch, loss_fn))
 
-    lightning.Trainer(devices=8, strategy=PlanStrategy(par.Plan(dp=2, tp=2, pp=2), microbatches=4))
+    lightning.Trainer(devices=8, strategy=PlanStrategy("dp=2,tp=2,pp=2", microbatches=4))
 
     Trainer                           DDPStrategy                 PlanStrategy
     setup                             DistributedDataParallel     par.parallelize, after configure_optimizers
@@ -43,7 +43,7 @@ class PlanStrategy(DDPStrategy):
     """A strategy for lightning.Trainer. The batch size of a loader is that of the whole job.
 
     Args:
-        plan: Plan; its number of ranks is the Trainer's devices.
+        plan: Plan or its text; its number of ranks is the Trainer's devices.
         microbatches: as par.step's; fewer where a batch has fewer rows.
         model: name of the submodule that is put under the plan, such as "net"; None: the LightningModule with
         its own forward. All parameters lie in it.
@@ -54,7 +54,7 @@ class PlanStrategy(DDPStrategy):
 
     def __init__(self, plan=None, *, microbatches=1, model=None, **options):
         super().__init__(**{"process_group_backend": "pycomm", **options})
-        self.plan, self.microbatches, self.name = plan or par.Plan(), microbatches, model
+        self.plan, self.microbatches, self.name = par.Plan.of(plan), microbatches, model
         self._planned = None  # the model that has been through parallelize
         self._stepped = False  # since training_step began
 

@@ -57,7 +57,8 @@ class PlanTrainer(Trainer):
 
     Args:
         model, args, options: as Trainer's. With the labels of the batches under "labels".
-        plan: Plan; None is a single process. Start as many processes as it has ranks, with torchrun.
+        plan: Plan or its text; None is a single process. Start as many processes as it has ranks, with
+        torchrun.
         microbatches: in how many parts a batch is run (of each of gradient_accumulation_steps); fewer where a
         batch has fewer rows.
         loss_fn: (output, targets) -> mean, as par.step's; None: the model's own.
@@ -69,7 +70,7 @@ class PlanTrainer(Trainer):
 
     def __init__(self, model=None, args=None, *, plan=None, microbatches=1, loss_fn=None, **options):
         args = copy.copy(args) if args is not None else TrainingArguments()
-        self.plan, self.loss_fn = plan or par.Plan(), loss_fn
+        self.plan, self.loss_fn = par.Plan.of(plan), loss_fn
         self.data_ranks = self.plan.dp * self.plan.ep
         self.accumulated, args.gradient_accumulation_steps = args.gradient_accumulation_steps, 1
         self.microbatches = microbatches * self.accumulated

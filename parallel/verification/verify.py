@@ -80,7 +80,8 @@ def verify(
         batch, loss_fn, microbatches, count, sharded: as for step(). One process runs the whole batch at once,
         but by microbatches where there is a BatchNorm or a parallel.MoE.
         steps: how many, each with this batch; the first that differs is the last.
-        plan: Plan. Its precision, compression and pipedream, which differ on purpose, are left aside.
+        plan: Plan or its text. Its precision, compression and pipedream, which differ on purpose, are left
+        aside.
         tolerance: what is equal, as a part of the largest value of a tensor. None: 1e-6 in fp64, 1e-3 in
         fp32, 0.05 below.
         fp64: compute in fp64, so that no difference is rounding; False keeps the model's dtypes.
@@ -97,7 +98,7 @@ def verify(
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"verify(steps={steps!r}): how many steps, 1 or more")
     options = Options(loss_fn, microbatches, count=count, sharded=sharded)
-    plan, notes = _exact(plan)
+    plan, notes = _exact(Plan.of(plan))
     if plan.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("pycomm")
     world = comm.as_group()

@@ -1,1 +1,10 @@
-"""ZeRO: optimizer state, gradients and parameters as shards. Rajbhandari et al. 2020."""
+"""ZeRO: optimizer state, gradients and parameters as shards. Rajbhandari et al. 2020.
+
+kinds.py        the classes of each value of Plan(zero=)
+flat.py         ZeRO 1: the optimizer's state is sharded
+streamed.py     ZeRO 2 and 3: gradients, and values, exist for a few buckets at a time
+units.py        ZeRO 3: parameters are whole only while a part of the model computes with them
+shards.py       the part of a bucket that this rank owns
+optimizer.py    the user's optimizer over what this rank owns
+reading.py      sharded parameters that are read without calling their module
+"""

@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import threading
 
 import pytest
 import torch
@@ -85,6 +86,61 @@ def weight_norm():
     return model
 
 
+class Locked(Block):
+    """Holds what has no copy; `again` makes it anew in copies."""
+
+    again = False
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.state = {"locks": [threading.Lock()]}
+
+    def __getstate__(self):
+        return {key: value for key, value in vars(self).items() if not (self.again and key == "state")}
+
+    def __setstate__(self, state):
+        super().__setstate__({"state": {"locks": [threading.Lock()]}, **state})
+
+    def forward(self, x):
+        with self.state["locks"][0]:
+            return super().forward(x)
+
+
+class LockedAgain(Locked):
+    again = True
+
+
+class MadeLate(Block):
+    """Makes a part of it in its first forward."""
+
+    def forward(self, x):
+        if not hasattr(self, "extra"):
+            self.extra = nn.Linear(16, 16)
+        return x + self.extra(super().forward(x))
+
+
+def run_before():
+    model = Plain(MadeLate, layers=4)
+    model(tokens(0)[0])
+    return model
+
+
+class Towers(Plain):
+    """Two lists of blocks with an input each, as in CLIP."""
+
+    def __init__(self):
+        super().__init__(layers=3)
+        self.right = nn.ModuleList(Block(16, 2, 20) for _ in range(3))
+
+    def forward(self, idx):
+        left, right = self.tok(idx), self.tok(idx.flip(1))
+        for block in self.blocks:
+            left = block(left)
+        for block in self.right:
+            right = block(right)
+        return self.head(self.norm(left) * self.norm(right))
+
+
 def with_hook():
     model = Plain(layers=4)
     model.blocks[1].mlp[0].weight.register_hook(lambda gradient: gradient * 0.5)
@@ -137,6 +193,20 @@ REFUSED = [
     (lambda: Plain(layers=4), penalty, "pp=2,schedule=zbv", "which another pipeline stage has"),
     (weight_norm, None, "ulysses=2", "a Block cannot be copied"),
     (weight_norm, None, "pp=2", "a Block cannot be copied"),
+    (
+        lambda: Plain(Locked, 4),
+        None,
+        "pp=2",
+        r"its 'state', a dict \(TypeError: .*lock.* a __setstate__ that",
+    ),
+    (lambda: Plain(Locked, 4), None, "ring=2", "its 'state', a dict .* plan without pp, ring and ulysses"),
+    (
+        lambda: Plain(MadeLate, 4),
+        None,
+        "pp=2",
+        "makes its module 'extra' in its forward, .* Make it in __init__",
+    ),
+    (Towers, None, "pp=2", "(?s)Two towers with an input each .* use a plan with pp=1, such as tp=2,blocks="),
     (with_hook, None, "tp=2", "has a gradient hook"),
 ]
 
@@ -166,6 +236,14 @@ def test_right():
     check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
     check_equal(weight_norm, "dp=2,zero=1", "tp=2")
     check_equal(with_hook, "dp=2,zero=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
+
+
+@tier(slow=1)
+def test_what_the_refusals_say_would_do():
+    check_equal(lambda: Plain(LockedAgain, 4), "pp=2", "ring=2")
+    check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2")
+    check_equal(Towers, "tp=2,blocks=blocks", "dp=2,zero=3,blocks=right", "dp=2,zero=1")
+    check_equal(run_before, "pp=2", "pp=2,schedule=zbv", "dp=2,zero=3")
 
 
 class Counting(Plain):

@@ -41,7 +41,7 @@ def by_hand(stages, microbatches):
     """w(t+1) = w(t) - rate * gradient at the versions that the schedule gives each stage of microbatch i."""
     model = make()
     latest = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    actions = par.make_schedule("pipedream", stages, microbatches).actions
+    actions = par.pipeline.make_schedule("pipedream", stages, microbatches).actions
     losses = []
     for inputs, targets in batches():
         versions = [

@@ -26,6 +26,12 @@ def hooked(register):
     return model
 
 
+def scripted(compile):
+    model = Plain()
+    model.blocks[1].mlp = compile(model.blocks[1].mlp)
+    return model
+
+
 def weighted(out, y):
     return F.cross_entropy(out.flatten(0, 1), y.flatten(), weight=CLASSES)
 
@@ -56,6 +62,16 @@ CASES = {
         functools.partial(hooked, "register_full_backward_pre_hook"),
         plain,
         {"pp=2": "'blocks.1' has a backward hook"},
+    ),
+    "scripted": (
+        functools.partial(scripted, torch.jit.script),
+        plain,
+        dict.fromkeys(("dp=2", "tp=2", "pp=2", "dp=2,zero=3"), "'blocks.1.mlp' is a module of torch.jit"),
+    ),
+    "traced": (
+        functools.partial(scripted, lambda mlp: torch.jit.trace(mlp, torch.ones(2, mlp[0].in_features))),
+        plain,
+        {"dp=2": "Use the module as it was before torch.jit.script or torch.jit.trace"},
     ),
     "weights of classes": (Plain, weighted, {"dp=2": "weights of classes", "tp=2": None}),
     "weights, by count": (Plain, weighted_by_count, {"dp=2": None}),

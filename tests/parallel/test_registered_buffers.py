@@ -80,7 +80,7 @@ def wrap_and_drop(rank, world_size):
     """The same of DistributedDataParallel."""
     seen = []
     for _ in range(8):
-        model = par.DistributedDataParallel(nn.Linear(3, 4))
+        model = par.data.DistributedDataParallel(nn.Linear(3, 4))
         model(torch.ones(2, 3)).sum().backward()
         del model
         gc.collect()

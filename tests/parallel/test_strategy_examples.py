@@ -230,7 +230,7 @@ def test_schedules_in_the_docs():
     grids = re.findall(r"```\n((\S+): pp (\d), chunks \d, microbatches (\d)\n.*?)\n```", DOCS, re.DOTALL)
     assert [name for _, name, _, _ in grids] == list(NAMES)
     for text, name, stages, microbatches in grids:
-        assert text == par.make_schedule(name, int(stages), int(microbatches)).text()
+        assert text == par.pipeline.make_schedule(name, int(stages), int(microbatches)).text()
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,9 @@ def test_pipeline_sends_one_tensor_per_boundary(text):
     """
     plan, microbatches = par.Plan.parse(text), 4
     logs = spawn(plan.pp, traffic_of_step, gpt(), text, microbatches)
-    placement = par.make_schedule(plan.schedule, plan.pp, microbatches, plan.chunks_per_rank).placement
+    placement = par.pipeline.make_schedule(
+        plan.schedule, plan.pp, microbatches, plan.chunks_per_rank
+    ).placement
     crossings = sum(a != b for a, b in zip(placement, placement[1:], strict=False))
     assert sum(total(log, "send", "pp")[0] for log, _, _ in logs) == 2 * microbatches * crossings
     one = ROWS // microbatches * LENGTH * DIM * ITEM

@@ -100,7 +100,7 @@ def test_a_chosen_plan_is_a_plan():
 
 def test_explain_and_simulate_agree():
     plan = par.Plan(tp=8, pp=4)
-    found = par.simulate(plan, "gpt3-13b", batch=64, microbatches=16, machine="h100")
+    found = par.planning.simulate(plan, "gpt3-13b", batch=64, microbatches=16, machine="h100")
     text = str(par.explain(plan, "gpt3-13b", batch=64, microbatches=16, machine="h100"))
     assert f"{found.seconds:.3f} s" in text and "the one change that helps most" in text
 
