@@ -23,11 +23,10 @@ class Description:
     {what the plan takes for granted: what was found of it}, see docs/limits.md.
     """
 
-    def __init__(self, rank, plan, axes, layers, sizes, over=(None, ()), checks=None):
+    def __init__(self, rank, plan, axes, layers, sizes, more=((None, ()), None)):
         self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
         self.numel, self.nbytes = sizes
-        self.hosts, self.crossing = over
-        self.checks = checks or {}
+        (self.hosts, self.crossing), self.checks = more
 
     def __str__(self):
         lines = [f"Plan({self.plan}), rank {self.rank[0]} of {self.rank[1]}"]
@@ -65,8 +64,8 @@ def describe(model):
         if group.size > 1:
             axes[axis] = group.rank, group.size, text
     layers = _layers(parts) if parts.plan.tp > 1 else []
-    sizes, over = _sizes(parts), over_hosts(parts)
-    return Description((world.rank, world.size), parts.plan, axes, layers, sizes, over, _checks(parts))
+    more = over_hosts(parts), _checks(parts)
+    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts), more)
 
 
 def _checks(parts: Parallelized) -> dict[str, str]:

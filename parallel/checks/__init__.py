@@ -7,6 +7,7 @@ parallelized model (ground/answers.py); describe() shows them.
     experiments   run the model or its loss aside, with few rows, before the first passes
         cut.py            may this batch be cut: "rows" and "loss"
           choice.py       which rows and positions
+          exchange.py     one asking: the runs, and what all ranks found
           measures.py     losses of few rows, with what counts and their gradients
           rows.py         the relation, for outputs
           means.py        the relation, for losses

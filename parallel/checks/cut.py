@@ -14,18 +14,16 @@ Cost: 5 forwards of k or 2 k rows without gradients, and one all_reduce; with ro
 more, of these rows. Later a look into a dict.
 """
 
-import contextlib
 import functools
 import types
 import zlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pycomm.parallel.checkpoint.whole import zeros_of
-from pycomm.parallel.checks.agree import agreed, raise_together
 from pycomm.parallel.checks.choice import (
     are_uneven,
     chosen_rows,
@@ -35,62 +33,25 @@ from pycomm.parallel.checks.choice import (
     taken,
     window_of,
 )
-from pycomm.parallel.checks.means import fault_of_loss
-from pycomm.parallel.checks.measures import Group, Measure, Refused, Seen, Unweighted, measured
+from pycomm.parallel.checks.exchange import GATHERED, RAISES, Asking, Cuts, Exchange, Runs
+from pycomm.parallel.checks.measures import Measure
 from pycomm.parallel.checks.outputs import tensors_in
-from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of
-from pycomm.parallel.checks.tolerances import rounding_of
-from pycomm.parallel.data.gather_rows import RowsGathered
-from pycomm.parallel.ground import comm, drawn
+from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.answers import Asked, State
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.ground.same_batch import differ, powers
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.tensor import cross_entropy
 
-__all__ = ["TOLD", "BatchCheck", "Cuts", "Ran", "Runs"]
+__all__ = ["TOLD", "BatchCheck"]
 
 ROWS = 4  # of a group
 TOLD = 10  # numbers that are told
-AGAIN = 15  # with other random numbers, for a model that draws some
-_WHY = (
-    "it, or the loss, raises for few rows of the batch",
-    "it sends something itself",
-    "it draws as many random numbers as its values say",
-    "it gives other values for the same rows",
-    "the loss is not finite",
-)
-_GATHERED = "gather_rows gives the rows of all ranks"
 _BY_RANKS = "the ranks have batches of other shapes"
 _ADVICE = (
     "par.verify compares the plan with one process. If each row is computed from itself, and losses are "
     'means over targets, you may say so: Plan(trust=("rows", "loss"))'
 )
-
-
-class Cuts(NamedTuple):
-    """How a batch is cut. others: other batches take part, too (update=False)."""
-
-    microbatches: int
-    sharded: bool
-    others: bool = False
-
-
-class Ran(NamedTuple):
-    """One run of the model. result: what `take` gave, on ranks with the last stage."""
-
-    result: Any = None
-    error: Exception | None = None
-    drawn: tuple = ()  # what had been drawn at its end
-    draws: bool = False  # whether it has drawn some
-    sends: bool = False  # whether the model's own code has sent something
-    work: int = 0  # a mark of its operations and their shapes; 0: not watched
-
-
-class Runs(Protocol):
-    """How the model is run aside: run/aside.py."""
-
-    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, watch: bool) -> Ran: ...
 
 
 def shifted_targets(targets: Any) -> torch.Tensor:
@@ -148,9 +109,6 @@ class BatchCheck:
             places = (self.candidates.index(each) for each in known.counters)
             self.chosen = dict(zip(measures or (), places, strict=True))
         self.uneven, self.alike, self.differ, self.scores = False, True, False, None
-        self.found: dict[Any, Fault | None] = {}
-        self.wide: dict[str, int] = {}
-        self.error: Exception | None = None
 
     def _is_of(self, known: Asked) -> bool:
         measures = tuple((self.measures or {}).values())
@@ -198,14 +156,20 @@ class BatchCheck:
         if not self.is_wanted:
             return
         parts, why = self.parts, _BY_RANKS
-        if self.alike or not self._is_collective():
+        is_collective = self._is_collective()
+        if self.alike or not is_collective:
+            unweighted = self.asks_loss and self.count is None
+            asked = Asking(
+                self.measures, self.candidates, self.asks_model, self.asks_loss, unweighted, is_collective
+            )
+            exchange = Exchange(parts, self.run, self.cuts, asked)
             for k, is_whole in self._attempts(len(self.scores)):
                 batch = self._few(inputs, targets, k, is_whole)
                 if batch is not None:
-                    why = self._ask(*batch, k)
-                if why is not _WHY[0]:
+                    why = exchange.ask(*batch, k)
+                if why is not RAISES:
                     break
-            self.chosen = {name: at or 0 for name, at in self.chosen.items()}
+            self.chosen = {name: at or 0 for name, at in exchange.chosen.items()}
         counters = tuple(self.candidates[at] for at in self.chosen.values())
         if self.known is not None and counters != self.known.counters and not parts.window.is_empty:
             raise ValueError(
@@ -226,12 +190,12 @@ class BatchCheck:
             counted = COUNTED.get(self.candidates[at], "what count= counts")
             found["loss" if name == "loss_fn" else name] = f"a mean over {counted}"
         checks, rank = self.parts.checks, self.parts.mesh.world.rank
-        checks.gathers |= why is _GATHERED
+        checks.gathers |= why is GATHERED
         for name, text in found.items():
             if why is None:
                 checks.note(name, State.HELD, text)
-            elif why is _GATHERED:
-                checks.note(name, State.HELD, _GATHERED)
+            elif why is GATHERED:
+                checks.note(name, State.HELD, GATHERED)
             else:
                 checks.note(name, State.NOT_TRIED, why, rank, _ADVICE)
 
@@ -292,152 +256,6 @@ class BatchCheck:
         inputs, targets = tree_unflatten(whole, tree)
         scores = scores_of(targets, self.count or count_targets)
         return taken((inputs, targets), chosen_rows(inputs, targets, scores, rows))
-
-    def _ask(self, inputs: Any, targets: Any, k: int) -> str | None:
-        """Why the answer is not known, or None where all held. Raises ValueError on all ranks."""
-        number, most, draws, is_rough = 0, 1, False, False
-        self.found, self.error = {}, None
-        while True:
-            few = 2 if number > 1 and draws else None
-            rans = self._five(inputs, targets, groups_of(k, few), number)
-            flags = self._judged(rans, few or k, number, draws, is_rough)
-            *flags, gathered, refused, rough, drew = agreed(self.parts, flags, self.error)
-            if gathered:
-                return _GATHERED
-            if refused:
-                raise_together(self.parts, str(self.error) if isinstance(self.error, Refused) else None)
-            unknown, (of_model, *of_losses) = flags[: len(_WHY)], flags[len(_WHY) :]
-            if any(unknown):
-                return _WHY[unknown.index(True)]
-            self._choose(of_losses)
-            if not of_model and None not in self.chosen.values():
-                return None
-            if rough and not is_rough:
-                most = max(most, number + 1)
-            draws, is_rough = draws or drew, is_rough or rough
-            if number >= max(most, AGAIN if draws else 1):
-                raise_together(self.parts, self._sentence(of_model))
-            number += 1
-
-    def _five(self, inputs: Any, targets: Any, groups: list[list[int]], number: int) -> list[Ran]:
-        """A, B, A', B', AB; in a repetition A again."""
-        rans: list[Ran] = []
-        for index in groups + groups[:1] * bool(number):
-            some = taken(targets, index)
-            take = functools.partial(self._take, some)
-            rans.append(self.run(taken(inputs, index), take, number, bool(number)))
-            self.error = self.error or rans[-1].error
-            if rans[-1].error is not None and not self._is_collective():
-                break
-        return rans
-
-    def _take(self, targets: Any, output: Any) -> Seen:
-        split, pieces = self.parts.split, 0
-        if split is not None:
-            targets = split.cut_targets(targets)
-            pieces = sum(split.sizes) if split.degree > 1 else 0
-        group = Group(targets, self.measures, self.candidates, pieces)
-        with Unweighted() if self.count is None and self.asks_loss else contextlib.nullcontext():
-            return measured(output, group, self.wide)
-
-    def _judged(self, rans: list[Ran], rows: int, number: int, draws: bool, is_rough: bool) -> list[bool]:
-        """[each of _WHY, of the model, of each measure by each counter; gathers, refused, rough, draws]"""
-        names = [(name, at) for name in self.measures or () for at in range(len(self.candidates))]
-        nothing = [False] * (1 + len(names))
-        if self.error is not None:
-            kinds = [isinstance(self.error, kind) for kind in (RowsGathered, Refused)]
-            return [True, *[False] * (len(_WHY) - 1), *nothing, *kinds, False, False]
-        drew, sends = any(ran.draws for ran in rans), any(ran.sends for ran in rans)
-        by_value = not all(drawn.same(ran.drawn, rans[0].drawn) for ran in rans[1:4])
-        is_rough = is_rough or len({ran.work for ran in rans[:4]}) > 1
-        if rans[0].result is None:
-            return [False, sends, by_value, False, False, *nothing, False, False, is_rough, drew]
-        seen = [ran.result for ran in rans]
-        ignored, values_differ, not_finite = set(), False, self._not_finite(seen)
-        if number:
-            ignored, any_bit = differ_for_the_same(seen[0], seen[5])
-            values_differ = any(
-                seen[0].measured[name].value != seen[5].measured[name].value and not any_bit
-                for name in self.measures or ()
-            )
-            is_rough = is_rough or any_bit
-        rounding = rounding_of(self._dtypes(), is_rough, draws or drew)
-        found = {"model": fault_of_model(seen, rounding, ignored, rows) if self.asks_model else None}
-        for name, at in names:
-            fault = fault_of_loss(seen, name, at, rounding) if self.asks_loss else None
-            found[name, at] = fault
-        found = {each: fault and (not number or self.found[each] and fault) for each, fault in found.items()}
-        self.found = found
-        other = bool(ignored or values_differ) and not found["model"]
-        return [
-            *(False, sends, by_value, other, not_finite),
-            *(bool(found[each]) for each in ("model", *names)),
-            *(False, False, is_rough, drew),
-        ]
-
-    def _not_finite(self, seen: list[Seen]) -> bool:
-        values = [each.value for one in seen for each in one.measured.values() if each.value is not None]
-        return self.asks_loss and not all(abs(value) < torch.inf for value in values)
-
-    def _dtypes(self) -> set[torch.dtype]:
-        found = {each.dtype for each in self.parts.model.parameters() if each.is_floating_point()}
-        kind = self.parts.device.type
-        return found | ({torch.get_autocast_dtype(kind)} if torch.is_autocast_enabled(kind) else set())
-
-    def _choose(self, of_losses: list[bool]) -> None:
-        """For each measure the first counter for which it holds, or None."""
-        number = len(self.candidates)
-        for place, name in enumerate(self.measures or ()):
-            broken = of_losses[place * number : (place + 1) * number]
-            self.chosen[name] = broken.index(False) if False in broken else None
-
-    # Words -------------------------------------------------------------------------------
-
-    def _sentence(self, of_model: bool) -> str | None:
-        data, microbatches = self.parts.mesh.data.size, self.cuts.microbatches
-        cuts = [
-            *([f"over {data} ranks"] if data > 1 else []),
-            *([f"into {microbatches} microbatches"] if microbatches > 1 else []),
-        ]
-        cuts = f"The batch is cut {' and '.join(cuts) or 'into calls'}"
-        end = "" if self.measures is None else " No parameter was changed"
-        if of_model:
-            fault = self.found.get("model")
-            return fault and _of_model(fault, cuts, end)
-        for name in self.measures or ():
-            faults = [self.found.get((name, at)) for at in range(len(self.candidates))]
-            if all(faults):
-                fault = min(faults, key=lambda each: each.size)
-                return _of_loss(name, fault, cuts, end)
-        return None
-
-
-def _of_model(fault: Fault, cuts: str, end: str) -> str:
-    return (
-        f"the model mixes rows of the batch: its {fault.words}. {cuts}, so each part would be mixed by "
-        "itself, which is not what one process computes. Look for what goes over dim 0 (a mean, a softmax, "
-        "a sort, statistics of the batch) or decides by all values (if x.mean() > 0); par.verify names the "
-        "module. Use nn.BatchNorm; or compute it over the rows of all ranks, which par.gather_rows gives; or "
-        f"use a plan that does not cut the batch.{end}"
-    )
-
-
-def _of_loss(name: str, fault: Fault, cuts: str, end: str) -> str:
-    if fault.of_number:
-        return (
-            f"the loss of a batch cannot be put together from those of its parts: {name} uses a number that "
-            f"the model computes from all rows, and that is no mean over the targets that count: "
-            f"{fault.words}. {cuts}, and each part would have a number of its own. Let the model return what "
-            "the number is computed from, with a row for each row, and compute a mean over the targets that "
-            f"count in loss_fn; or use a plan that does not cut the batch.{end}"
-        )
-    return (
-        f"{name} is no mean over the targets that count: {fault.words}. {cuts}, and the loss of a batch is "
-        "put together from its parts, weighted with the targets that count: return that mean, or say what "
-        "yours runs over: count=(targets -> number). A loss that compares rows with each other (contrastive) "
-        "needs the rows of all ranks: let it call par.gather_rows on what it compares, with "
-        f"microbatches=1.{end}"
-    )
 
 
 def is_same(one: Any, other: Any) -> bool:

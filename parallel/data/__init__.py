@@ -7,6 +7,7 @@ bucket.py         gradients of several parameters in one flat buffer
 flat.py           how parameters lie in a flat buffer that is cut into equal chunks
 replicated.py     gradients that every rank holds whole
 compression.py    compressed sums of a bucket
+gather_rows.py    the rows of all data ranks, for contrastive losses
 batch_norm.py     BatchNorm over the rows of all data ranks
 """
 

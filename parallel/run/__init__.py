@@ -13,15 +13,6 @@ evaluate.py           the loss and other means without gradients
 predict.py            the model's output on every rank
 generate.py           generate() of transformers' models
 written_buffers.py    buffers that the forwards of a step have written
-
-What is asked of the model and the loss in the first steps:
-
-rows_trial.py         whether each row of a batch is computed from this row alone
-rows_layout.py        where the tensors of an output have the rows
-rows_stages.py        a forward of a few rows through the stages of a pipeline
-loss_of_rows.py       whether a loss that uses numbers of the model is a mean over rows
-loss_trial.py         whether loss_fn is a mean over the targets that count
-prove_rows.py         when rows_trial.py and loss_of_rows.py run
-prove_loss.py         when loss_trial.py runs
+aside.py              a run of a few rows for a check, through the plan's own passes
 prove_glue.py         when sequence/glue.py runs
 """

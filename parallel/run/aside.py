@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pycomm.parallel.checks.cut import Ran
+from pycomm.parallel.checks.exchange import Ran
 from pycomm.parallel.checks.kept import kept
 from pycomm.parallel.data.gather_rows import gathering
 from pycomm.parallel.expert import MoE
@@ -42,7 +42,7 @@ _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
 
 
 class Aside:
-    """Runs(checks/cut.py) of a Parallelized."""
+    """Runs (checks/exchange.py) of a Parallelized."""
 
     def __init__(self, parts: Parallelized) -> None:
         self.parts, self.shared = parts, None

@@ -4,7 +4,8 @@ microbatch.
 
 import torch
 
-from pycomm.parallel.checks.cut import BatchCheck, Cuts
+from pycomm.parallel.checks.cut import BatchCheck
+from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import own_loss
 from pycomm.parallel.run.aside import Aside

@@ -20,7 +20,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
-from pycomm.parallel.checks.cut import BatchCheck, Cuts
+from pycomm.parallel.checks.cut import BatchCheck
+from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import check_microbatches, split_batch
 from pycomm.parallel.ground.plan import AXES

@@ -13,7 +13,8 @@ Every loss is counted by one rank of those that hold the same one.
 """
 
 from pycomm import MismatchError, trace
-from pycomm.parallel.checks.cut import BatchCheck, Cuts
+from pycomm.parallel.checks.cut import BatchCheck
+from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.pipeline import make_schedule

@@ -149,10 +149,11 @@ class Scaled(nn.Module):
         return self.scale * x if self.give is None else self.give(self.scale * x)
 
 
-def cut(loss_fn, inputs, targets, count=None, give=None, microbatches=2, text=""):
+def cut(loss_fn, inputs, targets, count=None, give=None, **options):
     """(sentence, or None where the loss is that of the whole; what describe() says of the loss)."""
     model = Scaled(give)
-    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan.parse(text))
+    text, microbatches = options.get("text", ""), options.get("microbatches", 2)
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), text)
     try:
         found = par.step(
             model, opt, (inputs, targets), loss_fn, microbatches=microbatches, count=count
