@@ -14,6 +14,7 @@
       units                  which shards are whole while which module runs                    zero/
       ties                   buckets whose gradient another stage has too                      pipeline/
       last_words             what ranks have raised, for those that wait for them              ground/
+      hyperparameters        those of the optimizer, as compared by the ranks                  ground/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -29,6 +30,7 @@ from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground.background import Background
+from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
@@ -110,6 +112,7 @@ class Parallelized:
     units: Units | None  # ZeRO-3 only
     ties: tuple[Tie, ...]  # weights that two stages hold
     last_words: LastWords  # what ranks have raised
+    hyperparameters: Hyperparameters  # of the optimizer, which the ranks compare in every step
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
     saves: Saves = dataclasses.field(default_factory=Saves)

@@ -33,9 +33,11 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     _take_over               -                              save_pretrained, generate are of all ranks
 """
 
+import functools
 import logging
 
 import torch
+from torch import nn
 
 from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
 from pycomm.parallel.building.checks import check
@@ -46,9 +48,11 @@ from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
@@ -100,8 +104,7 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
     plan, device = mesh.plan, device_of(model)
     original, seed = note_original(model, opt, plan), _seed(mesh, device)
     filling = Filling(model, original, weights, (mesh.world, device, seed))
-    tensors = [*model.parameters(), *model.buffers()]
-    comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
+    _broadcast(model, mesh)
     streams = RandomStreams(mesh, seed, device)
 
     cut = make_stages(model, trunk, mesh, plan)
@@ -149,6 +152,7 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
             units=units,
             ties=ties,
             last_words=LastWords(mesh.world, device),
+            hyperparameters=Hyperparameters(opt, functools.partial(exchange_over, mesh.world, device)),
         ),
     )
     filling.fill(parts_of(model))
@@ -171,6 +175,12 @@ def _take_over(model, opt):
     generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
+
+
+def _broadcast(model: nn.Module, mesh: Mesh) -> None:
+    """Gives all ranks the values of rank 0; what is on meta has none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
 
 
 def _seed(mesh, device):

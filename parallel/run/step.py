@@ -46,7 +46,7 @@ def _run(parts, batch, options, make_passes):
             for reducer in parts.reducers.values():
                 reducer.zero_grad()
         shown = None if options.sharded else batch
-        call = Call(options.update, updates.scale)
+        call = Call(options.update, updates.scale, parts.hyperparameters)
         updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
         for moe in parts.moes:
             moe.aux_scale = updates.weight / options.microbatches
@@ -64,7 +64,9 @@ def _run(parts, batch, options, make_passes):
             prove_glue(parts, microbatches[0])
             for proof in reversed(passes.proofs):
                 proof.end()
-        return updates.end(passes.losses)
+        result = updates.end(passes.losses)
+        parts.hyperparameters.note()
+        return result
     except BaseException as error:
         forget_passes(parts)
         cause = _unlike(parts.plan) if isinstance(error, MismatchError) else None
