@@ -2,8 +2,17 @@
 parallelize.py. What came of it, for people: report.py.
 """
 
+from pycomm.parallel.building.alike import Given
 from pycomm.parallel.building.checks import check
-from pycomm.parallel.building.parallelize import parallelize, parallelize_on
+from pycomm.parallel.building.parallelize import parallelize, parallelize_again, parallelize_on
 from pycomm.parallel.building.report import Description, describe
 
-__all__ = ["Description", "check", "describe", "parallelize", "parallelize_on"]
+__all__ = [
+    "Description",
+    "Given",
+    "check",
+    "describe",
+    "parallelize",
+    "parallelize_again",
+    "parallelize_on",
+]
