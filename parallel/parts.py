@@ -67,6 +67,7 @@ class LastStep:
     def __init__(self):
         self.norm = None  # of the whole gradient; None: that step did not clip
         self.sent = None  # {name of a group: bytes that this rank sent}; None: not counted, on one host
+        self.updates = 0  # how many steps have updated the parameters
 
     def note(self, norm, sent=None):
         self.norm, self.sent = norm, sent

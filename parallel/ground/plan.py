@@ -65,6 +65,9 @@ class Plan:
         blocks: name of the ModuleList, Sequential or ModuleDict that holds the blocks; None: found (not a
         ModuleDict). Two names: the lists of an encoder and of a decoder, in the order in which they run.
         rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
+    Checks:
+        compare_every: None, or N: every N-th step first compares, to the bit, the parameters that several
+        ranks hold (run/replicas.py).
 
     Raises ValueError, when made, for values that contradict each other.
     """
@@ -90,6 +93,7 @@ class Plan:
     checkpoint: bool = False
     blocks: str | tuple[str, str] | None = None
     rules: Mapping[str, str] | None = None
+    compare_every: int | None = None
 
     def __post_init__(self):
         for axis in AXES:
@@ -108,6 +112,12 @@ class Plan:
             _one_of("compression", self.compression, (None, *COMPRESSIONS))
         if not self.bucket_mb > 0:
             raise ValueError(f"Plan(bucket_mb={self.bucket_mb}): must be positive")
+        every = self.compare_every
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ValueError(
+                f"Plan(compare_every={every!r}): the number of steps from one comparison to the next is a "
+                "whole number, 1 or more, or None"
+            )
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
         if self.blocks is not None and not isinstance(self.blocks, str):
@@ -222,6 +232,6 @@ def _parse_value(text, name, value):
         return float(value)
     if name == "bucket_mb":
         raise ValueError(f"plan {text!r}: bucket_mb={value!r} is not a number")
-    if name in AXES or name in ("zero", "chunks"):
+    if name in AXES or name in ("zero", "chunks", "compare_every"):
         raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
     return value

@@ -1,5 +1,6 @@
 """One training step of a model on the ranks of a plan.
 
+    compare        where Plan(compare_every=) asks for it: values that several ranks hold  replicas.py
     prepare        rows of this rank, weights of the losses                          prepare.py
     passes         for each microbatch, in the order of the schedule                 passes.py, pipeline/
                        forward of a stage: blocks with tensor parallel layers, attention over the whole
@@ -14,6 +15,7 @@ Every loss is counted by one rank of those that hold the same one.
 from pycomm import MismatchError, trace
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
+from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
@@ -23,6 +25,7 @@ from pycomm.parallel.run.prepare import place, prepare
 from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.run.prove_loss import LossProof
 from pycomm.parallel.run.prove_rows import RowsProof
+from pycomm.parallel.run.replicas import compare_replicas
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -41,6 +44,8 @@ def run_step(parts, batch, options, make_passes=StagePasses):
 def _run(parts, batch, options, make_passes):
     updates = _updates_of(parts, options)
     try:
+        if _compares_now(parts):
+            compare_replicas(parts)
         microbatches, targets = prepare(parts, batch, options, updates.separate)
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
@@ -66,6 +71,7 @@ def _run(parts, batch, options, make_passes):
                 proof.end()
         result = updates.end(passes.losses)
         parts.hyperparameters.note()
+        parts.last_step.updates += options.update
         return result
     except BaseException as error:
         forget_passes(parts)
@@ -73,6 +79,12 @@ def _run(parts, batch, options, make_passes):
         if cause is not None:
             raise ValueError(f"{cause} {error}") from error
         raise
+
+
+def _compares_now(parts: Parallelized) -> bool:
+    """Whether this is the first call of an N-th update of Plan(compare_every=N)."""
+    every = parts.plan.compare_every
+    return every is not None and (parts.last_step.updates + 1) % every == 0 and parts.window.is_empty
 
 
 def _unlike(plan):
