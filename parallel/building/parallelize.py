@@ -110,7 +110,7 @@ def _begin(given: Given) -> None:
     try:
         trunk = check(given.model, given.opt, given.plan)
     except ValueError as error:
-        if not (dist.is_initialized() and dist.get_world_size() == given.plan.world_size):
+        if not _are_others_there(given.plan):
             raise
         given = given._replace(refused=error)  # the other ranks are told
     mesh = Mesh(given.plan, device_of(given.model))
@@ -119,6 +119,13 @@ def _begin(given: Given) -> None:
     except BaseException:
         mesh.close()
         raise
+
+
+def _are_others_there(plan: Plan) -> bool:
+    """Whether there are ranks that would wait for this one in the plan's first collective."""
+    if dist.is_initialized():
+        return dist.get_world_size() == plan.world_size > 1
+    return plan.world_size > 1 and dist.is_torchelastic_launched()
 
 
 def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
