@@ -15,6 +15,7 @@
       ties                   buckets whose gradient another stage has too                      pipeline/
       last_words             what ranks have raised, for those that wait for them              ground/
       checks                 what was found of each assumption                                 ground/
+      hyperparameters        those of the optimizer, as compared by the ranks                  ground/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -31,6 +32,7 @@ from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground.answers import Answers
 from pycomm.parallel.ground.background import Background
+from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
@@ -67,6 +69,7 @@ class LastStep:
     def __init__(self):
         self.norm = None  # of the whole gradient; None: that step did not clip
         self.sent = None  # {name of a group: bytes that this rank sent}; None: not counted, on one host
+        self.updates = 0  # how many steps have updated the parameters
 
     def note(self, norm, sent=None):
         self.norm, self.sent = norm, sent
@@ -112,6 +115,7 @@ class Parallelized:
     units: Units | None  # ZeRO-3 only
     ties: tuple[Tie, ...]  # weights that two stages hold
     last_words: LastWords  # what ranks have raised
+    hyperparameters: Hyperparameters  # of the optimizer, which the ranks compare in every step
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
     saves: Saves = dataclasses.field(default_factory=Saves)

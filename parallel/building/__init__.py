@@ -14,8 +14,17 @@ report.py         what a plan has made of a model, for people
 over_hosts.py     which axes cross hosts, and what goes over the link
 """
 
+from pycomm.parallel.building.alike import Given
 from pycomm.parallel.building.checks import check
-from pycomm.parallel.building.parallelize import parallelize, parallelize_on
+from pycomm.parallel.building.parallelize import parallelize, parallelize_again, parallelize_on
 from pycomm.parallel.building.report import Description, describe
 
-__all__ = ["Description", "check", "describe", "parallelize", "parallelize_on"]
+__all__ = [
+    "Description",
+    "Given",
+    "check",
+    "describe",
+    "parallelize",
+    "parallelize_again",
+    "parallelize_on",
+]

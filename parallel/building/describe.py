@@ -6,6 +6,9 @@ import torch
 
 from pycomm.parallel.building.experts import moe_names_of, stacked_to_deal
 from pycomm.parallel.data.bucket import ParamInfo
+from pycomm.parallel.ground.comm import Group
+from pycomm.parallel.ground.layout import Layout
+from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.parts import Original
 from pycomm.parallel.pipeline.absent import is_absent
 
@@ -75,6 +78,7 @@ def describe_parameters(model, original, cut, layouts, mesh):
             layout=layout,
             group=group,
             replicas=replicas,
+            holders=_holders_of(mesh, is_expert, layout),
             overlap=mesh.group("tp") if layout.overlap else None,
             option=original.option.get(first),
             number=number_of[first],
@@ -91,6 +95,13 @@ def _stages_of(original, cut):
     for name, first in original.first_name.items():
         used.setdefault(first, set()).update(cut.stages_of(name))
     return {name: tuple(sorted(stages)) for name, stages in used.items()}
+
+
+def _holders_of(mesh: Mesh, is_expert: bool, layout: Layout) -> Group:
+    """The ranks that compute with just the same values."""
+    if layout.dim is None:
+        return mesh.expert_tp if is_expert else mesh.data_tp
+    return mesh.expert if is_expert else mesh.data
 
 
 def _group_of(mesh, is_expert, layout):

@@ -18,13 +18,11 @@ nothing but what it holds. What the model computes with is then made from that, 
 Parameters that have values keep them, if the files have none for them.
 """
 
-import hashlib
-
 import torch
 from torch import nn
 
 from pycomm.parallel.building.initial import Initial
-from pycomm.parallel.checkpoint.agree import exchange_over, together_over
+from pycomm.parallel.checkpoint.agree import together_over
 from pycomm.parallel.checkpoint.holdings import holdings
 from pycomm.parallel.checkpoint.hub import HubFiles
 
@@ -46,19 +44,10 @@ class Filling:
 
     def __init__(self, model, original, weights, place):
         self.group, self.device, seed = place
-        group, device = self.group, self.device
         named = dict(model.named_parameters())
         self.dtypes = {name: parameter.dtype for name, parameter in named.items()}
         self.empty = {name for name, parameter in named.items() if parameter.is_meta}  # first names
         self.on_meta = self.empty | {name for name, buffer in model.named_buffers() if buffer.is_meta}
-        digest = hashlib.sha256(repr(sorted(self.on_meta)).encode()).hexdigest()
-        told = exchange_over(group, device, (None if weights is None else str(weights), digest))
-        if any(other != told[0] for other in told):
-            raise ValueError(
-                f"[rank {group.rank}] parallelize: the ranks were given different weights= "
-                f"({', '.join(sorted({str(text) for text, _ in told}))}), or models of which different "
-                "parameters are on meta"
-            )
         self.initial = self.files = None
         if self.on_meta:
             self.initial = self._together(lambda: Initial(model, seed))

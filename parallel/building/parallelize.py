@@ -6,6 +6,8 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     step                     makes                          the model afterwards
     check                    trunk                          untouched: what is refused here changes nothing
     Mesh                     mesh                           untouched
+    refuse_unlike            -                              untouched: ranks that were given different things
+                                                            are refused (alike.py)
     note_original            original                       untouched: names, ties and optimizer groups are
                                                             noted before parameters are replaced
     Filling                  where values on meta come      untouched
@@ -33,10 +35,15 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     _take_over               -                              save_pretrained, generate are of all ranks
 """
 
+import functools
 import logging
+from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import nn
 
+from pycomm.parallel.building.alike import Given, refuse_unlike
 from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
@@ -46,20 +53,23 @@ from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
+from pycomm.parallel.ground.trunk import Trunk
 from pycomm.parallel.parts import Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
 from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
-__all__ = ["parallelize", "parallelize_on"]
+__all__ = ["parallelize", "parallelize_again", "parallelize_on"]
 
 LOG = logging.getLogger("pycomm.parallel")
 
@@ -80,28 +90,51 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
     axis which talks in every block crosses hosts is a warning there.
 
     Returns (model, opt): the same objects. The optimizer's parameter groups hold what this rank owns.
-    Raises ValueError for what does not fit, before anything is changed where it can be known then: keys of
-    weights that are missing, that the model has not, or of other shapes; not that a module on meta has no
-    initialisation.
+    Raises ValueError for what does not fit, before anything is changed where it can be known then: models,
+    optimizers or plans that differ between ranks (building/alike.py); keys of weights that are missing, that
+    the model has not, or of other shapes; not that a module on meta has no initialisation.
     """
-    plan = Plan.of(plan)
-    trunk = check(model, opt, plan)
-    mesh = Mesh(plan, device_of(model))
-    try:
-        parallelize_on(mesh, model, opt, trunk, weights)
-    except BaseException:
-        mesh.close()
-        raise
+    _begin(Given(model, opt, Plan.of(plan), weights))
     return model, opt
 
 
-def parallelize_on(mesh, model, opt, trunk, weights=None):
+def parallelize_again(model: nn.Module, opt: torch.optim.Optimizer, plan: Plan, weights: Any) -> None:
+    """parallelize(), in a training under way. Hyperparameters are not compared: schedulers have moved on, and
+    ranks may be a step apart.
+    """
+    _begin(Given(model, opt, plan, weights, begins=False))
+
+
+def _begin(given: Given) -> None:
+    trunk = None
+    try:
+        trunk = check(given.model, given.opt, given.plan)
+    except ValueError as error:
+        if not _are_others_there(given.plan):
+            raise
+        given = given._replace(refused=error)  # the other ranks are told
+    mesh = Mesh(given.plan, device_of(given.model))
+    try:
+        parallelize_on(mesh, given, trunk)
+    except BaseException:
+        mesh.close()
+        raise
+
+
+def _are_others_there(plan: Plan) -> bool:
+    """Whether there are ranks that would wait for this one in the plan's first collective."""
+    if dist.is_initialized():
+        return dist.get_world_size() == plan.world_size > 1
+    return plan.world_size > 1 and dist.is_torchelastic_launched()
+
+
+def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     """What comes after the mesh, see the head of the file. trunk: as check() found it."""
-    plan, device = mesh.plan, device_of(model)
+    (model, opt, plan, weights, *_), device = given, device_of(given.model)
+    refuse_unlike(given, mesh.world, device)
     original, seed = note_original(model, opt, plan), _seed(mesh, device)
     filling = Filling(model, original, weights, (mesh.world, device, seed))
-    tensors = [*model.parameters(), *model.buffers()]
-    comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
+    _broadcast(model, mesh)
     streams = RandomStreams(mesh, seed, device)
 
     cut = make_stages(model, trunk, mesh, plan)
@@ -149,6 +182,7 @@ def parallelize_on(mesh, model, opt, trunk, weights=None):
             units=units,
             ties=ties,
             last_words=LastWords(mesh.world, device),
+            hyperparameters=Hyperparameters(opt, functools.partial(exchange_over, mesh.world, device)),
         ),
     )
     filling.fill(parts_of(model))
@@ -171,6 +205,12 @@ def _take_over(model, opt):
     generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
+
+
+def _broadcast(model: nn.Module, mesh: Mesh) -> None:
+    """Gives all ranks the values of rank 0; what is on meta has none."""
+    tensors = [*model.parameters(), *model.buffers()]
+    comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
 
 
 def _seed(mesh, device):

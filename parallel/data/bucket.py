@@ -33,6 +33,7 @@ class ParamInfo:
     group: comm.Group  # ranks over which the gradient is summed first; where it is sharded, those that share
     # ranks over which the shards of that sum are summed then, since they hold the same ones (HSDP)
     replicas: comm.Group = comm.ALONE
+    holders: comm.Group = comm.ALONE  # ranks that hold just what is here, in the same stage
     overlap: comm.Group | None = None  # the tp group, where the layout says overlap
     option: int | None = None  # index of its parameter group in the optimizer; None: the optimizer has it not
     number: int = 0  # place among the names of the model

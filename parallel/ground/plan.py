@@ -72,6 +72,9 @@ class Plan:
         computed from itself), "loss" (it is a mean over the targets that count), "positions" (a piece of a
         sequence gives what the whole gives). See docs/limits.md.
         rules: glob of module names -> tensor parallel rule, see `tensor/find.py`; wins over what is found.
+    Checks:
+        compare_every: None, or N: every N-th step first compares, to the bit, the parameters that several
+        ranks hold (run/replicas.py).
 
     Raises ValueError, when made, for values that contradict each other.
     """
@@ -98,6 +101,7 @@ class Plan:
     blocks: str | tuple[str, str] | None = None
     rules: Mapping[str, str] | None = None
     trust: tuple[str, ...] = ()
+    compare_every: int | None = None
 
     def __post_init__(self):
         for axis in AXES:
@@ -119,6 +123,12 @@ class Plan:
         object.__setattr__(self, "trust", (self.trust,) if isinstance(self.trust, str) else tuple(self.trust))
         for name in self.trust:
             _one_of("trust", name, TRUSTED)
+        every = self.compare_every
+        if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+            raise ValueError(
+                f"Plan(compare_every={every!r}): the number of steps from one comparison to the next is a "
+                "whole number, 1 or more, or None"
+            )
         if self.stages is not None:
             object.__setattr__(self, "stages", tuple(self.stages))
         if self.blocks is not None and not isinstance(self.blocks, str):
@@ -255,6 +265,6 @@ def _parse_value(text, name, value):
         return float(value)
     if name == "bucket_mb":
         raise ValueError(f"plan {text!r}: bucket_mb={value!r} is not a number")
-    if name in AXES or name in ("zero", "chunks"):
+    if name in AXES or name in ("zero", "chunks", "compare_every"):
         raise ValueError(f"plan {text!r}: {name}={value!r} is not a whole number")
     return value

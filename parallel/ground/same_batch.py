@@ -1,5 +1,5 @@
-"""Whether all ranks were given the same batch, and call step alike, found out by a sum that travels with
-other numbers.
+"""Whether all ranks were given the same batch, call step alike, and have the same hyperparameters
+(hyperparameters.py), found out by a sum that travels with other numbers.
 
 Each rank makes a number m of its batch. Over n ranks, the numbers are equal exactly where
 n * sum(m^2) = sum(m)^2, so the sums of m and of m^2 say it, and no rank needs a gather.
@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets
+from pycomm.parallel.ground.hyperparameters import Hyperparameters
 
 __all__ = ["Call", "SameBatch", "differ", "mark_of", "powers"]
 
@@ -23,6 +24,7 @@ class Call(NamedTuple):
 
     update: bool = True  # gradients become a step, or wait
     scale: float = 1.0  # of the loss
+    hyperparameters: Hyperparameters | None = None  # of the optimizer; None: they are not compared
 
 
 PLAIN = Call()
@@ -35,11 +37,12 @@ class SameBatch:
 
     def __init__(self, batch, world, device, call=PLAIN):
         self.world = world  # Group of all ranks
-        self.scale = call.scale
+        self.scale, self.hyperparameters = call.scale, call.hyperparameters
         self.compares = batch is not None
         batch = mark_of(inputs_and_targets(batch)) if self.compares else 0
         scale = mark_of(torch.tensor(call.scale)) if call.scale != 1.0 else 0
-        numbers = [call.update, *powers(batch), *powers(scale)]
+        mark = self.hyperparameters.mark() if self.hyperparameters is not None else 0
+        numbers = [call.update, *powers(batch), *powers(scale), *powers(mark)]
         self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.work = None  # the sum under way
 
@@ -48,8 +51,8 @@ class SameBatch:
         self.work = comm.all_reduce(self.numbers, self.world, async_op=True)
 
     def check(self, sums=None):
-        """Raises ValueError, on every rank, where batches or calls differ. sums: of `numbers`; None: after
-        start().
+        """Raises ValueError, on every rank, where batches, calls or hyperparameters differ. sums: of
+        `numbers`; None: after start(). Only where hyperparameters differ it is collective over all ranks.
         """
         if sums is None:
             self.work.wait()
@@ -66,11 +69,13 @@ class SameBatch:
                 f"{who} the ranks were given different batches. Give every rank the whole batch, or say "
                 "sharded=True when each data rank has its own; no parameter was changed"
             )
-        if differ(*sums[2:], size):
+        if differ(*sums[2:4], size):
             raise ValueError(
                 f"{who} the scaler of this rank has the scale {self.scale}, others have another. Make it "
                 "alike on all ranks, and leave scaler.update() to step; no parameter was changed"
             )
+        if self.hyperparameters is not None and differ(*sums[4:], size):
+            self.hyperparameters.refuse(self.world.rank)
 
 
 def powers(mark):

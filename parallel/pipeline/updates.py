@@ -3,7 +3,8 @@
     rank 0 of 2     F0 F1 B0 U0 F2 B1 U1 F3 ...        U: sum over the data ranks, optimizer of this stage
 
 Each microbatch is a batch of its own, and goes backward through the weights of its forward (pipedream.py).
-The check that all ranks have the same batch comes before the first update, which could not be taken back.
+The check that all ranks have the same batch and the same hyperparameters comes before the first update, which
+could not be taken back.
 
 Refused are what needs the whole gradient at one time, or weights that are equal on two stages.
 """

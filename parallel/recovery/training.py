@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_map
 from pycomm import AbortedError, CommError, MismatchError
 from pycomm.groups import replacement_store
 from pycomm.parallel.api import step as take_step
-from pycomm.parallel.building import parallelize
+from pycomm.parallel.building import parallelize, parallelize_again
 from pycomm.parallel.checkpoint.loading import load_from
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.answers import Answers
@@ -405,7 +405,7 @@ class Resilient:
         drawn, before = torch.get_rng_state(), self.model.__dict__.get("_parallel")
         before = before and (before.plan, before.checks)  # the rest is large
         self._pristine.reset()
-        parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
+        parallelize_again(self.model, self.opt, self.plan, self._options.weights)
         self._pristine.note_hooks()
         parts = parts_of(self.model)
         _take_over_answers(parts, before)

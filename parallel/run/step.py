@@ -1,5 +1,6 @@
 """One training step of a model on the ranks of a plan.
 
+    compare        where Plan(compare_every=) asks for it: values that several ranks hold  replicas.py
     prepare        rows of this rank, counts of targets                              prepare.py
     check          the first time: may the batch be cut?  weights of the losses      checks/cut.py
     passes         for each microbatch, in the order of the schedule                 passes.py, pipeline/
@@ -17,6 +18,7 @@ from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
+from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
@@ -25,6 +27,7 @@ from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
 from pycomm.parallel.run.prepare import prepare
 from pycomm.parallel.run.prove_glue import prove_glue
+from pycomm.parallel.run.replicas import compare_replicas
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
@@ -44,6 +47,8 @@ def run_step(parts, batch, options, make_passes=StagePasses):
 def _run(parts, batch, options, make_passes):
     updates = _updates_of(parts, options)
     try:
+        if _compares_now(parts):
+            compare_replicas(parts)
         check = _check_of(parts, options, make_passes.proves)
         counted = prepare(parts, batch, options, check, updates.separate)
         if parts.window.is_empty:
@@ -53,7 +58,7 @@ def _run(parts, batch, options, make_passes):
             check.ask(*counted.batch)
             microbatches, targets = counted.by(check.counter_of("loss_fn"))
             shown = None if options.sharded else batch
-            call = Call(options.update, updates.scale)
+            call = Call(options.update, updates.scale, parts.hyperparameters)
             updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
             for moe in parts.moes:
                 moe.aux_scale = updates.weight / options.microbatches
@@ -62,13 +67,22 @@ def _run(parts, batch, options, make_passes):
             with gathering_in(parts, options.microbatches, not check.cuts.others):
                 _run_passes(parts, passes, options.microbatches)
             prove_glue(parts, microbatches[0])
-        return updates.end(passes.losses)
+        result = updates.end(passes.losses)
+        parts.hyperparameters.note()
+        parts.last_step.updates += options.update
+        return result
     except BaseException as error:
         forget_passes(parts)
         cause = _unlike(parts.plan) if isinstance(error, MismatchError) else None
         if cause is not None:
             raise ValueError(f"{cause} {error}") from error
         raise
+
+
+def _compares_now(parts: Parallelized) -> bool:
+    """Whether this is the first call of an N-th update of Plan(compare_every=N)."""
+    every = parts.plan.compare_every
+    return every is not None and (parts.last_step.updates + 1) % every == 0 and parts.window.is_empty
 
 
 def _unlike(plan):

@@ -2,7 +2,8 @@
 
     gradients     the last buckets arrive; tied weights of two stages are exchanged        pipeline/ties.py
     numbers       one all_reduce over all ranks of: squares of the gradient, loss, gradients that are not
-                  finite, users of each parameter, checks of buffers that were written and of the batch
+                  finite, users of each parameter, checks of buffers that were written, of the batch and of
+                  the optimizer's hyperparameters
     factor        of what the sum of several calls' gradients is a mean over               ground/window.py
                   1 / scale, where the loss was scaled                                     scaling.py
     clip          factor = min(1, clip / norm)
@@ -11,9 +12,9 @@
 Every element of the model is counted by exactly one rank in the norm.
 
 [Note: alone] Where there is no norm and no other rank has gradients of this rank's parameters, the optimizer
-waits for nobody, so a pipeline's ranks take their steps while others still work. The check of the batch then
-travels during the passes. So it does in every pipeline: its ends exchange gradients of tied weights, where
-one that does not update would be waited for.
+waits for nobody, so a pipeline's ranks take their steps while others still work. The check of the batch and
+of hyperparameters then travels during the passes. So it does in every pipeline: its ends exchange gradients
+of tied weights, where one that does not update would be waited for.
 
 What a step asks of updates, here and in pipeline/updates.py:
 

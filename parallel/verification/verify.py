@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from pycomm.parallel.building import check, parallelize_on
+from pycomm.parallel.building import Given, check, parallelize_on
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict
 from pycomm.parallel.checkpoint.agree import exchange, together, together_over
 from pycomm.parallel.ground import comm
@@ -141,7 +141,7 @@ def _on_own_groups(plan, prepared, asked):
     """
     mesh = Mesh(plan, device_of(prepared.model), own=True)
     try:
-        parallelize_on(mesh, prepared.model, prepared.opt, prepared.trunk)
+        parallelize_on(mesh, Given(prepared.model, prepared.opt, plan), prepared.trunk)
         return _compare(parts_of(prepared.model), prepared.single, asked)
     finally:
         mesh.close()

@@ -77,9 +77,9 @@ def test_data_parallel_sends_two_p(ranks):
             2 * share * count * ITEM, abs=padding(ranks, 9)
         )
         names = len(dict(gpt()().named_parameters()))
-        # norm, loss, gradients that are not finite, marks of batch and call, which parameters were used
+        # norm, loss, gradients that are not finite, marks of batch, call and lr, which parameters were used
         calls, nbytes = total(log, "all_reduce", "world")
-        assert calls == 1 and nbytes == pytest.approx(2 * share * 8 * (names + 8), abs=1)
+        assert calls == 1 and nbytes == pytest.approx(2 * share * 8 * (names + 10), abs=1)
         assert len(log) == total(log, "all_reduce")[0]
         for zero, reduces in ((1, 1), (2, microbatches)):
             log, count = rows(f"dp={ranks},zero={zero}")
