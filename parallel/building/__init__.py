@@ -1,6 +1,7 @@
 """parallelize(): from a model of one process to this rank's part of it under a plan.
 
 parallelize.py    the order of the steps
+alike.py          whether all ranks were given the same
 checks.py         what is refused before anything is changed
 describe.py       what there is to know of parameters, before and after the cuts
 cut.py            stages, tensors, and the cast to bf16

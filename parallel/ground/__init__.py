@@ -13,6 +13,8 @@ window.py           calls of step() whose gradients become one update
 losses.py           the loss of a batch, from the losses of its microbatches
 differentiable.py   collectives inside a model, each with the collective of its gradient
 split_backward.py   gradients of inputs now, gradients of weights later
+hyperparameters.py  those of the optimizer, as all ranks have them
+plain.py            plain values as a text, equal for equal values
 answers.py          what was found of each thing that a plan takes for granted
 streams.py          random numbers: which ranks draw the same ones
 drawn.py            which random numbers a process has drawn
