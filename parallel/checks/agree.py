@@ -1,5 +1,7 @@
 """How ranks agree about what was found: one way for all checks."""
 
+from datetime import timedelta
+
 import torch
 import torch.distributed as dist
 
@@ -9,21 +11,26 @@ from pycomm.parallel.parts import Parallelized
 __all__ = ["agreed", "raise_together"]
 
 _MOST_BYTES = 1536  # of a sentence
+ALONE = 10.0  # seconds that a rank whose model has raised waits for the others to raise, too
 
 
 def agreed(parts: Parallelized, flags: list[bool], error: Exception | None = None) -> list[bool]:
     """Whether each is true on some rank. Collective over all ranks.
 
     error: what the model raised here. If others did not raise it, they wait inside of its forward for
-    collectives that do not come, and cannot meet this rank: then it is raised, as the cause.
+    collectives that do not come, and cannot meet this rank: then, after ALONE seconds, it is raised, as the
+    cause. They find it in the last words.
     """
     told = torch.tensor(flags, dtype=torch.float64, device=parts.device)
-    try:
+    if error is None:
         comm.all_reduce(told, parts.mesh.world, dist.ReduceOp.MAX)
+        return [bool(each) for each in told.tolist()]
+    try:
+        work = comm.all_reduce(told, parts.mesh.world, dist.ReduceOp.MAX, async_op=True)
+        work.wait(timedelta(seconds=ALONE))
     except dist.DistError as apart:
-        if error is not None:
-            raise error from apart
-        raise
+        raise error from apart
+    parts.last_words.leave(None)
     return [bool(each) for each in told.tolist()]
 
 

@@ -72,7 +72,7 @@ COUNTED = {
 
 class BatchCheck:
     """run: Runs. measures: {name: (output, targets) -> number}; None: the output itself is the result. count:
-    the caller's, or None. is_on: False asks nothing.
+    the caller's, or None.
     """
 
     def __init__(
@@ -82,12 +82,11 @@ class BatchCheck:
         measures: dict[str, Measure] | None,
         count: Callable | None,
         cuts: Cuts,
-        is_on: bool = True,
     ) -> None:
         self.parts, self.run, self.measures, self.cuts = parts, run, measures, cuts
         several = parts.mesh.data.size * cuts.microbatches > 1
         # Stages run together before it is known that all ranks were called alike (update=).
-        self.is_cut = is_on and (several or cuts.others and parts.stage_model is None)
+        self.is_cut = parts.checks.asks and (several or cuts.others and parts.stage_model is None)
         self.count, self.key = count, (parts.model.training, None if measures is None else tuple(measures))
         trusted = set(parts.plan.trust)
         self.asks_model, self.asks_loss = (
@@ -156,12 +155,9 @@ class BatchCheck:
         if not self.is_wanted:
             return
         parts, why = self.parts, _BY_RANKS
-        is_collective = self._is_collective()
-        if self.alike or not is_collective:
+        if self.alike or not self._is_collective():
             unweighted = self.asks_loss and self.count is None
-            asked = Asking(
-                self.measures, self.candidates, self.asks_model, self.asks_loss, unweighted, is_collective
-            )
+            asked = Asking(self.measures, self.candidates, self.asks_model, self.asks_loss, unweighted)
             exchange = Exchange(parts, self.run, self.cuts, asked)
             for k, is_whole in self._attempts(len(self.scores)):
                 batch = self._few(inputs, targets, k, is_whole)

@@ -54,12 +54,13 @@ class Ran(NamedTuple):
     draws: bool = False  # whether it has drawn some
     sends: bool = False  # whether the model's own code has sent something
     work: int = 0  # a mark of its operations and their shapes; 0: not watched
+    all_know: bool = False  # of the error, all stages
 
 
 class Runs(Protocol):
     """How the model is run aside: run/aside.py."""
 
-    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, watch: bool) -> Ran: ...
+    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, failed: bool = False) -> Ran: ...
 
 
 class Asking(NamedTuple):
@@ -70,7 +71,6 @@ class Asking(NamedTuple):
     model: bool  # whether the model is judged
     loss: bool  # whether the measures are
     unweighted: bool  # whether weights of classes are refused
-    collective: bool  # whether a forward waits for other ranks
 
 
 class Exchange:
@@ -117,9 +117,9 @@ class Exchange:
         for index in groups + groups[:1] * bool(number):
             some = taken(targets, index)
             take = functools.partial(self._take, some)
-            rans.append(self.run(taken(inputs, index), take, number, bool(number)))
+            rans.append(self.run(taken(inputs, index), take, number, self.error is not None))
             self.error = self.error or rans[-1].error
-            if rans[-1].error is not None and not self.asked.collective:
+            if rans[-1].all_know:
                 break
         return rans
 

@@ -34,7 +34,11 @@ class Asked(NamedTuple):
 
 
 class Answers:
-    """of: name of an assumption -> Answer. asked: (whether in training, names of results) -> Asked."""
+    """asks: False asks nothing, for a comparison of trainings with and without. of: name of an assumption ->
+    Answer. asked: (whether in training, names of results) -> Asked.
+    """
+
+    asks = True
 
     def __init__(self) -> None:
         self.of: dict[str, Answer] = {}

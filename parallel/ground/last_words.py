@@ -63,13 +63,17 @@ class LastWords:
         try:
             yield
         except dist.DistError as error:
-            words = self._of_others()
+            words = self.of_others()
             if words and error.args:
                 error.args = (" ".join([str(error.args[0]), *words]), *error.args[1:])
             raise
         except BaseException as error:
-            self._leave(f"{type(error).__name__}: {error}")
+            self.leave(error)
             raise
+
+    def leave(self, error: BaseException | None) -> None:
+        """What was raised here, for the others to find; None: nothing."""
+        self._leave("" if error is None else f"{type(error).__name__}: {error}")
 
     def _leave(self, text):
         if self.memory is None:
@@ -80,7 +84,7 @@ class LastWords:
         self.memory[start + LENGTH.size : start + LENGTH.size + len(data)] = data
         self.memory[start : start + LENGTH.size] = LENGTH.pack(len(data))
 
-    def _of_others(self):
+    def of_others(self):
         """A sentence for each rank that has left something."""
         found = []
         for rank in range(self.group.size if self.memory is not None else 0):

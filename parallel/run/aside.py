@@ -48,11 +48,15 @@ class Aside:
         self.parts, self.shared = parts, None
 
     @torch.no_grad()
-    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, watch: bool) -> Ran:
+    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, failed: bool = False) -> Ran:
         """take: of the model's output, inside of the pass of the last stage. number: random numbers to pass
-        over. Collective where forwards are, and over pp.
+        over; the run is watched, if there are some. failed: the run before has raised here, so this one only
+        tells the other stages. Collective where forwards are, and over pp.
         """
-        parts = self.parts
+        parts, watch = self.parts, bool(number)
+        if failed:
+            _some_stage(parts, True)
+            return Ran(error=_Elsewhere(), all_know=True)
         self.shared = self.shared or SharedState(parts.model.modules())
         seen = _Seen(parts, take, number, watch)
         try:
@@ -71,7 +75,10 @@ class Aside:
         except dist.DistError:
             raise
         except Exception as error:  # of the model, or of a loss, which does not take such rows
-            return Ran(error=error)
+            parts.last_words.leave(error)  # for who waits for this rank; cleared by agreed()
+            if parts.units is not None:
+                parts.units.forget_orders()
+            return Ran(error=error, all_know=parts.plan.pp == 1 or getattr(error, "all_know", False))
         return seen.ran()
 
 
@@ -133,7 +140,11 @@ def _passed_over(input: torch.Tensor) -> torch.Tensor:
 
 
 class _Elsewhere(Exception):
-    """A stage before this one has not run."""
+    """Another stage has not run. all_know: of the agreement of all stages."""
+
+    def __init__(self, all_know: bool = False) -> None:
+        super().__init__("another stage has not run")
+        self.all_know = all_know
 
 
 def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..., Any]) -> None:
@@ -184,7 +195,7 @@ def _likes(parts: Parallelized, microbatch: Microbatch) -> dict[int, list]:
     except Exception:  # of the model
         fails = True
     if _some_stage(parts, fails):
-        raise _Elsewhere
+        raise _Elsewhere(all_know=True)
     agree(parts, [microbatch])
     return {stage: shape_of_input(parts, stage, microbatch) for stage in mine}
 

@@ -216,8 +216,6 @@ class StagePasses:
     parts: Parallelized. microbatches: those of this rank. updates: when the optimizer steps, see updates.py.
     """
 
-    proves = True  # whether loss_fn and the model are tried
-
     def __init__(self, parts, microbatches, loss_fn, updates):
         self.parts, self.microbatches, self.loss_fn, self.updates = parts, microbatches, loss_fn, updates
         self.last = parts.stages.last  # the stage that computes the loss

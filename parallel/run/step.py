@@ -49,7 +49,7 @@ def _run(parts, batch, options, make_passes):
     try:
         if _compares_now(parts):
             compare_replicas(parts)
-        check = _check_of(parts, options, make_passes.proves)
+        check = _check_of(parts, options)
         counted = prepare(parts, batch, options, check, updates.separate)
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
@@ -73,7 +73,8 @@ def _run(parts, batch, options, make_passes):
         return result
     except BaseException as error:
         forget_passes(parts)
-        cause = _unlike(parts.plan) if isinstance(error, MismatchError) else None
+        is_unknown = isinstance(error, MismatchError) and not parts.last_words.of_others()
+        cause = _unlike(parts.plan) if is_unknown else None
         if cause is not None:
             raise ValueError(f"{cause} {error}") from error
         raise
@@ -98,11 +99,10 @@ def _unlike(plan):
     return None
 
 
-def _check_of(parts, options, is_on):
-    """is_on: whether the model and its loss are tried."""
+def _check_of(parts, options):
     cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
     measures = {"loss_fn": plain_loss(options.loss_fn)}
-    return BatchCheck(parts, Aside(parts), measures, options.count, cuts, is_on)
+    return BatchCheck(parts, Aside(parts), measures, options.count, cuts)
 
 
 def _updates_of(parts, options):

@@ -207,6 +207,7 @@ def _compare(parts, single, asked):
             reference = alone.run_alone(single, chunks, options.loss_fn, options.count)
         watch.begin(reference, [row[parts.mesh.rows[1]] for row in rows])
 
+    parts.checks.asks = False  # a fault is to be shown, not refused
     watch, found = Watch(parts), None
     for step in range(1, asked.steps + 1):
         if found is not None:

@@ -91,8 +91,6 @@ class WatchedPasses(StagePasses):
     there, not refused.
     """
 
-    proves = False
-
     def __init__(self, watch, *args):
         super().__init__(*args)
         self.watch = watch

@@ -28,6 +28,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable, Iterable
 
 import torch
 from torch.autograd import _get_sequence_nr
@@ -56,6 +57,18 @@ class State(enum.Enum):
     SHARDED = enum.auto()  # they do not exist
     GATHERING = enum.auto()  # the all_gather is under way
     GATHERED = enum.auto()
+
+
+def _each(actions: Iterable[Callable[[], None]]) -> None:
+    """Calls all of them, then raises what the first has raised."""
+    raised = None
+    for action in actions:
+        try:
+            action()
+        except ValueError as error:
+            raised = raised or error
+    if raised is not None:
+        raise raised
 
 
 class Unit:
@@ -89,9 +102,8 @@ class Unit:
         if self.state == State.GATHERING:
             self.gather()
         if self.state == State.GATHERED:
-            for shards in self.shards:
-                shards.free()
             self.state = State.SHARDED
+            _each(shards.free for shards in self.shards)
 
 
 class Units:
@@ -129,8 +141,7 @@ class Units:
 
     def end(self):
         self.phase = Phase.IDLE
-        for unit in self.units:
-            unit.free()
+        _each(unit.free for unit in self.units)
 
     def forget_orders(self):
         """After a pass that was interrupted: its record is incomplete."""

@@ -19,7 +19,7 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.run.passes import StagePasses
+from pycomm.parallel.ground.answers import Answers
 
 ROWS, DIM, STEPS = 12, 8, 3
 # text of a plan -> options of a step
@@ -406,7 +406,7 @@ def compared(rank, world_size, names):
         for name in [name for name in names if name not in NOT_UNDER.get(text, ())]:
             outcomes = []
             for proves in (False, True):
-                StagePasses.proves = proves
+                Answers.asks = proves
                 try:
                     outcomes.append(trained(name, text, options, rank))
                 except ValueError as error:

@@ -17,7 +17,7 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 from pycomm.parallel import count_traffic
 from pycomm.parallel.checks import measures
-from pycomm.parallel.run.passes import StagePasses
+from pycomm.parallel.ground.answers import Answers
 
 # text of a plan -> options of a step
 PLANS = {
@@ -152,7 +152,7 @@ def leaves_nothing(rank, world_size):
     found = []
     for is_tried in (False, True):
         model, opt = parallelized(lambda: Counting(nn.Dropout(0.5)), "dp=2")
-        StagePasses.proves = is_tried
+        Answers.asks = is_tried
         losses = [par.step(model, opt, batch(Counting), mean, microbatches=2).item() for _ in range(3)]
         counts = (
             model.calls,

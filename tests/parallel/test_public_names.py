@@ -7,11 +7,11 @@ import pytest
 import pycomm.parallel as par
 
 PUBLIC = """MoE Plan auto count_traffic cross_entropy describe evaluate explain full_gradients
-full_state_dict grad_norm load parallelize predict resilient sampler save
+full_state_dict gather_rows grad_norm load parallelize predict resilient sampler save
 step verify""".split()
 
 FOLDERS = {
-    "data": ["DistributedDataParallel", "NaiveDataParallel", "make_compression"],
+    "data": ["DistributedDataParallel", "NaiveDataParallel", "gather_rows", "make_compression"],
     "expert": ["MoE"],
     "pipeline": """Action DeferWeights ModelParallel NAMES Schedule StageOps Timeline WeightStash WeightStore
         accumulate_grad make_schedule peak_activations run simulate validate""".split(),
