@@ -14,6 +14,7 @@
       units                  which shards are whole while which module runs                    zero/
       ties                   buckets whose gradient another stage has too                      pipeline/
       last_words             what ranks have raised, for those that wait for them              ground/
+      checks                 what was asked of the model before it is trained                  checks/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -21,6 +22,7 @@ random streams).
 
 import dataclasses
 import functools
+import logging
 
 import torch
 from torch import nn
@@ -43,7 +45,9 @@ from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.zero.shards import Shards
 from pycomm.parallel.zero.units import Units
 
-__all__ = ["LastStep", "Original", "Parallelized", "attach", "parts_of"]
+__all__ = ["Answers", "LastStep", "Original", "Parallelized", "attach", "parts_of"]
+
+LOG = logging.getLogger("pycomm.parallel")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +72,25 @@ class LastStep:
 
     def note(self, norm, sent=None):
         self.norm, self.sent = norm, sent
+
+
+class Answers:
+    """What the checks of a model found (checks/), so that each is asked once.
+
+    of: {name of the check: (state, why)}; the state is "held" or "not tried".
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[str, tuple[str, str]] = {}
+
+    def held(self, name: str) -> None:
+        self.of[name] = "held", ""
+
+    def not_tried(self, name: str, why: str, rank: int) -> None:
+        """why: what was not tried, and what to do; rank 0 warns of it once."""
+        if rank == 0 and name not in self.of:
+            LOG.warning("not tried: %s", why)
+        self.of[name] = "not tried", why
 
 
 class Saves(Background):
@@ -113,6 +136,7 @@ class Parallelized:
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
     saves: Saves = dataclasses.field(default_factory=Saves)
+    checks: Answers = dataclasses.field(default_factory=Answers)
 
     @property
     def all_shards(self):

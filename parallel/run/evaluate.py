@@ -11,8 +11,8 @@ from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.loss_trial import Verdict, try_loss
 from pycomm.parallel.run.passes import agree, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import place, prepare
-from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.run.prove_loss import faults_of, kept_rows, numbers_of, refuse_no_mean
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.tensor import cross_entropy
@@ -32,6 +32,7 @@ def run_evaluation(parts, batch, options, metrics=None):
     found = [[] for _ in measures]
     microbatches, _ = prepare(parts, batch, options)
     trial, rows = _Trial(parts, options, measures), RowsProof(parts, options, measures)
+    prove_positions(parts, microbatches[0], options.loss_fn)
     agree(parts, microbatches)
     with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
         rows.begin(*place(parts, batch))
@@ -103,7 +104,6 @@ def each_stage(parts, number, microbatch, take):
                 handed = handed_on(parts, handed)
         if stage < stages.last and stage + 1 not in stages.mine:
             handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
-    prove_glue(parts, microbatch)
 
 
 def _wait_all(transfer, tensors, peer, pp):

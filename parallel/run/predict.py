@@ -28,6 +28,7 @@ from pycomm.parallel.run.evaluate import each_stage
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import agree
 from pycomm.parallel.run.prepare import Options, place
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.sequence.split import positions
 
@@ -64,6 +65,7 @@ def run_prediction(parts, inputs, microbatches=1):
     mark = mark_of(inputs)
     inputs, _ = place(parts, (inputs, None))
     wanted, rows, pieces = _pieces(parts, inputs, microbatches)
+    prove_positions(parts, pieces[0], None)
     agree(parts, pieces)
     outputs, proof = [], RowsProof(parts, Options(None, microbatches), None)
     with sharded_logits(parts.tensor.head, None):

@@ -20,8 +20,8 @@ from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes
 from pycomm.parallel.run.prepare import place, prepare
-from pycomm.parallel.run.prove_glue import prove_glue
 from pycomm.parallel.run.prove_loss import LossProof
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.prove_rows import RowsProof
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
@@ -56,12 +56,12 @@ def _run(parts, batch, options, make_passes):
             is_cut = not options.update or not parts.window.is_empty
             rows = RowsProof(parts, options, {"loss_fn": options.loss_fn}, is_cut)
             passes.proofs = rows, LossProof(parts, options, targets)
+            prove_positions(parts, microbatches[0], options.loss_fn)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             agree(parts, microbatches)
             if rows is not None:
                 rows.begin(inputs, targets)
             _run_passes(parts, passes, options.microbatches)
-            prove_glue(parts, microbatches[0])
             for proof in reversed(passes.proofs):
                 proof.end()
         return updates.end(passes.losses)
