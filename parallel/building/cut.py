@@ -5,15 +5,12 @@ from typing import NamedTuple
 
 import torch
 
-from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.call_order import called_sides
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.sequence.eager import serve_eager
-from pycomm.parallel.sequence.glue import Glue
-from pycomm.parallel.sequence.proof import BlockProof, kind_of_block
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
@@ -62,8 +59,6 @@ def make_stages(model, trunk, mesh, plan):
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
     stage_model = StageModel(model, trunk, stages, split, found) if needed else None
-    if split is not None:
-        stage_model.glue = Glue(split, stages.mine)
     return Cut(trunk, sides, stages, split, stage_model)
 
 
@@ -80,11 +75,8 @@ def _check_around(found, plan):
             )
 
 
-def cut_tensors(model, original, cut, mesh, plan, filling):
+def cut_tensors(model, original, cut, mesh, plan):
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
-    proven = _blocks_to_prove(cut)
-    filling.blocks_of_proof(cut, proven)
-    proofs = {index: BlockProof(cut.split, cut.trunk.blocks[index], index) for index in proven}
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -98,15 +90,7 @@ def cut_tensors(model, original, cut, mesh, plan, filling):
         return tensor, cut
     if cut.stage_model is not None:
         _run_whole_where_absent(cut, tensor.forwards)
-    trunk = cut.trunk.now(model)
-    for index, proof in proofs.items():
-        if mesh.group("tp").size > 1:
-            proof.was_cut(trunk.blocks[index])
-    if cut.stage_model is not None:
-        cut.stage_model.proofs = proofs
-        if cut.stage_model.glue is not None:
-            cut.stage_model.glue.gathering = tensor.gathering
-    return tensor, cut._replace(trunk=trunk)
+    return tensor, cut._replace(trunk=cut.trunk.now(model))
 
 
 def _run_whole_where_absent(cut, forwards):
@@ -118,23 +102,6 @@ def _run_whole_where_absent(cut, forwards):
             if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
                 (owner,) = cut.stages.of(side)
                 forward.is_passed_over = functools.partial(cut.stage_model.is_behind, owner)
-
-
-def _blocks_to_prove(cut):
-    """Indices of the blocks on this rank that are tried in pieces: the first of each kind, alike on all ranks
-    of a stage.
-    """
-    kinds = {}
-    for stage in cut.stages.mine if cut.split is not None else ():
-        for index in range(*cut.stages.bounds[stage]):
-            block = cut.trunk.blocks[index]
-            if not _has_moe(block):
-                kinds.setdefault(kind_of_block(block), index)
-    return list(kinds.values())
-
-
-def _has_moe(block):
-    return any(isinstance(module, MoE) for module in block.modules())
 
 
 def cast(model, stage_model, plan):

@@ -1,8 +1,7 @@
 """The steps that deal experts over the ranks of ep.
 
 parallel.MoE             before tensors are cut; experts of other ranks leave the module
-stacked, transformers    after that, so that what is tried on the first block (sequence/proof.py) is tried
-                         without ranks; tp leaves them whole
+stacked, transformers    after that; tp leaves them whole
 """
 
 from pycomm.parallel.expert import MoE

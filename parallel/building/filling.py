@@ -3,8 +3,6 @@
     step of parallelize     what is on meta                                         memory afterwards
     check ... make_stages   all; modules of other stages stay so                    none
     buffers                 -                                                       buffers of this rank
-    blocks_of_proof         the rest; a block of each kind has values where a split one block
-                            sequence is to be proven on it (sequence/proof.py)      of each kind
     cut_tensors, cast       the rest, in the shapes and dtypes of this rank
     hollow                  nothing: parameters have a device, a shape, and the     one element each
                             memory of one number
@@ -54,7 +52,6 @@ class Filling:
         if weights is not None:
             self.files = self._together(lambda: HubFiles(weights, model, original.first_name, self._spared))
             self.empty = self.empty | set(self.files.keys) & set(named)
-        self.first_name = original.first_name
 
     def _spared(self, name):
         """Whether the files may lack a tensor: it has values, or is an adapter, which is initialised."""
@@ -90,25 +87,6 @@ class Filling:
     def _whole(self, name, like):
         values = self._source(name).read(name, (0,) * like.dim(), tuple(like.shape))
         return values.to(self.device, like.dtype, copy=True)
-
-    def blocks_of_proof(self, cut, indices):
-        """Gives blocks their values, whole, of which a proof is to come on this rank."""
-
-        def give():
-            made = {}
-            for index in indices:
-                path = cut.trunk.names[index]
-                for inner, module in cut.trunk.blocks[index].named_modules():
-                    for key, parameter in module._parameters.items():
-                        if parameter is not None and parameter.is_meta:
-                            name = ".".join(filter(None, (path, inner, key)))
-                            if id(parameter) not in made:
-                                values = self._whole(self.first_name[name], parameter)
-                                made[id(parameter)] = nn.Parameter(values, parameter.requires_grad)
-                            module._parameters[key] = made[id(parameter)]
-
-        if self.empty:
-            self._together(give)
 
     def hollow(self, model, cut):
         """Parameters of this rank that are still on meta get a device, and no memory."""

@@ -140,7 +140,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     cut = make_stages(model, trunk, mesh, plan)
     filling.buffers(model, cut)
     moes = deal_moes(model, original.moe_names, mesh, plan)
-    tensor, cut = cut_tensors(model, original, cut, mesh, plan, filling)
+    tensor, cut = cut_tensors(model, original, cut, mesh, plan)
     stacked = deal_all_stacked(model, original.stacked_names, mesh, tensor)
     full_values, compute_dtype = cast(model, cut.stage_model, plan)
 

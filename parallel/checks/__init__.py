@@ -11,6 +11,7 @@ parallelized model (ground/answers.py); describe() shows them.
           measures.py     losses of few rows, with what counts and their gradients
           rows.py         the relation, for outputs
           means.py        the relation, for losses
+        positions.py      pieces of a sequence give what the whole gives: "positions"
         kept.py           such a run leaves no trace in the model
         run/aside.py      the run: through the plan's own passes
     guards        look at what happens anyway, and run nothing
@@ -88,10 +89,11 @@ TABLE = (
         "a piece of a sequence gives what the whole gives",
         "ring, ulysses, megatron_sp",
         _cuts_sequence,
-        "first step or evaluate",
-        "2 rows, few positions: the axis off against on",
-        "1e-5, 1e-4, 5e-2",
-        "what few positions do not show (windows, lengths)",
+        "first step, evaluate or predict",
+        "2 forwards of 2 rows and 4 n + 1 positions for n ranks, in eval mode: outputs and the loss with the "
+        "sequence whole against cut (checks/positions.py)",
+        "1e-5, 1e-4, 5e-2 of a position (fp64, fp32, 16 bits)",
+        "what few positions do not show (windows, lengths); what a model does in training mode alone",
     ),
     Assumption(
         "same batch",

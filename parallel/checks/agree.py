@@ -8,30 +8,38 @@ import torch.distributed as dist
 from pycomm.parallel.ground import comm
 from pycomm.parallel.parts import Parallelized
 
-__all__ = ["agreed", "raise_together"]
+__all__ = ["Elsewhere", "agreed", "raise_together"]
 
 _MOST_BYTES = 1536  # of a sentence
 ALONE = 10.0  # seconds that a rank whose model has raised waits for the others to raise, too
 
 
-def agreed(parts: Parallelized, flags: list[bool], error: Exception | None = None) -> list[bool]:
-    """Whether each is true on some rank. Collective over all ranks.
+class Elsewhere(Exception):
+    """Another stage has not run. all_know: of the agreement of all stages."""
+
+    def __init__(self, all_know: bool = False) -> None:
+        super().__init__("another stage has not run")
+        self.all_know = all_know
+
+
+def agreed(parts: Parallelized, *numbers: float, error: Exception | None = None) -> list[float]:
+    """The largest of each on any rank. Collective over all ranks.
 
     error: what the model raised here. If others did not raise it, they wait inside of its forward for
     collectives that do not come, and cannot meet this rank: then, after ALONE seconds, it is raised, as the
     cause. They find it in the last words.
     """
-    told = torch.tensor(flags, dtype=torch.float64, device=parts.device)
-    if error is None:
+    told = torch.tensor(numbers, dtype=torch.float64, device=parts.device)
+    if error is None or isinstance(error, Elsewhere):
         comm.all_reduce(told, parts.mesh.world, dist.ReduceOp.MAX)
-        return [bool(each) for each in told.tolist()]
+        return told.tolist()
     try:
         work = comm.all_reduce(told, parts.mesh.world, dist.ReduceOp.MAX, async_op=True)
         work.wait(timedelta(seconds=ALONE))
     except dist.DistError as apart:
         raise error from apart
     parts.last_words.leave(None)
-    return [bool(each) for each in told.tolist()]
+    return told.tolist()
 
 
 def raise_together(parts: Parallelized, sentence: str | None) -> None:

@@ -53,6 +53,7 @@ class Ran(NamedTuple):
     drawn: tuple = ()  # what had been drawn at its end
     draws: bool = False  # whether it has drawn some
     sends: bool = False  # whether the model's own code has sent something
+    given: tuple = ()  # what each stage of this rank gave
     work: int = 0  # a mark of its operations and their shapes; 0: not watched
     all_know: bool = False  # of the error, all stages
 
@@ -60,7 +61,14 @@ class Ran(NamedTuple):
 class Runs(Protocol):
     """How the model is run aside: run/aside.py."""
 
-    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, failed: bool = False) -> Ran: ...
+    def __call__(
+        self,
+        inputs: Any,
+        take: Callable[[Any], Any],
+        number: int,
+        failed: bool = False,
+        in_eval: bool = False,
+    ) -> Ran: ...
 
 
 class Asking(NamedTuple):
@@ -93,7 +101,7 @@ class Exchange:
             few = 2 if number > 1 and draws else None
             rans = self._five(inputs, targets, groups_of(k, few), number)
             flags = self._judged(rans, few or k, number, draws, is_rough)
-            *flags, gathered, refused, rough, drew = agreed(self.parts, flags, self.error)
+            *flags, gathered, refused, rough, drew = map(bool, agreed(self.parts, *flags, error=self.error))
             if gathered:
                 return GATHERED
             if refused:

@@ -3,6 +3,7 @@
 equal shapes      STRICT: equal rows give equal bits. Where a model works on other shapes for other values
                   (experts that choose tokens), or gives other bits for the same, as COARSE
 other shapes      COARSE, by the coarsest dtype in which the model computes
+positions         OF_POSITIONS, of the mean size of a position: norms may compute in fp32 by themselves
 losses            OF_LOSS, by the dtype in which the loss is computed
 random numbers    OF_DRAWN, of a loss of more rows, for which a model draws other ones
 """
@@ -11,16 +12,21 @@ from typing import NamedTuple
 
 import torch
 
-__all__ = ["OF_DRAWN", "STRICT", "Rounding", "coarse", "of_loss", "rounding_of"]
+__all__ = ["OF_DRAWN", "STRICT", "Rounding", "coarse", "of_loss", "of_positions", "rounding_of"]
 
 STRICT = 1e-6
 COARSE, COARSE_ELSE = {torch.float64: 1e-5, torch.float32: 1e-3}, 0.1
 OF_LOSS, OF_LOSS_ELSE = {torch.float64: 1e-6}, 1e-4
+OF_POSITIONS, OF_POSITIONS_ELSE = {torch.float64: 1e-5, torch.float32: 1e-4}, 5e-2
 OF_DRAWN = 0.5
 
 
 def coarse(dtype: torch.dtype) -> float:
     return COARSE.get(dtype, COARSE_ELSE)
+
+
+def of_positions(dtype: torch.dtype) -> float:
+    return OF_POSITIONS.get(dtype, OF_POSITIONS_ELSE)
 
 
 def of_loss(dtype: torch.dtype) -> float:

@@ -41,7 +41,7 @@ from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_plac
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.pipeline.templates import Templates
 
-__all__ = ["StageModel", "run_glue"]
+__all__ = ["StageModel"]
 
 
 class _Place(enum.Enum):
@@ -69,10 +69,6 @@ class _Entered(BaseException):
         self.given = args, kwargs
 
 
-class _Gathered(BaseException):
-    """The forward, run without its blocks, has come to a module that gathers the sequence."""
-
-
 class StageModel:
     """The model with the stages that this rank holds.
 
@@ -89,9 +85,8 @@ class StageModel:
         self.deliveries = Deliveries()
         self.agreement = Agreement(stages.placement)
         self.at = None  # index of the block that ran last in this pass
+        self.in_block = False  # whether it has not returned
         self.on_pieces = None  # see install()
-        self.proofs = {}  # index -> BlockProof of a split sequence, until its first forward
-        self.glue = None  # sequence.Glue, where a sequence is cut
         self.elsewhere = set()  # indices of the blocks that other ranks have
         self.templates = Templates()  # results of blocks (by index) and of modules in front of them (by name)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
@@ -170,9 +165,9 @@ class StageModel:
         except _Left as left:
             return taken(*self.deliveries.present(left.given), places(), f"block {block}")
         except RuntimeError as error:
-            if self.split is None or self.at is None:
+            if self.split is None or self.split.is_whole or self.at is None:
                 raise
-            raise _of_pieces(error, f"block {self.at} of {self.trunk.name!r}") from error
+            raise _of_pieces(error, f"block {self.at} of {self.trunk.name!r}", self.in_block) from error
         if self.stage < self.last:
             raise ValueError(f"the forward never reached block {block} of {self.trunk.name!r}")
         return out
@@ -190,6 +185,7 @@ class StageModel:
         if stage > 0 and "torch._dynamo" in sys.modules:
             self.eager.enter_context(torch.compiler.set_stance("force_eager"))
         self.stage, self.received, self.place, self.at = stage, received, _Place.BEFORE, None
+        self.in_block = False
 
     def _leave_compiled(self):
         """From here on what is compiled runs compiled; before, it may be given Absent tensors."""
@@ -231,8 +227,6 @@ class StageModel:
             out = self._absent(index, f"block {index}", args, kwargs)
             hidden_out(out)  # where there is none, values inside of it would carry no mark
             return out
-        if self.glue is not None and self.glue.seen is not None:
-            return _pass_over(self, index, args, kwargs)
         self._check_order(index, first, end)
         if index >= end:
             raise _Left(args, kwargs)
@@ -244,8 +238,6 @@ class StageModel:
         what = f"block {index} of {self.trunk.name!r}"
         args, kwargs = self._check_present((args, kwargs), f"{what} is given")
         given = hidden_of(args, kwargs)
-        if index in self.proofs:
-            self.proofs.pop(index).check(args, kwargs)
         if self.stage < self.last:
             self.assumptions.before(index, index == first, given, args, kwargs)
         if self.split is not None:
@@ -253,12 +245,12 @@ class StageModel:
             if index == first and self.split.megatron:
                 self.on_pieces()
         handed = _ids(args, kwargs) if self.split is not None else None
+        self.in_block = True
         out = forward(*args, **kwargs)
+        self.in_block = False
         if self.split is not None and handed != _ids(args, kwargs):
             raise _changed_list(what)
         out = self._check_present(out, f"{what} computes with")
-        if self.glue is not None:
-            self.glue.note_block(index, out)
         if self.stage < self.last:
             hidden_out(out)
             self.assumptions.after(index, args, kwargs, out)
@@ -354,10 +346,6 @@ class StageModel:
             return self._absent(name, repr(name), args, kwargs)
         if side is not Side.BEFORE:
             args, kwargs = self._check_present((args, kwargs), f"{name!r} is given")
-        if side is Side.AFTER and self.glue is not None and self.glue.seen is not None:
-            self.glue.note(f"what {name!r} is given", (args, kwargs))
-            if self.glue.gathers(name):
-                raise _Gathered
         return forward(*args, **kwargs)
 
     def _absent(self, key, origin, args, kwargs):
@@ -389,50 +377,21 @@ def _changed_list(what):
     )
 
 
-def _of_pieces(error, block):
-    """What a model raised behind a block, in words where sizes do not fit."""
+def _of_pieces(error: RuntimeError, block: str, is_inside: bool) -> Exception:
+    """What a model raised in a block, or behind it, in words where sizes do not fit."""
     if type(error) is not RuntimeError or "size" not in str(error).lower():
         return error
+    if is_inside:
+        return ValueError(
+            f"{block} does not run on pieces of the sequence ({error}). Something in it looks at other "
+            "positions or at their number (a convolution, attention under a name that is not known: name it "
+            "in Plan(rules=...)). Use a plan without ring, ulysses and megatron_sp"
+        )
     return ValueError(
         f"the model does not run behind {block}, where it has a piece of the sequence ({error}). What it has "
         "kept from before the blocks is that of the whole: give it to the blocks, or use a plan without "
         "ring, ulysses and megatron_sp"
     )
-
-
-def run_glue(model, stage, call):
-    """The forward of one stage of a StageModel without its blocks, when its Glue has begun: notes what
-    blocks, modules and the caller are given.
-    """
-    model._begin(stage, None)
-    try:
-        with torch.no_grad(), model.outside.kept():
-            model.glue.note("what it returns", call())
-            model.glue.returns = model.split.megatron
-    except _Gathered:
-        return
-    except _Left as left:
-        model.glue.note(f"what block {model.at + 1} is given", hidden_of(*left.given))
-    finally:
-        model.place = _Place.IDLE
-        model._leave_compiled()
-
-
-def _pass_over(model, index, args, kwargs):
-    """A block of the stage, in such a run."""
-    first, end = model.stages.bounds[model.stage]
-    model._check_order(index, first, end)
-    if index >= end:
-        raise _Left(args, kwargs)
-    model.at, hidden = index, hidden_of(args, kwargs)
-    if index == first:
-        hidden = model.glue.enter(hidden, first_absent(hidden) is not None)
-    else:
-        model.glue.note(f"what block {index} is given", hidden)
-    if index == end - 1 and model.stage == model.last and _gathers_itself(model):
-        raise _Gathered
-    model.place = _Place.AFTER if index == end - 1 and model.stage == model.last else _Place.INSIDE
-    return model.glue.returned(index, hidden)
 
 
 def _untie(trunk, owners, stages):

@@ -9,7 +9,7 @@ rank r of n, on torch's "fake" process group, and what would come from other ran
     all_gather, broadcast    the same
     reduce_scatter           n times this rank's part
     all_to_all, recv         zeros; whole numbers of an all_to_all as if all sent what this one sends itself
-    proof of a cut sequence  holds (sequence/proof.py compares values)
+    check of positions       holds (checks/positions.py compares values)
     places of a pipeline     what the next stage asks for is found here as it would find it
                              (pipeline/handover.py)
 
@@ -25,7 +25,6 @@ forked child.
 
 import contextlib
 import copy
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,10 +34,10 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from pycomm.parallel.api import step
 from pycomm.parallel.building import parallelize
+from pycomm.parallel.checks import positions
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline import handover
-from pycomm.parallel.sequence.proof import BlockProof
 from pycomm.testing import run_ranks
 
 __all__ = ["RankRun", "dry_run"]
@@ -202,18 +201,12 @@ def _tell(self, inputs, find, group, device):
 @contextlib.contextmanager
 def _made_up_peers():
     """For the time of a block; in a child process, so that nothing else sees it."""
-    compare = BlockProof._error
-
-    def equal(self, *args):
-        _, cause = compare(self, *args)
-        return (0.0, None) if cause is None else (math.nan, cause)
-
     changes = [
         (comm, "dist", _Peers()),
         (comm, "all_gather_flat", _gathered),
         (comm, "reduce_scatter_flat", _scattered),
         (handover.Agreement, "tell", _tell),
-        (BlockProof, "_error", equal),
+        (positions, "_apart", lambda *_: 0.0),
     ]
     plain = [(where, name, getattr(where, name)) for where, name, _ in changes]
     for where, name, value in changes:

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pycomm.parallel.checks.agree import Elsewhere
 from pycomm.parallel.checks.exchange import Ran
 from pycomm.parallel.checks.kept import kept
 from pycomm.parallel.data.gather_rows import gathering
@@ -48,15 +49,23 @@ class Aside:
         self.parts, self.shared = parts, None
 
     @torch.no_grad()
-    def __call__(self, inputs: Any, take: Callable[[Any], Any], number: int, failed: bool = False) -> Ran:
+    def __call__(
+        self,
+        inputs: Any,
+        take: Callable[[Any], Any],
+        number: int,
+        failed: bool = False,
+        in_eval: bool = False,
+    ) -> Ran:
         """take: of the model's output, inside of the pass of the last stage. number: random numbers to pass
         over; the run is watched, if there are some. failed: the run before has raised here, so this one only
-        tells the other stages. Collective where forwards are, and over pp.
+        tells the other stages. in_eval: all modules are in eval mode. Collective where forwards are, and over
+        pp.
         """
         parts, watch = self.parts, bool(number)
         if failed:
             _some_stage(parts, True)
-            return Ran(error=_Elsewhere(), all_know=True)
+            return Ran(error=Elsewhere(), all_know=True)
         self.shared = self.shared or SharedState(parts.model.modules())
         seen = _Seen(parts, take, number, watch)
         try:
@@ -70,12 +79,13 @@ class Aside:
                 eager(),
                 gathering(parts.mesh.data, is_check=True),
             ):
-                _stand_aside(parts.model)
+                _stand_aside(parts.model, in_eval)
                 _run_stages(parts, Microbatch(inputs, None), seen.around)
         except dist.DistError:
             raise
         except Exception as error:  # of the model, or of a loss, which does not take such rows
-            parts.last_words.leave(error)  # for who waits for this rank; cleared by agreed()
+            if not isinstance(error, Elsewhere):
+                parts.last_words.leave(error)  # for who waits for this rank; cleared by agreed()
             if parts.units is not None:
                 parts.units.forget_orders()
             return Ran(error=error, all_know=parts.plan.pp == 1 or getattr(error, "all_know", False))
@@ -87,7 +97,7 @@ class _Seen:
 
     def __init__(self, parts: Parallelized, take: Callable[[Any], Any], number: int, watch: bool) -> None:
         self.parts, self.take, self.number, self.watches = parts, take, number, watch
-        self.result, self.before, self.after = None, [], []
+        self.result, self.before, self.after, self.given = None, [], [], []
         self.sends, self.work = False, 0
 
     def around(self, forward: Callable[[], Any], is_last: bool) -> Any:
@@ -100,13 +110,14 @@ class _Seen:
         if watch is not None:
             self.sends |= watch.calls > own.calls()
             self.work = hash((self.work, watch.work))
+        self.given.append(output)
         if is_last:
             self.result = self.take(output)
         return output
 
     def ran(self) -> Ran:
         draws = not drawn.same(self.before, self.after)
-        return Ran(self.result, None, tuple(self.after), draws, self.sends, self.work)
+        return Ran(self.result, None, tuple(self.after), draws, self.sends, tuple(self.given), self.work)
 
 
 class _Watch(TorchDispatchMode):
@@ -123,10 +134,10 @@ class _Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _stand_aside(model: torch.nn.Module) -> None:
+def _stand_aside(model: torch.nn.Module, in_eval: bool) -> None:
     """No statistics, no balance over ranks."""
     for module in model.modules():
-        if isinstance(module, (_BatchNorm, MoE)):
+        if in_eval or isinstance(module, (_BatchNorm, MoE)):
             module.training = False
         if isinstance(module, _BatchNorm) and module.running_mean is None:
             vars(module)["forward"] = _passed_over
@@ -137,14 +148,6 @@ def _passed_over(input: torch.Tensor) -> torch.Tensor:
 
 
 # Stages ------------------------------------------------------------------------------
-
-
-class _Elsewhere(Exception):
-    """Another stage has not run. all_know: of the agreement of all stages."""
-
-    def __init__(self, all_know: bool = False) -> None:
-        super().__init__("another stage has not run")
-        self.all_know = all_know
 
 
 def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..., Any]) -> None:
@@ -166,7 +169,7 @@ def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..
     for stage in stages.mine:
         if stage > 0 and stage - 1 not in stages.mine:
             handed = _receive(likes[stage], stages.placement[stage - 1], pp, parts.device)
-            error = error or (_Elsewhere() if handed is None else None)
+            error = error or (Elsewhere() if handed is None else None)
         if error is None:
             try:
                 with forward_pass(parts, Phase.EVALUATE, ("rows", stage), 0):
@@ -195,7 +198,7 @@ def _likes(parts: Parallelized, microbatch: Microbatch) -> dict[int, list]:
     except Exception:  # of the model
         fails = True
     if _some_stage(parts, fails):
-        raise _Elsewhere(all_know=True)
+        raise Elsewhere(all_know=True)
     agree(parts, [microbatch])
     return {stage: shape_of_input(parts, stage, microbatch) for stage in mine}
 

@@ -12,7 +12,7 @@ from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.passes import agree, forward_pass, gathering_in, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
-from pycomm.parallel.run.prove_glue import prove_glue
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.zero.units import Phase
 
@@ -32,10 +32,13 @@ def run_evaluation(parts, batch, options, metrics=None):
     cuts = Cuts(options.microbatches, options.sharded)
     check = BatchCheck(parts, Aside(parts), plain, options.count, cuts)
     counted = prepare(parts, batch, options, check)
-    with sharded_logits(parts.tensor.head, options.loss_fn if not metrics else None):
+    head, loss_fn = parts.tensor.head, options.loss_fn if not metrics else None
+    with sharded_logits(head, loss_fn):
         check.ask(*counted.batch)
-        pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
-        microbatches = pieces["loss_fn"]
+    pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
+    microbatches = pieces["loss_fn"]
+    prove_positions(parts, microbatches[0], options.loss_fn)
+    with sharded_logits(head, loss_fn):
         agree(parts, microbatches)
         for number, microbatch in enumerate(microbatches):
 
@@ -72,7 +75,6 @@ def each_stage(parts, number, microbatch, take):
                 handed = handed_on(parts, handed)
         if stage < stages.last and stage + 1 not in stages.mine:
             handed = _wait_all(comm.isend, handed, stages.placement[stage + 1], pp)
-    prove_glue(parts, microbatch)
 
 
 def _wait_all(transfer, tensors, peer, pp):

@@ -6,9 +6,9 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checks.measures import Unweighted
+from pycomm.parallel.checks.positions import check_whole
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
-from pycomm.parallel.sequence.glue import check_whole
 from pycomm.parallel.tensor import cross_entropy
 
 __all__ = ["microbatch_loss", "sharded_logits"]

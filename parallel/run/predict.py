@@ -31,6 +31,7 @@ from pycomm.parallel.run.evaluate import each_stage
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import agree, gathering_in
 from pycomm.parallel.run.prepare import place
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.sequence.split import positions
 
 __all__ = ["run_prediction"]
@@ -66,6 +67,7 @@ def run_prediction(parts, inputs, microbatches=1):
     mark = mark_of(inputs)
     inputs, _ = place(parts, (inputs, None))
     wanted, rows, pieces = _pieces(parts, inputs, microbatches)
+    prove_positions(parts, pieces[0], None)
     agree(parts, pieces)
     outputs, numbers = [], torch.arange(wanted, device=parts.device)
     check = BatchCheck(parts, Aside(parts), None, None, Cuts(microbatches, sharded=False))

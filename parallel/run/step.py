@@ -26,7 +26,7 @@ from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
 from pycomm.parallel.run.prepare import prepare
-from pycomm.parallel.run.prove_glue import prove_glue
+from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.replicas import compare_replicas
 from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.updates import OneUpdate
@@ -56,7 +56,9 @@ def _run(parts, batch, options, make_passes):
                 reducer.zero_grad()
         with sharded_logits(parts.tensor.head, options.loss_fn):
             check.ask(*counted.batch)
-            microbatches, targets = counted.by(check.counter_of("loss_fn"))
+        microbatches, targets = counted.by(check.counter_of("loss_fn"))
+        prove_positions(parts, microbatches[0], options.loss_fn)
+        with sharded_logits(parts.tensor.head, options.loss_fn):
             shown = None if options.sharded else batch
             call = Call(options.update, updates.scale, parts.hyperparameters)
             updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
@@ -66,7 +68,6 @@ def _run(parts, batch, options, make_passes):
             agree(parts, microbatches)
             with gathering_in(parts, options.microbatches, not check.cuts.others):
                 _run_passes(parts, passes, options.microbatches)
-            prove_glue(parts, microbatches[0])
         result = updates.end(passes.losses)
         parts.hyperparameters.note()
         parts.last_step.updates += options.update

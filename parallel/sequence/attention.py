@@ -146,7 +146,10 @@ class SequenceAttention(TorchFunctionMode):
         options = dict(options)
         dropout_p, enable_gqa = options.pop("dropout_p"), options.pop("enable_gqa")
         if dropout_p:
-            self._refuse(f"dropout_p={dropout_p} is not supported; set the attention's dropout to 0")
+            self._refuse(
+                f"dropout of attention weights (dropout_p={dropout_p}) is not supported; set it to 0 (that "
+                "of activations may stay)"
+            )
         if self.length is None:
             self._refuse(
                 "the length of the whole sequence is not known before the first block, so there can be no "

@@ -10,8 +10,8 @@ configuration alone:
         none (a run on the side, generation)          the eager function of the module's own file
 
 Masks are made from the model's configuration, which is as it was. Known are scale, soft caps (gemma) and
-sinks (gpt-oss). What an eager function does beside that shows in the comparison of proof.py, which runs the
-block by its own function on the whole sequence.
+sinks (gpt-oss). What an eager function does beside that shows in the comparison of checks/positions.py, where
+it runs on the whole sequence.
 
 What can go wrong: attention weights are not there (None), so a model that is asked for them is refused.
 Source: transformers' AttentionInterface, documented for functions of one's own.

@@ -18,7 +18,9 @@ of what they get (they see the local length), and results that mix positions aft
 a dimension of length T are refused for that reason.
 """
 
+import contextlib
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +34,8 @@ from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.mask import looks_like_mask
 
 __all__ = ["SequenceSplit"]
+
+MOST_WHOLE = 1024  # positions of a forward in which nothing is cut
 
 
 class LocalShapes(TorchFunctionMode):
@@ -69,8 +73,9 @@ class LocalShapes(TorchFunctionMode):
 class SequenceSplit:
     """The cut of one plan. ring, ulysses, tp: Groups; megatron: whether tp cuts the sequence too.
 
-    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers. `sides`: {name: Side}
-    of modules outside the blocks. `modes()`: a context in which attention sees the whole sequence.
+    `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers; `is_whole`: whether
+    nothing is cut at the moment, see whole(). `sides`: {name: Side} of modules outside the blocks. `modes()`:
+    a context in which attention sees the whole sequence.
     """
 
     def __init__(self, mesh, plan):
@@ -80,6 +85,7 @@ class SequenceSplit:
         self.megatron = plan.megatron_sp and self.tp.size > 1
         self.degree = self.ring.size * self.ulysses.size  # pieces, tp not counted
         self.attention = SequenceAttention(self.ring, self.ulysses, self.zigzag) if self.degree > 1 else None
+        self.is_whole, self.noise = False, 0.0  # see whole()
         self.length = 0  # of the whole sequence of the forward that runs
         self.sizes = [0] * self.tp.size
         self.inputs = []  # tensors (batch, T) that the model was given in this forward
@@ -87,6 +93,8 @@ class SequenceSplit:
 
     def begin(self, length):
         """A forward over `length` positions starts."""
+        if self.is_whole and length > MOST_WHOLE:
+            raise ValueError(f"{length} positions are too many to be run whole on each rank")
         self.length = length
         if length < self.degree:
             raise ValueError(
@@ -100,6 +108,28 @@ class SequenceSplit:
         if self.attention:
             self.attention.length = length
         self._cuts = {}
+
+    @contextlib.contextmanager
+    def whole(self, noise: float = 0.0) -> Iterator[None]:
+        """Inside, nothing is cut: forwards compute what one process computes, on every rank of ring and
+        ulysses, and what plain tensor parallelism computes.
+
+        noise: relative size of a change of the hidden state in front of block 0, as rounding makes one; alike
+        on all ranks. Raises ValueError in a forward over more than MOST_WHOLE positions.
+        """
+        before = self.degree, self.megatron, self.attention
+        self.degree, self.megatron, self.attention = 1, False, None
+        self.is_whole, self.noise = True, noise
+        try:
+            yield
+        finally:
+            self.degree, self.megatron, self.attention = before
+            self.is_whole, self.noise = False, 0.0
+
+    def _changed(self, hidden: torch.Tensor) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        change = torch.randn(tuple(hidden.shape), generator=generator).mul_(self.noise).add_(1)
+        return hidden * change.to(hidden)
 
     def note_inputs(self, inputs):
         """What the model is called with."""
@@ -131,11 +161,15 @@ class SequenceSplit:
 
     def modes(self):
         """Contexts for a forward."""
+        if self.is_whole:
+            return []
         return [LocalShapes(self)] + ([self.attention] if self.attention else [])
 
     @property
     def piece(self):
         """Length of the hidden state inside the trunk on this rank."""
+        if self.is_whole:
+            return self.length
         return self.sizes[self.tp.rank] if self.megatron else sum(self.sizes)
 
     def local_length(self, length):
@@ -150,26 +184,6 @@ class SequenceSplit:
         held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=tensor.device)
         return tensor.index_select(dim, held)
 
-    def all_agree(self, value, device):
-        """Whether it is true on all ranks that have pieces of one sequence, or parts of a layer."""
-        number = torch.tensor(float(not value), device=device)
-        for group in (self.ring, self.ulysses, self.tp):
-            comm.all_reduce(number, group)
-        return not number
-
-    def joined(self, piece):
-        """The whole hidden state of the pieces that all ranks have inside of the trunk. No gradient."""
-        if self.megatron:
-            piece = comm.all_gather_dim(piece, 1, self.sizes, self.tp)
-        if self.degree == 1:
-            return piece
-        whole = piece.new_zeros((piece.shape[0], self.length, *piece.shape[2:]))
-        held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=piece.device)
-        whole.index_copy_(1, held, piece)
-        for group in (self.ring, self.ulysses):
-            comm.all_reduce(whole, group)
-        return whole
-
     def enter(self, first, cut_hidden, args, kwargs, hidden):
         """args and kwargs of a block with their tensors cut, and the hidden state.
 
@@ -177,7 +191,7 @@ class SequenceSplit:
         """
         if first and cut_hidden:
             self.begin(hidden.shape[1])
-            piece = self.cut(hidden)
+            piece = self._changed(hidden) if self.noise else self.cut(hidden)
             if self.megatron:
                 piece = differentiable.scatter_to(piece, 1, self.sizes, self.tp)
         else:

@@ -51,12 +51,10 @@ class Head:
 class TensorParallel:
     """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
     lines), head (Head or None), forwards (name of a layer -> SublayerForward around it), reads (Reads or
-    None), gathering (names of the modules behind the trunk that take a piece of the sequence and give what is
-    of the whole).
+    None).
     """
 
     reads = None
-    gathering = frozenset()
 
     def __init__(self, layouts, found, head=None, forwards=None):
         self.layouts, self.found, self.head, self.forwards = layouts, found, head, forwards or {}
@@ -149,11 +147,6 @@ class Applier:
         for fqn in self.after:
             if is_linear(self.model.get_submodule(fqn)) and not self._leads_to_head(fqn):
                 self.whole(fqn)
-
-    def gathering(self, sublayers, single):
-        """See TensorParallel. sublayers, single: that were cut."""
-        columns = {name for sublayer in sublayers for name in sublayer.columns}
-        return (self.wholly | columns | set(single)) & self.after
 
     def _leads_to_head(self, fqn):
         """Whether a Linear works token by token for the head that is cut, and beside which it lies (BERT)."""
@@ -264,6 +257,4 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
             applier.whole(fqn)
         applier.heads()
         check_order(model, blocks, applier.after)
-    made = TensorParallel(applier.layouts(), cuts.found, applier.head, applier.forwards)
-    made.gathering = frozenset(applier.gathering(kept, cuts.single))
-    return made
+    return TensorParallel(applier.layouts(), cuts.found, applier.head, applier.forwards)

@@ -9,12 +9,19 @@ Product and collective are one call of products.py, except where several column 
 and v; gate and up): there one gather serves all of them, and one sum of their gradients.
 """
 
+from typing import Any
+
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.tensor.narrow import plain
 from pycomm.parallel.tensor.products import copy_linear, gather_linear, linear_reduce, linear_reduce_scatter
 from pycomm.parallel.tensor.slices import Pieces
 
-__all__ = ["SublayerInput", "SublayerOutput", "check_piece", "flat_pieces"]
+__all__ = ["SublayerInput", "SublayerOutput", "check_piece", "flat_pieces", "now_cut"]
+
+
+def now_cut(sequence: Any) -> Any:
+    """`sequence`, or None while it is whole (SequenceSplit.whole): then this is plain tensor parallelism."""
+    return None if getattr(sequence, "is_whole", False) else sequence
 
 
 def check_piece(x, sequence, group, what):
@@ -49,8 +56,13 @@ class SublayerInput:
     """
 
     def __init__(self, group, sequence=None, by_token=False):
-        self.group, self.sequence, self.by_token = group, sequence, by_token
+        self.group, self._sequence, self.by_token = group, sequence, by_token
         self.clear()
+
+    @property
+    def sequence(self) -> Any:
+        """None where the input is whole."""
+        return now_cut(self._sequence)
 
     def clear(self):
         """Forgets the last input, which would keep its graph alive."""
@@ -95,7 +107,12 @@ class SublayerOutput:
     """Sums the products of the ranks, and adds the bias. source: the SublayerInput, which is cleared here."""
 
     def __init__(self, group, sequence=None, source=None):
-        self.group, self.sequence, self.source = group, sequence, source
+        self.group, self._sequence, self.source = group, sequence, source
+
+    @property
+    def sequence(self) -> Any:
+        """None where the output is whole."""
+        return now_cut(self._sequence)
 
     def __call__(self, x, weight, bias, lengths):
         if self.source is not None:

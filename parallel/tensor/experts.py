@@ -19,7 +19,7 @@ from torch import nn
 from pycomm.parallel.ground import differentiable
 from pycomm.parallel.ground.config_view import ConfigView
 from pycomm.parallel.ground.layout import Layout
-from pycomm.parallel.tensor.edges import flat_pieces
+from pycomm.parallel.tensor.edges import flat_pieces, now_cut
 from pycomm.parallel.tensor.slices import even_slices, part_slices
 from pycomm.parallel.tensor.sublayers import Unfit
 
@@ -125,7 +125,7 @@ class ExpertsForward:
         """x (tokens, h), chosen and weights (tokens, top_k)."""
         if x.is_meta:  # only the shape is asked for
             return torch.empty_like(x)
-        if self.sequence is None:
+        if now_cut(self.sequence) is None:
             x, weights = (differentiable.copy_to(value, self.group) for value in (x, weights))
             return differentiable.reduce_from(self._run(x, chosen, weights), self.group)
         pieces = flat_pieces(x, self.sequence, self.group, "experts of a tensor-parallel model")

@@ -29,7 +29,7 @@ from torch.nn import functional as F
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.layout import whole
 from pycomm.parallel.tensor.cut_logits import CutLogits, VocabShard
-from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput, check_piece
+from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput, check_piece, now_cut
 from pycomm.parallel.tensor.modules import is_transposed, linear_sizes
 from pycomm.parallel.tensor.slices import cut, even_slices
 
@@ -155,7 +155,7 @@ class ColumnParallelLinear(ParallelLinear):
             out = self.input_edge.linear(x, self.matrix(), self.bias, self.lengths)
         if self.gather_output:
             out = differentiable.gather_from(out, -1, self.sizes, self.group)
-            if self.sequence is not None and not self.is_head:
+            if now_cut(self.sequence) is not None and not self.is_head:
                 out = differentiable.scatter_to(out, 1, self.sequence.sizes, self.group)
         elif self.is_head and self.group.size > 1:
             start, stop = self._layouts["weight"].ranges[0]
@@ -208,7 +208,7 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, x):
         if not self.input_is_parallel:
-            if self.sequence is not None:
+            if now_cut(self.sequence) is not None:
                 check_piece(x, self.sequence, self.group, "row-parallel layer")
                 x = differentiable.gather_from(x, 1, self.sequence.sizes, self.group)
             x = differentiable.scatter_to(x, -1, self.sizes, self.group)

@@ -13,7 +13,7 @@ from torch import nn
 
 from pycomm.parallel.ground import differentiable
 from pycomm.parallel.ground.trunk import Side
-from pycomm.parallel.tensor.edges import check_piece
+from pycomm.parallel.tensor.edges import check_piece, now_cut
 from pycomm.parallel.tensor.modules import within
 
 __all__ = ["WholeSequence", "after_trunk", "check_order"]
@@ -45,6 +45,8 @@ class WholeSequence:
         return differentiable.scatter_to(out, 1, self.sequence.sizes, self.group)
 
     def __call__(self, *args, **kwargs):
+        if now_cut(self.sequence) is None:
+            return self.inner(*args, **kwargs)
         known = {}  # the same tensor stays the same: attention(x, x, x)
         if not self.give_piece and args:
             check_piece(args[0], self.sequence, self.group, "the head")

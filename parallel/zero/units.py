@@ -79,6 +79,7 @@ class Unit:
     def __init__(self, name, shards, sticky=False):
         self.name, self.shards, self.sticky = name, shards, sticky
         self.state = State.SHARDED
+        self.after_gather = None  # called with the parameters when they have become whole
 
     @property
     def is_whole(self):
@@ -97,6 +98,8 @@ class Unit:
                 for shards in self.shards:
                     shards.finish_gather()
             self.state = State.GATHERED
+            if self.after_gather is not None:
+                self.after_gather([info.param for shards in self.shards for info in shards.bucket.infos])
 
     def free(self):
         if self.state == State.GATHERING:

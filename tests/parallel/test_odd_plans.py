@@ -191,7 +191,6 @@ REFUSED = [
     (lambda: Plain(Averaging, 4), None, "ulysses=2,zero=3", "writes a buffer"),
     (lambda: Plain(layers=4), penalty, "pp=2", "which another pipeline stage has|comes from"),
     (lambda: Plain(layers=4), penalty, "pp=2,schedule=zbv", "which another pipeline stage has"),
-    (weight_norm, None, "ulysses=2", "a Block cannot be copied"),
     (weight_norm, None, "pp=2", "a Block cannot be copied"),
     (
         lambda: Plain(Locked, 4),
@@ -234,7 +233,7 @@ def test_refused(make, loss, text, words):
 @tier(slow=1)
 def test_right():
     check_equal(lambda: Dicts(DictBlock, 4), "pp=2", "dp=2,zero=3", "tp=2,megatron_sp")
-    check_equal(weight_norm, "dp=2,zero=1", "tp=2")
+    check_equal(weight_norm, "dp=2,zero=1", "tp=2", "ulysses=2")
     check_equal(with_hook, "dp=2,zero=2", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv")
 
 
