@@ -30,7 +30,7 @@ __all__ = [
 Count = Callable[[Any], Any]
 
 MORE_ROWS = 6
-FEW_TOKENS = 2048  # rows times positions that are always run
+FEW_TOKENS, MOST_TOKENS = 512, 4096  # rows times positions: always run, and never exceeded
 MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
 
 
@@ -136,15 +136,15 @@ class Window(NamedTuple):
 
 
 def window_of(inputs: Any, targets: Any, tokens: int, least: int = 1) -> Window | None:
-    """Of rows, so that there are no more than `tokens` of their positions (or FEW_TOKENS), but `least` of
-    each row. None: all positions, or there are none.
+    """Of rows, so that there are no more than `tokens` of their positions, within FEW_TOKENS and MOST_TOKENS,
+    but `least` of each row. None: all positions, or there are none.
     """
     x, y = next(iter(tensors_in(inputs)), None), first_of(targets)
     if x is None or x.dim() < 2:
         return None
     rows, length = x.shape[:2]
     has_positions = x.dim() == 2 and not x.is_floating_point() or y.dim() > 1 and y.shape[1] == length
-    width = max(max(tokens, FEW_TOKENS) // rows, least, 8)
+    width = max(min(max(tokens, FEW_TOKENS), MOST_TOKENS) // rows, least, 8)
     if not has_positions or width >= length:
         return None
     return Window(length, _start(y, length, width), width)
