@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers as hf
+from left_behind import differences, held
 from models import Block
 from odd_models import Plain, cross, tokens
 from positions_models import (
@@ -22,7 +23,6 @@ from positions_models import (
     by_length,
     mean,
 )
-from test_checks_change_nothing import differences, held
 from tiers import tier
 from torch_ranks import spawn
 
