@@ -23,12 +23,15 @@ __all__ = [
     "first_of",
     "rows_differ",
     "scores_of",
+    "span_of",
+    "with_holes",
     "taken",
     "window_of",
 ]
 
 Count = Callable[[Any], Any]
 
+SCORES = 5
 MORE_ROWS = 6
 FEW_TOKENS, MOST_TOKENS = 512, 4096  # rows times positions: always run, and never exceeded
 MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
@@ -56,8 +59,8 @@ def rows_differ(inputs: Any) -> bool:
 
 
 def scores_of(targets: Any, counter: Count) -> torch.Tensor:
-    """(rows, 3): how many targets count, are negative, are not positive; of real numbers: how many count, are
-    none, 0. On the CPU, in fp64.
+    """(rows, SCORES): how many targets count, are negative, are not positive (of real numbers: how many
+    count, are none, 0), and the means of two further targets, such as masks. On the CPU, in fp64.
     """
     first = first_of(targets)
     rows = len(first)
@@ -71,16 +74,40 @@ def scores_of(targets: Any, counter: Count) -> torch.Tensor:
         others = _sums(first.isnan()), torch.zeros(rows)
     else:
         others = _sums(first < 0), _sums(first <= 0)
-    return torch.stack([each.double().cpu() for each in (counts, *others)], 1)
+    more = [_means(leaf, rows) for leaf in tensors_in(targets)[1:3]]
+    more += [torch.zeros(rows)] * (SCORES - 3 - len(more))
+    return torch.stack([each.double().cpu() for each in (counts, *others, *more)], 1)
+
+
+def span_of(targets: Any) -> tuple[float, float]:
+    """The smallest and the largest of the first targets, where these are whole numbers."""
+    first = first_of(targets)
+    if first.is_floating_point() or first.is_complex() or not first.numel():
+        return 0.0, 0.0
+    return tuple(float(each) for each in first.long().aminmax())
 
 
 def _sums(chosen: torch.Tensor) -> torch.Tensor:
     return chosen.reshape(len(chosen), -1).sum(1)
 
 
-def are_uneven(rows: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor) -> bool:
-    """Whether rows differ in a score c: n rows are alike where n * sum(c^2) = sum(c)^2."""
-    return bool((rows * squares - sums.square() > MOST_OF_SQUARES * sums.square()).any())
+def are_uneven(rows: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor) -> tuple[bool, ...]:
+    """In which scores c rows differ: n rows are alike where n * sum(c^2) = sum(c)^2."""
+    return tuple((rows * squares - sums.square() > MOST_OF_SQUARES * sums.square()).tolist())
+
+
+def with_holes(targets: Any) -> Any:
+    """Targets of which every third row does not count (-100) in its second half: what tells apart what a mean
+    runs over. None where they are no whole numbers, or do not count already.
+    """
+    first = first_of(targets)
+    if first.is_floating_point() or first.is_complex() or bool((first < 0).any()):
+        return None
+    made = first.clone()
+    made[::3] = -100 if first.dim() == 1 else made[::3]
+    if first.dim() > 1:
+        made[::3, (first.shape[1] + 1) // 2 :] = -100
+    return tree_map(lambda leaf: made if leaf is first else leaf, targets)
 
 
 def chosen_rows(inputs: Any, targets: Any, scores: torch.Tensor, number: int) -> list[int]:

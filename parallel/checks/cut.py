@@ -15,6 +15,7 @@ more, of these rows. Later a look into a dict.
 """
 
 import functools
+import operator
 import types
 import zlib
 from collections.abc import Callable
@@ -25,15 +26,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pycomm.parallel.checkpoint.whole import zeros_of
 from pycomm.parallel.checks.choice import (
+    SCORES,
     are_uneven,
     chosen_rows,
     first_of,
     rows_differ,
     scores_of,
+    span_of,
     taken,
     window_of,
 )
-from pycomm.parallel.checks.exchange import GATHERED, RAISES, Asking, Cuts, Exchange, Runs
+from pycomm.parallel.checks.exchange import GATHERED, RAISES, ZERO, Asking, Cuts, Exchange, Runs
 from pycomm.parallel.checks.measures import Measure
 from pycomm.parallel.checks.outputs import tensors_in
 from pycomm.parallel.ground import comm
@@ -46,7 +49,8 @@ from pycomm.parallel.tensor import cross_entropy
 __all__ = ["TOLD", "BatchCheck"]
 
 ROWS = 4  # of a group
-TOLD = 10  # numbers that are told
+TOLD = 5 + 2 * SCORES  # numbers that are told
+WATCHED = 100  # batches: those of which all is looked at, behind them whether rows differ in what counts
 _BY_RANKS = "the ranks have batches of other shapes"
 _ADVICE = (
     "par.verify compares the plan with one process. If each row is computed from itself, and losses are "
@@ -85,8 +89,7 @@ class BatchCheck:
     ) -> None:
         self.parts, self.run, self.measures, self.cuts = parts, run, measures, cuts
         several = parts.mesh.data.size * cuts.microbatches > 1
-        # Stages run together before it is known that all ranks were called alike (update=).
-        self.is_cut = parts.checks.asks and (several or cuts.others and parts.stage_model is None)
+        self.is_cut = parts.checks.asks and (several or cuts.others)
         self.count, self.key = count, (parts.model.training, None if measures is None else tuple(measures))
         trusted = set(parts.plan.trust)
         self.asks_model, self.asks_loss = (
@@ -95,19 +98,19 @@ class BatchCheck:
         )
         for name in trusted & {"rows", "loss"}:
             parts.checks.note(name, State.TRUSTED, "Plan(trust=...)")
-        known = parts.checks.asked.get(self.key)
-        if known is not None and not self._is_of(known):
-            known = None
-        self.known = known
+        self.known = known = next(filter(self._is_of, parts.checks.asked.get(self.key, ())), None)
         self.is_watched = self.is_cut and (self.asks_model or self.asks_loss)
-        self.is_watched = self.is_watched and not (known and known.with_uneven)
+        is_old = parts.checks.batches.get(self.key, 0) >= WATCHED
+        is_known = known is not None and (all(known.uneven) or is_old and known.uneven[0])
+        self.is_watched = self.is_watched and not is_known
         self.candidates: tuple = (count or count_targets,)
         self.chosen = dict.fromkeys(measures or (), 0)
         if known:
             self.candidates = tuple(dict.fromkeys(known.counters)) or self.candidates
             places = (self.candidates.index(each) for each in known.counters)
             self.chosen = dict(zip(measures or (), places, strict=True))
-        self.uneven, self.alike, self.differ, self.scores = False, True, False, None
+        self.uneven, self.alike, self.differ, self.scores = (False,) * SCORES, True, False, None
+        self.span, self.is_new = (0.0, 0.0), False
 
     def _is_of(self, known: Asked) -> bool:
         measures = tuple((self.measures or {}).values())
@@ -126,27 +129,44 @@ class BatchCheck:
         first = first_of(targets)
         only_known = all(each is cross_entropy for each in (self.measures or {}).values())
         if self.count is None and self.asks_loss and not only_known and not first.is_floating_point():
-            shifted = (shifted_targets,) if first.dim() > 1 and first.shape[1] > 1 else ()
+            shifted = (shifted_targets,) if first.dim() > 1 else ()
             wanted = (count_targets, *shifted, rows_of)
             chosen = {name: wanted.index(self.candidates[at]) for name, at in self.chosen.items()}
             self.candidates, self.chosen = wanted, chosen
-        self.scores = scores_of(targets, self.count or count_targets)
+        self.parts.checks.batches[self.key] = self.parts.checks.batches.get(self.key, 0) + 1
+        self.scores, self.span = scores_of(targets, self.count or count_targets), span_of(targets)
         shapes = [(leaf.dtype, leaf.shape) for leaf in tensors_in((inputs, targets))]
         mark = zlib.crc32(repr((tree_flatten((inputs, targets))[1], shapes)).encode()) % (1 << 20)
         sums = [*self.scores.sum(0).tolist(), *self.scores.square().sum(0).tolist()]
-        return [float(len(self.scores)), *sums, *powers(mark), float(rows_differ(inputs))]
+        differ = rows_differ(inputs if self.measures is None else (inputs, targets))
+        return [float(len(self.scores)), *sums, *powers(mark), float(differ), float(self._is_wider())]
+
+    def _is_wider(self) -> bool:
+        """Whether there are targets unlike those that were asked with: an ignored 255, say."""
+        if self.known is None:
+            return False
+        (low, high), (known_low, known_high) = self.span, self.known.span
+        return low < min(known_low, 0.0) or high > 1.25 * known_high + 1
 
     def heard(self, sums: list[float], ranks: int = 1) -> None:
         """sums: of what `ranks` ranks have told."""
         if sums:
-            rows, *scores = torch.tensor(sums[:7], dtype=torch.float64).unbind()
-            self.uneven = are_uneven(rows, torch.stack(scores[:3]), torch.stack(scores[3:]))
-            self.alike = not differ(*sums[7:9], ranks)
-            self.differ = sums[9] > 0
+            rows, *scores = torch.tensor(sums[: 1 + 2 * SCORES], dtype=torch.float64).unbind()
+            self.uneven = are_uneven(rows, torch.stack(scores[:SCORES]), torch.stack(scores[SCORES:]))
+            *marks, differs, is_new = sums[1 + 2 * SCORES :]
+            self.alike = not differ(*marks, ranks)
+            self.differ, self.is_new = differs > 0, is_new > 0
 
     @property
     def is_wanted(self) -> bool:
-        return self.is_watched and self.differ and (self.known is None or self.uneven)
+        if not (self.is_watched and self.differ):
+            return False
+        known = self.known
+        return (
+            known is None
+            or self.is_new
+            or any(u and not k for u, k in zip(self.uneven, known.uneven, strict=True))
+        )
 
     # Asking ----------------------------------------------------------------------------
 
@@ -157,7 +177,14 @@ class BatchCheck:
         parts, why = self.parts, _BY_RANKS
         if self.alike or not self._is_collective():
             unweighted = self.asks_loss and self.count is None
-            asked = Asking(self.measures, self.candidates, self.asks_model, self.asks_loss, unweighted)
+            asked = Asking(
+                self.measures,
+                self.candidates,
+                self.asks_model,
+                self.asks_loss,
+                unweighted,
+                len(self.candidates) > 1 and not self.uneven[0],
+            )
             exchange = Exchange(parts, self.run, self.cuts, asked)
             for k, is_whole in self._attempts(len(self.scores)):
                 batch = self._few(inputs, targets, k, is_whole)
@@ -175,9 +202,22 @@ class BatchCheck:
             )
         measures = tuple((self.measures or {}).values())
         only_known = all(each is cross_entropy for each in measures)
-        with_uneven = self.uneven or only_known or why is not None
-        parts.checks.asked[self.key] = Asked(measures, self.count, with_uneven, counters)
+        if why is ZERO:  # another batch may tell more
+            return
+        self._remember(
+            Asked(measures, self.count, self.uneven, self.span, counters), only_known or why is not None
+        )
         self._note(why)
+
+    def _remember(self, asked: Asked, for_good: bool) -> None:
+        known = self.known
+        if for_good:
+            asked = asked._replace(uneven=(True,) * SCORES)
+        elif known is not None:
+            uneven = tuple(map(operator.or_, asked.uneven, known.uneven))
+            span = min(asked.span[0], known.span[0]), max(asked.span[1], known.span[1])
+            asked = asked._replace(uneven=uneven, span=span)
+        self.parts.checks.note_asked(self.key, asked, known)
 
     def _note(self, why: str | None) -> None:
         """why: why it is not known; None where all held."""
@@ -254,22 +294,32 @@ class BatchCheck:
         return taken((inputs, targets), chosen_rows(inputs, targets, scores, rows))
 
 
-def is_same(one: Any, other: Any) -> bool:
-    """Also a function or partial that was made anew, from the same source with the same values in it."""
-    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
-        values = [[*each.args, *each.keywords.values()] for each in (one, other)]
-        return (
-            is_same(one.func, other.func)
-            and list(one.keywords) == list(other.keywords)
-            and len(values[0]) == len(values[1])
-            and all(a is b for a, b in zip(*values, strict=True))
-        )
-    if one is other or not all(isinstance(each, types.FunctionType) for each in (one, other)):
+def is_same(one: Any, other: Any, deep: int = 3) -> bool:
+    """Also what was made anew: a function or partial from the same source with the same values in it, a
+    method of the same object, a module of the same class with the same attributes.
+    """
+    if one is other or not deep or type(one) is not type(other):
         return one is other
+    if isinstance(one, types.FunctionType):
+        return one.__code__ is other.__code__ and _same_values(_held_by(one), _held_by(other), deep)
+    if isinstance(one, types.MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    if isinstance(one, functools.partial):
+        pairs = [[each.func, each.args, each.keywords] for each in (one, other)]
+        return _same_values(*pairs, deep)
+    if isinstance(one, (list, tuple)):
+        return _same_values(one, other, deep)
+    if isinstance(one, dict):
+        return list(one) == list(other) and _same_values(list(one.values()), list(other.values()), deep)
+    if isinstance(one, (bool, int, float, str, bytes)):
+        return one == other
+    return isinstance(one, torch.nn.Module) and is_same(vars(one), vars(other), deep)
 
-    def held(function: types.FunctionType) -> list:
-        cells = [cell.cell_contents for cell in function.__closure__ or ()]
-        return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
-    same_code = one.__code__ is other.__code__
-    return same_code and all(a is b for a, b in zip(held(one), held(other), strict=True))
+def _same_values(one: Any, other: Any, deep: int) -> bool:
+    return len(one) == len(other) and all(is_same(a, b, deep - 1) for a, b in zip(one, other, strict=True))
+
+
+def _held_by(function: types.FunctionType) -> list:
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

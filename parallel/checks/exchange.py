@@ -15,25 +15,36 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pycomm.parallel.checks.agree import agreed, raise_together
-from pycomm.parallel.checks.choice import taken
+from pycomm.parallel.checks.choice import taken, with_holes
 from pycomm.parallel.checks.means import fault_of_loss
-from pycomm.parallel.checks.measures import Group, Measure, Refused, Seen, Unweighted, measured
-from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of
-from pycomm.parallel.checks.tolerances import rounding_of
+from pycomm.parallel.checks.measures import (
+    Group,
+    Measure,
+    Measured,
+    Refused,
+    Seen,
+    Unweighted,
+    measured,
+    with_other_targets,
+)
+from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of, put_together
+from pycomm.parallel.checks.tolerances import Rounding, rounding_of
 from pycomm.parallel.data.gather_rows import RowsGathered
 from pycomm.parallel.ground import drawn
 from pycomm.parallel.parts import Parallelized
 
-__all__ = ["GATHERED", "RAISES", "Asking", "Cuts", "Exchange", "Ran", "Runs"]
+__all__ = ["GATHERED", "RAISES", "ZERO", "Asking", "Cuts", "Exchange", "Ran", "Runs"]
 
 AGAIN = 15  # with other random numbers, for a model that draws some
-RAISES, *_ = _WHY = (
+RAISES, *_, ZERO = _WHY = (
     "it, or the loss, raises for few rows of the batch",
     "it sends something itself",
     "it draws as many random numbers as its values say",
     "it gives other values for the same rows",
     "the loss is not finite",
+    "a loss of zero, or a metric that is the same for all rows, shows nothing",
 )
+FIVE = "A", "B", "A'", "B'", "AB"
 GATHERED = "gather_rows gives the rows of all ranks"
 
 
@@ -53,6 +64,7 @@ class Ran(NamedTuple):
     drawn: tuple = ()  # what had been drawn at its end
     draws: bool = False  # whether it has drawn some
     sends: bool = False  # whether the model's own code has sent something
+    loss_draws: bool = False  # whether `take` has
     given: tuple = ()  # what each stage of this rank gave
     work: int = 0  # a mark of its operations and their shapes; 0: not watched
     all_know: bool = False  # of the error, all stages
@@ -79,6 +91,7 @@ class Asking(NamedTuple):
     model: bool  # whether the model is judged
     loss: bool  # whether the measures are
     unweighted: bool  # whether weights of classes are refused
+    holes: bool  # whether targets with holes tell counters apart, as these do not
 
 
 class Exchange:
@@ -97,6 +110,8 @@ class Exchange:
         """Why the answer is not known, or None where all held. Raises ValueError on all ranks."""
         number, most, draws, is_rough = 0, 1, False, False
         self.found, self.error = {}, None
+        self.holes = with_holes(targets) if self.asked.holes else None
+        self.outputs = []
         while True:
             few = 2 if number > 1 and draws else None
             rans = self._five(inputs, targets, groups_of(k, few), number)
@@ -122,23 +137,32 @@ class Exchange:
     def _five(self, inputs: Any, targets: Any, groups: list[list[int]], number: int) -> list[Ran]:
         """A, B, A', B', AB; in a repetition A again."""
         rans: list[Ran] = []
+        self.outputs = []
         for index in groups + groups[:1] * bool(number):
-            some = taken(targets, index)
-            take = functools.partial(self._take, some)
+            holes = None if self.holes is None else taken(self.holes, index)
+            take = functools.partial(self._take, taken(targets, index), holes)
             rans.append(self.run(taken(inputs, index), take, number, self.error is not None))
             self.error = self.error or rans[-1].error
             if rans[-1].all_know:
                 break
         return rans
 
-    def _take(self, targets: Any, output: Any) -> Seen:
+    def _take(self, targets: Any, holes: Any, output: Any) -> Seen:
         split, pieces = self.parts.split, 0
         if split is not None:
-            targets = split.cut_targets(targets)
+            targets, holes = split.cut_targets(targets), holes and split.cut_targets(holes)
             pieces = sum(split.sizes) if split.degree > 1 else 0
         group = Group(targets, self.measures, self.counters, pieces)
         with Unweighted() if self.asked.unweighted else contextlib.nullcontext():
-            return measured(output, group, self.wide)
+            seen = measured(output, group, self.wide)
+            if holes is not None:
+                seen = seen._replace(holes=with_other_targets(output, group, holes, self.wide))
+            self.outputs.append(output)
+            if len(self.outputs) == len(FIVE):
+                with contextlib.suppress(Exception):  # of a measure that takes no such outputs
+                    joined = put_together(*self.outputs[:2], output)
+                    seen = seen._replace(measured=measured(joined, group, self.wide).measured)
+            return seen
 
     def _judged(self, rans: list[Ran], rows: int, number: int, draws: bool, is_rough: bool) -> list[bool]:
         """[each of _WHY, of the model, of each measure by each counter; gathers, refused, rough, draws]"""
@@ -151,7 +175,7 @@ class Exchange:
         by_value = not all(drawn.same(ran.drawn, rans[0].drawn) for ran in rans[1:4])
         is_rough = is_rough or len({ran.work for ran in rans[:4]}) > 1
         if rans[0].result is None:
-            return [False, sends, by_value, False, False, *nothing, False, False, is_rough, drew]
+            return [False, sends, by_value, False, False, False, *nothing, False, False, is_rough, drew]
         seen = [ran.result for ran in rans]
         ignored, values_differ, not_finite = set(), False, self._not_finite(seen)
         if number:
@@ -162,22 +186,47 @@ class Exchange:
             )
             is_rough = is_rough or any_bit
         rounding = rounding_of(self._dtypes(), is_rough, draws or drew)
+        rounding = rounding._replace(loss_draws=any(ran.loss_draws for ran in rans))
         found = {"model": fault_of_model(seen, rounding, ignored, rows) if self.asks_model else None}
         for name, at in names:
-            fault = fault_of_loss(seen, name, at, rounding) if self.asks_loss else None
-            found[name, at] = fault
+            found[name, at] = fault_of_loss(seen, name, at, rounding) if self.asks_loss else None
+        for name in self.measures or () if self.asks_loss else ():
+            self._tell_apart(seen, name, rounding, found)
         found = {each: fault and (not number or self.found[each] and fault) for each, fault in found.items()}
         self.found = found
         other = bool(ignored or values_differ) and not found["model"]
         return [
-            *(False, sends, by_value, other, not_finite),
+            *(False, sends, by_value, other, not_finite, self._shows_nothing(seen)),
             *(bool(found[each]) for each in ("model", *names)),
             *(False, False, is_rough, drew),
         ]
 
+    def _tell_apart(self, seen: list[Seen], name: str, rounding: Rounding, found: dict) -> None:
+        """Of counters that are left, those that do not hold for targets with holes, if one does."""
+        left = [at for at in range(len(self.counters)) if found[name, at] is None]
+        if len(left) > 1 and all(name in each.holes for each in seen):
+            other = [each._replace(measured=each.holes) for each in seen]
+            faults = {at: fault_of_loss(other, name, at, rounding) for at in left}
+            if None in faults.values():
+                found.update({(name, at): fault for at, fault in faults.items()})
+
     def _not_finite(self, seen: list[Seen]) -> bool:
-        values = [each.value for one in seen for each in one.measured.values() if each.value is not None]
-        return self.asks_loss and not all(abs(value) < torch.inf for value in values)
+        found = [each for one in seen for each in one.measured.values() if each.gradients]
+        return self.asks_loss and not all(abs(each.value) < torch.inf for each in found)
+
+    def _shows_nothing(self, seen: list[Seen]) -> bool:
+        """Whether a loss is zero for all rows, or a metric the same number, or none."""
+
+        def is_mute(five: list[Measured]) -> bool:
+            values = {each.value for each in five}
+            if any(each.gradients for each in five):
+                return values == {0.0}
+            return None not in values and (
+                len(values) == 1 or not all(abs(each) < torch.inf for each in values)
+            )
+
+        names = self.measures or () if self.asks_loss else ()
+        return any(is_mute([each.measured[name] for each in seen]) for name in names)
 
     def _dtypes(self) -> set[torch.dtype]:
         found = {each.dtype for each in self.parts.model.parameters() if each.is_floating_point()}

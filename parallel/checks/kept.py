@@ -44,6 +44,7 @@ __all__ = ["kept"]
 
 _DEEP = 4
 _LONG = 10_000  # entries of a container, which is then filled again as a whole
+_LARGE = 1 << 20  # elements of a tensor beside the model (a data set), which no loss writes to
 _MOST = 200_000  # entries that are looked at, of all containers
 _TABLES = {*nn.Module().__dict__}  # torch's own attributes of a module, as the tables of hooks
 _NOT_LOOKED_AT = {"_parallel"}  # of a model: what parallelize() gave it
@@ -54,12 +55,13 @@ _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module) -> Iterator[None]:
-    """See the head of the file."""
+def kept(model: nn.Module, *others: Any) -> Iterator[None]:
+    """See the head of the file. others: losses, of which the same is kept, but for large tensors."""
     modules = list(model.modules())
-    held = _Held(modules)
+    held = _Held(modules, others)
     try:
         held.modules(modules)
+        held.of_others(others)
         yield
     finally:
         held.restore()
@@ -68,8 +70,10 @@ def kept(model: nn.Module) -> Iterator[None]:
 class _Held:
     """Places and what they held."""
 
-    def __init__(self, modules: list[nn.Module]) -> None:
-        self.packages = {_package_of(type(module)) for module in modules} - _APART | {"__main__"}
+    def __init__(self, modules: list[nn.Module], others: tuple = ()) -> None:
+        kinds = [each if isinstance(each, types.FunctionType) else type(each) for each in (*modules, *others)]
+        self.packages = {_package_of(kind) for kind in kinds} - _APART | {"__main__"}
+        self.largest = None  # elements of a tensor that is copied; None: any
         self.undo = []  # functions that fill a place, called from the last to the first
         # id of a value -> (the value, what stands in its place meanwhile)
         self.known = {id(module): (module, module) for module in modules}
@@ -86,6 +90,13 @@ class _Held:
             self._modules(modules)
             modules, self.others = self.others, []
 
+    def of_others(self, others: tuple) -> None:
+        self.largest = _LARGE
+        for each in others:
+            self._of(each, _DEEP)
+        modules, self.others = self.others, []
+        self.modules(modules)
+
     def _modules(self, modules: list[nn.Module]) -> None:
         for is_table in (False, True):
             for module in modules:
@@ -95,6 +106,8 @@ class _Held:
         for parameter in (each for module in modules for each in module._parameters.values()):
             if type(parameter) is nn.Parameter:
                 self._hooks_of(parameter)
+                if vars(parameter):
+                    self._namespace(parameter, list(vars(parameter)), _DEEP)
 
     def _hooks_of(self, parameter: nn.Parameter) -> None:
         for name in _OF_PARAMETER:
@@ -145,6 +158,8 @@ class _Held:
         elif isinstance(value, types.FunctionType):
             if _package_of(value) in self.packages:
                 self._function(value, deep)
+        elif isinstance(value, torch.Tensor) and self.largest and value.numel() > self.largest:
+            return value
         elif isinstance(value, _COPIED) or _package_of(type(value)) == "numpy":
             return _copy_of(value)
         elif _attributes(value) is not None and self._is_ours(value):

@@ -82,7 +82,9 @@ class _Loss:
     def of_size(self) -> Fault | None:
         terms, together = self.terms, self.terms[0] + self.terms[1]
         size = max(abs(terms[4]), abs(terms[0]) + abs(terms[1]))
-        most = OF_DRAWN if self.rounding.draws else max(self.most, self.rounding.other)
+        most = max(self.most, self.rounding.other) if self.uses_number() else self.most
+        if self.rounding.loss_draws or self.rounding.draws and self.uses_number():
+            most = OF_DRAWN
         if not size < torch.inf or abs(terms[4] - together) <= most * size:
             return None
         whole, parts = self.five[4].value, self.five[0].value + self.five[1].value

@@ -5,19 +5,31 @@ gradients stop there: no parameter gets one. What a measure without gradients us
 it: each output is negated, and made nan.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checks.outputs import named_tensors, part_of, replaced
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.tensor.cut_logits import CutLogits
 
-__all__ = ["LARGEST", "Group", "Leaves", "Measure", "Measured", "Refused", "Seen", "Unweighted", "measured"]
+__all__ = [
+    "LARGEST",
+    "Group",
+    "Leaves",
+    "Measure",
+    "Measured",
+    "Refused",
+    "Seen",
+    "Unweighted",
+    "measured",
+    "with_other_targets",
+]
 
 LARGEST = 1 << 21  # values of a tensor that are compared
 
@@ -42,6 +54,7 @@ class Seen(NamedTuple):
     shapes: dict[str, torch.Size]
     leaves: Leaves  # of real numbers, at most LARGEST values of each
     measured: dict[str, Measured]
+    holes: dict[str, Measured] = {}  # with targets of which some do not count, where losses pass over these
 
 
 class Group(NamedTuple):
@@ -63,6 +76,33 @@ def measured(output: Any, group: Group, wide: dict[str, int]) -> Seen:
     judged = [(where, leaf) for where, leaf in named if leaf.is_floating_point() and leaf.dim()]
     leaves = {where: part_of(leaf, LARGEST) for where, leaf in judged if used is None or where in used}
     return Seen({where: leaf.shape for where, leaf in named}, leaves, found)
+
+
+def with_other_targets(output: Any, group: Group, targets: Any, wide: dict[str, int]) -> dict[str, Measured]:
+    """The measures that pass over targets of -100: their gradients there are known, and zero."""
+    first, found = next(leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)), {}
+    group, shapes = (
+        group._replace(targets=targets, pieces=0),
+        {w: leaf.shape for w, leaf in named_tensors(output)},
+    )
+    for name, measure in (group.measures or {}).items():
+        with contextlib.suppress(Exception):  # of the measure, which does not take such targets
+            each = _measure(measure, output, group, name, wide)
+            parts = [
+                _at(gradient, shapes[where], first == -100) for where, gradient in each.gradients.items()
+            ]
+            if parts and all(part is not None and not part.any() for part in parts):
+                found[name] = each
+    return found
+
+
+def _at(gradient: torch.Tensor, shape: torch.Size, chosen: torch.Tensor) -> torch.Tensor | None:
+    """The gradient by outputs in the place of the chosen targets; None where that is not known."""
+    if gradient.numel() != shape.numel():
+        return None
+    if shape[: chosen.dim()] == chosen.shape:
+        return gradient.view(shape)[chosen]
+    return gradient.view(shape)[chosen.flatten()] if shape[0] == chosen.numel() else None
 
 
 def _measure(measure: Measure, output: Any, group: Group, name: str, wide: dict[str, int]) -> Measured:
@@ -122,7 +162,17 @@ def _computed(
         if gradient is not None
     }
     used = set(found) if value.requires_grad else _used(measure, output, targets, leaves, value)
-    return Measured(counts, float(value.detach()), found, frozenset(used), dtype or torch.float32)
+    return Measured(counts, float(value.detach()), found, frozenset(used), _width_of(value, dtype))
+
+
+def _width_of(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """In which a value was computed: a loss may round it itself, and give it in a wider dtype."""
+    number, width = float(value.detach()), dtype or torch.float32
+    if value.is_floating_point():
+        width = min(width, value.dtype, key=lambda each: torch.finfo(each).bits)
+    if number != round(number, 2) and float(torch.tensor(number).bfloat16()) == number:
+        width = torch.bfloat16
+    return width
 
 
 def _used(measure: Measure, output: Any, targets: Any, leaves: Leaves, value: torch.Tensor) -> set[str]:

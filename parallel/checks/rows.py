@@ -36,14 +36,16 @@ Not judged: a model that draws as many random numbers as its values say, gives o
 (a generator of its own), or sends something itself, as it may compute over all ranks.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from pycomm.parallel.checks.measures import Seen
+from pycomm.parallel.checks.outputs import named_tensors, replaced
 from pycomm.parallel.checks.tolerances import STRICT, Rounding, coarse
+from pycomm.parallel.tensor.cut_logits import CutLogits
 
-__all__ = ["Fault", "differ_for_the_same", "distance", "fault_of_model", "groups_of"]
+__all__ = ["Fault", "differ_for_the_same", "distance", "fault_of_model", "groups_of", "put_together"]
 
 
 def groups_of(k: int, few: int | None = None) -> list[list[int]]:
@@ -104,6 +106,36 @@ def _by_number(seen: list[Seen], where: str, dim: int, rows: int) -> float:
         size = both.nan_to_num(0.0, 0.0, 0.0).norm().clamp_min(1e-300)
         worst = min(worst, float(off.nan_to_num(0.0, 0.0, 0.0).norm() / size))
     return worst
+
+
+def put_together(a: Any, b: Any, both: Any) -> Any:
+    """The outputs of A and B as one of all their rows. both: of AB, which tells where the rows are, and has
+    what the model computes of all rows.
+    """
+    first, second = (dict(named_tensors(each)) for each in (a, b))
+
+    def joined(where: str, leaf: torch.Tensor) -> torch.Tensor:
+        one, other = first.get(where), second.get(where)
+        dims = _grown(one.shape, leaf.shape) if one is not None and other is not None else ()
+        if len(dims) != 1 or isinstance(leaf, CutLogits):
+            return leaf
+        (dim,) = dims
+        found = torch.cat([one, other], dim)
+        for n in range(2, one.shape[dim]):  # or the rows are last in it: (n rows)
+            if one.shape[dim] % n == 0:
+                pair = [each.unflatten(dim, (n, -1)) for each in (one, other)]
+                twisted = torch.cat(pair, dim + 1).flatten(dim, dim + 1)
+                found = twisted if _is_nearer(twisted, found, leaf) else found
+        return found
+
+    return replaced(both, joined)
+
+
+def _is_nearer(one: torch.Tensor, other: torch.Tensor, to: torch.Tensor) -> bool:
+    if not to.is_floating_point():
+        return False
+    off = [(each - to).double().nan_to_num(0.0, 0.0, 0.0).norm() for each in (one, other)]
+    return bool(off[0] < 0.5 * off[1])
 
 
 def _grown(shape: torch.Size, whole: torch.Size) -> list[int]:

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Answer", "Answers", "Asked", "State"]
 
+RECENT = 8
 LOG = logging.getLogger("pycomm.parallel")
 
 
@@ -29,7 +30,8 @@ class Asked(NamedTuple):
 
     measures: tuple  # losses and metrics, in order
     count: Any  # the caller's, or None
-    with_uneven: bool  # whether rows differed in how many targets count
+    uneven: tuple[bool, ...]  # in which of the scores of checks/choice.py rows have differed
+    span: tuple[float, float]  # of the first targets, where these are whole numbers
     counters: tuple  # what is counted, for each measure
 
 
@@ -42,7 +44,8 @@ class Answers:
 
     def __init__(self) -> None:
         self.of: dict[str, Answer] = {}
-        self.asked: dict[Any, Asked] = {}
+        self.asked: dict[Any, list[Asked]] = {}
+        self.batches: dict[Any, int] = {}  # how many were looked at
         self.gathers = False  # the model or its loss calls gather_rows()
         self._warned: set[str] = set()
 
@@ -53,7 +56,13 @@ class Answers:
             self._warned.add(name)
             LOG.warning("%s was not tried: %s. %s", name, why, advice)
 
+    def note_asked(self, key: Any, asked: Asked, before: Asked | None) -> None:
+        """before: what was known of the same losses. The last RECENT are known, as losses may alternate."""
+        others = [each for each in self.asked.get(key, ()) if each is not before]
+        self.asked[key] = [asked, *others][:RECENT]
+
     def take_over(self, other: "Answers") -> None:
         """Those of the same model under the same axes, as after a recovery."""
-        self.of, self.asked, self._warned = dict(other.of), dict(other.asked), set(other._warned)
+        self.of, self._warned = dict(other.of), set(other._warned)
+        self.asked = {key: list(asked) for key, asked in other.asked.items()}
         self.gathers = other.gathers

@@ -43,10 +43,10 @@ _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
 
 
 class Aside:
-    """Runs (checks/exchange.py) of a Parallelized."""
+    """Runs (checks/exchange.py) of a Parallelized. losses: that `take` calls; their state is kept, too."""
 
-    def __init__(self, parts: Parallelized) -> None:
-        self.parts, self.shared = parts, None
+    def __init__(self, parts: Parallelized, *losses: Any) -> None:
+        self.parts, self.losses, self.shared = parts, losses, None
 
     @torch.no_grad()
     def __call__(
@@ -72,7 +72,7 @@ class Aside:
             with (
                 _kept_stages(parts),
                 self.shared.kept(),
-                kept(parts.model),
+                kept(parts.model, *self.losses),
                 parts.streams.kept(),
                 parts.streams.recomputation(),
                 drawn.kept(),
@@ -98,7 +98,7 @@ class _Seen:
     def __init__(self, parts: Parallelized, take: Callable[[Any], Any], number: int, watch: bool) -> None:
         self.parts, self.take, self.number, self.watches = parts, take, number, watch
         self.result, self.before, self.after, self.given = None, [], [], []
-        self.sends, self.work = False, 0
+        self.sends, self.work, self.loss_draws = False, 0, False
 
     def around(self, forward: Callable[[], Any], is_last: bool) -> Any:
         device, watch = self.parts.device, _Watch() if self.watches else None
@@ -106,18 +106,29 @@ class _Seen:
             drawn.pass_over(self.number, device)
             self.before += drawn.drawn(device)
             output = forward()
-        self.after += drawn.drawn(device)
         if watch is not None:
             self.sends |= watch.calls > own.calls()
             self.work = hash((self.work, watch.work))
         self.given.append(output)
+        state = drawn.drawn(device)
         if is_last:
             self.result = self.take(output)
+        self.after += drawn.drawn(device)
+        self.loss_draws = not drawn.same(state, drawn.drawn(device))
         return output
 
     def ran(self) -> Ran:
         draws = not drawn.same(self.before, self.after)
-        return Ran(self.result, None, tuple(self.after), draws, self.sends, tuple(self.given), self.work)
+        return Ran(
+            self.result,
+            None,
+            tuple(self.after),
+            draws,
+            self.sends,
+            self.loss_draws,
+            tuple(self.given),
+            self.work,
+        )
 
 
 class _Watch(TorchDispatchMode):

@@ -30,7 +30,7 @@ def run_evaluation(parts, batch, options, metrics=None):
     found = {name: [] for name in measures}
     plain = {name: plain_loss(measure) for name, measure in measures.items()}
     cuts = Cuts(options.microbatches, options.sharded)
-    check = BatchCheck(parts, Aside(parts), plain, options.count, cuts)
+    check = BatchCheck(parts, Aside(parts, options.loss_fn, *metrics.values()), plain, options.count, cuts)
     counted = prepare(parts, batch, options, check)
     head, loss_fn = parts.tensor.head, options.loss_fn if not metrics else None
     with sharded_logits(head, loss_fn):

@@ -44,7 +44,8 @@ def prove_positions(
     def loss(output: Any, batch: Microbatch) -> torch.Tensor:
         return microbatch_loss(parts, output, batch, plain_loss(loss_fn))
 
-    answer = try_positions(parts, microbatch, Asked(Aside(parts), loss if loss_fn is not None else None))
+    asked = Asked(Aside(parts, loss_fn), loss if loss_fn is not None else None)
+    answer = try_positions(parts, microbatch, asked)
     if answer.state is State.BROKEN:
         raise_together(parts, answer.why)
     parts.checks.note(name, answer.state, answer.why, parts.mesh.world.rank, _ADVICE)

@@ -103,7 +103,7 @@ def _unlike(plan):
 def _check_of(parts, options):
     cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
     measures = {"loss_fn": plain_loss(options.loss_fn)}
-    return BatchCheck(parts, Aside(parts), measures, options.count, cuts)
+    return BatchCheck(parts, Aside(parts, *measures.values()), measures, options.count, cuts)
 
 
 def _updates_of(parts, options):

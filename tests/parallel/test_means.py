@@ -261,6 +261,134 @@ def test_the_user_may_answer():
         cut(total, output, targets, text="trust=loss")
 
 
+def test_a_sum_of_what_has_dropout():
+    output, targets = data()
+    for loss_fn in (total, lambda out, y: mean(out, y) * len(out) ** 0.5):
+        model = nn.Sequential(Scaled(), nn.Dropout(0.3))
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+        with raises_value(NO_MEAN):
+            par.step(model, opt, (output, targets), loss_fn, microbatches=2)
+
+
+def test_a_metric_that_shows_nothing_is_asked_again():
+    def precision(out, y):
+        found = out.argmax(-1) == 1
+        return (found & (y == 1)).sum() / found.sum().clamp(min=1)
+
+    output, targets = data()
+    model = Scaled()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+    metrics = {"precision": precision}
+    same = output * 0 + torch.arange(CLASSES)
+    par.evaluate(model, (same, targets), mean, metrics=metrics, microbatches=2)
+    output[..., 1] += 2
+    targets[:2] = 1
+    with raises_value("the metric 'precision' is no mean"):
+        par.evaluate(model, (output, targets), mean, metrics=metrics, microbatches=2)
+
+
+def noisy(out, y):
+    """Draws random numbers."""
+    return mean(out + 0.1 * torch.randn_like(out), y)
+
+
+def half_inside(out, y):
+    return mean(out.bfloat16().float(), y).bfloat16().float()
+
+
+class Ramp:
+    """A loss with a constant that it makes at its first call, and a counter."""
+
+    def __init__(self):
+        self.weights, self.calls = None, 0
+
+    def __call__(self, out, y):
+        self.calls += 1
+        if self.weights is None:
+            self.weights = torch.linspace(0.5, 1.5, CLASSES).to(out)
+        assert self.weights.dtype == out.dtype
+        return mean(out * self.weights, y)
+
+
+def test_losses_that_draw_round_or_keep_something():
+    output, targets = data()
+    for loss_fn in (noisy, half_inside, Ramp()):
+        model = Scaled()
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+        par.step(model, opt, (output, targets), loss_fn, microbatches=2)
+        assert str(model._parallel.checks.of["loss"]) == "held: a mean over targets", loss_fn
+    assert loss_fn.calls == 2
+
+
+class Trainer:
+    def loss(self, out, y):
+        return mean(out, y)
+
+
+def test_a_loss_is_asked_once():
+    """Also one that is made anew, and two in turns."""
+    output, targets = data()
+    model, trainer = Scaled(), Trainer()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+    calls = []
+    model.register_forward_pre_hook(lambda *_: calls.append(1) and None)
+    counts = []
+    for _ in range(3):
+        before = len(calls)
+        for loss_fn in (trainer.loss, lambda out, y: nn.CrossEntropyLoss()(out.flatten(0, 1), y.flatten())):
+            par.step(model, opt, (output, targets), loss_fn, microbatches=2)
+        par.evaluate(model, (output, targets), mean, metrics={"a": lambda out, y: mean(out, y)})
+        counts.append(model._parallel.checks.batches[True, ("loss_fn",)])
+    assert [len(each) for each in model._parallel.checks.asked.values()] == [2]
+    assert counts[-1] == counts[0] * 3 and before
+
+
+def test_counters_that_equal_rows_do_not_tell_apart():
+    """Two calls with rows of other lengths make one update; losses shift their labels, or are means of rows."""
+    for loss_fn in (mean, shifted, of_rows):
+        generator = torch.Generator().manual_seed(0)
+        calls = [
+            (torch.randn(4, length, CLASSES, generator=generator), torch.randint(1, CLASSES, (4, length)))
+            for length in (3, 9)
+        ]
+        model = Scaled().double()
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 1.0), par.Plan())
+        for (inputs, targets), update in zip(calls, (False, True), strict=True):
+            par.step(model, opt, (inputs.double(), targets), loss_fn, update=update, microbatches=2)
+        right, scale = 0.0, torch.ones((), dtype=torch.float64, requires_grad=True)
+        counts = [{mean: y.numel(), shifted: y[:, 1:].numel(), of_rows: len(y)}[loss_fn] for _, y in calls]
+        for count, (inputs, targets) in zip(counts, calls, strict=True):
+            right = right + count / sum(counts) * loss_fn(scale * inputs.double(), targets)
+        (gradient,) = torch.autograd.grad(right, scale)
+        assert model.scale.item() == pytest.approx(1.0 - gradient.item(), rel=1e-9), loss_fn
+
+
+@pytest.mark.parametrize("kind", ["ignored 255", "mask", "zero first"])
+def test_a_later_batch_shows_what_the_first_does_not(kind):
+    def loss_fn(out, y):
+        y, mask = y
+        if kind == "mask":
+            return (F.mse_loss(out[..., 0], y.double(), reduction="none") * mask).sum() / mask.sum()
+        if kind == "zero first":
+            return F.mse_loss(out[..., 0], y.double(), reduction="sum") * mask.max()
+        return mean(out, y, ignore_index=255)
+
+    def batch(is_first):
+        inputs = torch.randn(4, LENGTH, 300, dtype=torch.float64)
+        targets, mask = torch.randint(1, CLASSES, (4, LENGTH)), torch.ones(4, LENGTH, dtype=torch.float64)
+        if not is_first:
+            targets[2, 2:] = 255 if kind == "ignored 255" else targets[2, 2:]
+            mask[2, 2:] = 0
+        return inputs, (targets, mask * 0 if kind == "zero first" and is_first else mask)
+
+    model = Scaled().double()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+    options = {} if kind == "zero first" else TARGETS
+    par.step(model, opt, batch(True), loss_fn, microbatches=2, **options)
+    with raises_value("is no mean over the targets that count"):
+        par.step(model, opt, batch(False), loss_fn, microbatches=2, **options)
+
+
 TARGETS = {"count": count_targets}
 WHAT = {shifted: "targets without the first of each row", over_all: "rows"}
 
@@ -462,17 +590,20 @@ def test_one_part_may_have_any_loss():
     assert abs(par.step(model, opt, (inputs, targets), total).item() - right) < 1e-9 * right
 
 
-def smoothed(calls, out, y, **options):
-    calls.append(1)
+CALLS = []  # a check keeps what closures hold, not what is global
+
+
+def smoothed(out, y, **options):
+    CALLS.append(1)
     return mean(out, y, **options)
 
 
-def make_partial(calls, smoothing):
-    return functools.partial(smoothed, calls, label_smoothing=smoothing)
+def make_partial(smoothing):
+    return functools.partial(smoothed, label_smoothing=smoothing)
 
 
-def make_function(calls, smoothing):
-    return lambda out, y: smoothed(calls, out, y, label_smoothing=smoothing)
+def make_function(smoothing):
+    return lambda out, y: smoothed(out, y, label_smoothing=smoothing)
 
 
 @pytest.mark.parametrize("make", [make_partial, make_function])
@@ -481,9 +612,10 @@ def test_a_loss_that_is_made_anew_in_each_step(make):
     torch.manual_seed(0)
     model = Plain().double()
     model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), par.Plan())
-    calls, counts, smoothing = [], [], [0.1, 0.2]
+    counts, smoothing = [], [0.1, 0.2]
+    CALLS.clear()
     for value in (smoothing[0], smoothing[0], smoothing[1], smoothing[1]):
-        par.step(model, opt, batch(), make(calls, value), microbatches=2)
-        counts.append(len(calls))
-        calls.clear()
+        par.step(model, opt, batch(), make(value), microbatches=2)
+        counts.append(len(CALLS))
+        CALLS.clear()
     assert counts[1] == counts[3] == 2 < min(counts[0], counts[2]), counts
