@@ -33,7 +33,7 @@ Count = Callable[[Any], Any]
 
 SCORES = 5
 MORE_ROWS = 6
-FEW_TOKENS, MOST_TOKENS = 512, 4096  # rows times positions: always run, and never exceeded
+FEW_TOKENS, MOST_TOKENS = 256, 1024  # rows times positions: always run, and never exceeded
 MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
 
 

@@ -192,6 +192,11 @@ class BatchCheck:
                     why = exchange.ask(*batch, k)
                 if why is not RAISES:
                     break
+            if why is RAISES and parts.units is None and parts.deferred is None:
+                k, is_whole = self._attempts(len(self.scores))[0]
+                why = exchange.ask(*self._few(inputs, targets, k, is_whole), k, graph=True)
+            if why is RAISES and exchange.error is not None:
+                why = f"{RAISES} ({type(exchange.error).__name__}: {str(exchange.error)[:200]})"
             self.chosen = {name: at or 0 for name, at in exchange.chosen.items()}
         counters = tuple(self.candidates[at] for at in self.chosen.values())
         if self.known is not None and counters != self.known.counters and not parts.window.is_empty:
@@ -246,7 +251,9 @@ class BatchCheck:
         return max(1, rows // (self.cuts.microbatches * ranks))
 
     def _attempts(self, rows: int) -> list[tuple[int, bool]]:
-        """[(rows of a group, whether with all positions)]"""
+        """[(rows of a group, whether with all positions)], alike on all ranks."""
+        if not self.alike:
+            return [(ROWS, False)]
         most = max(2, self._rows_of_microbatch(rows))
         sizes = [min(ROWS, most)]
         while sizes[-1] * 2 <= most:

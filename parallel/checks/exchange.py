@@ -80,6 +80,7 @@ class Runs(Protocol):
         number: int,
         failed: bool = False,
         in_eval: bool = False,
+        graph: bool = False,
     ) -> Ran: ...
 
 
@@ -106,10 +107,12 @@ class Exchange:
         self.wide: dict[str, int] = {}
         self.error: Exception | None = None
 
-    def ask(self, inputs: Any, targets: Any, k: int) -> str | None:
-        """Why the answer is not known, or None where all held. Raises ValueError on all ranks."""
+    def ask(self, inputs: Any, targets: Any, k: int, graph: bool = False) -> str | None:
+        """Why the answer is not known, or None where all held. graph: gradients are recorded, as some models
+        ask for them in their forward. Raises ValueError on all ranks.
+        """
         number, most, draws, is_rough = 0, 1, False, False
-        self.found, self.error = {}, None
+        self.found, self.error, self.graph = {}, None, graph
         self.holes = with_holes(targets) if self.asked.holes else None
         self.outputs = []
         while True:
@@ -141,7 +144,8 @@ class Exchange:
         for index in groups + groups[:1] * bool(number):
             holes = None if self.holes is None else taken(self.holes, index)
             take = functools.partial(self._take, taken(targets, index), holes)
-            rans.append(self.run(taken(inputs, index), take, number, self.error is not None))
+            failed = self.error is not None
+            rans.append(self.run(taken(inputs, index), take, number, failed, graph=self.graph))
             self.error = self.error or rans[-1].error
             if rans[-1].all_know:
                 break
@@ -211,7 +215,7 @@ class Exchange:
                 found.update({(name, at): fault for at, fault in faults.items()})
 
     def _not_finite(self, seen: list[Seen]) -> bool:
-        found = [each for one in seen for each in one.measured.values() if each.gradients]
+        found = [each for one in seen for each in one.measured.values() if each.gradients and each.counts[0]]
         return self.asks_loss and not all(abs(each.value) < torch.inf for each in found)
 
     def _shows_nothing(self, seen: list[Seen]) -> bool:

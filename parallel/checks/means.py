@@ -14,6 +14,8 @@ def fault_of_loss(seen: list[Seen], name: str, counter: int, rounding: Rounding)
     five = [each.measured[name] for each in seen]
     if five[0].value is None:
         return None
+    if any(each.counts[counter] and not each.counts[0] and not abs(each.value) < torch.inf for each in five):
+        return Fault("for rows of which no target counts it gives no number", torch.inf)
     loss = _Loss(five, counter, seen[0].shapes, seen[4].shapes, rounding)
     fault = loss.of_value() or loss.of_gradients() or loss.of_size() or loss.of_halves()
     return fault and fault._replace(of_number=loss.uses_number())

@@ -133,6 +133,7 @@ def _in(dtype: torch.dtype | None, leaf: Any) -> Any:
     """A real number in a wider dtype, at most that one."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return leaf
+    dtype = torch.float32 if dtype is torch.float64 and leaf.numel() > LARGEST else dtype
     return leaf.to(torch.promote_types(leaf.dtype, dtype)) if dtype is not None else leaf
 
 
@@ -145,7 +146,8 @@ def _computed(
         leaf = leaf.whole() if isinstance(leaf, CutLogits) else leaf
         if not leaf.is_floating_point():
             return leaf
-        leaves[where] = _in(dtype, leaf.detach()).clone().requires_grad_()
+        wide = _in(dtype, leaf.detach())
+        leaves[where] = (wide.clone() if wide.data_ptr() == leaf.data_ptr() else wide).requires_grad_()
         return leaves[where].clone()
 
     targets = tree_map(lambda leaf: _in(dtype, leaf), targets)
@@ -170,8 +172,9 @@ def _width_of(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     number, width = float(value.detach()), dtype or torch.float32
     if value.is_floating_point():
         width = min(width, value.dtype, key=lambda each: torch.finfo(each).bits)
-    if number != round(number, 2) and float(torch.tensor(number).bfloat16()) == number:
-        width = torch.bfloat16
+    for narrow in (torch.float32, torch.bfloat16):
+        if number != round(number, 2) and float(torch.tensor(number, dtype=narrow)) == number:
+            width = narrow
     return width
 
 

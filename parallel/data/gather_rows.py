@@ -22,7 +22,7 @@ import torch
 
 from pycomm.parallel.ground import comm, differentiable
 
-__all__ = ["RowsGathered", "gather_rows", "gathering"]
+__all__ = ["RowsGathered", "gather_rows", "gathering", "take_gathered"]
 
 
 class RowsGathered(Exception):
@@ -30,11 +30,14 @@ class RowsGathered(Exception):
 
 
 class _Step(NamedTuple):
-    """The step, evaluation or prediction that runs. refusal: why rows cannot be gathered in it."""
+    """The step, evaluation or prediction that runs. refusal: why rows cannot be gathered in it. given: what
+    was gathered in it.
+    """
 
     group: comm.Group
     refusal: str | None
     is_check: bool
+    given: list[torch.Tensor]
 
 
 _running: contextvars.ContextVar[_Step | None] = contextvars.ContextVar("pycomm gather_rows", default=None)
@@ -43,7 +46,7 @@ _running: contextvars.ContextVar[_Step | None] = contextvars.ContextVar("pycomm 
 @contextlib.contextmanager
 def gathering(group: comm.Group, refusal: str | None = None, is_check: bool = False) -> Iterator[None]:
     """Around the passes of a step. group: the data ranks. refusal: see _Step. is_check: in a run aside."""
-    token = _running.set(_Step(group, refusal, is_check))
+    token = _running.set(_Step(group, refusal, is_check, []))
     try:
         yield
     finally:
@@ -73,4 +76,15 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
     own = torch.tensor([x.shape[0]], device=x.device)
     sizes = torch.zeros(step.group.size, dtype=own.dtype, device=x.device)
     comm.all_gather(sizes, own, step.group)
-    return differentiable.gather_sum(x, 0, sizes.tolist(), step.group)
+    whole = differentiable.gather_sum(x, 0, sizes.tolist(), step.group)
+    step.given.append(whole)
+    return whole
+
+
+def take_gathered() -> list[torch.Tensor]:
+    """What was gathered in the step that runs, since it was asked for last."""
+    step = _running.get()
+    given = [] if step is None else list(step.given)
+    if step is not None:
+        step.given.clear()
+    return given

@@ -48,7 +48,6 @@ class Aside:
     def __init__(self, parts: Parallelized, *losses: Any) -> None:
         self.parts, self.losses, self.shared = parts, losses, None
 
-    @torch.no_grad()
     def __call__(
         self,
         inputs: Any,
@@ -56,11 +55,12 @@ class Aside:
         number: int,
         failed: bool = False,
         in_eval: bool = False,
+        graph: bool = False,
     ) -> Ran:
         """take: of the model's output, inside of the pass of the last stage. number: random numbers to pass
         over; the run is watched, if there are some. failed: the run before has raised here, so this one only
-        tells the other stages. in_eval: all modules are in eval mode. Collective where forwards are, and over
-        pp.
+        tells the other stages. in_eval: all modules are in eval mode. graph: gradients are recorded.
+        Collective where forwards are, and over pp.
         """
         parts, watch = self.parts, bool(number)
         if failed:
@@ -78,6 +78,7 @@ class Aside:
                 drawn.kept(),
                 eager(),
                 gathering(parts.mesh.data, is_check=True),
+                torch.set_grad_enabled(graph),
             ):
                 _stand_aside(parts.model, in_eval)
                 _run_stages(parts, Microbatch(inputs, None), seen.around)
@@ -134,12 +135,14 @@ class _Seen:
 class _Watch(TorchDispatchMode):
     """Counts what is sent through torch, and marks the operations with the shapes they have."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self.calls, self.work = 0, 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        self.calls += func.namespace in _FOREIGN and "recv" not in str(func)  # as comm counts
+        self.calls += getattr(func, "namespace", "") in _FOREIGN and "recv" not in str(func)  # as comm counts
         shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
         self.work = hash((self.work, str(func), shapes))
         return func(*args, **(kwargs or {}))

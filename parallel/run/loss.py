@@ -1,12 +1,15 @@
 """The loss of one microbatch, as its part of the mean over the whole batch."""
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checks.measures import Unweighted
 from pycomm.parallel.checks.positions import check_whole
+from pycomm.parallel.data.gather_rows import take_gathered
 from pycomm.parallel.ground.batch import count_targets
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
@@ -40,7 +43,9 @@ def microbatch_loss(parts, output, microbatch, loss_fn):
 def _of_targets(parts, output, microbatch, loss_fn):
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
     count = float(microbatch.count_of(targets))
-    if count == 0 and not parts.checks.gathers:
+    if count == 0 and parts.checks.gathers:
+        return _zero_of_gathered(output, targets, loss_fn)
+    if count == 0:
         return _zero_of(output, targets, loss_fn)
     if parts.compute_dtype is not None:
         output = tree_map(lambda leaf: _precise(leaf, parts.compute_dtype), output)
@@ -86,6 +91,17 @@ def _zero_of(output, targets, loss_fn):
             f"{_describe(output)}"
         )
     return sum(_without_values(leaf).sum() for leaf in leaves)  # what the loss uses is among them
+
+
+def _zero_of_gathered(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+    """The same for a loss that needs the rows of this rank on the others: they are given, and what comes back
+    in backward are the gradients of the others alone.
+    """
+    take_gathered()
+    with contextlib.suppress(Exception):  # a mean over nothing, in whatever way it says so
+        loss_fn(output, targets)
+    given = take_gathered() or [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    return sum(_without_values(each).sum() for each in given if each.is_floating_point())
 
 
 def _without_values(leaf):

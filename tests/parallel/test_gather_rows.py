@@ -185,6 +185,36 @@ def test_rows_of_ranks_that_differ_in_number():
         assert found == pytest.approx((loss.item(), after), rel=1e-10)
 
 
+def mixed(out, y, gather):
+    """With a cross-entropy, for which nothing counts on one rank."""
+    return info_nce(out, y, gather) + F.cross_entropy(out[0], y)
+
+
+def one_without_targets(rank, world_size):
+    model, opt = par.parallelize(*made(), par.Plan(dp=2))
+    inputs, y = batch(0)
+    y = y.clone()
+    y[5:] = -100  # all rows of rank 1
+    loss_fn = functools.partial(mixed, gather=par.gather_rows)
+    loss = par.step(model, opt, (inputs, y), loss_fn).item()
+    return loss, par.full_state_dict(model)
+
+
+def test_a_rank_of_which_no_target_counts():
+    """The rows of it are in the loss of the other one."""
+    model, opt = made()
+    inputs, y = batch(0)
+    y = y.clone()
+    y[5:] = -100
+    loss = mixed(model(*inputs), y, as_it_is)
+    loss.backward()
+    opt.step()
+    for found, values in spawn(2, one_without_targets):
+        assert found == pytest.approx(loss.item(), rel=1e-10)
+        for key, value in model.state_dict().items():
+            assert torch.allclose(values[key], value, rtol=1e-9, atol=1e-11), key
+
+
 def clip(rank, world_size, text):
     """The loss of transformers' CLIP: of rank 0 with a plan, or alone."""
     transformers = pytest.importorskip("transformers")

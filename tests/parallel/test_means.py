@@ -248,7 +248,7 @@ def test_what_cannot_be_tried_is_told(caplog):
     batch = torch.randn(10, LENGTH, CLASSES), torch.randint(1, CLASSES, (10, LENGTH))
     par.step(model, opt, batch, once, microbatches=2)
     assert calls[-2:] == [5, 5]
-    why = "not tried: it, or the loss, raises for few rows of the batch"
+    why = "not tried: it, or the loss, raises for few rows of the batch (ValueError: five rows, please)"
     assert {str(answer) for answer in model._parallel.checks.of.values()} == {why}
     warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(warnings) == 2 and all("trust=(" in text for text in warnings)
@@ -259,6 +259,24 @@ def test_the_user_may_answer():
     assert cut(mean, output, targets, text="trust=rows+loss") == (None, "trusted: Plan(trust=...)")
     with pytest.raises(AssertionError):  # what is wrong then is the user's word
         cut(total, output, targets, text="trust=loss")
+
+
+class Force(Scaled):
+    """Its output is a gradient by its input."""
+
+    def forward(self, x):
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+        energy = (self.scale * x).square().sum()
+        return torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+def test_a_model_that_asks_for_gradients_in_its_forward():
+    output, targets = data("numbers")
+    model = Force()
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.0), par.Plan())
+    par.step(model, opt, (output, targets), squares, microbatches=2)
+    assert {str(each) for each in model._parallel.checks.of.values()} == {"held", "held: a mean over targets"}
 
 
 def test_a_sum_of_what_has_dropout():
@@ -344,7 +362,7 @@ def test_a_loss_is_asked_once():
 
 
 def test_counters_that_equal_rows_do_not_tell_apart():
-    """Two calls with rows of other lengths make one update; losses shift their labels, or are means of rows."""
+    """Two calls with rows of other lengths make one update."""
     for loss_fn in (mean, shifted, of_rows):
         generator = torch.Generator().manual_seed(0)
         calls = [
