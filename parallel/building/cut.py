@@ -1,6 +1,5 @@
 """The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
 
-import functools
 from typing import NamedTuple
 
 import torch
@@ -8,8 +7,8 @@ import torch
 from pycomm.parallel.ground.call_order import called_sides
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
-from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.sequence.eager import serve_eager
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
@@ -24,7 +23,7 @@ class Cut(NamedTuple):
     sides: dict[str, Side]  # name of a module outside the blocks -> its side; empty without a trunk
     stages: Stages
     split: SequenceSplit | None  # None: whole sequences
-    stage_model: StageModel | None  # None: neither stages nor a split sequence
+    absent: AbsentModules | None  # None: neither stages nor a split sequence
 
     def stages_of(self, name):
         """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
@@ -58,8 +57,8 @@ def make_stages(model, trunk, mesh, plan):
             _check_around(found, plan)
     else:
         stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
-    stage_model = StageModel(model, trunk, stages, split, found) if needed else None
-    return Cut(trunk, sides, stages, split, stage_model)
+    absent = AbsentModules(model, trunk, stages, found) if needed else None
+    return Cut(trunk, sides, stages, split, absent)
 
 
 def _check_around(found, plan):
@@ -86,30 +85,15 @@ def cut_tensors(model, original, cut, mesh, plan):
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,
     )
-    if cut.trunk is None:
-        return tensor, cut
-    if cut.stage_model is not None:
-        _run_whole_where_absent(cut, tensor.forwards)
-    return tensor, cut._replace(trunk=cut.trunk.now(model))
+    return tensor, cut._replace(trunk=cut.trunk.now(model) if cut.trunk else None)
 
 
-def _run_whole_where_absent(cut, forwards):
-    """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over the
-    layer.
-    """
-    for name, _, side in cut.stage_model.owners:
-        for layer, forward in forwards.items():
-            if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
-                (owner,) = cut.stages.of(side)
-                forward.is_passed_over = functools.partial(cut.stage_model.is_behind, owner)
-
-
-def cast(model, stage_model, plan):
+def cast(model, absent, plan):
     """({parameter that has values: these at full precision}, compute dtype or None for the model's own)."""
     full_values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     if plan.precision is None:
         return full_values, None
-    for_shapes = stage_model.templates.parameters() if stage_model is not None else ()
+    for_shapes = absent.templates.parameters() if absent is not None else ()
     for parameter in [*model.parameters(), *for_shapes]:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -65,7 +65,7 @@ class Filling:
 
     def buffers(self, model, cut):
         """Gives their values to all buffers but those of other stages' blocks."""
-        absent = cut.stage_model.elsewhere if cut.stage_model is not None else ()
+        absent = cut.absent.blocks if cut.absent is not None else ()
         outside = {id(module) for index in absent for module in cut.trunk.blocks[index].modules()}
 
         def give():

@@ -14,7 +14,7 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
                              from (filling.py)
     broadcast                -                              values of rank 0 on all ranks, so that every plan
                                                             starts from the same
-    make_stages              stages, split, stage_model     parameters of other pipeline stages are on meta
+    make_stages              stages, split, absent          parameters of other pipeline stages are on meta
     buffers                  -                              buffers that were on meta have values
     deal_moes                moes                           experts of other ranks have left
     cut_tensors              tensor                         layers are cut
@@ -27,7 +27,8 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     synchronize              -                              BatchNorm is over the rows of all data ranks
     Reads, give_memory       tensor.reads                   cut parameters are read in their layers only
     wrap                     units                          forwards are wrapped, inside to outside:
-                                                            recomputation, ZeRO-3, random streams, stages
+                                                            recomputation, ZeRO-3, random streams,
+    wrap_stages              stage_model                    and stages
     replace_parameters       -                              the optimizer has what this rank owns, and steps
                                                             in parallel.step only
     make_ties                ties
@@ -52,7 +53,7 @@ from pycomm.parallel.building.experts import deal_all_stacked, deal_moes
 from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
-from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.building.wrap import wrap, wrap_stages
 from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
@@ -142,7 +143,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     moes = deal_moes(model, original.moe_names, mesh, plan)
     tensor, cut = cut_tensors(model, original, cut, mesh, plan)
     stacked = deal_all_stacked(model, original.stacked_names, mesh, tensor)
-    full_values, compute_dtype = cast(model, cut.stage_model, plan)
+    full_values, compute_dtype = cast(model, cut.absent, plan)
 
     filling.hollow(model, cut)
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)
@@ -170,7 +171,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             original=original,
             streams=streams,
             stages=cut.stages,
-            stage_model=cut.stage_model,
+            stage_model=wrap_stages(model, cut, streams, tensor.forwards),
             split=cut.split,
             tensor=tensor,
             moes=moes,
