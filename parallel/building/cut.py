@@ -9,7 +9,7 @@ from pycomm.parallel.ground.trunk import Side, Trunk, owners
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
-from pycomm.parallel.sequence.eager import serve_eager
+from pycomm.parallel.sequence.apply import split_sequence
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
 
@@ -37,15 +37,10 @@ class Cut(NamedTuple):
 
 def make_stages(model, trunk, mesh, plan):
     """A Cut. Parameters of other stages leave the model: their modules are on meta."""
-    cuts_sequence = plan.ring > 1 or plan.ulysses > 1 or (plan.megatron_sp and plan.tp > 1)
-    split = SequenceSplit(mesh, plan) if cuts_sequence else None
-    needed = plan.pp > 1 or split is not None
+    needed = plan.pp > 1 or plan.cuts_sequence
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
-    if split is not None:
-        split.sides = sides
-        if split.degree > 1:
-            serve_eager(trunk.blocks)
+    split = split_sequence(trunk, sides, mesh, plan)
     if plan.pp > 1:
         bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
         placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement

@@ -55,10 +55,6 @@ def _always(plan: Plan) -> bool:
     return True
 
 
-def _cuts_sequence(plan: Plan) -> bool:
-    return plan.ring * plan.ulysses > 1 or plan.megatron_sp and plan.tp > 1
-
-
 TABLE = (
     Assumption(
         "rows",
@@ -88,7 +84,7 @@ TABLE = (
         "positions",
         "a piece of a sequence gives what the whole gives",
         "ring, ulysses, megatron_sp",
-        _cuts_sequence,
+        lambda plan: plan.cuts_sequence,
         "first step, evaluate or predict",
         "2 forwards of 2 rows and 4 n + 1 positions for n ranks, in eval mode: outputs and the loss with the "
         "sequence whole against cut (checks/positions.py)",
