@@ -25,7 +25,7 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     make_reducers            reducers                       gradients have hooks
     make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
     synchronize              -                              BatchNorm is over the rows of all data ranks
-    Reads, give_memory       tensor.reads                   cut parameters are read in their layers only
+    Reads, give_memory       reads                          cut parameters are read in their layers only
     wrap                     units                          forwards are wrapped, inside to outside:
                                                             recomputation, ZeRO-3, random streams,
     wrap_stages              stage_model                    and stages
@@ -151,9 +151,8 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     deferred = make_deferred(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
-    if plan.tp * plan.ep * plan.pp > 1:
-        moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
-        tensor.reads = Reads(model, tensor.layouts, moe_of, stacked)
+    moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
+    reads = Reads(model, tensor.layouts, moe_of, stacked) if plan.tp * plan.ep * plan.pp > 1 else None
     give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
     if opt is not None:
@@ -174,6 +173,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             stage_model=wrap_stages(model, cut, streams, tensor.forwards),
             split=cut.split,
             tensor=tensor,
+            reads=reads,
             moes=moes,
             compute_dtype=compute_dtype,
             infos=described.infos,

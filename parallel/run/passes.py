@@ -132,8 +132,8 @@ def forward_pass(parts, phase, stage, number):
             stack.enter_context(DeferWeights(parts.deferred, (stage, number)))
         if parts.units is not None:
             stack.enter_context(parts.units.reading)
-        if parts.tensor.reads is not None:
-            stack.enter_context(parts.tensor.reads.refused())
+        if parts.reads is not None:
+            stack.enter_context(parts.reads.refused())
         # A single process draws from the user's stream, as it always did.
         if parts.mesh.world.size > 1 and parts.model.training:
             stack.enter_context(parts.streams.active())
@@ -185,7 +185,7 @@ def shape_of_input(parts, stage, microbatch):
 def find_input(parts, stage, microbatch):
     """[(place, shape, dtype)] of what `stage` is to be handed, found without data."""
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
-    reads = contextlib.nullcontext() if parts.tensor.reads is None else parts.tensor.reads.refused()
+    reads = contextlib.nullcontext() if parts.reads is None else parts.reads.refused()
     with parts.streams.kept(), stand_ins, reads:
         return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
 

@@ -50,11 +50,8 @@ class Head:
 
 class TensorParallel:
     """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
-    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it), reads (Reads or
-    None).
+    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it).
     """
-
-    reads = None
 
     def __init__(self, layouts, found, head=None, forwards=None):
         self.layouts, self.found, self.head, self.forwards = layouts, found, head, forwards or {}
