@@ -11,20 +11,19 @@ import torch
 
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.data.replicated import way_to_sum
-from pycomm.parallel.ground.split_backward import WeightStore
-from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.pipeline.apply import splits_backward
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import is_elementwise
 from pycomm.parallel.zero.shards import MasterOptions
 from pycomm.parallel.zero.units import Unit, Units
 
-__all__ = ["make_deferred", "make_reducers", "make_shards", "make_units"]
+__all__ = ["make_reducers", "make_shards", "make_units"]
 
 
 def make_reducers(infos_of, trunk, opt, plan):
     """{stage: Reducer} with buckets of the trained parameters. infos_of: see describe.Described."""
     # In a split backward, parts of two microbatches may alternate: nothing is summed before both are done.
-    eager = not _splits_backward(plan)
+    eager = not splits_backward(plan)
     reducers = {}
     for stage, infos in infos_of.items():
         trained = [info for info in infos if info.param.requires_grad]
@@ -61,21 +60,6 @@ def _master_options(bucket, plan):
         on_host=plan.offload is not None and bucket.device.type != "cpu",
         values_on_host=plan.offload == "parameters",
     )
-
-
-def make_deferred(reducers, plan):
-    """WeightStore of a schedule that splits the backward; its gradients go to the reducers."""
-    if not _splits_backward(plan):
-        return None
-    reducer_of = {param: reducer for reducer in reducers.values() for param in reducer.params}
-    return WeightStore(
-        accumulate=lambda param, grad: reducer_of[param].accumulate(param, grad),
-        on_grad=lambda param: reducer_of[param].ready(param),
-    )
-
-
-def _splits_backward(plan):
-    return plan.pp > 1 and make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).split
 
 
 def make_units(model, trunk, shards):

@@ -6,9 +6,9 @@ import torch
 
 from pycomm.parallel.ground.call_order import called_sides
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
-from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
-from pycomm.parallel.pipeline.placement import Stages, cut_blocks
+from pycomm.parallel.pipeline.apply import assign_stages
+from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.sequence.apply import split_sequence
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import parallelize_tensor
@@ -41,32 +41,9 @@ def make_stages(model, trunk, mesh, plan):
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
     split = split_sequence(trunk, sides, mesh, plan)
-    if plan.pp > 1:
-        bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
-        placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
-        here = mesh.coordinate("pp")
-        mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == here]
-        between = next(s for s, (_, end) in enumerate(bounds) if end >= trunk.border)
-        stages = Stages(tuple(bounds), placement, tuple(mine), between)
-        if placement[0] == placement[-1]:
-            _check_around(found, plan)
-    else:
-        stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
+    stages = assign_stages(trunk, found, plan, mesh.coordinate("pp"))
     absent = AbsentModules(model, trunk, stages, found) if needed else None
     return Cut(trunk, sides, stages, split, absent)
-
-
-def _check_around(found, plan):
-    """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
-    for name, module, side in found:
-        own = module._parameters.items()
-        trained = [key for key, parameter in own if parameter is not None and parameter.requires_grad]
-        if side is Side.AROUND and trained:
-            raise ValueError(
-                f"Plan({plan}): the first and the last stage are on one rank, and {trained[0]!r} "
-                f"lies in {name or 'the model'!r}, which contains the blocks, so both may use it. Put it "
-                "into a module of its own, or choose another schedule"
-            )
 
 
 def cut_tensors(model, original, cut, mesh, plan):

@@ -23,6 +23,7 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
     make_reducers            reducers                       gradients have hooks
+    defer_weights            deferred                       untouched
     make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
     synchronize              -                              BatchNorm is over the rows of all data ranks
     Reads, give_memory       reads                          cut parameters are read in their layers only
@@ -45,7 +46,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.parallel.building.alike import Given, refuse_unlike
-from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
+from pycomm.parallel.building.buckets import make_reducers, make_shards
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
@@ -65,6 +66,7 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.ground.trunk import Trunk
 from pycomm.parallel.parts import Parallelized, attach, parts_of
+from pycomm.parallel.pipeline.apply import defer_weights
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
 from pycomm.parallel.tensor.reads import Reads
@@ -148,7 +150,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     filling.hollow(model, cut)
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)
     reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
-    deferred = make_deferred(reducers, plan)
+    deferred = defer_weights(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
     moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}

@@ -1,6 +1,7 @@
 """Pipeline parallelism: schedules as data, their timelines, the executor, the split backward, and PipeDream's
 weight stashing.
 
+apply.py             the pipeline of a plan: stages, and weight gradients that wait
 schedules.py         the order in which each rank runs its passes
 timeline.py          when each pass would run: the bubble, and pictures
 executor.py          runs this rank's part of a schedule
