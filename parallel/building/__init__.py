@@ -5,7 +5,6 @@ alike.py          whether all ranks were given the same
 checks.py         what is refused before anything is changed
 describe.py       what there is to know of parameters, before and after the cuts
 cut.py            stages, tensors, and the cast to bf16
-experts.py        experts are dealt over the ranks of ep
 filling.py        a model on meta becomes this rank's part of it
 initial.py        first values of a model on meta, module by module
 buckets.py        where gradients and values lie: buckets, shards, units

@@ -1,17 +1,24 @@
-"""The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
+"""The steps that take parts of the model away, each by the apply.py of its strategies: stages and pieces of
+the sequence, then tensors and stacked experts, then the cast to bf16.
+"""
 
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from pycomm.parallel.expert.apply import deal_stacked_experts
 from pycomm.parallel.ground.call_order import called_sides
+from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
+from pycomm.parallel.parts import Original
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.apply import assign_stages
 from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.sequence.apply import split_sequence
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
-from pycomm.parallel.tensor import parallelize_tensor
+from pycomm.parallel.tensor import TensorParallel, parallelize_tensor
 
 __all__ = ["Cut", "cast", "cut_tensors", "make_stages"]
 
@@ -25,7 +32,7 @@ class Cut(NamedTuple):
     split: SequenceSplit | None  # None: whole sequences
     absent: AbsentModules | None  # None: neither stages nor a split sequence
 
-    def stages_of(self, name):
+    def stages_of(self, name: str) -> tuple[int, ...]:
         """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
         if self.stages.last == 0:
             return (0,)
@@ -35,7 +42,7 @@ class Cut(NamedTuple):
         return self.stages.of(self.sides[name.rpartition(".")[0]])
 
 
-def make_stages(model, trunk, mesh, plan):
+def make_stages(model: nn.Module, trunk: Trunk | None, mesh: Mesh, plan: Plan) -> Cut:
     """A Cut. Parameters of other stages leave the model: their modules are on meta."""
     needed = plan.pp > 1 or plan.cuts_sequence
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
@@ -46,8 +53,12 @@ def make_stages(model, trunk, mesh, plan):
     return Cut(trunk, sides, stages, split, absent)
 
 
-def cut_tensors(model, original, cut, mesh, plan):
-    """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
+def cut_tensors(
+    model: nn.Module, original: Original, cut: Cut, mesh: Mesh, plan: Plan
+) -> tuple[TensorParallel, Cut]:
+    """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced). tp leaves whole
+    what ep deals: MoE layers, which have been dealt, and stacked experts, which are dealt here.
+    """
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -57,10 +68,15 @@ def cut_tensors(model, original, cut, mesh, plan):
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,
     )
-    return tensor, cut._replace(trunk=cut.trunk.now(model) if cut.trunk else None)
+    cut = cut._replace(trunk=cut.trunk.now(model) if cut.trunk else None)
+    stacked = deal_stacked_experts(model, original.stacked_names, mesh.group("ep"))
+    tensor.note_dealt(stacked, mesh.coordinate("tp"))
+    return tensor, cut
 
 
-def cast(model, absent, plan):
+def cast(
+    model: nn.Module, absent: AbsentModules | None, plan: Plan
+) -> tuple[dict[nn.Parameter, torch.Tensor], torch.dtype | None]:
     """({parameter that has values: these at full precision}, compute dtype or None for the model's own)."""
     full_values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     if plan.precision is None:

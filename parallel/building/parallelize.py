@@ -17,8 +17,8 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     make_stages              stages, split, absent          parameters of other pipeline stages are on meta
     buffers                  -                              buffers that were on meta have values
     deal_moes                moes                           experts of other ranks have left
-    cut_tensors              tensor                         layers are cut
-    deal_all_stacked         layouts in tensor              of stacked experts this rank's are left
+    cut_tensors              tensor                         layers are cut; of stacked experts this rank's
+                                                            are left
     cast                     full-precision values          computes in bf16 where the plan says so
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
@@ -26,7 +26,8 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     defer_weights            deferred                       untouched
     make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
     synchronize              -                              BatchNorm is over the rows of all data ranks
-    Reads, give_memory       reads                          cut parameters are read in their layers only
+    _guard_reads             reads                          cut parameters are read in their layers only
+    give_memory              -                              parameters in no bucket have memory
     wrap                     units                          forwards are wrapped, inside to outside:
                                                             recomputation, ZeRO-3, random streams,
     wrap_stages              stage_model                    and stages
@@ -50,7 +51,6 @@ from pycomm.parallel.building.buckets import make_reducers, make_shards
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
-from pycomm.parallel.building.experts import deal_all_stacked, deal_moes
 from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
@@ -58,6 +58,8 @@ from pycomm.parallel.building.wrap import wrap, wrap_stages
 from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.data.batch_norm import synchronize
+from pycomm.parallel.expert.apply import deal_moes
+from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
@@ -65,10 +67,11 @@ from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.ground.trunk import Trunk
-from pycomm.parallel.parts import Parallelized, attach, parts_of
+from pycomm.parallel.parts import Original, Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.apply import defer_weights
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
+from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
@@ -144,7 +147,6 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     filling.buffers(model, cut)
     moes = deal_moes(model, original.moe_names, mesh, plan)
     tensor, cut = cut_tensors(model, original, cut, mesh, plan)
-    stacked = deal_all_stacked(model, original.stacked_names, mesh, tensor)
     full_values, compute_dtype = cast(model, cut.absent, plan)
 
     filling.hollow(model, cut)
@@ -153,10 +155,10 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     deferred = defer_weights(reducers, plan)
     shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
-    moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
-    reads = Reads(model, tensor.layouts, moe_of, stacked) if plan.tp * plan.ep * plan.pp > 1 else None
+    reads = _guard_reads(model, tensor, moes, original, plan)
     give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
+    stage_model = wrap_stages(model, cut, streams, tensor.forwards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])
     ties = make_ties(reducers, described.stages_of, cut.stages.placement)
@@ -172,11 +174,11 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             original=original,
             streams=streams,
             stages=cut.stages,
-            stage_model=wrap_stages(model, cut, streams, tensor.forwards),
+            stage_model=stage_model,
             split=cut.split,
             tensor=tensor,
             reads=reads,
-            moes=moes,
+            moes=tuple(moes.values()),
             compute_dtype=compute_dtype,
             infos=described.infos,
             reducers=reducers,
@@ -208,6 +210,15 @@ def _take_over(model, opt):
     generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
+
+
+def _guard_reads(
+    model: nn.Module, tensor: TensorParallel, moes: dict[str, MoE], original: Original, plan: Plan
+) -> Reads | None:
+    """Of parameters that are not whole here, or whose gradients are summed with those of other ranks."""
+    if plan.tp * plan.ep * plan.pp == 1:
+        return None
+    return Reads(model, tensor.layouts, moes if plan.ep > 1 else {}, original.stacked_names)
 
 
 def _broadcast(model: nn.Module, mesh: Mesh) -> None:
