@@ -7,7 +7,6 @@ describe.py       what there is to know of parameters, before and after the cuts
 cut.py            stages, tensors, and the cast to bf16
 filling.py        a model on meta becomes this rank's part of it
 initial.py        first values of a model on meta, module by module
-buckets.py        where gradients and values lie: buckets, shards, units
 recompute.py      recomputation of activations, block by block
 wrap.py           the wrappers around forwards
 report.py         what a plan has made of a model, for people

@@ -6,7 +6,7 @@
     cut_tensors, cast       the rest, in the shapes and dtypes of this rank
     hollow                  nothing: parameters have a device, a shape, and the     one element each
                             memory of one number
-    make_shards             their places: buffers, shards, master copies            this rank's share
+    make_buckets            their places: buffers, shards, master copies            this rank's share
     fill                    the values, box by box                                  and one module
 
 A value comes from the files of weights= (checkpoint/hub.py), or from the initialisation of its module

@@ -22,9 +22,9 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     cast                     full-precision values          computes in bf16 where the plan says so
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
-    make_reducers            reducers                       gradients have hooks
+    make_buckets             reducers, shards               gradients have hooks, values lie in buffers;
+                                                            ZeRO-3 has freed them
     defer_weights            deferred                       untouched
-    make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
     synchronize              -                              BatchNorm is over the rows of all data ranks
     _guard_reads             reads                          cut parameters are read in their layers only
     give_memory              -                              parameters in no bucket have memory
@@ -47,7 +47,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.parallel.building.alike import Given, refuse_unlike
-from pycomm.parallel.building.buckets import make_reducers, make_shards
 from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
@@ -68,11 +67,12 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.ground.trunk import Trunk
 from pycomm.parallel.parts import Original, Parallelized, attach, parts_of
-from pycomm.parallel.pipeline.apply import defer_weights
+from pycomm.parallel.pipeline.apply import defer_weights, splits_backward
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
 from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.tensor.reads import Reads
+from pycomm.parallel.zero.apply import make_buckets
 from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
 __all__ = ["parallelize", "parallelize_again", "parallelize_on"]
@@ -151,9 +151,9 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
 
     filling.hollow(model, cut)
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)
-    reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
+    eager = not splits_backward(plan)
+    reducers, shards = make_buckets(described.infos_of, full_values, cut.trunk, opt, plan, eager)
     deferred = defer_weights(reducers, plan)
-    shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
     synchronize(model, mesh)
     reads = _guard_reads(model, tensor, moes, original, plan)
     give_memory(described.infos)

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from pycomm.parallel.building.buckets import make_units
 from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.building.recompute import forget_keys, recompute_blocks
 from pycomm.parallel.ground.streams import RandomStreams, Stream
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.tensor.narrow import SublayerForward
 from pycomm.parallel.tensor.stream_edges import switch_at_edges
+from pycomm.parallel.zero.apply import make_units
 from pycomm.parallel.zero.kinds import kind_of
 
 __all__ = ["wrap", "wrap_stages"]
