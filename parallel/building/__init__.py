@@ -2,7 +2,6 @@
 
 parallelize.py    the order of the steps
 alike.py          whether all ranks were given the same
-checks.py         what is refused before anything is changed
 describe.py       what there is to know of parameters, before and after the cuts
 cut.py            stages, tensors, and the cast to bf16
 filling.py        a model on meta becomes this rank's part of it
@@ -14,14 +13,12 @@ over_hosts.py     which axes cross hosts, and what goes over the link
 """
 
 from pycomm.parallel.building.alike import Given
-from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.parallelize import parallelize, parallelize_again, parallelize_on
 from pycomm.parallel.building.report import Description, describe
 
 __all__ = [
     "Description",
     "Given",
-    "check",
     "describe",
     "parallelize",
     "parallelize_again",

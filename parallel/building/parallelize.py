@@ -5,6 +5,7 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
 
     step                     makes                          the model afterwards
     check                    trunk                          untouched: what is refused here changes nothing
+                                                            (checks/before.py)
     Mesh                     mesh                           untouched
     refuse_unlike            -                              untouched: ranks that were given different things
                                                             are refused (alike.py)
@@ -47,7 +48,6 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.parallel.building.alike import Given, refuse_unlike
-from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
 from pycomm.parallel.building.filling import Filling, give_memory
@@ -56,6 +56,7 @@ from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap, wrap_stages
 from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
+from pycomm.parallel.checks.before import check
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.expert.apply import deal_moes
 from pycomm.parallel.expert.moe import MoE

@@ -4,6 +4,8 @@ TABLE below is the whole of it: docs/limits.md has it, made from here. An assump
 held, broken (refused, with the numbers that show it), not tried (and why, by one WARNING). They belong to the
 parallelized model (ground/answers.py); describe() shows them.
 
+    before.py     what does not fit together in a model, an optimizer and a plan: refused before anything
+                  is changed, and not in TABLE
     experiments   run the model or its loss aside, with few rows, before the first passes
         cut.py            may this batch be cut: "rows" and "loss"
           choice.py       which rows and positions
