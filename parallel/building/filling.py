@@ -19,6 +19,7 @@ Parameters that have values keep them, if the files have none for them.
 import torch
 from torch import nn
 
+from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.building.initial import Initial
 from pycomm.parallel.checkpoint.agree import together_over
 from pycomm.parallel.checkpoint.holdings import holdings
@@ -63,7 +64,7 @@ class Filling:
     def _source(self, name):
         return self.files if self.files is not None and name in self.files else self.initial
 
-    def buffers(self, model, cut):
+    def buffers(self, model: nn.Module, cut: Cut) -> None:
         """Gives their values to all buffers but those of other stages' blocks."""
         absent = cut.absent.blocks if cut.absent is not None else ()
         outside = {id(module) for index in absent for module in cut.trunk.blocks[index].modules()}

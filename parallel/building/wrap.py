@@ -9,23 +9,34 @@ block.forward
 
 import contextlib
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from torch import nn
 
 from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.building.recompute import forget_keys, recompute_blocks
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.split_backward import WeightStore
 from pycomm.parallel.ground.streams import RandomStreams, Stream
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.tensor.narrow import SublayerForward
 from pycomm.parallel.tensor.stream_edges import switch_at_edges
 from pycomm.parallel.zero.apply import make_units
 from pycomm.parallel.zero.kinds import kind_of
+from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.units import Units
 
 __all__ = ["wrap", "wrap_stages"]
 
 
-def wrap(model, plan, cut, streams, deferred, shards):
+def wrap(
+    model: nn.Module,
+    plan: Plan,
+    cut: Cut,
+    streams: RandomStreams,
+    deferred: WeightStore | None,
+    shards: Mapping[int, Sequence[Shards]],
+) -> Units | None:
     """Wraps in the order above, but for stages. Returns the Units of ZeRO-3, or None."""
     trunk = cut.trunk
     if trunk:
