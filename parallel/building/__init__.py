@@ -3,7 +3,7 @@
 parallelize.py    the order of the steps
 alike.py          whether all ranks were given the same
 describe.py       what there is to know of parameters, before and after the cuts
-cut.py            stages, tensors, and the cast to bf16
+cut.py            stages and pieces of the sequence, tensors and experts, and the cast to bf16
 filling.py        a model on meta becomes this rank's part of it
 initial.py        first values of a model on meta, module by module
 recompute.py      recomputation of activations, block by block

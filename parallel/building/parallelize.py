@@ -2,6 +2,7 @@
 
 Each step takes what it needs from those before it and returns what it makes. At the end all of it goes into
 one frozen value (parts.py). The model and the optimizer are changed in place and remain the user's objects.
+What a strategy does lies in the apply.py of its folder; what needs two of them lies in building/.
 
     step                     makes                          the model afterwards
     check                    trunk                          untouched: what is refused here changes nothing
@@ -16,15 +17,16 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
     broadcast                -                              values of rank 0 on all ranks, so that every plan
                                                             starts from the same
     make_stages              stages, split, absent          parameters of other pipeline stages are on meta
+                                                            (sequence/apply.py, pipeline/apply.py)
     buffers                  -                              buffers that were on meta have values
-    deal_moes                moes                           experts of other ranks have left
-    cut_tensors              tensor                         layers are cut; of stacked experts this rank's
-                                                            are left
+    deal_moes                moes                           experts of other ranks have left (expert/apply.py)
+    cut_tensors              tensor                         layers are cut (tensor/apply.py); of stacked
+                                                            experts this rank's are left
     cast                     full-precision values          computes in bf16 where the plan says so
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
     make_buckets             reducers, shards               gradients have hooks, values lie in buffers;
-                                                            ZeRO-3 has freed them
+                                                            ZeRO-3 has freed them (zero/apply.py)
     defer_weights            deferred                       untouched
     synchronize              -                              BatchNorm is over the rows of all data ranks
     _guard_reads             reads                          cut parameters are read in their layers only
