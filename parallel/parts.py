@@ -7,6 +7,7 @@
       stages, stage_model    which blocks are here, and the forward of a part of them          pipeline/
       split                  which positions of a sequence are here                            sequence/
       tensor                 what tensor parallelism cut                                       tensor/
+      reads                  parameters that are read in their own layers only                 tensor/
       moes                   layers whose experts were dealt                                   expert/
       infos                  the parameters of this rank
       reducers               stage -> its buckets: gradients of those parameters               data/
@@ -44,6 +45,7 @@ from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.pipeline.ties import Tie
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import TensorParallel
+from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.shards import Shards
 from pycomm.parallel.zero.units import Units
 
@@ -106,6 +108,7 @@ class Parallelized:
     stage_model: StageModel | None  # None: the model's forward runs whole, on whole sequences
     split: SequenceSplit | None  # None: whole sequences
     tensor: TensorParallel  # layouts of all parameters, and the head where it is cut
+    reads: Reads | None  # of parameters that are cut; None: the plan has nothing that must not be read
     moes: tuple[MoE, ...]
     compute_dtype: torch.dtype | None  # None: the model's own
     infos: tuple[ParamInfo, ...]  # of every parameter of this rank, frozen ones included

@@ -2,13 +2,10 @@
 
 parallelize.py    the order of the steps
 alike.py          whether all ranks were given the same
-checks.py         what is refused before anything is changed
 describe.py       what there is to know of parameters, before and after the cuts
-cut.py            stages, tensors, and the cast to bf16
-experts.py        experts are dealt over the ranks of ep
+cut.py            stages and pieces of the sequence, tensors and experts, and the cast to bf16
 filling.py        a model on meta becomes this rank's part of it
 initial.py        first values of a model on meta, module by module
-buckets.py        where gradients and values lie: buckets, shards, units
 recompute.py      recomputation of activations, block by block
 wrap.py           the wrappers around forwards
 report.py         what a plan has made of a model, for people
@@ -16,14 +13,12 @@ over_hosts.py     which axes cross hosts, and what goes over the link
 """
 
 from pycomm.parallel.building.alike import Given
-from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.parallelize import parallelize, parallelize_again, parallelize_on
 from pycomm.parallel.building.report import Description, describe
 
 __all__ = [
     "Description",
     "Given",
-    "check",
     "describe",
     "parallelize",
     "parallelize_again",

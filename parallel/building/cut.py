@@ -1,18 +1,24 @@
-"""The steps that take parts of the model away: stages, tensors, and the cast to bf16."""
+"""The steps that take parts of the model away, each by the apply.py of its strategies: stages and pieces of
+the sequence, then tensors and stacked experts, then the cast to bf16.
+"""
 
-import functools
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from pycomm.parallel.expert.apply import deal_stacked_experts
 from pycomm.parallel.ground.call_order import called_sides
+from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.trunk import Side, Trunk, owners
-from pycomm.parallel.pipeline import make_schedule
-from pycomm.parallel.pipeline.placement import Stages, cut_blocks
-from pycomm.parallel.pipeline.stage import StageModel
-from pycomm.parallel.sequence.eager import serve_eager
+from pycomm.parallel.parts import Original
+from pycomm.parallel.pipeline.absent_modules import AbsentModules
+from pycomm.parallel.pipeline.apply import assign_stages
+from pycomm.parallel.pipeline.placement import Stages
+from pycomm.parallel.sequence.apply import split_sequence
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
-from pycomm.parallel.tensor import parallelize_tensor
+from pycomm.parallel.tensor import TensorParallel, parallelize_tensor
 
 __all__ = ["Cut", "cast", "cut_tensors", "make_stages"]
 
@@ -24,9 +30,9 @@ class Cut(NamedTuple):
     sides: dict[str, Side]  # name of a module outside the blocks -> its side; empty without a trunk
     stages: Stages
     split: SequenceSplit | None  # None: whole sequences
-    stage_model: StageModel | None  # None: neither stages nor a split sequence
+    absent: AbsentModules | None  # None: neither stages nor a split sequence
 
-    def stages_of(self, name):
+    def stages_of(self, name: str) -> tuple[int, ...]:
         """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
         if self.stages.last == 0:
             return (0,)
@@ -36,47 +42,23 @@ class Cut(NamedTuple):
         return self.stages.of(self.sides[name.rpartition(".")[0]])
 
 
-def make_stages(model, trunk, mesh, plan):
+def make_stages(model: nn.Module, trunk: Trunk | None, mesh: Mesh, plan: Plan) -> Cut:
     """A Cut. Parameters of other stages leave the model: their modules are on meta."""
-    cuts_sequence = plan.ring > 1 or plan.ulysses > 1 or (plan.megatron_sp and plan.tp > 1)
-    split = SequenceSplit(mesh, plan) if cuts_sequence else None
-    needed = plan.pp > 1 or split is not None
+    needed = plan.pp > 1 or plan.cuts_sequence
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
-    if split is not None:
-        split.sides = sides
-        if split.degree > 1:
-            serve_eager(trunk.blocks)
-    if plan.pp > 1:
-        bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
-        placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
-        here = mesh.coordinate("pp")
-        mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == here]
-        between = next(s for s, (_, end) in enumerate(bounds) if end >= trunk.border)
-        stages = Stages(tuple(bounds), placement, tuple(mine), between)
-        if placement[0] == placement[-1]:
-            _check_around(found, plan)
-    else:
-        stages = Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
-    stage_model = StageModel(model, trunk, stages, split, found) if needed else None
-    return Cut(trunk, sides, stages, split, stage_model)
+    split = split_sequence(trunk, sides, mesh, plan)
+    stages = assign_stages(trunk, found, plan, mesh.coordinate("pp"))
+    absent = AbsentModules(model, trunk, stages, found) if needed else None
+    return Cut(trunk, sides, stages, split, absent)
 
 
-def _check_around(found, plan):
-    """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
-    for name, module, side in found:
-        own = module._parameters.items()
-        trained = [key for key, parameter in own if parameter is not None and parameter.requires_grad]
-        if side is Side.AROUND and trained:
-            raise ValueError(
-                f"Plan({plan}): the first and the last stage are on one rank, and {trained[0]!r} "
-                f"lies in {name or 'the model'!r}, which contains the blocks, so both may use it. Put it "
-                "into a module of its own, or choose another schedule"
-            )
-
-
-def cut_tensors(model, original, cut, mesh, plan):
-    """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced)."""
+def cut_tensors(
+    model: nn.Module, original: Original, cut: Cut, mesh: Mesh, plan: Plan
+) -> tuple[TensorParallel, Cut]:
+    """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced). tp leaves whole
+    what ep deals: MoE layers, which have been dealt, and stacked experts, which are dealt here.
+    """
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -86,30 +68,20 @@ def cut_tensors(model, original, cut, mesh, plan):
         sequence=cut.split if cut.split is not None and cut.split.megatron else None,
         ties=original.first_name,
     )
-    if cut.trunk is None:
-        return tensor, cut
-    if cut.stage_model is not None:
-        _run_whole_where_absent(cut, tensor.forwards)
-    return tensor, cut._replace(trunk=cut.trunk.now(model))
+    cut = cut._replace(trunk=cut.trunk.now(model) if cut.trunk else None)
+    stacked = deal_stacked_experts(model, original.stacked_names, mesh.group("ep"))
+    tensor.note_dealt(stacked, mesh.coordinate("tp"))
+    return tensor, cut
 
 
-def _run_whole_where_absent(cut, forwards):
-    """forwards: {name of a layer: SublayerForward around it}, to be run whole by a stage that passes over the
-    layer.
-    """
-    for name, _, side in cut.stage_model.owners:
-        for layer, forward in forwards.items():
-            if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
-                (owner,) = cut.stages.of(side)
-                forward.is_passed_over = functools.partial(cut.stage_model.is_behind, owner)
-
-
-def cast(model, stage_model, plan):
+def cast(
+    model: nn.Module, absent: AbsentModules | None, plan: Plan
+) -> tuple[dict[nn.Parameter, torch.Tensor], torch.dtype | None]:
     """({parameter that has values: these at full precision}, compute dtype or None for the model's own)."""
     full_values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     if plan.precision is None:
         return full_values, None
-    for_shapes = stage_model.templates.parameters() if stage_model is not None else ()
+    for_shapes = absent.templates.parameters() if absent is not None else ()
     for parameter in [*model.parameters(), *for_shapes]:
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(torch.bfloat16)

@@ -3,21 +3,24 @@
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
-from pycomm.parallel.building.experts import moe_names_of, stacked_to_deal
 from pycomm.parallel.data.bucket import ParamInfo
+from pycomm.parallel.expert.apply import moe_names_of, stacked_to_deal
 from pycomm.parallel.ground.comm import Group
 from pycomm.parallel.ground.layout import Layout
 from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.parts import Original
 from pycomm.parallel.pipeline.absent import is_absent
+from pycomm.parallel.zero.optimizer import is_elementwise
 
 __all__ = ["Described", "describe_parameters", "note_original"]
 
 
-def note_original(model, opt, plan):
-    """Original, of a model that nothing was taken from. Raises ValueError where ep has nothing to deal, and
-    for modules of torch.jit.
+def note_original(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Plan) -> Original:
+    """Original, of a model that nothing was taken from. Raises ValueError where ep has nothing to deal, for
+    an optimizer that would have to see all experts of a parameter, and for modules of torch.jit.
     """
     _refuse_scripts(model)
     first_name, by_id = {}, {}
@@ -28,7 +31,12 @@ def note_original(model, opt, plan):
         for parameter in group["params"]:
             option[by_id[id(parameter)]] = number
     parameters = dict(model.named_parameters())
-    stacked_names = stacked_to_deal(model, opt, first_name, plan)
+    stacked_names = stacked_to_deal(model, first_name, plan.ep)
+    if stacked_names and opt is not None and not is_elementwise(opt):
+        raise ValueError(
+            f"Plan(ep={plan.ep}): {type(opt).__name__} looks at whole parameters, and in "
+            f"{stacked_names[0]!r} the experts of all ranks are one"
+        )
     return Original(
         names=tuple(parameters),
         first_name=first_name,
@@ -40,7 +48,7 @@ def note_original(model, opt, plan):
     )
 
 
-def _refuse_scripts(model: torch.nn.Module) -> None:
+def _refuse_scripts(model: nn.Module) -> None:
     """What torch.jit has compiled takes no parameter, attribute or forward from Python."""
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):

@@ -6,7 +6,7 @@
     cut_tensors, cast       the rest, in the shapes and dtypes of this rank
     hollow                  nothing: parameters have a device, a shape, and the     one element each
                             memory of one number
-    make_shards             their places: buffers, shards, master copies            this rank's share
+    make_buckets            their places: buffers, shards, master copies            this rank's share
     fill                    the values, box by box                                  and one module
 
 A value comes from the files of weights= (checkpoint/hub.py), or from the initialisation of its module
@@ -19,6 +19,7 @@ Parameters that have values keep them, if the files have none for them.
 import torch
 from torch import nn
 
+from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.building.initial import Initial
 from pycomm.parallel.checkpoint.agree import together_over
 from pycomm.parallel.checkpoint.holdings import holdings
@@ -63,9 +64,9 @@ class Filling:
     def _source(self, name):
         return self.files if self.files is not None and name in self.files else self.initial
 
-    def buffers(self, model, cut):
+    def buffers(self, model: nn.Module, cut: Cut) -> None:
         """Gives their values to all buffers but those of other stages' blocks."""
-        absent = cut.stage_model.elsewhere if cut.stage_model is not None else ()
+        absent = cut.absent.blocks if cut.absent is not None else ()
         outside = {id(module) for index in absent for module in cut.trunk.blocks[index].modules()}
 
         def give():

@@ -2,9 +2,11 @@
 
 Each step takes what it needs from those before it and returns what it makes. At the end all of it goes into
 one frozen value (parts.py). The model and the optimizer are changed in place and remain the user's objects.
+What a strategy does lies in the apply.py of its folder; what needs two of them lies in building/.
 
     step                     makes                          the model afterwards
     check                    trunk                          untouched: what is refused here changes nothing
+                                                            (checks/before.py)
     Mesh                     mesh                           untouched
     refuse_unlike            -                              untouched: ranks that were given different things
                                                             are refused (alike.py)
@@ -14,20 +16,24 @@ one frozen value (parts.py). The model and the optimizer are changed in place an
                              from (filling.py)
     broadcast                -                              values of rank 0 on all ranks, so that every plan
                                                             starts from the same
-    make_stages              stages, split, stage_model     parameters of other pipeline stages are on meta
+    make_stages              stages, split, absent          parameters of other pipeline stages are on meta
+                                                            (sequence/apply.py, pipeline/apply.py)
     buffers                  -                              buffers that were on meta have values
-    deal_moes                moes                           experts of other ranks have left
-    cut_tensors              tensor                         layers are cut
-    deal_all_stacked         layouts in tensor              of stacked experts this rank's are left
+    deal_moes                moes                           experts of other ranks have left (expert/apply.py)
+    cut_tensors              tensor                         layers are cut (tensor/apply.py); of stacked
+                                                            experts this rank's are left
     cast                     full-precision values          computes in bf16 where the plan says so
     hollow                   -                              parameters that were on meta have a device
     describe_parameters      infos by stage                 final: no parameter is replaced after this
-    make_reducers            reducers                       gradients have hooks
-    make_shards              shards                         values lie in buffers; ZeRO-3 has freed them
+    make_buckets             reducers, shards               gradients have hooks, values lie in buffers;
+                                                            ZeRO-3 has freed them (zero/apply.py)
+    defer_weights            deferred                       untouched
     synchronize              -                              BatchNorm is over the rows of all data ranks
-    Reads, give_memory       tensor.reads                   cut parameters are read in their layers only
+    _guard_reads             reads                          cut parameters are read in their layers only
+    give_memory              -                              parameters in no bucket have memory
     wrap                     units                          forwards are wrapped, inside to outside:
-                                                            recomputation, ZeRO-3, random streams, stages
+                                                            recomputation, ZeRO-3, random streams,
+    wrap_stages              stage_model                    and stages
     replace_parameters       -                              the optimizer has what this rank owns, and steps
                                                             in parallel.step only
     make_ties                ties
@@ -44,18 +50,18 @@ import torch.distributed as dist
 from torch import nn
 
 from pycomm.parallel.building.alike import Given, refuse_unlike
-from pycomm.parallel.building.buckets import make_deferred, make_reducers, make_shards
-from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
-from pycomm.parallel.building.experts import deal_all_stacked, deal_moes
 from pycomm.parallel.building.filling import Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
-from pycomm.parallel.building.wrap import wrap
+from pycomm.parallel.building.wrap import wrap, wrap_stages
 from pycomm.parallel.checkpoint.agree import exchange_over
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
+from pycomm.parallel.checks.before import check
 from pycomm.parallel.data.batch_norm import synchronize
+from pycomm.parallel.expert.apply import deal_moes
+from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
@@ -63,10 +69,13 @@ from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.ground.trunk import Trunk
-from pycomm.parallel.parts import Parallelized, attach, parts_of
+from pycomm.parallel.parts import Original, Parallelized, attach, parts_of
+from pycomm.parallel.pipeline.apply import defer_weights, splits_backward
 from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
+from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.tensor.reads import Reads
+from pycomm.parallel.zero.apply import make_buckets
 from pycomm.parallel.zero.optimizer import guard, replace_parameters
 
 __all__ = ["parallelize", "parallelize_again", "parallelize_on"]
@@ -141,20 +150,18 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     filling.buffers(model, cut)
     moes = deal_moes(model, original.moe_names, mesh, plan)
     tensor, cut = cut_tensors(model, original, cut, mesh, plan)
-    stacked = deal_all_stacked(model, original.stacked_names, mesh, tensor)
-    full_values, compute_dtype = cast(model, cut.stage_model, plan)
+    full_values, compute_dtype = cast(model, cut.absent, plan)
 
     filling.hollow(model, cut)
     described = describe_parameters(model, original, cut, tensor.layouts, mesh)
-    reducers = make_reducers(described.infos_of, cut.trunk, opt, plan)
-    deferred = make_deferred(reducers, plan)
-    shards = make_shards(described.infos_of, reducers, full_values, cut.trunk, opt, plan)
+    eager = not splits_backward(plan)
+    reducers, shards = make_buckets(described.infos_of, full_values, cut.trunk, opt, plan, eager)
+    deferred = defer_weights(reducers, plan)
     synchronize(model, mesh)
-    if plan.tp * plan.ep * plan.pp > 1:
-        moe_of = dict(zip(original.moe_names, moes, strict=True)) if plan.ep > 1 else {}
-        tensor.reads = Reads(model, tensor.layouts, moe_of, stacked)
+    reads = _guard_reads(model, tensor, moes, original, plan)
     give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
+    stage_model = wrap_stages(model, cut, streams, tensor.forwards)
     if opt is not None:
         replace_parameters(opt, [shard for stage in shards.values() for shard in stage])
     ties = make_ties(reducers, described.stages_of, cut.stages.placement)
@@ -170,10 +177,11 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             original=original,
             streams=streams,
             stages=cut.stages,
-            stage_model=cut.stage_model,
+            stage_model=stage_model,
             split=cut.split,
             tensor=tensor,
-            moes=moes,
+            reads=reads,
+            moes=tuple(moes.values()),
             compute_dtype=compute_dtype,
             infos=described.infos,
             reducers=reducers,
@@ -205,6 +213,15 @@ def _take_over(model, opt):
     generate_together(model)
     if opt is not None:
         guard(opt, parts_of(model).window.discard)
+
+
+def _guard_reads(
+    model: nn.Module, tensor: TensorParallel, moes: dict[str, MoE], original: Original, plan: Plan
+) -> Reads | None:
+    """Of parameters that are not whole here, or whose gradients are summed with those of other ranks."""
+    if plan.tp * plan.ep * plan.pp == 1:
+        return None
+    return Reads(model, tensor.layouts, moes if plan.ep > 1 else {}, original.stacked_names)
 
 
 def _broadcast(model: nn.Module, mesh: Mesh) -> None:

@@ -9,18 +9,35 @@ block.forward
 
 import contextlib
 import functools
+from collections.abc import Mapping, Sequence
 
-from pycomm.parallel.building.buckets import make_units
+from torch import nn
+
+from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.building.recompute import forget_keys, recompute_blocks
-from pycomm.parallel.ground.streams import Stream
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.split_backward import WeightStore
+from pycomm.parallel.ground.streams import RandomStreams, Stream
+from pycomm.parallel.pipeline.stage import StageModel
+from pycomm.parallel.tensor.narrow import SublayerForward
 from pycomm.parallel.tensor.stream_edges import switch_at_edges
+from pycomm.parallel.zero.apply import make_units
 from pycomm.parallel.zero.kinds import kind_of
+from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.units import Units
 
-__all__ = ["wrap"]
+__all__ = ["wrap", "wrap_stages"]
 
 
-def wrap(model, plan, cut, streams, deferred, shards):
-    """Wraps in the order above. Returns the Units of ZeRO-3, or None."""
+def wrap(
+    model: nn.Module,
+    plan: Plan,
+    cut: Cut,
+    streams: RandomStreams,
+    deferred: WeightStore | None,
+    shards: Mapping[int, Sequence[Shards]],
+) -> Units | None:
+    """Wraps in the order above, but for stages. Returns the Units of ZeRO-3, or None."""
     trunk = cut.trunk
     if trunk:
         attention = cut.split.attention if cut.split is not None else None
@@ -30,9 +47,23 @@ def wrap(model, plan, cut, streams, deferred, shards):
         forget_keys(model)
     units = make_units(model, trunk, shards) if kind_of(plan).by_unit else None
     switch_at_edges(model, streams, cut.split is not None and cut.split.megatron)
-    if cut.stage_model is not None:
-        cut.stage_model.install(on_pieces=lambda: streams.switch(Stream.OWN))
     return units
+
+
+def wrap_stages(
+    model: nn.Module, cut: Cut, streams: RandomStreams, sublayers: Mapping[str, SublayerForward]
+) -> StageModel | None:
+    """The wrapper around all others. sublayers: {name of a layer: the forward around it} of what tp has cut.
+    A stage that passes over such a layer runs it whole.
+    """
+    if cut.absent is None:
+        return None
+    stage_model = StageModel(model, cut.absent, cut.split, on_pieces=lambda: streams.switch(Stream.OWN))
+    for name, _, side in stage_model.owners:
+        for layer, forward in sublayers.items():
+            if name == layer or name.startswith(layer + "."):  # an adapter has its layers inside
+                forward.run_whole_while(stage_model.passes_over(side))
+    return stage_model
 
 
 def _recomputation_contexts(streams, attention, deferred):

@@ -4,6 +4,8 @@ TABLE below is the whole of it: docs/limits.md has it, made from here. An assump
 held, broken (refused, with the numbers that show it), not tried (and why, by one WARNING). They belong to the
 parallelized model (ground/answers.py); describe() shows them.
 
+    before.py     what does not fit together in a model, an optimizer and a plan: refused before anything
+                  is changed, and not in TABLE
     experiments   run the model or its loss aside, with few rows, before the first passes
         cut.py            may this batch be cut: "rows" and "loss"
           choice.py       which rows and positions
@@ -55,10 +57,6 @@ def _always(plan: Plan) -> bool:
     return True
 
 
-def _cuts_sequence(plan: Plan) -> bool:
-    return plan.ring * plan.ulysses > 1 or plan.megatron_sp and plan.tp > 1
-
-
 TABLE = (
     Assumption(
         "rows",
@@ -88,7 +86,7 @@ TABLE = (
         "positions",
         "a piece of a sequence gives what the whole gives",
         "ring, ulysses, megatron_sp",
-        _cuts_sequence,
+        lambda plan: plan.cuts_sequence,
         "first step, evaluate or predict",
         "2 forwards of 2 rows and 4 n + 1 positions for n ranks, in eval mode: outputs and the loss with the "
         "sequence whole against cut (checks/positions.py)",

@@ -211,6 +211,10 @@ class Plan:
         return 2 if self.schedule == ScheduleName.ZBV else 1
 
     @property
+    def cuts_sequence(self) -> bool:
+        return self.ring > 1 or self.ulysses > 1 or (self.megatron_sp and self.tp > 1)
+
+    @property
     def virtual_stages(self):
         return self.pp * self.chunks_per_rank if self.pp > 1 else 1
 

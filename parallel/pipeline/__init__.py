@@ -1,11 +1,15 @@
 """Pipeline parallelism: schedules as data, their timelines, the executor, the split backward, and PipeDream's
 weight stashing.
 
+apply.py             the pipeline of a plan: stages, and weight gradients that wait
 schedules.py         the order in which each rank runs its passes
 timeline.py          when each pass would run: the bubble, and pictures
 executor.py          runs this rank's part of a schedule
 placement.py         which blocks make up a stage, and which rank holds it
 stage.py             a model's own forward, run for a part of its blocks
+progress.py          how far that forward has come, and calls that are out of order
+pieces.py            blocks of a stage where the sequence is cut
+absent_modules.py    which modules other stages have, and what this rank has instead of them
 absent.py            what a stage has instead of values that other stages compute
 templates.py         the shapes of what absent modules return
 handover.py          what a stage hands on to the next one

@@ -63,8 +63,11 @@ _IN_MEMORY = {"view_as_complex", "as_strided"}  # they ask how their argument li
 class Delivery:
     """What has come in the place of a stand-in; tensor: None when the pass is over."""
 
-    def __init__(self, tensor):
-        self.tensor = tensor
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor: torch.Tensor | None = tensor
+
+    def end(self) -> None:
+        self.tensor = None
 
 
 class Absent(torch.Tensor):
@@ -77,6 +80,11 @@ class Absent(torch.Tensor):
     def delivered(self):
         """Whether its values have come."""
         return self.delivery is not None and self.delivery.tensor is not None
+
+    def deliver(self, tensor: torch.Tensor) -> Delivery:
+        """From now on, until the Delivery ends, this stands for a tensor that has come."""
+        self.delivery = Delivery(tensor)
+        return self.delivery
 
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -9,13 +9,15 @@ A table that a block keeps for its next call is made by each stage for itself, i
 of a shape; what a later pass changes is refused. Cost: the tokens of some places, twice in a pass.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-from pycomm.parallel.ground.shared_state import SharedState
-from pycomm.parallel.ground.trunk import replace_hidden
-from pycomm.parallel.pipeline.templates import NOT_HANDED_ON, check_like, numbers_of
+from pycomm.parallel.ground.trunk import Trunk, replace_hidden
+from pycomm.parallel.pipeline.templates import NOT_HANDED_ON, Templates, check_like, numbers_of
 
 __all__ = ["Assumptions"]
 
@@ -23,10 +25,9 @@ __all__ = ["Assumptions"]
 class Assumptions:
     """For the passes of stages that are not the last. split: SequenceSplit or None."""
 
-    def __init__(self, model, trunk, templates, split):
+    def __init__(self, trunk: Trunk, templates: Templates, split: Any) -> None:
         self.trunk, self.templates, self.split = trunk, templates, split
-        within = [module for block in trunk.blocks for module in block.modules()]
-        self.shared = templates.shared = SharedState(within, model.modules())
+        self.shared = templates.shared
         self.looked_at = set()  # (index, name) of modules whose results are compared with a guess
         self.template = None  # what later stages take the running block to return
         self.tokens = None  # at the first block of this pass
@@ -67,6 +68,15 @@ class Assumptions:
         self.seen.add((stage, shape))
         if changed is not None:
             raise ValueError(f"the blocks of stage {stage} write to {changed}, {NOT_HANDED_ON}")
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """What passes inside note is forgotten afterwards."""
+        before = set(self.seen), set(self.looked_at)
+        try:
+            yield
+        finally:
+            self.seen, self.looked_at = before
 
 
 def _looked_at(what, forward, *args, **kwargs):

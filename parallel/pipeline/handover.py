@@ -43,12 +43,15 @@ what the forward does with them, dropout included, which would then differ betwe
 alive would send a decoder's embeddings, which live in local variables.
 """
 
+from typing import Any
+
 import torch
 from torch.utils._pytree import tree_map_only
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.pipeline.absent import Absent, Delivery, first_absent
+from pycomm.parallel.pipeline.progress import Progress
 
 __all__ = ["Agreement", "Deliveries", "absent_places", "taken"]
 
@@ -86,12 +89,15 @@ def taken(args, kwargs, places, block):
 
 
 class Deliveries:
-    """What has taken the place of stand-ins in the pass that runs."""
+    """What has taken the place of stand-ins in the pass that runs. progress: of that pass."""
 
-    def __init__(self):
-        self.made = []
+    def __init__(self, progress: Progress) -> None:
+        self.progress = progress
+        self.made: list[Delivery] = []
 
-    def deliver(self, places, received, block):
+    def deliver(
+        self, places: list[tuple[int, Absent]], received: tuple[torch.Tensor, ...], block: str
+    ) -> None:
         """places: absent_places() of a block. Raises ValueError where they do not fit what was received."""
         got = [(tuple(tensor.shape), tensor.dtype) for tensor in received]
         asked = [(tuple(leaf.shape), leaf.dtype) for _, leaf in places]
@@ -101,19 +107,42 @@ class Deliveries:
                 "forward must do the same for equal shapes; or use a plan with pp=1"
             )
         for (_, leaf), tensor in zip(places, received, strict=True):
-            leaf.delivery = Delivery(tensor)
-            self.made.append(leaf.delivery)
+            self.made.append(leaf.deliver(tensor))
 
-    def present(self, values):
+    def present(self, values: Any) -> Any:
         """values with what was delivered in its place; what was not stays as it is."""
         if first_absent(values) is None:
             return values
         return tree_map_only(Absent, lambda leaf: leaf.delivery.tensor if leaf.delivered else leaf, values)
 
-    def end(self):
+    def check_present(self, values: Any, what: str) -> Any:
+        """values with what was delivered. Raises ValueError for what is absent. what: who uses the values."""
+        values = self.present(values)
+        stages, stage = self.progress.stages, self.progress.stage
+        absent = first_absent(values) if stages.last > 0 else None
+        if absent is not None and stage == 0 and len(stages.mine) == 1:
+            raise ValueError(
+                f"{what} a tensor that comes from {absent.origin}, which is registered after the blocks of "
+                f"{self.progress.name!r} but used before them: register it before them"
+            )
+        if absent is not None and stage == 0:
+            raise ValueError(
+                f"{what} a tensor that the model has kept from the pass of another stage on this rank. "
+                "Choose a schedule with one stage on a rank (1f1b, gpipe, zb-h1), or use a plan with pp=1"
+            )
+        if absent is not None:
+            raise ValueError(
+                f"{what} a tensor of shape {tuple(absent.shape)} that comes from {absent.origin}, which an "
+                f"earlier pipeline stage runs, not stage {stage} of {stages.last + 1}: a stage hands on "
+                "what the first block of the next one is given. Give it to all blocks, compute it inside "
+                "them, name another list with Plan(blocks=...), or use a plan with pp=1"
+            )
+        return values
+
+    def end(self) -> None:
         """What is kept of a pass stands for nothing in the next one."""
         for delivery in self.made:
-            delivery.tensor = None
+            delivery.end()
         self.made.clear()
 
 

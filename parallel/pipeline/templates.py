@@ -41,11 +41,14 @@ NOT_HANDED_ON = (
 
 
 class Templates:
-    """Keys: of modules that some stage of this rank passes over, or whose result a later stage waits for."""
+    """Keys: of modules that some stage of this rank passes over, or whose result a later stage waits for.
 
-    def __init__(self):
+    shared: what blocks write to other objects than themselves.
+    """
+
+    def __init__(self, shared: SharedState) -> None:
         self.caches = Caches()
-        self.shared = SharedState(())  # what blocks write beside themselves
+        self.shared = shared
         self.copies = {}  # key -> a copy without data
         self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
         self.found = {}  # (key, shapes of its arguments) -> its result, on meta

@@ -2,7 +2,7 @@
 argument, its value and what would do.
 
 What a torch model or its optimizer refuse beside (BatchNorm, hooks, kinds of optimizers) is known to
-par.parallelize only, see building/checks.py.
+par.parallelize only, see checks/before.py.
 """
 
 import dataclasses

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
-from pycomm.parallel.building.checks import check
 from pycomm.parallel.building.describe import note_original
+from pycomm.parallel.checks.before import check
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_memory, fixed_fields

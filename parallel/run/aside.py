@@ -249,9 +249,5 @@ def _kept_stages(parts: Parallelized) -> Iterator[None]:
     if parts.stage_model is None:
         yield
         return
-    noted = parts.stage_model.assumptions
-    before = set(noted.seen), set(noted.looked_at)
-    try:
+    with parts.stage_model.assumptions.kept():
         yield
-    finally:
-        noted.seen, noted.looked_at = before

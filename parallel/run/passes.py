@@ -12,12 +12,15 @@ this model's random numbers                equal or different on the ranks of tp
 """
 
 import contextlib
+from collections.abc import Hashable, Iterator
 
 import torch
 from torch.utils._pytree import tree_flatten
 
 from pycomm import trace
 from pycomm.parallel.data.gather_rows import gathering
+from pycomm.parallel.ground.batch import Microbatch
+from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.loss import microbatch_loss
@@ -121,7 +124,7 @@ def recomputing(parts, length, key):
 
 
 @contextlib.contextmanager
-def forward_pass(parts, phase, stage, number):
+def forward_pass(parts: Parallelized, phase: Phase, stage: Hashable, number: int) -> Iterator[None]:
     """Around the forward of microbatch `number`; see the head of the file."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(unit_pass(parts, phase, stage))
@@ -132,8 +135,8 @@ def forward_pass(parts, phase, stage, number):
             stack.enter_context(DeferWeights(parts.deferred, (stage, number)))
         if parts.units is not None:
             stack.enter_context(parts.units.reading)
-        if parts.tensor.reads is not None:
-            stack.enter_context(parts.tensor.reads.refused())
+        if parts.reads is not None:
+            stack.enter_context(parts.reads.refused())
         # A single process draws from the user's stream, as it always did.
         if parts.mesh.world.size > 1 and parts.model.training:
             stack.enter_context(parts.streams.active())
@@ -182,10 +185,12 @@ def shape_of_input(parts, stage, microbatch):
     return [(shape, dtype, parts.device) for _, shape, dtype in found]
 
 
-def find_input(parts, stage, microbatch):
+def find_input(
+    parts: Parallelized, stage: int, microbatch: Microbatch
+) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
     """[(place, shape, dtype)] of what `stage` is to be handed, found without data."""
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
-    reads = contextlib.nullcontext() if parts.tensor.reads is None else parts.tensor.reads.refused()
+    reads = contextlib.nullcontext() if parts.reads is None else parts.reads.refused()
     with parts.streams.kept(), stand_ins, reads:
         return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
 

@@ -1,5 +1,6 @@
 """Sequence parallelism: Ulysses, ring attention and their hybrid, and which positions each rank holds.
 
+apply.py             the sequence of a model is cut under a plan
 ulysses.py           ulysses_attention: all heads of some positions become some heads of all positions
 ring.py              ring_attention: keys and values travel around the ring
 block.py             attention of some queries to one block of keys, to be merged
@@ -8,8 +9,6 @@ attention.py         a model's own calls of scaled_dot_product_attention, over t
 eager.py             the eager attention of transformers on a split sequence
 mask.py              attention masks on a split sequence
 sequence_split.py    where a model's sequence is cut: at its first block
-proof.py             whether blocks compute from pieces what they compute from the whole
-glue.py              the same of the code between and after the blocks
 """
 
 from pycomm.parallel.sequence.attention import SequenceAttention

@@ -20,7 +20,7 @@ a dimension of length T are refused for that reason.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.nn.functional as F
@@ -28,7 +28,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.ground import comm, differentiable
-from pycomm.parallel.ground.trunk import replace_hidden
+from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.trunk import Side, replace_hidden
 from pycomm.parallel.sequence import split
 from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.mask import looks_like_mask
@@ -78,8 +80,8 @@ class SequenceSplit:
     a context in which attention sees the whole sequence.
     """
 
-    def __init__(self, mesh, plan):
-        self.sides = {}
+    def __init__(self, mesh: Mesh, plan: Plan, sides: Mapping[str, Side]) -> None:
+        self.sides = sides
         self.ring, self.ulysses, self.tp = mesh.group("ring"), mesh.group("ulysses"), mesh.group("tp")
         self.zigzag = plan.zigzag and self.ring.size > 1
         self.megatron = plan.megatron_sp and self.tp.size > 1

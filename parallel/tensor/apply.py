@@ -11,10 +11,12 @@ With `sequence` see [Note: sequence] in whole_sequence.py. No communication here
 model, the rules and the rank alone. Sources: Shoeybi 2019, Korthikanti 2022.
 """
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.layout import whole
+from pycomm.parallel.ground.layout import Layout, whole
 from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer, swap
 from pycomm.parallel.tensor.find import find
 from pycomm.parallel.tensor.heads import split_heads
@@ -50,14 +52,20 @@ class Head:
 
 class TensorParallel:
     """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
-    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it), reads (Reads or
-    None).
+    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it).
     """
-
-    reads = None
 
     def __init__(self, layouts, found, head=None, forwards=None):
         self.layouts, self.found, self.head, self.forwards = layouts, found, head, forwards or {}
+
+    def note_dealt(self, layouts: Mapping[str, Layout], rank: int) -> None:
+        """Some parameters that are whole here were dealt over other ranks afterwards: experts. layouts: of
+        what is here of them now. rank: this one's in tp, of which the first counts them.
+        """
+        for name, layout in layouts.items():
+            partial = self.layouts[name].partial
+            counted = layout.counted if partial or rank == 0 else ()
+            self.layouts[name] = layout._replace(partial=partial, counted=counted)
 
     def __str__(self):
         return "\n".join(

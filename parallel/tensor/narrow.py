@@ -21,6 +21,7 @@ forward (torch.fx), which fails on the data-dependent Python that attention modu
 
 import inspect
 import re
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -197,16 +198,21 @@ class SublayerForward:
     """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
     it does not fit.
 
-    narrow: Narrowed, None where inputs are not to look narrow. is_passed_over: whether a pipeline stage runs
-    that has not these layers; what stands for their results there has all heads and features.
+    narrow: Narrowed, None where inputs are not to look narrow.
     """
 
     def __init__(self, owner, fqn, source, narrow=None):
         self.owner, self.inner = owner, owner.forward
         self.fqn, self.source, self.narrow = fqn, source, narrow
-        self.is_passed_over = bool
+        self.is_passed_over: Callable[[], bool] = bool  # false
         self.names = tuple(inspect.signature(self.inner).parameters)
         self.running = False
+
+    def run_whole_while(self, is_passed_over: Callable[[], bool]) -> None:
+        """is_passed_over: whether a pipeline stage runs that does not have these layers. The stand-ins for
+        their results have all heads and features there.
+        """
+        self.is_passed_over = is_passed_over
 
     def view(self, name, x, views):
         if self.narrow is None:

@@ -26,11 +26,13 @@ call of the forward (1 us each); counting the edges to AccumulateGrad, which mis
 
 import contextlib
 import functools
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from pycomm.parallel.ground.layout import Layout
 from pycomm.parallel.ground.modes import uncompiled
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
@@ -64,11 +66,17 @@ class _Note(NamedTuple):
 
 
 class Reads:
-    """layouts: of the parameters of `model`, by name, final. moes, stacked: {name: MoE layer}, {name: module
-    of stacked experts}, whose experts have been dealt over ranks.
+    """layouts: of the parameters of `model`, by name, final. moes, stacked: {name: MoE layer}, and names of
+    modules with stacked experts, whose experts have been dealt over ranks.
     """
 
-    def __init__(self, model, layouts, moes, stacked):
+    def __init__(
+        self,
+        model: nn.Module,
+        layouts: Mapping[str, Layout],
+        moes: Mapping[str, nn.Module],
+        stacked: Collection[str],
+    ) -> None:
         self.notes = {}  # id of a parameter -> _Note
         self.guarded = []
         self.kind = type("Parameter", (_Guarded,), {"notes": self.notes})

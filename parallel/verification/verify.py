@@ -27,9 +27,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-from pycomm.parallel.building import Given, check, parallelize_on
+from pycomm.parallel.building import Given, parallelize_on
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict
 from pycomm.parallel.checkpoint.agree import exchange, together, together_over
+from pycomm.parallel.checks.before import check
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.mesh import Mesh, device_of

@@ -1,5 +1,6 @@
 """ZeRO: optimizer state, gradients and parameters as shards. Rajbhandari et al. 2020.
 
+apply.py        where gradients and values of a rank's parameters lie: buckets, shards, units
 kinds.py        the classes of each value of Plan(zero=)
 flat.py         ZeRO 1: the optimizer's state is sharded
 streamed.py     ZeRO 2 and 3: gradients, and values, exist for a few buckets at a time

@@ -1,39 +1,52 @@
-"""Where the gradients and values of the described parameters lie: buckets, their shards, and ZeRO-3's units.
+"""Where the gradients and values of a rank's parameters lie, under every value of Plan(zero=), 0 too.
 
-infos of a stage    a b c | d e | f g     in the order in which backward is to reach them
-buckets             of at most bucket_mb; with ZeRO-3 one for each unit (a block, or a module outside)
-shards              one for each bucket: values, master copies, what the optimizer has
+    infos of a stage      a b c | d e | f g    in the order in which backward is to reach them
+    buckets               of at most bucket_mb; with ZeRO-3 one for each unit (a block, or a module outside)
+    shards                one for each bucket: values, master copies, what the optimizer has
+
+    step                  makes                the model afterwards
+    make_buckets          reducers, shards     gradients have hooks, values lie in buffers; ZeRO-3 frees them
+    make_units            Units                ZeRO-3 only: forwards gather and free parameters (units.py)
+    replace_parameters    -                    as before; the optimizer has the shards (optimizer.py)
+
+What can go wrong: an optimizer that looks at whole parameters. Its buckets are cut between parameters.
 """
 
 import collections
+from collections.abc import Mapping, Sequence
 
 import torch
+from torch import nn
 
+from pycomm.parallel.data.bucket import Bucket, ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.data.replicated import way_to_sum
-from pycomm.parallel.ground.split_backward import WeightStore
-from pycomm.parallel.pipeline import make_schedule
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.trunk import Trunk
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import is_elementwise
-from pycomm.parallel.zero.shards import MasterOptions
+from pycomm.parallel.zero.shards import MasterOptions, Shards
 from pycomm.parallel.zero.units import Unit, Units
 
-__all__ = ["make_deferred", "make_reducers", "make_shards", "make_units"]
+__all__ = ["make_buckets", "make_units"]
+
+Infos = Mapping[int, Sequence[ParamInfo]]  # stage of this rank -> those of its parameters
+Values = Mapping[nn.Parameter, torch.Tensor]
+Optimizer = torch.optim.Optimizer | None
 
 
-def make_reducers(infos_of, trunk, opt, plan):
-    """{stage: Reducer} with buckets of the trained parameters. infos_of: see describe.Described."""
-    # In a split backward, parts of two microbatches may alternate: nothing is summed before both are done.
-    eager = not _splits_backward(plan)
+def make_buckets(
+    infos_of: Infos, full_values: Values, trunk: Trunk | None, opt: Optimizer, plan: Plan, eager: bool
+) -> tuple[dict[int, Reducer], dict[int, tuple[Shards, ...]]]:
+    """({stage: Reducer with the buckets of its trained parameters}, {stage: Shards of its buckets}).
+
+    full_values: parameter -> its values at full precision. eager: whether a bucket may be summed as soon as
+    it is complete; not where parts of the backward of two microbatches alternate.
+    """
     reducers = {}
     for stage, infos in infos_of.items():
         trained = [info for info in infos if info.param.requires_grad]
         reducers[stage] = Reducer(_buckets_of(trained, trunk, opt, plan), eager=eager)
-    return reducers
-
-
-def make_shards(infos_of, reducers, full_values, trunk, opt, plan):
-    """{stage: the Shards of its buckets}. full_values: parameter -> values at full precision."""
     kind, found = kind_of(plan), {}
     for stage, infos in infos_of.items():
         buckets = list(reducers[stage].buckets)
@@ -43,10 +56,10 @@ def make_shards(infos_of, reducers, full_values, trunk, opt, plan):
         found[stage] = tuple(
             kind.shards(bucket, full_values, _master_options(bucket, plan)) for bucket in buckets
         )
-    return found
+    return reducers, found
 
 
-def _buckets_of(infos, trunk, opt, plan):
+def _buckets_of(infos: Sequence[ParamInfo], trunk: Trunk | None, opt: Optimizer, plan: Plan) -> list[Bucket]:
     kind = kind_of(plan)
     whole = opt is not None and not is_elementwise(opt)
     make_sum = way_to_sum(plan.compression, plan.grad_sync == "naive")
@@ -55,7 +68,7 @@ def _buckets_of(infos, trunk, opt, plan):
     return [kind.make_bucket(part, whole, make_sum) for part in parts]
 
 
-def _master_options(bucket, plan):
+def _master_options(bucket: Bucket, plan: Plan) -> MasterOptions:
     return MasterOptions(
         dtype=torch.float32 if plan.precision and bucket.dtype == torch.bfloat16 else None,
         on_host=plan.offload is not None and bucket.device.type != "cpu",
@@ -63,22 +76,7 @@ def _master_options(bucket, plan):
     )
 
 
-def make_deferred(reducers, plan):
-    """WeightStore of a schedule that splits the backward; its gradients go to the reducers."""
-    if not _splits_backward(plan):
-        return None
-    reducer_of = {param: reducer for reducer in reducers.values() for param in reducer.params}
-    return WeightStore(
-        accumulate=lambda param, grad: reducer_of[param].accumulate(param, grad),
-        on_grad=lambda param: reducer_of[param].ready(param),
-    )
-
-
-def _splits_backward(plan):
-    return plan.pp > 1 and make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).split
-
-
-def make_units(model, trunk, shards):
+def make_units(model: nn.Module, trunk: Trunk | None, shards: Mapping[int, Sequence[Shards]]) -> Units:
     """Units of ZeRO-3, which wrap the forwards of the modules that use them. shards: {stage: its Shards}."""
     units, found = Units(), {}
     for stage, parts in shards.items():
@@ -102,24 +100,26 @@ def make_units(model, trunk, shards):
     return units
 
 
-def _users(model, parts):
+def _users(model: nn.Module, parts: Sequence[Shards]) -> list[nn.Module]:
     """The modules that have one of these parameters as their own."""
     held = {info.param for shard in parts for info in shard.bucket.infos}
     return [m for m in model.modules() if any(p in held for p in m._parameters.values())]
 
 
-def _contains_blocks(module, trunk):
+def _contains_blocks(module: nn.Module, trunk: Trunk | None) -> bool:
     inside = set(module.modules())
     return trunk is not None and any(block in inside for block in trunk.blocks)
 
 
-def _unit_of(name, trunk):
+def _unit_of(name: str, trunk: Trunk | None) -> tuple[str, int | None]:
     """(name of the trunk, index of the block) of a parameter, or (the module outside the blocks, None)."""
     index = trunk.block_of(name) if trunk else None
     return (name.rpartition(".")[0], None) if index is None else (trunk.name, index)
 
 
-def _by_unit(infos, trunk):
+def _by_unit(
+    infos: Sequence[ParamInfo], trunk: Trunk | None
+) -> dict[tuple[str, int | None], list[ParamInfo]]:
     """{unit: its infos}, in the order of the infos."""
     units = {}
     for info in infos:

@@ -1,12 +1,27 @@
-"""What can be refused before any rank is asked and anything is changed."""
+"""What does not fit together in a model, an optimizer and a plan: refused before any rank is asked and before
+anything is changed.
+
+    plan                            looked for
+    all                             a model that is parallelized, compiled or on meta in a way that cannot be
+                                    filled; an optimizer that has taken steps or has other parameters
+    cut at blocks                   a model without a list of blocks
+    cut by rows or the sequence     BatchNorm, embeddings that look at all rows
+    pp                              backward hooks of blocks, modules that two stages share
+
+What can go wrong: it sees what is registered, not what a forward does. The first passes show that (the other
+files of this folder).
+"""
+
+from collections.abc import Collection, Iterator
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from pycomm.parallel.ground.modes import is_compiled
 from pycomm.parallel.ground.norms import batch_norms
-from pycomm.parallel.ground.plan import ScheduleName
-from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.ground.plan import Plan, ScheduleName
+from pycomm.parallel.ground.trunk import Trunk, find_trunk
 from pycomm.parallel.pipeline.placement import cut_blocks
 from pycomm.parallel.pipeline.updates import refuse_tied_weights
 from pycomm.parallel.zero.kinds import kind_of
@@ -15,7 +30,7 @@ from pycomm.parallel.zero.optimizer import check_fresh, is_elementwise
 __all__ = ["check"]
 
 
-def check(model, opt, plan):
+def check(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Plan) -> Trunk | None:
     """Raises ValueError for what does not fit together. Returns the Trunk; None where none is needed."""
     if "_parallel" in model.__dict__:
         raise ValueError(f"this model is parallelized already, by Plan({model.__dict__['_parallel'].plan})")
@@ -34,7 +49,7 @@ def check(model, opt, plan):
     return trunk
 
 
-def _check_meta(model):
+def _check_meta(model: nn.Module) -> None:
     """Parameters and buffers on meta get their values in parallelize(), other tensors do not."""
     if torch.get_default_device().type == "meta":
         raise ValueError(
@@ -51,7 +66,7 @@ def _check_meta(model):
                 )
 
 
-def _trunk_for(model, plan):
+def _trunk_for(model: nn.Module, plan: Plan) -> Trunk | None:
     need = {
         "pp": plan.pp > 1,
         "ring": plan.ring > 1,
@@ -77,7 +92,7 @@ def _trunk_for(model, plan):
     return trunk
 
 
-def _check_shared(model, trunk, bounds):
+def _check_shared(model: nn.Module, trunk: Trunk, bounds: list[tuple[int, int]]) -> None:
     """Raises ValueError for a module with values that blocks of two stages share, or a block and the model
     around it: a weight can be tied, a module is on one stage.
     """
@@ -100,7 +115,7 @@ def _check_shared(model, trunk, bounds):
             )
 
 
-def _around(module, blocks, prefix=""):
+def _around(module: nn.Module, blocks: Collection[int], prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(name, module) of all that is reached without going into a block."""
     for name, child in module.named_children():
         if id(child) not in blocks:
@@ -108,7 +123,7 @@ def _around(module, blocks, prefix=""):
             yield from _around(child, blocks, f"{prefix}{name}.")
 
 
-def _check_compiled(model, plan):
+def _check_compiled(model: nn.Module, plan: Plan) -> None:
     """What is compiled is traced together with what a plan puts around and into it."""
     compiled = {name: module for name, module in model.named_modules() if is_compiled(module)}
     into = [axis for axis in ("ring", "ulysses") if getattr(plan, axis) > 1]
@@ -126,7 +141,7 @@ def _check_compiled(model, plan):
         )
 
 
-def _check_batch_norms(model, trunk, plan):
+def _check_batch_norms(model: nn.Module, trunk: Trunk | None, plan: Plan) -> None:
     found = batch_norms(model)
     names = list(found)
     own = [name for name, module in found.items() if "forward" in module.__dict__ or not _is_plain(module)]
@@ -151,7 +166,7 @@ def _check_batch_norms(model, trunk, plan):
         )
 
 
-def _check_embeddings(model, plan):
+def _check_embeddings(model: nn.Module, plan: Plan) -> None:
     """Options of torch's embeddings that look at all rows of a batch, or write weights in the forward."""
     rows = plan.dp * plan.ep > 1
     for name, module in model.named_modules():
@@ -169,7 +184,7 @@ def _check_embeddings(model, plan):
             )
 
 
-def _check_hooks(trunk, plan):
+def _check_hooks(trunk: Trunk, plan: Plan) -> None:
     for name, block in zip(trunk.names, trunk.blocks, strict=True):
         if block._backward_hooks or block._backward_pre_hooks:
             raise ValueError(
@@ -178,12 +193,12 @@ def _check_hooks(trunk, plan):
             )
 
 
-def _is_plain(module):
+def _is_plain(module: nn.Module) -> bool:
     """Whether torch's own forward runs."""
     return type(module).forward is _BatchNorm.forward
 
 
-def _check_optimizer(model, opt, plan):
+def _check_optimizer(model: nn.Module, opt: torch.optim.Optimizer, plan: Plan) -> None:
     known = {id(parameter) for parameter in model.parameters()}
     strange = sum(id(parameter) not in known for group in opt.param_groups for parameter in group["params"])
     if strange:

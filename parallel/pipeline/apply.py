@@ -1,0 +1,69 @@
+"""A plan's pipeline: what of it is made when, by parallelize().
+
+    step             makes                                  the model afterwards
+    assign_stages    Stages: blocks and rank of each        untouched
+    AbsentModules    what this rank does not have           its parameters are on meta (absent_modules.py)
+    defer_weights    WeightStore of a split backward        as before
+    StageModel       the walk through the blocks            forwards are wrapped (stage.py)
+    make_ties        weights of several stages              as before (ties.py)
+
+What can go wrong: fewer blocks than stages; a trained parameter around the blocks where one rank has both
+ends. Both are refused by assign_stages, on every rank.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.split_backward import WeightStore
+from pycomm.parallel.ground.trunk import Side, Trunk
+from pycomm.parallel.pipeline.placement import Stages, cut_blocks
+from pycomm.parallel.pipeline.schedules import make_schedule
+
+__all__ = ["assign_stages", "defer_weights", "splits_backward"]
+
+
+def assign_stages(
+    trunk: Trunk | None, owners: Sequence[tuple[str, nn.Module, Side]], plan: Plan, rank: int
+) -> Stages:
+    """owners: see ground/trunk.py. rank: this one's in pp. Raises ValueError for what the plan cannot cut."""
+    if plan.pp == 1:
+        return Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
+    bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
+    placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
+    mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == rank]
+    between = next(s for s, (_, end) in enumerate(bounds) if end >= trunk.border)
+    if placement[0] == placement[-1]:
+        _check_around(owners, plan)
+    return Stages(tuple(bounds), placement, tuple(mine), between)
+
+
+def _check_around(owners: Sequence[tuple[str, nn.Module, Side]], plan: Plan) -> None:
+    """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
+    for name, module, side in owners:
+        own = module._parameters.items()
+        trained = [key for key, parameter in own if parameter is not None and parameter.requires_grad]
+        if side is Side.AROUND and trained:
+            raise ValueError(
+                f"Plan({plan}): the first and the last stage are on one rank, and {trained[0]!r} "
+                f"lies in {name or 'the model'!r}, which contains the blocks, so both may use it. Put it "
+                "into a module of its own, or choose another schedule"
+            )
+
+
+def splits_backward(plan: Plan) -> bool:
+    """Whether the schedule computes gradients of inputs and of weights apart."""
+    return plan.pp > 1 and make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).split
+
+
+def defer_weights(reducers: Mapping[int, Any], plan: Plan) -> WeightStore | None:
+    """The WeightStore of a split backward, whose gradients go to the reducers (stage -> data.Reducer)."""
+    if not splits_backward(plan):
+        return None
+    reducer_of = {param: reducer for reducer in reducers.values() for param in reducer.params}
+    return WeightStore(
+        accumulate=lambda param, grad: reducer_of[param].accumulate(param, grad),
+        on_grad=lambda param: reducer_of[param].ready(param),
+    )
