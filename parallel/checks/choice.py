@@ -24,7 +24,6 @@ __all__ = [
     "rows_differ",
     "scores_of",
     "span_of",
-    "with_holes",
     "taken",
     "window_of",
 ]
@@ -94,20 +93,6 @@ def _sums(chosen: torch.Tensor) -> torch.Tensor:
 def are_uneven(rows: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor) -> tuple[bool, ...]:
     """In which scores c rows differ: n rows are alike where n * sum(c^2) = sum(c)^2."""
     return tuple((rows * squares - sums.square() > MOST_OF_SQUARES * sums.square()).tolist())
-
-
-def with_holes(targets: Any) -> Any:
-    """Targets of which every third row does not count (-100) in its second half: what tells apart what a mean
-    runs over. None where they are no whole numbers, or do not count already.
-    """
-    first = first_of(targets)
-    if first.is_floating_point() or first.is_complex() or bool((first < 0).any()):
-        return None
-    made = first.clone()
-    made[::3] = -100 if first.dim() == 1 else made[::3]
-    if first.dim() > 1:
-        made[::3, (first.shape[1] + 1) // 2 :] = -100
-    return tree_map(lambda leaf: made if leaf is first else leaf, targets)
 
 
 def chosen_rows(inputs: Any, targets: Any, scores: torch.Tensor, number: int) -> list[int]:

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from pycomm.parallel.checks.agree import agreed, raise_together
-from pycomm.parallel.checks.choice import taken, with_holes
-from pycomm.parallel.checks.means import fault_of_loss
+from pycomm.parallel.checks.choice import taken
+from pycomm.parallel.checks.means import fault_of_loss, makes_whole
 from pycomm.parallel.checks.measures import (
     Group,
     Measure,
@@ -24,11 +24,11 @@ from pycomm.parallel.checks.measures import (
     Refused,
     Seen,
     Unweighted,
+    halves_of,
     measured,
-    with_other_targets,
 )
 from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of, put_together
-from pycomm.parallel.checks.tolerances import Rounding, rounding_of
+from pycomm.parallel.checks.tolerances import rounding_of
 from pycomm.parallel.data.gather_rows import RowsGathered
 from pycomm.parallel.ground import drawn
 from pycomm.parallel.parts import Parallelized
@@ -92,7 +92,7 @@ class Asking(NamedTuple):
     model: bool  # whether the model is judged
     loss: bool  # whether the measures are
     unweighted: bool  # whether weights of classes are refused
-    holes: bool  # whether targets with holes tell counters apart, as these do not
+    alike: bool  # whether rows do not tell counters apart
 
 
 class Exchange:
@@ -113,7 +113,6 @@ class Exchange:
         """
         number, most, draws, is_rough = 0, 1, False, False
         self.found, self.error, self.graph = {}, None, graph
-        self.holes = with_holes(targets) if self.asked.holes else None
         self.outputs = []
         while True:
             few = 2 if number > 1 and draws else None
@@ -142,8 +141,7 @@ class Exchange:
         rans: list[Ran] = []
         self.outputs = []
         for index in groups + groups[:1] * bool(number):
-            holes = None if self.holes is None else taken(self.holes, index)
-            take = functools.partial(self._take, taken(targets, index), holes)
+            take = functools.partial(self._take, taken(targets, index))
             failed = self.error is not None
             rans.append(self.run(taken(inputs, index), take, number, failed, graph=self.graph))
             self.error = self.error or rans[-1].error
@@ -151,16 +149,16 @@ class Exchange:
                 break
         return rans
 
-    def _take(self, targets: Any, holes: Any, output: Any) -> Seen:
+    def _take(self, targets: Any, output: Any) -> Seen:
         split, pieces = self.parts.split, 0
         if split is not None:
-            targets, holes = split.cut_targets(targets), holes and split.cut_targets(holes)
+            targets = split.cut_targets(targets)
             pieces = sum(split.sizes) if split.degree > 1 else 0
         group = Group(targets, self.measures, self.counters, pieces)
         with Unweighted() if self.asked.unweighted else contextlib.nullcontext():
             seen = measured(output, group, self.wide)
-            if holes is not None:
-                seen = seen._replace(holes=with_other_targets(output, group, holes, self.wide))
+            if self.asked.alike and not self.outputs and not pieces:
+                seen = seen._replace(halves=halves_of(output, group, self.wide))
             self.outputs.append(output)
             if len(self.outputs) == len(FIVE):
                 with contextlib.suppress(Exception):  # of a measure that takes no such outputs
@@ -195,7 +193,7 @@ class Exchange:
         for name, at in names:
             found[name, at] = fault_of_loss(seen, name, at, rounding) if self.asks_loss else None
         for name in self.measures or () if self.asks_loss else ():
-            self._tell_apart(seen, name, rounding, found)
+            self._tell_apart(seen, name, found)
         found = {each: fault and (not number or self.found[each] and fault) for each, fault in found.items()}
         self.found = found
         other = bool(ignored or values_differ) and not found["model"]
@@ -205,14 +203,19 @@ class Exchange:
             *(False, False, is_rough, drew),
         ]
 
-    def _tell_apart(self, seen: list[Seen], name: str, rounding: Rounding, found: dict) -> None:
-        """Of counters that are left, those that do not hold for targets with holes, if one does."""
+    def _tell_apart(self, seen: list[Seen], name: str, found: dict) -> None:
+        """Of counters that rows of one length do not tell apart: that by which halves of the positions make
+        the whole (halves that share one, for shifted labels); else rows.
+        """
         left = [at for at in range(len(self.counters)) if found[name, at] is None]
-        if len(left) > 1 and all(name in each.holes for each in seen):
-            other = [each._replace(measured=each.holes) for each in seen]
-            faults = {at: fault_of_loss(other, name, at, rounding) for at in left}
-            if None in faults.values():
-                found.update({(name, at): fault for at, fault in faults.items()})
+        if len(left) > 1 and name in seen[0].halves:
+            halves, whole = seen[0].halves[name], seen[0].measured[name]
+            pairs = {
+                at: halves.sharing if at == 1 and len(self.counters) == 3 else halves.apart for at in left
+            }
+            holds = [at for at in left if makes_whole(whole, pairs[at], at)] or left[-1:]
+            fault = Fault("it is that of other counts", 0.0)
+            found.update({(name, at): fault for at in left if at != holds[0]})
 
     def _not_finite(self, seen: list[Seen]) -> bool:
         found = [each for one in seen for each in one.measured.values() if each.gradients and each.counts[0]]

@@ -6,7 +6,7 @@ from pycomm.parallel.checks.measures import Measured, Seen
 from pycomm.parallel.checks.rows import Fault, distance
 from pycomm.parallel.checks.tolerances import OF_DRAWN, Rounding, of_loss
 
-__all__ = ["fault_of_loss"]
+__all__ = ["fault_of_loss", "makes_whole"]
 
 
 def fault_of_loss(seen: list[Seen], name: str, counter: int, rounding: Rounding) -> Fault | None:
@@ -19,6 +19,13 @@ def fault_of_loss(seen: list[Seen], name: str, counter: int, rounding: Rounding)
     loss = _Loss(five, counter, seen[0].shapes, seen[4].shapes, rounding)
     fault = loss.of_value() or loss.of_gradients() or loss.of_size() or loss.of_halves()
     return fault and fault._replace(of_number=loss.uses_number())
+
+
+def makes_whole(whole: Measured, halves: tuple, counter: int) -> bool:
+    """Whether a loss is the mean of those of halves of its positions, by what this counter counts."""
+    terms = [counts[counter] * value if counts[counter] else 0.0 for counts, value in halves]
+    together, size = whole.counts[counter] * (whole.value or 0.0), max(map(abs, terms), default=0.0)
+    return abs(together - sum(terms)) <= of_loss(whole.wide) * max(size, abs(together))
 
 
 class _Loss:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from pycomm.parallel.checks.outputs import named_tensors, part_of, replaced
 from pycomm.parallel.tensor import cross_entropy
@@ -28,7 +28,7 @@ __all__ = [
     "Seen",
     "Unweighted",
     "measured",
-    "with_other_targets",
+    "halves_of",
 ]
 
 LARGEST = 1 << 21  # values of a tensor that are compared
@@ -54,7 +54,7 @@ class Seen(NamedTuple):
     shapes: dict[str, torch.Size]
     leaves: Leaves  # of real numbers, at most LARGEST values of each
     measured: dict[str, Measured]
-    holes: dict[str, Measured] = {}  # with targets of which some do not count, where losses pass over these
+    halves: dict[str, Any] = {}  # Halves of each measure that takes them
 
 
 class Group(NamedTuple):
@@ -78,31 +78,26 @@ def measured(output: Any, group: Group, wide: dict[str, int]) -> Seen:
     return Seen({where: leaf.shape for where, leaf in named}, leaves, found)
 
 
-def with_other_targets(output: Any, group: Group, targets: Any, wide: dict[str, int]) -> dict[str, Measured]:
-    """The measures that pass over targets of -100: their gradients there are known, and zero."""
-    first, found = next(leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)), {}
-    group, shapes = (
-        group._replace(targets=targets, pieces=0),
-        {w: leaf.shape for w, leaf in named_tensors(output)},
-    )
+class Halves(NamedTuple):
+    """(counts, value) of a loss for the halves of positions, and for halves that share one position."""
+
+    apart: tuple
+    sharing: tuple
+
+
+def halves_of(output: Any, group: Group, wide: dict[str, int]) -> dict[str, Halves]:
+    """Of the measures that take them; none where positions are not dim 1 of the only targets. Targets are
+    never changed: a kernel may read with them where there is no memory.
+    """
+    found, targets = {}, group.targets
+    if not isinstance(targets, torch.Tensor) or targets.dim() < 2 or targets.shape[1] in (1, len(targets)):
+        return found
+    group = group._replace(pieces=targets.shape[1])
     for name, measure in (group.measures or {}).items():
-        with contextlib.suppress(Exception):  # of the measure, which does not take such targets
-            each = _measure(measure, output, group, name, wide)
-            parts = [
-                _at(gradient, shapes[where], first == -100) for where, gradient in each.gradients.items()
-            ]
-            if parts and all(part is not None and not part.any() for part in parts):
-                found[name] = each
+        with contextlib.suppress(Exception):  # of the measure, which does not take fewer positions
+            pair = [_halves(measure, output, group, _WIDTHS[wide.get(name, 0)], shared) for shared in (0, 1)]
+            found[name] = Halves(*pair)
     return found
-
-
-def _at(gradient: torch.Tensor, shape: torch.Size, chosen: torch.Tensor) -> torch.Tensor | None:
-    """The gradient by outputs in the place of the chosen targets; None where that is not known."""
-    if gradient.numel() != shape.numel():
-        return None
-    if shape[: chosen.dim()] == chosen.shape:
-        return gradient.view(shape)[chosen]
-    return gradient.view(shape)[chosen.flatten()] if shape[0] == chosen.numel() else None
 
 
 def _measure(measure: Measure, output: Any, group: Group, name: str, wide: dict[str, int]) -> Measured:
@@ -199,12 +194,12 @@ def _used(measure: Measure, output: Any, targets: Any, leaves: Leaves, value: to
     }
 
 
-def _halves(measure: Measure, output: Any, group: Group, dtype: torch.dtype | None) -> tuple:
+def _halves(measure: Measure, output: Any, group: Group, dtype: torch.dtype | None, shared: int = 0) -> tuple:
     """Of this rank's positions, where the sequence is cut: (counts, value) of both halves."""
     length, found = group.pieces, []
     if length < 2:
         return ()
-    for start, stop in ((0, length // 2), (length // 2, length)):
+    for start, stop in ((0, length // 2 + shared), (length // 2, length)):
 
         def cut(where: str, leaf: torch.Tensor, start: int = start, stop: int = stop) -> torch.Tensor:
             leaf = leaf.whole() if isinstance(leaf, CutLogits) else leaf

@@ -86,6 +86,7 @@ class Verification:
     plan: str
     step: int = 1  # the first that differs; where all are equal, how many there were
     steps: int = 1  # how many were asked for
+    granted: tuple[str, ...] = ()  # what the plan takes for granted, by the names of docs/limits.md
 
     def __bool__(self):
         return self.equal
@@ -106,6 +107,9 @@ class Verification:
                 f"  forward   {_line(self.module, self.modules, 'all outputs are equal')}",
                 f"  backward  {_line(self.parameter, self.parameters, 'all gradients are equal')}",
             ]
+        if self.granted:
+            names = ", ".join(self.granted)
+            lines.append(f"  taken for granted by the plan, and compared here by what comes of it: {names}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 

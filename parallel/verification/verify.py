@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_map
 from pycomm.parallel.building import Given, parallelize_on
 from pycomm.parallel.checkpoint import full_gradients, full_state_dict
 from pycomm.parallel.checkpoint.agree import exchange, together, together_over
+from pycomm.parallel.checks import assumptions_of
 from pycomm.parallel.checks.before import check
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
@@ -295,6 +296,7 @@ def _found(parts, watch, loss, asked):
         compared=(len(set().union(*told)), len(offs["gradient"])),
         largest=max(largest, other, 0.0 if wrong else apart.relative),
         notes=tuple(notes),
+        granted=tuple(each.name for each in assumptions_of(parts.plan) if each.is_experiment),
         plan=f"Plan({parts.plan})",
         steps=asked.steps,
     )
