@@ -25,6 +25,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from pycomm.parallel.checkpoint.whole import zeros_of
+from pycomm.parallel.checks.agree import agreed
 from pycomm.parallel.checks.choice import (
     SCORES,
     are_uneven,
@@ -89,7 +90,9 @@ class BatchCheck:
     ) -> None:
         self.parts, self.run, self.measures, self.cuts = parts, run, measures, cuts
         several = parts.mesh.data.size * cuts.microbatches > 1
-        self.is_cut = parts.checks.asks and (several or cuts.others)
+        # Stages wait for each other by messages, where it is not seen that ranks were called in two ways.
+        self.agrees_first = not several and parts.plan.pp > 1
+        self.is_cut = parts.checks.asks and (several or cuts.others or self.agrees_first)
         self.count, self.key = count, (parts.model.training, None if measures is None else tuple(measures))
         trusted = set(parts.plan.trust)
         self.asks_model, self.asks_loss = (
@@ -173,6 +176,8 @@ class BatchCheck:
     def ask(self, inputs: Any, targets: Any) -> None:
         """inputs, targets: the whole batch, or this rank's rows. Collective over all ranks."""
         if not self.is_wanted:
+            return
+        if self.agrees_first and agreed(self.parts, not self.cuts.others)[0]:
             return
         parts, why = self.parts, _BY_RANKS
         if self.alike or not self._is_collective():
