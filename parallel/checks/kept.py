@@ -178,7 +178,7 @@ class _Held:
                 kind.__setitem__(value, key, own)
         elif isinstance(value, set):
             before = set(value)
-            self.undo.append(lambda: (set.clear(value), set.update(value, before)))
+            self.undo.append(lambda: _refill_set(value, before))
         else:
             kind = list if isinstance(value, list) else collections.deque
             before = list(value)
@@ -247,6 +247,13 @@ def _refill(mapping: dict, before: dict, kind: type[dict]) -> None:
         kind.clear(mapping)
         for key, value in before.items():
             kind.__setitem__(mapping, key, value)
+
+
+def _refill_set(value: set, before: set) -> None:
+    """One that is as before stays untouched: its order would be another one."""
+    if set.symmetric_difference(value, before):
+        set.clear(value)
+        set.update(value, before)
 
 
 def _give_class(owner: Any, kind: type) -> None:

@@ -33,12 +33,11 @@ def run_evaluation(parts, batch, options, metrics=None):
     check = BatchCheck(parts, Aside(parts, options.loss_fn, *metrics.values()), plain, options.count, cuts)
     counted = prepare(parts, batch, options, check)
     head, loss_fn = parts.tensor.head, options.loss_fn if not metrics else None
+    prove_positions(parts, counted.by(check.candidates[0])[0][0], options.loss_fn)
     with sharded_logits(head, loss_fn):
         check.ask(*counted.batch)
-    pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
-    microbatches = pieces["loss_fn"]
-    prove_positions(parts, microbatches[0], options.loss_fn)
-    with sharded_logits(head, loss_fn):
+        pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
+        microbatches = pieces["loss_fn"]
         agree(parts, microbatches)
         for number, microbatch in enumerate(microbatches):
 

@@ -54,10 +54,10 @@ def _run(parts, batch, options, make_passes):
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
                 reducer.zero_grad()
+        prove_positions(parts, counted.by(check.candidates[0])[0][0], options.loss_fn)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             check.ask(*counted.batch)
         microbatches, targets = counted.by(check.counter_of("loss_fn"))
-        prove_positions(parts, microbatches[0], options.loss_fn)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             shown = None if options.sharded else batch
             call = Call(options.update, updates.scale, parts.hyperparameters)
