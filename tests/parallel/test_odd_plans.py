@@ -198,7 +198,6 @@ REFUSED = [
         "pp=2",
         r"its 'state', a dict \(TypeError: .*lock.* a __setstate__ that",
     ),
-    (lambda: Plain(Locked, 4), None, "ring=2", "its 'state', a dict .* plan without pp, ring and ulysses"),
     (
         lambda: Plain(MadeLate, 4),
         None,
@@ -240,7 +239,7 @@ def test_right():
 @tier(slow=1)
 def test_what_the_refusals_say_would_do():
     check_equal(lambda: Plain(LockedAgain, 4), "pp=2", "ring=2")
-    check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2")
+    check_equal(lambda: Plain(Locked, 4), "dp=2,zero=3", "tp=2", "ring=2")
     check_equal(Towers, "tp=2,blocks=blocks", "dp=2,zero=3,blocks=right", "dp=2,zero=1")
     check_equal(run_before, "pp=2", "pp=2,schedule=zbv", "dp=2,zero=3")
 
