@@ -37,9 +37,9 @@ def copied(module, memo=None):
                 "__setstate__ that makes a new one"
             )
         raise ValueError(
-            f"a {type(module).__name__} cannot be copied, which the plan needs for runs on the side, because "
-            f"of its {name!r}, a {type(held).__name__} ({type(error).__name__}: {error}). {hint}, or use a "
-            "plan without pp, ring and ulysses"
+            f"a {type(module).__name__} cannot be copied, which a pipeline needs for runs without data, "
+            f"because of its {name!r}, a {type(held).__name__} ({type(error).__name__}: {error}). {hint}, or "
+            "use a plan without pp"
         ) from error
 
 
