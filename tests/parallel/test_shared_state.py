@@ -134,7 +134,7 @@ CASES = {
     "type": (lambda: Plain(OnType, 4), r"writes? to the attribute 'last' of the class OnType"),
     "late": (lambda: Plain(Late, 4), r"write to the global 'LOSSES'"),
     "object": (holding, r"write to the object 'stats', which several modules hold"),
-    "number": (lambda: Pairs(Numbered, 4), r"returns a number \(\[1\], (then|not) \[2\]\)"),
+    "number": (lambda: Pairs(Numbered, 4), r"returns a number \(\[\d\], (then|not) \[\d\]\)"),
     "told": (lambda: Pairs(Told, 4), r"returns a number \(\[0.5\], not \[1.0\]\)"),
     "count": (lambda: Counted(Count, 4), r"comes from block 0 \('calls'\)"),
 }
