@@ -23,7 +23,7 @@ class Description:
     {what the plan takes for granted: what was found of it}, see docs/limits.md.
     """
 
-    def __init__(self, rank, plan, axes, layers, sizes, more=((None, ()), None)):
+    def __init__(self, rank, plan, axes, layers, sizes, more=((None, ()), None)) -> None:
         self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
         self.numel, self.nbytes = sizes
         (self.hosts, self.crossing), self.checks = more

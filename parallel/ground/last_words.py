@@ -84,7 +84,7 @@ class LastWords:
         self.memory[start + LENGTH.size : start + LENGTH.size + len(data)] = data
         self.memory[start : start + LENGTH.size] = LENGTH.pack(len(data))
 
-    def of_others(self):
+    def of_others(self) -> list[str]:
         """A sentence for each rank that has left something."""
         found = []
         for rank in range(self.group.size if self.memory is not None else 0):

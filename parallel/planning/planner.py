@@ -41,7 +41,7 @@ class ChosenPlan(Plan):
     microbatches, prediction, others = 1, None, ()
 
     @classmethod
-    def best_of(cls, found):
+    def best_of(cls, found: list) -> "ChosenPlan":
         """found: Predictions, the best first."""
         best, *others = found
         self = cls(**{name: getattr(best.plan, name) for name in cls.__dataclass_fields__})

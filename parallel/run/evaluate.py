@@ -41,7 +41,7 @@ def run_evaluation(parts, batch, options, metrics=None):
         agree(parts, microbatches)
         for number, microbatch in enumerate(microbatches):
 
-            def measure(output, number=number):
+            def measure(output: object, number: int = number) -> None:
                 for name, each in measures.items():
                     found[name].append(microbatch_loss(parts, output, pieces[name][number], each))
 

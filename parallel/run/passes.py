@@ -145,7 +145,9 @@ def forward_pass(parts: Parallelized, phase: Phase, stage: Hashable, number: int
         yield
 
 
-def gathering_in(parts, microbatches, is_whole=True):
+def gathering_in(
+    parts: Parallelized, microbatches: int, is_whole: bool = True
+) -> contextlib.AbstractContextManager[None]:
     """Around the passes of a step: gather_rows() gives the rows of all data ranks. is_whole: no other call
     adds to the same update.
     """

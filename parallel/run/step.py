@@ -25,7 +25,7 @@ from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
-from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prepare import Options, prepare
 from pycomm.parallel.run.prove_positions import prove_positions
 from pycomm.parallel.run.replicas import compare_replicas
 from pycomm.parallel.run.router_loss import plain_loss
@@ -100,7 +100,7 @@ def _unlike(plan):
     return None
 
 
-def _check_of(parts, options):
+def _check_of(parts: Parallelized, options: Options) -> BatchCheck:
     cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
     measures = {"loss_fn": plain_loss(options.loss_fn)}
     return BatchCheck(parts, Aside(parts, *measures.values()), measures, options.count, cuts)
