@@ -124,7 +124,7 @@ class Exchange:
             if refused:
                 raise_together(self.parts, str(self.error) if isinstance(self.error, Refused) else None)
             unknown, (of_model, *of_losses) = flags[: len(_WHY)], flags[len(_WHY) :]
-            if any(unknown):
+            if any(unknown[:-1]) or (unknown[-1] and not of_model):  # a mute metric hides no mixed rows
                 return _WHY[unknown.index(True)]
             self._choose(of_losses)
             if not of_model and None not in self.chosen.values():
