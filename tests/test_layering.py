@@ -115,7 +115,7 @@ PARALLEL = [
     {"parts"},
     {"zero"},
     {"data", "expert", "pipeline", "sequence", "tensor"},
-    {"ground"},
+    {"ground", "models"},
 ]
 # The same for the folders of benchmarks/.
 BENCHMARKS = [

@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from pycomm.parallel.expert.apply import deal_stacked_experts
-from pycomm.parallel.ground.call_order import called_sides
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.ground.trunk import Side, Trunk, owners
+from pycomm.parallel.models.call_order import called_sides
+from pycomm.parallel.models.trunk import Side, Trunk, owners
 from pycomm.parallel.parts import Original
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.apply import assign_stages

@@ -68,7 +68,7 @@ from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.streams import RandomStreams
-from pycomm.parallel.ground.trunk import Trunk
+from pycomm.parallel.models.trunk import Trunk
 from pycomm.parallel.parts import Original, Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.apply import defer_weights, splits_backward
 from pycomm.parallel.pipeline.ties import make_ties

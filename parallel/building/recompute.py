@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pycomm.parallel.ground.modes import uncompiled
+from pycomm.parallel.models.modes import uncompiled
 
 __all__ = ["forget_keys", "recompute_blocks"]
 

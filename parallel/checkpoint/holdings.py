@@ -10,7 +10,7 @@ import torch
 
 from pycomm.parallel.checkpoint.boxes import boxes_of
 from pycomm.parallel.data.bucket import ParamInfo
-from pycomm.parallel.ground.trunk import Side
+from pycomm.parallel.models.trunk import Side
 
 __all__ = ["Holding", "holdings", "persistent_buffers"]
 

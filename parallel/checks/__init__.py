@@ -130,7 +130,7 @@ TABLE = (
         lambda plan: plan.pp > 1,
         "every pass",
         "shapes and numbers of blocks, tokens of globals, classes and shared objects "
-        "(pipeline/assumptions.py, outer_state.py, ground/shared_state.py)",
+        "(pipeline/assumptions.py, outer_state.py, models/shared_state.py)",
         "none",
         "names made up at run time (setattr, globals()[...]); what lies more than two containers deep",
     ),

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from pycomm.parallel.ground.modes import is_compiled
-from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.plan import Plan, ScheduleName
-from pycomm.parallel.ground.trunk import Trunk, find_trunk
+from pycomm.parallel.models.modes import is_compiled
+from pycomm.parallel.models.norms import batch_norms
+from pycomm.parallel.models.trunk import Trunk, find_trunk
 from pycomm.parallel.pipeline.placement import cut_blocks
 from pycomm.parallel.pipeline.updates import refuse_tied_weights
 from pycomm.parallel.zero.kinds import kind_of

@@ -30,7 +30,7 @@ from pycomm.parallel.checks.measures import (
 from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of, put_together
 from pycomm.parallel.checks.tolerances import rounding_of
 from pycomm.parallel.data.gather_rows import RowsGathered
-from pycomm.parallel.ground import drawn
+from pycomm.parallel.models import drawn
 from pycomm.parallel.parts import Parallelized
 
 __all__ = ["GATHERED", "RAISES", "ZERO", "Asking", "Cuts", "Exchange", "Ran", "Runs"]

@@ -17,7 +17,7 @@ first note counts. What a value holds itself is noted before what hooks reach, a
 
 Not held: deeper levels; iterators, which have no copy; objects with slots; objects of other packages, such as
 a trainer or a logger, which may work meanwhile; values of parameters that a forward writes. Globals and
-attributes of classes: ground/shared_state.py.
+attributes of classes: models/shared_state.py.
 
 Why no copy of the model runs in its place: closures over a block, or over a list that it holds, would write
 to the original and be missed by the copy; and stages, units of ZeRO-3 and sublayers that tp has cut know the

@@ -21,7 +21,7 @@ import functools
 import torch
 
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.models.norms import batch_norms
 
 __all__ = ["synchronize"]
 

@@ -5,8 +5,6 @@ comm.py             groups of ranks, and the collectives on them: every byte is 
 mesh.py             the ranks of a plan as a torch DeviceMesh, and its groups
 hosts.py            which rank takes which place of a mesh, so that axes which talk most stay inside hosts
 layout.py           which part of a parameter a rank holds
-trunk.py            the list of blocks at which a model is cut, or two
-call_order.py       which modules are called before, between and after them
 batch.py            which rows of a batch a rank works on
 same_batch.py       whether all ranks were given the same
 window.py           calls of step() whose gradients become one update
@@ -17,13 +15,7 @@ hyperparameters.py  those of the optimizer, as all ranks have them
 plain.py            plain values as a text, equal for equal values
 answers.py          what was found of each thing that a plan takes for granted
 streams.py          random numbers: which ranks draw the same ones
-drawn.py            which random numbers a process has drawn
-shared_state.py     what modules write outside of themselves
-caches.py           results that functools.lru_cache must not keep from a run without data
-modes.py            torch's modes, and copies that run on the side
 leaves.py           the leaves of nested arguments, faster than torch's pytree
-norms.py            layers whose result for one row depends on the other rows
-config_view.py      a configuration as one module sees it
 background.py       work in a thread beside the program
 last_words.py       what a rank raised, sent to the ranks that wait for it
 """

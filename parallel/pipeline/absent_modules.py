@@ -22,15 +22,15 @@ from torch import nn
 
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.ground.mesh import device_of
-from pycomm.parallel.ground.shared_state import SharedState
-from pycomm.parallel.ground.trunk import Side, Trunk
+from pycomm.parallel.models.shared_state import SharedState
+from pycomm.parallel.models.trunk import Side, Trunk
 from pycomm.parallel.pipeline.absent import absent_like, absent_parameter
 from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.pipeline.templates import Templates
 
 __all__ = ["AbsentModules"]
 
-Owner = tuple[str, nn.Module, Side]  # see ground/trunk.py, owners()
+Owner = tuple[str, nn.Module, Side]  # see models/trunk.py, owners()
 
 
 class AbsentModules:

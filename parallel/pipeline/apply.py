@@ -18,7 +18,7 @@ from torch import nn
 
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.split_backward import WeightStore
-from pycomm.parallel.ground.trunk import Side, Trunk
+from pycomm.parallel.models.trunk import Side, Trunk
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.schedules import make_schedule
 
@@ -28,7 +28,7 @@ __all__ = ["assign_stages", "defer_weights", "splits_backward"]
 def assign_stages(
     trunk: Trunk | None, owners: Sequence[tuple[str, nn.Module, Side]], plan: Plan, rank: int
 ) -> Stages:
-    """owners: see ground/trunk.py. rank: this one's in pp. Raises ValueError for what the plan cannot cut."""
+    """owners: see models/trunk.py. rank: this one's in pp. Raises ValueError for what the plan cannot cut."""
     if plan.pp == 1:
         return Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
     bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)

@@ -3,7 +3,7 @@
     a guess            a module that cannot run without data returns what is like its input      templates.py
     numbers            those of a run without data; a state of the block's own may change them
     nothing written    to globals, classes, shared objects: a later stage has those of its own process, where
-                       this was not written                                          ground/shared_state.py
+                       this was not written                                          models/shared_state.py
 
 A table that a block keeps for its next call is made by each stage for itself, in its first pass over inputs
 of a shape; what a later pass changes is refused. Cost: the tokens of some places, twice in a pass.
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pycomm.parallel.ground.trunk import Trunk, replace_hidden
+from pycomm.parallel.models.trunk import Trunk, replace_hidden
 from pycomm.parallel.pipeline.templates import NOT_HANDED_ON, Templates, check_like, numbers_of
 
 __all__ = ["Assumptions"]

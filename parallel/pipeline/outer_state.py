@@ -7,7 +7,7 @@ both write is refused.
 
 import contextlib
 
-from pycomm.parallel.ground.shared_state import SharedState
+from pycomm.parallel.models.shared_state import SharedState
 
 __all__ = ["OuterState"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from pycomm.parallel.ground.leaves import leaves
-from pycomm.parallel.ground.trunk import hidden_of
+from pycomm.parallel.models.trunk import hidden_of
 from pycomm.parallel.pipeline.handover import absent_places
 
 __all__ = ["Pieces"]

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from pycomm.parallel.ground.trunk import Side
+from pycomm.parallel.models.trunk import Side
 
 __all__ = ["Stages", "cut_blocks"]
 

@@ -4,7 +4,7 @@
     stage 1         embeddings, blocks 0, 1    blocks 2, 3, what is between   (last stage: head)
 
 A stage runs all of its blocks once each, in the order in which they are registered. Modules outside the
-blocks are registered on the side of the blocks on which they are called (ground/trunk.py, Side).
+blocks are registered on the side of the blocks on which they are called (models/trunk.py, Side).
 
 What can go wrong: a model that is registered in another order than it runs in, runs blocks twice or leaves
 some out, or is called by the user between passes. All of this raises here, in every pass.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 
 import torch
 
-from pycomm.parallel.ground.trunk import Side
+from pycomm.parallel.models.trunk import Side
 from pycomm.parallel.pipeline.placement import Stages
 
 __all__ = ["Place", "Progress", "in_backward"]

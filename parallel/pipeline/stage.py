@@ -32,8 +32,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from pycomm.parallel.ground.modes import uncompiled
-from pycomm.parallel.ground.trunk import Side, hidden_of, hidden_out
+from pycomm.parallel.models.modes import uncompiled
+from pycomm.parallel.models.trunk import Side, hidden_of, hidden_out
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.assumptions import Assumptions
 from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_places, taken

@@ -15,7 +15,7 @@ real result before it is handed on. So what a stage waits for is what comes, or 
 
 A result may leave a module by other ways. Into a list or dict that it was given: that is refused. On the
 module itself (`self.aux_loss = ...`): other stages are told which attributes hold it, `left`, numbers too.
-Into a global or an attribute of a class (ground/shared_state.py): refused where a run changes it that follows
+Into a global or an attribute of a class (models/shared_state.py): refused where a run changes it that follows
 one of the same shapes, as what is kept for the next call (tables of positions) is there by then. A number
 among the results must be the same in both runs.
 """
@@ -25,12 +25,12 @@ import functools
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from pycomm.parallel.ground.caches import Caches
 from pycomm.parallel.ground.leaves import leaves
-from pycomm.parallel.ground.modes import copied, eager, without_modes
-from pycomm.parallel.ground.norms import batch_norms
-from pycomm.parallel.ground.shared_state import SharedState
-from pycomm.parallel.ground.trunk import hidden_of
+from pycomm.parallel.models.caches import Caches
+from pycomm.parallel.models.modes import copied, eager, without_modes
+from pycomm.parallel.models.norms import batch_norms
+from pycomm.parallel.models.shared_state import SharedState
+from pycomm.parallel.models.trunk import hidden_of
 
 __all__ = ["NOT_HANDED_ON", "Templates", "check_like", "numbers_of"]
 

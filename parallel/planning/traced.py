@@ -8,13 +8,13 @@ computes and keeps a Model is made.
     experts       of a mixture, with the tokens dealt evenly over them (even_experts.py)
 
 No memory is taken and nothing of the model is changed; modules on meta will do. The blocks are those of the
-trunk (ground/trunk.py); the largest stands for all.
+trunk (models/trunk.py); the largest stands for all.
 """
 
 import torch
 
 from pycomm.parallel.ground.batch import inputs_and_targets
-from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.models.trunk import find_trunk
 from pycomm.parallel.planning.even_experts import mixtures_of
 from pycomm.parallel.planning.model import Experts, Model, Module, Product
 from pycomm.parallel.planning.recorded import run

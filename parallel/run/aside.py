@@ -29,10 +29,11 @@ from pycomm.parallel.checks.exchange import Ran
 from pycomm.parallel.checks.kept import kept
 from pycomm.parallel.data.gather_rows import gathering
 from pycomm.parallel.expert import MoE
-from pycomm.parallel.ground import comm, drawn
+from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import Microbatch
-from pycomm.parallel.ground.modes import eager
-from pycomm.parallel.ground.shared_state import SharedState
+from pycomm.parallel.models import drawn
+from pycomm.parallel.models.modes import eager
+from pycomm.parallel.models.shared_state import SharedState
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.run.passes import agree, find_input, forward_pass, handed_on, run_stage, shape_of_input
 from pycomm.parallel.zero.units import Phase

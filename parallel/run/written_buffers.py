@@ -14,8 +14,8 @@ import weakref
 
 import torch
 
-from pycomm.parallel.ground.norms import batch_norms
 from pycomm.parallel.ground.same_batch import differ, mark_of, powers
+from pycomm.parallel.models.norms import batch_norms
 from pycomm.parallel.pipeline.absent import Absent
 
 __all__ = ["WrittenBuffers"]

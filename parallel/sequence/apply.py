@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.ground.trunk import Side, Trunk
+from pycomm.parallel.models.trunk import Side, Trunk
 from pycomm.parallel.sequence.eager import serve_eager
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 

@@ -22,7 +22,7 @@ import sys
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
-from pycomm.parallel.ground.config_view import ConfigView
+from pycomm.parallel.models.config_view import ConfigView
 from pycomm.parallel.sequence.attention import SequenceAttention
 
 __all__ = ["serve_eager"]

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.mesh import Mesh
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.ground.trunk import Side, replace_hidden
+from pycomm.parallel.models.trunk import Side, replace_hidden
 from pycomm.parallel.sequence import split
 from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.mask import looks_like_mask

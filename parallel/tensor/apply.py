@@ -235,7 +235,7 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
     rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "experts", "tokens" or
     "replicate"},
     before anything that is found.
-    blocks: name of the trunk (ground/trunk.py). sequence: object whose `.sizes`, set before each forward,
+    blocks: name of the trunk (models/trunk.py). sequence: object whose `.sizes`, set before each forward,
     are the lengths per rank along dim 1 of the hidden state from block 0 on, and `.sides` what is known of
     {module: Side} (see whole_sequence.py); needs `blocks`. ties: {name of a parameter: first name of the same
     one}, for a model whose parameters no longer show it (on meta); None compares them. A group of one changes

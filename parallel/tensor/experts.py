@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from pycomm.parallel.ground import differentiable
-from pycomm.parallel.ground.config_view import ConfigView
 from pycomm.parallel.ground.layout import Layout
+from pycomm.parallel.models.config_view import ConfigView
 from pycomm.parallel.tensor.edges import flat_pieces, now_cut
 from pycomm.parallel.tensor.slices import even_slices, part_slices
 from pycomm.parallel.tensor.sublayers import Unfit

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 import torch
 
-from pycomm.parallel.ground.config_view import ConfigView, values_of
+from pycomm.parallel.models.config_view import ConfigView, values_of
 from pycomm.parallel.tensor.heads import RankHeads
 
 __all__ = [

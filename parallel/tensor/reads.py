@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from pycomm.parallel.ground.layout import Layout
-from pycomm.parallel.ground.modes import uncompiled
+from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
 

@@ -10,8 +10,8 @@ that is not cut, and the dropout of adapters of column layers.
 
 import functools
 
-from pycomm.parallel.ground.modes import as_written
 from pycomm.parallel.ground.streams import Stream
+from pycomm.parallel.models.modes import as_written
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
 from pycomm.parallel.tensor.multihead import MultiheadForward

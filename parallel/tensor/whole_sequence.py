@@ -5,14 +5,14 @@ whoever calls cuts it at block 0. Between the sublayers that are cut each rank w
 parameter there (a norm) gets a part of its gradient, to be summed over tp: Layout.partial. Attention that is
 not cut, and what a rule says to replicate, is given the whole sequence and gives back its piece; a head that
 is not cut is given the whole sequence. What is "after the trunk" is read from the order of registration, or
-known from the calls (ground/call_order.py), and checked in the first forward.
+known from the calls (models/call_order.py), and checked in the first forward.
 """
 
 import torch
 from torch import nn
 
 from pycomm.parallel.ground import differentiable
-from pycomm.parallel.ground.trunk import Side
+from pycomm.parallel.models.trunk import Side
 from pycomm.parallel.tensor.edges import check_piece, now_cut
 from pycomm.parallel.tensor.modules import within
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.batch import Microbatch, count_targets
-from pycomm.parallel.ground.norms import batch_norms
+from pycomm.parallel.models.norms import batch_norms
 from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.verification.pieces import Rows

@@ -36,7 +36,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan, ScheduleName
-from pycomm.parallel.ground.trunk import Trunk
+from pycomm.parallel.models.trunk import Trunk
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.run.model_loss import for_loss
 from pycomm.parallel.run.prepare import Options

@@ -11,7 +11,7 @@ import functools
 import torch
 from torch.utils._pytree import tree_leaves
 
-from pycomm.parallel.ground.modes import without_modes
+from pycomm.parallel.models.modes import without_modes
 from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.run.passes import StagePasses
 from pycomm.parallel.verification.pieces import part_like

@@ -22,7 +22,7 @@ from pycomm.parallel.data.bucket import Bucket, ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.data.replicated import way_to_sum
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.ground.trunk import Trunk
+from pycomm.parallel.models.trunk import Trunk
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import is_elementwise
 from pycomm.parallel.zero.shards import MasterOptions, Shards

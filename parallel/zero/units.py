@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves
 
 from pycomm import trace
 from pycomm.parallel.ground.differentiable import in_graph
-from pycomm.parallel.ground.modes import uncompiled
+from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.zero.reading import Reading
 
 __all__ = ["Phase", "Unit", "Units"]

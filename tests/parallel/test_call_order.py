@@ -12,8 +12,8 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.call_order import called_sides
-from pycomm.parallel.ground.trunk import Side, find_trunk, owners
+from pycomm.parallel.models.call_order import called_sides
+from pycomm.parallel.models.trunk import Side, find_trunk, owners
 
 
 class Misplaced(Plain):

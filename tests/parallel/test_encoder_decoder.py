@@ -16,7 +16,7 @@ from torch_ranks import spawn
 from transformers import BartConfig, BartForConditionalGeneration, T5Config, T5ForConditionalGeneration
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.models.trunk import find_trunk
 
 LAYERS = 4
 PLANS = ["pp=2", "pp=2,schedule=gpipe,checkpoint", "pp=2,schedule=zb-h1", "pp=2,schedule=interleaved"]

@@ -12,7 +12,7 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.models.trunk import find_trunk
 
 LAYERS = 3
 

@@ -15,9 +15,9 @@ from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
-from pycomm.parallel.ground.call_order import called_sides
-from pycomm.parallel.ground.shared_state import SharedState
-from pycomm.parallel.ground.trunk import find_trunk
+from pycomm.parallel.models.call_order import called_sides
+from pycomm.parallel.models.shared_state import SharedState
+from pycomm.parallel.models.trunk import find_trunk
 
 LOSSES, COUNTS, AFTER = [], {"calls": 0}, {"steps": 0}
 TOTAL = 0.0

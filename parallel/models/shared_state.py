@@ -30,7 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from pycomm.parallel.ground.modes import as_written
+from pycomm.parallel.models.modes import as_written
 
 __all__ = ["SharedState", "keep"]
 

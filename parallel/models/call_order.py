@@ -16,9 +16,9 @@ import copy
 import torch
 from torch.overrides import TorchFunctionMode
 
-from pycomm.parallel.ground.caches import Caches
-from pycomm.parallel.ground.shared_state import SharedState
-from pycomm.parallel.ground.trunk import Side
+from pycomm.parallel.models.caches import Caches
+from pycomm.parallel.models.shared_state import SharedState
+from pycomm.parallel.models.trunk import Side
 
 __all__ = ["called_sides"]
 
