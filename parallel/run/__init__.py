@@ -15,5 +15,5 @@ generate.py           generate() of transformers' models
 written_buffers.py    buffers that the forwards of a step have written
 replicas.py           whether ranks that hold the same have the same: Plan(compare_every=)
 aside.py              a run of a few rows for a check, through the plan's own passes
-prove_positions.py    when checks/positions.py runs
+questions.py          what is asked before a batch is cut, and when
 """

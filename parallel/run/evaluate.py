@@ -4,16 +4,13 @@ microbatch.
 
 import torch
 
-from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.losses import own_loss
-from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.passes import agree, forward_pass, gathering_in, handed_on, run_stage, shape_of_input
 from pycomm.parallel.run.prepare import prepare
-from pycomm.parallel.run.prove_positions import prove_positions
-from pycomm.parallel.run.router_loss import plain_loss
+from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.zero.units import Phase
 
 __all__ = ["each_stage", "run_evaluation"]
@@ -24,19 +21,13 @@ def run_evaluation(parts, batch, options, metrics=None):
     """parts: Parallelized. metrics: {name: (output, targets) -> mean}. Returns the loss and the metrics, in
     order: float64 tensors without dimensions, on every rank.
     """
-    metrics = metrics or {}
-    measures = {"loss_fn": options.loss_fn}
-    measures |= {f"the metric {name!r}": _as_tensor(metric) for name, metric in metrics.items()}
+    questions = Questions(parts, Cuts(options.microbatches, options.sharded), options, metrics)
+    counted = prepare(parts, batch, options, questions.rows)
+    questions.ask(*counted.batch, counted.first)
+    measures = questions.measures
     found = {name: [] for name in measures}
-    plain = {name: plain_loss(measure) for name, measure in measures.items()}
-    cuts = Cuts(options.microbatches, options.sharded)
-    check = BatchCheck(parts, Aside(parts, options.loss_fn, *metrics.values()), plain, options.count, cuts)
-    counted = prepare(parts, batch, options, check)
-    head, loss_fn = parts.tensor.head, options.loss_fn if not metrics else None
-    prove_positions(parts, counted.by(check.candidates[0])[0][0], options.loss_fn)
-    with sharded_logits(head, loss_fn):
-        check.ask(*counted.batch)
-        pieces = {name: counted.by(check.counter_of(name))[0] for name in measures}
+    with sharded_logits(parts.tensor.head, questions.takes_cut):
+        pieces = {name: counted.by(questions.counter_of(name))[0] for name in measures}
         microbatches = pieces["loss_fn"]
         agree(parts, microbatches)
         for number, microbatch in enumerate(microbatches):
@@ -50,11 +41,6 @@ def run_evaluation(parts, batch, options, metrics=None):
     losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found.values()])
     comm.all_reduce(losses, parts.mesh.world)
     return [each.clone() for each in losses]
-
-
-def _as_tensor(measure):
-    """A metric may give a number too."""
-    return lambda output, targets: torch.as_tensor(measure(output, targets), dtype=torch.float64)
 
 
 def each_stage(parts, number, microbatch, take):

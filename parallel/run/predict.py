@@ -20,18 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
-from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import check_microbatches, split_batch
 from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.ground.same_batch import mark_of
-from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.evaluate import each_stage
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import agree, gathering_in
 from pycomm.parallel.run.prepare import place
-from pycomm.parallel.run.prove_positions import prove_positions
+from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.sequence.split import positions
 
 __all__ = ["run_prediction"]
@@ -67,13 +65,12 @@ def run_prediction(parts, inputs, microbatches=1):
     mark = mark_of(inputs)
     inputs, _ = place(parts, (inputs, None))
     wanted, rows, pieces = _pieces(parts, inputs, microbatches)
-    prove_positions(parts, pieces[0], None)
-    agree(parts, pieces)
     outputs, numbers = [], torch.arange(wanted, device=parts.device)
-    check = BatchCheck(parts, Aside(parts), None, None, Cuts(microbatches, sharded=False))
-    check.heard(check.told(inputs, numbers))
+    questions = Questions(parts, Cuts(microbatches, sharded=False), None, None)
+    questions.rows.heard(questions.rows.told(inputs, numbers))
+    questions.ask(inputs, numbers, pieces[0])
+    agree(parts, pieces)
     with sharded_logits(parts.tensor.head, None):
-        check.ask(inputs, numbers)
         for number, piece in enumerate(pieces):
             with gathering_in(parts, microbatches):
                 each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))

@@ -50,6 +50,11 @@ class Counted(NamedTuple):
     counters: tuple[Callable, ...]
     separate: bool
 
+    @property
+    def first(self) -> Microbatch:
+        """Of this rank's microbatches, weighted by the first counter."""
+        return self.by(self.counters[0])[0][0]
+
     def by(self, counter: Callable) -> tuple[list[Microbatch], float]:
         """(the Microbatches, how many targets of the whole batch count)."""
         totals = self.totals[self.counters.index(counter)]

@@ -2,7 +2,7 @@
 
     compare        where Plan(compare_every=) asks for it: values that several ranks hold  replicas.py
     prepare        rows of this rank, counts of targets                              prepare.py
-    check          the first time: may the batch be cut?  weights of the losses      checks/cut.py
+    questions      the first time: may the batch be cut?  weights of the losses      questions.py, checks/
     passes         for each microbatch, in the order of the schedule                 passes.py, pipeline/
                        forward of a stage: blocks with tensor parallel layers, attention over the whole
                        sequence, gathered parameters
@@ -14,7 +14,6 @@ Every loss is counted by one rank of those that hold the same one.
 """
 
 from pycomm import MismatchError, trace
-from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
@@ -22,13 +21,11 @@ from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import make_schedule
 from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
-from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
-from pycomm.parallel.run.prepare import Options, prepare
-from pycomm.parallel.run.prove_positions import prove_positions
+from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.run.replicas import compare_replicas
-from pycomm.parallel.run.router_loss import plain_loss
 from pycomm.parallel.run.updates import OneUpdate
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -49,15 +46,14 @@ def _run(parts, batch, options, make_passes):
     try:
         if _compares_now(parts):
             compare_replicas(parts)
-        check = _check_of(parts, options)
-        counted = prepare(parts, batch, options, check, updates.separate)
+        cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
+        questions = Questions(parts, cuts, options, None)
+        counted = prepare(parts, batch, options, questions.rows, updates.separate)
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
                 reducer.zero_grad()
-        prove_positions(parts, counted.by(check.candidates[0])[0][0], options.loss_fn)
-        with sharded_logits(parts.tensor.head, options.loss_fn):
-            check.ask(*counted.batch)
-        microbatches, targets = counted.by(check.counter_of("loss_fn"))
+        questions.ask(*counted.batch, counted.first)
+        microbatches, targets = counted.by(questions.counter_of("loss_fn"))
         with sharded_logits(parts.tensor.head, options.loss_fn):
             shown = None if options.sharded else batch
             call = Call(options.update, updates.scale, parts.hyperparameters)
@@ -66,7 +62,7 @@ def _run(parts, batch, options, make_passes):
                 moe.aux_scale = updates.weight / options.microbatches
             passes = make_passes(parts, microbatches, options.loss_fn, updates)
             agree(parts, microbatches)
-            with gathering_in(parts, options.microbatches, not check.cuts.others):
+            with gathering_in(parts, options.microbatches, not cuts.others):
                 _run_passes(parts, passes, options.microbatches)
         result = updates.end(passes.losses)
         parts.hyperparameters.note()
@@ -98,12 +94,6 @@ def _unlike(plan):
             "use another plan."
         )
     return None
-
-
-def _check_of(parts: Parallelized, options: Options) -> BatchCheck:
-    cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
-    measures = {"loss_fn": plain_loss(options.loss_fn)}
-    return BatchCheck(parts, Aside(parts, *measures.values()), measures, options.count, cuts)
 
 
 def _updates_of(parts, options):
