@@ -47,10 +47,11 @@ from pycomm.parallel.ground.same_batch import differ, powers
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.tensor import cross_entropy
 
-__all__ = ["TOLD", "BatchCheck"]
+__all__ = ["COUNTERS", "TOLD", "BatchCheck"]
 
 ROWS = 4  # of a group
 TOLD = 5 + 2 * SCORES  # numbers that are told
+COUNTERS = 3  # that may be candidates
 WATCHED = 100  # batches: those of which all is looked at, behind them whether rows differ in what counts
 _BY_RANKS = "the ranks have batches of other shapes"
 _ADVICE = (

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import tree_map
 
-from pycomm.parallel.checks.cut import TOLD, BatchCheck
+from pycomm.parallel.checks.cut import COUNTERS, TOLD, BatchCheck
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import Microbatch, check_microbatches, inputs_and_targets, split_batch
 from pycomm.parallel.parts import Parallelized
@@ -72,33 +72,36 @@ def prepare(
     """check: is told of the rows, and has the counters. separate: each microbatch is a batch of its own
     (PipeDream), whose loss is a mean over its own targets. Collective where the step is sharded.
     """
-    if options.sharded:
-        batch, pieces, totals = _prepare_sharded(parts, batch, options.microbatches, check)
-    else:
+    rows = (1, 0) if options.sharded else parts.mesh.rows
+    pieces, told, totals, problem = [], [], [], None
+    try:
         batch = place(parts, batch)
-        pieces = split_batch(batch, options.microbatches, *parts.mesh.rows)
-        check.heard(check.told(*batch))
-        whole = split_batch(batch, options.microbatches, 1, 0)
+        pieces = split_batch(batch, options.microbatches, *rows)
+        whole = pieces if options.sharded else split_batch(batch, options.microbatches, 1, 0)
+        told = check.told(*batch)
         totals = [[float(counter(piece.targets)) for piece in whole] for counter in check.candidates]
+    except ValueError as error:
+        if not options.sharded:
+            raise
+        problem = error
+    if options.sharded:
+        told, totals = _summed(parts, told, totals, options.microbatches, problem)
+        check.heard(told, parts.mesh.data.size)
+    else:
+        check.heard(told)
     return Counted(batch, pieces, totals, check.candidates, separate)
 
 
-def _prepare_sharded(
-    parts: Parallelized, batch: Any, microbatches: int, check: BatchCheck
-) -> tuple[tuple, list[Microbatch], list[list[float]]]:
-    """Ranks have different batches here, so one may fail alone: the failure travels with the sum of
-    the counts.
+def _summed(
+    parts: Parallelized, told: list[float], totals: list[list[float]], microbatches: int, problem: Any
+) -> tuple[list[float], list[list[float]]]:
+    """(told, totals) of all data ranks. These have different batches, so one may fail alone: `problem`, an
+    error or None, travels with the numbers.
     """
-    numbers, pieces, problem = torch.zeros(3 * microbatches + TOLD + 1, dtype=torch.float64), [], None
-    try:
-        batch = place(parts, batch)
-        pieces = split_batch(batch, microbatches, 1, 0)
-        told = check.told(*batch)
-        counts = [float(counter(piece.targets)) for counter in check.candidates for piece in pieces]
-        numbers[: len(counts)] = torch.tensor(counts, dtype=torch.float64)
-        numbers[3 * microbatches :][: len(told)] = torch.tensor(told, dtype=torch.float64)
-    except ValueError as error:
-        problem = error
+    most, flat = COUNTERS * microbatches, sum(totals, [])
+    numbers = torch.zeros(most + TOLD + 1, dtype=torch.float64)
+    numbers[: len(flat)] = torch.tensor(flat, dtype=torch.float64)
+    numbers[most:][: len(told)] = torch.tensor(told, dtype=torch.float64)
     numbers[-1] = problem is not None
     numbers = numbers.to(parts.device)
     comm.all_reduce(numbers, parts.mesh.data)
@@ -110,10 +113,10 @@ def _prepare_sharded(
             f"[rank {parts.mesh.world.rank}] {int(problems)} other ranks could not cut their batches; see "
             "the error there"
         )
-    check.heard(sums[3 * microbatches :][: len(told)], parts.mesh.data.size)
     # The ranks of ring and ulysses count the same rows once each.
-    sums = [total / (parts.plan.ring * parts.plan.ulysses) for total in sums[: len(counts)]]
-    return batch, pieces, [sums[at : at + microbatches] for at in range(0, len(sums), microbatches)]
+    counts = [total / (parts.plan.ring * parts.plan.ulysses) for total in sums[: len(flat)]]
+    counts = [counts[at : at + microbatches] for at in range(0, len(counts), microbatches)]
+    return sums[most:][: len(told)], counts
 
 
 def place(parts, batch):
