@@ -1,31 +1,57 @@
-"""What a plan takes for granted of a model, a loss and the ranks, and how that is looked at.
+"""What a plan takes for granted of a model, a loss and the ranks, and how pycomm checks it.
 
-TABLE below is the whole of it: docs/limits.md has it, made from here. An assumption has one of three answers:
-held, broken (refused, with the numbers that show it), not tried (and why, by one WARNING). They belong to the
-parallelized model (ground/answers.py); describe() shows them.
+TABLE below lists every assumption; docs/limits.md shows it. What was found of an experiment is a State
+(ground/answers.py), and describe() shows it:
 
-    before.py     what does not fit together in a model, an optimizer and a plan: refused before anything
-                  is changed, and not in TABLE
+    HELD         the runs agree
+    BROKEN       all ranks raise ValueError, with the numbers that show it, before a parameter changes
+    NOT_TRIED    one WARNING on rank 0 says why; the plan trains
+    TRUSTED      the user has answered: Plan(trust=NAME)
+
     experiments   run the model or its loss aside, with few rows, before the first passes
         cut.py            may this batch be cut: "rows" and "loss"
-          choice.py       which rows and positions
-          exchange.py     one asking: the runs, and what all ranks found
+          choice.py       which rows and positions such a run takes; taken() copies rows
+          exchange.py     the five runs for them, and what all ranks found; Runs and Ran: a run, for any check
           measures.py     losses of few rows, with what counts and their gradients
-          rows.py         the relation, for outputs
-          means.py        the relation, for losses
-        positions.py      pieces of a sequence give what the whole gives: "positions"
-        kept.py           such a run leaves no trace in the model
-        run/aside.py      the run: through the plan's own passes
-    guards        look at what happens anyway, and run nothing
-    finders       find what to cut, and lie where it is cut
+          rows.py         compares outputs
+          means.py        compares losses
+        positions.py      a piece of a sequence gives what the whole gives: "positions"
+        kept.py           a run leaves no trace in the model; Aside uses it
+        run/aside.py      Aside: a run, through the plan's own passes
+    guards        look at what happens anyway, run nothing, and cannot be trusted: the other rows of TABLE
+                  but "sublayers", which parallelize() runs itself; column `how` names their files
 
+    before.py       what does not fit together in a model, an optimizer and a plan: refused before anything
+                  is changed, and not in TABLE
     agree.py        how ranks agree, and raise alike
     outputs.py      what a model returns, as a tree of tensors
     tolerances.py   how far apart numbers may be that are the same
 
-To add one: a line in TABLE; for an experiment a relation between runs of Aside (run/aside.py), flags that go
-through agreed(), and parts.checks.note(name, State...). A check never changes what it checks: what it runs
-leaves no trace, and tests/parallel/test_checks_change_nothing.py compares trainings with and without.
+To add an experiment NAME, copy "positions", which lies in one file:
+
+    1 TABLE                  a row; ground/plan.py: NAME in TRUSTED and in the docstring of Plan. A row whose
+                             name is not in TRUSTED counts as a guard
+    2 checks/NAME.py         try_NAME(parts, microbatch, run) -> Answer of ground/answers.py; run: an Aside,
+                             given as an argument, as checks/ may not use run/. Call it as Runs says. Whatever
+                             decides the State goes through agreed() first, so that all ranks answer alike:
+                             agreed(parts, ran.error is not None, differs, error=ran.error) gives the largest
+                             of each number on any rank. A line for the file in the list above
+    3 run/prove_NAME.py      prove_NAME(parts, ...), as prove_positions.py: returns if the plan does not need
+                             it, if not parts.checks.asks, or if it has an answer (parts.checks.of); notes
+                             TRUSTED; else tries, raise_together() where BROKEN, or parts.checks.note(NAME,
+                             state, why, rank, advice). A line for the file in run/__init__.py
+    4 run/step.py            calls it where it calls prove_positions; evaluate.py and predict.py, too, if the
+                             assumption matters without a backward
+    5 tests                  HELD, BROKEN (on each rank), NOT_TRIED and TRUSTED, in processes of spawn(), as
+                             tests/parallel/test_positions.py; test_checks_change_nothing.py, which
+                             compares trainings with and without checks to the bit, must still pass
+    6 docs/limits.md         python tests/parallel/test_checks_table.py writes the table into it
+
+To add a guard: a row, and an error where the thing happens. Nothing is noted: describe() shows its `when`.
+
+What goes wrong most easily: where a forward is collective (tp, pp, ep, ring, ulysses, zero=3) a rank that
+makes one run less than the others leaves them waiting, see cut.py, [Note: equal rows]. The state of a model
+is put back after each run, so two runs begin alike: what a run leaves for the next cannot be found so.
 """
 
 from collections.abc import Callable
@@ -37,16 +63,16 @@ __all__ = ["TABLE", "Assumption", "as_markdown", "assumptions_of"]
 
 
 class Assumption(NamedTuple):
-    """name: of Plan(trust=...), where the user may answer. plans: which plans take it for granted."""
+    """A row of the table. The texts are cells of docs/limits.md."""
 
-    name: str
-    what: str
-    plans: str
-    applies: Callable[[Plan], bool]
-    when: str
-    how: str
+    name: str  # also of the answer in describe(), and in Plan(trust=...) if it is an experiment
+    what: str  # the assumption, as a sentence
+    plans: str  # which plans make it, in words
+    applies: Callable[[Plan], bool]  # the same as a function; True for more plans is allowed
+    when: str  # it is checked
+    how: str  # it is checked, and the files (folder/file.py)
     tolerance: str
-    escapes: str
+    escapes: str  # what the check does not find
 
     @property
     def is_experiment(self) -> bool:

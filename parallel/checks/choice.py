@@ -45,7 +45,7 @@ def first_of(targets: Any) -> torch.Tensor:
 
 
 def taken(tree: Any, index: list[int]) -> Any:
-    """Copies of rows."""
+    """The tree with copies of these rows of its tensors."""
     return tree_map(lambda leaf: leaf[index] if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 

@@ -71,7 +71,13 @@ class Ran(NamedTuple):
 
 
 class Runs(Protocol):
-    """How the model is run aside: run/aside.py."""
+    """Runs the model aside (run/aside.py, Aside).
+
+    inputs: few rows. take: called with the output, on ranks with the last stage; what it returns is
+    Ran.result. number: 0 for the random numbers that the next pass draws, 1 .. for others. failed: a run
+    before raised here. in_eval, graph: all modules in eval mode, with gradients. What the model or `take`
+    raises is Ran.error, except a DistError. Collective where forwards are, and over pp.
+    """
 
     def __call__(
         self,

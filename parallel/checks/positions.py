@@ -36,7 +36,7 @@ from pycomm.parallel.checks.exchange import Runs
 from pycomm.parallel.checks.outputs import tensors_in
 from pycomm.parallel.checks.tolerances import of_positions
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.answers import State
+from pycomm.parallel.ground.answers import Answer, State
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.ground.same_batch import mark_of
 from pycomm.parallel.parts import Parallelized
@@ -44,7 +44,7 @@ from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.sequence.sequence_split import MOST_WHOLE, SequenceSplit
 from pycomm.parallel.sequence.split import positions
 
-__all__ = ["Answer", "Asked", "check_whole", "try_positions"]
+__all__ = ["Asked", "check_whole", "try_positions"]
 
 ROWS, FIRST_ROWS = 2, 8
 _ELSEWHERE = "on another rank"
@@ -55,13 +55,6 @@ RETURNS_PIECE = (
     "the plan knows as its head, where the sequence would be gathered. Use an nn.Linear, or a plan without "
     "megatron_sp"
 )
-
-
-class Answer(NamedTuple):
-    """why: a sentence, empty where it held, or where only others have one."""
-
-    state: State
-    why: str = ""
 
 
 class Asked(NamedTuple):
@@ -77,7 +70,9 @@ class _Seen(NamedTuple):
 
 
 def check_whole(split: SequenceSplit | None, output: Any) -> None:
-    """For an output that the loss does not take: raises ValueError where it is that of a piece."""
+    """Not part of the experiment: run/loss.py calls it after loss_fn has raised. Raises ValueError if the
+    output is that of a piece.
+    """
     if split is None or not split.megatron:
         return
     local, length = split.sizes[split.tp.rank], sum(split.sizes)
@@ -87,8 +82,9 @@ def check_whole(split: SequenceSplit | None, output: Any) -> None:
 
 
 def try_positions(parts: Parallelized, microbatch: Microbatch, asked: Asked) -> Answer:
-    """The state is alike on all ranks; the sentence is that of this rank, empty where only others have one.
-    Collective over all ranks.
+    """The state is alike on all ranks; its `why` is this rank's sentence, empty where it held, or where only
+    other ranks have one. Collective over all ranks. run/prove_positions.py calls it, notes the answer, and
+    raises if it is BROKEN.
     """
     split, length = parts.split, _length_of(microbatch)
     few = 4 * split.degree * (split.tp.size if split.megatron else 1) + 1

@@ -1,5 +1,6 @@
 """What the page on limits says of the checks is what the table in the code says."""
 
+import re
 from pathlib import Path
 
 import torch
@@ -7,9 +8,10 @@ from torch import nn
 
 import pycomm.parallel as par
 from pycomm.parallel.checks import TABLE, as_markdown, assumptions_of
-from pycomm.parallel.ground.plan import TRUSTED
+from pycomm.parallel.ground.plan import TRUSTED, Plan
 
 PAGE = Path(__file__).parents[2] / "docs" / "limits.md"
+PARALLEL = Path(__file__).parents[2] / "parallel"
 BEGIN, END = "<!-- made by pycomm.parallel.checks -->\n", "<!-- end -->"
 
 
@@ -23,6 +25,13 @@ def test_every_trusted_name_is_an_experiment_of_the_table():
     names = [each.name for each in TABLE]
     assert set(TRUSTED) == {each.name for each in TABLE if each.is_experiment}
     assert len(set(names)) == len(names)
+    trust = Plan.__doc__.partition("trust: ")[2].partition("rules: ")[0]
+    assert [name for name in TRUSTED if f'"{name}"' not in trust] == []
+
+
+def test_the_files_of_the_table_exist():
+    named = {path for each in TABLE for path in re.findall(r"\w+/\w+\.py", each.how)}
+    assert named and [path for path in named if not (PARALLEL / path).is_file()] == []
 
 
 def test_describe_shows_what_the_plan_takes_for_granted():
