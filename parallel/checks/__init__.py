@@ -11,13 +11,15 @@ TABLE below lists every assumption; docs/limits.md shows it. What was found of a
     experiments   run the model or its loss aside, with few rows, before the first passes
         cut.py            may this batch be cut: "rows" and "loss"
           choice.py       which rows and positions such a run takes; taken() copies rows
-          exchange.py     the five runs for them, and what all ranks found; Runs and Ran: a run, for any check
+          exchange.py     the five runs for them, and what all ranks found
           measures.py     losses of few rows, with what counts and their gradients
           rows.py         compares outputs
           means.py        compares losses
         positions.py      a piece of a sequence gives what the whole gives: "positions"
-        kept.py           a run leaves no trace in the model; Aside uses it
-        run/aside.py      Aside: a run, through the plan's own passes
+        runs.py           what a run takes and gives
+        run/aside.py      Aside: such a run, through the plan's own passes
+        kept.py           it leaves no trace in the model
+        run/questions.py  when they are asked, in a step, an evaluation and a prediction
     guards        look at what happens anyway, run nothing, and cannot be trusted: the other rows of TABLE
                   but "sublayers", which parallelize() runs itself; column `how` names their files
 
@@ -31,21 +33,20 @@ To add an experiment NAME, copy "positions", which lies in one file:
 
     1 TABLE                  a row; ground/plan.py: NAME in TRUSTED and in the docstring of Plan. A row whose
                              name is not in TRUSTED counts as a guard
-    2 checks/NAME.py         try_NAME(parts, microbatch, run) -> Answer of ground/answers.py; run: an Aside,
-                             given as an argument, as checks/ may not use run/. Call it as Runs says. Whatever
-                             decides the State goes through agreed() first, so that all ranks answer alike:
-                             agreed(parts, ran.error is not None, differs, error=ran.error) gives the largest
-                             of each number on any rank. A line for the file in the list above
-    3 run/prove_NAME.py      prove_NAME(parts, ...), as prove_positions.py: returns if the plan does not need
-                             it, if not parts.checks.asks, or if it has an answer (parts.checks.of); notes
-                             TRUSTED; else tries, raise_together() where BROKEN, or parts.checks.note(NAME,
-                             state, why, rank, advice). A line for the file in run/__init__.py
-    4 run/step.py            calls it where it calls prove_positions; evaluate.py and predict.py, too, if the
-                             assumption matters without a backward
-    5 tests                  HELD, BROKEN (on each rank), NOT_TRIED and TRUSTED, in processes of spawn(), as
+    2 checks/NAME.py         try_NAME(parts, microbatch, run, ...) -> Answer of ground/answers.py; run: an
+                             Aside, given as an argument, as checks/ may not use run/. Call it as Runs says.
+                             Whatever decides the State goes through agreed() first, so that all ranks answer
+                             alike: agreed(parts, ran.error is not None, differs, error=ran.error) gives the
+                             largest of each number on any rank. A line for the file in the list above
+    3 run/questions.py       Questions.ask() calls _ask_NAME(), as _ask_positions(): it returns if the plan
+                             does not need it, if not parts.checks.asks, or if there is an answer already
+                             (parts.checks.of); notes TRUSTED; else tries, raise_together() where BROKEN, or
+                             parts.checks.note(NAME, state, why, rank, advice). A step, an evaluation and a
+                             prediction then ask it
+    4 tests                  HELD, BROKEN (on each rank), NOT_TRIED and TRUSTED, in processes of spawn(), as
                              tests/parallel/test_positions.py; test_checks_change_nothing.py, which
                              compares trainings with and without checks to the bit, must still pass
-    6 docs/limits.md         python tests/parallel/test_checks_table.py writes the table into it
+    5 docs/limits.md         python tests/parallel/test_checks_table.py writes the table into it
 
 To add a guard: a row, and an error where the thing happens. Nothing is noted: describe() shows its `when`.
 

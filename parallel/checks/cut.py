@@ -37,9 +37,10 @@ from pycomm.parallel.checks.choice import (
     taken,
     window_of,
 )
-from pycomm.parallel.checks.exchange import GATHERED, RAISES, ZERO, Asking, Cuts, Exchange, Runs
+from pycomm.parallel.checks.exchange import GATHERED, RAISES, ZERO, Asking, Cuts, Exchange
 from pycomm.parallel.checks.measures import Measure
 from pycomm.parallel.checks.outputs import tensors_in
+from pycomm.parallel.checks.runs import Runs
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.answers import Asked, State
 from pycomm.parallel.ground.batch import count_targets

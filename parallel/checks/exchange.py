@@ -10,7 +10,7 @@ Each time ends with one all_reduce of flags.
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,12 +28,13 @@ from pycomm.parallel.checks.measures import (
     measured,
 )
 from pycomm.parallel.checks.rows import Fault, differ_for_the_same, fault_of_model, groups_of, put_together
+from pycomm.parallel.checks.runs import Ran, Runs
 from pycomm.parallel.checks.tolerances import rounding_of
 from pycomm.parallel.data.gather_rows import RowsGathered
 from pycomm.parallel.models import drawn
 from pycomm.parallel.parts import Parallelized
 
-__all__ = ["GATHERED", "RAISES", "ZERO", "Asking", "Cuts", "Exchange", "Ran", "Runs"]
+__all__ = ["GATHERED", "RAISES", "ZERO", "Asking", "Cuts", "Exchange"]
 
 AGAIN = 15  # with other random numbers, for a model that draws some
 RAISES, *_, ZERO = _WHY = (
@@ -54,40 +55,6 @@ class Cuts(NamedTuple):
     microbatches: int
     sharded: bool
     others: bool = False
-
-
-class Ran(NamedTuple):
-    """One run of the model. result: what `take` gave, on ranks with the last stage."""
-
-    result: Any = None
-    error: Exception | None = None
-    drawn: tuple = ()  # what had been drawn at its end
-    draws: bool = False  # whether it has drawn some
-    sends: bool = False  # whether the model's own code has sent something
-    loss_draws: bool = False  # whether `take` has
-    given: tuple = ()  # what each stage of this rank gave
-    work: int = 0  # a mark of its operations and their shapes; 0: not watched
-    all_know: bool = False  # of the error, all stages
-
-
-class Runs(Protocol):
-    """Runs the model aside (run/aside.py, Aside).
-
-    inputs: few rows. take: called with the output, on ranks with the last stage; what it returns is
-    Ran.result. number: 0 for the random numbers that the next pass draws, 1 .. for others. failed: a run
-    before raised here. in_eval, graph: all modules in eval mode, with gradients. What the model or `take`
-    raises is Ran.error, except a DistError. Collective where forwards are, and over pp.
-    """
-
-    def __call__(
-        self,
-        inputs: Any,
-        take: Callable[[Any], Any],
-        number: int,
-        failed: bool = False,
-        in_eval: bool = False,
-        graph: bool = False,
-    ) -> Ran: ...
 
 
 class Asking(NamedTuple):

@@ -32,8 +32,8 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checks.agree import agreed
-from pycomm.parallel.checks.exchange import Runs
 from pycomm.parallel.checks.outputs import tensors_in
+from pycomm.parallel.checks.runs import Runs
 from pycomm.parallel.checks.tolerances import of_positions
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.answers import Answer, State
@@ -44,7 +44,9 @@ from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.sequence.sequence_split import MOST_WHOLE, SequenceSplit
 from pycomm.parallel.sequence.split import positions
 
-__all__ = ["Asked", "check_whole", "try_positions"]
+__all__ = ["check_whole", "try_positions"]
+
+Loss = Callable[[Any, Microbatch], torch.Tensor]  # of (output, microbatch): its part of the mean
 
 ROWS, FIRST_ROWS = 2, 8
 _ELSEWHERE = "on another rank"
@@ -55,13 +57,6 @@ RETURNS_PIECE = (
     "the plan knows as its head, where the sequence would be gathered. Use an nn.Linear, or a plan without "
     "megatron_sp"
 )
-
-
-class Asked(NamedTuple):
-    """run: the model, aside. loss: (output, microbatch) -> its part of the mean; None in a prediction."""
-
-    run: Runs
-    loss: Callable[[Any, Microbatch], torch.Tensor] | None
 
 
 class _Seen(NamedTuple):
@@ -81,16 +76,16 @@ def check_whole(split: SequenceSplit | None, output: Any) -> None:
         raise ValueError(RETURNS_PIECE)
 
 
-def try_positions(parts: Parallelized, microbatch: Microbatch, asked: Asked) -> Answer:
-    """The state is alike on all ranks; its `why` is this rank's sentence, empty where it held, or where only
-    other ranks have one. Collective over all ranks. run/prove_positions.py calls it, notes the answer, and
-    raises if it is BROKEN.
+def try_positions(parts: Parallelized, microbatch: Microbatch, run: Runs, loss: Loss | None) -> Answer:
+    """loss: None in a prediction. The state is alike on all ranks; its `why` is this rank's sentence, empty
+    where it held, or where only other ranks have one. Collective over all ranks. run/questions.py calls it,
+    notes the answer, and raises if it is BROKEN.
     """
     split, length = parts.split, _length_of(microbatch)
     few = 4 * split.degree * (split.tp.size if split.megatron else 1) + 1
     while True:
         is_more = few < min(length, MOST_WHOLE)
-        trial = _Trial(parts, _small(microbatch, min(few, length, MOST_WHOLE), length), asked)
+        trial = _Trial(parts, _small(microbatch, min(few, length, MOST_WHOLE), length), run, loss)
         error = trial.run_off()
         fails, more, *marks = agreed(parts, error is not None, is_more, *trial.marks(), error=error)
         if any(high != -low for high, low in zip(marks[::2], marks[1::2], strict=True)):
@@ -110,10 +105,11 @@ def try_positions(parts: Parallelized, microbatch: Microbatch, asked: Asked) -> 
 class _Trial:
     """batch: of few rows and positions."""
 
-    def __init__(self, parts: Parallelized, batch: Microbatch, asked: Asked) -> None:
-        self.parts, self.split, self.batch, self.asked = parts, parts.split, batch, asked
+    def __init__(self, parts: Parallelized, batch: Microbatch, run: Runs, loss: Loss | None) -> None:
+        self.parts, self.split, self.batch = parts, parts.split, batch
+        self.run, self.loss = run, loss
         self.off = self.on = None  # _Seen
-        self.has_loss, self.loss_error = asked.loss is not None, None
+        self.has_loss, self.loss_error = loss is not None, None
         self.rows = len(tensors_in(batch.inputs)[0])
         kinds = {p.dtype for p in parts.model.parameters() if p.is_floating_point()}
         if torch.is_autocast_enabled(parts.device.type):
@@ -153,14 +149,14 @@ class _Trial:
 
     def _run(self, number: int, take: Callable[[Any], None]) -> tuple[tuple, Exception | None]:
         with torch.no_grad(), _awake(self.parts):
-            ran = self.asked.run(self.batch.inputs, take, number, in_eval=True)
+            ran = self.run(self.batch.inputs, take, number, in_eval=True)
         return ran.given, ran.error
 
     def _loss(self, output: Any, targets: Any) -> torch.Tensor | None:
         if not self.has_loss:
             return None
         total = float(self.batch.count_of(self.batch.targets)) or 1.0
-        return self.asked.loss(output, dataclasses.replace(self.batch, targets=targets, total=total))
+        return self.loss(output, dataclasses.replace(self.batch, targets=targets, total=total))
 
     def judged(self) -> Answer:
         """After both runs. Collective over all ranks."""

@@ -25,8 +25,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pycomm.parallel.checks.agree import Elsewhere
-from pycomm.parallel.checks.exchange import Ran
 from pycomm.parallel.checks.kept import kept
+from pycomm.parallel.checks.runs import Ran
 from pycomm.parallel.data.gather_rows import gathering
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground import comm
@@ -44,7 +44,7 @@ _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
 
 
 class Aside:
-    """Runs (checks/exchange.py) of a Parallelized. losses: that `take` calls; their state is kept, too."""
+    """Runs (checks/runs.py) of a Parallelized. losses: that `take` calls; their state is kept, too."""
 
     def __init__(self, parts: Parallelized, *losses: Any) -> None:
         self.parts, self.losses, self.shared = parts, losses, None

@@ -19,7 +19,7 @@ from pycomm.parallel.checks.agree import raise_together
 from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.checks.measures import Measure
-from pycomm.parallel.checks.positions import Asked, try_positions
+from pycomm.parallel.checks.positions import try_positions
 from pycomm.parallel.ground.answers import State
 from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.parts import Parallelized
@@ -77,7 +77,7 @@ class Questions:
         def loss(output: Any, batch: Microbatch) -> torch.Tensor:
             return microbatch_loss(parts, output, batch, plain_loss(self.loss_fn))
 
-        answer = try_positions(parts, microbatch, Asked(self.rows.run, loss if is_loss else None))
+        answer = try_positions(parts, microbatch, self.rows.run, loss if is_loss else None)
         if answer.state is State.BROKEN:
             raise_together(parts, answer.why)
         parts.checks.note(name, answer.state, answer.why, parts.mesh.world.rank, _ADVICE)
