@@ -189,7 +189,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             deferred=deferred,
             units=units,
             ties=ties,
-            last_words=LastWords(mesh.world, device),
+            last_words=LastWords(mesh, device),
             hyperparameters=Hyperparameters(opt, functools.partial(exchange_over, mesh.world, device)),
         ),
     )

@@ -1,7 +1,8 @@
 """The ranks as a torch DeviceMesh, and the groups that the strategies use.
 
 Only axes with more than one rank are dimensions of the mesh. Joined axes (the ranks over which a parameter is
-replicated) are flattened dimensions of the same mesh, made on all ranks in the same order:
+replicated) have groups of their own. All are made on all ranks in the same order, and all have the time limit
+of torch's default group:
 
     group       axes                          what is summed over it
     data        dp ep ring ulysses            gradients of dense parameters
@@ -48,6 +49,7 @@ class Mesh:
         self._divided = {}  # name of a Group -> the Groups (inside, across)
         self._made = []  # process groups that are this plan's alone
         self.device_mesh = None  # torch's DeviceMesh; None for one rank
+        self.limit = None  # of the groups, as torch's new_group takes it
         self.world = ALONE  # Group of all ranks
         if plan.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("pycomm")
@@ -60,13 +62,17 @@ class Mesh:
             raise ValueError(f"the plan is for {plan.world_size} ranks ({sizes}), but there are {world_size}")
         self.names = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
         if self.names:
+            self.limit = dist.group.WORLD._get_backend(device).options._timeout
             self.hosts = _hosts_of(as_group(None, "world"), device)
-            self.device_mesh = self._place(device.type)
             self.world = as_group(self._make() if own else None, "world")
             trace.name_axis(self.world.pg.group_name, "world")
+            self.places = self._place(device.type)
         self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
-        for axis in AXES:
-            self.group(axis)
+        groups = [self.group(axis).pg for axis in self.names]
+        if groups:
+            self.device_mesh = dist.device_mesh.DeviceMesh.from_group(
+                groups, device.type, self.places, mesh_dim_names=self.names
+            )
         self.data, self.data_tp = self.group(*DATA), self.group(*DATA, "tp")
         self.expert, self.expert_tp = self.group(*EXPERT), self.group(*EXPERT, "tp")
         if plan.zero_group == "host":
@@ -74,14 +80,13 @@ class Mesh:
                 self._divide(self._names_of(axes))
 
     def _place(self, device_type):
-        """torch's DeviceMesh, of the ranks at their places."""
+        """The ranks at their places: a tensor of the sizes of the axes."""
         sizes = [getattr(self.plan, axis) for axis in self.names]
         together = (DATA, (*DATA, "tp"), EXPERT, (*EXPERT, "tp"))
         joined = [[self.names.index(axis) for axis in self._names_of(axes)] for axes in together]
-        ranks = hosts.arrange(self.hosts, sizes, joined)
-        if ranks.flatten().tolist() == list(range(len(self.hosts))):
-            return dist.device_mesh.init_device_mesh(device_type, sizes, mesh_dim_names=self.names)
-        return dist.device_mesh.DeviceMesh(device_type, ranks, mesh_dim_names=self.names)
+        if device_type != "cpu":  # it chooses this rank's device where nobody has
+            dist.device_mesh.init_device_mesh(device_type, (len(self.hosts),))
+        return hosts.arrange(self.hosts, sizes, joined)
 
     def _names_of(self, axes):
         return tuple(axis for axis in self.names if axis in axes)
@@ -92,18 +97,15 @@ class Mesh:
         """
         names = self._names_of(axes)
         if names not in self._groups:
-            if len(names) == 1:
-                mesh = self.device_mesh[names[0]]
-            else:
-                mesh = self.device_mesh[names]._flatten("_".join(names))
-            pg = mesh.get_group()
-            if pg is dist.group.WORLD:
-                pg = self.world.pg
-            elif pg not in self._made:
-                self._made.append(pg)
+            ranks = self._lines(names)
+            pg = self.world.pg if len(ranks) == 1 else self._own_of(ranks)
             self._groups[names] = as_group(pg, "+".join(names))
             trace.name_axis(pg.group_name, "+".join(names))
         return self._groups[names]
+
+    def _lines(self, names):
+        """The groups of ranks that differ along these axes only, as lists of ranks."""
+        return hosts.lines(self.places, [self.names.index(axis) for axis in names]).tolist()
 
     def shards_of(self, group):
         """(ranks among which zero divides what `group` would hold several times, ranks that then hold the
@@ -116,7 +118,7 @@ class Mesh:
         whole = self.group(*names)
         if whole.name in self._divided or whole.size == 1:
             return
-        found = hosts.divide(self.device_mesh.mesh, [self.names.index(axis) for axis in names], self.hosts)
+        found = hosts.divide(self.places, [self.names.index(axis) for axis in names], self.hosts)
         if found is None:
             raise ValueError(
                 f"Plan({self.plan}): zero_group='host' needs as many ranks of {whole.name} on each host, and "
@@ -150,16 +152,21 @@ class Mesh:
     def crossings(self, axis):
         """(groups of this axis with ranks on several hosts, groups of this axis)"""
         axes = [self.names.index(axis)]
-        return hosts.crossings(self.device_mesh.mesh, axes, self.hosts), len(self.hosts) // getattr(
-            self.plan, axis
-        )
+        return hosts.crossings(self.places, axes, self.hosts), len(self.hosts) // getattr(self.plan, axis)
 
     def _make(self, ranks=None):
         """A process group of these ranks, all if None; on other ranks nothing of use."""
-        pg = dist.new_group(ranks)
+        pg = dist.new_group(ranks, timeout=self.limit)
         if isinstance(pg, dist.ProcessGroup):
             self._made.append(pg)
         return pg
+
+    def ranks_of(self, name: str) -> list[int] | None:
+        """The plan's ranks of a process group of this rank, by its name; None where it is not the plan's."""
+        for pg in (self.world.pg, *self._made):
+            if pg is not None and pg.group_name == name:
+                return dist.get_process_group_ranks(pg)
+        return None
 
     def apart(self, *axes):
         """A group of the same ranks as group(*axes), for operations whose order among that group's is not the
@@ -168,8 +175,7 @@ class Mesh:
         group = self.group(*axes)
         if group.size == 1:
             return group
-        numbers = [self.names.index(axis) for axis in self._names_of(axes)]
-        mine = self._own_of(hosts.lines(self.device_mesh.mesh, numbers).tolist())
+        mine = self._own_of(self._lines(self._names_of(axes)))
         return as_group(mine, f"{group.name} (apart)")
 
     def close(self):
