@@ -16,6 +16,7 @@ Which host each rank is on is told by host_mark, and a placement of ranks is a l
 import functools
 import hashlib
 import os
+import threading
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -41,6 +42,7 @@ __all__ = [
     "shared_store",
     "show_hosts",
     "unpad_pieces",
+    "waits_to_join",
 ]
 
 
@@ -185,6 +187,7 @@ def shared_store(comm):
 # What `python -m pycomm.run` and the ranks that it has started say to each other, in its store.
 _RUN = "pycomm/run"
 _JOINED = "joined/"
+_joined = threading.Event()  # of this process
 
 
 def is_launched():
@@ -209,6 +212,12 @@ def note_joined(store):
     number = env.replacement()
     if number is not None:
         store.set(f"{_JOINED}{number}", "")
+        _joined.set()
+
+
+def waits_to_join() -> bool:
+    """Whether this process takes the place of a dead one, and the others have not taken it in yet."""
+    return bool(env.replacement()) and not _joined.is_set()
 
 
 def has_joined(store, number):

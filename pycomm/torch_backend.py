@@ -12,6 +12,7 @@ from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
 from pycomm import _C, env, hosts, metrics, trace
+from pycomm.groups import waits_to_join
 from pycomm.options import transport_options
 
 # Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not
@@ -37,6 +38,8 @@ def create(options, pg_options):
         )
     settings = env.settings()
     timeout = _seconds(options.timeout.total_seconds())
+    if waits_to_join():
+        return _without_peers(settings, options.group_id, timeout)
     transport = transport_options(settings, options.group_id, timeout, options.group_size)
     show_in_flight_recorder()
     show_in_ddp_logs()
@@ -53,6 +56,19 @@ def create(options, pg_options):
         hosts.makers(),
     )
     metrics.watch(backend.communicator, options.group_id)
+    return backend
+
+
+def _without_peers(settings: env.Settings, name: str, timeout: float) -> _C.Backend:
+    """Of a process that takes the place of a dead one, as long as it waits: the others have no such group.
+    torch knows rank and size; every operation raises.
+    """
+    transport = transport_options(settings, name, timeout, 1)
+    backend = _C.create_backend(dist.HashStore(), 0, 1, timeout, transport, {}, [0], hosts.makers())
+    backend.communicator.abort(
+        "this process takes the place of a dead one, and has no peers before par.resilient() has taken it in."
+        " Call that first, and make groups of your own behind it"
+    )
     return backend
 
 

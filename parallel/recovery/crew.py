@@ -72,7 +72,9 @@ class Crew:
             except CommError:  # another died while all joined: the crew begins anew
                 continue
             note_joined(store)
-            return cls(comm, store, timeout)
+            crew = cls(comm, store, timeout)
+            crew.leave_groups()  # of init_process_group() at the top of the script, which have no peers
+            return crew
 
     @property
     def rank(self):

@@ -11,12 +11,10 @@ writes about as many bytes:
 Who writes what is agreed upon when the list of pieces changes: at first, and after the step that makes the
 optimizer's state. Cost per snapshot and host: the bytes of one checkpoint, in all; two such in memory.
 
-Beside it each rank keeps what is its own: the states of its random streams, and of the program's generators.
+Beside it each rank keeps what is its own: the states of its random streams, and of its program (program.py).
 """
 
 import io
-import random
-import sys
 import warnings
 from typing import NamedTuple
 
@@ -36,8 +34,10 @@ from pycomm.parallel.checkpoint.boxes import Boxes, Loading
 from pycomm.parallel.checkpoint.saving import about_of, to_save
 from pycomm.parallel.checkpoint.state import whole_model
 from pycomm.parallel.ground.plan import AXES
+from pycomm.parallel.parts import Parallelized
+from pycomm.parallel.recovery.program import ProgramState
 
-__all__ = ["Dealer", "Own", "Piece", "Source", "own_of", "set_generators", "set_streams"]
+__all__ = ["Dealer", "Own", "Piece", "Source", "own_at", "own_of", "set_streams"]
 
 LEAP = 1_000_003  # between seeds of new streams: more than there are ranks
 
@@ -57,7 +57,7 @@ class Own(NamedTuple):
 
     coordinates: dict  # axis -> this rank's place
     streams: dict  # the states of RandomStreams
-    generators: tuple  # the program's: torch, CUDA, random, NumPy
+    program: ProgramState | None  # None: before the first step
 
 
 class Dealer:
@@ -207,28 +207,22 @@ class Source(dcp.StorageReader):
         return True
 
 
-def own_of(parts):
+def own_of(parts: Parallelized, program: ProgramState | None) -> Own:
     """The Own of this rank, now."""
     coordinates = {axis: parts.mesh.coordinate(axis) for axis in AXES}
-    numpy = sys.modules.get("numpy")
-    generators = (
-        torch.get_rng_state(),
-        torch.cuda.get_rng_state() if parts.device.type == "cuda" else None,
-        random.getstate(),
-        numpy.random.get_state() if numpy is not None else None,
-    )
-    return Own(coordinates, dict(parts.streams.states), generators)
+    return Own(coordinates, dict(parts.streams.states), program)
 
 
-def set_generators(own):
-    """The program's generators as they were when the snapshot was taken."""
-    on_cpu, on_device, python, numpy = own.generators
-    torch.set_rng_state(on_cpu)
-    if on_device is not None:
-        torch.cuda.set_rng_state(on_device)
-    random.setstate(python)
-    if numpy is not None and "numpy" in sys.modules:
-        sys.modules["numpy"].random.set_state(numpy)
+def own_at(parts: Parallelized, source: "Source") -> Own:
+    """Of the rank that had this rank's place; where there was none, of one that had the same part of the
+    model, or the first.
+    """
+    here = {axis: parts.mesh.coordinate(axis) for axis in AXES}
+    for place in (here, here | {"dp": 0}):
+        found = [own for own in source.owns if own.coordinates == place]
+        if found:
+            return found[0]
+    return source.owns[0]
 
 
 def set_streams(parts, source):

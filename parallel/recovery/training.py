@@ -5,8 +5,8 @@
     rank 1   S0     .    S2   .    S4   killed
     rank 2   S0     .    S2   .    S4   .  PeerError  shrink, rebuild from S4 ->  5    6    rank 1
 
-Sn: a snapshot after step n (snapshot.py) in memory that outlives its rank (memory.py). What happens after a
-death, on every rank that lives:
+Sn: a snapshot after step n (snapshot.py, program.py) in memory that outlives its rank (memory.py). What
+happens after a death, on every rank that lives:
 
     leave      torch's groups are aborted, so that nobody waits for this rank
     shrink     the crew agrees on who lives                                               crew.py
@@ -26,7 +26,8 @@ Ranks may be a step apart when one dies, as some have the sums of the last step 
 the batches since the last snapshot but one, and repeats up to the call that it is in: all call the same steps
 in the same order, whoever takes them from the list and whoever from the caller. So the caller sees nothing.
 
-A step is written down before it begins: its batch, hyperparameters (schedulers change them) and arguments.
+A step is written down before it begins: its batch, hyperparameters (schedulers change them) and arguments. A
+snapshot after step n is begun by the call of step n + 1, so that it has what the caller did in between.
 Cost: the batches of 2 * snapshot_every steps; per snapshot an 8-byte all_reduce and the writing of the values
 (each written by one rank), beside the forward and backward of the next step: the optimizer waits for it.
 Over hosts each host also sends what it has written to the next one, for which only the next snapshot waits.
@@ -58,8 +59,16 @@ from pycomm.parallel.recovery.checkpoints import Checkpoints
 from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.holdings import Holdings, Writer
 from pycomm.parallel.recovery.pristine import Pristine
+from pycomm.parallel.recovery.program import (
+    Call,
+    Followers,
+    Kept,
+    Stateful,
+    hyperparameters,
+    set_hyperparameters,
+)
 from pycomm.parallel.recovery.smaller import check_kept, plan_for
-from pycomm.parallel.recovery.snapshot import Dealer, own_of, set_generators, set_streams
+from pycomm.parallel.recovery.snapshot import Dealer, own_at, own_of, set_streams
 
 __all__ = ["Resilient", "resilient"]
 
@@ -128,15 +137,6 @@ class _Options(NamedTuple):
     weights: object
 
 
-class _Call(NamedTuple):
-    """A step as it was asked for."""
-
-    batch: object
-    loss_fn: object
-    options: dict
-    hyperparameters: list  # by parameter group
-
-
 class _Joining(NamedTuple):
     """How this process comes to the others."""
 
@@ -164,12 +164,13 @@ class Resilient:
         self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
         self.repeated = 0
         self._options, self._wanted, self._position = options, plan, 0
-        self._log, self._kept_from = {}, 0  # number of a step -> _Call; all after this number are there
+        self._log = {}  # number of a step -> Call
         self._holdings, self._dealer, self._ended = Holdings(), None, False
         self._writing = Writer()
         self._last = None  # number of the last snapshot that was begun
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
+        self._kept, self._followers = Kept(), Followers()
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
         _before_update(opt, self._writing.wait_written)
         if joining.replaces:
@@ -192,7 +193,7 @@ class Resilient:
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()
             self._crew.look()
-            self._keep(0)
+            self._keep(0, None)
         except BaseException:
             self._crew.comm.close()
             raise
@@ -212,7 +213,9 @@ class Resilient:
         if options.get("scaler") is not None:
             raise ValueError("resilient: the state of a GradScaler is in no snapshot: train in bf16 or fp32")
         number = self.done + 1
-        self._log[number] = _Call(tree_map(_copied, batch), loss_fn, options, _hyperparameters(self.opt))
+        program = self._kept.state() if self._is_due(number - 1) else None
+        batch = tree_map(_copied, batch)
+        self._log[number] = Call(batch, loss_fn, options, hyperparameters(self.opt), program)
         try:
             loss = self._attempt(lambda: self._advance(number))
         except Exception:
@@ -221,6 +224,16 @@ class Resilient:
         self.done = max(self._position, number)
         return loss
 
+    def keep(self, name: str, thing: Stateful) -> None:
+        """thing, with state_dict() and load_state_dict(), is in each snapshot, as it is between two steps: a
+        scheduler, an average, a data loader. In a process that takes the place of another it gets that one's
+        state now, so this comes before the first step, with the same names on all ranks.
+
+        Where the plan cuts the model, a rank's own part is in it; see docs/recovery.md. Raises ValueError for
+        a name that is there already, and for what has not these two methods.
+        """
+        self._kept.add(name, thing)
+
     def restart(self, done=None):
         """After values were changed by something else than step(), such as parallel.load(): what is there now
         is the state after `done` steps, None: after as many as before. Collective over active ranks, on which
@@ -228,7 +241,7 @@ class Resilient:
         """
         self.done = self._position = self.done if done is None else done
         self._log.clear()
-        self._snapshot()
+        self._snapshot(self._kept.state())
         self._writing.wait()
         self._meet()
 
@@ -275,13 +288,22 @@ class Resilient:
                 self._hear()
                 continue
             call = self._log[self._position + 1]
-            _set_hyperparameters(self.opt, call.hyperparameters)
+            if self._is_due(self._position):
+                self._snapshot(call.program or self._kept.state())
+                continue
+            parts, own = parts_of(self.model), call.hyperparameters
+            own = self._followers.agreed(parts, self._position + 1, own, self._kept.objects)
+            set_hyperparameters(self.opt, own)
             self._loss = take_step(self.model, self.opt, call.batch, call.loss_fn, **call.options)
             self._position = self._loss_of = self._position + 1
-            due = self._last + self._options.snapshot_every
-            if self._position >= due and parts_of(self.model).window.is_empty:
-                self._snapshot()
         return self._loss if self._loss_of == number else None
+
+    def _is_due(self, number):
+        """Whether the first thing in the call of the next step is a snapshot of the state after this one."""
+        if not self.active or self._position != number:
+            return False
+        is_time = number >= self._last + self._options.snapshot_every
+        return is_time and parts_of(self.model).window.is_empty
 
     def _hear(self, word=None):
         """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
@@ -293,9 +315,9 @@ class Resilient:
 
     # --- snapshots --------------------
 
-    def _snapshot(self):
-        """Begins to write one. When all ranks have met, all have the one before; see [Note: whole
-        snapshots].
+    def _snapshot(self, program):
+        """Begins to write one. program: a ProgramState. When all ranks have met, all have the one before; see
+        [Note: whole snapshots].
         """
         parts, number = parts_of(self.model), self._position
         self._writing.wait()
@@ -309,7 +331,7 @@ class Resilient:
             self._dealer.deal(pieces)
         self._forget(self._last)
         self._last = number
-        items, own = self._dealer.to_write(pieces), own_of(parts)
+        items, own = self._dealer.to_write(pieces), own_of(parts, program)
         self._writing.start(self._holdings.last, number, own, items)
         if not hasattr(self.opt, "register_step_pre_hook"):
             self._writing.wait_written()
@@ -327,16 +349,16 @@ class Resilient:
         for call in [call for call in self._log if number is not None and call <= number]:
             del self._log[call]
 
-    def _keep(self, number):
+    def _keep(self, number, program):
         """The ranks of the plan make memory that all of the crew hold, and the snapshot with this number in
-        it; then the former memory is let go of. Collective over the crew.
+        it; then the former memory is let go of. program: a ProgramState or None. Collective over the crew.
         """
         generation = self._holdings.make(self._crew, self.active)
         if self.active:
             self._dealer, self._last = Dealer(parts_of(self.model)), None
             pieces, _ = self._dealer.pieces()
             self._dealer.deal(pieces)
-            items, own = self._dealer.to_write(pieces), own_of(parts_of(self.model))
+            items, own = self._dealer.to_write(pieces), own_of(parts_of(self.model), program)
             self._writing.start(generation, number, own, items)
             self._writing.wait()
         self._last = number
@@ -391,9 +413,8 @@ class Resilient:
         self.plan = self._plan_for(crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
-        if self.active:
-            self._read(source)
-        self._keep(source.number)
+        program = self._read(source) if self.active else None
+        self._keep(source.number, program)
         gc.collect()  # the former model's buffers, which are in circles
         level = logging.WARNING if crew.rank == 0 else logging.INFO
         took = 1e3 * (time.perf_counter() - started)
@@ -401,8 +422,9 @@ class Resilient:
         LOG.log(level, text, source.number + 1, crew.size, self.plan, took)
 
     def _read(self, source):
-        """The model anew, with the values of the snapshot."""
+        """The model anew, with the values of the snapshot. Returns the ProgramState of this rank's place."""
         drawn, before = torch.get_rng_state(), self.model.__dict__.get("_parallel")
+        former = before and _part_of(before)
         before = before and (before.plan, before.checks)  # the rest is large
         self._pristine.reset()
         parallelize_again(self.model, self.opt, self.plan, self._options.weights)
@@ -413,16 +435,34 @@ class Resilient:
         load_from(parts, self.opt, source)
         set_streams(parts, source)
         torch.set_rng_state(drawn)  # the program goes on with its own numbers
-        if self._joining:
-            set_generators(source.owns[0])
-        self._joining = False
+        own = own_at(parts, source)
+        self._take_over_program(own.program, source.number, former not in (None, _part_of(parts)))
+        self._followers.choose(parts)
         self.repeated += max(0, self._position - source.number)
         self._position, self.done = source.number, max(self.done, source.number)
+        return own.program
+
+    def _take_over_program(self, program, number, has_moved):
+        """program: of the snapshot with this number, at this rank's place. See the head of program.py."""
+        if self._joining or number > self.done:  # it had no part in the steps meanwhile
+            self._followers.follows = self._followers.follows or number > 0
+            if program is not None:
+                self._kept.begin_from(program)
+        elif has_moved and program is not None and program.kept:
+            self._kept.load(program)
+            text = "%s are those after step %d: this rank has another part of the model now"
+            LOG.warning(text, ", ".join(map(repr, program.kept)), number)
+        self._joining = False
 
     def _plan_for(self, ranks):
         plan = plan_for(self._wanted, ranks)
         check_kept(plan)
         return plan
+
+
+def _part_of(parts: Parallelized) -> tuple[int, ...]:
+    """Which part of the model this rank has."""
+    return tuple(parts.mesh.coordinate(axis) for axis in AXES if axis != "dp")
 
 
 def _take_over_answers(parts: Parallelized, before: tuple[Plan, Answers] | None) -> None:
@@ -450,19 +490,3 @@ def _before_update(opt, wait):
 def _copied(value):
     """A batch that stays what it is when the caller fills its tensors anew."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
-
-
-def _hyperparameters(opt):
-    return [
-        {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
-        for group in opt.param_groups
-    ]
-
-
-def _set_hyperparameters(opt, kept):
-    for group, values in zip(opt.param_groups, kept, strict=True):
-        for key, value in values.items():
-            if isinstance(group.get(key), torch.Tensor):
-                group[key].copy_(value)
-            else:
-                group[key] = value

@@ -1,0 +1,230 @@
+"""What belongs to the program of a rank and not to the plan: its generators of random numbers, what it keeps
+(run.keep), and the hyperparameters that it gives to the optimizer.
+
+    caller          run.step(b12)  scheduler.step()  run.step(b13)  scheduler.step()
+                                   ema.update()      ^                ema.update()
+    snapshot 12                                      the first thing in the call of step 13
+
+So a snapshot has what the caller has done after its step, and who begins from it goes on with the next step:
+
+    survivors       keep what they have: their caller is in a later step, and repeats none of its own work
+    a replacement   gets generators and kept objects of the rank whose place it takes, when it gives them to
+                    run.keep(): before its first batch is drawn
+    a rank that had no part in the steps meanwhile: the same
+
+[Note: followers] These two have no past of their own, so their schedulers may begin anew. Once there is one
+of them, the optimizers of all ranks take the hyperparameters of a leader: the lowest rank that has been there
+all the time, or a follower whose own have never been others. One exchange of them for each step, small.
+
+A rank that has another place after a loss (of tp, pp, ep, ring or ulysses) has kept objects of its former
+place. It takes those of the new one from the snapshot, and says that they are older.
+"""
+
+import io
+import logging
+import random
+import sys
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from pycomm.parallel.checkpoint.agree import exchange
+from pycomm.parallel.parts import Parallelized
+
+__all__ = [
+    "Call",
+    "Followers",
+    "Kept",
+    "ProgramState",
+    "Stateful",
+    "hyperparameters",
+    "set_hyperparameters",
+]
+
+LOG = logging.getLogger("pycomm.parallel")
+Hyperparameters = list[dict[str, Any]]  # by parameter group
+
+
+class Stateful(Protocol):
+    """What run.keep() takes."""
+
+    def state_dict(self) -> Any: ...
+
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+class ProgramState(NamedTuple):
+    """Between two steps. generators: of torch, its current device, random and NumPy."""
+
+    generators: tuple
+    kept: dict[str, bytes]  # what state_dict() gave, pickled
+
+
+class Call(NamedTuple):
+    """A step as it was asked for."""
+
+    batch: Any
+    loss_fn: Any
+    options: dict[str, Any]
+    hyperparameters: Hyperparameters
+    program: ProgramState | None  # where a snapshot of the step before is due
+
+
+class Kept:
+    """The objects that a program keeps in snapshots, by name."""
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Stateful] = {}
+        self._arrived: dict[str, bytes] = {}  # in the snapshot from which this process has begun
+
+    def add(self, name: str, thing: Stateful) -> None:
+        if name in self.objects:
+            raise ValueError(f"run.keep({name!r}): there is one of this name already, a {_kind(name, self)}")
+        if not all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict")):
+            raise ValueError(
+                f"run.keep({name!r}, {type(thing).__name__}): it needs state_dict() and load_state_dict()"
+            )
+        if name in self._arrived:
+            thing.load_state_dict(_unpickled(self._arrived.pop(name)))
+        self.objects[name] = thing
+
+    def state(self) -> ProgramState:
+        kept = {name: _pickled(thing.state_dict()) for name, thing in self.objects.items()}
+        return ProgramState(_generators(), kept)
+
+    def begin_from(self, state: ProgramState) -> None:
+        """Generators and objects are those of the snapshot, as for a process that has just come."""
+        _set_generators(state.generators)
+        self.load(state)
+
+    def load(self, state: ProgramState) -> None:
+        self._arrived = dict(state.kept)
+        for name in self.objects.keys() & self._arrived.keys():
+            self.objects[name].load_state_dict(_unpickled(self._arrived.pop(name)))
+
+
+class Followers:
+    """See [Note: followers]. leader: rank of the plan whose hyperparameters count; None: everybody's own."""
+
+    def __init__(self) -> None:
+        self.leader: int | None = None
+        self.follows, self.strays = False, False
+
+    def choose(self, parts: Parallelized) -> None:
+        """After a recovery. Collective over the ranks of the plan. RuntimeError: no rank knows."""
+        told = exchange(parts, (self.follows, self.strays))
+        followers = [rank for rank, (follows, _) in enumerate(told) if follows]
+        leaders = [rank for rank in range(len(told)) if rank not in followers]
+        leaders += [rank for rank in followers if not told[rank][1]]
+        if not leaders:
+            raise RuntimeError(
+                "no rank is left that has the hyperparameters of this training: those of all that took the "
+                'place of others were different. Give run.keep("scheduler", scheduler) to all'
+            )
+        self.leader = leaders[0] if followers else None
+
+    def agreed(self, parts: Parallelized, number: int, own: Hyperparameters, names: Iterable[str]) -> Any:
+        """The hyperparameters of a step. names: of what this rank keeps. Collective over the ranks of the
+        plan. Raises ValueError on all where these are others.
+        """
+        if self.leader is None:
+            return own
+        rank = parts.mesh.world.rank
+        told = exchange(parts, (sorted(names), own if rank == self.leader else None))
+        right = told[self.leader][0]
+        for other, (found, _) in enumerate(told):
+            if found != right:
+                raise ValueError(
+                    f"[rank {rank}] step {number}: rank {self.leader} keeps {right} and rank {other} keeps "
+                    f"{found}. A process that takes the place of another must call run.keep() for the same "
+                    "names before its first step"
+                )
+        values = told[self.leader][1]
+        if not self.strays and not _same(own, values):
+            self.strays = True
+            LOG.warning(
+                "step %d: this rank came later, and its optimizer has %s, where rank %d has %s. Those are "
+                "used. A scheduler that counts steps begins anew in a replacement: give it to "
+                'run.keep("scheduler", scheduler)',
+                *(number, *_first_difference(own, values, self.leader)),
+            )
+        return values
+
+
+def hyperparameters(opt: torch.optim.Optimizer) -> Hyperparameters:
+    """Copies of an optimizer's, by parameter group."""
+    return [
+        {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
+        for group in opt.param_groups
+    ]
+
+
+def set_hyperparameters(opt: torch.optim.Optimizer, values: Hyperparameters) -> None:
+    for group, those in zip(opt.param_groups, values, strict=True):
+        for key, value in those.items():
+            if isinstance(group.get(key), torch.Tensor):
+                group[key].copy_(value)
+            else:
+                group[key] = value
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+
+
+def _same(one: Hyperparameters, other: Hyperparameters) -> bool:
+    return not any(_differing(*pair) for pair in zip(one, other, strict=True))
+
+
+def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+    """The keys of which both have another value."""
+    return [key for key in one if key in other and not _equal(one[key], other[key])]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        one, other = (torch.as_tensor(each).cpu() for each in (one, other))
+        return one.shape == other.shape and bool((one == other).all())
+    return one == other
+
+
+def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> tuple[str, int, str]:
+    for mine, theirs in zip(own, right, strict=True):
+        for key in _differing(mine, theirs):
+            return f"{key}={mine[key]}", leader, f"{key}={theirs[key]}"
+    return "others", leader, "its own"
+
+
+def _kind(name: str, kept: Kept) -> str:
+    return type(kept.objects[name]).__name__
+
+
+def _pickled(value: Any) -> bytes:
+    data = io.BytesIO()
+    torch.save(value, data)
+    return data.getvalue()
+
+
+def _unpickled(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+def _generators() -> tuple:
+    numpy = sys.modules.get("numpy")
+    return (
+        torch.get_rng_state(),
+        torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
+        random.getstate(),
+        numpy.random.get_state() if numpy is not None else None,
+    )
+
+
+def _set_generators(states: tuple) -> None:
+    on_cpu, on_device, python, numpy = states
+    torch.set_rng_state(on_cpu)
+    if on_device is not None:
+        torch.cuda.set_rng_state(on_device)
+    random.setstate(python)
+    if numpy is not None and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(numpy)
