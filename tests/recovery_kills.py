@@ -9,9 +9,9 @@ Each victim kills itself (SIGKILL) a random time after a random event: a step, a
 agreement (shrink), the making of the model anew. So deaths come in steps, snapshots and recoveries, alone and
 together. Over hosts a piece may also be one of a copy, at the sender or the receiver.
 
-What must hold: every run ends; every rank that lives has the parameters and the last loss of one process,
-fp64, to 1e-12; no recovery repeats more than the interval and the step in which a snapshot is written; no
-process and no memory is left.
+What must hold: every run ends; every rank that lives has the parameters, the last loss and the average loss
+of one process, fp64, to 1e-12, under a scheduler; no recovery repeats more than the interval and the step in
+which a snapshot is written; no process and no memory is left.
 """
 
 import argparse
@@ -99,12 +99,41 @@ def make():
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def alone(steps=STEPS):
-    """(parameters, last loss) of a run that nobody disturbs."""
+class Beside:
+    """What a program does after each step: a scheduler, and an average of the losses."""
+
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(opt, lambda step: 1 / (1 + step / 3))
+        self.average = 0.0
+
+    def step(self, loss: torch.Tensor) -> None:
+        self.average += 0.3 * (loss.item() - self.average)
+        self.scheduler.step()
+
+    def state_dict(self) -> dict:
+        return {"scheduler": self.scheduler.state_dict(), "average": self.average}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.scheduler.load_state_dict(state["scheduler"])
+        self.average = state["average"]
+
+
+class Ended(NamedTuple):
+    """A run's last values."""
+
+    parameters: dict
+    loss: float
+    average: float
+
+
+def alone(steps: int = STEPS) -> Ended:
+    """A run that nobody disturbs."""
     model, opt = par.parallelize(*make())
+    beside = Beside(opt)
     for number in range(steps):
         loss = par.step(model, opt, batch(number), clip=1.0, microbatches=2)
-    return par.full_state_dict(model), loss.item()
+        beside.step(loss)
+    return Ended(par.full_state_dict(model), loss.item(), beside.average)
 
 
 def arm(victim):
@@ -163,16 +192,19 @@ def rank_main(rank, link, case, folder, replaces):
         wait=case.wait,
         timeout=LIMIT,
     )
+    run.keep("beside", beside := Beside(opt))
     if rank in case.victims and not replaces:
         arm(case.victims[rank])
     took, most, loss = [], 0, None
     for number in run.steps(STEPS):
         seen, repeated = len(lost), run.repeated
         loss = run.step(batch(number), clip=1.0, microbatches=2)
+        if loss is not None:
+            beside.step(loss)
         if len(lost) > seen:
             took.append(time.perf_counter() - lost[seen][0])
             most = max(most, (run.repeated - repeated) / (len(lost) - seen))
-    loss = None if loss is None else loss.item()
+    loss = None if loss is None else (loss.item(), beside.average)
     if not run.active:
         return None, None, took, most
     try:
@@ -183,7 +215,9 @@ def rank_main(rank, link, case, folder, replaces):
 
 
 def play(case):
-    """Runs it. Returns [(state, loss, seconds of recoveries, steps repeated)] of the ranks that ended."""
+    """Runs it. Returns [(state, (loss, average), seconds of recoveries, steps repeated)] of the ranks that
+    ended.
+    """
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
         ranks = RankProcesses(RANKS, rank_main, case, folder, False, limit=LIMIT)
         others = []
@@ -208,7 +242,7 @@ def play(case):
 
 def check(case, reference):
     """Returns the seconds of its recoveries. Raises AssertionError."""
-    parameters, last = reference
+    parameters, last = reference.parameters, (reference.loss, reference.average)
     found, took, equal = play(case), [], 0
     for outcome in found:
         if isinstance(outcome.value, ChildProcessError) and "signal 9" in str(outcome.value):
@@ -223,7 +257,8 @@ def check(case, reference):
         for name, value in parameters.items():
             difference = (torch.as_tensor(state[name]) - value).abs().max().item()
             assert difference <= TOLERANCE, f"{name} differs by {difference:.1e}"
-        assert loss is None or abs(loss - last) <= TOLERANCE, f"loss {loss}, alone {last}"
+        apart = [abs(one - other) for one, other in zip(loss or last, last, strict=True)]
+        assert max(apart) <= TOLERANCE, f"last loss and average {loss}, alone {last}"
     assert len(found) - sum(not outcome.ok for outcome in found) >= 1, "nobody is left"
     assert equal or any(victim.delay for victim in case.victims.values()), "nobody has the parameters"
     assert not memories_of_others(), "memory of snapshots is left"

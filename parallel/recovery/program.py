@@ -16,8 +16,8 @@ So a snapshot has what the caller has done after its step, and who begins from i
 of them, the optimizers of all ranks take the hyperparameters of a leader: the lowest rank that has been there
 all the time, or a follower whose own have never been others. One exchange of them for each step, small.
 
-A rank that has another place after a loss (of tp, pp, ep, ring or ulysses) has kept objects of its former
-place. It takes those of the new one from the snapshot, and says that they are older.
+A rank that has another part of the model after a loss (of tp, pp, ep, ring or ulysses) keeps what it has. A
+scheduler is right so; an average of parameters is that of the former part, and a WARNING says so.
 """
 
 import io
@@ -28,6 +28,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.parts import Parallelized
@@ -58,6 +59,7 @@ class ProgramState(NamedTuple):
     """Between two steps. generators: of torch, its current device, random and NumPy."""
 
     generators: tuple
+    hyperparameters: Hyperparameters
     kept: dict[str, bytes]  # what state_dict() gave, pickled
 
 
@@ -72,11 +74,15 @@ class Call(NamedTuple):
 
 
 class Kept:
-    """The objects that a program keeps in snapshots, by name."""
+    """The objects that a program keeps in snapshots, by name. opt: the optimizer, whose hyperparameters a
+    scheduler sets when it is made, and not when it is loaded.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, opt: torch.optim.Optimizer) -> None:
+        self.opt = opt
         self.objects: dict[str, Stateful] = {}
         self._arrived: dict[str, bytes] = {}  # in the snapshot from which this process has begun
+        self._hyperparameters: Hyperparameters = []  # the same
 
     def add(self, name: str, thing: Stateful) -> None:
         if name in self.objects:
@@ -87,21 +93,35 @@ class Kept:
             )
         if name in self._arrived:
             thing.load_state_dict(_unpickled(self._arrived.pop(name)))
+            set_hyperparameters(self.opt, self._hyperparameters)
         self.objects[name] = thing
 
     def state(self) -> ProgramState:
         kept = {name: _pickled(thing.state_dict()) for name, thing in self.objects.items()}
-        return ProgramState(_generators(), kept)
+        return ProgramState(_generators(), hyperparameters(self.opt), kept)
 
     def begin_from(self, state: ProgramState) -> None:
-        """Generators and objects are those of the snapshot, as for a process that has just come."""
+        """All is as in the snapshot, as for a process that has just come."""
         _set_generators(state.generators)
-        self.load(state)
-
-    def load(self, state: ProgramState) -> None:
-        self._arrived = dict(state.kept)
+        self._arrived, self._hyperparameters = dict(state.kept), state.hyperparameters
         for name in self.objects.keys() & self._arrived.keys():
             self.objects[name].load_state_dict(_unpickled(self._arrived.pop(name)))
+        set_hyperparameters(self.opt, state.hyperparameters)
+
+    def note_other_part(self) -> None:
+        """This rank has another part of the model than before."""
+        leaves = {name: tree_leaves(thing.state_dict()) for name, thing in self.objects.items()}
+        found = [
+            name
+            for name, values in leaves.items()
+            if any(isinstance(each, torch.Tensor) and each.numel() > 1 for each in values)
+        ]
+        if found:
+            LOG.warning(
+                "this rank has another part of the model now: the tensors in %s, which it keeps, are still "
+                "what they were. If they belong to parameters (an average), make them anew",
+                ", ".join(map(repr, found)),
+            )
 
 
 class Followers:

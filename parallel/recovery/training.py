@@ -170,7 +170,7 @@ class Resilient:
         self._last = None  # number of the last snapshot that was begun
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
-        self._kept, self._followers = Kept(), Followers()
+        self._kept, self._followers = Kept(opt), Followers()
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
         _before_update(opt, self._writing.wait_written)
         if joining.replaces:
@@ -448,10 +448,8 @@ class Resilient:
             self._followers.follows = self._followers.follows or number > 0
             if program is not None:
                 self._kept.begin_from(program)
-        elif has_moved and program is not None and program.kept:
-            self._kept.load(program)
-            text = "%s are those after step %d: this rank has another part of the model now"
-            LOG.warning(text, ", ".join(map(repr, program.kept)), number)
+        elif has_moved:
+            self._kept.note_other_part()
         self._joining = False
 
     def _plan_for(self, ranks):
