@@ -1,11 +1,12 @@
 """What belongs to the program of a rank and not to the plan: its generators of random numbers, what it keeps
 (run.keep), and the hyperparameters that it gives to the optimizer.
 
-    caller          run.step(b12)  scheduler.step()  run.step(b13)  scheduler.step()
-                                   ema.update()      ^                ema.update()
-    snapshot 12                                      the first thing in the call of step 13
+    caller       run.step(b12)  scheduler.step()          next(loader)  run.step(b13)  scheduler.step()
+                                                 ^ steps() gives 12     ^
+    snapshot 12                   kept objects, generators              values: the first thing in the call
 
-So a snapshot has what the caller has done after its step, and who begins from it goes on with the next step:
+So a snapshot has what the caller has done after its step, and nothing of the next one. Who begins from it
+goes on with the next step. (Without steps() all is as in the call, when the batch is drawn already.)
 
     survivors       keep what they have: their caller is in a later step, and repeats none of its own work
     a replacement   gets generators and kept objects of the rank whose place it takes, when it gives them to
@@ -86,7 +87,7 @@ class Kept:
 
     def add(self, name: str, thing: Stateful) -> None:
         if name in self.objects:
-            raise ValueError(f"run.keep({name!r}): there is one of this name already, a {_kind(name, self)}")
+            raise ValueError(f"run.keep({name!r}): there is one of this name already ({_kind(name, self)})")
         if not all(callable(getattr(thing, each, None)) for each in ("state_dict", "load_state_dict")):
             raise ValueError(
                 f"run.keep({name!r}, {type(thing).__name__}): it needs state_dict() and load_state_dict()"
@@ -100,8 +101,10 @@ class Kept:
         kept = {name: _pickled(thing.state_dict()) for name, thing in self.objects.items()}
         return ProgramState(_generators(), hyperparameters(self.opt), kept)
 
-    def begin_from(self, state: ProgramState) -> None:
-        """All is as in the snapshot, as for a process that has just come."""
+    def begin_from(self, state: ProgramState | None) -> None:
+        """All is as in the snapshot, as for a process that has just come. None: that of the beginning."""
+        if state is None:
+            return
         _set_generators(state.generators)
         self._arrived, self._hyperparameters = dict(state.kept), state.hyperparameters
         for name in self.objects.keys() & self._arrived.keys():

@@ -171,6 +171,7 @@ class Resilient:
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
         self._kept, self._followers = Kept(opt), Followers()
+        self._between = None  # ProgramState, from steps() until the call of the step
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
         _before_update(opt, self._writing.wait_written)
         if joining.replaces:
@@ -183,13 +184,7 @@ class Resilient:
         """All ranks together, at first."""
         self._crew = Crew.of_all(joining.store, joining.timeout)
         try:
-            exact = isinstance(self._wanted, Plan)
-            self.plan = self._wanted if exact else self._plan_for(self._crew.size)
-            if self.plan.world_size > self._crew.size:
-                raise ValueError(
-                    f"resilient: the plan is for {self.plan.world_size} ranks, "
-                    f"but there are {self._crew.size}"
-                )
+            self.plan = _first_plan(self._wanted, self._crew.size)
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()
             self._crew.look()
@@ -205,6 +200,7 @@ class Resilient:
         place of another they begin where the others are.
         """
         while self.done < stop and not self._ended:
+            self._between = self._state_if_due()  # the next batch is not drawn yet
             yield self.done
         self.close()
 
@@ -213,7 +209,7 @@ class Resilient:
         if options.get("scaler") is not None:
             raise ValueError("resilient: the state of a GradScaler is in no snapshot: train in bf16 or fp32")
         number = self.done + 1
-        program = self._kept.state() if self._is_due(number - 1) else None
+        program, self._between = self._between or self._state_if_due(), None
         batch = tree_map(_copied, batch)
         self._log[number] = Call(batch, loss_fn, options, hyperparameters(self.opt), program)
         try:
@@ -225,12 +221,11 @@ class Resilient:
         return loss
 
     def keep(self, name: str, thing: Stateful) -> None:
-        """thing, with state_dict() and load_state_dict(), is in each snapshot, as it is between two steps: a
-        scheduler, an average, a data loader. In a process that takes the place of another it gets that one's
-        state now, so this comes before the first step, with the same names on all ranks.
+        """thing, with state_dict() and load_state_dict(), is in each snapshot, as it is when steps() gives
+        the next number: a scheduler, an average, a data loader. In a process that takes the place of another
+        it gets that one's state now: call it before the first step, with the same names on all ranks.
 
-        Where the plan cuts the model, a rank's own part is in it; see docs/recovery.md. Raises ValueError for
-        a name that is there already, and for what has not these two methods.
+        Raises ValueError for a name that is there already, and for what has not these two methods.
         """
         self._kept.add(name, thing)
 
@@ -288,7 +283,7 @@ class Resilient:
                 self._hear()
                 continue
             call = self._log[self._position + 1]
-            if self._is_due(self._position):
+            if self._is_due():
                 self._snapshot(call.program or self._kept.state())
                 continue
             parts, own = parts_of(self.model), call.hyperparameters
@@ -298,12 +293,13 @@ class Resilient:
             self._position = self._loss_of = self._position + 1
         return self._loss if self._loss_of == number else None
 
-    def _is_due(self, number):
-        """Whether the first thing in the call of the next step is a snapshot of the state after this one."""
-        if not self.active or self._position != number:
-            return False
-        is_time = number >= self._last + self._options.snapshot_every
+    def _is_due(self):
+        """Whether the first thing in the call of the next step is a snapshot of the state of now."""
+        is_time = self.active and self._position >= self._last + self._options.snapshot_every
         return is_time and parts_of(self.model).window.is_empty
+
+    def _state_if_due(self):
+        return self._kept.state() if self._is_due() and self._position == self.done else None
 
     def _hear(self, word=None):
         """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
@@ -410,7 +406,7 @@ class Resilient:
             raise RuntimeError(
                 "no snapshot is whole: a part was held by lost ranks alone (over hosts: a host and the next)"
             )
-        self.plan = self._plan_for(crew.size)
+        self.plan = _plan_for(self._wanted, crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
         program = self._read(source) if self.active else None
@@ -436,26 +432,30 @@ class Resilient:
         set_streams(parts, source)
         torch.set_rng_state(drawn)  # the program goes on with its own numbers
         own = own_at(parts, source)
-        self._take_over_program(own.program, source.number, former not in (None, _part_of(parts)))
+        if self._joining or source.number > self.done:  # it had no part in the steps meanwhile
+            self._followers.follows |= source.number > 0
+            self._kept.begin_from(own.program)
+        elif former != _part_of(parts):
+            self._kept.note_other_part()
+        self._joining = False
         self._followers.choose(parts)
         self.repeated += max(0, self._position - source.number)
         self._position, self.done = source.number, max(self.done, source.number)
         return own.program
 
-    def _take_over_program(self, program, number, has_moved):
-        """program: of the snapshot with this number, at this rank's place. See the head of program.py."""
-        if self._joining or number > self.done:  # it had no part in the steps meanwhile
-            self._followers.follows = self._followers.follows or number > 0
-            if program is not None:
-                self._kept.begin_from(program)
-        elif has_moved:
-            self._kept.note_other_part()
-        self._joining = False
 
-    def _plan_for(self, ranks):
-        plan = plan_for(self._wanted, ranks)
-        check_kept(plan)
-        return plan
+def _first_plan(wanted, ranks: int) -> Plan:
+    """wanted: as resilient() takes it, but for a text. Raises ValueError for a Plan of more ranks."""
+    plan = wanted if isinstance(wanted, Plan) else _plan_for(wanted, ranks)
+    if plan.world_size > ranks:
+        raise ValueError(f"resilient: the plan is for {plan.world_size} ranks, but there are {ranks}")
+    return plan
+
+
+def _plan_for(wanted, ranks: int) -> Plan:
+    plan = plan_for(wanted, ranks)
+    check_kept(plan)
+    return plan
 
 
 def _part_of(parts: Parallelized) -> tuple[int, ...]:
