@@ -56,6 +56,11 @@ class Crew:
                     'without a rank: init_process_group("pycomm")'
                 )
             shared, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            if timeout is None:
+                timeout = backend.options._timeout.total_seconds()
+            else:  # the groups that a plan makes have that of the default group
+                backend._set_default_timeout(datetime.timedelta(seconds=timeout))
         else:
             shared, rank, size = dist.HashStore(), 0, 1
         comm = Communicator(
@@ -152,6 +157,7 @@ class Crew:
             self.group_store = HostsStore(self.comm)
         else:
             self.group_store = CrewStore(self.exchange, self.rank)
+        self.timeout = self.tell(self.timeout)  # a replacement may not know it
         if self.rank >= ranks:
             return
         limit = None if self.timeout is None else datetime.timedelta(seconds=self.timeout)

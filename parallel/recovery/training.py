@@ -105,8 +105,8 @@ def resilient(
             call waits until the others take it in.
         wait: seconds for which the others wait for replacements before they take a smaller plan. Whoever
             comes later is taken in at the next snapshot.
-        timeout: seconds of an operation of the groups that are made after a death; None: PYCOMM_TIMEOUT, else
-            300.
+        timeout: seconds of an operation of the default group and of all groups of the plan, now and after a
+            death; None: that of the default group as it is.
 
     Ranks may be on several hosts, and whole hosts may be lost, as long as the host that follows a lost one
     (in the order of their lowest ranks, the first behind the last) is not lost at the same time.

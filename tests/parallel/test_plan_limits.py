@@ -7,6 +7,7 @@ import time
 import equality
 import pytest
 import torch
+import torch.distributed as dist
 from tiers import tier
 from torch_ranks import meeting, spawn
 
@@ -59,3 +60,22 @@ def test_a_rank_that_does_not_come_is_named(kind, plan):
             # the rank itself where the group is the whole, else its number in the plan
             assert f"rank {SLEEPER} " in text or f"In the plan it is rank {SLEEPER}." in text, (rank, text)
             assert LIMIT - 0.5 < seconds < LIMIT + LATE
+
+
+def limits_of_a_run(rank, world_size):
+    model = equality.make_model("gpt", torch.float32)
+    run = par.resilient(model, equality.make_optimizer(model, torch.float32), "dp=2,tp=2", timeout=7.5)
+    batches = list(equality.batches(2))
+    found = []
+    for number in run.steps(2):
+        if number == 1 and rank == 0:
+            dist.group.WORLD.abort()  # all leave their groups, and make new ones
+        run.step(batches[number])
+        groups = (dist.group.WORLD, *parts_of(model).mesh._made)
+        found += [pg._get_backend(torch.device("cpu")).options._timeout.total_seconds() for pg in groups]
+    return found, run.recoveries
+
+
+def test_a_run_that_goes_on_has_its_own_limit():
+    for limits, recoveries in spawn(4, limits_of_a_run):
+        assert set(limits) == {7.5} and recoveries == 1
