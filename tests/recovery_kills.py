@@ -126,13 +126,14 @@ class Ended(NamedTuple):
     average: float
 
 
-def alone(steps: int = STEPS) -> Ended:
-    """A run that nobody disturbs."""
+def alone(is_scheduled: bool = True) -> Ended:
+    """A run that nobody disturbs. is_scheduled: with Beside."""
     model, opt = par.parallelize(*make())
     beside = Beside(opt)
-    for number in range(steps):
+    for number in range(STEPS):
         loss = par.step(model, opt, batch(number), clip=1.0, microbatches=2)
-        beside.step(loss)
+        if is_scheduled:
+            beside.step(loss)
     return Ended(par.full_state_dict(model), loss.item(), beside.average)
 
 

@@ -124,7 +124,7 @@ class Exchange:
 
     def _take(self, targets: Any, output: Any) -> Seen:
         split, pieces = self.parts.split, 0
-        if split is not None:
+        if split is not None and self.measures is not None:  # else they are numbers of rows
             targets = split.cut_targets(targets)
             pieces = sum(split.sizes) if split.degree > 1 else 0
         group = Group(targets, self.measures, self.counters, pieces)

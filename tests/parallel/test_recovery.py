@@ -90,13 +90,13 @@ def test_a_stopped_rank_is_left_out(tmp_path):
 
     def rank_main(rank):
         try:
-            return train(rank, tmp_path, wake, stop, timeout=LIMIT)
+            return train(rank, tmp_path, wake, stop)
         finally:
             if (tmp_path / "woken").exists():
                 (tmp_path / "over").write_text("")
 
     results = run_ranks(
-        3, rank_main, mode="processes", backend="pycomm", fail=False, timeout=LIMIT, operation_timeout=3.0
+        3, rank_main, mode="processes", backend="pycomm", fail=False, timeout=LIMIT, operation_timeout=10.0
     )
     assert isinstance(results[2], pycomm.AbortedError), results[2]
     assert "left out" in str(results[2]) and "has to end" in str(results[2])
@@ -182,7 +182,7 @@ def test_one_rank():
     model, opt = kills.make()
     run = par.resilient(model, opt, snapshot_every=2)
     losses = [run.step(kills.batch(n), clip=1.0, microbatches=2).item() for n in run.steps(kills.STEPS)]
-    assert abs(losses[-1] - alone()[1]) <= kills.TOLERANCE
+    assert abs(losses[-1] - alone(False).loss) <= kills.TOLERANCE
 
 
 @pytest.mark.parametrize(
