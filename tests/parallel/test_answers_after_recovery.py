@@ -88,7 +88,7 @@ def outcomes(ranks: int, main: object, *args: object, died: int | None = None) -
     return [outcome.value for rank, outcome in found.items() if rank != died]
 
 
-@tier(quick=1 / 9, slow=1 / 2)
+@tier(quick=1 / 9, slow=1 / 4)
 @pytest.mark.parametrize(
     ("text", "dies"),
     [
