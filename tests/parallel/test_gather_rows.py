@@ -215,18 +215,23 @@ def test_a_rank_of_which_no_target_counts():
             assert torch.allclose(values[key], value, rtol=1e-9, atol=1e-11), key
 
 
-def clip(rank, world_size, text):
-    """The loss of transformers' CLIP: of rank 0 with a plan, or alone."""
+def clip_model() -> nn.Module:
+    """That of transformers."""
     transformers = pytest.importorskip("transformers")
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
     torch.manual_seed(0)
-    model = transformers.CLIPModel(
+    return transformers.CLIPModel(
         transformers.CLIPConfig(
             text_config={**sizes, "vocab_size": 30, "eos_token_id": 29},
             vision_config={**sizes, "image_size": 8, "patch_size": 4},
             projection_dim=8,
         )
     ).double()
+
+
+def clip(rank, world_size, text):
+    """Its loss: of rank 0 with a plan, or alone."""
+    model = clip_model()
     opt = torch.optim.SGD(model.parameters(), 0.1)
     generator = torch.Generator().manual_seed(0)
     inputs = {
@@ -253,11 +258,29 @@ def clip(rank, world_size, text):
     return [par.step(model, opt, (inputs, torch.arange(6)), loss_fn).item() for _ in range(STEPS)]
 
 
-@pytest.mark.parametrize("text", ["dp=2", "dp=2,zero=3"])
+TEXTS = "text_model.encoder.layers"
+
+
+@tier(quick=1 / 3)
+@pytest.mark.parametrize("text", ["dp=2", f"dp=2,zero=3,blocks={TEXTS}", f"tp=2,blocks={TEXTS}"])
 def test_the_loss_of_clip(text):
     right = clip(0, 1, None)
     for losses in spawn(2, clip, text):
         assert losses == pytest.approx(right, rel=1e-10)
+
+
+def clip_in_stages(rank: int, world_size: int) -> str:
+    model = clip_model()
+    with pytest.raises(ValueError) as caught:
+        par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), "pp=2")
+    return str(caught.value)
+
+
+def test_clip_in_stages_is_told_a_way_out():
+    """Alike on both ranks. What it names is a plan of the test above."""
+    first, second = spawn(2, clip_in_stages)
+    assert first == second and "Two towers with an input each (CLIP) cannot be cut into pipeline" in first
+    assert first.endswith(f"use a plan with pp=1, such as tp=2,blocks={TEXTS}")
 
 
 def test_elsewhere_it_is_the_tensor():
