@@ -157,6 +157,6 @@ def test_what_cannot_be_kept_is_refused():
     with pytest.raises(ValueError, match=r"run.keep\('rate', float\): it needs state_dict\(\)"):
         run.keep("rate", 0.1)
     run.keep("opt", opt)
-    with pytest.raises(ValueError, match=r"there is one of this name already \\(AdamW"):
+    with pytest.raises(ValueError, match=r"there is one of this name already \(AdamW\)"):
         run.keep("opt", torch.optim.SGD([torch.zeros(1)], 0.1))
     run.close()

@@ -258,7 +258,9 @@ def _of_loss(name: str, fault: Fault, cuts: str, end: str) -> str:
             f"the model computes from all rows, and that is no mean over the targets that count: "
             f"{fault.words}. {cuts}, and each part would have a number of its own. Let the model return what "
             "the number is computed from, with a row for each row, and compute a mean over the targets that "
-            f"count in loss_fn; or use a plan that does not cut the batch.{end}"
+            "count in loss_fn. A loss that compares rows with each other (contrastive) needs the rows of all "
+            "ranks: let the model call par.gather_rows on what it compares, with microbatches=1. Or use a "
+            f"plan that does not cut the batch.{end}"
         )
     return (
         f"{name} is no mean over the targets that count: {fault.words}. {cuts}, and the loss of a batch is "

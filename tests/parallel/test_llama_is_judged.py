@@ -160,6 +160,8 @@ def judged(
         model.eval()
         par.evaluate(model, batch(call), loss_fn, **options)
         note(found, model, call, "evaluate")
+        par.predict(model, batch(call), microbatches=2)
+        note(found, model, call, "predict")
     return found, said
 
 
