@@ -33,7 +33,7 @@ Call::Call(Communicator& comm, const Op& op, uint64_t sequence)
   scope = scope_of({op.kind, sequence}, op.timeout > 0 ? op.timeout : transport.timeout());
 }
 
-void Call::publish(bool with_payload) {
+void Call::publish(bool with_payload, bool by_kernel) {
   transport.check(scope.op);
   transport.note_core();
   OpSlot& slot = transport.slot(rank, sequence);
@@ -47,7 +47,7 @@ void Call::publish(bool with_payload) {
     else if (op.in) total = op.own_count(rank) * item;
     std::byte* to = total <= inline_bytes ? slot.inline_payload : slot.payload;
     if (parts) {
-      if (op.uneven) publish_parts();
+      if (op.uneven) publish_parts(false);
       for (const Part& part : op.in_parts) {
         if (part.count) std::memcpy(to, part.data, part.count * item);
         to += part.count * item;
@@ -56,7 +56,7 @@ void Call::publish(bool with_payload) {
       std::memcpy(to, op.in, total);
     }
   } else {
-    publish_parts();
+    publish_parts(by_kernel);
   }
   if (times) {
     slot.published_ns = times->begun = trace::now_ns();
@@ -86,12 +86,10 @@ bool Call::published(int peer) const {
   return transport.slot(peer, sequence).key.load(std::memory_order_acquire) >> 32 == (sequence & 0xffffffff);
 }
 
-void Call::publish_parts() {
+void Call::publish_parts(bool by_kernel) {
   OpSlot& slot = transport.slot(rank, sequence);
-  slot.out_of_reach = 0;
-  const size_t worth_a_look = transport.reach() != Transport::Reach::kernel ? SIZE_MAX
-                              : op.algorithm == Algorithm::direct           ? 1
-                                                                            : least_by_kernel;
+  slot.out_of_reach = by_kernel && !kernel_admits_peers();
+  const size_t worth_a_look = !by_kernel ? SIZE_MAX : op.algorithm == Algorithm::direct ? 1 : least_by_kernel;
   for (bool output : {false, true}) {
     PartRef* table = transport.parts(rank, sequence, output);
     const auto& parts = output ? op.out_parts : op.in_parts;

@@ -35,7 +35,8 @@ class Call {
   WaitScope scope;
   trace::Times* times = nullptr;  // of an operation that is measured
 
-  void publish(bool with_payload);
+  // by_kernel: if the kernel can copy this rank's buffers, it may have to (only where not with_payload).
+  void publish(bool with_payload, bool by_kernel);
   bool published(int peer) const;  // `peer` has published this operation
   bool headers_ready() const;
   void match();
@@ -67,7 +68,7 @@ class Call {
   void reduce_into(void* out, const void* const* sources, size_t count) const;
 
  private:
-  void publish_parts();
+  void publish_parts(bool by_kernel);
   void note_arrivals();
   void compare(int peer) const;
   void compare_splits() const;

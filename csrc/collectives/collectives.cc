@@ -72,7 +72,7 @@ void CollectiveTask::publish() {
   if (route_ == Route::across) return;
   call_.emplace(comm_, op_, sequence());
   if (times_.measured()) call_->times = &times_;
-  call_->publish(route_ == Route::payload);
+  call_->publish(route_ == Route::payload, route_ == Route::by_choice && may_go_by_kernel());
 }
 
 void CollectiveTask::finish(bool patient) {
@@ -171,26 +171,39 @@ void CollectiveTask::look(double late) const {
   comm_.transport().look(0, comm_.world_size(), [&call](int p) { return call.published(p); }, scope);
 }
 
+Situation CollectiveTask::situation(bool mapped) const {
+  const Transport& transport = comm_.transport();
+  return {comm_.world_size(),
+          transport.cores(),
+          transport.kernel_ahead(),
+          mapped,
+          transport.reach() == Transport::Reach::kernel,
+          &tuned_table(transport)};
+}
+
+bool CollectiveTask::may_go_by_kernel() {
+  planned_ = select(op_.kind, table_bytes(op_), situation(false), op_.algorithm);
+  const bool any_size = op_.kind == OpKind::all_to_all && op_.uneven;
+  return comm_.transport().reach() == Transport::Reach::kernel &&
+         (any_size || planned_.algorithm == Algorithm::direct);
+}
+
 // All ranks must choose alike. The choice rests on what is equal everywhere: size, world, reach, and, where
 // this rank's own buffers would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {
   Transport& transport = comm_.transport();
-  Situation situation{comm_.world_size(),
-                      transport.cores(),
-                      transport.kernel_ahead(),
-                      false,
-                      transport.reach() == Transport::Reach::kernel,
-                      &tuned_table(transport)};
+  bool mapped = false;
   if (transport.reach() == Transport::Reach::pointer || call_->registered(comm_.rank())) {
     call_->match();
-    situation.mapped = call_->all_mapped();
+    mapped = call_->all_mapped();
   }
-  const size_t nbytes =
-      op_.kind == OpKind::all_to_all && op_.uneven ? call_->longest_pair() : table_bytes(op_);
-  Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
-  if (choice.algorithm == Algorithm::direct && !situation.mapped && !kernel_serves())
+  const bool any_size = op_.kind == OpKind::all_to_all && op_.uneven;
+  const size_t nbytes = any_size ? call_->longest_pair() : table_bytes(op_);
+  Choice choice = planned_;
+  if (mapped || any_size) choice = select(op_.kind, nbytes, situation(mapped), op_.algorithm);
+  if (choice.algorithm == Algorithm::direct && !mapped && !kernel_serves())
     choice = select(op_.kind, nbytes,
-                    {situation.world_size, situation.cores, situation.kernel_ahead, false, false});
+                    {comm_.world_size(), transport.cores(), transport.kernel_ahead(), false, false});
   const bool rounds_each_hop =
       op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)
