@@ -110,8 +110,24 @@ void CollectiveTask::complete(bool patient) {
   Call& call = *call_;
   call.scope.patient |= patient;
   limit(call.scope);
-  const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
+  try {
+    const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
+    if (!call.mixed()) {
+      chosen_ = choice.algorithm;
+      return move(choice);
+    }
+  } catch (const MixedSizes&) {
+    op_.uneven = true;
+  }
+  move_mixed();
+}
+
+// [Note: sizes on some ranks] in call.h.
+void CollectiveTask::move_mixed() {
+  route_ = Route::by_choice;
+  const Choice choice = select(op_.kind, call_->longest_pair(), situation(false), Algorithm::staged);
   chosen_ = choice.algorithm;
+  for (int lane = 0; lane < max_lanes; ++lane) ++comm_.lane(lane).steps;
   move(choice);
 }
 
@@ -153,7 +169,7 @@ void CollectiveTask::run_across(bool patient) {
 void CollectiveTask::make_room() {
   call_->match();
   for (int p = 0; p < comm_.world_size(); ++p) {
-    const size_t count = call_->peer_part(p, false, comm_.rank()).nbytes / size_of(op_.dtype);
+    const size_t count = call_->sent(p, comm_.rank()) / size_of(op_.dtype);
     op_.out_parts.push_back({op_.receiver->room(p, count), count});
   }
 }

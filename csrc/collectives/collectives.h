@@ -47,6 +47,7 @@ class CollectiveTask : public Task {
   bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);
   void move(const Choice& choice);
+  void move_mixed();
   void run_across(bool patient);
   void limit(WaitScope& scope) const;
   void end_group(const char* reason) const;
