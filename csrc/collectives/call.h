@@ -39,7 +39,7 @@ class Call {
   const Op& op;
   const int rank;
   const int world_size;
-  const size_t item;             // bytes of one element
+  const size_t item;  // bytes of one element
   const uint64_t sequence;  // of the operation here; errors speak of scope.op
   WaitScope scope;
   trace::Times* times = nullptr;  // of an operation that is measured
