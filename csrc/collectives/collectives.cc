@@ -198,6 +198,7 @@ Situation CollectiveTask::situation(bool mapped) const {
 }
 
 bool CollectiveTask::may_go_by_kernel() {
+  if (comm_.transport().reach() == Transport::Reach::pointer) return false;  // all buffers are mapped
   planned_ = select(op_.kind, table_bytes(op_), situation(false), op_.algorithm);
   const bool any_size = op_.kind == OpKind::all_to_all && op_.uneven;
   return comm_.transport().reach() == Transport::Reach::kernel &&
