@@ -17,6 +17,7 @@ making the group fails: who names a file wants it used. A file is read when a gr
 a group's ranks rank 0's counts (csrc/collectives/tuned.h, decision 0014).
 """
 
+import errno
 import functools
 import json
 import os
@@ -27,12 +28,14 @@ from typing import NamedTuple
 
 import pycomm
 from pycomm import _C, env
+from pycomm.cached import read_json
 
 __all__ = ["Tuned", "default_path", "load", "machine", "write"]
 
 FORMAT = 1
-MOST_BYTES = 1 << 20  # a file that is larger is none of ours
 AGAIN = "`python -m pycomm.benchmarks tune` measures again"
+NONE_THERE = (errno.ENOENT, errno.ENOTDIR)
+MOST_TOLD = 80  # characters of what a damaged file says
 
 
 class Tuned(NamedTuple):
@@ -47,7 +50,7 @@ class Tuned(NamedTuple):
 def machine():
     """What the figures depend on."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
         lines = []
     names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
@@ -72,10 +75,10 @@ def load():
     try:
         state = path.stat()
     except OSError as error:
-        if named:
-            raise ValueError(f"PYCOMM_TUNED={named!r} in the environment: {error.strerror}.") from None
-        return Tuned(path, None, None)
-    found = _read(path, state.st_mtime_ns, state.st_size, state.st_ino)
+        there = named or error.errno not in NONE_THERE
+        found = Tuned(path, None, f"it cannot be read: {error.strerror}" if there else None)
+    else:
+        found = _read(path, state.st_mtime_ns, state.st_size, state.st_ino)
     if found.problem and named:
         raise ValueError(f"PYCOMM_TUNED={named!r} in the environment: {found.problem}.")
     if found.problem and env.is_first_rank():
@@ -91,7 +94,7 @@ def write(path, rows, measured):
     new = {(row["ranks"], row["cores"]) for row in rows}
     try:
         kept = [row for row in _checked(path)["rows"] if (row["ranks"], row["cores"]) not in new]
-    except (OSError, ValueError):
+    except (OSError, ValueError, KeyError, TypeError):  # damaged: nothing of it is kept
         kept = []
     rows = sorted(kept + rows, key=lambda row: (row["ranks"], row["cores"]))
     head = {"format": FORMAT, "pycomm": pycomm.__version__, "machine": machine(), "measured": measured}
@@ -127,17 +130,15 @@ def _read(path, mtime_ns, size, inode):
 
 def _checked(path):
     """The content of a file of this machine and version. Raises OSError, ValueError."""
-    if path.stat().st_size > MOST_BYTES:
-        raise ValueError(f"it is damaged, more than {MOST_BYTES} bytes; {AGAIN}")
     try:
-        content = json.loads(path.read_text())
-    except ValueError:  # also text that is no UTF-8
-        raise ValueError(f"it is damaged, not JSON; {AGAIN}") from None
+        content = read_json(path)
+    except ValueError as error:
+        raise ValueError(f"it is damaged, {error}; {AGAIN}") from None
     if not isinstance(content, dict) or not isinstance(content.get("rows"), list):
         raise ValueError(f"it is damaged, there are no rows; {AGAIN}")
     written = content.get("format"), content.get("pycomm")
     if written != (FORMAT, pycomm.__version__):
-        text = f"it is of pycomm {written[1]}, format {written[0]}"
+        text = _short(f"it is of pycomm {written[1]}, format {written[0]}")
         raise ValueError(f"{text}, and this is pycomm {pycomm.__version__}, format {FORMAT}; {AGAIN}")
     if content.get("machine") != machine():
         there, here = map(_told, (content.get("machine"), machine()))
@@ -148,7 +149,12 @@ def _checked(path):
 def _told(which):
     if not isinstance(which, dict):
         return "not named"
-    return f"{which.get('cpu')}, {which.get('cores')} cores"
+    return _short(f"{which.get('cpu')}, {which.get('cores')} cores")
+
+
+def _short(text: str) -> str:
+    """What a file says, so that any log can take it."""
+    return text[:MOST_TOLD].encode(errors="backslashreplace").decode()
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import struct
 
 import pytest
 import torch
-from forked import Group, attempt
+from forked import LIMIT, Group, attempt
 
 from pycomm import Communicator
 
@@ -67,21 +67,131 @@ def test_kernel_forbids_one_direction(call):
 
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_kernel_forbids_later(call):
-    """Nobody has died, so nobody says so."""
+    """Buffers that are new to the group are streamed. With others an operation fails; nobody has died, so
+    nobody says so.
+    """
 
     def body(comm, link):
         if comm.describe()["reach"] != "process_vm_readv":
             return "no reach"
-        return forbid(call) or attempt(comm.all_reduce, torch.ones(50000), algorithm="direct")
+        known = torch.ones(50000)
+        comm.all_reduce(known, algorithm="direct")
+        if problem := forbid(call):
+            return problem
+        new = comm.all_reduce(torch.ones(50000), algorithm="direct")
+        return new.eq(2).all().item(), attempt(comm.all_reduce, known, algorithm="direct")
 
     with Group(2, body) as group:
         for rank in range(2):
             outcome = group.get(rank)
             if isinstance(outcome, str):
                 pytest.skip(outcome)
-            report = outcome[1]
+            right, (_, report) = outcome
+            assert right
             assert report["kind"] == "CommError" and "died" not in report["text"], report
             assert "Operation not permitted" in report["text"] and "PYCOMM_CMA=0" in report["text"], report
+
+
+# --- a rank that changes its user --------------------
+
+NOBODY = 65534
+PR_SET_DUMPABLE = 4
+MANY = 1 << 18  # elements of a message, beyond eight rings of the groups below
+
+
+def change_user():
+    os.setgroups([])
+    os.setgid(NOBODY)
+    os.setuid(NOBODY)
+
+
+def become_untraceable():
+    """What setuid does as well; it needs no rights."""
+    assert ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0) == 0
+
+
+def everything(comm):
+    """Whether all collectives on large buffers, and messages in both directions, are right."""
+    n, r = comm.world_size, comm.rank
+    for algorithm in (None, "direct"):
+        how = {"algorithm": algorithm}
+        x = torch.full((50_000,), float(r))
+        assert comm.all_reduce(x.clone(), **how).eq(n * (n - 1) / 2).all()
+        assert comm.broadcast(x.clone(), 1, **how).eq(1).all()
+        assert comm.all_gather(x, **how).eq(torch.arange(float(n))[:, None]).all()
+        wide = torch.arange(float(n)).repeat_interleave(50_000) + 10 * r
+        assert comm.reduce_scatter(wide, **how).eq(n * r + 5 * n * (n - 1)).all()
+        turned = r + 10 * torch.arange(float(n)).repeat_interleave(50_000)
+        assert comm.all_to_all(wide, **how).eq(turned).all()
+        ins = [25_000 * (p + r + 1) for p in range(n)]
+        uneven = comm.all_to_all(torch.full((sum(ins),), float(r)), in_splits=ins, out_splits=ins, **how)
+        assert uneven.eq(torch.arange(float(n)).repeat_interleave(torch.tensor(ins))).all()
+        parts = comm.gather(x, root=0, **how)
+        assert r != 0 or parts.eq(torch.arange(float(n))[:, None]).all()
+        assert comm.scatter(wide, torch.zeros(50_000), 1, **how).eq(r + 10).all()
+        total = comm.reduce(x.clone(), root=1, **how)
+        assert r != 1 or total.eq(n * (n - 1) / 2).all()
+    # Tags out of order; a message between two large ones; one whose receiver comes late.
+    right, left = (r + 1) % n, (r - 1) % n
+    sends = [comm.send(torch.full((MANY,), r + 10.0 * tag), right, tag=tag, async_op=True) for tag in (1, 2)]
+    sends.append(comm.send(torch.full((3,), r + 30.0), right, tag=3, async_op=True))
+    sends.append(comm.send(torch.full((MANY,), r + 40.0), right, tag=4, async_op=True))
+    got = [torch.zeros(MANY) for _ in range(3)] + [torch.zeros(3)]
+    recvs = [
+        comm.recv(y, left, tag=tag, async_op=True)
+        for y, tag in zip(got[:2] + got[3:], (2, 4, 3), strict=True)
+    ]
+    recvs.append(comm.recv(got[2], tag=1, async_op=True))  # from any source
+    for work in sends + recvs:
+        work.wait(LIMIT)
+    return all(bool(y.eq(left + value).all()) for y, value in zip(got, (20, 40, 10, 30), strict=True))
+
+
+CHANGES = {  # how, and which ranks of three
+    "all change their user": (change_user, [0, 1, 2]),
+    "one changes its user": (change_user, [1]),
+    "two change their user": (change_user, [0, 2]),
+    "one cannot be traced": (become_untraceable, [1]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_rank_that_changes_its_user(name):
+    """The kernel has copied between the ranks before and does not any more: operations stream, none fails."""
+    change, ranks = CHANGES[name]
+    if change is change_user and os.geteuid() != 0:
+        pytest.skip("only root changes its user")
+
+    def body(comm, link):
+        if comm.describe()["reach"] != "process_vm_readv":
+            return "no reach"
+        found = [everything(comm)]
+        late = torch.full((MANY,), 5.0 + comm.rank)
+        pending = comm.send(late, (comm.rank + 1) % 3, tag=9, async_op=True)
+        if comm.rank in ranks:
+            change()
+        y = torch.zeros(MANY)
+        comm.recv(y, (comm.rank - 1) % 3, tag=9)
+        pending.wait(LIMIT)
+        found += [bool(y.eq(5 + (comm.rank - 1) % 3).all()), everything(comm), everything(comm)]
+        return found
+
+    with Group(3, body, staging_bytes=1 << 18) as group:
+        for rank in range(3):
+            outcome = group.get(rank)
+            if isinstance(outcome, str):
+                pytest.skip(outcome)
+            assert outcome == [True] * 4, outcome
+
+
+def test_a_group_of_ranks_that_cannot_be_traced():
+    def body(comm, link):
+        become_untraceable()
+        with Communicator(comm._store, comm.rank, 2, name="second", timeout=LIMIT) as second:
+            return second.describe()["reach"], large(second)
+
+    with Group(2, body) as group:
+        assert [group.get(rank) for rank in range(2)] == [("staging only", True)] * 2
 
 
 def test_memory_that_the_kernel_cannot_copy():

@@ -2,8 +2,10 @@
 that results keep their bits, and what `tune` writes.
 """
 
+import errno
 import json
 import logging
+import os
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from pycomm.benchmarks.tune import choose, command, measure
 from pycomm.testing import run_ranks
 
 KiB, MiB = 1 << 10, 1 << 20
+LIMIT = 20.0  # seconds
 CORES = 2  # of the groups in the tables below; what the machine has is asked where groups are made
 
 
@@ -94,12 +97,17 @@ DAMAGED = {
     "": "damaged, not JSON",
     "\xff\xfe": "damaged, not JSON",
     content()[:-9]: "damaged, not JSON",
+    "[" * 200_000: "damaged, not JSON",
+    content()[:-1] + ', "more": ' + "[" * 100_000 + "]" * 100_000 + "}": "damaged, not JSON",
+    content()[:-1] + ', "more": ' + "1" * 9_999 + "}": "damaged, not JSON",
     "[]": "damaged, there are no rows",
     '{"rows": {}}': "damaged, there are no rows",
     content('[["many", "one_shot"]]'): "damaged, a row is not as it should be",
     content('[[-1, "one_shot"]]'): "damaged, a row is not as it should be",
     content("[[9]]"): "damaged, a row is not as it should be",
     content("5"): "damaged, a row is not as it should be",
+    content('[[1e400, "one_shot"]]'): "damaged, a row is not as it should be",
+    content(f'[[{10**30}, "one_shot"]]'): "damaged, a row is not as it should be",
     content('[[9, "fast"]]'): "damaged, unknown word fast",
     content('[[9, "ring"]]'): "damaged, all_reduce on 2 ranks, kernel: the algorithm ring cannot be taken",
     content('[[9, "staged"]]'): "the algorithm staged cannot be taken",
@@ -110,6 +118,8 @@ DAMAGED = {
     content(pycomm="0.0.9"): "it is of pycomm 0.0.9, format 1",
     content(machine={"cpu": "Z80", "cores": 1}): "it is of another machine (Z80, 1 cores), and this is",
     content(machine=7): "it is of another machine (not named)",
+    content(machine={"cpu": "\ud800" * 10_000}): "it is of another machine (\\ud800",
+    content(pycomm="1" * 100_000): f"it is of pycomm {'1' * 64}, and this is",
 }
 
 
@@ -131,6 +141,70 @@ def test_a_file_that_does_not_count(text, table, monkeypatch, caplog):
             use()
 
 
+def a_folder(path, monkeypatch):
+    path.mkdir()
+
+
+def a_pipe(path, monkeypatch):
+    os.mkfifo(path)
+
+
+def a_device(path, monkeypatch):
+    path.symlink_to("/dev/zero")
+
+
+def a_loop(path, monkeypatch):
+    path.symlink_to(path)
+
+
+def without_rights(path, monkeypatch):
+    """Also for root, whom the mode of the file does not stop."""
+    path.write_text(content())
+    opened = os.open
+
+    def refuse(wanted, *arguments, **options):
+        if wanted == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return opened(wanted, *arguments, **options)
+
+    monkeypatch.setattr(os, "open", refuse)
+
+
+STRANGE = {
+    a_folder: "not a regular file",
+    a_pipe: "not a regular file",
+    a_device: "not a regular file",
+    a_loop: "it cannot be read: Too many levels of symbolic links",
+    without_rights: "it cannot be read: Permission denied",
+}
+
+
+@pytest.mark.parametrize("make", STRANGE, ids=lambda make: make.__name__)
+def test_what_is_not_a_file(make, table, monkeypatch, caplog):
+    """As a damaged file; and groups are made."""
+    path = tuned.default_path()
+    path.parent.mkdir()
+    make(path, monkeypatch)
+    with caplog.at_level(logging.WARNING, "pycomm"):
+        assert [tuned.load().rows, tuned.load().rows] == [None, None]
+        assert run_ranks(2, lambda comm: comm.all_reduce(torch.ones(3000))[0].item(), timeout=LIMIT) == [2, 2]
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 1 and STRANGE[make] in told[0], told
+    monkeypatch.setenv("PYCOMM_TUNED", str(path))
+    with pytest.raises(ValueError, match=f"PYCOMM_TUNED=.* in the environment: .*{STRANGE[make]}"):
+        tuned.load()
+
+
+def test_a_damaged_file_is_replaced(table):
+    """`tune` writes over it."""
+    path = tuned.default_path()
+    path.parent.mkdir()
+    for rows in ([5], [{"ranks": []}], [row(ranks=[4])]):
+        path.write_text(json.dumps({**json.loads(content()), "rows": rows}))
+        table(row())
+        assert len(json.loads(path.read_text())["rows"]) == 1
+
+
 def test_a_large_file_is_not_read(table):
     path = tuned.default_path()
     path.parent.mkdir()
@@ -141,7 +215,7 @@ def test_a_large_file_is_not_read(table):
 
 def test_a_named_file_that_is_not_there(monkeypatch, tmp_path):
     monkeypatch.setenv("PYCOMM_TUNED", str(tmp_path / "none.json"))
-    with pytest.raises(ValueError, match="none.json' in the environment: No such file"):
+    with pytest.raises(ValueError, match="none.json' in the environment: it cannot be read: No such file"):
         tuned.load()
 
 

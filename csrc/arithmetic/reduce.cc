@@ -16,6 +16,7 @@
 #include <type_traits>
 
 #include "families.h"
+#include "float_mode.h"
 #include "kernels.h"
 
 namespace pycomm {
@@ -101,24 +102,10 @@ void complex_product(const void* const* srcs, int num_srcs, void* out, size_t co
   }
 }
 
-}  // namespace
-
-bool reduce_supported(DType dtype, ReduceOp op) {
-  switch (family_of(dtype)) {
-    case Family::floating: return !is_bitwise(op);
-    case Family::integer: return op != ReduceOp::premul_sum;
-    case Family::boolean: return op != ReduceOp::premul_sum && op != ReduceOp::avg;
-    case Family::complex: return op <= ReduceOp::product;
-    default: return false;
-  }
-}
-
-void reduce(const Arithmetic& arithmetic, const void* const* srcs, int num_srcs, void* out, size_t count) {
+// Not inlined: no arithmetic of it may move out of the scope of the mode.
+[[gnu::noinline]] void reduce_in_this_mode(const Arithmetic& arithmetic, const void* const* srcs,
+                                           int num_srcs, void* out, size_t count) {
   const auto [dtype, op, factor] = arithmetic;
-  if (!reduce_supported(dtype, op)) {
-    throw std::invalid_argument(std::string("reduce: ") + to_string(op) + " is not defined for " +
-                                to_string(dtype) + ". Cast the tensor, or use another op.");
-  }
   DType kernel_dtype = dtype;
   ReduceOp kernel_op = op;
   size_t kernel_count = count;
@@ -145,6 +132,27 @@ void reduce(const Arithmetic& arithmetic, const void* const* srcs, int num_srcs,
   }
   current_level().find_kernel(kernel_dtype, kernel_op)(srcs, num_srcs, out, kernel_count, factor);
   if (op == ReduceOp::avg && family_of(dtype) == Family::integer) divide_integers(dtype, out, count, factor);
+}
+
+}  // namespace
+
+bool reduce_supported(DType dtype, ReduceOp op) {
+  switch (family_of(dtype)) {
+    case Family::floating: return !is_bitwise(op);
+    case Family::integer: return op != ReduceOp::premul_sum;
+    case Family::boolean: return op != ReduceOp::premul_sum && op != ReduceOp::avg;
+    case Family::complex: return op <= ReduceOp::product;
+    default: return false;
+  }
+}
+
+void reduce(const Arithmetic& arithmetic, const void* const* srcs, int num_srcs, void* out, size_t count) {
+  if (!reduce_supported(arithmetic.dtype, arithmetic.op)) {
+    throw std::invalid_argument(std::string("reduce: ") + to_string(arithmetic.op) + " is not defined for " +
+                                to_string(arithmetic.dtype) + ". Cast the tensor, or use another op.");
+  }
+  const StandardFloatMode mode;  // float_mode.h, [Note: the mode of a thread]
+  reduce_in_this_mode(arithmetic, srcs, num_srcs, out, count);
 }
 
 const char* simd_level() { return current_level().name; }

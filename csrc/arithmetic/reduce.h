@@ -15,7 +15,8 @@ struct Arithmetic {
 
 // out[i] = srcs[0][i] op srcs[1][i] op ... op srcs[num_srcs-1][i], folded strictly from left to right, so
 // that every rank that reduces the same sources gets the same bits. 16-bit floats accumulate in fp32 and
-// round once at the end.
+// round once at the end. Denormals are kept and results rounded to nearest, whatever the mode of the calling
+// thread (float_mode.h).
 //
 //   avg        : the sum, divided by `factor` (the world size); integers divide with truncation towards zero
 //   premul_sum : each source is multiplied by `factor` before it is added (floating and complex types)

@@ -22,7 +22,8 @@ namespace {
 template <class Object>
 std::shared_ptr<Object> shared(Object object) {
   return {new Object(std::move(object)), [](Object* held) {
-            if (python_ended()) return;
+            const PythonStay stay;
+            if (!stay) return;
             const py::gil_scoped_acquire gil;
             delete held;
           }};
@@ -77,7 +78,7 @@ using Function = std::shared_ptr<py::function>;
 py::cpp_function look_of(const WireRequest& request) {
   return py::cpp_function([&request]() -> py::object {
     try {
-      const py::gil_scoped_release no_gil;
+      const WithoutGil no_gil;
       request.look();
     } catch (const CommError& error) {
       const std::string text = error.what(), what = "creating the group: ";
@@ -153,7 +154,7 @@ BackendPtr make_nccl(const Function& nccl, const StorePtr& store, const NcclRequ
   const Placement& placement = request.place.placement;
   return in_python([&] {
     const py::cpp_function look([&request] {
-      py::gil_scoped_release no_gil;
+      const WithoutGil no_gil;
       request.look();
     });
     return (*nccl)(store, request.rank, placement.host_of, placement.names, request.place.attempt,

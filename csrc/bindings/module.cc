@@ -34,6 +34,23 @@ void bind_errors() {
   });
 }
 
+// In csrc/torch/interpreter.h, [Note: the end of the interpreter].
+void end_stays_at_exit() {
+  py::module_::import("atexit").attr("register")(py::cpp_function([] {
+    bool ended = false;
+    {
+      const WithoutGil no_gil;
+      ended = end_python_stays();
+    }
+    if (!ended)
+      py::module_::import("pycomm.env")
+          .attr("logger")()
+          .attr("warning")(
+              "The program ends while a callback of an operation has been running for more than " +
+              std::to_string(longest_stay.count()) + " s. Let callbacks return sooner.");
+  }));
+}
+
 template <class Enum>
 py::list names(int count) {
   py::list list;
@@ -45,6 +62,7 @@ py::list names(int count) {
 
 PYBIND11_MODULE(_C, module) {
   watch_signals();
+  end_stays_at_exit();
   bind_errors();
   bind_work(module);
   bind_communicator(module);

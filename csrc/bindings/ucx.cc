@@ -2,12 +2,13 @@
 #include "ucx.h"
 
 #include "../hosts/ucx_wire.h"
+#include "../torch/interpreter.h"
 
 namespace pycomm {
 
 void bind_ucx(py::module_& module) {
   using Settings = std::vector<std::pair<std::string, std::string>>;
-  using NoGil = py::call_guard<py::gil_scoped_release>;
+  using NoGil = py::call_guard<WithoutGil>;
   py::register_local_exception<WireError>(module, "WireError", PyExc_RuntimeError);
   module.attr("oldest_ucx") = std::pair(ucx::api_major, ucx::api_minor);
   py::class_<UcxContext, std::shared_ptr<UcxContext>>(module, "UcxContext")

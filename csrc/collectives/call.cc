@@ -33,7 +33,7 @@ Call::Call(Communicator& comm, const Op& op, uint64_t sequence)
   scope = scope_of({op.kind, sequence}, op.timeout > 0 ? op.timeout : transport.timeout());
 }
 
-void Call::publish(bool with_payload) {
+void Call::publish(bool with_payload, bool by_kernel) {
   transport.check(scope.op);
   transport.note_core();
   OpSlot& slot = transport.slot(rank, sequence);
@@ -47,7 +47,7 @@ void Call::publish(bool with_payload) {
     else if (op.in) total = op.own_count(rank) * item;
     std::byte* to = total <= inline_bytes ? slot.inline_payload : slot.payload;
     if (parts) {
-      if (op.uneven) publish_parts();
+      if (op.uneven) publish_parts(false);
       for (const Part& part : op.in_parts) {
         if (part.count) std::memcpy(to, part.data, part.count * item);
         to += part.count * item;
@@ -56,7 +56,7 @@ void Call::publish(bool with_payload) {
       std::memcpy(to, op.in, total);
     }
   } else {
-    publish_parts();
+    publish_parts(by_kernel);
   }
   if (times) {
     slot.published_ns = times->begun = trace::now_ns();
@@ -86,12 +86,10 @@ bool Call::published(int peer) const {
   return transport.slot(peer, sequence).key.load(std::memory_order_acquire) >> 32 == (sequence & 0xffffffff);
 }
 
-void Call::publish_parts() {
+void Call::publish_parts(bool by_kernel) {
   OpSlot& slot = transport.slot(rank, sequence);
-  slot.out_of_reach = 0;
-  const size_t worth_a_look = transport.reach() != Transport::Reach::kernel ? SIZE_MAX
-                              : op.algorithm == Algorithm::direct           ? 1
-                                                                            : least_by_kernel;
+  slot.out_of_reach = by_kernel && !kernel_admits_peers();
+  const size_t worth_a_look = !by_kernel ? SIZE_MAX : op.algorithm == Algorithm::direct ? 1 : least_by_kernel;
   for (bool output : {false, true}) {
     PartRef* table = transport.parts(rank, sequence, output);
     const auto& parts = output ? op.out_parts : op.in_parts;
@@ -127,11 +125,14 @@ void Call::match() {
   const OpSlot& mine = transport.slot(rank, sequence);
   for (int p = 0; p < world_size; ++p) {
     const OpSlot& other = transport.slot(p, sequence);
-    if (other.key.load(std::memory_order_relaxed) != mine.key.load(std::memory_order_relaxed) ||
-        other.count != mine.count || other.extra != mine.extra)
-      compare(p);
+    const bool same_key =
+        other.key.load(std::memory_order_relaxed) == mine.key.load(std::memory_order_relaxed);
+    if (same_key && other.count == mine.count && other.extra == mine.extra) continue;
+    if (!same_key || !differ_in_form_only(op.kind, mine.extra, other.extra)) compare(p);
+    mixed_ = true;
   }
-  if (op.kind == OpKind::all_to_all && op.uneven && !op.receiver) compare_splits();
+  if (op.kind == OpKind::all_to_all && (op.uneven || mixed_) && !op.receiver) compare_splits();
+  if (mixed_ && !op.uneven) throw MixedSizes();
 }
 
 // Names the first field that differs. Every rank compares with every other, so every rank raises.
@@ -146,8 +147,7 @@ void Call::compare(int peer) const {
 void Call::compare_splits() const {
   for (int src = 0; src < world_size; ++src)
     for (int dst = 0; dst < world_size; ++dst) {
-      size_t sent = peer_part(src, false, dst).nbytes / item,
-             expected = peer_part(dst, true, src).nbytes / item;
+      size_t sent = part_bytes(src, false, dst) / item, expected = part_bytes(dst, true, src) / item;
       if (sent == expected) continue;
       int other = src == rank ? dst : src;
       transport.raise(ErrorKind::mismatch, scope.op, other,
@@ -159,9 +159,14 @@ size_t Call::longest_pair() {
   match();
   size_t longest = 0;
   for (int src = 0; src < world_size; ++src)
-    for (int dst = 0; dst < world_size; ++dst)
-      longest = std::max<size_t>(longest, peer_part(src, false, dst).nbytes);
+    for (int dst = 0; dst < world_size; ++dst) longest = std::max<size_t>(longest, sent(src, dst));
   return longest;
+}
+
+// Who passes no sizes publishes its count, and no table where its data are in the header.
+size_t Call::part_bytes(int peer, bool output, int part) const {
+  const OpSlot& slot = transport.slot(peer, sequence);
+  return sizes_in_extra(slot.extra) ? peer_part(peer, output, part).nbytes : slot.count * item;
 }
 
 const std::byte* Call::payload(int peer, size_t offset) const {

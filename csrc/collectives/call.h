@@ -6,6 +6,12 @@
 //   match     wait for every rank's header and compare; a difference raises on every rank, naming both sides
 // so a mismatch of any two calls is found before any result is written, all ranks come to the same verdict,
 // and the group goes on with the next operation. After that the algorithms part.
+//
+// [Note: sizes on some ranks] In an all_to_all a rank that passes no sizes expects equal ones, and may meet
+// ranks that pass theirs. No rank knows before the headers are there, and ranks without sizes may have copied
+// their first step into the staging memory by then, laid out for equal sizes. So match() throws MixedSizes
+// there, and all ranks stream the operation as one of uneven sizes, one step number later: what was filled is
+// skipped.
 #pragma once
 
 #include <algorithm>
@@ -21,6 +27,9 @@ namespace pycomm {
 // operation of several hosts (HostsSide).
 enum class Route { payload, by_choice, across };
 
+// See [Note: sizes on some ranks]. Thrown once for an operation, on ranks that have passed no sizes.
+struct MixedSizes {};
+
 class Call {
  public:
   Call(Communicator& comm, const Op& op, uint64_t sequence);
@@ -30,15 +39,19 @@ class Call {
   const Op& op;
   const int rank;
   const int world_size;
-  const size_t item;             // bytes of one element
+  const size_t item;  // bytes of one element
   const uint64_t sequence;  // of the operation here; errors speak of scope.op
   WaitScope scope;
   trace::Times* times = nullptr;  // of an operation that is measured
 
-  void publish(bool with_payload);
+  // by_kernel: if the kernel can copy this rank's buffers, it may have to (only where not with_payload).
+  void publish(bool with_payload, bool by_kernel);
   bool published(int peer) const;  // `peer` has published this operation
   bool headers_ready() const;
   void match();
+  bool mixed() const { return mixed_; }  // after match(): [Note: sizes on some ranks]
+  // all_to_all: what passes from src to dst, as one of the two says. Valid after match().
+  size_t sent(int src, int dst) const { return part_bytes(src, false, dst); }
   size_t longest_pair();  // bytes; all_to_all with splits: of all n*n parts, after match()
 
   // One-shot: the bytes that `peer` published, from byte `offset` of its payload on. Valid after match().
@@ -67,12 +80,14 @@ class Call {
   void reduce_into(void* out, const void* const* sources, size_t count) const;
 
  private:
-  void publish_parts();
+  void publish_parts(bool by_kernel);
   void note_arrivals();
   void compare(int peer) const;
   void compare_splits() const;
+  size_t part_bytes(int peer, bool output, int part) const;
 
   bool matched_ = false;
+  bool mixed_ = false;
 };
 
 // Bytes of the longest of them when `nbytes` are cut so.

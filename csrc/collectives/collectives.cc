@@ -72,7 +72,7 @@ void CollectiveTask::publish() {
   if (route_ == Route::across) return;
   call_.emplace(comm_, op_, sequence());
   if (times_.measured()) call_->times = &times_;
-  call_->publish(route_ == Route::payload);
+  call_->publish(route_ == Route::payload, route_ == Route::by_choice && may_go_by_kernel());
 }
 
 void CollectiveTask::finish(bool patient) {
@@ -110,8 +110,24 @@ void CollectiveTask::complete(bool patient) {
   Call& call = *call_;
   call.scope.patient |= patient;
   limit(call.scope);
-  const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
+  try {
+    const Choice choice = route_ == Route::payload ? Choice{Algorithm::one_shot, 0, ""} : choose();
+    if (!call.mixed()) {
+      chosen_ = choice.algorithm;
+      return move(choice);
+    }
+  } catch (const MixedSizes&) {
+    op_.uneven = true;
+  }
+  move_mixed();
+}
+
+// [Note: sizes on some ranks] in call.h.
+void CollectiveTask::move_mixed() {
+  route_ = Route::by_choice;
+  const Choice choice = select(op_.kind, call_->longest_pair(), situation(false), Algorithm::staged);
   chosen_ = choice.algorithm;
+  for (int lane = 0; lane < max_lanes; ++lane) ++comm_.lane(lane).steps;
   move(choice);
 }
 
@@ -153,7 +169,7 @@ void CollectiveTask::run_across(bool patient) {
 void CollectiveTask::make_room() {
   call_->match();
   for (int p = 0; p < comm_.world_size(); ++p) {
-    const size_t count = call_->peer_part(p, false, comm_.rank()).nbytes / size_of(op_.dtype);
+    const size_t count = call_->sent(p, comm_.rank()) / size_of(op_.dtype);
     op_.out_parts.push_back({op_.receiver->room(p, count), count});
   }
 }
@@ -171,26 +187,40 @@ void CollectiveTask::look(double late) const {
   comm_.transport().look(0, comm_.world_size(), [&call](int p) { return call.published(p); }, scope);
 }
 
+Situation CollectiveTask::situation(bool mapped) const {
+  const Transport& transport = comm_.transport();
+  return {comm_.world_size(),
+          transport.cores(),
+          transport.kernel_ahead(),
+          mapped,
+          transport.reach() == Transport::Reach::kernel,
+          &tuned_table(transport)};
+}
+
+bool CollectiveTask::may_go_by_kernel() {
+  if (comm_.transport().reach() == Transport::Reach::pointer) return false;  // all buffers are mapped
+  planned_ = select(op_.kind, table_bytes(op_), situation(false), op_.algorithm);
+  const bool any_size = op_.kind == OpKind::all_to_all && op_.uneven;
+  return comm_.transport().reach() == Transport::Reach::kernel &&
+         (any_size || planned_.algorithm == Algorithm::direct);
+}
+
 // All ranks must choose alike. The choice rests on what is equal everywhere: size, world, reach, and, where
 // this rank's own buffers would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {
   Transport& transport = comm_.transport();
-  Situation situation{comm_.world_size(),
-                      transport.cores(),
-                      transport.kernel_ahead(),
-                      false,
-                      transport.reach() == Transport::Reach::kernel,
-                      &tuned_table(transport)};
+  bool mapped = false;
   if (transport.reach() == Transport::Reach::pointer || call_->registered(comm_.rank())) {
     call_->match();
-    situation.mapped = call_->all_mapped();
+    mapped = call_->all_mapped();
   }
-  const size_t nbytes =
-      op_.kind == OpKind::all_to_all && op_.uneven ? call_->longest_pair() : table_bytes(op_);
-  Choice choice = select(op_.kind, nbytes, situation, op_.algorithm);
-  if (choice.algorithm == Algorithm::direct && !situation.mapped && !kernel_serves())
+  const bool any_size = op_.kind == OpKind::all_to_all && op_.uneven;
+  const size_t nbytes = any_size ? call_->longest_pair() : table_bytes(op_);
+  Choice choice = planned_;
+  if (mapped || any_size) choice = select(op_.kind, nbytes, situation(mapped), op_.algorithm);
+  if (choice.algorithm == Algorithm::direct && !mapped && !kernel_serves())
     choice = select(op_.kind, nbytes,
-                    {situation.world_size, situation.cores, situation.kernel_ahead, false, false});
+                    {comm_.world_size(), transport.cores(), transport.kernel_ahead(), false, false});
   const bool rounds_each_hop =
       op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)

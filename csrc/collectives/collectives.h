@@ -41,10 +41,13 @@ class CollectiveTask : public Task {
 
  private:
   void separate_overlap();
+  Situation situation(bool mapped) const;
+  bool may_go_by_kernel();  // as far as this rank knows alone
   Choice choose();
   bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);
   void move(const Choice& choice);
+  void move_mixed();
   void run_across(bool patient);
   void limit(WaitScope& scope) const;
   void end_group(const char* reason) const;
@@ -53,6 +56,7 @@ class CollectiveTask : public Task {
   Op op_;
   Route route_;
   Algorithm chosen_ = Algorithm::automatic;
+  Choice planned_{};  // Route::by_choice: if no buffers are mapped and all sizes equal
   std::optional<Call> call_;
   std::vector<std::byte>
       copy_;  // of the input, where it overlaps the output in a way the algorithms do not allow

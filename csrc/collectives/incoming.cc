@@ -50,10 +50,16 @@ bool Incoming::pull() {
 
 // Takes the next message out of its slot, if there is one and some recv may want it.
 bool Incoming::take_next() {
-  if (!recvs_.expected_from(src_)) return false;
+  if (!recvs_.expected_from(src_) && !sent_again_) return false;
   Channel& channel = this->channel();
   MessageSlot& slot = channel.slots[taken_ % channel_slots];
   if (slot.id.load(std::memory_order_acquire) != taken_ + 1) return false;
+  if (slot.mode == MessageMode::again) {
+    take_again(slot);
+    channel.taken.value.store(++taken_, std::memory_order_release);
+    transport_.notify(src_);
+    return true;
+  }
   const auto dtype = static_cast<DType>(slot.dtype);
   aside_.push_back({slot.tag, dtype, slot.mode, taken_ + 1, slot.count, slot.count * size_of(dtype),
                     slot.address, slot.region});
@@ -72,6 +78,14 @@ bool Incoming::take_next() {
   transport_.notify(src_);
   if (!stream_ && arrival->recv) deliver(arrival);
   return true;
+}
+
+// See [Note: no right to copy] in send_recv.h.
+void Incoming::take_again(const MessageSlot& slot) {
+  stream_ =
+      &*std::find_if(aside_.begin(), aside_.end(), [&](const Arrival& a) { return a.id == slot.address; });
+  stream_->mode = MessageMode::streamed;
+  --sent_again_;
 }
 
 // Takes what lies in the data ring of the current stream. False when nothing moved.
@@ -120,20 +134,24 @@ bool Incoming::match_aside() {
 // arrival.
 void Incoming::deliver(std::list<Arrival>::iterator arrival) {
   const bool agrees = arrival->agrees();
-  if (agrees && arrival->nbytes) copy_data(*arrival);
-  acknowledge(*arrival);
+  if (agrees && arrival->nbytes && !copy_data(*arrival)) {
+    ++sent_again_;
+    return acknowledge(*arrival, send_again);
+  }
+  acknowledge(*arrival, agrees);
   tally_.end(arrival->recv,
              agrees ? nullptr : mismatch(transport_, *arrival->recv, src_, arrival->count, arrival->dtype));
   aside_.erase(arrival);
 }
 
-void Incoming::copy_data(const Arrival& arrival) {
-  if (arrival.mode == MessageMode::in_place) copy_in_place(arrival);
-  else if (!arrival.data.empty()) std::memcpy(arrival.recv->data(), arrival.data.data(), arrival.nbytes);
+bool Incoming::copy_data(const Arrival& arrival) {
+  if (arrival.mode == MessageMode::in_place) return copy_in_place(arrival);
+  if (!arrival.data.empty()) std::memcpy(arrival.recv->data(), arrival.data.data(), arrival.nbytes);
+  return true;
 }
 
 // See [Note: withdrawn messages] in send_recv.h.
-void Incoming::copy_in_place(const Arrival& arrival) {
+bool Incoming::copy_in_place(const Arrival& arrival) {
   struct Copying {
     std::atomic<uint64_t>& word;
     explicit Copying(std::atomic<uint64_t>& word) : word(word) { word.store(1, std::memory_order_seq_cst); }
@@ -143,11 +161,13 @@ void Incoming::copy_in_place(const Arrival& arrival) {
   std::byte* to = arrival.recv->data();
   if (const std::byte* from = transport_.map_address(src_, arrival.address, arrival.region))
     std::memcpy(to, from, arrival.nbytes);
+  else if (!transport_.may_read(src_)) return false;
   else
     transport_.read_peer(src_, reinterpret_cast<const void*>(arrival.address), to, arrival.nbytes,
                          {OpKind::recv, 0});
   std::atomic_thread_fence(std::memory_order_acquire);  // the loads of the copy come before the second look
   refuse_withdrawn();
+  return true;
 }
 
 void Incoming::refuse_withdrawn() {
@@ -158,9 +178,9 @@ void Incoming::refuse_withdrawn() {
                   "rank " + std::to_string(src_) + " closed the group before its message was taken");
 }
 
-void Incoming::acknowledge(const Arrival& arrival) {
+void Incoming::acknowledge(const Arrival& arrival, uint32_t matched) {
   const MessageSpec& recv = arrival.recv->spec();
-  acks_.push_back({arrival.id, recv.count, static_cast<uint32_t>(recv.dtype), arrival.agrees()});
+  acks_.push_back({arrival.id, recv.count, static_cast<uint32_t>(recv.dtype), matched});
   Tally::add(tally_.debts, 1);
   flush_acks();
   if (!acks_.empty()) comm_.lend_worker(false);
@@ -187,6 +207,7 @@ void Incoming::give_up(const std::exception_ptr& error) {
     if (arrival.recv) tally_.end(arrival.recv, error);
   aside_.clear();
   stream_ = nullptr;
+  sent_again_ = 0;
   Tally::add(tally_.debts, -static_cast<int>(acks_.size()));
   acks_.clear();
 }

@@ -56,10 +56,11 @@ class Incoming {
   bool drain();
   bool match_aside();
   void deliver(std::list<Arrival>::iterator arrival);
-  void copy_data(const Arrival& arrival);
-  void copy_in_place(const Arrival& arrival);
+  bool copy_data(const Arrival& arrival);  // false: the sender has to send them again
+  bool copy_in_place(const Arrival& arrival);
+  void take_again(const MessageSlot& slot);
   void refuse_withdrawn();
-  void acknowledge(const Arrival& arrival);
+  void acknowledge(const Arrival& arrival, uint32_t matched);
   bool flush_acks();
   Channel& channel() const { return transport_.channel(src_, transport_.rank()); }
 
@@ -71,6 +72,7 @@ class Incoming {
   uint64_t taken_ = 0;
   std::list<Arrival> aside_;  // in order of sending
   Arrival* stream_ = nullptr;  // the one whose data are arriving
+  int sent_again_ = 0;  // of those in aside_, how many are to be
   std::deque<Acknowledgement> acks_;  // waiting for room
 };
 

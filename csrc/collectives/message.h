@@ -48,6 +48,7 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   // What happens to it on its way (send_recv.h), under the lock of its SendRecv but for end().
   void posted(uint64_t id) { id_ = id; }
   void leave_to_receiver() { passive_ = true; }  // it can complete it without this rank
+  void take_back() { passive_ = false; }  // it cannot
   bool passive() const { return passive_; }
   void matched(int src) {
     peer_ = src;

@@ -25,6 +25,10 @@ constexpr size_t segments_of_a_message = 8;
 bool Outgoing::push() {
   if (waiting_.empty() && unconfirmed_.empty()) return false;
   bool moved = false;
+  while (!again_.empty() && post_again(again_.front())) {
+    again_.pop_front();
+    moved = true;
+  }
   while (!waiting_.empty() && post(waiting_.front())) {
     waiting_.pop_front();
     moved = true;
@@ -44,10 +48,9 @@ bool Outgoing::by_kernel(size_t nbytes) const {
 
 // Puts the message into a slot; false when none is free.
 bool Outgoing::post(const MessagePtr& message) {
-  Channel& channel = this->channel();
-  if (posted_ - channel.taken.value.load(std::memory_order_acquire) >= channel_slots) return false;
+  if (!has_slot()) return false;
   const size_t nbytes = message->nbytes();
-  MessageSlot& slot = channel.slots[posted_ % channel_slots];
+  MessageSlot& slot = channel().slots[posted_ % channel_slots];
   slot.count = message->spec().count;
   slot.dtype = static_cast<uint32_t>(message->spec().dtype);
   slot.tag = message->spec().tag;
@@ -57,7 +60,7 @@ bool Outgoing::post(const MessagePtr& message) {
     slot.mode = MessageMode::in_slot;
     if (nbytes) std::memcpy(slot.payload, message->data(), nbytes);
   } else if (slot.region || transport_.reach() == Transport::Reach::pointer ||
-             (by_kernel(nbytes) && kernel_reaches(message->data(), nbytes))) {
+             (by_kernel(nbytes) && kernel_admits_peers() && kernel_reaches(message->data(), nbytes))) {
     slot.mode = MessageMode::in_place;
   } else {
     slot.mode = MessageMode::streamed;
@@ -69,6 +72,19 @@ bool Outgoing::post(const MessagePtr& message) {
   slot.id.store(posted_, std::memory_order_release);  // everything above is visible to whoever sees the id
   transport_.notify(dst_);
   if (slot.mode == MessageMode::in_place && nbytes >= worth_the_worker) call_worker();
+  return true;
+}
+
+// See [Note: no right to copy] in send_recv.h.
+bool Outgoing::post_again(const MessagePtr& message) {
+  if (!has_slot()) return false;
+  MessageSlot& slot = channel().slots[posted_ % channel_slots];
+  slot.mode = MessageMode::again;
+  slot.address = message->id();
+  message->take_back();
+  streams_.emplace_back(message, 0);
+  slot.id.store(++posted_, std::memory_order_release);
+  transport_.notify(dst_);
   return true;
 }
 
@@ -118,12 +134,16 @@ bool Outgoing::take_acknowledgements() {
     auto found = std::find_if(unconfirmed_.begin(), unconfirmed_.end(),
                               [&](const MessagePtr& m) { return m->id() == ack.id; });
     if (found == unconfirmed_.end()) continue;
+    moved = true;
+    if (ack.matched == send_again) {
+      again_.push_back(*found);
+      continue;
+    }
     MessagePtr message = *found;
     unconfirmed_.erase(found);
     tally_.end(message, ack.matched
                             ? nullptr
                             : mismatch(transport_, *message, dst_, ack.count, static_cast<DType>(ack.dtype)));
-    moved = true;
   }
 }
 
@@ -133,6 +153,7 @@ void Outgoing::give_up(const std::exception_ptr& error) {
     for (const MessagePtr& message : *messages) tally_.end(message, error);
   waiting_.clear();
   unconfirmed_.clear();
+  again_.clear();
   streams_.clear();
 }
 

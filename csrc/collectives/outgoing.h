@@ -18,6 +18,10 @@ class Outgoing {
 
  private:
   bool post(const MessagePtr& message);
+  bool post_again(const MessagePtr& message);
+  bool has_slot() const {
+    return posted_ - channel().taken.value.load(std::memory_order_acquire) < channel_slots;
+  }
   bool by_kernel(size_t nbytes) const;
   bool pour();
   void call_worker() const;
@@ -31,6 +35,7 @@ class Outgoing {
   uint64_t posted_ = 0;  // messages put into slots
   std::deque<MessagePtr> waiting_;  // for a free slot
   std::deque<MessagePtr> unconfirmed_;  // in slots or beyond, not yet acknowledged
+  std::deque<MessagePtr> again_;  // of those, what its receiver may not copy: to be streamed
   std::deque<std::pair<MessagePtr, size_t>> streams_;  // bytes already poured
 };
 

@@ -32,9 +32,15 @@
 // For those that nobody will wait for (somebody has a future) it also looks at the peers' lives and at the
 // deadline, as a waiter would.
 //
+// [Note: no right to copy] A receiver that has changed its user since the group was made may not copy from
+// the sender's memory any more, which the sender cannot know. It keeps the message aside with its recv and
+// asks for the data (an acknowledgement that says send_again); they follow in a slot of the mode `again`,
+// which names the message, and through the ring.
+//
 // [Note: settling] A message ends under the lock and is settled without it, one at a time: settling runs
 // callbacks, which may want the GIL, issue messages, and wait for one that ended together with theirs. Such a
 // nested wait takes the next ended message itself. A waiter returns only when its message is settled.
+//
 // [Note: withdrawn messages] A send whose group ends before a recv took it raises, and its memory is the
 // caller's again, although its slot may still name the address. So a sender that gives up withdraws, and a
 // receiver says when it copies:

@@ -26,6 +26,13 @@ struct Fingerprint {
 // differ from rank to rank and are compared pairwise instead.
 uint64_t extra_of(const Op& op);
 
+// Of an all_to_all: whether this rank has passed sizes of its own.
+inline bool sizes_in_extra(uint64_t extra) { return (extra & 1) != 0; }
+// Two calls of all_to_all, one with sizes and one without: the sizes are compared pairwise, then.
+inline bool differ_in_form_only(OpKind kind, uint64_t extra, uint64_t other) {
+  return kind == OpKind::all_to_all && (extra ^ other) == 1;
+}
+
 // The first 8 bytes of a call on the CPU, exact, so that one comparison suffices:
 // sequence (32 bits) | kind (5) | dtype (5) | reduce op (4) | on a device (1) | algorithm (3) | root (14)
 static_assert(num_algorithms <= 8);

@@ -83,7 +83,14 @@ cuda::DeviceWorkPtr issue_on_device(Communicator& comm, Request request, bool as
       for (auto& [target, dense] : copy_back) target.copy_(dense);
     };
   // What runs beside the current stream must not be given back to it before it has ended.
-  if (async_op) issue.keep = [keep = std::move(request.keep), copy_back = std::move(request.copy_back)] {};
+  if (async_op) {
+    std::vector<Kept> kept(request.keep.begin(), request.keep.end());
+    for (const auto& [target, dense] : request.copy_back) {
+      kept.emplace_back(target);
+      kept.emplace_back(dense);
+    }
+    issue.keep = [kept = std::move(kept)] {};
+  }
   return group.issue(request.op, issue);
 }
 
@@ -104,7 +111,7 @@ cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->send(dense, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
-  if (async_op) issue.keep = [dense] {};
+  if (async_op) issue.keep = [kept = Kept(dense)] {};
   return cuda::group_for(comm, OpKind::send, dense.device().index(), issue.stream)
       .issue(call_of(dense, options, true), issue);
 }
@@ -115,7 +122,7 @@ cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->recv(dense, tensor, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
-  if (async_op) issue.keep = [dense, tensor] {};
+  if (async_op) issue.keep = [dense = Kept(dense), tensor = Kept(tensor)] {};
   if (!dense.is_same(tensor))
     issue.after = [dense, tensor](cuda::Stream stream) {
       c10::StreamGuard guard(as_torch_stream(stream, dense.device()));

@@ -2,8 +2,12 @@
 #include "interpreter.h"
 
 #include <cxxabi.h>
+#include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+
+#include <atomic>
+#include <thread>
 
 #include "../transport/interrupt.h"
 
@@ -29,6 +33,25 @@ void take_or_hang(const Take& take) {
 #endif
 }
 
+// Of all threads. Each side writes its own word before it reads the other's (seq_cst), so that one sees the
+// other.
+std::atomic<int> stays{0};
+std::atomic<bool> no_more_stays{false};
+thread_local int stays_here = 0;  // a stay within another is as long as that one lets it be
+
+[[maybe_unused]] const int in_children = ::pthread_atfork(nullptr, nullptr, [] { stays = stays_here; });
+
+bool enter() {
+  if (python_ended()) return false;
+  stays.fetch_add(1);
+  if (stays_here == 0 && no_more_stays.load()) {
+    stays.fetch_sub(1);
+    return false;
+  }
+  ++stays_here;
+  return true;
+}
+
 bool on_main_thread() { return ::syscall(SYS_gettid) == ::getpid(); }
 
 // What a handler has raised and nobody has been told. Only the main thread has one, with the lock held.
@@ -48,6 +71,22 @@ bool run_signal_handlers() {
 }
 
 }  // namespace
+
+PythonStay::PythonStay() : inside_(enter()) {}
+
+PythonStay::~PythonStay() {
+  if (!inside_) return;
+  --stays_here;
+  stays.fetch_sub(1);
+}
+
+bool end_python_stays() {
+  no_more_stays.store(true);
+  const auto limit = std::chrono::steady_clock::now() + longest_stay;
+  while (stays.load() > stays_here && std::chrono::steady_clock::now() < limit)
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  return stays.load() <= stays_here;
+}
 
 WithoutGil::~WithoutGil() {
   take_or_hang([this] { PyEval_RestoreThread(state_); });

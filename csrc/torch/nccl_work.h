@@ -38,10 +38,7 @@ class NcclWork final : public cuda::DeviceWork {
   void complete(std::exception_ptr error) {
     if (!completed_.exchange(true)) settle(std::move(error));
   }
-  void release() override {
-    keep_.clear();
-    copy_back_.clear();
-  }
+  void release() override { let_go(keep_, copy_back_); }
 
   NcclSide& side_;
   OpInfo info_;

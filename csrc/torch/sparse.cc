@@ -93,9 +93,14 @@ at::Tensor sum_of(const std::vector<Block>& blocks) {
   shape.insert(shape.begin(), places.numel());
   at::Tensor sum = at::zeros(shape, rounds ? at::kFloat : first.dtype());
   int64_t begin = 0;
+  const DType dtype = dtype_of(sum);
   for (const Block& block : blocks) {  // a block has each place once, so this adds in rank order
     const at::Tensor rows = where.narrow(0, begin, block.nnz());
-    sum.index_copy_(0, rows, sum.index_select(0, rows) + block.values().to(sum.scalar_type()));
+    const at::Tensor so_far = sum.index_select(0, rows),
+                     values = block.values().to(sum.scalar_type()).contiguous();
+    const void* sources[] = {so_far.const_data_ptr(), values.const_data_ptr()};
+    reduce({dtype, ReduceOp::sum}, sources, 2, so_far.data_ptr(), so_far.numel());
+    sum.index_copy_(0, rows, so_far);
     begin += block.nnz();
   }
   Tensors indices(first.sparse_dims());

@@ -6,6 +6,7 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "extent.h"
@@ -57,16 +58,7 @@ bool overlap_each_other(const Tensors& tensors) {
   return !ascending && any_overlap(std::move(extents));
 }
 
-// A tensor that a thread of the group may be the last to hold, [Note: the end of the interpreter].
-struct Kept {
-  explicit Kept(at::Tensor tensor) : tensor(std::move(tensor)) {}
-  Kept(const Kept&) = default;
-  Kept(Kept&&) = default;
-  ~Kept() {
-    if (python_ended()) (void)tensor.unsafeReleaseTensorImpl();
-  }
-  at::Tensor tensor;
-};
+bool is_last_holder(const at::Tensor& tensor) { return tensor.defined() && tensor.use_count() == 1; }
 
 // Copies a result into the caller's tensor, in whatever thread: the worker is not in the inference mode in
 // which the caller may be.
@@ -230,17 +222,30 @@ DType dtype_of(const at::Tensor& tensor) {
   }
 }
 
+void let_go(Tensors& keep, CopyBack& copy_back) {
+  if (copy_back.empty() && std::none_of(keep.begin(), keep.end(), is_last_holder)) {
+    keep.clear();
+    return;
+  }
+  const PythonStay stay;
+  if (!stay) {  // for ever
+    new Tensors(std::move(keep));
+    new CopyBack(std::move(copy_back));
+  }
+  keep.clear();
+  copy_back.clear();
+}
+
+Kept::~Kept() {
+  if (!is_last_holder(tensor)) return;
+  const PythonStay stay;
+  if (stay) tensor.reset();
+  else (void)tensor.unsafeReleaseTensorImpl();
+}
+
 TensorTask::~TensorTask() { TensorTask::release(); }
 
-void TensorTask::release() {
-  if (keep_.empty()) return;
-  if (python_ended()) {  // for ever, [Note: the end of the interpreter]
-    new Tensors(std::move(keep_));
-    new CopyBack(std::move(copy_back_));
-  }
-  keep_.clear();
-  copy_back_.clear();
-}
+void TensorTask::release() { let_go(keep_, copy_back_); }
 
 void TensorTask::finish(bool patient) {
   CollectiveTask::finish(patient);

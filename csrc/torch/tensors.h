@@ -51,6 +51,16 @@ struct Request {
   CopyBack copy_back;
 };
 
+// What a thread of the group may be the last to hold, [Note: the end of the interpreter].
+void let_go(Tensors& keep, CopyBack& copy_back);
+struct Kept {
+  explicit Kept(at::Tensor tensor) : tensor(std::move(tensor)) {}
+  Kept(const Kept&) = default;
+  Kept(Kept&&) = default;
+  ~Kept();
+  at::Tensor tensor;
+};
+
 class TensorTask : public CollectiveTask {
  public:
   TensorTask(Communicator& comm, Request request)

@@ -62,16 +62,22 @@ struct Completion {
 // first, for ever. Such a callback gets a thread of its own; the worker would not do, for it may be the
 // thread that waits, or be held up by another callback.
 template <class Callback>
-void complete(const std::shared_ptr<Completion<Callback>>& completion) {
-  if (python_ended()) {
-    new auto(completion);  // for ever, [Note: the end of the interpreter]
-    return;
-  }
-  if (!Communicator::progress_inside_a_wait()) return completion->run();
+void complete(std::shared_ptr<Completion<Callback>> completion) {
+  const PythonStay stay;
+  if (stay) completion->run();
+  else new auto(completion);  // for ever, [Note: the end of the interpreter]
+  completion.reset();  // within the stay
+}
+
+template <class Callback>
+void complete_somewhere(std::shared_ptr<Completion<Callback>> completion) {
+  if (!Communicator::progress_inside_a_wait()) return complete(std::move(completion));
   try {
-    std::thread([completion, comm = completion->comm.lock()] { completion->run(); }).detach();
+    std::thread([completion, comm = completion->comm.lock()]() mutable {
+      complete(std::move(completion));
+    }).detach();
   } catch (const std::system_error&) {
-    completion->run();  // no thread to be had
+    complete(std::move(completion));  // no thread to be had
   }
 }
 
@@ -80,10 +86,11 @@ void complete(const std::shared_ptr<Completion<Callback>>& completion) {
 template <class Callback>
 void when_done(const CommPtr& comm, const Parts& parts, Callback callback) {
   auto completion = std::make_shared<Completion<Callback>>(comm, parts, std::move(callback));
-  if (parts.empty()) return complete(completion);
+  if (parts.empty()) return complete_somewhere(std::move(completion));
   for (const auto& part : parts)
-    part->on_completion([completion] {
-      if (completion->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) complete(completion);
+    part->on_completion([completion]() mutable {
+      auto mine = std::move(completion);  // the last reference goes where it may
+      if (mine->missing.fetch_sub(1, std::memory_order_acq_rel) == 1) complete_somewhere(std::move(mine));
     });
 }
 
@@ -274,7 +281,9 @@ void TorchWork::observe(const c10::intrusive_ptr<TorchWork>& self, std::shared_p
     c10::intrusive_ptr<TorchWork> work;
     std::atomic<size_t> missing;
     ~Ending() {
-      if (python_ended()) (void)work.release();  // [Note: the end of the interpreter]
+      const PythonStay stay;  // [Note: the end of the interpreter]
+      if (stay) work.reset();
+      else (void)work.release();
     }
     void run() {
       const std::chrono::duration<float> active = Clock::now() - work->started_;

@@ -141,7 +141,7 @@ void Transport::meet(const WaitScope& scope) {
 // Both ways: a sandbox may allow the one and not the other. A number that is not the peer's, but of another
 // process (in another pid namespace), is found out by the token before anything is written there.
 void Transport::probe_peers() {
-  uint32_t ok = options_.use_cma;
+  uint32_t ok = options_.use_cma && kernel_admits_peers();
   for (int p = 0; p < world_size() && ok; ++p) {
     if (p == rank()) continue;
     uint64_t token = 0;

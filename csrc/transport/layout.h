@@ -27,7 +27,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 11;
+inline constexpr uint64_t layout_version = 12;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -131,12 +131,13 @@ inline constexpr size_t message_inline_bytes = 960;
 inline constexpr int channel_segments = 4;
 inline constexpr size_t longest_ring = 2 << 20;
 
-enum class MessageMode : uint32_t { in_slot, streamed, in_place };
+// again: `address` is the id of a message that was in_place; its data follow as those of a streamed one.
+enum class MessageMode : uint32_t { in_slot, streamed, in_place, again };
 
 struct alignas(cache_line) MessageSlot {
   std::atomic<uint64_t> id;  // 1, 2, ... in order of sending; stored last
   uint64_t count;
-  uint64_t address;  // in_place: in the sender's address space
+  uint64_t address;  // in_place: in the sender's address space; again: see MessageMode
   int32_t tag;
   uint32_t dtype;
   MessageMode mode;
@@ -144,11 +145,13 @@ struct alignas(cache_line) MessageSlot {
   std::byte payload[message_inline_bytes];
 };
 
+inline constexpr uint32_t send_again = 2;
+
 struct Acknowledgement {
   uint64_t id;
   uint64_t count;  // what the receiver expected
   uint32_t dtype;
-  uint32_t matched;
+  uint32_t matched;  // 0, 1, or send_again: the receiver may not copy from the sender's memory
 };
 
 struct alignas(cache_line) Channel {

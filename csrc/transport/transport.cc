@@ -76,6 +76,14 @@ void Transport::read_peer(int peer, const void* remote, void* local, size_t nbyt
   }
 }
 
+bool Transport::may_read(int peer) const {
+  uint64_t token = 0;
+  const iovec local{&token, sizeof(token)};
+  const iovec remote{reinterpret_cast<void*>(control(peer).probe_address), sizeof(token)};
+  return ::process_vm_readv(control(peer).pid, &local, 1, &remote, 1, 0) >= 0 ||
+         (errno != EPERM && errno != ENOSYS);
+}
+
 void Transport::write_peer(int peer, void* remote, const void* local, size_t nbytes, const OpInfo& op) {
   size_t done = 0;
   while (done < nbytes) {

@@ -179,6 +179,7 @@ class Transport {
     return regions_.map(region, peer, address);
   }
   void read_peer(int peer, const void* remote, void* local, size_t nbytes, const OpInfo& op);
+  bool may_read(int peer) const;  // now: a rank that has changed its user may not read others
   void write_peer(int peer, void* remote, const void* local, size_t nbytes, const OpInfo& op);
 
   // --- registered memory (regions.h) ---

@@ -13,14 +13,17 @@ ranks.
 
 Problems that differ little in m share an entry: m is rounded up to two significant bits, so that batches of
 many lengths do not measure each. The file (PYCOMM_CACHE, else ~/.cache/pycomm/fused.json) is replaced as a
-whole by rename; writers take turns by a lock on a file beside it. A file that cannot be read or written is as
-good as none: then the process measures for itself.
+whole by rename; writers take turns by a lock on a file beside it. A file that is damaged, or cannot be read
+or written, is as good as none: then the process measures for itself.
 """
 
+import contextlib
 import fcntl
 import json
+import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -28,6 +31,7 @@ import triton
 from triton.runtime.errors import PTXASError
 
 from pycomm import env
+from pycomm.cached import read_json
 from pycomm.fused import machine
 from pycomm.fused.choice import Choice
 from pycomm.fused.config import Config, candidates, fitting
@@ -37,6 +41,7 @@ from pycomm.fused.machine import exchange
 
 __all__ = ["cache_path", "decide", "lookup", "tune"]
 
+MOST_BYTES = 16 << 20  # of the cache file
 MARGIN = 1.02
 ROUNDS = 5
 # Of calls of one form in a round: the host's part of the first is not hidden by the device's.
@@ -48,6 +53,8 @@ MOST_ONE_SHOT_BYTES = 64 << 20
 # In errors of a form that another may not have: a pass of Triton's compiler, the driver's memory, code that
 # loading.py refuses.
 NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY", "gives wrong results")
+
+LOCK_SECONDS = 5.0  # that another writer of the cache is waited for
 
 _memory = {}  # (place, problem key) -> Choice, of this process
 
@@ -238,20 +245,23 @@ def _entry(choice):
     }
 
 
-def _find(found, where, key):
-    """The Choice of an entry of the cache; None if there is none, or one that another version wrote."""
+def _find(found: dict, where: str, key: str) -> Choice | None:
+    """The Choice of an entry of the cache. None: there is none, it is another version's, or it is damaged."""
     try:
         entry = found[where][key]
-        return Choice(
-            entry["form"], 1, Config(*entry["config"]) if entry["config"] else None, entry["reason"]
-        )
+        config = Config(*entry["config"]) if entry["config"] else None
+        choice = Choice(entry["form"], 1, config, entry["reason"])
     except (KeyError, TypeError):
         return None
+    types = list(Config.__annotations__.values())
+    sound = config is None or ([type(value) for value in config] == types and min(config[:7]) > 0)
+    known = (choice.name, config is None) in {("plain", True), ("fused", False)}
+    return choice if sound and known and isinstance(choice.reason, str) else None
 
 
-def _read():
+def _read() -> dict:
     try:
-        found = json.loads(cache_path().read_text())
+        found = read_json(cache_path(), MOST_BYTES)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -261,8 +271,7 @@ def _write(where, key, entry):
     path = cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with _locked(path.with_suffix(".lock")):
             found = _read()
             if not isinstance(found.get(where), dict):
                 found[where] = {}
@@ -272,3 +281,22 @@ def _write(where, key, entry):
             temporary.replace(path)
     except OSError as error:
         env.logger().warning("pycomm.fused: the measured choice cannot be cached in %s: %s", path, error)
+
+
+@contextlib.contextmanager
+def _locked(path: os.PathLike) -> Iterator[None]:
+    """Raises OSError where the lock cannot be had within LOCK_SECONDS: its holder may be stopped."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+    try:
+        limit = time.monotonic() + LOCK_SECONDS
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > limit:
+                    raise TimeoutError(f"another process has held {path} for {LOCK_SECONDS:g} s") from None
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)

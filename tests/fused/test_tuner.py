@@ -3,8 +3,10 @@ reads.
 """
 
 import collections
+import fcntl
 import itertools
 import json
+import os
 import time
 
 import pytest
@@ -162,7 +164,7 @@ def test_a_fitted_configuration_fits(op, arch):
             )
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}'])
+@pytest.mark.parametrize("text", ["", "[]", "{not json", '{"a place": 5}', "[" * 200_000, "\ufeff{}"])
 def test_a_broken_cache_is_none(text, cache):
     cache.parent.mkdir()
     cache.write_text(text)
@@ -178,6 +180,47 @@ def test_a_foreign_entry_is_none(cache):
         json.dumps({tuner.place(CPU): {tuner.key_of(problem()): {"form": "fused", "config": [1, 2]}}})
     )
     assert tuner.lookup(problem(), CPU) is None
+
+
+GOOD = list(config.Config(64, 64, 32))
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"form": "fused", "config": ["64", *GOOD[1:]], "reason": ""},
+        {"form": "fused", "config": [-64, *GOOD[1:]], "reason": ""},
+        {"form": "fused", "config": [1e3, *GOOD[1:]], "reason": ""},
+        {"form": "fused", "config": None, "reason": ""},
+        {"form": "magic", "config": GOOD, "reason": ""},
+        {"form": "plain", "config": None, "reason": 5},
+    ],
+)
+def test_a_damaged_entry_is_none(entry, cache):
+    cache.parent.mkdir()
+    text = {tuner.place(CPU): {tuner.key_of(problem()): entry}}
+    cache.write_text(json.dumps(text))
+    assert tuner.lookup(problem(), CPU) is None
+    sound = {**entry, "form": "fused", "config": GOOD, "reason": ""}
+    cache.write_text(json.dumps({tuner.place(CPU): {tuner.key_of(problem()): sound}}))
+    tuner._memory.clear()
+    assert tuner.lookup(problem(), CPU).config == config.Config(*GOOD)
+
+
+def test_pipes_in_place_of_the_cache(cache, monkeypatch, caplog):
+    """Neither the file nor its lock is waited for; nor is a lock that is not given back."""
+    run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
+    cache.parent.mkdir()
+    os.mkfifo(cache)
+    os.mkfifo(cache.with_suffix(".lock"))
+    assert tuner.lookup(problem(), CPU) is None
+    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert "plain" in cache.read_text() and not caplog.text
+    monkeypatch.setattr(tuner, "LOCK_SECONDS", 0.05)
+    with open(cache.with_suffix(".lock"), "r+b", buffering=0) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        tuner._write("a place", "a key", {})
+    assert "cannot be cached" in caplog.text and "has held" in caplog.text
 
 
 def test_no_place_for_a_cache(cache, monkeypatch, caplog):
