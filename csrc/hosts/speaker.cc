@@ -95,6 +95,7 @@ void Speaker::speak() {
   std::unique_lock lock(mutex_);
   while (!stop_.load()) {
     const auto now = Clock::now();
+    board_.note_pulse();
     if (!left_) look_at_host();
     look_at_others(now - last);
     if (!left_) ask_about_overdue();

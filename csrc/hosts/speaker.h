@@ -21,6 +21,7 @@
 // hosts, and names those ranks that have come to the earliest operation of all.
 //
 // A leader that was stopped itself has heard nobody meanwhile; so silence counts only while this thread runs.
+// Its own host is not told what the others make of its silence: each look leaves a pulse on the board.
 #pragma once
 
 #include <condition_variable>
