@@ -1,6 +1,18 @@
-"""A process group of torch.distributed that has lost ranks goes on with those that are left."""
+"""A process group of torch.distributed that has lost ranks goes on with those that are left.
+
+    1  the ranks that live agree, and have a new group             Backend.shrink_ahead
+    2  they have a store that all of them reach, and a clone of it _common_store
+    3  torch puts the new group in the place of the old one        dist.shrink_group: it asks nobody
+
+torch's stores wait, for up to 300 s and without a look at anything else, for a process that has ended or is
+stopped. So whatever may wait in step 2 runs in a thread of its own, while this one looks at the lives of the
+new group. If another rank is lost in 2, its group is the one that loses a rank, and 1 begins anew with it.
+"""
 
 import contextlib
+import datetime
+import threading
+import time
 
 import torch
 import torch.distributed as dist
@@ -8,11 +20,16 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import _C, env
 from pycomm.communicator import Communicator
+from pycomm.errors import PeerError
 from pycomm.options import seconds
 
 __all__ = ["shrink_group"]
 
 _LOOPBACK = "127.0.0.1"  # for ranks of one host
+_ANSWER_S = 2.0  # for the old group's store
+_CONNECT_S = 2.0  # for one try to reach a new store
+_STORE_S = 300.0  # the limit of a TCPStore for later, torch's own
+_LOOK_S = 0.01  # between two looks at the lives of the others
 
 
 def shrink_group(group=None, *, exclude=(), timeout=None):
@@ -28,19 +45,31 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
     timeout: seconds, above 0 and at most 1e8; None: the group's.
 
     torch keeps the groups' store in the process of rank 0, unless a launcher has it. If it is gone, the new
-    rank 0 makes another for the new group, so that new_group() works.
+    rank 0 makes another for the new group, so that new_group() works. A rank that dies meanwhile is left out
+    as well. After an error the call may be made again.
 
     Returns the new process group. Raises TypeError where the group is not one of pycomm.
     """
     old = dist.group.WORLD if group is None else group
     backend = _backend_of(old)
     devices = [device for device in old._device_types if device.type != "cpu"]
-    members = backend.shrink_ahead([int(rank) for rank in exclude], seconds(timeout, "the group's"))
+    limit = seconds(timeout, "the group's") or backend.communicator.timeout
+    deadline = time.monotonic() + limit
+    left_out = [int(rank) for rank in exclude]
+    while True:
+        members = backend.shrink_ahead(left_out, max(deadline - time.monotonic(), _LOOK_S))
+        try:
+            store, clone = _common_store(old, backend, deadline)
+            break
+        except PeerError:  # in the new group, which is the one to shrink now
+            left_out = []
     lost = sorted(set(range(old.size())) - set(members))
-    _keep_store(old, backend)
     numbers = dist.get_process_group_ranks(old)
     is_default = old == dist.group.WORLD
+    name, _ = c10d._world.pg_map[old]
+    c10d._world.pg_map[old] = (name, _Cloned(clone))
     new = dist.shrink_group(lost, old)
+    c10d._world.pg_map[new] = (name, store)
     # torch (2.13) takes ranks in the group for global ones, and keeps the former numbers of the default group
     numbers = range(len(members)) if is_default else [numbers[rank] for rank in members]
     c10d._world.pg_group_ranks[new] = {number: rank for rank, number in enumerate(numbers)}
@@ -58,23 +87,100 @@ def _backend_of(group):
     raise TypeError(f"shrink_group: the backend of {group} is not pycomm's")
 
 
-def _keep_store(old, backend):
-    """Gives torch another store for the new group if one of its ranks cannot reach that of the old one."""
-    name, store = c10d._world.pg_map[old]
+class _Cloned(dist.PrefixStore):
+    """For torch, which clones the store of a group that it shrinks: it need not reach the store for that."""
+
+    def __init__(self, clone: dist.Store) -> None:
+        super().__init__("", clone)
+        self._clone = clone
+
+    def clone(self) -> dist.Store:
+        return self._clone
+
+
+def _common_store(old: dist.ProcessGroup, backend: _C.Backend, deadline: float) -> tuple:
+    """(a store that all ranks of the new group reach, a clone of it): that of the old group, or a new one.
+    Collective among them. Raises PeerError where one has died, CommTimeoutError.
+    """
+    store = c10d._world.pg_map[old][1]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
-    if comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
-        return
+    clone = None
+    with contextlib.suppress(TimeoutError):
+        clone = _watched(comm, lambda _: _clone_of(store), min(deadline, time.monotonic() + _ANSWER_S))
+    if comm.all_reduce(torch.tensor([clone is not None]), "min", timeout=_left(deadline)).item():
+        return store, clone
     point = comm._comm.point
     host = _LOOPBACK if point is None else point.places[0].ip
-    new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
-    port = comm.broadcast(torch.tensor([new.port if new else 0]))
-    new = new or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
-    c10d._world.pg_map[old] = (name, new)
+    new, port = None, 0
+    if comm.rank == 0:
+        try:
+            new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        except Exception as error:  # whatever torch raises; the others must not wait
+            comm.abort(f"shrink_group: rank 0 cannot open a store on {host}: {error}")
+            raise
+        port = new.port
+    port = int(comm.broadcast(torch.tensor([port]), timeout=_left(deadline)))
+    try:
+        new, clone = _watched(comm, lambda stop: _connect(new, host, port, stop), deadline)
+    except TimeoutError:
+        text = f"shrink_group: the store of rank 0, {host}:{port}, did not answer within the timeout"
+        comm._comm.fail_late(0, text)
+    comm.barrier(timeout=_left(deadline))  # nobody goes on alone
+    return new, clone
 
 
-def _answers(store):
+def _left(deadline: float) -> float:
+    return max(deadline - time.monotonic(), _LOOK_S)
+
+
+def _clone_of(store: dist.Store) -> dist.Store | None:
+    """None: the store does not answer."""
     try:
         store.check(["pycomm/shrink"])
+        return store.clone()
     except Exception:  # whatever a store raises whose process is gone
-        return 0
-    return 1
+        return None
+
+
+def _connect(own: dist.Store | None, host: str, port: int, stop: threading.Event) -> tuple:
+    """(the store at the port, a clone of it). own: this rank's, if it has the store."""
+    limit = datetime.timedelta(seconds=_CONNECT_S)
+    while True:
+        try:
+            store = own or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+            clone = store.clone()
+            break
+        except dist.DistError:
+            if stop.is_set():
+                raise
+    for one in (store, clone):
+        one.set_timeout(datetime.timedelta(seconds=_STORE_S))
+    return store, clone
+
+
+def _watched(comm: Communicator, call, deadline: float):
+    """What call(stop) returns or raises, which runs in a thread of its own. stop: an Event, set when nobody
+    waits for it any more. Raises PeerError where a rank of the group has died, TimeoutError.
+    """
+    result, stop = [], threading.Event()
+
+    def run() -> None:
+        try:
+            result.append((call(stop), None))
+        except Exception as error:
+            result.append((None, error))
+
+    thread = threading.Thread(target=run, name="pycomm store", daemon=True)
+    thread.start()
+    try:
+        while not result:
+            thread.join(_LOOK_S)
+            comm._comm.look_at_lives()
+            if not result and time.monotonic() > deadline:
+                raise TimeoutError
+    finally:
+        stop.set()
+    value, error = result[0]
+    if error is not None:
+        raise error
+    return value

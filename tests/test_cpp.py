@@ -24,6 +24,14 @@ def test_hosts(tmp_path):
     run("hosts_test", [ROOT / "csrc" / "hosts" / name for name in ("placement.cc", "loop_wire.cc")], tmp_path)
 
 
+def test_survivors(tmp_path):
+    """A rank that claims the verdict, to give up, and ends before it has written one."""
+    sources = [
+        path for part in ("transport", "memory") for path in sorted((ROOT / "csrc" / part).glob("*.cc"))
+    ]
+    run("survivors_test", sources, tmp_path)
+
+
 def run(name, sources, folder):
     main = compiled.object_file(ROOT / "tests" / "cpp" / f"{name}.cc", ["-O1", "-std=c++20"])
     program = str(compiled.link([main, *compiled.built(sources)], folder / name))

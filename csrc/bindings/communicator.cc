@@ -81,6 +81,19 @@ void bind_communicator(py::module_& module) {
       .def("set_algorithm", &set_algorithm)
       .def("describe", &describe)
       .def("counters", &counters_of)
+      // For whoever waits for the others outside of an operation. Raises where one has died.
+      .def("look_at_lives",
+           [](Communicator& c) {
+             WithoutGil no_gil;
+             c.look_at_lives();
+           })
+      // The rank keeps them waiting for too long: all raise it.
+      .def("fail_late",
+           [](Communicator& c, int peer, const std::string& text) {
+             WithoutGil no_gil;
+             c.transport().mark_broken({ErrorKind::timeout, {}, peer, text});
+             c.look_at_lives();
+           })
       .def("abort",
            [](Communicator& c, const std::string& reason) {
              WithoutGil no_gil;

@@ -412,6 +412,17 @@ void Communicator::refuse_malformed(const Op& op) const {
   if (!fault.empty()) throw std::invalid_argument(transport_->where({op.kind, 0}) + fault);
 }
 
+void Communicator::look_at_lives() {
+  refuse_forked();
+  if (hosts_side_) return hosts_side_->look_at_lives({});
+  transport_->check({});
+  for (int p = 0; p < transport_->world_size(); ++p) {
+    if (p == transport_->rank() || transport_->peer_closed(p) || transport_->peer_alive(p)) continue;
+    if (transport_->peer_closed(p)) continue;  // it may have said so since, and then ended
+    transport_->fail(ErrorKind::peer, {}, p, transport_->name(p) + " died (its process ended)");
+  }
+}
+
 void Communicator::abort(const std::string& reason) { transport_->abort(reason); }
 
 // Acknowledgements of messages that this rank has received, for which the peer has not made room yet.

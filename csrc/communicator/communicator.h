@@ -153,6 +153,7 @@ class Communicator {
   // Throws std::invalid_argument where op is malformed on this rank alone (op/validate.h).
   void refuse_malformed(const Op& op) const;
 
+  void look_at_lives();  // throws where the group is broken, or a rank of it has died
   void abort(const std::string& reason);
   void close();
   bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }

@@ -1,8 +1,10 @@
 // across.cc -- see across.h.
 #include "across.h"
 
+#include <algorithm>
 #include <sstream>
 #include <thread>
+#include <utility>
 
 #include "../transport/interrupt.h"
 #include "collectives.h"
@@ -16,6 +18,7 @@ using Clock = std::chrono::steady_clock;
 constexpr auto tick = std::chrono::milliseconds(20);
 constexpr auto until_reason = std::chrono::seconds(1);  // for whoever knows better to say it
 constexpr auto grace = std::chrono::milliseconds(500);  // [Note: limits inside]
+constexpr auto longest_pause = std::chrono::seconds(2);  // of the ticker: this rank was stopped itself
 
 void compare_calls(Agreement& agreement) {
   agreement.begin();
@@ -47,7 +50,10 @@ Across::Across(Placement placement, int rank, std::shared_ptr<Communicator> insi
       inside_(std::move(inside)),
       board_(*inside_, placement_.world_size()),
       wires_(std::move(wires)),
-      ticker_(std::make_unique<Ticker>(tick)) {
+      pulse_seen_(Clock::now()),
+      pulse_looked_at_(pulse_seen_),
+      ticker_(
+          std::make_unique<Ticker>(tick, leads() ? std::function<void()>() : [this] { look_at_pulse(); })) {
   if (leads())
     speaker_ = std::make_unique<Speaker>(placement_, host_, *wires_.control, transport(), board_, *ticker_);
 }
@@ -137,6 +143,22 @@ void Across::look_at_lives(const OpInfo& op) {
 bool Across::leader_died() const {
   if (leads() || transport().peer_closed(0) || transport().peer_alive(0)) return false;
   return !transport().peer_closed(0);  // it may have said so since, and then ended
+}
+
+// What other hosts say of a stopped leader goes to that leader alone, and it holds its lock: so its host
+// looks at the pulse that its speaker leaves on the board. Silence counts only while this thread runs.
+void Across::look_at_pulse() {
+  const auto now = Clock::now();
+  if (now - std::exchange(pulse_looked_at_, now) > longest_pause) pulse_seen_ = now;
+  pulse_seen_ = std::max(pulse_seen_, board_.pulse());
+  const auto patience = std::chrono::duration<double>(transport().host_timeout());
+  if (now - pulse_seen_ < patience || transport().broken()) return;
+  if (transport().peer_closed(0) || !transport().peer_alive(0)) return;
+  const int leader = placement_.ranks[host_][0];
+  std::ostringstream text;
+  text << placement_.name(leader) << ", which speaks for " << placement_.names[host_]
+       << ", has not been heard for " << transport().host_timeout() << " s: it is stopped";
+  transport().mark_broken({ErrorKind::peer, {}, leader, text.str()});
 }
 
 // It looks at the lives of the others (speaker.h), and nobody else at its own while all wait for the wire.

@@ -92,6 +92,7 @@ class Across final : public HostsSide {
  private:
   void look(int peer, std::chrono::steady_clock::time_point& closed, const WaitScope& scope);
   void look_at_leader(const WaitScope& scope);
+  void look_at_pulse();  // of the leader, by the ticker's thread
   [[noreturn]] void lost(int peer, const WireError& error, const WaitScope& scope);
   [[noreturn]] void fail_closed(int peer, const WaitScope& scope);
 
@@ -100,6 +101,7 @@ class Across final : public HostsSide {
   const std::shared_ptr<Communicator> inside_;
   Board board_;
   Wires wires_;
+  std::chrono::steady_clock::time_point pulse_seen_, pulse_looked_at_;  // of the ticker's thread
   std::unique_ptr<Ticker> ticker_;
   std::unique_ptr<Speaker> speaker_;  // of a leader
   Pages pages_[2];  // of this operation and of the next

@@ -1,11 +1,12 @@
 // board.h -- what the ranks of a host tell each other about a group that spans hosts, in shared memory: which
 // ranks of other hosts have closed the group (the leader writes what the other leaders tell it, speaker.h),
-// which operation each rank of this host has come to and has finished, which one is overdue, and the words of
-// monitored barriers (communicator/monitored_barrier.h).
+// which operation each rank of this host has come to and has finished, which one is overdue, when the leader
+// was last seen to run, and the words of monitored barriers (communicator/monitored_barrier.h).
 #pragma once
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 
 #include "../collectives/collectives.h"
 #include "../communicator/registered.h"
@@ -16,12 +17,14 @@ class Board {
  public:
   // Collective among the ranks of the host.
   Board(Communicator& inside, int world_size)
-      : buffer_(allocate_registered(
-            inside, sizeof(Overdue) + sizeof(Missing) + world_size * (sizeof(Line) + sizeof(BarrierLine)))),
+      : buffer_(allocate_registered(inside, sizeof(Overdue) + sizeof(Missing) +
+                                                world_size * (sizeof(Line) + sizeof(BarrierLine)) +
+                                                sizeof(Pulse))),
         overdue_(reinterpret_cast<Overdue*>(inside.transport().at_peer(buffer_.region, 0, buffer_.data))),
         missing_(reinterpret_cast<Missing*>(overdue_ + 1)),
         lines_(reinterpret_cast<Line*>(missing_ + 1)),
-        barrier_(reinterpret_cast<BarrierLine*>(lines_ + world_size)) {}
+        barrier_(reinterpret_cast<BarrierLine*>(lines_ + world_size)),
+        pulse_(reinterpret_cast<Pulse*>(barrier_ + world_size)) {}
 
   // What it had sent until its last operation may still be on its way.
   void note_closed(int rank, uint64_t finished) {
@@ -52,9 +55,17 @@ class Board {
     return {static_cast<OpKind>(overdue_->kind.load(std::memory_order_relaxed)), sequence};
   }
 
+  // The leader runs. Its clock is that of all processes of the host.
+  void note_pulse() { pulse_->store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed); }
+  std::chrono::steady_clock::time_point pulse() const {
+    return Clock::time_point(Clock::duration(pulse_->load(std::memory_order_relaxed)));
+  }
+
   BarrierBoard barrier() const { return {barrier_, *missing_}; }
 
  private:
+  using Clock = std::chrono::steady_clock;
+  using Pulse = std::atomic<Clock::rep>;
   struct Overdue {
     std::atomic<uint64_t> sequence;
     std::atomic<double> timeout;
@@ -70,6 +81,7 @@ class Board {
   Missing* const missing_;
   Line* const lines_;
   BarrierLine* const barrier_;
+  Pulse* const pulse_;
 };
 
 }  // namespace pycomm

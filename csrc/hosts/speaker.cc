@@ -15,9 +15,11 @@ constexpr uint32_t tag = 1;
 constexpr auto look_every = std::chrono::milliseconds(50);
 constexpr auto look_often = std::chrono::milliseconds(2);  // while a monitored barrier goes on
 constexpr auto alive_every = std::chrono::seconds(1);
-constexpr auto longest_pause = std::chrono::seconds(2);  // of this thread, beyond which silence is its own
+constexpr auto longest_pause = std::chrono::seconds(2);  // of this thread: it was stopped itself
+constexpr auto short_silence = std::chrono::seconds(2);  // of another leader, which still listens
 constexpr auto until_reason = std::chrono::milliseconds(500);  // for whoever knows better to say it
 constexpr auto longest_farewell = std::chrono::seconds(1);
+constexpr auto longest_telling = std::chrono::milliseconds(300);  // less than until_reason
 constexpr auto longest_answer = std::chrono::milliseconds(300);  // less than the grace in across.cc
 constexpr size_t most_said = 32;
 
@@ -46,11 +48,13 @@ Speaker::Speaker(const Placement& placement, int host, Wire& wire, Transport& tr
     throw;
   }
   ::pthread_setname_np(thread_.native_handle(), "pycomm-speaker");
+  transport_.set_before_raising([this] { tell_reason(); });
 }
 
 Speaker::~Speaker() { end(); }
 
 void Speaker::end() {
+  transport_.set_before_raising({});
   {
     std::lock_guard lock(mutex_);
     stop_.store(true);
@@ -78,16 +82,30 @@ void Speaker::leave() {
   // Without the lock: the other leader may be here, too, and its word needs the thread that hears. Nothing is
   // said after this.
   const auto limit = Clock::now() + longest_farewell;
-  for (auto& peer : peers_) {
-    if (!peer || peer->gone.load() || peer->said.empty()) continue;
-    Ticket& last = *peer->said.back().second;
-    const Ticker::Watched watched(ticker_, last);
-    try {
-      while (!last.wait() && Clock::now() < limit && !peer->gone.load()) continue;
-    } catch (const WireError&) {
-      peer->gone.store(true);  // it is not there to hear it
-    }
+  for (int h = 0; h < placement_.hosts(); ++h)
+    if (peers_[h] && !peers_[h]->said.empty()) await(h, *peers_[h]->said.back(), limit);
+}
+
+// Until it is on its way. One thread at a time.
+void Speaker::await(int h, Said& said, Clock::time_point limit) {
+  const Ticker::Watched watched(ticker_, *said.ticket);
+  try {
+    while (!peers_[h]->gone.load() && Clock::now() < limit && !said.ticket->wait()) continue;
+  } catch (const WireError&) {
+    peers_[h]->gone.store(true);  // it is not there to hear it
   }
+}
+
+// [Note: the reason goes first]
+void Speaker::tell_reason() {
+  std::vector<std::pair<int, SaidPtr>> told;
+  {
+    std::lock_guard lock(mutex_);
+    if (!left_) look_at_host();
+    told.swap(reasons_);
+  }
+  const auto limit = Clock::now() + longest_telling;
+  for (auto& [h, said] : told) await(h, *said, limit);
 }
 
 void Speaker::speak() {
@@ -95,6 +113,7 @@ void Speaker::speak() {
   std::unique_lock lock(mutex_);
   while (!stop_.load()) {
     const auto now = Clock::now();
+    board_.note_pulse();
     if (!left_) look_at_host();
     look_at_others(now - last);
     if (!left_) ask_about_overdue();
@@ -135,6 +154,13 @@ void Speaker::look_at_host() {
   word.sequence = reason->op.sequence;
   std::strncpy(word.text, reason->text.c_str(), sizeof(word.text) - 1);
   say(word);
+  for (int h = 0; h < placement_.hosts(); ++h)
+    if (peers_[h] && !peers_[h]->gone.load() && !peers_[h]->said.empty() && silence_of(h) < short_silence)
+      reasons_.emplace_back(h, peers_[h]->said.back());
+}
+
+Speaker::Clock::duration Speaker::silence_of(int h) const {
+  return Clock::now().time_since_epoch() - Clock::duration(peers_[h]->heard.load());
 }
 
 void Speaker::look_at_others(Clock::duration since_last_look) {
@@ -143,8 +169,7 @@ void Speaker::look_at_others(Clock::duration since_last_look) {
   for (int h = 0; h < placement_.hosts(); ++h) {
     if (!peers_[h] || peers_[h]->gone.load()) continue;
     if (since_last_look > longest_pause) peers_[h]->heard.store(now.time_since_epoch().count());
-    const Clock::time_point heard{Clock::duration(peers_[h]->heard.load())};
-    if (now - heard < patience || transport_.broken()) continue;
+    if (silence_of(h) < patience || transport_.broken()) continue;
     const int leader = placement_.ranks[h][0];
     std::ostringstream text;
     text << placement_.names[h] << " (" << ranks_of(h) << ") has not been heard for "
@@ -174,10 +199,11 @@ void Speaker::say(int h, const Word& word) {
   if (peers_[h]->gone.load()) return;
   auto& said = peers_[h]->said;
   if (said.size() == most_said) said.pop_front();
-  auto copy = std::make_unique<Word>(word);
+  auto next = std::make_shared<Said>();
+  next->word = word;
   try {
-    TicketPtr ticket = wire_.send(h, tag, reinterpret_cast<std::byte*>(copy.get()), sizeof(Word));
-    said.emplace_back(std::move(copy), std::move(ticket));
+    next->ticket = wire_.send(h, tag, reinterpret_cast<std::byte*>(&next->word), sizeof(Word));
+    said.push_back(std::move(next));
   } catch (const WireError&) {
     // its thread sees it
   }

@@ -21,6 +21,11 @@
 // hosts, and names those ranks that have come to the earliest operation of all.
 //
 // A leader that was stopped itself has heard nobody meanwhile; so silence counts only while this thread runs.
+// Its own host is not told what the others make of its silence: each look leaves a pulse on the board.
+//
+// [Note: the reason goes first] A leader that raises an error often ends by it, and its connections end with
+// it. Had the other hosts not heard why, they would name the leader. So a leader that is about to raise tells
+// them, and waits until that is on its way (Health::set_before_raising).
 #pragma once
 
 #include <condition_variable>
@@ -61,10 +66,15 @@ class Speaker {
     uint64_t sequence = 0;
     char text[360] = {};
   };
+  struct Said {
+    Word word;
+    TicketPtr ticket;
+  };
+  using SaidPtr = std::shared_ptr<Said>;
   struct Peer {  // the leader of another host
     std::atomic<Clock::rep> heard{0};
     std::atomic<bool> gone{false};
-    std::deque<std::pair<std::unique_ptr<Word>, TicketPtr>> said;  // under the lock
+    std::deque<SaidPtr> said;  // under the lock
     uint64_t answered = 0;  // the last operation asked for that it answered, under the lock
     Behind behind;  // and how
     TicketPtr hears;  // set before the thread starts and by it, under the lock
@@ -74,7 +84,10 @@ class Speaker {
   void end();
   void speak();
   void look_at_host();
+  void tell_reason();  // before it is raised here
+  void await(int h, Said& said, Clock::time_point limit);  // without the lock
   void look_at_others(Clock::duration since_last_look);
+  Clock::duration silence_of(int h) const;
   void answer(int h, uint64_t sequence);
   void take_answer(int h, const Word& word);
   struct ToldBarrier {  // of a rank: the words of its line that the other host knows
@@ -105,6 +118,7 @@ class Speaker {
   std::vector<ToldBarrier> told_barrier_;  // by rank
   std::atomic<bool> heard_broken_{false};
   bool told_broken_ = false;
+  std::vector<std::pair<int, SaidPtr>> reasons_;  // told, and not awaited yet; with the hosts
   uint64_t asked_ = 0;  // the last operation asked for
   Clock::time_point answers_until_{};
   std::mutex mutex_;

@@ -11,10 +11,12 @@ namespace pycomm {
 namespace {
 
 constexpr int idle_ticks = 50;  // before it sleeps: to wake it costs more than a tick
+constexpr auto look_every = std::chrono::milliseconds(250);
 
 }  // namespace
 
-Ticker::Ticker(std::chrono::milliseconds tick) : tick_(tick), thread_([this] { loop(); }) {
+Ticker::Ticker(std::chrono::milliseconds tick, std::function<void()> look)
+    : tick_(tick), look_(std::move(look)), thread_([this] { loop(); }) {
   ::pthread_setname_np(thread_.native_handle(), "pycomm-ticker");
 }
 
@@ -45,13 +47,21 @@ Ticker::Watched::~Watched() {
 }
 
 void Ticker::loop() {
+  auto next_look = std::chrono::steady_clock::now();
   std::unique_lock lock(mutex_);
   for (int idle = 0; !stop_;) {
     idle = tickets_.empty() ? idle + 1 : 0;
     for (Ticket* ticket : tickets_) ticket->nudge();
     asleep_ = idle > idle_ticks;
-    if (asleep_) changed_.wait(lock, [this] { return stop_ || !asleep_; });
+    const auto woken = [this] { return stop_ || !asleep_; };
+    if (asleep_ && look_) changed_.wait_for(lock, look_every, woken);
+    else if (asleep_) changed_.wait(lock, woken);
     changed_.wait_for(lock, tick_, [this] { return stop_; });
+    if (!look_ || stop_ || std::chrono::steady_clock::now() < next_look) continue;
+    next_look = std::chrono::steady_clock::now() + look_every;
+    lock.unlock();
+    look_();
+    lock.lock();
   }
 }
 

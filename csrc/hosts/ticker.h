@@ -2,11 +2,12 @@
 //
 // An engine's wait() blocks inside the engine, which knows nothing of deadlines, of a group that has broken
 // or of Ctrl-C. So whoever waits there hands its ticket to this thread, which nudges it every `tick`: the
-// waiter looks around and waits again. It sleeps when nobody has waited for a while.
+// waiter looks around and waits again. When nobody has waited for a while it wakes for its own look alone.
 #pragma once
 
 #include <chrono>
 #include <condition_variable>
+#include <functional>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -17,7 +18,8 @@ namespace pycomm {
 
 class Ticker {
  public:
-  explicit Ticker(std::chrono::milliseconds tick);
+  // `look`: called several times a second, for as long as the ticker lives; may be empty.
+  explicit Ticker(std::chrono::milliseconds tick, std::function<void()> look = {});
   ~Ticker();
   Ticker(const Ticker&) = delete;
 
@@ -38,6 +40,7 @@ class Ticker {
   void loop();
 
   const std::chrono::milliseconds tick_;
+  const std::function<void()> look_;
   std::mutex mutex_;
   std::condition_variable changed_;
   std::vector<Ticket*> tickets_;

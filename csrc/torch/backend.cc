@@ -20,6 +20,16 @@ std::shared_ptr<Communicator> connect(const c10::intrusive_ptr<c10d::Store>& sto
   return pycomm::connect(adapter, rank, size, options.transport, options.makers(store));
 }
 
+// Of these ranks in a part of the group, those that it has; `part`: its ranks, none: all.
+std::vector<int> places_of(const std::vector<int>& ranks, const std::vector<int>& part) {
+  if (part.empty()) return ranks;
+  std::vector<int> places;
+  for (int rank : ranks)
+    if (const auto found = std::find(part.begin(), part.end(), rank); found != part.end())
+      places.push_back(static_cast<int>(found - part.begin()));
+  return places;
+}
+
 }  // namespace
 
 PycommBackend::PycommBackend(const c10::intrusive_ptr<c10d::Store>& store, int rank, int size,
@@ -142,9 +152,15 @@ std::vector<int> PycommBackend::shrink_ahead(const std::vector<int>& exclude, do
 std::vector<int> PycommBackend::make_shrunk(const std::vector<int>& exclude, bool exactly, double timeout) {
   WithoutGilIfHeld no_gil;
   try {
-    Shrunk made = pycomm::shrink(comm_, exclude, exactly, timeout);
+    // One that was made ahead and has lost ranks before torch took it is the one to shrink now.
+    const std::vector<int> ranks = shrunk_ ? shrunk_ranks_ : std::vector<int>();
+    Shrunk made =
+        pycomm::shrink(shrunk_ ? shrunk_->comm_ : comm_, places_of(exclude, ranks), exactly, timeout);
+    for (int& rank : made.ranks)
+      if (shrunk_) rank = ranks.at(rank);
     auto options = options_of(made.ranks, made.comm->transport().name());
     shrunk_ = c10::make_intrusive<PycommBackend>(Joined{std::move(options), std::move(made.comm)});
+    shrunk_ranks_ = made.ranks;
     return made.ranks;
   } catch (const CommError& error) {
     throw TorchCommError(error);

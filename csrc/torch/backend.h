@@ -132,7 +132,7 @@ class PycommBackend final : public c10d::Backend {
   c10::intrusive_ptr<c10d::Backend> shrink(const std::vector<int64_t>& ranks_to_exclude, int shrink_flags,
                                            const c10::intrusive_ptr<c10d::Backend::Options>& opts) override;
   // The same where torch need not say who is lost: the ranks that are left, in this group. The next shrink()
-  // returns what was made.
+  // returns what was made. Where that has lost ranks meanwhile, a further call makes another of those left.
   std::vector<int> shrink_ahead(const std::vector<int>& exclude, double timeout);
   const c10::intrusive_ptr<PycommBackend>& shrunk() const { return shrunk_; }
 
@@ -155,6 +155,7 @@ class PycommBackend final : public c10d::Backend {
   std::shared_ptr<Communicator> comm_;
   Submitter submitter_;
   c10::intrusive_ptr<PycommBackend> shrunk_;  // by shrink_ahead()
+  std::vector<int> shrunk_ranks_;  // its ranks in this group
 };
 
 }  // namespace pycomm

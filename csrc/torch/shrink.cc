@@ -19,8 +19,7 @@ TransportOptions options_of(const Transport& old, const Survivors& survivors) {
 }
 
 // Nothing: another has died, or has failed and said so.
-std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old,
-                                   const std::vector<int>& members) {
+std::shared_ptr<Communicator> join(Survivors& survivors, Transport& old, const std::vector<int>& members) {
   const auto rank = static_cast<int>(std::find(members.begin(), members.end(), old.rank()) - members.begin());
   const auto size = static_cast<int>(members.size());
   const TransportOptions options = options_of(old, survivors);
@@ -43,7 +42,7 @@ std::shared_ptr<Communicator> join(Survivors& survivors, const Transport& old,
 
 Shrunk shrink(const std::shared_ptr<Communicator>& comm, const std::vector<int>& exclude, bool exactly,
               double timeout) {
-  const Transport& old = comm->transport();
+  Transport& old = comm->transport();
   if (HostsSide* hosts = comm->hosts_side()) {
     if (const auto after = hosts->after()) return after->shrink(comm, exclude, exactly, timeout);
     throw std::invalid_argument(old.where({}) + "shrink is not there for threads of one process that play " +

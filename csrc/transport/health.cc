@@ -92,7 +92,18 @@ std::string Health::names(const std::vector<int>& peers) const {
   return text + (identity_.part() ? " (" + identity_.whole.host + ")" : "");
 }
 
+void Health::set_before_raising(std::function<void()> hook) {
+  std::lock_guard lock(raising_);
+  before_raising_ = std::move(hook);
+}
+
+void Health::prepare_raising() const {
+  std::lock_guard lock(raising_);
+  if (before_raising_) before_raising_();
+}
+
 void Health::raise_broken(const OpInfo& op) const {
+  prepare_raising();
   const OpInfo origin{static_cast<OpKind>(header_.op), header_.sequence};
   std::string text = header_.reporter == identity_.rank ? header_.text : reason()->text;
   if (op.kind != origin.kind || op.sequence != origin.sequence)
@@ -106,6 +117,7 @@ void Health::abort(const std::string& reason) {
   if (forked()) return;  // a forked child must not speak for its parent
   mark_broken(ErrorKind::aborted, {}, identity_.rank,
               identity_.name(identity_.rank) + " aborted the group" + (reason.empty() ? "" : ": " + reason));
+  prepare_raising();
 }
 
 bool Health::peer_alive(int peer) const {

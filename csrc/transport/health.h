@@ -7,6 +7,8 @@
 #pragma once
 
 #include <atomic>
+#include <functional>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
@@ -46,6 +48,9 @@ class Health {
   void mark_broken(ErrorKind kind, const OpInfo& op, int peer, const std::string& text);
   void mark_broken(const Reason& reason);  // as another host has found
   std::optional<Reason> reason() const;
+  // Called before this rank raises why the group is broken, and before it ends a call of abort(): by the
+  // thread that does, and not by two at once. Nothing: none from now on.
+  void set_before_raising(std::function<void()> hook);
   std::string name(int peer) const { return identity_.name(peer); }
   std::string names(const std::vector<int>& peers) const;  // "ranks 2, 3"
   const Lives& lives() const { return lives_; }
@@ -68,6 +73,7 @@ class Health {
   bool claim_reason();
   void write_reason(const Reason& reason, int reporter);
   [[noreturn]] void raise_broken(const OpInfo& op) const;
+  void prepare_raising() const;
 
   const Identity& identity_;
   GroupMemory& memory_;
@@ -75,6 +81,8 @@ class Health {
   Lives lives_;
   const uint64_t fork_generation_;
   std::atomic<bool> closed_{false};
+  mutable std::mutex raising_;
+  std::function<void()> before_raising_;  // with the lock `raising_`
 };
 
 }  // namespace pycomm

@@ -216,7 +216,8 @@ void Rendezvous::await(const std::function<bool()>& ready, const std::function<v
     } catch (const CommError&) {
       throw;
     } catch (const std::exception&) {  // of the store
-      while (life_ && Clock::now() < now + until_locks_fall) {
+      while (Clock::now() < now + until_locks_fall) {
+        store_.watch();
         look_at_lives();
         std::this_thread::sleep_for(shortest_pause);
       }

@@ -154,7 +154,7 @@ void Survivors::decide(const Word& word) {
 
 bool Survivors::claim(const Word& word) {
   const bool others = word.state == State::claimed && word.rank != rank_;
-  if (others && transport_->peer_alive(word.rank) && !stopped_for_long(word.rank)) return false;
+  if (others && !gone(word.rank)) return false;
   return turn(word, {round_, State::claimed, rank_});
 }
 
@@ -219,6 +219,11 @@ Survivors::Presence Survivors::presence(int peer) {
   return arrived ? Presence::arrived : Presence::absent;
 }
 
+// It will do nothing more for this group, or not soon.
+bool Survivors::gone(int peer) {
+  return !transport_->peer_alive(peer) || transport_->peer_closed(peer) || stopped_for_long(peer);
+}
+
 // The number of a process means something only where its memory could be read by that number (join.cc).
 bool Survivors::stopped_for_long(int peer) {
   const RankControl &mine = transport_->control(rank_), &other = transport_->control(peer);
@@ -242,14 +247,17 @@ bool Survivors::form(bool made) {
     if (word.state == State::formed) return true;
     if (word.state == State::failed)
       if (const auto verdict = verdict_of(word)) raise_failure(*verdict);
+    // By give_up(), and not followed by a verdict.
+    const bool abandoned = word.state == State::claimed && word.rank != rank_ && gone(word.rank);
     bool all = true, lost = !made;
     for (int p : members_) {
       if (transport_->control(p).survivors_formed.load(std::memory_order_acquire) >= round_) continue;
       all = false;
-      lost |= p != rank_ && (!transport_->peer_alive(p) || transport_->peer_closed(p) || stopped_for_long(p));
+      lost |= p != rank_ && gone(p);
     }
     if (word.state == State::members && all) turn(word, {round_, State::formed, word.rank});
-    else if (word.state == State::members && lost) turn(word, {round_, State::over, word.rank});
+    else if (abandoned || (word.state == State::members && lost))
+      turn(word, {round_, State::over, word.rank});
     else if (interrupted()) give_up(interrupted_text);
     else if (Clock::now() > deadline_ + grace)
       give_up("not all others had the new group within the timeout of " + seconds(timeout_) + " s");

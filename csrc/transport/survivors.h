@@ -16,6 +16,9 @@
 //                             |           +------> over (round)       one died in 4: all come to the next
 //                             +------------------> failed (round)     somebody's time is up, or they differ
 //
+// A rank that gives up after the verdict claims, too: members --> claimed --> failed. If it dies before its
+// own verdict is out, the others turn the word to over.
+//
 // Every arrow is a compare-and-exchange, so all see one outcome:
 //   - Who claims and dies, or is stopped, before its verdict is out is seen so by the others, and one of them
 //     claims anew. Its page counts for nothing until the word says members or failed.
@@ -89,6 +92,7 @@ class Survivors {
   std::string verdict(const std::vector<Presence>& seen) const;
   std::vector<Presence> presences();
   Presence presence(int peer);
+  bool gone(int peer);
   bool stopped_for_long(int peer);
   std::string said_of_exclusion() const;
   bool in(const std::vector<int>& ranks, int rank) const;

@@ -161,6 +161,7 @@ class Transport {
   // Where this is a part of a group, on one of its hosts (hosts/): what goes to and comes from the others.
   void mark_broken(const Reason& reason) { health_.mark_broken(reason); }
   std::optional<Reason> reason() const { return health_.reason(); }
+  void set_before_raising(std::function<void()> hook) { health_.set_before_raising(std::move(hook)); }
   bool closed() const { return health_.closed(); }
   void close();
   bool forked() const { return health_.forked(); }

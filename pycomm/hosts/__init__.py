@@ -10,6 +10,7 @@
     leaders      connect to all others     probe.py        whoever cannot be reached is named
     every rank   makes Gloo's contexts     engine.py       in a thread, since its constructor can hang
                  or UCX's workers          ucx.py          with PYCOMM_WIRE=ucx
+                 keeps Gloo's sockets      forks.py        from its children, which may outlive it
 
 Gloo is the one in the torch wheel; pycomm uses its messages between two ranks alone.
 

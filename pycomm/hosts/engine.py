@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from pycomm import env
-from pycomm.hosts import probe, records, ucx
+from pycomm.hosts import forks, probe, records, ucx
 from pycomm.hosts.meeting import SHORTEST_S, Meeting
 from pycomm.survivors import Place, Point
 
@@ -136,13 +136,16 @@ class _Steps(dist.Store):
     def __init__(self, meeting, part):
         super().__init__()
         self.meeting, self.part, self.given_up = meeting, part, False
+        self.said, self.heard = [], []
 
     def set(self, key, value):
+        self.said.append(bytes(value))
         self.meeting.set(f"{self.part}/{key}", value)
 
     def get(self, key):
         self.wait([key])
-        return self.meeting.store.get(f"{self.part}/{key}")
+        self.heard.append(bytes(self.meeting.store.get(f"{self.part}/{key}")))
+        return self.heard[-1]
 
     def check(self, keys):
         return self.meeting.store.check([f"{self.part}/{key}" for key in keys])
@@ -170,6 +173,8 @@ class _Constructor(threading.Thread):
             data, control = make(self.stores[0], meeting.rank, meeting.world_size), None
             if meeting.rank in self.leaders:
                 control = make(self.stores[1], self.leaders.index(meeting.rank), len(self.leaders))
+            for store in self.stores:
+                forks.keep_from_children(store.said, store.heard)
             self.made = data, control
         except Exception as error:
             self.error = error
