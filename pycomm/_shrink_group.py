@@ -1,6 +1,7 @@
 """A process group of torch.distributed that has lost ranks goes on with those that are left."""
 
 import contextlib
+import threading
 
 import torch
 import torch.distributed as dist
@@ -8,7 +9,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from pycomm import _C, env
 from pycomm.communicator import Communicator
-from pycomm.options import seconds
+from pycomm.options import DEFAULT_HOST_TIMEOUT, seconds
 
 __all__ = ["shrink_group"]
 
@@ -36,7 +37,7 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
     backend = _backend_of(old)
     devices = [device for device in old._device_types if device.type != "cpu"]
     members = backend.shrink_ahead([int(rank) for rank in exclude], seconds(timeout, "the group's"))
-    lost = sorted(set(range(old.size())) - set(members))
+    lost = _Lost(sorted(set(range(old.size())) - set(members)))
     _keep_store(old, backend)
     numbers = dist.get_process_group_ranks(old)
     is_default = old == dist.group.WORLD
@@ -48,6 +49,13 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
     for device in devices:  # torch knows the one for the CPU only
         new._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, shrunk)
     return new
+
+
+class _Lost(list):
+    """Ranks; torch refuses a list that is false. Nobody is lost where a link was cut and has healed."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 def _backend_of(group):
@@ -62,7 +70,7 @@ def _keep_store(old, backend):
     """Gives torch another store for the new group if one of its ranks cannot reach that of the old one."""
     name, store = c10d._world.pg_map[old]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
-    if comm.all_reduce(torch.tensor([_answers(store)]), "min").item():
+    if comm.all_reduce(torch.tensor([int(_answers(store))]), "min").item():
         return
     point = comm._comm.point
     host = _LOOPBACK if point is None else point.places[0].ip
@@ -72,9 +80,18 @@ def _keep_store(old, backend):
     c10d._world.pg_map[old] = (name, new)
 
 
-def _answers(store):
-    try:
-        store.check(["pycomm/shrink"])
-    except Exception:  # whatever a store raises whose process is gone
-        return 0
-    return 1
+def _answers(store: dist.Store) -> bool:
+    """Whether a store answers within PYCOMM_HOST_TIMEOUT. A client of TCPStore waits for much longer where
+    the host of the store is lost; then the thread that asks stays behind.
+    """
+    found = []
+
+    def ask() -> None:
+        with contextlib.suppress(Exception):  # whatever a store raises whose process is gone
+            store.check(["pycomm/shrink"])
+            found.append(True)
+
+    asking = threading.Thread(target=ask, name="pycomm store", daemon=True)
+    asking.start()
+    asking.join(env.settings().host_timeout or DEFAULT_HOST_TIMEOUT)
+    return bool(found)
