@@ -10,6 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from pycomm import _C, env
 from pycomm.communicator import Communicator
 from pycomm.options import DEFAULT_HOST_TIMEOUT, seconds
+from pycomm.ports import make_store
 
 __all__ = ["shrink_group"]
 
@@ -66,17 +67,26 @@ def _backend_of(group):
     raise TypeError(f"shrink_group: the backend of {group} is not pycomm's")
 
 
-def _keep_store(old, backend):
-    """Gives torch another store for the new group if one of its ranks cannot reach that of the old one."""
+def _keep_store(old: dist.ProcessGroup, backend: _C.Backend) -> None:
+    """Gives torch another store for the new group if one of its ranks cannot reach that of the old one.
+    Raises RuntimeError on all ranks.
+    """
     name, store = c10d._world.pg_map[old]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
     if comm.all_reduce(torch.tensor([int(_answers(store))]), "min").item():
         return
     point = comm._comm.point
     host = _LOOPBACK if point is None else point.places[0].ip
-    new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False) if comm.rank == 0 else None
-    port = comm.broadcast(torch.tensor([new.port if new else 0]))
-    new = new or dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False)
+    new, error = None, None
+    if comm.rank == 0:
+        try:
+            new = make_store(host)
+        except RuntimeError as failure:  # the others must not wait for it
+            error = failure
+    port = int(comm.broadcast(torch.tensor([new.port if new else 0])))
+    if port == 0:
+        raise error or RuntimeError(f"shrink_group: rank 0 cannot open a store on {host}; its error says why")
+    new = new or dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
     c10d._world.pg_map[old] = (name, new)
 
 

@@ -115,10 +115,9 @@ def _tie(meeting: Meeting, point: Point, places: list) -> None:
 def _meet(meeting, store, token, opened, points):
     """(the Record of each rank, this rank's Listener, its Point)."""
     address, chosen = records.own_address(store)
-    word = probe.word_of(token, meeting.rank)
 
     def listen():
-        listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
+        listener = opened.enter_context(contextlib.closing(probe.Listener(address, token, meeting.rank)))
         point = points.enter_context(contextlib.closing(Point(address.ip, token, meeting.rank)))
         return listener, point, records.make_record(address, listener.port, chosen, point.place[1:])
 

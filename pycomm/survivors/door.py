@@ -18,48 +18,35 @@ import hmac
 import socket
 import time
 
-__all__ = ["Door", "connect", "hello_of", "is_reply", "listen", "reply_of"]
+__all__ = ["Door", "connect", "hello_of", "is_reply", "reply_of"]
 
 SECONDS = 5.0  # for the word
 MOST = 64  # connections without it, of one port
-BACKLOG = 1024
+MOST_AT_ONCE = 1024  # connections that one look takes
 FULL_S = 0.02  # until the next look, where the process has no descriptor left
 WORD, NUMBER = 32, 8  # bytes
 HELLO = WORD + NUMBER
 
 
-def _word(*parts):
+def _word(*parts: object) -> bytes:
     return hashlib.sha256(" ".join(map(str, ("pycomm", *parts))).encode()).hexdigest()[:WORD].encode()
 
 
-def hello_of(token, rank, kind, number):
+def hello_of(token: str, rank: int, kind: str, number: int) -> bytes:
     """What the rank `number` sends to the door of `rank`. kind: what it wants there."""
     return _word("hello", kind, token, rank) + b"%0*d" % (NUMBER, number)
 
 
-def reply_of(token, rank, kind):
+def reply_of(token: str, rank: int, kind: str) -> bytes:
     return _word("reply", kind, token, rank)
 
 
-def is_reply(said, token, rank, kind):
+def is_reply(said: bytes, token: str, rank: int, kind: str) -> bool | None:
     """Whether bytes begin with the reply of a door; None: too few of them."""
     return None if len(said) < WORD else hmac.compare_digest(said[:WORD], reply_of(token, rank, kind))
 
 
-def listen(ip):
-    """A socket that listens. Raises RuntimeError."""
-    listening = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        listening.bind((ip, 0))
-        listening.listen(BACKLOG)
-    except OSError as error:
-        listening.close()
-        raise RuntimeError(f"Cannot listen on {ip}: {error}.") from None
-    listening.setblocking(False)
-    return listening
-
-
-def connect(own_ip, ip, port):
+def connect(own_ip: str, ip: str, port: int) -> tuple[socket.socket, int]:
     """(a socket that connects to a port, 0 or an error number), without waiting."""
     connection = socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET, socket.SOCK_STREAM)
     connection.setblocking(False)
@@ -73,7 +60,7 @@ def connect(own_ip, ip, port):
 class _Guest:
     """A connection that has not sent its word. number: of the rank once it has, -1: it will not."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.since, self.read, self.number = time.monotonic(), bytearray(), None
 
 
@@ -110,7 +97,7 @@ class Door:
     def _accept(self) -> list[socket.socket]:
         """Takes who waits at the port. Returns those that it has closed for others."""
         ended = []
-        for _ in range(BACKLOG):
+        for _ in range(MOST_AT_ONCE):
             try:
                 connection, _ = self.socket.accept()
             except OSError as error:
@@ -140,11 +127,11 @@ class Door:
                 if not data:
                     raise ConnectionError("the other side has ended")
                 guest.read += data
-            word, number = guest.read[:WORD], guest.read[WORD:]
-            if not hmac.compare_digest(bytes(word), self._word):
+            if not hmac.compare_digest(bytes(guest.read[:WORD]), self._word):
                 raise ConnectionError("a stranger")
+            number = int(guest.read[WORD:])
             connection.sendall(self._reply)  # the first bytes, and few: there is room
-            guest.number = int(number)
+            guest.number = number
         except BlockingIOError:
             return
         except (OSError, ValueError):

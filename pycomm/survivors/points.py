@@ -25,7 +25,8 @@ import socket
 import threading
 from typing import NamedTuple
 
-from pycomm.survivors.door import Door, listen
+from pycomm.ports import listen
+from pycomm.survivors.door import Door
 from pycomm.survivors.slots import Slots
 from pycomm.survivors.ties import Ties
 

@@ -24,23 +24,27 @@ pytestmark = pytest.mark.timeout(600)
 LIMIT = 60.0  # seconds; never reached where the code is right
 HOST_TIMEOUT = 3.0
 CALM = 4 * HOST_TIMEOUT  # seconds after which a group that is whole was not harmed by the cut
-HEALS = (("drop", 1.0), ("drop", 4.5), ("reset", 2.0), ("unreachable", 5.5))  # after so many seconds
+HEALS = (("drop", 4.5, False), ("reset", 2.0, False), ("unreachable", 5.5, False))  # after so many seconds
 # placement -> (the host that is cut off, the ranks that go on)
 CUTS = {"1+1": (1, [0]), "2+2": (1, [0, 1]), "1+1+1": (0, [1, 2]), "3+1": (0, [0, 1, 2])}
 
 
 class Play(NamedTuple):
-    """A group on hosts of its own. heals: seconds after which the link is back, None: never."""
+    """A group on hosts of its own. heals: seconds after which the link is back, None: never. killed: the rank
+    that is killed while the firewall begins, None: none.
+    """
 
     kind: str
     heals: float | None
+    killed: int | None
     hosts: object
     ranks: object
     firewall: Firewall
 
     @property
     def name(self) -> str:
-        return f"{self.kind}, {'stays' if self.heals is None else f'heals after {self.heals:g} s'}"
+        killed = "" if self.killed is None else f", rank {self.killed} killed"
+        return f"{self.kind}, {'stays' if self.heals is None else f'heals after {self.heals:g} s'}{killed}"
 
 
 def late(end: float) -> torch.Tensor:
@@ -124,56 +128,64 @@ def rank_main(rank: int, link: object, way: str, size: int) -> tuple:
 # --- what the test does --------------------
 
 
-def run_plays(placement: str, way: str, kinds: tuple) -> dict[str, dict]:
-    """{name of the play: {rank: (whether it goes on, with whom or why not)}}. kinds: (kind, heals). All plays
-    run at the same time, since most of it is waiting.
+def run_plays(placement: str, way: str, kinds: tuple) -> dict[Play, dict]:
+    """{play: {rank: (whether it goes on, with whom or why not)}}. kinds: (kind, heals, whether a rank is
+    killed). All plays run at the same time, since most of it is waiting.
     """
-    found = {}
+    found, (cut_off, going_on) = {}, CUTS[placement]
     with contextlib.ExitStack() as opened:
         plays = []
-        for kind, heals in kinds:
+        for kind, heals, kills in kinds:
             hosts = opened.enter_context(contextlib.closing(open_hosts(placement)))
             size = len(hosts.placement)
             ranks = opened.enter_context(hosts.ranks(rank_main, way, size, limit=3 * LIMIT))
-            firewall = Firewall(hosts, CUTS[placement][0], kind)
+            firewall = Firewall(hosts, cut_off, kind)
             opened.callback(firewall.end)
-            plays.append(Play(kind, heals, hosts, ranks, firewall))
+            plays.append(Play(kind, heals, going_on[-1] if kills else None, hosts, ranks, firewall))
         for play in plays:
             for rank in play.ranks.links:
                 assert play.ranks.recv(rank, LIMIT) == "ready"
         for play in plays:
+            if play.killed is not None:
+                play.ranks.kill(play.killed, signal.SIGKILL)
             play.firewall.begin()
         begun = time.monotonic()
         for play in plays:
-            for link in play.ranks.links.values():
-                link.send("go")
+            for rank in living(play):
+                play.ranks.links[rank].send("go")
         for play in sorted((play for play in plays if play.heals is not None), key=lambda play: play.heals):
             time.sleep(max(0.0, begun + play.heals - time.monotonic()))
             play.firewall.end()
         for play in plays:
-            for rank in play.ranks.links:
+            for rank in living(play):
                 said = play.ranks.recv(rank, 2 * LIMIT)
                 assert said == "done", f"{play.name}: rank {rank}: {said}"
-            for link in play.ranks.links.values():
-                link.send("end")
-            found[play.name] = {rank: one.value for rank, one in play.ranks.outcomes(LIMIT).items()}
+            for rank in living(play):
+                play.ranks.links[rank].send("end")
+            outcomes = play.ranks.outcomes(LIMIT)
+            found[play] = {rank: outcomes[rank].value for rank in living(play)}
     return found
 
 
+def living(play: Play) -> list[int]:
+    return [rank for rank in play.ranks.links if rank != play.killed]
+
+
 def check(placement: str, way: str, kinds: tuple) -> None:
-    for name, found in run_plays(placement, way, kinds).items():
-        assert all(isinstance(value, tuple) for value in found.values()), f"{name}: {found}"
+    for play, found in run_plays(placement, way, kinds).items():
+        shown = f"{play.name}: {found}"
+        assert all(isinstance(value, tuple) for value in found.values()), shown
         groups = {tuple(value) for goes_on, value in found.values() if goes_on}
-        assert len(groups) <= 1, f"{name}: two sides go on: {found}"
+        assert len(groups) <= 1, f"two sides go on: {shown}"
         for group in groups:
-            on = sorted(rank for rank, (goes_on, _) in found.items() if goes_on)
-            assert on == list(group), f"{name}: {found}"
-        if "stays" in name:
-            assert groups == {tuple(CUTS[placement][1])}, f"{name}: {found}"
+            assert sorted(rank for rank, (goes_on, _) in found.items() if goes_on) == list(group), shown
+        if play.heals is None and play.killed is None:
+            assert groups == {tuple(CUTS[placement][1])}, shown
 
 
-ALL = (*((kind, None) for kind in KINDS), *HEALS)
-REJECTS = tuple((kind, None) for kind in ("reset", "unreachable"))
+KILLS = (("reset", None, True), ("unreachable", 3.0, True))
+ALL = (*((kind, None, False) for kind in KINDS), *HEALS, *KILLS)
+REJECTS = tuple((kind, None, False) for kind in ("reset", "unreachable"))
 
 
 @pytest.mark.parametrize(("placement", "way"), [("1+1", "shrink"), ("1+1+1", "shrink_group")])
