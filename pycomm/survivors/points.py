@@ -240,7 +240,12 @@ class Agent:
                     self._serve(key, events)
                 for point in self.points:
                     if point in called or point.door.waiting:
-                        self._answer_door(point)
+                        try:
+                            self._answer_door(point)
+                        except (
+                            Exception
+                        ):  # without memory, for example: it ends those that wait, not the thread
+                            self._end_guests(point)
                 for point in [point for point in self.points if point.ended()]:
                     self._forget(point)
                 if not self.points:
@@ -278,6 +283,11 @@ class Agent:
             self.guests.remove(connection)
             self.selector.unregister(connection)
 
+    def _end_guests(self, point: Point) -> None:
+        for connection in point.door.waiting:
+            self._unregister(connection)
+        point.door.close()
+
     def _end(self, one: _Asking) -> None:
         self.selector.unregister(one.socket)
         del self.asking[one.socket]
@@ -288,9 +298,7 @@ class Agent:
             self.points.remove(point)
             self.selector.unregister(point.socket)
             point.end_ties()
-            for connection in point.door.waiting:
-                self._unregister(connection)
-            point.door.close()
+            self._end_guests(point)
             point.socket.close()
             for one in [one for one in self.asking.values() if one.point is point]:
                 self._end(one)

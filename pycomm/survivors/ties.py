@@ -96,8 +96,8 @@ class Ties:
         while tries or lower:
             let_in, _ = self._door.look()
             for connection, rank in let_in:
-                if rank in lower:
-                    lower.remove(rank)
+                if rank < self._rank:  # also once more, where its first try was lost
+                    lower.discard(rank)
                     self._take(rank, connection)
                 else:
                     connection.close()
@@ -170,6 +170,8 @@ class Ties:
         return True
 
     def _take(self, rank: int, connection: socket.socket) -> None:
+        if rank in self._sockets:
+            self._drop(rank).close()
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in KEEPALIVE.items():
             connection.setsockopt(socket.IPPROTO_TCP, option, value)

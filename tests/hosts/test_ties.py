@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import pytest
 
-from pycomm.survivors.door import HELLO, MOST
+from pycomm.survivors.door import HELLO, MOST, WORD, hello_of, is_reply
 from pycomm.survivors.points import Point
-from pycomm.survivors.ties import Fate, Ties
+from pycomm.survivors.ties import KIND, Fate, Ties
 
 pytestmark = pytest.mark.timeout(60)
 LIMIT = 20.0
@@ -134,6 +134,26 @@ def test_a_killed_rank_with_unread_bytes_is_not_certain() -> None:
     while not (fates := ties.look()[0]):
         assert time.monotonic() < limit
     assert fates == {1: Fate.LOST}
+    for point in points:
+        point.close()
+
+
+def test_the_last_try_of_a_rank_counts() -> None:
+    """A firewall may reset a tie while it is made; the rank that connects tries again."""
+    points = [Point("127.0.0.1", "token", rank) for rank in range(3)]
+    places = [point.place for point in points]
+    threads = [threading.Thread(target=made, args=(point, places)) for point in points]
+    threads[2].start()
+    with socket.create_connection(places[2][:2], LIMIT) as first:
+        first.sendall(hello_of("token", 2, KIND, 0))
+        first.settimeout(LIMIT)
+        assert is_reply(first.recv(WORD), "token", 2, KIND)
+    for thread in threads[:2]:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    assert [point.ties.look() for point in points] == [({}, [])] * 3
     for point in points:
         point.close()
 
