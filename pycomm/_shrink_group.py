@@ -22,6 +22,7 @@ from pycomm import _C, env
 from pycomm.communicator import Communicator
 from pycomm.errors import PeerError
 from pycomm.options import seconds
+from pycomm.ports import make_store
 
 __all__ = ["shrink_group"]
 
@@ -63,7 +64,7 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
             break
         except PeerError:  # in the new group, which is the one to shrink now
             left_out = []
-    lost = sorted(set(range(old.size())) - set(members))
+    lost = _Lost(sorted(set(range(old.size())) - set(members)))
     numbers = dist.get_process_group_ranks(old)
     is_default = old == dist.group.WORLD
     name, _ = c10d._world.pg_map[old]
@@ -85,6 +86,13 @@ def _backend_of(group):
         if isinstance(backend, _C.Backend):
             return backend
     raise TypeError(f"shrink_group: the backend of {group} is not pycomm's")
+
+
+class _Lost(list):
+    """Ranks; torch refuses a list that is false. Nobody is lost where a link was cut and has healed."""
+
+    def __bool__(self) -> bool:
+        return True
 
 
 class _Cloned(dist.PrefixStore):
@@ -114,7 +122,7 @@ def _common_store(old: dist.ProcessGroup, backend: _C.Backend, deadline: float) 
     new, port = None, 0
     if comm.rank == 0:
         try:
-            new = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            new = make_store(host)
         except Exception as error:  # whatever torch raises; the others must not wait
             comm.abort(f"shrink_group: rank 0 cannot open a store on {host}: {error}")
             raise

@@ -19,6 +19,8 @@
     PYCOMM_SOCKET_IFNAME         eth,ib0 | =eth0 | ^docker  the route   interfaces between hosts: what their
                                                                         names begin with; after = whole
                                                                         names; after ^ all but these
+    PYCOMM_PORT_RANGE            29600-29699                any port    where pycomm itself listens; Gloo and
+                                                                        NCCL choose freely
     PYCOMM_WIRE                  gloo | ucx                 gloo        what carries bytes between hosts; UCX
                                                                         must be installed (docs/hosts.md)
     PYCOMM_NCCL_CHECKS           beside | before | off      beside      when calls on CUDA tensors over hosts
@@ -94,7 +96,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
     "PYCOMM_TIMEOUT PYCOMM_ALGORITHM PYCOMM_REPLACE PYCOMM_HOST_ID PYCOMM_HOST_TIMEOUT "
-    "PYCOMM_SOCKET_IFNAME PYCOMM_WIRE PYCOMM_NCCL_CHECKS PYCOMM_THREADS "
+    "PYCOMM_SOCKET_IFNAME PYCOMM_PORT_RANGE PYCOMM_WIRE PYCOMM_NCCL_CHECKS PYCOMM_THREADS "
     "PYCOMM_STAGING_BYTES PYCOMM_CMA PYCOMM_CUDA_PROTOCOL PYCOMM_CUDA_STAGING_BYTES PYCOMM_FUSED "
     "PYCOMM_TUNED PYCOMM_CACHE PYCOMM_REPLACEMENT PYCOMM_TRACE PYCOMM_TRACE_BYTES PYCOMM_STATISTICS "
     "PYCOMM_METRICS_PORT PYCOMM_LOG"
@@ -213,6 +215,17 @@ def socket_interface():
         if _get(name) is not None:
             return name, _get(name)
     return None
+
+
+def port_range() -> tuple[int, int] | None:
+    """Reads PYCOMM_PORT_RANGE: the lowest and the highest port, or None. Raises ValueError."""
+    value = _get("PYCOMM_PORT_RANGE")
+    if value is None:
+        return None
+    found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", value, re.ASCII)
+    if found is None or not 1 <= int(found[1]) <= int(found[2]) <= 65535:
+        raise _wrong("PYCOMM_PORT_RANGE", value, "two ports from 1 to 65535, the lower first: 29600-29699")
+    return int(found[1]), int(found[2])
 
 
 def use_gloo_interface(name):
@@ -404,9 +417,8 @@ def logger():
         if level.lower() not in LOG_LEVELS:
             raise _wrong("PYCOMM_LOG", level, ", ".join(LOG_LEVELS))
         log.setLevel(level.upper())
-        if (
-            not log.hasHandlers()
-        ):  # the level was asked for: show it, even in a program that set up no logging
+        # the level was asked for: show it, even in a program that set up no logging
+        if not log.hasHandlers():
             log.addHandler(logging.StreamHandler())
     return log
 
@@ -438,25 +450,17 @@ def _wrong(name, value, allowed):
 def _required(name):
     value = _get(name)
     if value is None:
-        raise ValueError(
-            f"{name} is not set in the environment. Start with torchrun, srun or mpiexec, or pass store, "
-            "rank and world_size."
-        )
+        advice = "Start with torchrun, srun or mpiexec, or pass store, rank and world_size."
+        raise ValueError(f"{name} is not set in the environment. {advice}")
     return value
 
 
 def _integer(name, value, low, high=None):
-    if (
-        not re.fullmatch(r"\d{1,18}", value, re.ASCII)
-        or int(value) < low
-        or (high is not None and int(value) > high)
-    ):
-        raise _wrong(
-            name,
-            value,
-            f"a whole number, {low} or more" if high is None else f"a whole number from {low} to {high}",
-        )
-    return int(value)
+    number = int(value) if re.fullmatch(r"\d{1,18}", value, re.ASCII) else -1
+    if number < low or (high is not None and number > high):
+        allowed = f", {low} or more" if high is None else f" from {low} to {high}"
+        raise _wrong(name, value, f"a whole number{allowed}")
+    return number
 
 
 def _seconds(name):
@@ -490,10 +494,7 @@ def _algorithm(name):
     for pair in value.split(",") if value else ():
         match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*", pair)
         if not match or match[1] not in OPERATIONS or match[1] in chosen:
-            raise _wrong(
-                name,
-                value,
-                f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}",
-            )
+            allowed = f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}"
+            raise _wrong(name, value, allowed)
         chosen[match[1]] = match[2]
     return chosen

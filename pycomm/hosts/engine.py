@@ -21,7 +21,7 @@ from pycomm.survivors import Place, Point
 # one would end in words that name nobody.
 GLOO_TIMEOUT_S = 1e8
 THREADS = 1  # of Gloo's collectives, which are not used; messages go by the thread of the device
-COUNTERS = ("came", "record", "second", "reached", "ucx", "made")
+COUNTERS = ("came", "record", "second", "reached", "tied", "ucx", "made")
 
 
 class Request(NamedTuple):
@@ -86,6 +86,8 @@ def _meet_and_make(meeting, request, opened, points):
     trial = opened.enter_context(contextlib.closing(probe.Probe(meeting, everyone, leaders, token)))
     probe.check_reach(meeting, trial, listener)
     meeting.watch = trial.look
+    places = [Place(one.ip, *one.point) for one in everyone]
+    _tie(meeting, point, places)
     mine = everyone[meeting.rank]
     if mine.wire == "ucx":
         made = ucx.make(meeting, mine.address, leaders)
@@ -93,19 +95,30 @@ def _meet_and_make(meeting, request, opened, points):
         made = _make(meeting, mine.address, leaders)
     meeting.arrive("made")
     meeting.wait_for_all("made", meeting.world_size, "The connections of the other ranks were not made")
-    return *made, point, [Place(one.ip, *one.point) for one in everyone]
+    return *made, point, places
+
+
+def _tie(meeting: Meeting, point: Point, places: list) -> None:
+    """Collective: each rank has a connection to each other one, by which it learns of a death."""
+
+    def pause() -> None:
+        meeting.pause()
+        if meeting.late():
+            late = meeting.missing("tied", range(meeting.world_size))
+            raise TimeoutError(f"{late} did not connect to all others within {meeting.timeout:g} s.")
+
+    meeting.hurry()
+    point.ties.make(places, pause)
+    meeting.tell("tied", True)
 
 
 def _meet(meeting, store, token, opened, points):
     """(the Record of each rank, this rank's Listener, its Point)."""
     address, chosen = records.own_address(store)
-    word = probe.word_of(token, meeting.rank)
 
     def listen():
-        listener = opened.enter_context(contextlib.closing(probe.Listener(address, word)))
-        point = points.enter_context(
-            contextlib.closing(Point(address.ip, address.version, token, meeting.rank))
-        )
+        listener = opened.enter_context(contextlib.closing(probe.Listener(address, token, meeting.rank)))
+        point = points.enter_context(contextlib.closing(Point(address.ip, token, meeting.rank)))
         return listener, point, records.make_record(address, listener.port, chosen, point.place[1:])
 
     listener, point, record = listen()

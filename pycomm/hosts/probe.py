@@ -1,9 +1,10 @@
 """Whether the ranks can reach each other, tried with plain TCP before Gloo is, which names nobody.
 
 Every rank listens on its address. The leader of each host connects to all ranks of the other hosts and reads
-a word that only the right rank can send: packets to an address that two machines have go astray.
+a word that only the right rank can send: packets to an address that two machines have go astray. It sends a
+word first, without which the rank does not answer (pycomm/survivors/door.py).
 
-    leaders   connect ... read the word ... all reached: count/reached + 1
+    leaders   connect ... send a word, read the word ... all reached: count/reached + 1
     all       answer who connects, until every leader is done
 
 The connections stay open until the group is made: one that closes before says which rank has died. A rank
@@ -11,50 +12,38 @@ closes its own after all have made their contexts, or after it has written why i
 told from the store.
 """
 
-import contextlib
-import errno
-import hashlib
 import os
 import selectors
 import socket
 import time
 
+from pycomm.hosts.addresses import Address
 from pycomm.hosts.meeting import SHORTEST_S, LostRankError
+from pycomm.ports import listen
+from pycomm.survivors.door import WORD, Door, connect, hello_of, is_reply
 
 AT_ONCE = 64  # connections that a leader begins
 REACH_S = 30.0  # for one that has published its address
 PATIENCE_S = 1.0  # with a leader that is about to say whom it cannot reach
 LOOK_S = 0.02  # between two looks into the store
+KIND = "reach"  # of visits at a door
 ADVICE = "Is a firewall in the way? All ports between hosts are used."
 
 
-def word_of(token, rank):
-    return hashlib.sha256(f"pycomm {token} {rank}".encode()).digest()[:16]
-
-
 class Listener:
-    """Answers whoever connects to this rank."""
+    """Answers the leaders that connect to this rank."""
 
-    def __init__(self, address, word):
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        self.socket, self.word, self.accepted = socket.socket(family, socket.SOCK_STREAM), word, []
-        try:
-            self.socket.bind((address.ip, 0))
-            self.socket.listen(1024)
-        except OSError as error:
-            self.socket.close()
-            raise RuntimeError(f"Cannot listen on {address.ip} ({address.interface}): {error}.") from None
-        self.socket.setblocking(False)
+    def __init__(self, address: Address, token: str, rank: int) -> None:
+        self.socket = listen(address.ip)
+        self.door, self.accepted = Door(self.socket, token, rank, KIND), []
         self.port = self.socket.getsockname()[1]
 
-    def answer(self):
-        with contextlib.suppress(BlockingIOError, ConnectionError):
-            while True:
-                connection, _ = self.socket.accept()
-                self.accepted.append(connection)
-                connection.send(self.word)
+    def answer(self) -> None:
+        let_in, _ = self.door.look()
+        self.accepted += [connection for connection, _ in let_in]
 
-    def close(self):
+    def close(self) -> None:
+        self.door.close()
         for one in (self.socket, *self.accepted):
             one.close()
 
@@ -91,26 +80,25 @@ class Probe:
     def done(self):
         return not self.left and not self.begun
 
-    def _begin(self, rank):
+    def _begin(self, rank: int) -> None:
         record = self.records[rank]
-        connection = socket.socket(socket.AF_INET6 if record.address.version == 6 else socket.AF_INET)
+        connection, status = connect(self.records[self.meeting.rank].ip, record.ip, record.port)
         self.connections.append(connection)
-        connection.setblocking(False)
-        with contextlib.suppress(OSError):  # the system chooses
-            connection.bind((self.records[self.meeting.rank].ip, 0))
-        status = connection.connect_ex((record.ip, record.port))
-        if status not in (0, errno.EINPROGRESS):
+        if status:
             raise self._unreachable(rank, f" ({os.strerror(status)})")
-        self.selector.register(connection, selectors.EVENT_READ, rank)
+        self.selector.register(connection, selectors.EVENT_WRITE, rank)
         self.begun[rank] = time.monotonic()
 
-    def _read(self, connection, rank):
-        expected = word_of(self.token, rank)
+    def _read(self, connection: socket.socket, rank: int) -> None:
         try:
-            said = connection.recv(len(expected))
+            if self.selector.get_key(connection).events == selectors.EVENT_WRITE:  # connected, or it failed
+                connection.send(hello_of(self.token, rank, KIND, self.meeting.rank))
+                self.selector.modify(connection, selectors.EVENT_READ, rank)
+                return
+            said = connection.recv(WORD)
         except OSError as error:
             said = error
-        if rank in self.begun and said == expected:
+        if rank in self.begun and isinstance(said, bytes) and is_reply(said, self.token, rank, KIND):
             del self.begun[rank]
             return
         self.selector.unregister(connection)

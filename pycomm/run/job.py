@@ -23,10 +23,9 @@ import subprocess
 import sys
 import time
 
-import torch.distributed as dist
-
 from pycomm import env
 from pycomm.groups import has_joined
+from pycomm.ports import make_store
 from pycomm.run.output import Output
 
 __all__ = ["Job", "Settings"]
@@ -62,7 +61,7 @@ class Job:
     def __init__(self, settings):
         self.settings, self.started, self.error, self.finished = settings, 0, 0, False
         self.running = []
-        self.store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+        self.store = make_store(LOOPBACK)
         self.output = Output()
         self.stopping = None  # the signal that was passed on, and when the rest is killed
 

@@ -4,12 +4,15 @@ here by messages.
 
 Every rank of such a group has a point: a socket that listens as long as the group, and a thread of the
 process that answers, whatever the rank does. All ranks know all points since the group was made
-(hosts/records.py), so no store is needed, and nobody's host is special.
+(hosts/records.py), so no store is needed, and no host is special. Each pair of ranks also has a tie: a
+connection that shows whether a rank has died.
 
     rank 0 (killed)      rank 1               rank 2               rank 3
                          shrink()             shrink()             computes
-    port refuses <------ looks at all <-----> looks at all ------> point: "lives, has not come"
+    tie: FIN      -----> looks at all <-----> looks at all ------> point: "lives, has not come"
 
+    ties.py         which deaths are certain
+    door.py         who may speak to a port
     points.py       the point, and the thread that answers
     slots.py        what a point remembers, so that all decide alike
     survey.py       what a rank in shrink() sees of all others
@@ -19,13 +22,13 @@ process that answers, whatever the rank does. All ranks know all points since th
 
 [Note: what is seen of a rank]
 
-    gone       its port refuses: the process has ended, or has closed the group. Certain, and final
-    left       it has closed the group and says so. Certain
+    gone       its tie has ended as that of a dead process does (ties.py). Certain, and final
+    left       it has closed the group and says so. Certain, and final
     here       it is in shrink()
     absent     it answers, and is not: waited for until the time limit, and then named
     stopped    a rank of its own host sees its process stopped (SIGSTOP) for 0.2 s. It may wake up
-    silent     nothing was heard for PYCOMM_HOST_TIMEOUT: its host is lost, or the link, or it is stopped and
-               nobody of its host can say so. It may live, and hear others
+    silent     nothing was heard for PYCOMM_HOST_TIMEOUT, or its port refuses for so long: its host is lost,
+               or the link, or it is stopped and no rank of its host can say so. It may live, and hear others
 
 [Note: two sides] Hosts that cannot reach each other look dead to each other, and two groups that both go on
 would train two models. So ranks that are stopped or silent are left out by a quorum alone:
@@ -50,17 +53,17 @@ in the store that the point of the proposer is (store.py). What can go wrong:
     - The proposer dies before its verdict is decided: the next one proposes. After: it is a member that is
       lost, and the round is over. It had the store, which nobody needs then.
     - A rank is in a verdict and gives up (its time is up, Ctrl-C): its point says "absent" again, and the
-    round
-      is over for the others.
+      round is over for the others.
     - A rank that was stopped wakes up: the points of the others say formed, also after they have closed the
       group, for as long as their processes live. It raises AbortedError.
     - One member knows that the group is formed and another is cut off before it hears so: that one raises at
       its time limit, and is lost to the group, which finds it silent.
     - A whole host dies with its kernel: silent, so a quorum is needed.
-    - Garbage on the port: a connection that does not begin with the word of this point is closed.
+    - Garbage on the port: a connection that does not begin with the word of this point is closed (door.py).
 
-Cost: each rank in shrink() has a connection to each other one, and asks every 10 ms; a decision takes two
-exchanges with all. Source of slots: Lamport, Paxos made simple (2001), with the quorum above.
+Cost: each rank has a tie to each other one, and in shrink() a second connection, on which it asks every
+10 ms; a decision takes two exchanges with all. Source of slots: Lamport, Paxos made simple (2001), with the
+quorum above.
 
 What lost: one leader per host, who speaks for its host: less connections, but its death in the middle needs a
 second agreement inside the host. Asking a store: it may be gone with its host, and a launcher's is unknown

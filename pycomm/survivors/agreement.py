@@ -91,10 +91,10 @@ class Agreement:
 
     def _look(self):
         self.survey.look()
-        stopped = self.survey.stopped()
+        found = {"stopped": self.survey.stopped(), "certain": self._certain(self.survey.seen())}
         with self.point.lock:
-            if self.point.here is not None and self.point.here.stopped != stopped:
-                self.point.here = self.point.here._replace(stopped=stopped)
+            if self.point.here is not None:
+                self.point.here = self.point.here._replace(**found)
 
     def _outcome(self, words):
         """The Verdict, if this rank has a part in the last one. Raises what was decided against it."""

@@ -1,38 +1,40 @@
 """The point of a rank in a group that spans hosts, and the thread that answers for all points of a process.
 
-A question is a line of JSON, and so is its answer; the first line of a connection has the word of the point:
+Who connects proves first that it belongs to the group (door.py). Then a question is a line of JSON, and so is
+its answer:
 
-    {"word": ..., "id": 1, "ask": "look"}                    -> {"id": 1, "words": [...], "here": ..., ...}
+    {"id": 1, "ask": "look"}                                 -> {"id": 1, "words": [...], "here": ..., ...}
     {"id": 2, "ask": "propose", "slot": 1, "ballot": [1, 0]} -> {"id": 2, "promised": null}
     {"id": 3, "ask": "take", ..., "value": word}             -> {"id": 3, "taken": true}
     {"id": 4, "ask": "know", "words": [...]}                 -> {"id": 4}
     {"id": 5, "ask": "store", "do": "add", ...}              -> {"id": 5, "value": 1}          store.py
 
+A line that cannot be answered ends its connection; the thread goes on.
+
 [Note: how long a point lives] Until its group is closed, which the extension tells by a bell (an eventfd):
-from then on the port refuses, and the others take the rank for gone. A point whose group has been shrunk
-stays until the process ends, a socket for each such group: a rank that was left out, because it was stopped,
-must find somebody who says so, else it would go on alone.
+the ties of the rank then say so to the others (ties.py). A point whose group has been shrunk stays until the
+process ends, a socket for each such group: a rank that was left out, because it was stopped, must find
+somebody who says so.
 """
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
 import selectors
 import socket
 import threading
-import time
 from typing import NamedTuple
 
+from pycomm.ports import listen
+from pycomm.survivors.door import Door
 from pycomm.survivors.slots import Slots
+from pycomm.survivors.ties import Ties
 
-__all__ = ["Here", "Place", "Point", "word_of"]
+__all__ = ["ASK", "Here", "Place", "Point"]
 
+ASK = "ask"  # the kind of visits at a point's door
 LONGEST = 1 << 20  # bytes of a line
-BACKLOG = 1024
-FULL_S = 0.02  # until the next look, where the process has no descriptor left
-OTHER = b'{"other": true}\n'  # to whom asks for a group that is not this one
+LOOK_S = 1.0  # between two looks at connections that have not sent their word
 
 
 class Place(NamedTuple):
@@ -52,29 +54,25 @@ class Here(NamedTuple):
     begin: int = -1  # so many words were decided before this call, -1: it does not know yet
     made: int = -1  # slot of the last verdict whose group this rank has made
     stopped: list = ()  # ranks of its host
+    certain: list = ()  # ranks that are gone or have left
 
 
 class Point:
     """This rank's. Opened before the places of the others are known.
 
     Attributes:
-        token, rank; hosts: the number of each rank's host; labels: of hosts; places: of all ranks.
+        token, rank; ties: to the others; hosts: the number of each rank's host; labels: of hosts; places: of
+        all ranks.
         store: the one by which the group was made. here: a Here while this rank is in shrink(), else None.
         bell: what rings when the group is closed; is_left: whether it is. Both for the extension.
     """
 
-    def __init__(self, ip, version, token, rank):
+    def __init__(self, ip: str, token: str, rank: int) -> None:
         self.token, self.rank, self.is_left = token, rank, lambda: False
         self.lock, self.slots, self.here, self.values = threading.Lock(), Slots(), None, {}
         self.hosts = self.labels = self.places = self.store = self._shrinker = None
-        self.socket = socket.socket(socket.AF_INET6 if version == 6 else socket.AF_INET, socket.SOCK_STREAM)
-        try:
-            self.socket.bind((ip, 0))
-            self.socket.listen(BACKLOG)
-        except OSError as error:
-            self.socket.close()
-            raise RuntimeError(f"Cannot listen on {ip}: {error}.") from None
-        self.socket.setblocking(False)
+        self.socket = listen(ip)
+        self.door, self.ties = Door(self.socket, token, rank, ASK), Ties(self.socket, ip, token, rank)
         self.place = Place(ip, self.socket.getsockname()[1], os.getpid(), _process_space())
         self.agent = None
 
@@ -89,10 +87,18 @@ class Point:
         self.agent = agent()
         self.agent.add(self)
 
-    def close(self):
+    def close(self) -> None:
         if self.agent is not None:
             self.agent.remove(self)
+        self.end_ties()
+        self.door.close()
         self.socket.close()
+
+    def end_ties(self) -> None:
+        """The others learn that this rank lives, and what it knows of the group's end."""
+        with self.lock:
+            words = self.slots.words
+        self.ties.end({"words": words, "left": True})
 
     def shrink(self, comm, exclude, exactly, timeout):
         """For the extension: Communicator.shrink() of the group of this point."""
@@ -110,7 +116,7 @@ class Point:
         return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
     def answer(self, question):
-        """From any thread. question: what was asked, without "word"."""
+        """From any thread."""
         ask = question["ask"]
         with self.lock:
             if ask == "look":
@@ -131,11 +137,6 @@ class Point:
         """Whether nobody can need its answers: see [Note: how long a point lives]."""
         with self.lock:
             return self.is_left() and not (self.slots.words and self.slots.words[-1] == "formed")
-
-
-def word_of(token, rank):
-    """What whoever asks a point must know."""
-    return hashlib.sha256(f"pycomm survivors {token} {rank}".encode()).hexdigest()[:32]
 
 
 def _process_space():
@@ -165,21 +166,21 @@ def _serve_store(values, question):
 
 
 class _Asking:
-    """A connection to a point."""
+    """A connection of a rank of the group to a point."""
 
-    def __init__(self, connection, point):
-        self.socket, self.point, self.known, self.read, self.unsent = connection, point, False, b"", b""
+    def __init__(self, connection: socket.socket, point: Point) -> None:
+        self.socket, self.point, self.read, self.unsent = connection, point, b"", b""
 
-    def serve(self):
+    def serve(self) -> bool:
         """Reads, answers and writes what there is, without waiting. False: the connection is over."""
         try:
             goes_on = self._read()
             while b"\n" in self.read:
                 line, self.read = self.read.split(b"\n", 1)
-                if not self._answer(json.loads(line)):
-                    goes_on = False
-                    break
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # garbage
+                question = json.loads(line)
+                answer = {"id": question["id"], **self.point.answer(question)}
+                self.unsent += json.dumps(answer).encode() + b"\n"
+        except Exception:  # whatever was sent: it ends this connection and nothing else
             goes_on = False
         try:
             self._write()
@@ -187,7 +188,7 @@ class _Asking:
             return False
         return goes_on
 
-    def _read(self):
+    def _read(self) -> bool:
         """False: the other side says no more."""
         with contextlib.suppress(BlockingIOError):
             while data := self.socket.recv(1 << 16):
@@ -195,16 +196,6 @@ class _Asking:
                 if len(self.read) > LONGEST:
                     raise ValueError("too long a line")
             return False
-        return True
-
-    def _answer(self, question):
-        if not self.known:
-            self.known = question.get("word") == word_of(self.point.token, self.point.rank)
-        if not self.known:
-            self.unsent += OTHER
-            return False
-        answer = {"id": question["id"], **self.point.answer(question)}
-        self.unsent += json.dumps(answer).encode() + b"\n"
         return True
 
     def _write(self):
@@ -219,7 +210,7 @@ class Agent:
     def __init__(self):
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.lock, self.selector = threading.Lock(), selectors.DefaultSelector()
-        self.points, self.asking, self.thread = [], {}, None
+        self.points, self.asking, self.guests, self.thread = [], {}, set(), None
         self.selector.register(self.bell, selectors.EVENT_READ, None)
 
     def add(self, point):
@@ -239,25 +230,33 @@ class Agent:
     def ring(self):
         os.eventfd_write(self.bell, 1)
 
-    def _run(self):
+    def _run(self) -> None:
         while True:
-            ready = self.selector.select()
+            waiting = any(point.door.waiting for point in self.points)
+            ready = self.selector.select(LOOK_S if waiting else None)
             with self.lock:
+                called = {key.data for key, _ in ready if isinstance(key.data, Point)}
                 for key, events in ready:
                     self._serve(key, events)
+                for point in self.points:
+                    if point in called or point.door.waiting:
+                        try:
+                            self._answer_door(point)
+                        except (
+                            Exception
+                        ):  # without memory, for example: it ends those that wait, not the thread
+                            self._end_guests(point)
                 for point in [point for point in self.points if point.ended()]:
                     self._forget(point)
                 if not self.points:
                     self.thread = None
                     return
 
-    def _serve(self, key, events):
+    def _serve(self, key: selectors.SelectorKey, events: int) -> None:
         if key.fileobj == self.bell:
             with contextlib.suppress(BlockingIOError):
                 os.eventfd_read(self.bell)
-        elif isinstance(key.data, Point):
-            self._accept(key.data)
-        elif key.data.socket in self.asking:
+        elif isinstance(key.data, _Asking) and key.data.socket in self.asking:
             one = key.data
             if not one.serve():
                 self._end(one)
@@ -266,26 +265,40 @@ class Agent:
             if wanted != key.events:
                 self.selector.modify(one.socket, wanted, one)
 
-    def _accept(self, point):
-        try:
-            connection, _ = point.socket.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE):  # it is still there at the next look
-                time.sleep(FULL_S)
-            return
-        connection.setblocking(False)
-        one = self.asking[connection] = _Asking(connection, point)
-        self.selector.register(connection, selectors.EVENT_READ, one)
+    def _answer_door(self, point: Point) -> None:
+        let_in, ended = point.door.look()
+        for connection in ended:
+            self._unregister(connection)
+        for connection in point.door.waiting:
+            if connection not in self.guests:
+                self.guests.add(connection)
+                self.selector.register(connection, selectors.EVENT_READ, None)
+        for connection, _ in let_in:
+            self._unregister(connection)
+            one = self.asking[connection] = _Asking(connection, point)
+            self.selector.register(connection, selectors.EVENT_READ, one)
 
-    def _end(self, one):
+    def _unregister(self, connection: socket.socket) -> None:
+        if connection in self.guests:
+            self.guests.remove(connection)
+            self.selector.unregister(connection)
+
+    def _end_guests(self, point: Point) -> None:
+        for connection in point.door.waiting:
+            self._unregister(connection)
+        point.door.close()
+
+    def _end(self, one: _Asking) -> None:
         self.selector.unregister(one.socket)
         del self.asking[one.socket]
         one.socket.close()
 
-    def _forget(self, point):
+    def _forget(self, point: Point) -> None:
         if point in self.points:
             self.points.remove(point)
             self.selector.unregister(point.socket)
+            point.end_ties()
+            self._end_guests(point)
             point.socket.close()
             for one in [one for one in self.asking.values() if one.point is point]:
                 self._end(one)
@@ -294,6 +307,8 @@ class Agent:
         """In a forked child: without it the ports would stay open when the parent has ended."""
         for one in (*self.points, *self.asking.values()):
             one.socket.close()
+        for connection in self.guests:
+            connection.close()
         self.selector.close()
         os.close(self.bell)
 

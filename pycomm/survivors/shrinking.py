@@ -42,6 +42,7 @@ def shrink(point, comm, exclude, exactly, timeout, makers):
                 break
             if made is not None:
                 made.close()
+    point.end_ties()  # before anything happens in the new group: those left out read this, whatever comes
     store.watcher = None
     made.set_timeout(comm.timeout)
     comm.close()

@@ -20,7 +20,8 @@ import time
 import torch.distributed as dist
 
 from pycomm.errors import PeerError
-from pycomm.survivors.points import word_of
+from pycomm.survivors.door import WORD, hello_of, is_reply
+from pycomm.survivors.points import ASK
 
 __all__ = ["PointStore"]
 
@@ -97,10 +98,7 @@ class PointStore(dist.Store):  # names of methods: signature of torch.distribute
         self._number += 1
         question = {"id": self._number, **question}
         if self._socket is None:
-            place = self.point.places[self.rank]
-            self._socket, self._read = socket.create_connection(place[:2], LIMIT_S), b""
-            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            question["word"] = word_of(self.point.token, self.rank)
+            self._connect()
         self._socket.sendall(json.dumps(question).encode() + b"\n")
         while b"\n" not in self._read:
             data = self._socket.recv(1 << 16)
@@ -109,6 +107,19 @@ class PointStore(dist.Store):  # names of methods: signature of torch.distribute
             self._read += data
         line, self._read = self._read.split(b"\n", 1)
         return json.loads(line)["value"]
+
+    def _connect(self) -> None:
+        token, rank, said = self.point.token, self.rank, b""
+        self._socket, self._read = socket.create_connection(self.point.places[rank][:2], LIMIT_S), b""
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.sendall(hello_of(token, rank, ASK, self.point.rank))
+        while is_reply(said, token, rank, ASK) is None:
+            data = self._socket.recv(WORD - len(said))
+            if not data:
+                raise ConnectionError("the other side has ended")
+            said += data
+        if not is_reply(said, token, rank, ASK):
+            raise ConnectionError("somebody else answers there")
 
     def _end(self):
         if self._socket is not None:

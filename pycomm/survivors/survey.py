@@ -4,7 +4,6 @@ waiting. See [Note: what is seen of a rank].
 
 import contextlib
 import enum
-import errno
 import json
 import os
 import selectors
@@ -12,7 +11,9 @@ import socket
 import threading
 import time
 
-from pycomm.survivors.points import Here, word_of
+from pycomm.survivors.door import WORD, connect, hello_of, is_reply
+from pycomm.survivors.points import ASK, Here
+from pycomm.survivors.ties import Fate
 
 __all__ = ["Seen", "Survey"]
 
@@ -40,6 +41,7 @@ class _Peer:
     def __init__(self, rank, begun):
         self.rank, self.socket, self.gone, self.heard, self.ever_heard = rank, None, False, begun, False
         self.connected, self.next_try, self.next_look, self.unsent, self.read = False, 0.0, 0.0, b"", b""
+        self.proved = False  # that it is this rank which answers
         self.here, self.left, self.stopped_since, self.asked = None, False, None, None
 
 
@@ -70,6 +72,7 @@ class Survey:
                 for peer in self.peers.values():
                     peer.heard = now
             self.last_look = now
+            self._look_at_ties()
             for peer in self.peers.values():
                 self._go_on(peer, now)
             for key, events in self.selector.select(wait) if self.selector.get_map() else ():
@@ -81,10 +84,13 @@ class Survey:
     def seen(self):
         """{rank: Seen} of all ranks; this one is here."""
         with self.lock:
-            stopped = set()
+            stopped, certain = set(), set()
             for peer in self.peers.values():
                 if peer.here is not None and not peer.gone:
                     stopped.update(peer.here.stopped)
+                    certain.update(peer.here.certain)
+            for rank in certain & self.peers.keys():
+                self._lose(self.peers[rank])
             stopped.update(self.stopped())
             found = {rank: self._seen_of(peer, stopped) for rank, peer in self.peers.items()}
         return {**found, self.point.rank: Seen.HERE}
@@ -119,6 +125,22 @@ class Survey:
             for rank, peer in self.peers.items()
             if peer.stopped_since is not None and now - peer.stopped_since >= PATIENCE_S
         ]
+
+    def _look_at_ties(self) -> None:
+        fates, found = self.point.ties.look()
+        for rank, fate in fates.items():
+            if fate == Fate.DIED:
+                self._lose(self.peers[rank])
+            elif fate == Fate.LEFT:
+                self.peers[rank].left = True
+        if found:
+            with self.point.lock:
+                for words in found:
+                    self.point.slots.know(words)
+
+    def _lose(self, peer: _Peer) -> None:
+        peer.gone = True
+        self._drop(peer)
 
     def _look_at_processes(self):
         """A stopped process of this host; its number means something where numbers are of one space."""
@@ -173,30 +195,15 @@ class Survey:
             peer.asked, peer.next_look = self.next_id, now + EVERY_S
             self._say(peer, {"id": peer.asked, "ask": "look"})
 
-    def _connect(self, peer, now):
+    def _connect(self, peer: _Peer, now: float) -> None:
         place = self.point.places[peer.rank]
-        family = socket.AF_INET6 if ":" in place.ip else socket.AF_INET
-        peer.next_try, peer.connected, peer.asked, peer.read, peer.unsent = (
-            now + AGAIN_S,
-            False,
-            None,
-            b"",
-            b"",
-        )
-        peer.socket = socket.socket(family, socket.SOCK_STREAM)
-        peer.socket.setblocking(False)
-        peer.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with contextlib.suppress(OSError):  # the system chooses
-            peer.socket.bind((self.point.place.ip, 0))
-        status = peer.socket.connect_ex((place.ip, place.port))
-        if status not in (0, errno.EINPROGRESS):
-            self._failed(peer, status)
+        peer.next_try, peer.connected, peer.asked = now + AGAIN_S, False, None
+        peer.read, peer.unsent, peer.proved = b"", b"", False
+        peer.socket, status = connect(self.point.place.ip, place.ip, place.port)
+        if status:
+            self._drop(peer)
             return
         self.selector.register(peer.socket, selectors.EVENT_WRITE, peer)
-
-    def _failed(self, peer, status):
-        peer.gone = peer.gone or status == errno.ECONNREFUSED
-        self._drop(peer)
 
     def _drop(self, peer):
         if peer.socket is not None:
@@ -207,22 +214,22 @@ class Survey:
 
     def _serve(self, peer, events):
         if not peer.connected:
-            if (status := _status_of(peer.socket)) != 0:
-                self._failed(peer, status)
+            if peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
+                self._drop(peer)  # a port that refuses, too: see ties.py
                 return
             peer.connected = True
             self.selector.modify(peer.socket, selectors.EVENT_READ, peer)
-            word = word_of(self.point.token, peer.rank)
+            peer.unsent = hello_of(self.point.token, peer.rank, ASK, self.point.rank)
             self.next_id += 1
             peer.asked = self.next_id
-            self._say(peer, {"word": word, "id": peer.asked, "ask": "look"})
+            self._say(peer, {"id": peer.asked, "ask": "look"})
             return
         try:
             if events & selectors.EVENT_WRITE:
                 self._send(peer)
             if events & selectors.EVENT_READ:
                 self._hear(peer)
-        except (OSError, ValueError, KeyError, TypeError):  # the end, or somebody else who answers there
+        except Exception:  # the end, or whatever somebody else has sent who answers there
             self._drop(peer)
             peer.next_try = time.monotonic() + (0 if peer.ever_heard else AGAIN_S)
 
@@ -246,33 +253,28 @@ class Survey:
         if not data or len(peer.read) > FULL:
             raise ConnectionError("the other side has ended")
         peer.read += data
+        if not peer.proved and not self._is_proved(peer):
+            return
         while b"\n" in peer.read:
             line, peer.read = peer.read.split(b"\n", 1)
             answer = json.loads(line)
-            if "other" in answer:  # the process has ended, and its port belongs to another group
-                peer.gone = True
-                self._drop(peer)
-                return
             peer.heard, peer.ever_heard = time.monotonic(), True
             if answer["id"] in self.answers:
                 self.answers[answer["id"]][peer.rank] = answer
             if "words" in answer:
                 peer.asked = None
-                peer.left = answer["left"]
+                peer.left = peer.left or answer["left"]
                 peer.here = None if answer["here"] is None else Here(**answer["here"])
                 with self.point.lock:
                     self.point.slots.know(answer["words"])
 
-
-def _status_of(connection):
-    """What has become of connecting: 0, or an error number."""
-    status = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-    try:
-        if status == 0 and connection.getsockname() == connection.getpeername():
-            return errno.ECONNREFUSED  # connected to itself: nobody listens there
-    except OSError as error:  # it has been, and is not any more
-        return error.errno
-    return status
+    def _is_proved(self, peer: _Peer) -> bool:
+        right = is_reply(peer.read, self.point.token, peer.rank, ASK)
+        if right is False:
+            raise ConnectionError("somebody else answers there")
+        if right:
+            peer.proved, peer.read = True, peer.read[WORD:]
+        return peer.proved
 
 
 def _is_stopped(pid):

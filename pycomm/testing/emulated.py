@@ -186,6 +186,10 @@ class Hosts:
         """The start of a command that runs on a host."""
         return [*self._inside(self.keepers[host], "-n", "-m", "-u", "-i"), f"--wd={os.getcwd()}"]
 
+    def switch_command(self) -> list[str]:
+        """The start of a command that runs where the links meet: br0 has the ports p0, p1 and so on."""
+        return self._inside(self.switch, "-n")
+
     @contextlib.contextmanager
     def network_of(self, host):
         """This thread has the network of a host while the context lasts, and what it opens stays there. For

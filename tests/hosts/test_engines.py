@@ -19,6 +19,7 @@ from pycomm import env
 from pycomm import hosts as hosts_package
 from pycomm.hosts import addresses, engine, probe, records
 from pycomm.hosts.meeting import Meeting
+from pycomm.survivors import door
 from pycomm.testing import RankProcesses
 
 TIMEOUT = 20.0
@@ -261,7 +262,7 @@ def test_a_rank_that_does_not_answer():
 
 def test_somebody_else_at_the_address():
     def prepare(rank):
-        probe.word_of = lambda token, rank: b"HTTP/1.1 400 Bad"
+        door.reply_of = lambda *names: b"HTTP/1.1 400 Bad Request, friend"
 
     body = on_rank([3], prepare)
     text = CANNOT + r" \(somebody else answers there\)" + ADVICE

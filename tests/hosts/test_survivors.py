@@ -2,14 +2,17 @@
 the way, and what the point of a rank does with what it does not know.
 """
 
+import contextlib
 import json
+import os
 import random
 import socket
 import threading
+import time
 
 import pytest
 
-from pycomm.survivors import agreement, points, slots
+from pycomm.survivors import agreement, door, points, slots
 from pycomm.survivors.survey import Seen
 
 pytestmark = pytest.mark.timeout(60)
@@ -54,7 +57,7 @@ class _Network:
     def __init__(self, world_size, chance, loss):
         self.chance, self.loss, self.depth, self.gone, self.decided = chance, loss, 0, set(), {}
         places = [points.Place("127.0.0.1", 1, 0, "")] * world_size
-        self.points = [points.Point("127.0.0.1", 4, "token", rank) for rank in range(world_size)]
+        self.points = [points.Point("127.0.0.1", "token", rank) for rank in range(world_size)]
         self.agreements = []
         for rank, point in enumerate(self.points):
             point.hosts, point.labels, point.places = [0] * world_size, ["node-a"], places
@@ -157,49 +160,114 @@ def test_a_ballot_never_comes_twice():
 
 @pytest.fixture
 def point():
-    made = points.Point("127.0.0.1", 4, "token", 0)
+    made = points.Point("127.0.0.1", "token", 0)
     made.serve([0, 1], ["node-a", "node-b"], [made.place, made.place], None, None)
     yield made
     made.close()
 
 
-def talk(place, *lines):
-    """What a point answers before it closes the connection, or says nothing for a while."""
+def talk(place: points.Place, *lines: bytes) -> bytes:
+    """What comes from a point before it closes the connection, or is silent for a while."""
     with socket.create_connection(place[:2], 5) as connection:
-        connection.settimeout(5)
-        for line in lines:
-            connection.sendall(line)
-        connection.shutdown(socket.SHUT_WR)
+        connection.settimeout(10)
         said = b""
-        while data := connection.recv(1 << 16):
-            said += data
-    return said.splitlines()
+        with contextlib.suppress(OSError):  # it has ended the connection, and not read all
+            for line in lines:
+                connection.sendall(line)
+            connection.shutdown(socket.SHUT_WR)
+            while data := connection.recv(1 << 16):
+                said += data
+    return said
+
+
+HELLO = door.hello_of("token", 0, points.ASK, 1)
+LOOK = b'{"id": 7, "ask": "look"}\n'
+
+
+def ask(place: points.Place, *lines: bytes) -> list:
+    """The answers to a rank of the group."""
+    said = talk(place, HELLO, *lines)
+    assert door.is_reply(said, "token", 0, points.ASK)
+    return [json.loads(line) for line in said[door.WORD :].splitlines()]
+
+
+GARBAGE = {
+    "HTTP": b"GET / HTTP/1.1\r\n\r\n",
+    "zero": b"\x00\xff\n" * 100,
+    "list": b"[]\n" * 20,
+    "a word": b'{"word": "wrong", "id": 1, "ask": "look"}\n',
+    "number": b"1" * 9999 + b"\n",
+    "nothing": b"",
+    "half a hello": HELLO[:20],
+    "another group's hello": door.hello_of("other", 0, points.ASK, 1) + LOOK,
+    "another rank's hello": door.hello_of("token", 1, points.ASK, 0) + LOOK,
+    "a tie": door.hello_of("token", 0, "tie", 1) + LOOK,
+    "a hello with a wrong number": HELLO[: door.WORD] + b"rank one" + LOOK,
+    "a hello that is not ASCII": b"\xff" * door.HELLO + LOOK,
+    "deep": b"[" * 200_000 + b"\n",
+    "deep objects": b'{"a":' * 100_000 + b"\n",
+    "long": b"x" * (2 << 20),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE.values(), ids=GARBAGE)
+def test_a_stranger_gets_no_answer(point: points.Point, garbage: bytes) -> None:
+    assert talk(point.place, garbage) == b""
+    assert ask(point.place, LOOK) == [{"id": 7, "words": [], "here": None, "left": False}]
 
 
 @pytest.mark.parametrize(
-    "garbage",
-    [
-        b"GET / HTTP/1.1\r\n\r\n",
-        b"\x00\xff\n",
-        b"[]\n",
-        b"{}\n",
-        b'{"word": "wrong", "id": 1, "ask": "look"}\n',
-        b"7\n",
-        b"",
-    ],
+    "line",
+    [b"7\n", b"[]\n", b"{}\n", b'{"id": 8, "ask": "something"}\n', *list(GARBAGE.values())[-3:]],
+    ids=["number", "list", "nothing", "unknown", "deep", "deep objects", "long"],
 )
-def test_garbage_changes_nothing(point, garbage):
-    answers = talk(point.place, garbage)
-    assert all("words" not in json.loads(answer) for answer in answers), answers
-    word = points.word_of("token", 0)
-    ask = json.dumps({"word": word, "id": 7, "ask": "look"}).encode() + b"\n"
-    wrong = b'{"id": 8, "ask": "something"}\n'
-    (answer,) = talk(point.place, ask, wrong)
-    assert json.loads(answer) == {"id": 7, "words": [], "here": None, "left": False}
+def test_a_line_that_cannot_be_answered_ends_its_connection_only(point: points.Point, line: bytes) -> None:
+    """Also where it comes from a rank of the group."""
+    with (
+        socket.create_connection(point.place[:2], 5) as wrong,
+        socket.create_connection(point.place[:2], 5) as right,
+    ):
+        for one in (wrong, right):
+            one.settimeout(10)
+            one.sendall(HELLO + LOOK)
+            answered(one)
+        with contextlib.suppress(OSError):
+            wrong.sendall(line + LOOK)
+            assert wrong.recv(1) == b""
+        right.sendall(LOOK)
+        assert answered(right) == {"id": 7, "words": [], "here": None, "left": False}
+
+
+def answered(connection: socket.socket) -> dict:
+    said = b""
+    while not said.endswith(b"\n"):
+        data = connection.recv(1 << 16)
+        assert data, "the connection has ended"
+        said += data
+    return json.loads(said[said.index(b"{") :])
+
+
+def test_silent_connections_are_few_and_end(point: points.Point, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "SECONDS", 1.0)
+    before, silent = len(os.listdir("/proc/self/fd")), []
+    for _ in range(4 * door.MOST):
+        silent.append(socket.create_connection(point.place[:2], 5))
+    assert ask(point.place, LOOK)
+    assert len(point.door.waiting) <= door.MOST
+    assert len(os.listdir("/proc/self/fd")) - before <= len(silent) + door.MOST
+    end = time.monotonic() + 10
+    while point.door.waiting:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for one in silent:
+        one.settimeout(5)
+        with contextlib.suppress(ConnectionError):
+            assert one.recv(1) == b""
+        one.close()
 
 
 def test_the_thread_ends_with_the_last_point():
-    made = points.Point("127.0.0.1", 4, "token", 0)
+    made = points.Point("127.0.0.1", "token", 0)
     made.serve([0], ["node-a"], [made.place], None, None)
     (thread,) = [one for one in threading.enumerate() if one.name == "pycomm survivors"]
     made.close()
@@ -211,16 +279,15 @@ def test_the_thread_ends_with_the_last_point():
 
 def test_a_closed_group_stays_known_once_it_is_shrunk():
     for words, answers in (([], False), (["over"], False), ([{"members": [0]}, "formed"], True)):
-        made = points.Point("127.0.0.1", 4, "token", 0)
+        made = points.Point("127.0.0.1", "token", 0)
         made.serve([0], ["node-a"], [made.place], None, None)
         made.slots.know(words)
         made.is_left = lambda: True
         (thread,) = [one for one in threading.enumerate() if one.name == "pycomm survivors"]
         made.agent.ring()
         if answers:
-            ask = json.dumps({"word": points.word_of("token", 0), "id": 1, "ask": "look"}).encode() + b"\n"
-            (answer,) = talk(made.place, ask)
-            assert json.loads(answer)["words"] == words
+            (answer,) = ask(made.place, LOOK)
+            assert answer["words"] == words
             made.close()
         thread.join(10)
         assert not thread.is_alive(), words
