@@ -28,6 +28,7 @@ LONG = [
     "fused/test_aot.py",
     "test_torch_suite.py",
     "test_sanitizers.py",
+    "hosts/test_split_brain.py",
     "test_cuda_kernels.py",
     "test_cuda_mutants.py",
     "parallel/test_equality.py",
