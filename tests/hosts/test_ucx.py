@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+import test_deaths
 import test_emulated
 import test_host_faults as faults
 import test_message_faults
@@ -223,7 +224,8 @@ FAULTS = {
     "kill a leader, large": lambda _: faults.test_kill(1 << 20, 2),
     "kill another, large": lambda _: faults.test_kill(1 << 20, 1),
     "kill while others wait": lambda _: faults.test_kill_while_others_wait(0),
-    "stop a leader": faults.test_a_stopped_leader,
+    "stop a leader": lambda patch: test_deaths.test_a_stopped_leader(4000, 0, patch),
+    "end by the error": lambda _: test_deaths.name_the_dead("0101", 2),
     "a leader dies, its connection lives": (
         lambda _: faults.test_a_leader_dies_while_others_wait_for_another_host()
     ),
