@@ -62,7 +62,8 @@ class Mesh:
             raise ValueError(f"the plan is for {plan.world_size} ranks ({sizes}), but there are {world_size}")
         self.names = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
         if self.names:
-            self.limit = dist.group.WORLD._get_backend(device).options._timeout
+            options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+            self.limit = getattr(options, "_timeout", None)  # not every backend has one, as torch's fake
             self.hosts = _hosts_of(as_group(None, "world"), device)
             self.world = as_group(self._make() if own else None, "world")
             trace.name_axis(self.world.pg.group_name, "world")
