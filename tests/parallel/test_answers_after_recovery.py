@@ -125,7 +125,7 @@ def test_other_axes_are_asked_again(tmp_path):
 
 
 def grown(rank: int, link: object, folder: str) -> list[Seen]:
-    """Ranks 0 and 1 begin; rank 2, which knows nothing, comes in between a step and the next."""
+    """Ranks 0 and 1 begin; rank 2, which knows nothing, comes in at a step."""
     if rank < 2:
         first = dist.FileStore(f"{folder}/first", 2)
         dist.init_process_group("pycomm", store=first, rank=rank, world_size=2)
@@ -135,8 +135,8 @@ def grown(rank: int, link: object, folder: str) -> list[Seen]:
     )
     found, until = [], time.monotonic() + LIMIT / 2
     for _ in run.steps(100_000):
-        is_after = run.plan.dp == 3
-        found.append(watched(run, evaluates=False)._replace(is_after=is_after))
+        seen = watched(run, evaluates=False)  # at the beginning of the step the third comes in
+        found.append(seen._replace(is_after=run.plan.dp == 3))
         if sum(seen.is_after for seen in found) == 3 or time.monotonic() > until:
             break
     run.close()
