@@ -20,6 +20,7 @@ from tiers import tier
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 SECONDS = 150  # of a run; what takes longer hangs
 EVERY = 4  # faults of which `make test-slow` has one
+TRIES = 8
 
 
 class Files(NamedTuple):
@@ -61,7 +62,7 @@ def found(program, fault, number):
 
 
 def survivors(names, folder):
-    """The faults that are not found."""
+    """The faults that are not found. Some show only if a thread looks at the right moment: TRIES of each."""
     files = files_of_programs()
     places = [
         (name, number, program)
@@ -72,7 +73,7 @@ def survivors(names, folder):
 
     def find(place):
         name, number, program = place
-        text = found(program, FAULTS[name], number)
+        text = next(filter(None, (found(program, FAULTS[name], number) for _ in range(TRIES))), None)
         print(f"{name}: {text}")  # for pytest -s
         return None if text else name
 
