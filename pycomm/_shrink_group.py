@@ -13,6 +13,8 @@ import contextlib
 import datetime
 import threading
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +27,8 @@ from pycomm.options import seconds
 from pycomm.ports import make_store
 
 __all__ = ["shrink_group"]
+
+Result = TypeVar("Result")
 
 _LOOPBACK = "127.0.0.1"  # for ranks of one host
 _ANSWER_S = 2.0  # for the old group's store
@@ -166,7 +170,7 @@ def _connect(own: dist.Store | None, host: str, port: int, stop: threading.Event
     return store, clone
 
 
-def _watched(comm: Communicator, call, deadline: float):
+def _watched(comm: Communicator, call: Callable[[threading.Event], Result], deadline: float) -> Result:
     """What call(stop) returns or raises, which runs in a thread of its own. stop: an Event, set when nobody
     waits for it any more. Raises PeerError where a rank of the group has died, TimeoutError.
     """

@@ -104,7 +104,7 @@ class Mesh:
             trace.name_axis(pg.group_name, "+".join(names))
         return self._groups[names]
 
-    def _lines(self, names):
+    def _lines(self, names: tuple[str, ...]) -> list[list[int]]:
         """The groups of ranks that differ along these axes only, as lists of ranks."""
         return hosts.lines(self.places, [self.names.index(axis) for axis in names]).tolist()
 

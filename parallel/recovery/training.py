@@ -63,6 +63,7 @@ from pycomm.parallel.recovery.program import (
     Call,
     Followers,
     Kept,
+    ProgramState,
     Stateful,
     hyperparameters,
     set_hyperparameters,
@@ -293,12 +294,12 @@ class Resilient:
             self._position = self._loss_of = self._position + 1
         return self._loss if self._loss_of == number else None
 
-    def _is_due(self):
+    def _is_due(self) -> bool:
         """Whether the first thing in the call of the next step is a snapshot of the state of now."""
         is_time = self.active and self._position >= self._last + self._options.snapshot_every
         return is_time and parts_of(self.model).window.is_empty
 
-    def _state_if_due(self):
+    def _state_if_due(self) -> ProgramState | None:
         return self._kept.state() if self._is_due() and self._position == self.done else None
 
     def _hear(self, word=None):
@@ -444,7 +445,7 @@ class Resilient:
         return own.program
 
 
-def _first_plan(wanted, ranks: int) -> Plan:
+def _first_plan(wanted: object, ranks: int) -> Plan:
     """wanted: as resilient() takes it, but for a text. Raises ValueError for a Plan of more ranks."""
     plan = wanted if isinstance(wanted, Plan) else _plan_for(wanted, ranks)
     if plan.world_size > ranks:
@@ -452,7 +453,7 @@ def _first_plan(wanted, ranks: int) -> Plan:
     return plan
 
 
-def _plan_for(wanted, ranks: int) -> Plan:
+def _plan_for(wanted: object, ranks: int) -> Plan:
     plan = plan_for(wanted, ranks)
     check_kept(plan)
     return plan
