@@ -31,6 +31,8 @@ What can go wrong:
     - A forked child has copies of the ties, so a FIN would come at the child's end. os.fork() closes them in
       the child, and so does exec. A library that forks in C and calls no exec keeps them: silence.
     - The link is cut when the rank dies. The kernel repeats the FIN when the link heals.
+    - A firewall resets a tie after the rank that listens has answered, and that one waits for nobody else:
+      it goes on, and nobody answers the next try. The group is not made: an error at the limit.
     - A firewall forgets connections that are idle. The kernel asks each minute (keepalive, which brings no
       bytes to read). If a reset answers, the tie is lost: silence.
     - A program closes descriptors that it does not own (os.closerange). Its rank looks dead, and its group
