@@ -6,7 +6,6 @@
 #include <c10/core/GradMode.h>
 #include <c10/core/InferenceMode.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "extent.h"
@@ -58,7 +57,6 @@ bool overlap_each_other(const Tensors& tensors) {
   return !ascending && any_overlap(std::move(extents));
 }
 
-bool is_last_holder(const at::Tensor& tensor) { return tensor.defined() && tensor.use_count() == 1; }
 
 // Copies a result into the caller's tensor, in whatever thread: the worker is not in the inference mode in
 // which the caller may be.
@@ -223,11 +221,8 @@ DType dtype_of(const at::Tensor& tensor) {
 }
 
 void let_go(Tensors& keep, CopyBack& copy_back) {
-  if (copy_back.empty() && std::none_of(keep.begin(), keep.end(), is_last_holder)) {
-    keep.clear();
-    return;
-  }
-  const PythonStay stay;
+  if (keep.empty() && copy_back.empty()) return;
+  const PythonStay stay;  // also where others hold them: these may let go before this thread does
   if (!stay) {  // for ever
     new Tensors(std::move(keep));
     new CopyBack(std::move(copy_back));
@@ -237,7 +232,7 @@ void let_go(Tensors& keep, CopyBack& copy_back) {
 }
 
 Kept::~Kept() {
-  if (!is_last_holder(tensor)) return;
+  if (!tensor.defined()) return;
   const PythonStay stay;
   if (stay) tensor.reset();
   else (void)tensor.unsafeReleaseTensorImpl();
