@@ -57,7 +57,6 @@ bool overlap_each_other(const Tensors& tensors) {
   return !ascending && any_overlap(std::move(extents));
 }
 
-
 // Copies a result into the caller's tensor, in whatever thread: the worker is not in the inference mode in
 // which the caller may be.
 void copy_back(const at::Tensor& target, const at::Tensor& dense) {
