@@ -81,23 +81,20 @@ def explain(
             of one part. pycomm.fused: (M, N, K) of this rank's product, M the gathered rows, N the columns of
             the result; the rows are cut evenly.
         world_size: ranks of the group, all on one host, or on those of `hosts`.
-        device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a
-        GPU each).
-        cores: that the ranks may run on; None: those of this process.
-        mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from
-        Communicator.empty).
-        kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
-        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table that was measured on
-            this machine (PYCOMM_TUNED), then the built-in one.
-        dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias
-            one of its activations. What is said is what PYCOMM_FUSED, the tuner's figures for this machine or
-            the table have; for "cuda" one GPU per rank is assumed.
-        hosts: where the ranks are: "2x4" (two hosts of four ranks), "3+5", "0101" (the host of each rank), or
-            a list of host numbers; for collectives on CPU tensors. None: on one host.
+        device: "cuda": f32 sums; `mapped` means buffers from Communicator.empty; ranks have a GPU each.
+        cores: that the ranks may run on; None: this process's.
+        mapped: all ranks can address the buffers (threads, or Communicator.empty).
+        kernel_reads: process_vm_readv works between the ranks (describe()["reach"]).
+        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table measured on this
+            machine (PYCOMM_TUNED), then the built-in one.
+        dtype, activation: of pycomm.fused; None, or with a bias one of its activations. What is said is what
+            PYCOMM_FUSED, the tuner's figures for this machine or the table have; for "cuda" one GPU per rank.
+        hosts: where the ranks are: "2x4" (two hosts of four ranks), "3+5", "0101" (the host of each rank);
+            for collectives on CPU tensors. None: on one host.
 
-    Returns a text of one line; where a table has decided it says which, over hosts the steps and the bytes on
-    a link. Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and
-    where PYCOMM_TUNED names a file that does not count.
+    Returns one line; where a table has decided it says which, over hosts the steps and the bytes on a link.
+    Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and where
+    PYCOMM_TUNED names a file that does not count.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
@@ -116,9 +113,8 @@ def explain(
     if placement:
         return explain_over_hosts(op, nbytes, placement)
     if device == "cuda":
-        name, reason = _C.choose_on_device(
-            _C.kinds.index(op), nbytes, world_size, False, mapped, _C.algorithms.index(algorithm)
-        )
+        numbers = _C.kinds.index(op), nbytes, world_size, False, mapped, _C.algorithms.index(algorithm)
+        name, reason = _C.choose_on_device(*numbers)
         how = f"{name} ({_STEPS_ON_DEVICE[name]})"
         return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
     reach = _Reach(cores, _C.kernel_ahead(), mapped, kernel_reads)

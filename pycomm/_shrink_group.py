@@ -123,7 +123,10 @@ class _Stores(NamedTuple):
 
 
 def _common_store(old: dist.ProcessGroup, backend: _C.Backend, deadline: float) -> _Stores:
-    """Those of the old group, or new ones. Collective among the ranks of the new group. Raises PeerError where one has died, CommTimeoutError."""
+    """Those of the old group, or new ones. Collective among the ranks of the new group.
+
+    Raises PeerError where one has died, CommTimeoutError.
+    """
     store = c10d._world.pg_map[old][1]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
     clone: dist.Store | None = None

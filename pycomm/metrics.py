@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pycomm import _C, env
-from pycomm.observed import statistics_of
+from pycomm.counters import statistics_of
 
 if TYPE_CHECKING:
     from prometheus_client.core import CounterMetricFamily

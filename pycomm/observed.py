@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeVar
 
 from pycomm import trace
+from pycomm.counters import Statistics, statistics_of
 from pycomm.member import Member
 
-if TYPE_CHECKING:
-    from pycomm import _C
-
 Self = TypeVar("Self", bound="Observed")
-# operation -> size class -> field -> value
-Statistics: TypeAlias = dict[str, dict[str, dict[str, float]]]
 
-__all__ = ["SIZES", "Observed", "statistics_of"]
-
-# csrc/trace/counters.h
-SIZES = ("64 B", "1 KiB", "16 KiB", "256 KiB", "4 MiB", "64 MiB", "more")
-FIELDS = ("operations", "bytes", "measured", "waiting_s", "moving_s")
+__all__ = ["Observed"]
 
 
 class Observed(Member):
@@ -52,15 +44,3 @@ class Observed(Member):
         Operations on a device have "cuda " before their name, and no seconds.
         """
         return statistics_of(self._comm.counters())
-
-
-def statistics_of(counters: _C._Counters) -> Statistics:
-    """The same from the extension's counters."""
-    found: Statistics = {}
-    for prefix, cells in zip(("", "cuda "), counters, strict=True):
-        for operation, size, operations, nbytes, measured, waiting_ns, moving_ns in cells:
-            values = operations, nbytes, measured, waiting_ns / 1e9, moving_ns / 1e9
-            cell = found.setdefault(prefix + operation, {}).setdefault(SIZES[size], dict.fromkeys(FIELDS, 0))
-            for field, value in zip(FIELDS, values, strict=True):
-                cell[field] += value  # messages inside a host and between hosts are counted apart
-    return found
