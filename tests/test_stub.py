@@ -5,8 +5,6 @@
 import ast
 import inspect
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from typing import NamedTuple, get_args
 
@@ -107,7 +105,7 @@ def test_a_wrong_stub_is_found(text, found):
 
 
 def without_text():
-    """The methods that are no pybind11 functions: they say how many arguments they take when called wrongly."""
+    """The methods that are not pybind11's: a wrong call says how many arguments they take."""
     stub = members_of(members_of(STUB)["Communicator"])
     return sorted(name for name in own_names(_C.Communicator) if not _said(name) and name in stub)
 
@@ -143,19 +141,3 @@ def test_types_of_words_have_the_extensions_words(words, there):
 
 def test_the_package_says_that_it_is_typed():
     assert (ROOT / "pycomm" / "py.typed").exists()
-
-
-# Programs as users write them. A line that ends in "# wrong: TEXT" must be underlined with that text; no other
-# line may be.
-PROGRAMS = sorted((ROOT / "tests" / "types").glob("*.py"))
-
-
-def checked(path, *, package=ROOT):
-    """What mypy says of a program: {line: text}."""
-    command = [sys.executable, "-m", "mypy", "--strict", "--no-incremental", "--follow-imports=silent"]
-    command += ["--config-file", "", "--no-error-summary", "--hide-error-context", str(path)]
-    settings = {"cwd": path.parent, "env": env.for_child(MYPYPATH=str(package))}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=1200, **settings)
-    assert result.returncode in (0, 1), result.stderr
-    lines = re.findall(r"\.py:(\d+): error: (.*)", result.stdout)
-    return {int(number): text for number, text in lines}
