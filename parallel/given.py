@@ -5,7 +5,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-__all__ = ["Batch", "LossFunction", "Tree"]
+__all__ = ["Batch", "LossFunction", "Metric", "Tree"]
 
 # Nested lists, tuples, dicts and classes that torch's pytree knows, with any leaves; not a type that Python
 # can write down.
@@ -15,3 +15,5 @@ Tree: TypeAlias = Any
 Batch: TypeAlias = Any
 # (what the model returned, targets) -> the loss, a tensor of one element
 LossFunction: TypeAlias = Callable[..., torch.Tensor]
+# (what the model returned, targets) -> a mean over the targets
+Metric: TypeAlias = Callable[..., torch.Tensor | float]
