@@ -6,12 +6,14 @@ Where the system cannot (renameat2: Linux, not NFS), the old one is `<path>.old`
 writing are torch.distributed.checkpoint's.
 """
 
+from __future__ import annotations
+
 import ctypes
 import os
 import shutil
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch.distributed.checkpoint as dcp
 
@@ -19,23 +21,33 @@ from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.boxes import Loading
 from pycomm.parallel.ground.comm import Group
 
-__all__ = ["Folder", "catalog_of", "check_path", "make_room", "put_in_place", "transfer"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+
+    from pycomm.parallel.checkpoint.boxes import State
+    from pycomm.parallel.parts import Parallelized
+
+__all__ = ["Catalog", "Folder", "catalog_of", "check_path", "make_room", "put_in_place", "transfer"]
 
 METADATA = ".metadata"  # the file with which torch.distributed.checkpoint ends a checkpoint
 RENAME_EXCHANGE, HERE = 2, -100  # of renameat2: exchange the names; AT_FDCWD
 
+Catalog: TypeAlias = "dict[str, STORAGE_TYPES]"  # key -> what torch.distributed.checkpoint knows of it
+
 
 class Folder(NamedTuple):
-    """A checkpoint to be read. catalog: {key: metadata}. group: of all ranks."""
+    """A checkpoint to be read."""
 
     path: Path
-    catalog: dict
-    group: Group
+    catalog: Catalog
+    group: Group  # of all ranks
 
-    def __str__(self):
+    def __str__(self) -> str:
         return str(self.path)
 
-    def read(self, state):
+    def read(self, state: State) -> None:
         """Fills the Boxes and tensors, and replaces the objects of `state`. Collective."""
         reader = dcp.FileSystemReader(self.path)
         transfer(
@@ -46,7 +58,7 @@ class Folder(NamedTuple):
         )
 
 
-def check_path(parts, what, path):
+def check_path(parts: Parallelized, what: str, path: Path) -> None:
     paths = exchange(parts, str(path))
     if len(set(paths)) > 1:
         raise ValueError(
@@ -55,7 +67,7 @@ def check_path(parts, what, path):
         )
 
 
-def make_room(path, scratch):
+def make_room(path: Path, scratch: Path) -> None:
     if path.exists() and not (path.is_dir() and ((path / METADATA).is_file() or not any(path.iterdir()))):
         raise ValueError(f"save: {path} exists and is no checkpoint; remove it or choose another path")
     for folder in (scratch, path.with_name(path.name + ".old")):
@@ -63,7 +75,7 @@ def make_room(path, scratch):
             shutil.rmtree(folder)
 
 
-def put_in_place(path, scratch):
+def put_in_place(path: Path, scratch: Path) -> None:
     if not path.exists():
         scratch.rename(path)
     elif _exchange_names(path, scratch):
@@ -75,7 +87,7 @@ def put_in_place(path, scratch):
         shutil.rmtree(old)
 
 
-def _exchange_names(one, other):
+def _exchange_names(one: Path, other: Path) -> bool:
     """In one step; False where the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     return (
@@ -83,8 +95,7 @@ def _exchange_names(one, other):
     )
 
 
-def catalog_of(path):
-    """{key: metadata} of the checkpoint."""
+def catalog_of(path: Path) -> Catalog:
     if not (path / METADATA).is_file():
         old = path.with_name(path.name + ".old")
         more = (
@@ -104,7 +115,7 @@ def catalog_of(path):
     return catalog
 
 
-def transfer(world, what, path, call):
+def transfer(world: Group, what: str, path: Path, call: Callable[..., object]) -> None:
     """Runs a function of torch.distributed.checkpoint, which is collective and tells every rank of
     a failure. world: Group of all ranks.
     """
