@@ -205,17 +205,25 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
         if number + 1 == case.save and run.active:
             with contextlib.suppress(dist.DistError):  # another has written it, and died already
                 par.save(model, opt, f"{folder}/saved", extra=case.save, asynchronous=True)
-    told = witness.losses, witness.recoveries, witness.most_repeated
-    await_woken(slot, case, board, 3 * SILENT)
+    try:
+        return Result(
+            *at_the_end(slot, run, loss, beside), (witness.losses, witness.recoveries, witness.most_repeated)
+        )
+    finally:
+        await_woken(slot, case, board, 3 * SILENT)
+
+
+def at_the_end(slot: int, run: Resilient, loss: torch.Tensor | None, beside: Beside) -> tuple:
+    """The first three of a Result."""
     if not run.active:
-        return Result(None, None, None, told)
+        return None, None, None
     members = [None] * dist.get_world_size()
     try:
-        state = {name: value.numpy() for name, value in par.full_state_dict(model).items()}
+        state = {name: value.numpy() for name, value in par.full_state_dict(run.model).items()}
         dist.all_gather_object(members, slot)
-    except dist.DistError:  # struck after the last step: there is nobody to be equal with
-        return Result(None, None, None, told)
-    return Result(state, None if loss is None else (loss.item(), beside.average), members, told)
+    except dist.DistError:  # one was struck after the last step: there is nobody to be equal with
+        return None, None, None
+    return state, None if loss is None else (loss.item(), beside.average), members
 
 
 def await_woken(slot: int, case: Case, board: Board, limit: float) -> None:
@@ -234,7 +242,7 @@ def rank_main(rank: int, link: object, case: Case, folder: str, replaces: bool) 
     if case.hosts:
         env.simulate_host(f"host{case.hosts[rank]}")
     if case.stops:
-        os.environ["PYCOMM_TIMEOUT"] = str(SILENT)  # of the crew
+        os.environ["PYCOMM_TIMEOUT"] = str(3 * SILENT if case.hosts else SILENT)  # of the crew
     store = dist.FileStore(f"{folder}/replacements", -1)
     options = {"store": store if case.replaced else None, "replaces": replaces}
     if not replaces:
@@ -301,7 +309,7 @@ def play(case: Case, board: Board, folder: str) -> dict[int, Outcome]:
         while time.monotonic() < deadline and any(
             p.exitcode is None for r, p in ranks.processes.items() if r not in ever
         ):
-            if any(p.exitcode == 1 for p in ranks.processes.values()):
+            if any(p.exitcode == 1 and r not in woken for r, p in ranks.processes.items()):
                 deadline = min(deadline, time.monotonic() + GRACE)
             for rank, process in ranks.processes.items():
                 if case.replaced and process.exitcode == -signal.SIGKILL and rank not in others:
