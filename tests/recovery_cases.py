@@ -31,6 +31,8 @@ class Case(NamedTuple):
     save: int = 0  # after this step an asynchronous save begins; 0: none
     pause: float = 0.0  # seconds, before a rank writes its part of it
     lingers: bool = False  # whoever wakes up is awaited before the last step, or behind it
+    pace: float = 0.0  # seconds, before each step
+    early: bool = False  # the script makes the default group at its top
 
     @property
     def stops(self) -> bool:

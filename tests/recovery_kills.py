@@ -183,7 +183,8 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
         par.save(model, opt, f"{folder}/saved", extra=0)
         before_each(saving.dcp.FileSystemWriter, "write_data", lambda _: time.sleep(case.pause))
     if case.forked:
-        child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(2 * LIMIT,))
+        fork = multiprocessing.get_context("fork").Process
+        child = fork(target=time.sleep, args=(2 * LIMIT,), daemon=True)
         child.start()
         board.note("child", slot, child.pid)
     if slot in case.victims:
@@ -198,6 +199,7 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
     for number in run.steps(STEPS):
         if case.lingers and number == STEPS - 1:
             await_woken(slot, case, board, 0.8 * SILENT)
+        time.sleep(case.pace)
         with witness.watch(run):
             loss = run.step(batch(number), clip=1.0, microbatches=2)
         if loss is not None:
