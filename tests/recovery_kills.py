@@ -430,10 +430,15 @@ def check_saved(case: Case, board: Board, path: Path) -> None:
     assert [each.name for each in path.parent.glob("saved*")] == ["saved"]
 
 
-def repeat(draws: Callable[[int], Case], play_one: Callable[..., dict[int, str]], seeds: range) -> int:
+def repeat(
+    draws: Callable[[int], Case], play_one: Callable[..., dict[int, str]], options: argparse.Namespace
+) -> int:
     """Plays a case of each seed and says what came of it. Returns the status of the process."""
-    times, failed, victims = Times(), [], []
-    for seed in seeds:
+    times, failed, victims, end = Times(), [], [], time.monotonic() + options.within
+    for seed in range(options.seed, options.seed + options.runs):
+        if time.monotonic() >= end:
+            break
+        last = seed
         case, began = draws(seed), time.monotonic()
         print(f"seed {seed}: {case}", flush=True)
         try:
@@ -448,7 +453,7 @@ def repeat(draws: Callable[[int], Case], play_one: Callable[..., dict[int, str]]
     for line in times.lines():
         print(line)
     counts = f"{victims.count(DEATH)} kills, {victims.count(SILENCE)} stops"
-    print(f"seeds {seeds[0]} to {seeds[-1]}: {counts}, failed: {failed or 'none'}")
+    print(f"seeds {options.seed} to {last}: {counts}, failed: {failed or 'none'}")
     return 1 if failed else 0
 
 
@@ -457,6 +462,7 @@ def arguments(text: str) -> argparse.ArgumentParser:
     parser.add_argument("seed", type=int)
     parser.add_argument("--runs", type=int, default=1)
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a run, default %(default)s")
+    parser.add_argument("--within", type=float, default=1e9, help="no run begins after so many seconds")
     return parser
 
 
@@ -478,8 +484,7 @@ def main() -> int:
         return case._replace(forked=options.forked)
 
     reference = alone()
-    seeds = range(options.seed, options.seed + options.runs)
-    return repeat(one, lambda case, times: check(case, reference, times), seeds)
+    return repeat(one, lambda case, times: check(case, reference, times), options)
 
 
 if __name__ == "__main__":

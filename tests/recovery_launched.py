@@ -99,8 +99,7 @@ def main() -> int:
     kills.LIMIT = options.limit
     torch.set_num_threads(1)
     reference = kills.alone()
-    seeds = range(options.seed, options.seed + options.runs)
-    return kills.repeat(draw_launched, lambda case, times: check(case, reference, times), seeds)
+    return kills.repeat(draw_launched, lambda case, times: check(case, reference, times), options)
 
 
 if __name__ == "__main__":
