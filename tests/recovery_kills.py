@@ -1,90 +1,66 @@
-"""Trainings whose ranks are killed at random moments, and end with the parameters of one that is left alone.
+"""Trainings whose ranks are killed or stopped at random moments, and end with the parameters of one that is
+left alone.
 
     python tests/recovery_kills.py 1 --runs 200      seeds 1 to 200; prints each, and what recoveries cost
     python tests/recovery_kills.py 17                that one again
-    python tests/recovery_kills.py 1 --hosts         over two simulated hosts, of which one may die as a whole
+    python tests/recovery_kills.py 1 --hosts         over simulated hosts, of which one may die as a whole
+    ... --forked      each rank has a forked child that holds all its descriptors, as DataLoader workers do
+    ... --save        ranks die around an asynchronous par.save
+    ... --stops       ranks are stopped (SIGSTOP), some for good; others wake up, lost or not yet
+    python tests/recovery_launched.py 1 --runs 20    under python -m pycomm.run
 
 A seed draws the plan, the interval of snapshots, whether dead ranks are replaced, and 1 to n - 1 victims.
-Each victim kills itself (SIGKILL) a random time after a random event: a step, a piece of a snapshot, an
-agreement (shrink), the making of the model anew. So deaths come in steps, snapshots and recoveries, alone and
-together. Over hosts a piece may also be one of a copy, at the sender or the receiver.
+Each victim strikes itself a random time after a random event: a step, a piece of a snapshot, an agreement
+(shrink), the making of the model anew, what the writer of a save does. So deaths come in steps, snapshots and
+recoveries, alone and together. Over hosts a piece may also be one of a copy, at the sender or the receiver.
+The options change what a seed draws, each in its own way.
 
 What must hold: every run ends; every rank that lives has the parameters, the last loss and the average loss
-of one process, fp64, to 1e-12, under a scheduler; no recovery repeats more than the interval and the step in
-which a snapshot is written; no process and no memory is left.
+of one process, fp64, to 1e-12, under a scheduler; all of them are in one group; a rank that was stopped and
+wakes up is one of them, or raises; no recovery repeats more than the interval and the step in which a
+snapshot is written; every error that blames a rank blames a victim; the checkpoint on the disk is whole; no
+process and no memory is left.
 """
 
 import argparse
+import contextlib
+import ctypes
+import functools
+import multiprocessing
 import os
-import random
 import signal
-import statistics
 import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from recovery_cases import RANKS, STEPS, Case, Victim, draw, draw_over_hosts, with_save, with_stops
+from recovery_witness import DEATH, SILENCE, Board, Recovery, Times, Witness, judge
 
+import pycomm
 import pycomm.parallel as par
 from pycomm import env
+from pycomm.parallel.checkpoint import files, saving
 from pycomm.parallel.recovery import Resilient
 from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.memory import CopyMemory, OwnMemory
-from pycomm.testing.processes import RankProcesses
+from pycomm.testing.processes import Outcome, RankProcesses
 
 sys.path.insert(0, str(Path(__file__).parent / "parallel"))
 from models import GPT  # noqa: E402
 
-RANKS, STEPS, ROWS, LENGTH, VOCAB = 4, 9, 8, 8, 23
+ROWS, LENGTH, VOCAB = 8, 8, 23
 LIMIT = 120.0  # seconds of a run; never reached where the code is right and the machine is not overloaded
 GRACE = 5.0  # for the others when one has failed
+SILENT = 10.0  # seconds of an operation where ranks are stopped; PYCOMM_HOST_TIMEOUT is as long
+NOTICED = 8.0  # a death is not taken for a silence
 TOLERANCE = 1e-12
-PLANS = ("dp=4", "dp=4,zero=1", "dp=4,zero=2", "dp=4,zero=3", "dp=2,tp=2", "dp=2,pp=2")
-EVENTS = ("step", "piece", "shrink", "rebuild")
-PLACES = ("0011", "0101", "0001", "0122")  # the host of each rank
-
-
-class Victim(NamedTuple):
-    event: str
-    count: int  # the how many-th of these events
-    delay: float  # seconds after it
-
-
-class Case(NamedTuple):
-    plan: str
-    every: int
-    replaced: bool
-    wait: float
-    victims: dict  # rank -> Victim
-    hosts: str = ""  # of each rank; "": all are on this one
-
-
-def draw(seed):
-    draws = random.Random(seed)
-    victims = {}
-    for rank in draws.sample(range(RANKS), draws.randint(1, RANKS - 1)):
-        event = draws.choice(EVENTS) if victims else draws.choice(EVENTS[:2])  # the first brings the others
-        count = {"step": draws.randrange(1, STEPS), "piece": draws.randrange(1, 90)}.get(event, 1)
-        victims[rank] = Victim(event, count, draws.choice([0, draws.uniform(0, 0.05), draws.uniform(0, 0.5)]))
-    replaced = draws.random() < 0.5
-    wait = draws.choice([0.0, 20.0]) if replaced else 0.0
-    return Case(draws.choice(PLANS), draws.randint(1, 4), replaced, wait, victims)
-
-
-def draw_over_hosts(seed):
-    """The same, and in every second run a whole host. With three hosts the one that follows it lives."""
-    case, draws = draw(seed), random.Random(-seed)
-    hosts, victims = draws.choice(PLACES), case.victims
-    if draws.random() < 0.5 or len(set(hosts)) > 2:
-        host = draws.choice(sorted(set(hosts)))
-        victim = Victim(*next(iter(victims.values()))[:2], draws.choice([0.0, draws.uniform(0, 0.2)]))
-        victims = {rank: victim for rank in range(RANKS) if hosts[rank] == host}
-    plan = draws.choice([plan for plan in PLANS if "pp" not in plan])
-    return case._replace(plan=plan, victims=victims, hosts=hosts, replaced=False, wait=0.0)
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def batch(number):
@@ -126,190 +102,389 @@ class Ended(NamedTuple):
     average: float
 
 
-def alone(is_scheduled: bool = True) -> Ended:
+def alone(is_scheduled: bool = True, steps: int = STEPS) -> Ended:
     """A run that nobody disturbs. is_scheduled: with Beside."""
     model, opt = par.parallelize(*make())
-    beside = Beside(opt)
-    for number in range(STEPS):
+    beside, loss = Beside(opt), torch.zeros(())
+    for number in range(steps):
         loss = par.step(model, opt, batch(number), clip=1.0, microbatches=2)
         if is_scheduled:
             beside.step(loss)
     return Ended(par.full_state_dict(model), loss.item(), beside.average)
 
 
-def arm(victim):
-    """From now on the event kills this process."""
+@functools.cache
+def after(step: int) -> dict:
+    """The parameters of one process after this step."""
+    return alone(steps=step).parameters
+
+
+# --- in a rank --------------------
+
+
+def arm(victim: Victim, strike: Callable[[], None]) -> None:
+    """From now on the event strikes this process."""
     left = [victim.count]
 
-    def happened(*_):
+    def strike_later() -> None:
+        time.sleep(victim.delay)
+        strike()
+
+    def happened(*_: object) -> None:
         left[0] -= 1
-        if left[0] == 0:
-            if victim.delay == 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-            threading.Thread(target=die_after, args=(victim.delay,), daemon=True).start()
+        if left[0] == 0 and victim.delay == 0:
+            strike()
+        elif left[0] == 0:
+            threading.Thread(target=strike_later, daemon=True).start()
 
     moments = {
         "step": [(Resilient, "step")],
         "piece": [(OwnMemory, "_put"), (CopyMemory, "put"), (OwnMemory, "bytes_at")],
         "shrink": [(Crew, "shrink")],
         "rebuild": [(Resilient, "_rebuild")],
+        "begun": [(saving._Writer, "write")],
+        "write": [(saving.dcp.FileSystemWriter, "write_data")],
+        "rename": [(saving, "put_in_place")],
+        "remove": [(files.shutil, "rmtree")],
     }
     for owner, name in moments[victim.event]:
         before_each(owner, name, happened)
 
 
-def before_each(owner, name, happened):
+def before_each(owner: Any, name: str, happened: Callable[..., None]) -> None:
     method = getattr(owner, name)
 
-    def changed(*args, **kwargs):
+    def changed(*args: object, **kwargs: object) -> object:
         happened(args[0])
         return method(*args, **kwargs)
 
     setattr(owner, name, changed)
 
 
-def die_after(seconds):
-    time.sleep(seconds)
-    os.kill(os.getpid(), signal.SIGKILL)
+class Result(NamedTuple):
+    """state, last (loss and average), members (the slots of the last group): None where the rank had no part
+    in the end, or another died in it.
+    """
+
+    state: dict | None
+    last: tuple | None
+    members: list | None
+    witness: tuple  # its losses, its recoveries, the steps repeated in one at most
 
 
-def rank_main(rank, link, case, folder, replaces):
+def train(slot: int, case: Case, board: Board, folder: str, **options: object) -> Result:
+    """options: of par.resilient."""
+    witness = Witness(slot, board)
+    model, opt = make()
+    plan = par.Plan.parse(case.plan)
+    run = par.resilient(model, opt, plan, snapshot_every=case.every, wait=case.wait, **options)
+    run.keep("beside", beside := Beside(opt))
+    if case.save:
+        par.save(model, opt, f"{folder}/saved", extra=0)
+        before_each(saving.dcp.FileSystemWriter, "write_data", lambda _: time.sleep(case.pause))
+    if case.forked:
+        fork = multiprocessing.get_context("fork").Process
+        child = fork(target=time.sleep, args=(2 * LIMIT,), daemon=True)
+        child.start()
+        board.note("child", slot, child.pid)
+    if slot in case.victims:
+        blow = signal.SIGSTOP if case.victims[slot].stops else signal.SIGKILL
+
+        def strike() -> None:
+            board.note("struck", slot, time.monotonic())
+            os.kill(os.getpid(), blow)
+
+        arm(case.victims[slot], strike)
+    loss = None
+    for number in run.steps(STEPS):
+        if case.lingers and number == STEPS - 1:
+            await_woken(slot, case, board, 0.8 * SILENT)
+        time.sleep(case.pace)
+        with witness.watch(run):
+            loss = run.step(batch(number), clip=1.0, microbatches=2)
+        if loss is not None:
+            beside.step(loss)
+        if number + 1 == case.save and run.active:
+            with contextlib.suppress(dist.DistError):  # another has written it, and died already
+                par.save(model, opt, f"{folder}/saved", extra=case.save, asynchronous=True)
+    try:
+        return Result(
+            *at_the_end(slot, run, loss, beside), (witness.losses, witness.recoveries, witness.most_repeated)
+        )
+    finally:
+        await_woken(slot, case, board, 3 * SILENT)
+
+
+def at_the_end(slot: int, run: Resilient, loss: torch.Tensor | None, beside: Beside) -> tuple:
+    """The first three of a Result."""
+    if not run.active:
+        return None, None, None
+    members = [None] * dist.get_world_size()
+    try:
+        state = {name: value.numpy() for name, value in par.full_state_dict(run.model).items()}
+        dist.all_gather_object(members, slot)
+    except dist.DistError:  # one was struck after the last step: there is nobody to be equal with
+        return None, None, None
+    return state, None if loss is None else (loss.item(), beside.average), members
+
+
+def await_woken(slot: int, case: Case, board: Board, limit: float) -> None:
+    """Those that are lost and wake up later: whoever is left must be there to tell them."""
+    end, struck = time.monotonic() + limit, board.those("struck")
+    late = [other for other in struck if (case.victims[other].wake or 0) > NOTICED]
+    while (
+        slot not in struck and not all(board.get("over", other) for other in late) and time.monotonic() < end
+    ):
+        time.sleep(0.01)
+
+
+def rank_main(rank: int, link: object, case: Case, folder: str, replaces: bool) -> Result:
+    slot = rank + RANKS * replaces
+    board = Board(Path(folder) / "board")
     if case.hosts:
         env.simulate_host(f"host{case.hosts[rank]}")
+    if case.stops:
+        os.environ["PYCOMM_TIMEOUT"] = str(3 * SILENT if case.hosts else SILENT)  # of the crew
     store = dist.FileStore(f"{folder}/replacements", -1)
+    options = {"store": store if case.replaced else None, "replaces": replaces}
     if not replaces:
         first = dist.FileStore(f"{folder}/first", RANKS)
         dist.init_process_group("pycomm", store=first, rank=rank, world_size=RANKS)
-    lost = []  # (when, step)
-    before_each(Resilient, "_lose", lambda run: lost.append((time.perf_counter(), run.repeated)))
-    model, opt = make()
-    run = par.resilient(
-        model,
-        opt,
-        par.Plan.parse(case.plan),
-        snapshot_every=case.every,
-        store=store if case.replaced else None,
-        replaces=replaces,
-        wait=case.wait,
-        timeout=LIMIT,
-    )
-    run.keep("beside", beside := Beside(opt))
-    if rank in case.victims and not replaces:
-        arm(case.victims[rank])
-    took, most, loss = [], 0, None
-    for number in run.steps(STEPS):
-        seen, repeated = len(lost), run.repeated
-        loss = run.step(batch(number), clip=1.0, microbatches=2)
-        if loss is not None:
-            beside.step(loss)
-        if len(lost) > seen:
-            took.append(time.perf_counter() - lost[seen][0])
-            most = max(most, (run.repeated - repeated) / (len(lost) - seen))
-    loss = None if loss is None else (loss.item(), beside.average)
-    if not run.active:
-        return None, None, took, most
     try:
-        state = {name: value.numpy() for name, value in par.full_state_dict(model).items()}
-    except dist.DistError:  # killed after the last step: there is nobody to be equal with
-        return None, None, took, most
-    return state, loss, took, most
+        return train(slot, case, board, folder, timeout=SILENT if case.stops else LIMIT, **options)
+    finally:
+        board.note("over", slot, time.monotonic())
 
 
-def play(case):
-    """Runs it. Returns [(state, (loss, average), seconds of recoveries, steps repeated)] of the ranks that
-    ended.
+# --- beside the ranks --------------------
+
+
+@contextlib.contextmanager
+def adopting(board: Board) -> Iterator[None]:
+    """What the ranks leave becomes a child of this process. Their forked children are ended. Raises
+    AssertionError where others are left, or memory of snapshots.
     """
-    with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
-        ranks = RankProcesses(RANKS, rank_main, case, folder, False, limit=LIMIT)
-        others = []
-        try:
-            deadline, replaced = time.monotonic() + LIMIT, set()
-            while time.monotonic() < deadline and any(p.exitcode is None for p in ranks.processes.values()):
-                if any(p.exitcode == 1 for p in ranks.processes.values()):
-                    deadline = min(deadline, time.monotonic() + GRACE)
-                for rank, process in ranks.processes.items():
-                    if case.replaced and process.exitcode == -signal.SIGKILL and rank not in replaced:
-                        replaced.add(rank)
-                        others.append(RankProcesses([rank], rank_main, case, folder, True, limit=LIMIT))
-                time.sleep(0.005)
-            found = [*ranks.outcomes(1.0).values()]
-            for other in others:  # one that was not taken in waits for ever
-                found += [outcome for outcome in other.outcomes(0.0).values() if outcome.ok]
-        finally:
-            for processes in (ranks, *others):
-                processes.close()
-    return found
-
-
-def check(case, reference):
-    """Returns the seconds of its recoveries. Raises AssertionError."""
-    parameters, last = reference.parameters, (reference.loss, reference.average)
-    found, took, equal = play(case), [], 0
-    for outcome in found:
-        if isinstance(outcome.value, ChildProcessError) and "signal 9" in str(outcome.value):
-            continue
-        assert outcome.ok, f"{outcome.value!r} {getattr(outcome.value, '__notes__', '')}"
-        state, loss, recoveries, most = outcome.value
-        took += recoveries
-        assert most <= case.every + 1, f"{most} steps repeated, snapshots every {case.every}"
-        if state is None:
-            continue
-        equal += 1
-        for name, value in parameters.items():
-            difference = (torch.as_tensor(state[name]) - value).abs().max().item()
-            assert difference <= TOLERANCE, f"{name} differs by {difference:.1e}"
-        apart = [abs(one - other) for one, other in zip(loss or last, last, strict=True)]
-        assert max(apart) <= TOLERANCE, f"last loss and average {loss}, alone {last}"
-    assert len(found) - sum(not outcome.ok for outcome in found) >= 1, "nobody is left"
-    assert equal or any(victim.delay for victim in case.victims.values()), "nobody has the parameters"
+    call, before = ctypes.CDLL(None, use_errno=True).prctl, set(children())
+    assert call(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
+    try:
+        yield
+    finally:
+        call(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        forked = set(board.those("child").values())
+        left = {pid: name for pid, name in children().items() if pid not in before}
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    left = [name for pid, name in left.items() if pid not in forked]
+    assert not left, f"left over: {left}"
     assert not memories_of_others(), "memory of snapshots is left"
-    return took
+
+
+def children() -> dict[int, str]:
+    """{pid: its state and name} of those of this process."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            name, _, fields = path.read_text().rpartition(")")
+            if int(fields.split()[1]) == os.getpid():
+                found[int(path.parent.name)] = f"{name}) {fields.split()[0]}"
+    return found
 
 
 def memories_of_others():
     """Descriptors of snapshots in processes that this one has started, or that were left by them."""
     found = []
-    for link in Path("/proc").glob("[0-9]*/fd/*"):
-        try:
-            parent = int((link.parents[1] / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getpid() and "pycomm snapshots" in os.readlink(link):
-                found.append(str(link))
-        except OSError:
-            continue
+    for pid in children():
+        for link in Path(f"/proc/{pid}/fd").glob("*"):
+            with contextlib.suppress(OSError):
+                if "pycomm snapshots" in os.readlink(link):
+                    found.append(str(link))
     return found
 
 
-def main():
-    global LIMIT
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("seed", type=int)
-    parser.add_argument("--runs", type=int, default=1)
-    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a run, default %(default)s")
-    parser.add_argument("--hosts", action="store_true", help="over simulated hosts")
-    options = parser.parse_args()
-    LIMIT = options.limit  # ranks are forked, and see it
-    torch.set_num_threads(1)
-    reference, took, failed = alone(), [], []
+def play(case: Case, board: Board, folder: str) -> dict[int, Outcome]:
+    """Runs it. Returns the outcomes of the slots that ended; a Result where they went well."""
+    ranks = RankProcesses(RANKS, rank_main, case, folder, False, limit=LIMIT)
+    others, found = {}, {}
+    try:
+        deadline, woken, ever = time.monotonic() + LIMIT, set(), set()
+        while time.monotonic() < deadline and any(
+            p.exitcode is None for r, p in ranks.processes.items() if r not in ever
+        ):
+            if any(p.exitcode == 1 and r not in woken for r, p in ranks.processes.items()):
+                deadline = min(deadline, time.monotonic() + GRACE)
+            for rank, process in ranks.processes.items():
+                if case.replaced and process.exitcode == -signal.SIGKILL and rank not in others:
+                    others[rank] = RankProcesses([rank], rank_main, case, folder, True, limit=LIMIT)
+            for rank, struck in board.those("struck").items():
+                wake = case.victims[rank].wake
+                if case.victims[rank].stops and wake is None:
+                    ever.add(rank)
+                elif case.victims[rank].stops and rank not in woken and time.monotonic() >= struck + wake:
+                    woken.add(rank)
+                    ranks.kill(rank, signal.SIGCONT)
+            time.sleep(0.005)
+        for rank in ever:
+            ranks.kill(rank)
+        found = ranks.outcomes(1.0)
+        for rank, other in others.items():  # one that was not taken in waits for ever
+            (outcome,) = other.outcomes(0.0).values()
+            if outcome.ok:
+                found[rank + RANKS] = outcome
+    finally:
+        for processes in (ranks, *others.values()):
+            processes.close()
+    return found
+
+
+def check(case: Case, reference: Ended, times: Times | None = None) -> dict[int, str]:
+    """times: what it took is added. Returns what became of the victims that were struck: DEATH or SILENCE.
+    Raises AssertionError.
+    """
+    with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
+        board = Board(Path(folder) / "board")
+        with adopting(board):
+            found = play(case, board, folder)
+        kinds = {slot: SILENCE if case.victims[slot].stops else DEATH for slot in board.those("struck")}
+        results = {slot: one.value for slot, one in found.items() if went_well(slot, one, case, kinds)}
+        assert results, "nobody is left"
+        check_results(case, results, reference)
+        check_witnesses(case, results, board, kinds, times or Times())
+        if case.save:
+            check_saved(case, board, Path(folder) / "saved")
+    return kinds
+
+
+def went_well(slot: int, outcome: Outcome, case: Case, kinds: dict[int, str]) -> bool:
+    """Whether there is a Result. Raises AssertionError where there should be one."""
+    error = outcome.value
+    if isinstance(error, ChildProcessError) and "signal 9" in str(error) and slot in kinds:
+        return False
+    if isinstance(error, pycomm.AbortedError) and kinds.get(slot) == SILENCE and "has to end" in str(error):
+        return False
+    assert outcome.ok, f"rank {slot}: {error!r} {getattr(error, '__notes__', '')}"
+    return True
+
+
+def check_results(case: Case, results: dict[int, Result], reference: Ended) -> None:
+    ends = {slot: result for slot, result in results.items() if result.state is not None}
+    late = any(victim.delay for victim in case.victims.values())
+    assert ends or late, "nobody has the parameters"
+    for result in ends.values():
+        for name, value in reference.parameters.items():
+            difference = (torch.as_tensor(result.state[name]) - value).abs().max().item()
+            assert difference <= TOLERANCE, f"{name} differs by {difference:.1e}"
+        last = (reference.loss, reference.average)
+        apart = [abs(one - other) for one, other in zip(result.last or last, last, strict=True)]
+        assert max(apart) <= TOLERANCE, f"last loss and average {result.last}, alone {last}"
+    groups = {slot: result.members for slot, result in ends.items()}
+    assert len(set(map(tuple, groups.values()))) <= 1, f"several groups have gone on: {groups}"
+
+
+def check_witnesses(
+    case: Case, results: dict[int, Result], board: Board, kinds: dict[int, str], times: Times
+) -> None:
+    for slot, result in results.items():
+        losses, recoveries, most = result.witness
+        assert most <= case.every + 1, f"{most} steps repeated, snapshots every {case.every}"
+        if slot in kinds:  # woken: what it has missed it takes for the others' silence
+            continue
+        judge(losses, board)
+        for recovery in recoveries:
+            times.add(recovery, board, kinds)
+            check_noticed(case, recovery, board, kinds)
+    short = [case.victims[slot].wake for slot in kinds]
+    if all(wake is not None and wake < NOTICED for wake in short):
+        lost = {slot: result.witness[0] for slot, result in results.items() if result.witness[0]}
+        assert not lost, f"nobody was lost, and stopped were some for {short} s: {lost}"
+
+
+def check_noticed(case: Case, recovery: Recovery, board: Board, kinds: dict[int, str]) -> None:
+    """A death is one, and one silence after the other is waited for; who awaits a replacement looks later."""
+    for loss in recovery.losses:
+        if loss.blamed is not None and not case.wait and (kinds[loss.blamed] == DEATH or len(kinds) == 1):
+            took = loss.when - board.get("struck", loss.blamed)
+            limit = NOTICED if kinds[loss.blamed] == DEATH else SILENT + 0.5 * NOTICED
+            assert took <= limit or SILENCE in kinds.values(), f"{took:.1f} s after it: {loss}"
+
+
+def check_saved(case: Case, board: Board, path: Path) -> None:
+    """What is on the disk is whole, the one before or the new one, and the next one takes its place."""
+    struck = {case.victims[slot].event for slot in board.those("struck") if not case.victims[slot].delay}
+    steps = {0, case.save}
+    if not board.those("struck") or "remove" in struck:
+        steps = {case.save}
+    elif struck & {"begun", "write", "rename"}:
+        steps = {0}
+    model, opt = par.parallelize(*make())
+    step = par.load(model, opt, path)
+    assert step in steps, f"the checkpoint is that of step {step}, not of one of {steps}"
+    for _ in range(2):
+        for name, value in par.full_state_dict(model).items():
+            difference = (value - after(step)[name]).abs().max().item()
+            assert difference <= TOLERANCE, (
+                f"{name} of the checkpoint of step {step} differs by {difference:.1e}"
+            )
+        par.save(model, opt, path, extra=step)
+        par.load(model, opt, path)
+    assert [each.name for each in path.parent.glob("saved*")] == ["saved"]
+
+
+def repeat(
+    draws: Callable[[int], Case], play_one: Callable[..., dict[int, str]], options: argparse.Namespace
+) -> int:
+    """Plays a case of each seed and says what came of it. Returns the status of the process."""
+    times, failed, victims, end = Times(), [], [], time.monotonic() + options.within
     for seed in range(options.seed, options.seed + options.runs):
-        case, began = (draw_over_hosts if options.hosts else draw)(seed), time.monotonic()
+        if time.monotonic() >= end:
+            break
+        last = seed
+        case, began = draws(seed), time.monotonic()
         print(f"seed {seed}: {case}", flush=True)
         try:
-            times = check(case, reference)
+            kinds = play_one(case, times)
         except AssertionError as error:
             failed.append(seed)
             print(f"  FAILED: {error}", flush=True)
             continue
-        took += times
-        said = f"; slowest survivor went on after {max(times):.2f} s" if times else ""
-        print(f"  equal after {time.monotonic() - began:.1f} s{said}", flush=True)
-    if took:
-        took.sort()
-        print(
-            f"{len(took)} recoveries of a rank: median {statistics.median(took):.2f} s, "
-            f"95% {took[int(0.95 * (len(took) - 1))]:.2f} s, longest {took[-1]:.2f} s"
-        )
-    print(f"{options.runs} runs, failed: {failed or 'none'}")
+        victims += kinds.values()
+        load = os.getloadavg()[0]
+        print(f"  equal after {time.monotonic() - began:.1f} s; struck {kinds}; load {load:.1f}", flush=True)
+    for line in times.lines():
+        print(line)
+    counts = f"{victims.count(DEATH)} kills, {victims.count(SILENCE)} stops"
+    print(f"seeds {options.seed} to {last}: {counts}, failed: {failed or 'none'}")
     return 1 if failed else 0
+
+
+def arguments(text: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=text)
+    parser.add_argument("seed", type=int)
+    parser.add_argument("--runs", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=LIMIT, help="seconds of a run, default %(default)s")
+    parser.add_argument("--within", type=float, default=1e9, help="no run begins after so many seconds")
+    return parser
+
+
+def main() -> int:
+    global LIMIT
+    parser = arguments(__doc__.splitlines()[0])
+    parser.add_argument("--hosts", action="store_true", help="over simulated hosts")
+    parser.add_argument("--forked", action="store_true", help="each rank has a forked child")
+    parser.add_argument("--save", action="store_true", help="an asynchronous save is under way")
+    parser.add_argument("--stops", action="store_true", help="ranks are stopped, too")
+    options = parser.parse_args()
+    LIMIT = options.limit  # ranks are forked, and see it
+    torch.set_num_threads(1)
+
+    def one(seed: int) -> Case:
+        case = (draw_over_hosts if options.hosts else draw)(seed)
+        case = with_save(case, seed) if options.save else case
+        case = with_stops(case, seed) if options.stops else case
+        return case._replace(forked=options.forked)
+
+    reference = alone()
+    return repeat(one, lambda case, times: check(case, reference, times), options)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,8 @@ numbers lets them go on, as the caller then knows that those do not.
     members 0 2 3, store 0 the verdict: the ranks that are here, where nobody is absent
     formed                 all members have the new group: this one is done
     over                   a member was lost before: a verdict again
-    failed, why            time is up, or ranks exclude different ones, or one failed by itself: all raise it
+    failed, why            time is up, or ranks exclude different ones, or one failed by itself: all raise it,
+                           those too that are here and still listen to a silent one that may know of words
 
 The lowest rank that is here proposes; the others do so too where nothing is decided for a while, since two
 that propose at once lose time and nothing else. Between verdict and outcome the members make the new group,

@@ -4,6 +4,7 @@ package, [Note: rounds].
 
 import random
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pycomm import env
@@ -46,6 +47,7 @@ class Agreement:
         limit = env.settings().host_timeout or DEFAULT_HOST_TIMEOUT
         self.survey = Survey(point, limit)
         self.begin = None  # words before this one were decided before this call
+        self.known = len(point.slots.words)  # at least so many
         self.slot = None  # of the verdict whose group is being made
         self.members, self._since_verdict = [], 0.0
         self._alone_since, self._cut_off_since, self._next_proposal = None, None, 0.0
@@ -71,10 +73,11 @@ class Agreement:
         """
         while True:
             self._look()
-            if self.begin is None and not self._has_heard():
-                continue
             words = self.point.slots.words
             if self.begin is None:
+                self._look_at_failure(words)
+                if not self._has_heard():
+                    continue
                 self.begin = len(words) - bool(words and _is_members(words[-1]))
                 with self.point.lock:
                     self.point.here = self.point.here._replace(begin=self.begin)
@@ -88,6 +91,11 @@ class Agreement:
     def _has_heard(self):
         """All that can say what was decided have, or it takes too long."""
         return not self._those(self.survey.seen(), Seen.UNKNOWN) or time.monotonic() > self.deadline
+
+    def _look_at_failure(self, words: list) -> None:
+        """Raises what was decided while this rank still listens to those that are silent."""
+        if len(words) > self.known and _is_failed(words[-1]) and self.rank in words[-1]["to"]:
+            self._raise_failure(words[-1])
 
     def _look(self):
         self.survey.look()
@@ -129,6 +137,11 @@ class Agreement:
     def _those(self, seen, *kinds):
         return [rank for rank in sorted(seen) if seen[rank] in kinds and rank not in self.exclude]
 
+    def _begins(self, rank: int) -> bool:
+        """Whether a rank is in shrink(), and has not heard yet what was decided before."""
+        here = self.survey.here(rank)
+        return here is not None and here.begin < 0
+
     def _alone_for(self):
         """Seconds for which there is something to propose that the first of the ranks has not proposed."""
         self._alone_since = self._alone_since or time.monotonic()
@@ -156,15 +169,14 @@ class Agreement:
 
     def _verdict(self, seen, here, waiting):
         if waiting:
-            living = [rank for rank in waiting if seen[rank] == Seen.ABSENT]
+            living = [rank for rank in waiting if seen[rank] == Seen.ABSENT and not self._begins(rank)]
             what = "lives and did not come" if living else "was not heard"
-            named = living or waiting
+            named = living or self._those(seen, Seen.UNKNOWN, *MAY_LIVE) or waiting
             if len(named) > 1:
                 what = what.replace("lives", "live").replace("was", "were")
             text = f"{self.point.names(named)} {what} within {self._limit()}"
-            return _failed(
-                CommTimeoutError, named[0], f"{text}. Call shrink() again, with `exclude` to go on without"
-            )
+            text += ". Call shrink() again, with `exclude` to go on without"
+            return _failed(CommTimeoutError, named[0], text, [*here, *filter(self._begins, waiting)])
         for rank in here:
             other = self.survey.here(rank) if rank != self.rank else self.point.here
             if other is not None and (list(other.exclude), other.exactly) != (self.exclude, self.exactly):
@@ -326,8 +338,9 @@ def _is_failed(word):
     return isinstance(word, dict) and "failed" in word
 
 
-def _failed(kind, peer, text):
-    return {"failed": [kind.__name__, peer, text]}
+def _failed(kind: type[Exception], peer: int, text: str, to: Sequence[int] = ()) -> dict:
+    """to: who is in shrink() and raises it, though some may not know yet where their call begins."""
+    return {"failed": [kind.__name__, peer, text], "to": list(to)}
 
 
 def _listed(ranks):

@@ -10,6 +10,7 @@ import resource
 import signal
 import threading
 import time
+from multiprocessing.synchronize import Barrier
 
 import pytest
 import torch
@@ -263,6 +264,31 @@ def test_a_stopped_rank_is_left_out_and_told_so(hosts, monkeypatch):
     places = "012" if hosts == "011" else hosts
     results = over(3, places, body, FORK.Array("i", 3), FORK.Event(), fail=True)
     assert results[::2] == [[2.0] * 5] * 2 and results[1] in ("CommTimeoutError", "PeerError"), results
+
+
+def test_who_is_not_heard_is_named_and_nobody_who_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is shorter than the silence after which a rank is left out. The others are in shrink(),
+    and have not begun, as rank 1 may know what was decided.
+    """
+    monkeypatch.setenv("PYCOMM_HOST_TIMEOUT", str(LIMIT))
+
+    def rank_main(comm: pycomm.Communicator, pids: list[int], told: Barrier) -> tuple[str, int | None]:
+        pids[comm.rank] = os.getpid()
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        with pytest.raises(pycomm.CommError):
+            comm.barrier(timeout=0.5)
+        time.sleep(0.1 * comm.rank)
+        with pytest.raises(pycomm.CommTimeoutError) as caught:
+            comm.shrink(timeout=1.5)
+        told.wait(LIMIT)
+        os.kill(pids[1], signal.SIGKILL)
+        return str(caught.value), caught.value.peer
+
+    results = over(3, "012", rank_main, FORK.Array("i", 3), FORK.Barrier(2))
+    for text, peer in results:
+        assert "rank 1 (host1) was not heard within the timeout of 1.5 s" in text and peer == 1, results
 
 
 def test_who_has_closed_the_group_is_left_out():
