@@ -94,10 +94,9 @@ def main() -> None:
     print("| folder | functions | whole | annotations | vague | trees | ignores |")
     print("|---|---|---|---|---|---|---|")
     for folder, one in {**folders, "all": _together(list(folders.values()))}.items():
-        share = 100 * one.vague / max(1, one.annotations)
-        print(
-            f"| {folder} | {one.functions} | {one.whole} | {one.annotations} | {share:.1f}% | {one.ignores} |"
-        )
+        vague, trees = (f"{100 * each / max(1, one.annotations):.1f}%" for each in (one.vague, one.trees))
+        cells = folder, one.functions, one.whole, one.annotations, vague, trees, one.ignores
+        print(f"| {' | '.join(map(str, cells))} |")
 
 
 if __name__ == "__main__":
