@@ -14,9 +14,11 @@ PROGRAMS = sorted((ROOT / "tests" / "types").glob("*.py"))
 LIMIT = 1200  # seconds; 60 without a cache on a machine that has nothing else to do
 
 
-def checked(programs: list[Path], *options: str, folder: Path = ROOT) -> dict[str, dict[int, str]]:
-    """What mypy says: {name of the program: {line: text}}."""
-    command = [sys.executable, "-m", "mypy", *options, *map(str, programs)]
+def checked(
+    programs: list[Path], folder: Path = ROOT, python: str | Path = sys.executable
+) -> dict[str, dict[int, str]]:
+    """What mypy says: {name of the program: {line: text}}. python: whose mypy and packages count."""
+    command = [str(python), "-m", "mypy", *map(str, programs)]
     result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=LIMIT)
     assert result.returncode in (0, 1), result.stdout + result.stderr
     found: dict[str, dict[int, str]] = {path.name: {} for path in programs}
