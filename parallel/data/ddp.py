@@ -23,7 +23,6 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
@@ -58,7 +57,7 @@ class DistributedDataParallel(nn.Module):
     def __init__(
         self,
         module: nn.Module,
-        group: comm.Group | dist.ProcessGroup | None = None,
+        group: comm.GroupLike = None,
         *,
         bucket_mb: float = 25.0,
         broadcast_buffers: bool = True,

@@ -17,7 +17,6 @@ What can go wrong: ranks with different models. Their sizes are compared when th
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from pycomm.parallel.given import Tree
@@ -48,7 +47,7 @@ class NaiveDataParallel(nn.Module):
     group: None for the default one. Raises ValueError where the ranks' modules differ in size.
     """
 
-    def __init__(self, module: nn.Module, group: comm.Group | dist.ProcessGroup | None = None) -> None:
+    def __init__(self, module: nn.Module, group: comm.GroupLike = None) -> None:
         super().__init__()
         self.module, self.group = module, comm.as_group(group, "dp")
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]

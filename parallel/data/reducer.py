@@ -44,7 +44,7 @@ IN_FLIGHT = 1
 TensorT = TypeVar("TensorT", bound="torch.Tensor")
 
 
-def weak_hook(method: Callable[[TensorT], object]) -> Callable[[TensorT], None]:
+def weak_hook(method: Callable[[TensorT], None]) -> Callable[[TensorT], None]:
     """A hook of a parameter that calls a bound method while its object lives.
 
     Autograd holds a parameter's hooks where the garbage collector does not look. A hook that held the object,

@@ -80,7 +80,7 @@ def guard(opt: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
     _replace(opt, "add_param_group", _refuse_group)
 
 
-def _replace(opt: torch.optim.Optimizer, name: str, method: Callable[..., object]) -> None:
+def _replace(opt: torch.optim.Optimizer, name: str, method: Callable[P, ResultT]) -> None:
     """On this object alone."""
     setattr(opt, name, method)
 

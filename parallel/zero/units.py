@@ -227,7 +227,7 @@ class Units:
             self.use(unit)
 
 
-def _check_seen(unit: Unit, leaves: Sequence[object]) -> None:
+def _check_seen(unit: Unit, leaves: Sequence[Tree]) -> None:
     """Raises ValueError for an object that hides its tensors: their gradients would not be seen to come."""
     hiding = [x for x in leaves if not isinstance(x, torch.Tensor) and dataclasses.is_dataclass(x)]
     if hiding:
@@ -237,7 +237,7 @@ def _check_seen(unit: Unit, leaves: Sequence[object]) -> None:
         )
 
 
-def _with_base(tensor: object) -> Sequence[torch.Tensor]:
+def _with_base(tensor: Tree) -> Sequence[torch.Tensor]:
     """Also what it is a view of, as a Linear's output is: where the model writes into a view (q /= 2),
     autograd replaces the view's node, and hooks on that are gone.
     """
