@@ -17,9 +17,10 @@ warning on rank 0.
 import hashlib
 import inspect
 import logging
+import os
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import nn
@@ -39,7 +40,8 @@ WAY_OUT = {
     "models": "Build the model alike on all ranks, with the same arguments (seeds may differ)",
     "optimizers": "Make the optimizer alike on all ranks, with the same arguments",
 }
-Texts = dict[tuple[str, str], str]  # (a key of WAY_OUT, a place) -> what is there
+Texts: TypeAlias = dict[tuple[str, str], str]  # (a key of WAY_OUT, a place) -> what is there
+Folder: TypeAlias = str | os.PathLike[str]
 
 
 class Given(NamedTuple):
@@ -48,7 +50,7 @@ class Given(NamedTuple):
     model: nn.Module
     opt: torch.optim.Optimizer | None
     plan: Plan
-    weights: Any = None
+    weights: Folder | None = None
     begins: bool = True  # False: a training goes on, in which ranks may be a step apart: no hyperparameters
     refused: ValueError | None = None  # what check() has raised on this rank
 

@@ -19,6 +19,7 @@ from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.sequence.apply import split_sequence
 from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import TensorParallel, parallelize_tensor
+from pycomm.parallel.zero.shards import Originals
 
 __all__ = ["Cut", "cast", "cut_tensors", "make_stages"]
 
@@ -34,7 +35,7 @@ class Cut(NamedTuple):
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """The virtual stages that use the parameter `name`; both ends for one around the trunk."""
-        if self.stages.last == 0:
+        if self.trunk is None or self.stages.last == 0:
             return (0,)
         block = self.trunk.block_of(name)
         if block is not None:
@@ -47,9 +48,9 @@ def make_stages(model: nn.Module, trunk: Trunk | None, mesh: Mesh, plan: Plan) -
     needed = plan.pp > 1 or plan.cuts_sequence
     found = owners(model, trunk, called_sides(model, trunk) if needed else None) if trunk else []
     sides = {name: side for name, _, side in found}
-    split = split_sequence(trunk, sides, mesh, plan)
+    split = split_sequence(trunk, sides, mesh, plan) if trunk is not None else None
     stages = assign_stages(trunk, found, plan, mesh.coordinate("pp"))
-    absent = AbsentModules(model, trunk, stages, found) if needed else None
+    absent = AbsentModules(model, trunk, stages, found) if needed and trunk is not None else None
     return Cut(trunk, sides, stages, split, absent)
 
 
@@ -74,10 +75,8 @@ def cut_tensors(
     return tensor, cut
 
 
-def cast(
-    model: nn.Module, absent: AbsentModules | None, plan: Plan
-) -> tuple[dict[nn.Parameter, torch.Tensor], torch.dtype | None]:
-    """({parameter that has values: these at full precision}, compute dtype or None for the model's own)."""
+def cast(model: nn.Module, absent: AbsentModules | None, plan: Plan) -> tuple[Originals, torch.dtype | None]:
+    """(the values at full precision, of parameters that have some; compute dtype, None: the model's own)."""
     full_values = {p: p.detach() for p in model.parameters() if not p.is_meta}
     if plan.precision is None:
         return full_values, None

@@ -1,10 +1,12 @@
 """What there is to know of parameters: of all in the user's model, and of those here after the cuts."""
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from pycomm.parallel.building.cut import Cut
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.expert.apply import moe_names_of, stacked_to_deal
 from pycomm.parallel.ground.comm import Group
@@ -23,10 +25,11 @@ def note_original(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Pla
     an optimizer that would have to see all experts of a parameter, and for modules of torch.jit.
     """
     _refuse_scripts(model)
-    first_name, by_id = {}, {}
+    first_name: dict[str, str] = {}
+    by_id: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         first_name[name] = by_id.setdefault(id(parameter), name)
-    option = {}
+    option: dict[str, int] = {}
     for number, group in enumerate(opt.param_groups if opt else []):
         for parameter in group["params"]:
             option[by_id[id(parameter)]] = number
@@ -67,11 +70,14 @@ class Described(NamedTuple):
     stages_of: dict[str, tuple[int, ...]]  # first name of every parameter -> all stages that use it
 
 
-def describe_parameters(model, original, cut, layouts, mesh):
-    """Described. layouts: name -> Layout, of what tensor parallelism has left here."""
+def describe_parameters(
+    model: nn.Module, original: Original, cut: Cut, layouts: Mapping[str, Layout], mesh: Mesh
+) -> Described:
+    """layouts: by name, of what tensor parallelism has left here."""
     stages_of = _stages_of(original, cut)
     number_of = {name: number for number, name in enumerate(original.names)}
-    infos, infos_of = [], {stage: [] for stage in cut.stages.mine}
+    infos: list[ParamInfo] = []
+    infos_of: dict[int, list[ParamInfo]] = {stage: [] for stage in cut.stages.mine}
     for name, parameter in model.named_parameters():
         if is_absent(parameter):
             continue
@@ -98,8 +104,8 @@ def describe_parameters(model, original, cut, layouts, mesh):
     return Described(tuple(infos), infos_of, stages_of)
 
 
-def _stages_of(original, cut):
-    used = {}
+def _stages_of(original: Original, cut: Cut) -> dict[str, tuple[int, ...]]:
+    used: dict[str, set[int]] = {}
     for name, first in original.first_name.items():
         used.setdefault(first, set()).update(cut.stages_of(name))
     return {name: tuple(sorted(stages)) for name, stages in used.items()}
@@ -112,7 +118,7 @@ def _holders_of(mesh: Mesh, is_expert: bool, layout: Layout) -> Group:
     return mesh.expert if is_expert else mesh.data
 
 
-def _group_of(mesh, is_expert, layout):
+def _group_of(mesh: Mesh, is_expert: bool, layout: Layout) -> Group:
     """The ranks over which a gradient is summed: those with a part of it."""
     if is_expert:
         return mesh.expert_tp if layout.partial else mesh.expert

@@ -16,6 +16,11 @@ nothing but what it holds. What the model computes with is then made from that, 
 Parameters that have values keep them, if the files have none for them.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+
 import torch
 from torch import nn
 
@@ -25,10 +30,38 @@ from pycomm.parallel.checkpoint.agree import together_over
 from pycomm.parallel.checkpoint.holdings import holdings
 from pycomm.parallel.checkpoint.hub import HubFiles
 
-__all__ = ["Filling", "give_memory"]
+if TYPE_CHECKING:
+    from pycomm.parallel.building.alike import Folder
+    from pycomm.parallel.data.bucket import ParamInfo
+    from pycomm.parallel.ground.comm import Group
+    from pycomm.parallel.parts import Original, Parallelized
+
+__all__ = ["Common", "Filling", "give_memory"]
+
+ResultT = TypeVar("ResultT")
 
 
-def give_memory(infos):
+class Source(Protocol):
+    """Where values come from."""
+
+    def place(self, name: str) -> int:
+        """In which order to read."""
+
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        """A box of a parameter or a buffer."""
+
+    def close(self) -> None: ...
+
+
+class Common(NamedTuple):
+    """What all ranks have."""
+
+    group: Group  # all ranks
+    device: torch.device  # of this rank
+    seed: int  # equal on all
+
+
+def give_memory(infos: Iterable[ParamInfo]) -> None:
     """To parameters that Filling.hollow() has left, and no bucket has given a place."""
     for info in infos:
         values = info.param.data
@@ -37,45 +70,49 @@ def give_memory(infos):
 
 
 class Filling:
-    """weights: folder or None. place: (Group of all ranks, device, seed that is equal on all ranks).
-    Collective; raises ValueError on all ranks.
-    """
+    """Collective; raises ValueError on all ranks."""
 
-    def __init__(self, model, original, weights, place):
-        self.group, self.device, seed = place
+    def __init__(self, model: nn.Module, original: Original, weights: Folder | None, common: Common) -> None:
+        self.group, self.device = common.group, common.device
         named = dict(model.named_parameters())
         self.dtypes = {name: parameter.dtype for name, parameter in named.items()}
         self.empty = {name for name, parameter in named.items() if parameter.is_meta}  # first names
         self.on_meta = self.empty | {name for name, buffer in model.named_buffers() if buffer.is_meta}
-        self.initial = self.files = None
+        self.initial: Initial | None = None
+        self.files: HubFiles | None = None
         if self.on_meta:
-            self.initial = self._together(lambda: Initial(model, seed))
+            self.initial = self._together(lambda: Initial(model, common.seed))
         if weights is not None:
             self.files = self._together(lambda: HubFiles(weights, model, original.first_name, self._spared))
             self.empty = self.empty | set(self.files.keys) & set(named)
 
-    def _spared(self, name):
+    def _spared(self, name: str) -> bool:
         """Whether the files may lack a tensor: it has values, or is an adapter, which is initialised."""
-        return name not in self.on_meta or self.initial.is_adapter(name)
+        return self.initial is None or name not in self.on_meta or self.initial.is_adapter(name)
 
-    def _together(self, action):
+    def _together(self, action: Callable[[], ResultT]) -> ResultT:
         return together_over(self.group, self.device, action)
 
-    def _source(self, name):
-        return self.files if self.files is not None and name in self.files else self.initial
+    def _source(self, name: str) -> Source:
+        """name: of what is in `empty` or on meta, or in the files."""
+        if self.files is not None and name in self.files:
+            return self.files
+        assert self.initial is not None  # something is on meta
+        return self.initial
 
     def buffers(self, model: nn.Module, cut: Cut) -> None:
         """Gives their values to all buffers but those of other stages' blocks."""
         absent = cut.absent.blocks if cut.absent is not None else ()
-        outside = {id(module) for index in absent for module in cut.trunk.blocks[index].modules()}
+        blocks = cut.trunk.blocks if cut.trunk is not None else []
+        outside = {id(module) for index in absent for module in blocks[index].modules()}
 
-        def give():
-            made = {}
+        def give() -> None:
+            made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by id: the buffer, its values
             for path, module in model.named_modules():
                 for key, buffer in module._buffers.items() if id(module) not in outside else ():
                     name = f"{path}.{key}" if path else key
-                    saved = self.files is not None and key not in module._non_persistent_buffers_set
-                    saved = saved and name in self.files
+                    saved = key not in module._non_persistent_buffers_set
+                    saved = saved and self.files is not None and name in self.files
                     if buffer is None or not (buffer.is_meta or saved):
                         continue
                     if id(buffer) not in made:
@@ -85,13 +122,13 @@ class Filling:
         if self.initial is not None or self.files is not None:
             self._together(give)
 
-    def _whole(self, name, like):
+    def _whole(self, name: str, like: torch.Tensor) -> torch.Tensor:
         values = self._source(name).read(name, (0,) * like.dim(), tuple(like.shape))
         return values.to(self.device, like.dtype, copy=True)
 
-    def hollow(self, model, cut):
+    def hollow(self, model: nn.Module, cut: Cut) -> None:
         """Parameters of this rank that are still on meta get a device, and no memory."""
-        made = {}
+        made: dict[int, nn.Parameter] = {}
         for path, module in model.named_modules():
             for key, parameter in module._parameters.items():
                 if parameter is None or not parameter.is_meta:
@@ -105,22 +142,22 @@ class Filling:
                         )
                     module._parameters[key] = made[id(parameter)]
 
-    def fill(self, parts):
+    def fill(self, parts: Parallelized) -> None:
         """The values of the parameters, into what the optimizer updates."""
         if not self.empty:
             return
 
-        def read():
+        def read() -> None:
             held = [holding for holding in holdings(parts) if holding.info.name in self.empty]
-            for source in (self.files, self.initial):
+            sources: list[Source] = [each for each in (self.files, self.initial) if each is not None]
+            for source in sources:
                 some = [holding for holding in held if self._source(holding.info.name) is source]
                 for holding in sorted(some, key=lambda holding: source.place(holding.info.name)):
                     dtype = self.dtypes[holding.info.name]
                     for box in holding.boxes(holding.values, False):
                         values = source.read(holding.info.name, box.offsets, box.sizes)
                         box.values.copy_(values.to(dtype))
-                if source is not None:
-                    source.close()
+                source.close()
 
         with torch.no_grad():
             self._together(read)

@@ -43,16 +43,17 @@ What a strategy does lies in the apply.py of its folder; what needs two of them 
 
 import functools
 import logging
-from typing import Any
+import typing
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from pycomm.parallel.building.alike import Given, refuse_unlike
+from pycomm.parallel.building.alike import Folder, Given, refuse_unlike
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
-from pycomm.parallel.building.filling import Filling, give_memory
+from pycomm.parallel.building.filling import Common, Filling, give_memory
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap, wrap_stages
@@ -62,6 +63,7 @@ from pycomm.parallel.checks.before import check
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.expert.apply import deal_moes
 from pycomm.parallel.expert.moe import MoE
+from pycomm.parallel.given import Optimizer
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
@@ -83,15 +85,33 @@ __all__ = ["parallelize", "parallelize_again", "parallelize_on"]
 LOG = logging.getLogger("pycomm.parallel")
 
 
-def parallelize(model, opt=None, plan=None, *, weights=None):
+ModelT = TypeVar("ModelT", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
+
+@overload
+def parallelize(
+    model: ModelT, opt: None = None, plan: Plan | str | None = None, *, weights: Folder | None = None
+) -> tuple[ModelT, None]: ...
+@overload
+def parallelize(
+    model: ModelT, opt: OptimizerT, plan: Plan | str | None = None, *, weights: Folder | None = None
+) -> tuple[ModelT, OptimizerT]: ...
+def parallelize(
+    model: nn.Module,
+    opt: Optimizer | None = None,
+    plan: Plan | str | None = None,
+    *,
+    weights: Folder | None = None,
+) -> tuple[nn.Module, Optimizer | None]:
     """Turns a model, and its optimizer, into this rank's part of them. Collective over all ranks.
 
     Args:
         model: any module, on this rank's device, built alike on all ranks. Rank 0's values are taken. What is
         on meta gets its values here, and only what this rank holds gets memory, on torch's default device
         where nothing of the model has another: see building/filling.py.
-        opt: a torch optimizer over its parameters that has not taken a step, or None.
-        plan: Plan or its text, "dp=2,zero=1"; None is a single process.
+        opt: over the parameters of the model; it has not taken a step.
+        plan: "dp=2,zero=1"; None is a single process.
         weights: a folder with safetensors as the hub has them, which all ranks see: values of the model
         (checkpoint/hub.py). None: what is on meta is initialised, module by module (building/initial.py).
 
@@ -103,11 +123,13 @@ def parallelize(model, opt=None, plan=None, *, weights=None):
     optimizers or plans that differ between ranks (building/alike.py); keys of weights that are missing, that
     the model has not, or of other shapes; not that a module on meta has no initialisation.
     """
-    _begin(Given(model, opt, Plan.of(plan), weights))
+    _begin(Given(model, typing.cast("torch.optim.Optimizer | None", opt), Plan.of(plan), weights))
     return model, opt
 
 
-def parallelize_again(model: nn.Module, opt: torch.optim.Optimizer, plan: Plan, weights: Any) -> None:
+def parallelize_again(
+    model: nn.Module, opt: torch.optim.Optimizer, plan: Plan, weights: Folder | None
+) -> None:
     """parallelize(), in a training under way. Hyperparameters are not compared: schedulers have moved on, and
     ranks may be a step apart.
     """
@@ -142,7 +164,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     (model, opt, plan, weights, *_), device = given, device_of(given.model)
     refuse_unlike(given, mesh.world, device)
     original, seed = note_original(model, opt, plan), _seed(mesh, device)
-    filling = Filling(model, original, weights, (mesh.world, device, seed))
+    filling = Filling(model, original, weights, Common(mesh.world, device, seed))
     _broadcast(model, mesh)
     streams = RandomStreams(mesh, seed, device)
 
@@ -198,7 +220,7 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     _tell(model)
 
 
-def _tell(model):
+def _tell(model: nn.Module) -> None:
     """The log: what the plan has made of the model, and a warning where it will be slow."""
     mesh = parts_of(model).mesh
     for sentence in warnings_of(mesh) if mesh.world.rank == 0 else ():
@@ -207,7 +229,7 @@ def _tell(model):
         LOG.info("%s", describe(model))
 
 
-def _take_over(model, opt):
+def _take_over(model: nn.Module, opt: torch.optim.Optimizer | None) -> None:
     """Methods of the user's objects that are collective from now on, or mean something else."""
     save_pretrained_whole(model)
     generate_together(model)
@@ -230,7 +252,7 @@ def _broadcast(model: nn.Module, mesh: Mesh) -> None:
     comm.broadcast_values([tensor for tensor in tensors if not tensor.is_meta], mesh.world)
 
 
-def _seed(mesh, device):
+def _seed(mesh: Mesh, device: torch.device) -> int:
     """Rank 0's current seed."""
     seed = torch.tensor([torch.initial_seed() % (1 << 62)], device=device)
     comm.broadcast(seed, 0, mesh.world)

@@ -12,30 +12,42 @@ Whether they recompute may be changed after parallelize(), too: those methods of
 """
 
 import functools
+from collections.abc import Callable, Container
+from contextlib import AbstractContextManager
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from pycomm.parallel.given import Tree
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.models.modes import uncompiled
+from pycomm.parallel.models.trunk import Trunk
 
 __all__ = ["forget_keys", "recompute_blocks"]
 
+_FUNCTION = "_gradient_checkpointing_func"
 _ENABLE = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _DISABLE = ("gradient_checkpointing_disable", "activation_checkpointing_disable")
+
+
+Forward: TypeAlias = Callable[..., Tree]
+# around a forward, and around its recomputation
+Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
 
 
 class _Switch:
     """Whether the blocks of a model are recomputed. always: by the plan."""
 
-    def __init__(self, model, trunk, always, contexts):
+    def __init__(self, model: nn.Module, trunk: Trunk, always: bool, contexts: Contexts) -> None:
         self.model, self.trunk, self.always, self.contexts = model, trunk, always, contexts
         self.on = always
 
-    def take_over(self):
+    def take_over(self) -> None:
         """After the model's own methods: what they ask for becomes ours."""
         trunk, contexts = self.trunk, self.contexts
-        own = [module for module in self.model.modules() if hasattr(module, "_gradient_checkpointing_func")]
+        own = [module for module in self.model.modules() if hasattr(module, _FUNCTION)]
         inside = {id(module) for block in trunk.blocks for module in block.modules()}
         around = [module for module in own if id(module) not in inside and _contains(module, trunk)]
         of_blocks = [module for module in [*trunk.blocks, *around] if module in own]
@@ -43,18 +55,18 @@ class _Switch:
         self.on = self.always or asked
         blocks = {id(block) for block in trunk.blocks}
         for module in own:
-            module._gradient_checkpointing_func = functools.partial(_outside, blocks, contexts)
+            setattr(module, _FUNCTION, functools.partial(_outside, blocks, contexts))
         if self.on:
             forget_keys(self.model)
 
-    def turned(self, method, *args, **kwargs):
+    def turned(self, method: Forward, *args: Tree, **kwargs: Tree) -> Tree:
         """In the place of a method of the model."""
         out = method(*args, **kwargs)
         self.take_over()
         return out
 
 
-def recompute_blocks(model, trunk, plan, contexts):
+def recompute_blocks(model: nn.Module, trunk: Trunk, plan: Plan, contexts: Contexts) -> None:
     """contexts: as torch.utils.checkpoint's context_fn; called in each forward."""
     switch = _Switch(model, trunk, plan.checkpoint, contexts)
     switch.take_over()
@@ -71,31 +83,34 @@ def recompute_blocks(model, trunk, plan, contexts):
             block.forward = uncompiled(functools.partial(_recomputed, switch, contexts, block.forward))
 
 
-def forget_keys(model):
+def forget_keys(model: nn.Module) -> None:
     """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation, or a run
     for shapes or for a proof, would add them once more. Its own checkpoints switch that off, too.
     """
     for module in model.modules():
-        if getattr(getattr(module, "config", None), "use_cache", None) is True:
-            module.config.use_cache = False
+        config = getattr(module, "config", None)
+        if config is not None and getattr(config, "use_cache", None) is True:
+            config.use_cache = False
 
 
-def _contains(module, trunk):
+def _contains(module: nn.Module, trunk: Trunk) -> bool:
     parts = set(module.modules())
     return any(block in parts for block in trunk.blocks)
 
 
-def _recomputed(switch, contexts, forward, *args, **kwargs):
+def _recomputed(switch: _Switch, contexts: Contexts, forward: Forward, *args: Tree, **kwargs: Tree) -> Tree:
     if not (switch.on and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
     return _checkpointed(contexts, forward, *args, **kwargs)
 
 
-def _checkpointed(contexts, forward, *args, **kwargs):
+def _checkpointed(contexts: Contexts, forward: Forward, *args: Tree, **kwargs: Tree) -> Tree:
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-def _outside(blocks, contexts, function, *args, **kwargs):
+def _outside(
+    blocks: Container[int], contexts: Contexts, function: Forward, *args: Tree, **kwargs: Tree
+) -> Tree:
     """What transformers calls with a layer's forward, or its __call__. Blocks see to themselves."""
     if id(_layer_of(function)) in blocks:
         return function(*args, **kwargs)
@@ -104,7 +119,7 @@ def _outside(blocks, contexts, function, *args, **kwargs):
     return _checkpointed(contexts, function, *args, **kwargs)
 
 
-def _layer_of(function):
+def _layer_of(function: Forward) -> object:
     while isinstance(function, functools.partial):
         if function.args and isinstance(function.args[0], nn.Module):
             return function.args[0]

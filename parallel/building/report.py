@@ -4,31 +4,63 @@ what stays whole, why, and how many bytes that is. Reads only; no communication.
 
 import math
 import re
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
 
 from pycomm.parallel.building.over_hosts import over_hosts
 from pycomm.parallel.checks import assumptions_of
+from pycomm.parallel.ground.plan import Axis, Plan
 from pycomm.parallel.parts import Parallelized, parts_of
 from pycomm.parallel.zero.kinds import kind_of
 
-__all__ = ["Description", "describe"]
+__all__ = ["AxisPlace", "Description", "LayerLine", "describe"]
+
+Sizes: TypeAlias = dict[str, int]  # of "model", "here" and "updated"
+OverHosts: TypeAlias = tuple[str | None, list[str]]
+
+
+class AxisPlace(NamedTuple):
+    """This rank on an axis of the plan."""
+
+    place: int
+    ranks: int
+    text: str  # what is divided along the axis
+
+
+class LayerLine(NamedTuple):
+    """Modules alike but for numbers: * stands for these."""
+
+    module: str
+    rule: str
+    detail: str
+    number: int
 
 
 class Description:
     """What describe() returns; str() is the text.
 
-    rank, axes: {axis: (this rank's place, ranks)}. layers: [(module, rule, detail, number of such)], modules
-    alike but for numbers in one line with * for these. numel, nbytes: of the whole model's parameters and of
-    this rank's, {"model", "here", "updated"}; updated: what this rank's optimizer has. hosts: where the ranks
-    are, None on one host; crossing: sentences about the axes that cross hosts, and what that costs. checks:
-    {what the plan takes for granted: what was found of it}, see docs/limits.md.
+    rank: this one, and how many there are. numel, nbytes: of the whole model's parameters and of this rank's,
+    {"model", "here", "updated"}; updated: what this rank's optimizer has. hosts: where the ranks are, None on
+    one host; crossing: sentences about the axes that cross hosts, and what that costs. checks: {what the plan
+    takes for granted: what was found of it}, see docs/limits.md.
     """
 
-    def __init__(self, rank, plan, axes, layers, sizes, more=((None, ()), None)) -> None:
+    def __init__(
+        self,
+        rank: tuple[int, int],
+        plan: Plan,
+        axes: dict[Axis, AxisPlace],
+        layers: list[LayerLine],
+        sizes: tuple[Sizes, Sizes],
+        more: tuple[OverHosts, dict[str, str]],
+    ) -> None:
         self.rank, self.plan, self.axes, self.layers = rank, plan, axes, layers
         self.numel, self.nbytes = sizes
         (self.hosts, self.crossing), self.checks = more
 
-    def __str__(self):
+    def __str__(self) -> str:
         lines = [f"Plan({self.plan}), rank {self.rank[0]} of {self.rank[1]}"]
         lines += [f"  {axis:8} {place} of {size}: {text}" for axis, (place, size, text) in self.axes.items()]
         if self.hosts:
@@ -38,8 +70,8 @@ class Description:
             width = min(44, max(len(name) for name, *_ in self.layers))
             lines.append("  layers, of all stages")
             lines += [
-                f"    {name:{width}} {f'{count} x' if count > 1 else '':>5} {rule:10} {detail}"
-                for name, rule, detail, count in self.layers
+                f"    {name:{width}} {f'{number} x' if number > 1 else '':>5} {rule:10} {detail}"
+                for name, rule, detail, number in self.layers
             ]
         lines.append(
             f"  parameters: {_text(self.nbytes['model'])} in the whole model, {_text(self.nbytes['here'])} "
@@ -51,18 +83,18 @@ class Description:
         return "\n".join(lines)
 
 
-def describe(model):
+def describe(model: nn.Module) -> Description:
     """What parallelize() has made of `model` on this rank: a Description, to be printed.
 
     Raises ValueError for a model that has not been through parallelize().
     """
     parts = parts_of(model)
     world = parts.mesh.world
-    axes = {}
+    axes: dict[Axis, AxisPlace] = {}
     for axis, text in _axes(parts).items():
         group = parts.mesh.group(axis)
         if group.size > 1:
-            axes[axis] = group.rank, group.size, text
+            axes[axis] = AxisPlace(group.rank, group.size, text)
     layers = _layers(parts) if parts.plan.tp > 1 else []
     more = over_hosts(parts), _checks(parts)
     return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts), more)
@@ -76,7 +108,7 @@ def _checks(parts: Parallelized) -> dict[str, str]:
     return found | {name: str(answer) for name, answer in parts.checks.of.items()}
 
 
-def _axes(parts):
+def _axes(parts: Parallelized) -> dict[Axis, str]:
     plan = parts.plan
     divided = kind_of(plan).divided
     if divided and plan.zero_group == "host":
@@ -93,7 +125,7 @@ def _axes(parts):
     }
 
 
-def _stages(parts):
+def _stages(parts: Parallelized) -> str:
     stages = parts.stages
     named = "" if parts.stage_model is None else f" of {parts.stage_model.trunk.name!r}"
     texts = []
@@ -104,22 +136,22 @@ def _stages(parts):
     return f"{'; '.join(texts)}; {parts.plan.schedule}"
 
 
-def _layers(parts):
+def _layers(parts: Parallelized) -> list[LayerLine]:
     """One line for modules that differ in numbers only."""
-    found = {}
+    found: dict[tuple[str, str, str], int] = {}
     for line in parts.tensor.found:
         kind = re.sub(r"\d+", "*", line.fqn) or "(the model)", line.rule, line.detail
         found[kind] = found.get(kind, 0) + 1
-    return [(*kind, count) for kind, count in found.items()]
+    return [LayerLine(*kind, count) for kind, count in found.items()]
 
 
-def _sizes(parts):
-    """({what: numbers}, {what: bytes})"""
+def _sizes(parts: Parallelized) -> tuple[Sizes, Sizes]:
+    """(elements, bytes)"""
     width = {info.name: info.param.element_size() for info in parts.infos}
     common = max(width.values(), default=4)
     shapes = parts.original.shapes
     counts = {name: math.prod(shape) for name, shape in shapes.items()}
-    values = {_storage(info.param): info.param for info in parts.infos}
+    values: dict[int, torch.Tensor] = {_storage(info.param): info.param for info in parts.infos}
     for shard in parts.all_shards:
         if shard.values_here is not None:
             values[_storage(shard.values_here)] = shard.values_here
@@ -137,11 +169,11 @@ def _sizes(parts):
     return numel, nbytes
 
 
-def _storage(tensor):
+def _storage(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def _text(nbytes):
+def _text(nbytes: float) -> str:
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if nbytes >= size:
             return f"{nbytes / size:.1f} {unit}"

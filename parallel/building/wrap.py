@@ -7,9 +7,13 @@ block.forward
   stage               passes over absent blocks, cuts and hands on the hidden state
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -25,6 +29,11 @@ from pycomm.parallel.zero.apply import make_units
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.shards import Shards
 from pycomm.parallel.zero.units import Units
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pycomm.parallel.sequence.attention import SequenceAttention
 
 __all__ = ["wrap", "wrap_stages"]
 
@@ -66,11 +75,13 @@ def wrap_stages(
     return stage_model
 
 
-def _recomputation_contexts(streams, attention, deferred):
+def _recomputation_contexts(
+    streams: RandomStreams, attention: SequenceAttention | None, deferred: WeightStore | None
+) -> tuple[AbstractContextManager[None], AbstractContextManager[object]]:
     """For torch.utils.checkpoint: nothing more around the forward, and around the recomputation what was
     around the forward.
     """
-    contexts = [streams.recomputation()]
+    contexts: list[AbstractContextManager[object]] = [streams.recomputation()]
     if attention is not None:
         contexts.append(attention.context_fn()[1])
     if deferred is not None:
@@ -81,12 +92,17 @@ def _recomputation_contexts(streams, attention, deferred):
 class _All:
     """Several contexts as one."""
 
-    def __init__(self, contexts):
+    def __init__(self, contexts: Sequence[AbstractContextManager[object]]) -> None:
         self.contexts, self.stack = contexts, contextlib.ExitStack()
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         for context in self.contexts:
             self.stack.enter_context(context)
 
-    def __exit__(self, *details):
-        return self.stack.__exit__(*details)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool | None:
+        return self.stack.__exit__(kind, error, traceback)

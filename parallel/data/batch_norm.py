@@ -16,27 +16,51 @@ of their calls is that of the layers, the same on all ranks, while a bucket of g
 before or after a layer's backward. Half precision is computed in fp32.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.models.norms import batch_norms
 
+if TYPE_CHECKING:
+    from torch.nn.modules.batchnorm import _BatchNorm
+
+    from pycomm.parallel.ground.mesh import Mesh
+
+    class _OfNorm(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+        needs_input_grad: tuple[bool, ...]
+        group: comm.Group
+        count: float
+        rows: list[int]
+        view: list[int]
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
 __all__ = ["synchronize"]
 
 
-def synchronize(model, mesh):
+def synchronize(model: torch.nn.Module, mesh: Mesh) -> None:
     """Changes the forwards where there are several data ranks. Collective over all ranks."""
     layers = batch_norms(model)
     if not layers or mesh.rows[0] == 1:
         return
     group = mesh.apart("dp", "ep")
-    for module in layers.values():
-        module.forward = functools.partial(_forward, module, module.forward, group)
+    for layer in layers.values():
+        module: torch.nn.Module = layer
+        module.forward = functools.partial(_forward, layer, layer.forward, group)
 
 
-def _forward(module, plain, group, input):
+def _forward(
+    module: _BatchNorm, plain: Callable[[torch.Tensor], torch.Tensor], group: comm.Group, input: torch.Tensor
+) -> torch.Tensor:
     x = input  # which is its name in torch, for callers that give it by name
     if not module.training and module.running_mean is not None:
         return plain(x)
@@ -48,17 +72,27 @@ def _forward(module, plain, group, input):
 
 
 @torch.no_grad()
-def _track(module, mean, var, count):
-    module.num_batches_tracked.add_(1)
-    part = module.momentum if module.momentum is not None else 1.0 / float(module.num_batches_tracked)
+def _track(module: _BatchNorm, mean: torch.Tensor, var: torch.Tensor, count: float) -> None:
+    batches, means, variances = module.num_batches_tracked, module.running_mean, module.running_var
+    if batches is None or means is None or variances is None:  # taken away after the layer was made
+        return
+    batches.add_(1)
+    part = module.momentum if module.momentum is not None else 1.0 / float(batches)
     unbiased = var * (count / (count - 1))
-    module.running_mean.mul_(1 - part).add_(mean.to(module.running_mean.dtype), alpha=part)
-    module.running_var.mul_(1 - part).add_(unbiased.to(module.running_var.dtype), alpha=part)
+    means.mul_(1 - part).add_(mean.to(means.dtype), alpha=part)
+    variances.mul_(1 - part).add_(unbiased.to(variances.dtype), alpha=part)
 
 
 class _BatchNormOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
+    def forward(
+        ctx: _OfNorm,
+        x: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        eps: float,
+        group: comm.Group,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         channels = x.shape[1]
         view = [1, channels] + [1] * (x.dim() - 2)
         rows = [dim for dim in range(x.dim()) if dim != 1]
@@ -91,7 +125,9 @@ class _BatchNormOverRanks(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, dy, *_):
+    def backward(
+        ctx: _OfNorm, dy: torch.Tensor, *_: object
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None]:
         normal, weight, scale = ctx.saved_tensors
         exact = dy.to(normal.dtype)
         own = torch.stack([exact.sum(ctx.rows), (exact * normal).sum(ctx.rows)])

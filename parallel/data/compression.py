@@ -48,12 +48,15 @@ make_compression.
 """
 
 import copy
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.plan import CompressionName
 
-__all__ = ["Cast", "Compression", "Int8", "PowerSGD", "TopK", "make_compression"]
+__all__ = ["Cast", "Compression", "Int8", "MakeCompression", "PowerSGD", "TopK", "make_compression"]
 
 CHUNK = 1024  # elements per scale of int8: 0.4 % more bytes, and an outlier spoils 1023 others at most
 
@@ -63,11 +66,11 @@ class Compression:
     out (memory: P elements).
     """
 
-    def __init__(self, *, error_feedback=True):
+    def __init__(self, *, error_feedback: bool = True) -> None:
         self.error_feedback = error_feedback
-        self.error = None  # (P,), of the dtype in which is computed: fp32 at least
+        self.error: torch.Tensor | None = None  # (P,), of the dtype in which is computed: fp32 at least
 
-    def reduce(self, flat, group, views):
+    def reduce(self, flat: torch.Tensor, group: comm.Group, views: Sequence[torch.Tensor]) -> None:
         """In place: flat := about the sum of flat over the group, equal bits on all ranks. Collective.
 
         flat: (P,) contiguous, floating. views: the gradients, as contiguous views into flat; matrices are
@@ -88,7 +91,9 @@ class Compression:
             self.error = finite(x - sent)
         flat.copy_(total)
 
-    def _sum(self, x, group, flat, views):
+    def _sum(
+        self, x: torch.Tensor, group: comm.Group, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """x (P,), not to be changed -> (its approximate sum over ranks, what of this rank's x is in it).
 
         flat, views: as in reduce(); x has the values, flat tells the dtype that travels and where the views
@@ -97,7 +102,7 @@ class Compression:
         raise NotImplementedError
 
 
-def finite(error):
+def finite(error: torch.Tensor) -> torch.Tensor:
     return error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
@@ -109,18 +114,20 @@ class Cast(Compression):
     nothing makes up for.
     """
 
-    def __init__(self, dtype, *, error_feedback=False):
+    def __init__(self, dtype: torch.dtype, *, error_feedback: bool = False) -> None:
         super().__init__(error_feedback=error_feedback)
         self.dtype = dtype
 
-    def _sum(self, x, group, flat, views):
+    def _sum(
+        self, x: torch.Tensor, group: comm.Group, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         narrow = x.to(self.dtype)
         sent = narrow.to(x.dtype) if self.error_feedback else x
         comm.all_reduce(narrow, group)
         return narrow, sent
 
 
-def quantise(chunks):
+def quantise(chunks: torch.Tensor) -> torch.Tensor:
     """chunks (c, 1024) -> rows (c, 1028) int8: values and the bytes of their fp32 scale. A chunk that is not
     finite becomes nan.
     """
@@ -132,7 +139,7 @@ def quantise(chunks):
     return torch.cat([values, scale.view(torch.int8).view(-1, 4)], 1)
 
 
-def dequantise(rows, dtype):
+def dequantise(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scale = rows[:, CHUNK:].contiguous().view(torch.float32)
     return rows[:, :CHUNK].to(dtype) * scale.to(dtype)
 
@@ -142,11 +149,13 @@ class Int8(Compression):
     rounding.
     """
 
-    def __init__(self, *, error_feedback=True):
+    def __init__(self, *, error_feedback: bool = True) -> None:
         super().__init__(error_feedback=error_feedback)
-        self.owner_error = None
+        self.owner_error: torch.Tensor | None = None
 
-    def _sum(self, x, group, flat, views):
+    def _sum(
+        self, x: torch.Tensor, group: comm.Group, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         count = -(-x.numel() // CHUNK)
         chunks = x.new_zeros(count, CHUNK)
         chunks.view(-1)[: x.numel()] = x
@@ -165,6 +174,15 @@ class Int8(Compression):
         return dequantise(rows, x.dtype).view(-1)[: x.numel()], sent
 
 
+class _Matrix(NamedTuple):
+    """A gradient to compress."""
+
+    offset: int  # in the bucket
+    rows: int
+    columns: int
+    rank: int  # columns of its P and Q
+
+
 class PowerSGD(Compression):
     """Low-rank sums of matrices.
 
@@ -173,16 +191,20 @@ class PowerSGD(Compression):
     ranks.
     """
 
-    def __init__(self, *, rank=4, min_ratio=1.0, seed=0, error_feedback=True):
+    def __init__(
+        self, *, rank: int = 4, min_ratio: float = 1.0, seed: int = 0, error_feedback: bool = True
+    ) -> None:
         super().__init__(error_feedback=error_feedback)
         if rank < 1:
             raise ValueError(f"PowerSGD(rank={rank}): needs rank >= 1")
         self.rank, self.min_ratio, self.seed = rank, min_ratio, seed
-        self.qs = None  # one (columns, rank) per compressed matrix
+        self.qs: list[torch.Tensor] | None = None  # one (columns, rank) per compressed matrix
 
-    def _matrices(self, flat, views, group):
-        """(offset, rows, columns, rank) of the matrices to compress, by offset."""
-        chosen = []
+    def _matrices(
+        self, flat: torch.Tensor, views: Sequence[torch.Tensor], group: comm.Group
+    ) -> list[_Matrix]:
+        """The matrices to compress, by offset."""
+        chosen: list[_Matrix] = []
         for view in views:
             if view.dim() < 2 or view.numel() == 0:
                 continue
@@ -197,17 +219,20 @@ class PowerSGD(Compression):
             rows, columns = view.shape[0], view.numel() // view.shape[0]
             rank = min(self.rank, rows, columns)
             if rows * columns > self.min_ratio * rank * (rows + columns):
-                chosen.append((view.storage_offset() - flat.storage_offset(), rows, columns, rank))
+                offset = int(view.storage_offset() - flat.storage_offset())
+                chosen.append(_Matrix(offset, rows, columns, rank))
         return sorted(chosen)
 
-    def _first_qs(self, matrices, x):
+    def _first_qs(self, matrices: Sequence[_Matrix], x: torch.Tensor) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)  # of the CPU: the same numbers on all devices
         return [
             torch.randn(columns, rank, generator=generator, dtype=x.dtype).to(x.device)
             for _, _, columns, rank in matrices
         ]
 
-    def _sum(self, x, group, flat, views):
+    def _sum(
+        self, x: torch.Tensor, group: comm.Group, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         matrices = self._matrices(flat, views, group)
         if self.qs is None:
             self.qs = self._first_qs(matrices, x)
@@ -239,7 +264,7 @@ class PowerSGD(Compression):
         return total, sent
 
 
-def all_reduce_list(tensors, group):
+def all_reduce_list(tensors: Sequence[torch.Tensor], group: comm.Group) -> list[torch.Tensor]:
     """Sums over ranks, in one collective."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     comm.all_reduce(flat, group)
@@ -254,13 +279,15 @@ class TopK(Compression):
     first, then rank 1's.
     """
 
-    def __init__(self, *, ratio=0.01, error_feedback=True):
+    def __init__(self, *, ratio: float = 0.01, error_feedback: bool = True) -> None:
         super().__init__(error_feedback=error_feedback)
         if not 0 < ratio <= 1:
             raise ValueError(f"TopK(ratio={ratio}): needs 0 < ratio <= 1")
         self.ratio = ratio
 
-    def _sum(self, x, group, flat, views):
+    def _sum(
+        self, x: torch.Tensor, group: comm.Group, flat: torch.Tensor, views: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if x.numel() >= 2**31:
             raise ValueError(
                 f"[rank {group.rank}/{group.size}] TopK: {x.numel()} elements in a bucket; indices of 32 "
@@ -281,7 +308,8 @@ class TopK(Compression):
         return total, torch.zeros_like(x).index_copy_(0, indices, values.to(x.dtype))
 
 
-KINDS = {
+MakeCompression: TypeAlias = Callable[[], Compression]  # for one bucket
+KINDS: dict[str, Callable[..., Compression]] = {
     "fp16": lambda **options: Cast(torch.float16, **options),
     "bf16": lambda **options: Cast(torch.bfloat16, **options),
     "int8": Int8,
@@ -290,8 +318,10 @@ KINDS = {
 }
 
 
-def make_compression(kind, **options):
-    """A function without arguments that makes the Compression of one bucket.
+def make_compression(
+    kind: CompressionName | Compression | Callable[[], Compression], **options: float
+) -> Callable[[], Compression]:
+    """A function that makes the Compression of one bucket.
 
     kind: "fp16", "bf16", "int8", "powersgd", "topk" with the options of the class (error_feedback, rank,
     ratio, ...); or an instance, of which each bucket gets a copy; or such a function already. Raises

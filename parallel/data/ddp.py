@@ -20,6 +20,7 @@ use_reentrant=True has two final gradients: reported by the Reducer.
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -27,10 +28,13 @@ from torch.autograd import Variable
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.data.bucket import ParamInfo, cut_into_buckets
+from pycomm.parallel.data.compression import MakeCompression
 from pycomm.parallel.data.reducer import Reducer, weak_hook
 from pycomm.parallel.data.replicated import ReplicatedBucket, way_to_sum
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import whole
+from pycomm.parallel.ground.plan import CompressionName
 
 __all__ = ["DistributedDataParallel"]
 
@@ -40,17 +44,25 @@ class DistributedDataParallel(nn.Module):
 
     Args:
         module: the same module on every rank; rank 0's parameters and buffers are taken.
-        group: a torch process group, None: the default one.
+        group: None: the default one.
         bucket_mb: size of a bucket in MB (1e6 bytes).
         broadcast_buffers: take rank 0's buffers (running statistics) before each forward in training mode.
-        compression: None, "fp16", "bf16", "int8", "powersgd", "topk" or a factory made by make_compression.
+        compression: a factory is made by make_compression.
 
     After backward param.grad is the mean over the ranks of what each computed; `with ddp.no_sync():`
     accumulates without communication. Parameters that got no gradient on any rank have a gradient of zeros.
     Raises ValueError for a module without parameters to train.
     """
 
-    def __init__(self, module, group=None, *, bucket_mb=25.0, broadcast_buffers=True, compression=None):
+    def __init__(
+        self,
+        module: nn.Module,
+        group: comm.GroupLike = None,
+        *,
+        bucket_mb: float = 25.0,
+        broadcast_buffers: bool = True,
+        compression: CompressionName | MakeCompression | None = None,
+    ) -> None:
         super().__init__()
         self.module = module
         self.group = comm.as_group(group, "dp")
@@ -66,9 +78,9 @@ class DistributedDataParallel(nn.Module):
             ParamInfo(name, parameter, whole(parameter), self.group) for name, parameter in reversed(trained)
         ]
         make_sum = way_to_sum(compression)
-        self.reducer = Reducer(
-            [ReplicatedBucket(part, make_sum=make_sum) for part in cut_into_buckets(infos, bucket_mb * 1e6)]
-        )
+        cut = cut_into_buckets(infos, bucket_mb * 1e6)
+        self.buckets = [ReplicatedBucket(part, make_sum=make_sum) for part in cut]
+        self.reducer = Reducer(self.buckets)
         self.sync = True  # False inside no_sync()
         self.queued = False  # a backward is under way: autograd will call _end
         begin = weak_hook(self._begin)
@@ -76,7 +88,7 @@ class DistributedDataParallel(nn.Module):
             parameter.register_hook(begin)
 
     @contextlib.contextmanager
-    def no_sync(self):
+    def no_sync(self) -> Iterator[None]:
         """Backward inside accumulates gradients on this rank; the next one outside sums them all. All ranks
         alike.
         """
@@ -86,7 +98,7 @@ class DistributedDataParallel(nn.Module):
         finally:
             self.sync = before
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Tree, **kwargs: Tree) -> Tree:
         if self.queued and torch._C._current_graph_task_id() == -1:  # the last backward raised
             self.queued = False
             self.reducer.wait()
@@ -99,16 +111,16 @@ class DistributedDataParallel(nn.Module):
                     tensor.register_hook(self._begin)
         return out
 
-    def _begin(self, grad):
+    def _begin(self, grad: torch.Tensor) -> None:
         """The first gradient of a backward; hooks of tensors run before accumulation."""
         if not self.queued:
             self.queued = True
             Variable._execution_engine.queue_callback(self._end)
-            for bucket in self.reducer.buckets:
+            for bucket in self.buckets:
                 bucket.restore()
             self.reducer.begin_microbatch(self.sync)
 
-    def _end(self):
+    def _end(self) -> None:
         self.queued = False
         self.reducer.finish_microbatch(self.sync)
         if self.sync:

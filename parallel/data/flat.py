@@ -8,8 +8,14 @@ A Piece is what one chunk holds of one parameter. Cut anywhere, the padding is l
 whole, the largest chunk decides and parameters are dealt by size, largest first, to the emptiest chunk.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["FlatSpec", "Piece"]
 
@@ -17,7 +23,7 @@ __all__ = ["FlatSpec", "Piece"]
 class Piece(NamedTuple):
     """Elements start to stop of the flattened parameter `index`, which lie at `offset` of the flat buffer."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # the field hides tuple.index
     start: int
     stop: int
     offset: int
@@ -28,14 +34,14 @@ class FlatSpec:
     one chunk.
     """
 
-    def __init__(self, shapes, parts, whole=False):
+    def __init__(self, shapes: Iterable[Sequence[int]], parts: int, whole: bool = False) -> None:
         self.shapes = [tuple(shape) for shape in shapes]
         self.sizes = [math.prod(shape) for shape in self.shapes]
         self.parts = parts
         self.offsets = [0] * len(self.sizes)
         if whole:
             loads = [0] * parts
-            members = [[] for _ in range(parts)]
+            members: list[list[int]] = [[] for _ in range(parts)]
             for index in sorted(range(len(self.sizes)), key=lambda i: (-self.sizes[i], i)):
                 part = loads.index(min(loads))
                 members[part].append(index)
@@ -54,7 +60,7 @@ class FlatSpec:
             self.chunk = -(-total // parts)
         self.numel = self.chunk * parts
 
-    def pieces(self, part=None):
+    def pieces(self, part: int | None = None) -> list[Piece]:
         """What chunk `part` holds, in order of parameters; None: the whole buffer, where every parameter is
         one piece.
         """
@@ -66,7 +72,7 @@ class FlatSpec:
                 found.append(Piece(index, start - offset, stop - offset, start))
         return found
 
-    def views(self, flat):
+    def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """One view per parameter into the flat buffer, with the parameter's shape."""
         return [
             flat[o : o + n].view(shape)

@@ -14,20 +14,23 @@ and Yuan 2009 over all ranks.
 What can go wrong: ranks with different models. Their sizes are compared when the module is wrapped.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground import comm
 
 __all__ = ["NaiveDataParallel", "gather_and_broadcast"]
 
 
-def gather_and_broadcast(flat, group):
+def gather_and_broadcast(flat: torch.Tensor, group: comm.Group) -> None:
     """In place: flat := sum over the group, added up by rank 0 in order of rank. flat: contiguous.
     Collective.
     """
     parts = comm.gather(flat, 0, group)
-    if group.rank == 0:
+    if parts is not None:
         total = parts[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)  # 16 bits: round once
         for part in parts[1:]:
             total += part
@@ -41,11 +44,10 @@ class NaiveDataParallel(nn.Module):
     At construction rank 0's parameters and buffers are copied to all (buffers are not followed afterwards).
     After backward, and before the optimizer's step, call `sync_gradients()`. Names in state_dict() begin with
     "module.", as with torch's DistributedDataParallel.
-    group: comm.Group, torch process group, or None for the default one. Raises ValueError where the ranks'
-    modules differ in size.
+    group: None for the default one. Raises ValueError where the ranks' modules differ in size.
     """
 
-    def __init__(self, module, group=None):
+    def __init__(self, module: nn.Module, group: comm.GroupLike = None) -> None:
         super().__init__()
         self.module, self.group = module, comm.as_group(group, "dp")
         tensors = [tensor.detach() for tensor in (*module.parameters(), *module.buffers())]
@@ -56,7 +58,7 @@ class NaiveDataParallel(nn.Module):
             if whole is not tensor:
                 tensor.copy_(whole)
 
-    def _check_equal_sizes(self, tensors):
+    def _check_equal_sizes(self, tensors: Sequence[torch.Tensor]) -> None:
         device = tensors[0].device if tensors else "cpu"
         own = torch.tensor([len(tensors), sum(tensor.numel() for tensor in tensors)], device=device)
         sizes = own.new_empty(2 * self.group.size)
@@ -69,16 +71,16 @@ class NaiveDataParallel(nn.Module):
                     "ranks must wrap the same module."
                 )
 
-    def forward(self, *args, **kwargs):
+    def forward(self, *args: Tree, **kwargs: Tree) -> Tree:
         return self.module(*args, **kwargs)
 
-    def sync_gradients(self):
+    def sync_gradients(self) -> None:
         """Gradients := their mean over the group. Collective, one gather and one broadcast for each dtype.
 
         A parameter without a gradient on some ranks counts as zero there; without one on all ranks it stays
         without.
         """
-        kinds = {}
+        kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
         for parameter in self.module.parameters():
             if parameter.requires_grad:
                 kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
@@ -86,7 +88,7 @@ class NaiveDataParallel(nn.Module):
             self._sync(parameters)
 
     @torch.no_grad()
-    def _sync(self, parameters):
+    def _sync(self, parameters: Sequence[torch.Tensor]) -> None:
         first = parameters[0]
         used = torch.tensor([p.grad is not None for p in parameters], dtype=first.dtype, device=first.device)
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]

@@ -26,18 +26,25 @@ would skip a bucket (finish_microbatch starts all that are left); two stages of 
 an order that other ranks do not have (the schedule is the same on all of them).
 """
 
+from __future__ import annotations
+
 import weakref
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pycomm import trace
 from pycomm.parallel.data.bucket import Bucket
 
+if TYPE_CHECKING:
+    import torch
+
 __all__ = ["Reducer", "weak_hook"]
 
 IN_FLIGHT = 1
+TensorT = TypeVar("TensorT", bound="torch.Tensor")
 
 
-def weak_hook(method):
+def weak_hook(method: Callable[[TensorT], None]) -> Callable[[TensorT], None]:
     """A hook of a parameter that calls a bound method while its object lives.
 
     Autograd holds a parameter's hooks where the garbage collector does not look. A hook that held the object,
@@ -45,7 +52,7 @@ def weak_hook(method):
     """
     find = weakref.WeakMethod(method)
 
-    def hook(tensor):
+    def hook(tensor: TensorT) -> None:
         found = find()
         if found is not None:
             found(tensor)
@@ -56,12 +63,12 @@ def weak_hook(method):
 class _Queue:
     """The buckets of one group, in the order in which every rank starts them."""
 
-    def __init__(self):
-        self.buckets = []
+    def __init__(self) -> None:
+        self.buckets: list[Bucket] = []
         self.started = 0  # how many of them, in this microbatch
         self.crossed = 0  # of how many of these the sum over replicas has been started
 
-    def next(self):
+    def next(self) -> Bucket | None:
         return self.buckets[self.started] if self.started < len(self.buckets) else None
 
 
@@ -81,38 +88,40 @@ class Reducer:
     alternate) nothing starts before finish_microbatch.
     """
 
-    def __init__(self, buckets, eager=True):
+    def __init__(self, buckets: Sequence[Bucket], eager: bool = True) -> None:
         self.buckets = buckets
         self.eager = eager
         self.sync = False  # this microbatch is the last of the step
-        self.missing = {}  # bucket -> how many of its gradients are still to come; empty outside a backward
-        self.queues = {}  # names of the groups that sum -> their _Queue
-        self.params, self.places = [], {}  # id of a parameter -> _Place
+        # How many of the gradients of each are still to come; empty outside a backward.
+        self.missing: dict[Bucket, int] = {}
+        self.queues: dict[tuple[str, str], _Queue] = {}  # by the names of the groups that sum
+        self.params: list[torch.nn.Parameter] = []
+        self.places: dict[int, _Place] = {}  # by the id of a parameter
         for bucket in buckets:
             queue = self.queues.setdefault(bucket.infos[0].ranks, _Queue())
             place = _Place(bucket, queue, len(queue.buckets))
             queue.buckets.append(bucket)
             self.params += [info.param for info in bucket.infos]
             self.places.update((id(info.param), place) for info in bucket.infos)
-        self.used = set()  # ids of the parameters that got a gradient since zero_grad()
+        self.used: set[int] = set()  # ids of the parameters that got a gradient since zero_grad()
         ready = weak_hook(self.ready)
         self.hooks = [param.register_post_accumulate_grad_hook(ready) for param in self.params]
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         self.used.clear()
         for bucket in self.buckets:
             bucket.zero_grad()
 
-    def begin_microbatch(self, sync):
+    def begin_microbatch(self, sync: bool) -> None:
         self.sync = sync
         self._restart_queues()
         self.missing = {bucket: len(bucket.infos) for bucket in self.buckets}
 
-    def accumulate(self, param, grad):
+    def accumulate(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """For gradients that autograd does not accumulate itself; followed by ready(param)."""
         self.places[id(param)].bucket.accumulate(param, grad)
 
-    def ready(self, param):
+    def ready(self, param: torch.nn.Parameter) -> None:
         """The gradient of this microbatch is complete."""
         key = id(param)
         self.used.add(key)
@@ -131,10 +140,10 @@ class Reducer:
             self.missing[bucket] -= 1
             if not self.missing[bucket]:
                 while (following := queue.next()) is not None and self.missing[following] <= 0:
-                    self._start_next(queue)
+                    self._start(following, queue)
 
-    def _start_next(self, queue):
-        bucket = queue.next()
+    def _start(self, bucket: Bucket, queue: _Queue) -> None:
+        """bucket: the next one of the queue."""
         queue.started += 1
         if self.sync or bucket.sums_each_microbatch:
             with trace.span("bucket", bucket=self.buckets.index(bucket)):
@@ -144,7 +153,7 @@ class Reducer:
                 other.wait()
             self._cross(queue, queue.started - 1)
 
-    def _cross(self, queue, count):
+    def _cross(self, queue: _Queue, count: int) -> None:
         """Starts the sums over replicas of the first `count` buckets. After the last microbatch only: what
         streamed buckets have summed until then goes across once.
         """
@@ -153,20 +162,20 @@ class Reducer:
                 bucket.launch_across()
             queue.crossed = max(queue.crossed, count)
 
-    def finish_microbatch(self, sync):
+    def finish_microbatch(self, sync: bool) -> None:
         self.sync = sync
         if not self.eager:
             self._restart_queues()
         for queue in self.queues.values():
-            while queue.next() is not None:
-                self._start_next(queue)
+            while (following := queue.next()) is not None:
+                self._start(following, queue)
         self.missing = {}
 
-    def _restart_queues(self):
+    def _restart_queues(self) -> None:
         for queue in self.queues.values():
             queue.started = queue.crossed = 0
 
-    def wait(self):
+    def wait(self) -> None:
         for queue in self.queues.values():
             self._cross(queue, queue.started)
         for number, bucket in enumerate(self.buckets):

@@ -15,59 +15,70 @@ Where there is nothing to sum (one rank, nothing tied) a LocalBucket leaves the 
 them, and needs no buffer.
 """
 
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
+
 import torch
 
-from pycomm.parallel.data.bucket import Bucket, BufferedBucket
-from pycomm.parallel.data.compression import make_compression
+from pycomm.parallel.data.bucket import Bucket, BufferedBucket, ParamInfo
+from pycomm.parallel.data.compression import MakeCompression, make_compression
+from pycomm.parallel.data.flat import Piece
 from pycomm.parallel.data.naive import gather_and_broadcast
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.plan import CompressionName
 
-__all__ = ["LocalBucket", "ReplicatedBucket", "way_to_sum"]
+__all__ = ["LocalBucket", "MakeSum", "ReplicatedBucket", "way_to_sum"]
+
+# of a buffer, over a group, in place; the views are the gradients in it
+Sum: TypeAlias = Callable[[torch.Tensor, comm.Group, Sequence[torch.Tensor]], None]
+MakeSum: TypeAlias = Callable[[], Sum]  # for one bucket
 
 
-def way_to_sum(compression=None, naive=False):
-    """The `make_sum` of ReplicatedBucket. compression: as make_compression takes it, or None."""
+def way_to_sum(
+    compression: CompressionName | MakeCompression | None = None, naive: bool = False
+) -> MakeSum | None:
+    """The `make_sum` of ReplicatedBucket. compression: as make_compression takes it."""
     if compression:
         make = make_compression(compression)
         return lambda: make().reduce
     return (lambda: _sum_naively) if naive else None
 
 
-def _sum_naively(flat, group, views):
+def _sum_naively(flat: torch.Tensor, group: comm.Group, views: Sequence[torch.Tensor]) -> None:
     gather_and_broadcast(flat, group)
 
 
 class ReplicatedBucket(BufferedBucket):
-    """make_sum: a function without arguments that makes this bucket's way to sum, (flat, group, views) ->
-    None in place; None: all_reduce.
-    """
+    """make_sum: makes this bucket's way to sum; None: all_reduce."""
 
-    def __init__(self, infos, whole=False, make_sum=None):
+    def __init__(
+        self, infos: Sequence[ParamInfo], whole: bool = False, make_sum: MakeSum | None = None
+    ) -> None:
         super().__init__(infos, whole)
         self.sum = make_sum() if make_sum else None
 
-    def launch(self):
+    def launch(self) -> None:
         self._clear_gaps()
-        self._sum_overlaps()
+        self._sum_overlaps(self.views)
         if self.sum is not None:
             self.sum(self.flat, self.group, self.views)
         else:
             self.work = comm.all_reduce(self.flat, self.group, async_op=True)
 
-    def gradient(self):
+    def gradient(self) -> torch.Tensor:
         return self.flat
 
-    def restore(self):
+    def restore(self) -> None:
         """Before a backward: a param.grad that the user has replaced is a view again."""
         for info in self.infos:
             if info.param.grad is not None:
                 self.collect(info.param)
 
-    def scale(self, factor):
+    def scale(self, factor: torch.Tensor) -> None:
         """Multiplies the summed gradients by a 0-dim tensor."""
         self.flat.mul_(factor.to(self.device, self.dtype))
 
-    def _norm_parts(self):
+    def _norm_parts(self) -> list[tuple[Piece, torch.Tensor]]:
         """All ranks of the group hold everything, so parameters are dealt to them by number."""
         return [
             (piece, part)
@@ -80,17 +91,17 @@ class LocalBucket(Bucket):
     """Gradients that no other rank has a part of: nothing is summed."""
 
     @staticmethod
-    def fits(infos):
+    def fits(infos: Sequence[ParamInfo]) -> bool:
         return infos[0].group.size == 1 and not any(info.tied or info.overlap for info in infos)
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         for info in self.infos:
             info.param.grad = None
 
-    def launch(self):
+    def launch(self) -> None:
         pass
 
-    def gradient(self):
+    def gradient(self) -> torch.Tensor:
         """A copy, with zeros for parameters that got no gradient."""
         grads = (
             torch.zeros_like(info.param) if info.param.grad is None else info.param.grad
@@ -98,11 +109,11 @@ class LocalBucket(Bucket):
         )
         return torch.cat([grad.reshape(-1) for grad in grads])
 
-    def scale(self, factor):
+    def scale(self, factor: torch.Tensor) -> None:
         grads = [info.param.grad for info in self.infos if info.param.grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(self.device, self.dtype))
 
-    def _norm_parts(self):
+    def _norm_parts(self) -> list[tuple[Piece, torch.Tensor]]:
         parts = [(piece, self.infos[piece.index].param.grad) for piece in self.owned]
         return [(piece, grad) for piece, grad in parts if grad is not None]

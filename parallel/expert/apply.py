@@ -55,21 +55,22 @@ def _shared(name: str, module: nn.Module, first_name: Mapping[str, str]) -> str 
     """Why tied experts are not dealt, or None."""
     firsts = list(first_name.values())
     for key in module._parameters:
-        if firsts.count(first_name.get(f"{name}.{key}")) > 1:
+        if firsts.count(first_name.get(f"{name}.{key}", "")) > 1:
             return f"{key!r} is tied to another parameter"
     return None
 
 
 def deal_moes(model: nn.Module, names: Sequence[str], mesh: Mesh, plan: Plan) -> dict[str, MoE]:
-    """{name: MoE layer}; experts of other ranks leave them."""
-    moes = {name: model.get_submodule(name) for name in names}
+    """The layers by name; experts of other ranks leave them."""
+    found = {name: model.get_submodule(name) for name in names}
+    moes = {name: module for name, module in found.items() if isinstance(module, MoE)}
     for moe in moes.values():
         moe.shard(mesh.group("ep"), mesh.data_tp if plan.megatron_sp else mesh.data)
     return moes
 
 
 def deal_stacked_experts(model: nn.Module, names: Sequence[str], ep: Group) -> dict[str, Layout]:
-    """{name of a parameter: Layout of what is here}; experts of other ranks leave the modules."""
+    """What is here, by the name of a parameter; experts of other ranks leave the modules."""
     return {
         f"{name}.{key}": layout
         for name in names

@@ -27,13 +27,28 @@ What can go wrong: a rank that leaves out the backward pass (its tokens were non
 waiting in theirs.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.ground import comm, differentiable
 
-__all__ = ["Routes", "combine", "dispatch", "make_routes", "read_counts"]
+__all__ = ["ReadCounts", "Routes", "combine", "dispatch", "make_routes", "read_counts"]
+
+ReadCounts: TypeAlias = Callable[[torch.Tensor, int], list[int]]
+
+if TYPE_CHECKING:
+
+    class _OfSpread(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor]
+        top_k: int
+
+    class _OfPermute(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor]
 
 
 class Routes(NamedTuple):
@@ -49,20 +64,22 @@ class Routes(NamedTuple):
     per_expert: list[int]  # rows of each expert of this rank
 
 
-def inverse_of(permutation):
+def inverse_of(permutation: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(permutation).scatter_(
         0, permutation, torch.arange(permutation.numel(), device=permutation.device)
     )
 
 
-def read_counts(counts, assignments):
-    """Numbers of rows as a list, on the host. assignments: those of this rank's tokens, which the planner
+def read_counts(counts: torch.Tensor, assignments: int) -> list[int]:
+    """Numbers of rows, on the host. assignments: those of this rank's tokens, which the planner
     deals evenly where tensors have no values.
     """
     return counts.tolist()
 
 
-def make_routes(chosen, held, group, read=read_counts):
+def make_routes(
+    chosen: torch.Tensor, held: Sequence[int], group: comm.Group, read: ReadCounts = read_counts
+) -> tuple[Routes, torch.Tensor]:
     """Routes for chosen (tokens, top_k) int64, the experts of each token, where held[r] is how many experts
     rank r of the group has.
 
@@ -74,7 +91,9 @@ def make_routes(chosen, held, group, read=read_counts):
     own = held[group.rank]
     arrived = comm.all_to_all(counts, held, [own] * group.size, group)  # by source, then by own expert
     both = read(torch.cat([counts, arrived]), flat.numel())  # one synchronisation for both
-    sent, received, at = [], [], 0
+    sent: list[int] = []
+    received: list[int] = []
+    at = 0
     for experts in held:
         sent.append(sum(both[at : at + experts]))
         at += experts
@@ -97,13 +116,15 @@ class _Spread(torch.autograd.Function):
     """x (tokens, dim) -> its assignments, sorted: (tokens * top_k, dim)."""
 
     @staticmethod
-    def forward(ctx, x, order, inverse, top_k):
+    def forward(
+        ctx: _OfSpread, x: torch.Tensor, order: torch.Tensor, inverse: torch.Tensor, top_k: int
+    ) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         ctx.top_k = top_k
         return x.index_select(0, order // top_k)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfSpread, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         (inverse,) = ctx.saved_tensors
         tokens = inverse.numel() // ctx.top_k
         parts = grad.index_select(0, inverse).view(tokens, ctx.top_k, grad.shape[1])
@@ -115,17 +136,19 @@ class _Spread(torch.autograd.Function):
 
 class _Permute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, permutation, inverse):
+    def forward(
+        ctx: _OfPermute, x: torch.Tensor, permutation: torch.Tensor, inverse: torch.Tensor
+    ) -> torch.Tensor:
         ctx.save_for_backward(inverse)
         return x.index_select(0, permutation)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfPermute, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (inverse,) = ctx.saved_tensors
         return grad.index_select(0, inverse), None, None
 
 
-def dispatch(x, routes, group):
+def dispatch(x: torch.Tensor, routes: Routes, group: comm.Group) -> torch.Tensor:
     """x (tokens, dim) -> the rows for this rank's experts (sum(routes.per_expert), dim), by expert, source
     rank, position. Collective.
     """
@@ -134,7 +157,7 @@ def dispatch(x, routes, group):
     return _Permute.apply(rows, routes.regroup, routes.ungroup)
 
 
-def combine(rows, weights, routes, group):
+def combine(rows: torch.Tensor, weights: torch.Tensor, routes: Routes, group: comm.Group) -> torch.Tensor:
     """The converse of dispatch: rows (as dispatch gave them, after the experts), weights (tokens, top_k) ->
     (tokens, dim), summed in the wider dtype of the two and returned in that of rows. Collective.
     """

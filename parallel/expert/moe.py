@@ -33,13 +33,34 @@ gradients, and hooks such as ZeRO's all-gather run on every rank), and an input 
 if it had one, or a rank without experts would have no path to combine's backward collective.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.expert import dispatch
 from pycomm.parallel.ground import comm
 
 __all__ = ["MoE"]
+
+
+if TYPE_CHECKING:
+
+    class _OfAddGradient(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor]
+        scale: float
+
+
+class Chosen(NamedTuple):
+    """What the gate says of each token, in fp32 at least."""
+
+    probabilities: torch.Tensor  # (tokens, experts)
+    weights: torch.Tensor  # (tokens, top_k)
+    experts: torch.Tensor  # (tokens, top_k) int64
 
 
 class _AddGradient(torch.autograd.Function):
@@ -48,13 +69,13 @@ class _AddGradient(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, out, aux, scale):
+    def forward(ctx: _OfAddGradient, out: torch.Tensor, aux: torch.Tensor, scale: float) -> torch.Tensor:
         ctx.save_for_backward(aux)
         ctx.scale = scale
         return out.view_as(out)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfAddGradient, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         (aux,) = ctx.saved_tensors
         return grad, torch.full_like(aux, ctx.scale), None
 
@@ -80,7 +101,17 @@ class MoE(nn.Module):
 
     read_counts = staticmethod(dispatch.read_counts)
 
-    def __init__(self, dim, expert, num_experts, top_k=2, *, aux_loss=0.01, renormalize=None, group=None):
+    def __init__(
+        self,
+        dim: int,
+        expert: Callable[[], nn.Module],
+        num_experts: int,
+        top_k: int = 2,
+        *,
+        aux_loss: float = 0.01,
+        renormalize: bool | None = None,
+        group: comm.GroupLike = None,
+    ) -> None:
         super().__init__()
         if isinstance(expert, nn.Module):
             raise ValueError(
@@ -92,7 +123,8 @@ class MoE(nn.Module):
                 f"MoE: top_k={top_k} of num_experts={num_experts}; needs 1 <= top_k <= num_experts"
             )
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
-        self.aux_loss, self.aux_scale, self.last_aux = aux_loss, 1.0, None
+        self.aux_loss, self.aux_scale = aux_loss, 1.0
+        self.last_aux: torch.Tensor | None = None
         self.renormalize = top_k > 1 if renormalize is None else renormalize
         self.gate = nn.Linear(dim, num_experts, bias=False)
         self.experts = nn.ModuleDict({str(index): expert() for index in range(num_experts)})
@@ -103,11 +135,11 @@ class MoE(nn.Module):
         self.group, self.counted_over, self.held = comm.ALONE, comm.ALONE, [num_experts]
         self.is_sharded = False
         if group is not None:
-            group = comm.as_group(group, "ep")
-            self.shard(group, group)
-            comm.broadcast(self.gate.weight.data, 0, group)
+            ep = comm.as_group(group, "ep")
+            self.shard(ep, ep)
+            comm.broadcast(self.gate.weight.data, 0, ep)
 
-    def shard(self, group, counted_over):
+    def shard(self, group: comm.GroupLike, counted_over: comm.GroupLike) -> None:
         """Keeps this rank's experts and drops the others; from then on forward and backward are collective on
         both groups.
 
@@ -117,27 +149,25 @@ class MoE(nn.Module):
         them.
         Call before the optimizer is made. Raises ValueError when called twice.
         """
-        group, counted_over = comm.as_group(group, "ep"), comm.as_group(counted_over, "data")
+        ep, data = comm.as_group(group, "ep"), comm.as_group(counted_over, "data")
         if self.is_sharded:
             raise ValueError(
-                f"[rank {group.rank}] MoE.shard: experts are already laid over {self.group.size} ranks "
+                f"[rank {ep.rank}] MoE.shard: experts are already laid over {self.group.size} ranks "
                 f"({self.group.name!r})"
             )
-        self.held = comm.even_sizes(self.num_experts, group.size)
-        first = sum(self.held[: group.rank])
-        kept = range(first, first + self.held[group.rank])
+        self.held = comm.even_sizes(self.num_experts, ep.size)
+        first = sum(self.held[: ep.rank])
+        kept = range(first, first + self.held[ep.rank])
         for index in range(self.num_experts):
             if index not in kept:
                 del self.experts[str(index)]
-        self.group, self.counted_over, self.is_sharded = group, counted_over, True
+        self.group, self.counted_over, self.is_sharded = ep, data, True
 
-    def extra_repr(self):
+    def extra_repr(self) -> str:
         return f"num_experts={self.num_experts}, top_k={self.top_k}, held={self.held}"
 
-    def choose(self, x):
-        """x (tokens, dim) -> probabilities (tokens, experts), weights and chosen experts (tokens, top_k);
-        fp32 at least.
-        """
+    def choose(self, x: torch.Tensor) -> Chosen:
+        """x: (tokens, dim)."""
         logits = self.gate(x)
         probabilities = torch.softmax(logits, -1, dtype=torch.promote_types(logits.dtype, torch.float32))
         # A stable sort and not topk: of equal probabilities, which 16-bit logits often give, the lower expert
@@ -146,9 +176,9 @@ class MoE(nn.Module):
         weights = probabilities.gather(1, chosen)
         if self.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        return probabilities, weights, chosen
+        return Chosen(probabilities, weights, chosen)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x (..., dim) -> (..., dim), same dtype. Collective on the groups; ranks may have different numbers
         of tokens, also 0.
         """
@@ -180,7 +210,7 @@ class MoE(nn.Module):
             out = _AddGradient.apply(out, self._balance(over_ranks, sums), self.aux_scale)
         return out.view(x.shape)
 
-    def _balance(self, over_ranks, sums):
+    def _balance(self, over_ranks: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:
         """This rank's part of the load-balance loss, whose gradient is right; keeps the value over all ranks
         in last_aux.
         """

@@ -18,6 +18,7 @@ to a thread.
 import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
+from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol, TypeAlias, cast, overload
 
 import torch
@@ -39,6 +40,7 @@ __all__ = [
     "ALONE",
     "Call",
     "Group",
+    "GroupLike",
     "Traffic",
     "Work",
     "all_gather",
@@ -61,6 +63,7 @@ __all__ = [
 
 
 ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+GroupLike: TypeAlias = Group | dist.ProcessGroup | None  # None: the default group
 
 
 class Call(NamedTuple):
@@ -72,7 +75,7 @@ class Call(NamedTuple):
 class Work(Protocol):
     """A collective under way, or done."""
 
-    def wait(self) -> bool: ...
+    def wait(self, timeout: timedelta = ...) -> bool: ...
 
     def is_completed(self) -> bool: ...
 
@@ -119,7 +122,7 @@ def record(op: str, group: Group, nbytes: int) -> None:
 class Done:
     """The work of an operation that had nothing to do."""
 
-    def wait(self, timeout: object = None) -> bool:
+    def wait(self, timeout: timedelta | None = None) -> bool:
         return True
 
     def is_completed(self) -> bool:

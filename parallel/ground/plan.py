@@ -16,11 +16,11 @@ import dataclasses
 import enum
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 if TYPE_CHECKING:
-    from pycomm.parallel.data.compression import Compression
+    from pycomm.parallel.data.compression import MakeCompression
 
 __all__ = [
     "AXES",
@@ -116,7 +116,7 @@ class Plan:
     zero: Zero = 0
     zero_group: ZeroGroup = "all"
     grad_sync: GradSync = "all_reduce"
-    compression: CompressionName | Callable[[], Compression] | None = None
+    compression: CompressionName | MakeCompression | None = None
     bucket_mb: float = 25.0
     precision: Precision | None = None
     offload: Offload | None = None

@@ -107,7 +107,9 @@ class WeightStore:
         """After a step that raised: drops what it left."""
         self.pending.clear()
 
-    def checkpoint_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    def checkpoint_contexts(
+        self,
+    ) -> tuple[AbstractContextManager[None], AbstractContextManager[DeferWeights | None]]:
         """For torch.utils.checkpoint(..., use_reentrant=False, context_fn=store.checkpoint_contexts).
 
         The recomputation, which happens during B, must save the same tensors as the forward did: it runs

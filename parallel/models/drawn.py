@@ -5,19 +5,19 @@ Python's, and from NumPy's where that is loaded. (Which ones a model draws on ma
 import contextlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 import torch
 
 __all__ = ["Drawn", "drawn", "kept", "pass_over", "same"]
 
-Drawn: TypeAlias = list[torch.Tensor | tuple[object, ...]]  # the state of each generator
+Drawn: TypeAlias = Sequence[torch.Tensor | tuple[object, ...]]  # the state of each generator
 
 
 def drawn(device: torch.device) -> Drawn:
     """The state of all; for same()."""
-    state: Drawn = [torch.get_rng_state()]
+    state: list[torch.Tensor | tuple[object, ...]] = [torch.get_rng_state()]
     if device.type == "cuda":
         state.append(torch.cuda.get_rng_state(device))
     state.append(random.getstate())

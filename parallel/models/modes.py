@@ -85,7 +85,7 @@ def as_written(function: ResultT) -> ResultT:
     return getattr(function, "as_written", function)
 
 
-def eager() -> AbstractContextManager[object]:
+def eager() -> AbstractContextManager[None]:
     """A context in which what is compiled runs as it is written: nothing is compiled for runs on the side."""
     known = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()

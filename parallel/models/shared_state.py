@@ -31,6 +31,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import nn
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.models.modes import as_written
 
 __all__ = ["SharedState", "keep"]
@@ -200,7 +201,7 @@ def _is_data(value: object) -> bool:
     return isinstance(value, _NUMBERS) or _is_mutable(value)
 
 
-def _functions(value: object) -> list[Callable[..., object]]:
+def _functions(value: object) -> list[Callable[..., Tree]]:
     """The functions of an entry of a class."""
     if isinstance(value, property):
         return [each for each in (value.fget, value.fset) if each is not None]
@@ -209,7 +210,7 @@ def _functions(value: object) -> list[Callable[..., object]]:
     return [value] if isinstance(value, types.FunctionType) else []
 
 
-def _forward_of(module: nn.Module) -> Callable[..., object]:
+def _forward_of(module: nn.Module) -> Callable[..., Tree]:
     """The function behind what wrappers may have made of it."""
     forward = as_written(module.forward)
     while isinstance(forward, functools.partial):
@@ -286,7 +287,7 @@ def keep(value: object, deep: int = 2) -> Restore:
     return restore
 
 
-def _keep_elements(held: "set[object] | list[object] | collections.deque[object]", deep: int) -> Restore:
+def _keep_elements(held: set[ValueT] | list[ValueT] | collections.deque[ValueT], deep: int) -> Restore:
     within = list(held)
     undo = [keep(each, deep - 1) for each in within]
 

@@ -14,6 +14,7 @@ What can go wrong: an optimizer that looks at whole parameters. Its buckets are 
 
 import collections
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple, TypeAlias, cast
 
 import torch
 from torch import nn
@@ -25,29 +26,37 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.models.trunk import Trunk
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import is_elementwise
-from pycomm.parallel.zero.shards import MasterOptions, Shards
+from pycomm.parallel.zero.shards import MasterOptions, Originals, Shards
+from pycomm.parallel.zero.streamed import StreamedShards
 from pycomm.parallel.zero.units import Unit, Units
 
 __all__ = ["make_buckets", "make_units"]
 
-Infos = Mapping[int, Sequence[ParamInfo]]  # stage of this rank -> those of its parameters
-Values = Mapping[nn.Parameter, torch.Tensor]
-Optimizer = torch.optim.Optimizer | None
+Infos: TypeAlias = Mapping[int, Sequence[ParamInfo]]  # stage of this rank -> those of its parameters
+Optimizer: TypeAlias = torch.optim.Optimizer | None
+
+
+class Where(NamedTuple):
+    """What a parameter is gathered with: a block of a trunk, or a module outside of the blocks."""
+
+    name: str  # of the trunk, or the module
+    block: int | None  # its index; None outside of the blocks
 
 
 def make_buckets(
-    infos_of: Infos, full_values: Values, trunk: Trunk | None, opt: Optimizer, plan: Plan, eager: bool
+    infos_of: Infos, full_values: Originals, trunk: Trunk | None, opt: Optimizer, plan: Plan, eager: bool
 ) -> tuple[dict[int, Reducer], dict[int, tuple[Shards, ...]]]:
-    """({stage: Reducer with the buckets of its trained parameters}, {stage: Shards of its buckets}).
+    """By stage: the Reducer with the buckets of its trained parameters, and the Shards of all its buckets.
 
-    full_values: parameter -> its values at full precision. eager: whether a bucket may be summed as soon as
+    full_values: at full precision. eager: whether a bucket may be summed as soon as
     it is complete; not where parts of the backward of two microbatches alternate.
     """
     reducers = {}
     for stage, infos in infos_of.items():
         trained = [info for info in infos if info.param.requires_grad]
         reducers[stage] = Reducer(_buckets_of(trained, trunk, opt, plan), eager=eager)
-    kind, found = kind_of(plan), {}
+    kind = kind_of(plan)
+    found: dict[int, tuple[Shards, ...]] = {}
     for stage, infos in infos_of.items():
         buckets = list(reducers[stage].buckets)
         if kind.by_unit:  # frozen parameters are freed too
@@ -77,22 +86,24 @@ def _master_options(bucket: Bucket, plan: Plan) -> MasterOptions:
 
 
 def make_units(model: nn.Module, trunk: Trunk | None, shards: Mapping[int, Sequence[Shards]]) -> Units:
-    """Units of ZeRO-3, which wrap the forwards of the modules that use them. shards: {stage: its Shards}."""
-    units, found = Units(), {}
+    """Units of ZeRO-3, which wrap the forwards of the modules that use them. shards: by stage."""
+    units = Units()
+    found: dict[tuple[Where, int], list[StreamedShards]] = {}
     for stage, parts in shards.items():
         for shard in parts:
-            found.setdefault((_unit_of(shard.bucket.infos[0].name, trunk), stage), []).append(shard)
-    users = {key: _users(model, parts) for key, parts in found.items() if key[0][1] is None}
+            where = _unit_of(shard.bucket.infos[0].name, trunk)
+            found.setdefault((where, stage), []).append(cast(StreamedShards, shard))
+    users = {key: _users(model, streamed) for key, streamed in found.items() if key[0].block is None}
     of_several = collections.Counter(module for modules in users.values() for module in modules)
-    for key, parts in found.items():
-        (name, index), _ = key
-        if index is not None:
-            units.add(Unit(trunk.names[index], parts), [trunk.blocks[index]])
+    for key, streamed in found.items():
+        name, index = key[0]
+        if trunk is not None and index is not None:
+            units.add(Unit(trunk.names[index], streamed), [trunk.blocks[index]])
             continue
         modules = users[key]
         # A module that needs two units, as one with one tied parameter of two, has both in backward.
         sticky = len(modules) > 1 or any(of_several[module] > 1 for module in modules)
-        unit = Unit(name, parts, sticky=sticky)
+        unit = Unit(name, streamed, sticky=sticky)
         if not modules or any(module is model or _contains_blocks(module, trunk) for module in modules):
             units.add(unit, always=True)
         else:
@@ -111,17 +122,17 @@ def _contains_blocks(module: nn.Module, trunk: Trunk | None) -> bool:
     return trunk is not None and any(block in inside for block in trunk.blocks)
 
 
-def _unit_of(name: str, trunk: Trunk | None) -> tuple[str, int | None]:
-    """(name of the trunk, index of the block) of a parameter, or (the module outside the blocks, None)."""
-    index = trunk.block_of(name) if trunk else None
-    return (name.rpartition(".")[0], None) if index is None else (trunk.name, index)
+def _unit_of(name: str, trunk: Trunk | None) -> Where:
+    """name: of a parameter."""
+    index = None if trunk is None else trunk.block_of(name)
+    if trunk is None or index is None:
+        return Where(name.rpartition(".")[0], None)
+    return Where(trunk.name, index)
 
 
-def _by_unit(
-    infos: Sequence[ParamInfo], trunk: Trunk | None
-) -> dict[tuple[str, int | None], list[ParamInfo]]:
-    """{unit: its infos}, in the order of the infos."""
-    units = {}
+def _by_unit(infos: Sequence[ParamInfo], trunk: Trunk | None) -> dict[Where, list[ParamInfo]]:
+    """The infos of each unit, in their order."""
+    units: dict[Where, list[ParamInfo]] = {}
     for info in infos:
         units.setdefault(_unit_of(info.name, trunk), []).append(info)
     return units

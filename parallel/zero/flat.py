@@ -14,9 +14,11 @@ all_reduce of replicated gradients sends. ZeRO 2 takes the values from here and 
 streamed.py.
 """
 
+import torch
+
 from pycomm.parallel.data.bucket import BufferedBucket
 from pycomm.parallel.ground import comm
-from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.shards import Originals, Shards
 
 __all__ = ["FlatBucket", "FlatShards"]
 
@@ -26,26 +28,28 @@ class FlatBucket(BufferedBucket):
 
     is_sharded = True
 
-    def launch(self):
+    def launch(self) -> None:
         self._clear_gaps()
-        self._sum_overlaps()
+        self._sum_overlaps(self.views)
         self.work = comm.reduce_scatter(self.own(self.flat), self.flat, self.group, async_op=True)
 
-    def launch_across(self):
+    def launch_across(self) -> None:
         if self.replicas.size > 1:
             self.wait()
             self.work = comm.all_reduce(self.gradient(), self.replicas, async_op=True)
 
-    def gradient(self):
+    def gradient(self) -> torch.Tensor:
         return self.own(self.flat)
 
 
 class FlatShards(Shards):
     """Values in one flat buffer, which is gathered after every step of the optimizer."""
 
-    def _keep_values(self, originals, on_host):
+    values_here: torch.Tensor
+
+    def _keep_values(self, originals: Originals, on_host: bool) -> torch.Tensor:
         bucket = self.bucket
-        self.work = None  # the all_gather under way
+        self.work: comm.Work | None = None  # the all_gather under way
         self.values = self._fill(
             comm.empty(bucket.spec.numel, bucket.dtype, bucket.group, bucket.device), originals
         )
@@ -53,11 +57,11 @@ class FlatShards(Shards):
             info.param.data = view
         return bucket.own(self.values)
 
-    def publish(self):
+    def publish(self) -> None:
         self._copy_master()
         self.work = comm.all_gather(self.values, self.values_here, self.bucket.group, async_op=True)
 
-    def wait(self):
+    def wait(self) -> None:
         if self.work is not None:
             self.work.wait()
             self.work = None

@@ -9,11 +9,12 @@
 Tables of who holds what and what is sent: data/replicated.py, flat.py, streamed.py.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import NamedTuple
 
-from pycomm.parallel.data.bucket import Bucket, cut_into_buckets
-from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
+from pycomm.parallel.data.bucket import Bucket, ParamInfo, cut_into_buckets
+from pycomm.parallel.data.replicated import LocalBucket, MakeSum, ReplicatedBucket
+from pycomm.parallel.ground.plan import Plan, Zero
 from pycomm.parallel.zero.flat import FlatBucket, FlatShards
 from pycomm.parallel.zero.shards import ReplicatedShards, Shards
 from pycomm.parallel.zero.streamed import StreamedBucket, StreamedShards
@@ -31,12 +32,14 @@ class Kind(NamedTuple):
     divided: str = ""  # what a rank has a part of, for people
     over_link: str = "gradients are summed over the link"  # where data ranks lie on several hosts, for people
 
-    def cut(self, infos, limit):
-        """Lists of infos, one per bucket; infos: of one unit, where the kind is by_unit."""
+    def cut(self, infos: Sequence[ParamInfo], limit: float) -> list[list[ParamInfo]]:
+        """The infos of each bucket; infos: of one unit, where the kind is by_unit."""
         return cut_into_buckets(infos, float("inf") if self.by_unit else limit, self.least_buckets)
 
-    def make_bucket(self, infos, whole: bool = False, make_sum: Callable | None = None):
-        """A Bucket; whole: no parameter is cut between ranks; make_sum: see ReplicatedBucket."""
+    def make_bucket(
+        self, infos: Sequence[ParamInfo], whole: bool = False, make_sum: MakeSum | None = None
+    ) -> Bucket:
+        """whole: no parameter is cut between ranks; make_sum: see ReplicatedBucket."""
         if self.bucket is not ReplicatedBucket:
             return self.bucket(infos, whole)
         return (
@@ -44,7 +47,7 @@ class Kind(NamedTuple):
         )
 
 
-KINDS = {
+KINDS: dict[Zero, Kind] = {
     0: Kind(ReplicatedBucket, ReplicatedShards),
     1: Kind(
         FlatBucket,
@@ -69,5 +72,5 @@ KINDS = {
 }
 
 
-def kind_of(plan):
+def kind_of(plan: Plan) -> Kind:
     return KINDS[plan.zero]

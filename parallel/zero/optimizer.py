@@ -5,12 +5,19 @@ A shard of a parameter is enough for optimizers that treat each element by itsel
 anything unknown) get whole parameters: the bucket is then cut at parameter boundaries (FlatSpec, whole).
 """
 
+from __future__ import annotations
+
 import functools
 import threading
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import TYPE_CHECKING, NoReturn, ParamSpec, TypeVar
 
 import torch
 
 from pycomm import trace
+
+if TYPE_CHECKING:
+    from pycomm.parallel.zero.shards import Shards
 
 __all__ = ["check_fresh", "guard", "is_elementwise", "replace_parameters", "step_optimizer"]
 
@@ -20,12 +27,16 @@ ELEMENTWISE = (
 )
 
 
-def is_elementwise(opt):
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
+def is_elementwise(opt: torch.optim.Optimizer) -> bool:
     """Whether the update of an element depends on nothing but that element's gradients."""
     return any(type(opt) is getattr(torch.optim, name) for name in ELEMENTWISE)
 
 
-def check_fresh(opt):
+def check_fresh(opt: torch.optim.Optimizer) -> None:
     """Raises ValueError when the optimizer has state of steps: its tensors have the shapes of whole
     parameters.
 
@@ -40,14 +51,14 @@ def check_fresh(opt):
         )
 
 
-def replace_parameters(opt, all_shards):
+def replace_parameters(opt: torch.optim.Optimizer, all_shards: Iterable[Shards]) -> None:
     """Puts the shards in the place of the model's parameters in opt.param_groups; parameters that are in no
     bucket (frozen) leave. From now on only step_optimizer takes steps.
     """
     _refuse_other_steps(opt)
     start = next(iter(opt.state.values()), None)
     opt.state.clear()
-    by_option = {}
+    by_option: dict[int | None, list[torch.nn.Parameter]] = {}
     for shards in all_shards:
         for shard in shards.owned:
             by_option.setdefault(shard.info.option, []).append(shard.param)
@@ -60,21 +71,28 @@ def replace_parameters(opt, all_shards):
                 opt.state[param] = {"step": step, "sum": total}
 
 
-def guard(opt, discard):
+def guard(opt: torch.optim.Optimizer, discard: Callable[[], None]) -> None:
     """What else the user may call. discard(): drops gradients that wait for a step; opt.zero_grad() does it
     under every plan, wherever these lie.
     """
     if hasattr(opt, "zero_grad"):  # a wrapper of an optimizer may have less
-        opt.zero_grad = functools.partial(_zero_grad, opt.zero_grad, discard)
-    opt.add_param_group = _refuse_group
+        _replace(opt, "zero_grad", functools.partial(_zero_grad, opt.zero_grad, discard))
+    _replace(opt, "add_param_group", _refuse_group)
 
 
-def _zero_grad(zero_grad, discard, *args, **kwargs):
+def _replace(opt: torch.optim.Optimizer, name: str, method: Callable[P, ResultT]) -> None:
+    """On this object alone."""
+    setattr(opt, name, method)
+
+
+def _zero_grad(
+    zero_grad: Callable[P, ResultT], discard: Callable[[], None], *args: P.args, **kwargs: P.kwargs
+) -> None:
     discard()
     zero_grad(*args, **kwargs)
 
 
-def _refuse_group(*_, **__):
+def _refuse_group(*_: object, **__: object) -> NoReturn:
     raise ValueError(
         "add_param_group: the optimizer of a model under a plan has this rank's shards, and no buckets for "
         "more parameters. Give it all groups before parallelize (lr=0 for those that are to wait)"
@@ -84,20 +102,20 @@ def _refuse_group(*_, **__):
 _under_way = threading.local()  # .step: whether a step is taken here, by this thread
 
 
-def _refuse_other_steps(opt):
+def _refuse_other_steps(opt: torch.optim.Optimizer) -> None:
     """A wrapper of an optimizer, which is none for torch, has no hooks."""
     try:
         opt.register_step_pre_hook(_check_under_way)
     except AttributeError:
-        opt.step = functools.partial(_checked_step, opt.step)
+        _replace(opt, "step", functools.partial(_checked_step, opt.step))
 
 
-def _checked_step(step, *args, **kwargs):
+def _checked_step(step: Callable[P, ResultT], *args: P.args, **kwargs: P.kwargs) -> ResultT:
     _check_under_way()
     return step(*args, **kwargs)
 
 
-def _check_under_way(*_):
+def _check_under_way(*_: object) -> None:
     if not getattr(_under_way, "step", False):
         raise ValueError(
             "this optimizer belongs to a model under a plan, whose gradients are summed over the ranks and "
@@ -106,7 +124,12 @@ def _check_under_way(*_):
         )
 
 
-def step_optimizer(opt, all_shards, scale=None, unused=()):
+def step_optimizer(
+    opt: torch.optim.Optimizer,
+    all_shards: Iterable[Shards],
+    scale: torch.Tensor | None = None,
+    unused: Container[str] = (),
+) -> None:
     """One step of the user's optimizer over all shards, gradients times `scale`; it does not see parameters
     named in `unused`.
 
@@ -124,7 +147,12 @@ def step_optimizer(opt, all_shards, scale=None, unused=()):
         shards.wait()
 
 
-def _step(opt, all_shards, scale, unused):
+def _step(
+    opt: torch.optim.Optimizer,
+    all_shards: Sequence[Shards],
+    scale: torch.Tensor | None,
+    unused: Container[str],
+) -> None:
     if any(shards.casts_gradients for shards in all_shards):
         _step_one_by_one(opt, all_shards, scale, unused)
     else:
@@ -136,7 +164,12 @@ def _step(opt, all_shards, scale, unused):
             shards.publish()
 
 
-def _step_one_by_one(opt, all_shards, scale, unused):
+def _step_one_by_one(
+    opt: torch.optim.Optimizer,
+    all_shards: Sequence[Shards],
+    scale: torch.Tensor | None,
+    unused: Container[str],
+) -> None:
     everything = [group["params"] for group in opt.param_groups]
     try:
         for shards in all_shards:
@@ -144,6 +177,7 @@ def _step_one_by_one(opt, all_shards, scale, unused):
             for group in opt.param_groups:
                 group["params"] = []
             option = shards.bucket.infos[0].option
+            assert option is not None  # is_updated
             opt.param_groups[option]["params"] = [shard.param for shard in shards.owned]
             opt.step()
             shards.detach_gradients()

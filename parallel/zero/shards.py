@@ -19,15 +19,24 @@ and hooks made for it keep working; see optimizer.py. Without mixed precision a 
 themselves, and zero=0 leaves the model's parameters in place.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Container, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 
-from pycomm.parallel.data.bucket import ParamInfo
+from pycomm.parallel.data.bucket import Bucket, ParamInfo
 from pycomm.parallel.data.flat import Piece
 
-__all__ = ["MasterOptions", "ReplicatedShards", "Shard", "Shards"]
+if TYPE_CHECKING:
+    from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
+
+__all__ = ["MasterOptions", "Originals", "ReplicatedShards", "Shard", "Shards"]
+
+# the values of parameters before they were cast to the compute dtype
+Originals: TypeAlias = Mapping[torch.nn.Parameter, torch.Tensor]
 
 
 class Shard(NamedTuple):
@@ -50,13 +59,14 @@ class MasterOptions:
 class Shards:
     """The shards of one bucket.
 
-    originals: parameter -> its values before they were cast to the compute dtype (the parameter itself
-    without mixed precision); of parameters that are filled later nothing.
+    originals: the parameters themselves without mixed precision; of parameters that are filled later nothing.
 
     A kind has _keep_values() and publish(), and wait() where publish() only starts the work.
     """
 
-    def __init__(self, bucket, originals, options=MasterOptions()):
+    def __init__(
+        self, bucket: Bucket, originals: Originals, options: MasterOptions = MasterOptions()
+    ) -> None:
         self.bucket = bucket
         # Flat, in the compute dtype: the values that this rank owns. None: they are in the parameters.
         self.values_here = self._keep_values(originals, options.values_on_host)
@@ -69,24 +79,24 @@ class Shards:
             self.master = own if own is full else own.clone()  # a clone keeps the other chunks from living on
         self.owned = [self._shard(piece) for piece in bucket.owned]
 
-    def _is_known(self, originals):
+    def _is_known(self, originals: Originals) -> bool:
         """Whether there is anything to fill a buffer with; else all of it is filled later."""
         return any(info.param in originals for info in self.bucket.infos)
 
-    def _zeros(self, dtype, device, originals):
+    def _zeros(self, dtype: torch.dtype, device: torch.device, originals: Originals) -> torch.Tensor:
         """Room for all values, or, where they are filled later, for those that this rank owns."""
         bucket = self.bucket
         part = bucket.is_sharded and not self._is_known(originals)
         return torch.zeros(bucket.spec.chunk if part else bucket.spec.numel, dtype=dtype, device=device)
 
-    def _fill(self, flat, originals):
+    def _fill(self, flat: torch.Tensor, originals: Originals) -> torch.Tensor:
         if self._is_known(originals):
             for info, view in zip(self.bucket.infos, self.bucket.spec.views(flat), strict=True):
                 if info.param in originals:
                     view.copy_(originals[info.param])
         return flat
 
-    def _shard(self, piece):
+    def _shard(self, piece: Piece) -> Shard:
         info = self.bucket.infos[piece.index]
         if self.master is None:
             return Shard(info, piece, info.param)
@@ -95,24 +105,25 @@ class Shards:
             values = values.view(info.shape)
         return Shard(info, piece, torch.nn.Parameter(values, requires_grad=info.param.requires_grad))
 
-    def _keep_values(self, originals, on_host):
+    def _keep_values(self, originals: Originals, on_host: bool) -> torch.Tensor | None:
         """Puts the values where the model computes with them; returns `values_here`."""
         raise NotImplementedError
 
     @property
-    def is_updated(self):
+    def is_updated(self) -> bool:
         """Whether the optimizer has these parameters."""
         info = self.bucket.infos[0]
         return info.option is not None and info.param.requires_grad
 
     @property
-    def casts_gradients(self):
+    def casts_gradients(self) -> bool:
         return self.master is not None and self.master.dtype != self.bucket.dtype
 
-    def attach_gradients(self, scale=None, unused=()):
+    def attach_gradients(self, scale: torch.Tensor | None = None, unused: Container[str] = ()) -> None:
         """Sets .grad of the shards from the bucket's summed gradient, times `scale` (0-dim); None for
         parameters named in `unused`.
         """
+        assert self.master is not None  # else there is nothing but the parameters: ReplicatedShards
         flat = self.bucket.gradient().to(self.master.device, self.master.dtype)
         if scale is not None:
             flat.mul_(scale.to(flat.device, flat.dtype))
@@ -120,20 +131,21 @@ class Shards:
             if info.name not in unused:
                 param.grad = self.bucket.elements(piece, flat).view(param.shape)
 
-    def detach_gradients(self):
+    def detach_gradients(self) -> None:
         for shard in self.owned:
             shard.param.grad = None
 
-    def publish(self):
+    def publish(self) -> None:
         """After the optimizer: starts to bring the new values to where the model computes with them."""
         raise NotImplementedError
 
-    def wait(self):
+    def wait(self) -> None:
         """Ends publish()."""
 
-    def _copy_master(self):
-        if self.master is not self.values_here:
-            self.values_here.copy_(self.master)
+    def _copy_master(self) -> None:
+        values, master = self.values_here, self.master
+        if values is not None and master is not None and master is not values:
+            values.copy_(master)
 
 
 class ReplicatedShards(Shards):
@@ -141,10 +153,12 @@ class ReplicatedShards(Shards):
     for.
     """
 
-    def _keep_values(self, originals, on_host):
+    bucket: ReplicatedBucket | LocalBucket
+
+    def _keep_values(self, originals: Originals, on_host: bool) -> None:
         return None
 
-    def attach_gradients(self, scale=None, unused=()):
+    def attach_gradients(self, scale: torch.Tensor | None = None, unused: Container[str] = ()) -> None:
         if self.master is not None:
             super().attach_gradients(scale, unused)
             return
@@ -154,11 +168,11 @@ class ReplicatedShards(Shards):
             if info.name in unused:
                 info.param.grad = None
 
-    def detach_gradients(self):
+    def detach_gradients(self) -> None:
         if self.master is not None:
             super().detach_gradients()
 
-    def publish(self):
+    def publish(self) -> None:
         if self.master is not None:
             for info, view in zip(self.bucket.infos, self.bucket.spec.views(self.master), strict=True):
                 info.param.data.copy_(view)

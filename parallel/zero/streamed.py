@@ -21,12 +21,13 @@ is an error of shapes and not of memory.
 """
 
 import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from pycomm.parallel.data.bucket import Bucket
+from pycomm.parallel.data.bucket import Bucket, ParamInfo, SumUnderWay
 from pycomm.parallel.ground import comm
-from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.shards import Originals, Shards
 
 __all__ = ["StreamedBucket", "StreamedShards"]
 
@@ -37,44 +38,48 @@ class StreamedBucket(Bucket):
     is_sharded = True
     sums_each_microbatch = True
 
-    def __init__(self, infos, whole=False):
+    def __init__(self, infos: Sequence[ParamInfo], whole: bool = False) -> None:
         super().__init__(infos, whole)
-        self.sum = None  # this rank's chunk of the sum over all microbatches so far; None: no gradient yet
-        self.work = None  # the sum over the replicas under way
+        # this rank's chunk of the sum over all microbatches so far; None: no gradient yet
+        self.sum: torch.Tensor | None = None
+        self.work: comm.Work | None = None  # the sum over the replicas under way
 
-    def zero_grad(self):
+    def zero_grad(self) -> None:
         self.wait()  # only a step that raised leaves anything under way
         self.sum = self.flat = self.views = None
         for info in self.infos:
             info.param.grad = None
 
-    def collect(self, param):
-        self.accumulate(param, param.grad)
+    def collect(self, param: torch.nn.Parameter) -> None:
+        if param.grad is not None:
+            self.accumulate(param, param.grad)
         param.grad = None
 
-    def accumulate(self, param, grad):
-        self._begin_buffer()
-        self.views[self.index[id(param)]].add_(grad)
+    def accumulate(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        views = self.views if self.views is not None else self._buffer()[1]
+        views[self.index[id(param)]].add_(grad)
 
-    def _begin_buffer(self):
-        if self.flat is None:
+    def _buffer(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """It and its views; made where there is none."""
+        if self.flat is None or self.views is None:
             self.flat = torch.zeros(self.spec.numel, dtype=self.dtype, device=self.device)
             self.views = self.spec.views(self.flat)
+        return self.flat, self.views
 
-    def launch(self):
-        self._begin_buffer()  # also where this rank has no gradient: the others may have one
-        self._sum_overlaps()
-        chunk = self.flat.new_empty(self.spec.chunk)
-        work = comm.reduce_scatter(chunk, self.flat, self.group, async_op=True)
-        self.in_flight.append((work, chunk, self.flat))  # the buffer lives until wait()
+    def launch(self) -> None:
+        flat, views = self._buffer()  # also where this rank has no gradient: the others may have one
+        self._sum_overlaps(views)
+        chunk = flat.new_empty(self.spec.chunk)
+        work = comm.reduce_scatter(chunk, flat, self.group, async_op=True)
+        self.in_flight.append(SumUnderWay(work, chunk, flat))
         self.flat = self.views = None
 
-    def launch_across(self):
+    def launch_across(self) -> None:
         if self.replicas.size > 1:
             self.wait()
             self.work = comm.all_reduce(self.gradient(), self.replicas, async_op=True)
 
-    def wait(self):
+    def wait(self) -> None:
         for work, chunk, _ in self.in_flight:
             work.wait()
             self.sum = chunk if self.sum is None else self.sum.add_(chunk)
@@ -83,7 +88,7 @@ class StreamedBucket(Bucket):
             self.work.wait()
             self.work = None
 
-    def gradient(self):
+    def gradient(self) -> torch.Tensor:
         if self.sum is None:
             self.sum = torch.zeros(self.spec.chunk, dtype=self.dtype, device=self.device)
         return self.sum
@@ -94,11 +99,13 @@ class StreamedShards(Shards):
     free().
     """
 
-    def _keep_values(self, originals, on_host):
+    values_here: torch.Tensor
+
+    def _keep_values(self, originals: Originals, on_host: bool) -> torch.Tensor:
         bucket = self.bucket
-        self.work = None  # the all_gather under way
-        self.source = None  # what it reads: lives until finish_gather()
-        self.versions = None  # of the parameters, while they are whole
+        self.work: comm.Work | None = None  # the all_gather under way
+        self.source: torch.Tensor | None = None  # what it reads: lives until finish_gather()
+        self.versions: list[int] | None = None  # of the parameters, while they are whole
         full = torch.empty(bucket.spec.numel, dtype=bucket.dtype, device=bucket.device)
         home = torch.device("cpu") if on_host else bucket.device
         if self._is_known(originals):
@@ -112,23 +119,24 @@ class StreamedShards(Shards):
         self.free()
         return here
 
-    def publish(self):
+    def publish(self) -> None:
         self._copy_master()
 
-    def start_gather(self):
+    def start_gather(self) -> None:
         self.values.untyped_storage().resize_(self.nbytes)
         self.source = self.values_here.to(self.values.device, non_blocking=True)
         self.work = comm.all_gather(self.values, self.source, self.bucket.group, async_op=True)
 
-    def finish_gather(self):
-        self.work.wait()
+    def finish_gather(self) -> None:
+        if self.work is not None:
+            self.work.wait()
         self.work = self.source = None
         for info, view in zip(self.bucket.infos, self.views, strict=True):
             info.param.data = view
         self.versions = [info.param._version for info in self.bucket.infos]
 
     @contextlib.contextmanager
-    def stand_ins(self):
+    def stand_ins(self) -> Iterator[None]:
         """While they do not exist: the parameters are zeros that take no memory, for a forward that is run
         for shapes.
         """
@@ -140,7 +148,7 @@ class StreamedShards(Shards):
             for info in self.bucket.infos:
                 info.param.data = self.nothing
 
-    def free(self):
+    def free(self) -> None:
         """Raises ValueError where a forward has written to them, which would be lost."""
         infos = self.bucket.infos
         versions = self.versions or [info.param._version for info in infos]

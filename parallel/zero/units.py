@@ -24,20 +24,27 @@ Parameters that lie directly in a module that contains the trunk stay whole thro
 those of a unit that was read while it was sharded (reading.py).
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd import _get_sequence_nr
 from torch.utils._pytree import tree_leaves
 
 from pycomm import trace
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.differentiable import in_graph
 from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.zero.reading import Reading
+
+if TYPE_CHECKING:
+    from pycomm.parallel.zero.streamed import StreamedShards
 
 __all__ = ["Phase", "Unit", "Units"]
 
@@ -72,26 +79,25 @@ def _each(actions: Iterable[Callable[[], None]]) -> None:
 
 
 class Unit:
-    """Buckets that are gathered and freed together. shards: their StreamedShards. sticky: kept to the end of
-    a backward pass.
-    """
+    """Buckets that are gathered and freed together. sticky: kept to the end of a backward pass."""
 
-    def __init__(self, name, shards, sticky=False):
+    def __init__(self, name: str, shards: Sequence[StreamedShards], sticky: bool = False) -> None:
         self.name, self.shards, self.sticky = name, shards, sticky
         self.state = State.SHARDED
-        self.after_gather = None  # called with the parameters when they have become whole
+        # called when the parameters have become whole
+        self.after_gather: Callable[[list[torch.nn.Parameter]], None] | None = None
 
     @property
-    def is_whole(self):
+    def is_whole(self) -> bool:
         return self.state == State.GATHERED
 
-    def start(self):
+    def start(self) -> None:
         if self.state == State.SHARDED:
             for shards in self.shards:
                 shards.start_gather()
             self.state = State.GATHERING
 
-    def gather(self):
+    def gather(self) -> None:
         self.start()
         if self.state == State.GATHERING:
             with trace.span(f"gather {self.name}"):
@@ -101,7 +107,7 @@ class Unit:
             if self.after_gather is not None:
                 self.after_gather([info.param for shards in self.shards for info in shards.bucket.infos])
 
-    def free(self):
+    def free(self) -> None:
         if self.state == State.GATHERING:
             self.gather()
         if self.state == State.GATHERED:
@@ -114,18 +120,18 @@ class Units:
     what is left.
     """
 
-    def __init__(self):
-        self.units = []
-        self.always = []  # those that are gathered from the beginning of every pass to its end
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.always: list[Unit] = []  # those that are gathered from the beginning of every pass to its end
         self.phase = Phase.IDLE
-        self.orders = {}  # (phase, stage) -> its units, in the order in which they are used
-        self.order = []  # that of the pass that is running
+        self.orders: dict[tuple[Phase, int], list[Unit]] = {}  # (phase, stage) -> in order of use
+        self.order: list[Unit] = []  # that of the pass that is running
         self.position = 0  # how many of `order` have been used
         self.recording = False  # this is the first pass of its kind: it writes `order`
-        self.active = None  # the unit whose backward is running
-        self.inside = []  # the units whose forwards are running, outer to inner
+        self.active: Unit | None = None  # its backward is running
+        self.inside: list[Unit] = []  # their forwards are running, outer to inner
 
-    def add(self, unit, modules=(), always=False):
+    def add(self, unit: Unit, modules: Iterable[torch.nn.Module] = (), always: bool = False) -> None:
         """modules: those whose forward uses the unit."""
         self.units.append(unit)
         if always:
@@ -133,7 +139,7 @@ class Units:
         for module in modules:
             module.forward = uncompiled(functools.partial(self._call, unit, module.forward))
 
-    def begin(self, phase, stage=0):
+    def begin(self, phase: Phase, stage: int = 0) -> None:
         self.phase, self.active, self.inside = phase, None, []
         key = self.phase, stage
         self.recording = key not in self.orders
@@ -142,16 +148,16 @@ class Units:
         for unit in self.always:
             unit.gather()
 
-    def end(self):
+    def end(self) -> None:
         self.phase = Phase.IDLE
         _each(unit.free for unit in self.units)
 
-    def forget_orders(self):
+    def forget_orders(self) -> None:
         """After a pass that was interrupted: its record is incomplete."""
         self.orders.clear()
 
     @contextlib.contextmanager
-    def stand_ins(self):
+    def stand_ins(self) -> Iterator[None]:
         """Between passes, for a forward that is run for shapes: parameters around the trunk are zeros that
         take no memory.
         """
@@ -161,7 +167,7 @@ class Units:
                     stack.enter_context(shards.stand_ins())
             yield
 
-    def use(self, unit):
+    def use(self, unit: Unit) -> None:
         unit.gather()
         if self.recording:
             if not self.order or self.order[-1] is not unit:
@@ -172,7 +178,7 @@ class Units:
             if self.position < len(self.order):
                 self.order[self.position].start()
 
-    def _call(self, unit, forward, *args, **kwargs):
+    def _call(self, unit: Unit, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
         if self.phase == Phase.IDLE:
             raise RuntimeError(
                 "parameters are sharded (zero=3): call the model through parallel.step or parallel.evaluate"
@@ -201,17 +207,17 @@ class Units:
         return out
 
     @functools.cached_property
-    def reading(self):
+    def reading(self) -> Reading:
         """A context for forwards, in which parameters may be read at any place."""
         ids = {id(info.param): unit for unit in self.units for s in unit.shards for info in s.bucket.infos}
         return Reading(ids, self._keep)
 
-    def _keep(self, unit):
+    def _keep(self, unit: Unit) -> None:
         """From now on it is whole through every pass, this one included."""
         self.always.append(unit)
         unit.gather()
 
-    def _before_backward(self, unit, grad):
+    def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
         if unit.sticky:
             self.use(unit)
         elif self.active is not unit:
@@ -221,7 +227,7 @@ class Units:
             self.use(unit)
 
 
-def _check_seen(unit, leaves):
+def _check_seen(unit: Unit, leaves: Sequence[Tree]) -> None:
     """Raises ValueError for an object that hides its tensors: their gradients would not be seen to come."""
     hiding = [x for x in leaves if not isinstance(x, torch.Tensor) and dataclasses.is_dataclass(x)]
     if hiding:
@@ -231,7 +237,7 @@ def _check_seen(unit, leaves):
         )
 
 
-def _with_base(tensor):
+def _with_base(tensor: Tree) -> Sequence[torch.Tensor]:
     """Also what it is a view of, as a Linear's output is: where the model writes into a view (q /= 2),
     autograd replaces the view's node, and hooks on that are gone.
     """
@@ -240,5 +246,5 @@ def _with_base(tensor):
     return (tensor,) if tensor._base is None else (tensor, tensor._base)
 
 
-def _made_since(first, tensor):
+def _made_since(first: int, tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and tensor.grad_fn._sequence_nr() >= first
