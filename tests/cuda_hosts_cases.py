@@ -158,6 +158,24 @@ def case(name, hosts):
     over(hosts, CASES[name])
 
 
+def sizes_on_some_ranks(hosts, checks):
+    """NCCL's form is the same for both."""
+
+    def body(r, n):
+        for count, with_sizes in ((1, {0}), (SIZE, {n - 1}), (SIZE, set(range(1, n))), (0, {0})):
+            splits = [[count] * n] * 2 if r in with_sizes else []
+            for async_op in (False, True):
+                out = empty(n * count)
+                work = dist.all_to_all_single(out, cuda(r, n * count), *splits, async_op=async_op)
+                if async_op:
+                    ended(work)
+                mine = slice(r * count, (r + 1) * count)
+                equal(out.cpu(), torch.cat([data(p, n * count)[mine] for p in range(n)]))
+        dist.barrier()
+
+    over(hosts, body, checks=checks)
+
+
 def not_compared(hosts):
     def body(r, n):
         x = cuda(r, SIZE)
@@ -184,11 +202,12 @@ def mismatch(kind, checks):
             return dist.broadcast(cuda(r, SIZE), 0, async_op=True)
         if kind == "device" and r == 3:
             return dist.all_reduce(data(r, SIZE), async_op=True)
-        if kind == "splits":
+        if kind in ("splits", "splits on one rank"):
             splits = [2] * n
             wrong = [2, 2, 2, 3] if r == 1 else splits
             out, x = torch.zeros(sum(wrong), device="cuda"), cuda(r, sum(splits))
-            return dist.all_to_all_single(out, x, wrong, splits, async_op=True)
+            passed = (wrong, splits) if r == 1 or kind == "splits" else ()
+            return dist.all_to_all_single(out, x, *passed, async_op=True)
         return dist.all_reduce(cuda(r, SIZE), async_op=True)
 
     texts = {
@@ -196,7 +215,7 @@ def mismatch(kind, checks):
         "operation": ["operation=", "broadcast"],
         "device": ["device=", "cpu", "All ranks must pass tensors on the same kind of device."],
         "splits": ["rank 3 (host1) sends 2 elements to rank 1 (host0), which expects 3"],
-    }[kind]
+    }[kind.removesuffix(" on one rank")]
 
     def body(r, n):
         dist.all_reduce(cuda(r, 4))

@@ -44,6 +44,11 @@ def test_cases(server, name, hosts):
     server.run("cuda_hosts_cases.case", name, hosts)
 
 
+@pytest.mark.parametrize("checks", ["before", "beside", "off"])
+def test_sizes_on_some_ranks(server, checks):
+    server.run("cuda_hosts_cases.sizes_on_some_ranks", [0, 1, 0], checks)
+
+
 def test_not_compared(server):
     server.run("cuda_hosts_cases.not_compared", [0, 1])
 
@@ -51,7 +56,7 @@ def test_not_compared(server):
 @pytest.mark.parametrize(
     ("kind", "checks"),
     [("count", "beside"), ("operation", "beside"), ("device", "beside"), ("splits", "beside")]
-    + [("count", "before"), ("splits", "before")],
+    + [("count", "before"), ("splits", "before"), ("splits on one rank", "before")],
 )
 def test_mismatches(server, kind, checks):
     server.run("cuda_hosts_cases.mismatch", kind, checks)

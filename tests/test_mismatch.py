@@ -91,11 +91,11 @@ def to_root(operation, root, count=3):
     return call
 
 
-def exchanges(in_splits, out_splits):
+def exchanges(in_splits, out_splits, **options):
     def call(comm, x, how):
         ins, outs = in_splits(comm), out_splits(comm)
         return comm.all_to_all(
-            torch.ones(sum(ins)), x(filled(sum(outs))), in_splits=ins, out_splits=outs, **how
+            torch.ones(sum(ins)), x(filled(sum(outs))), in_splits=ins, out_splits=outs, **options, **how
         )
 
     return call
@@ -178,6 +178,9 @@ CASES = {
     "splits": Case(exchanges(ones, ones), exchanges(one_more_for_rank_0(1), ones), "expects 1", "sends 2"),
     "splits large": Case(exchanges(many, many), exchanges(one_more_for_rank_0(MiB // 8), many),
                          f"expects {MiB // 8}", "sends 131073"),
+    # a call with sizes has no count to differ from another
+    "splits and algorithm": Case(parts(1), exchanges(ones, ones, algorithm="staged"),
+                                 "algorithm=automatic", "staged"),
 }  # fmt: skip
 
 

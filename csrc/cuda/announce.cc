@@ -51,9 +51,11 @@ std::string describe_difference(const Announcement& here, const Announcement& th
   const std::string common = pycomm::describe_difference(mine, other, who);
   if (!common.empty()) return common;
   if (a.uneven != b.uneven)
-    return describe({"sizes", a.uneven ? "uneven" : "even", b.uneven ? "uneven" : "even",
-                     "All ranks must use the same form of the call."},
-                    who);
+    return describe(
+        {"sizes", a.uneven ? "uneven" : "even", b.uneven ? "uneven" : "even",
+         a.kind == OpKind::all_to_all ? "With CUDA tensors all ranks of a host must pass sizes, or none."
+                                      : "All ranks must use the same form of the call."},
+        who);
   if (a.direct != b.direct)
     return describe({"buffers", a.direct ? "registered" : "plain", b.direct ? "registered" : "plain",
                      "Pass buffers from pycomm.empty on all ranks or on none."},

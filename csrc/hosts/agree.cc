@@ -30,6 +30,7 @@ bool fits_card(const Op& op, const Placement& placement) {
 Agreement::Agreement(Operation& operation)
     : operation_(operation),
       small_(fits_card(operation.op, operation.placement)),
+      sizes_by_pairs_(operation.op.kind == OpKind::all_to_all && operation.op.uneven),
       cards_(operation.locals),
       pages_(operation.group.pages(operation.scope().op.sequence)),
       flight_(operation.group, operation.scope()) {
@@ -128,14 +129,27 @@ void Agreement::conclude() {
   } catch (const WireError&) {
     // the next operation, if there is one, finds it again
   }
+  compare();
+}
+
+// Who raises and who goes on depends on all headers alike. Where one rank has passed sizes to an all_to_all,
+// the counts of those that passed none are compared pair by pair, too (all_to_all.cc).
+void Agreement::compare() {
   const Header& mine = cards_[operation_.local].header;
-  for (int h = 0; h < operation_.placement.hosts(); ++h)
-    for (int l = 0; l < operation_.placement.size_of(h); ++l) {
-      if (headers(h)[l] == mine) continue;
-      const int rank = operation_.placement.ranks[h][l];
-      operation_.raise_mismatch(rank,
-                                describe_call(operation_.op, headers(h)[l], operation_.placement.name(rank)));
-    }
+  const Placement& placement = operation_.placement;
+  std::vector<std::pair<int, const Header*>> different;  // with their ranks
+  for (int h = 0; h < placement.hosts(); ++h)
+    for (int l = 0; l < placement.size_of(h); ++l)
+      if (headers(h)[l] != mine) different.emplace_back(placement.ranks[h][l], &headers(h)[l]);
+  auto same_but_for_sizes = [&](const Header& theirs) {
+    return operation_.op.kind == OpKind::all_to_all && theirs.key == mine.key &&
+           (theirs.extra | 1) == (mine.extra | 1);
+  };
+  for (const auto& [rank, theirs] : different)
+    sizes_by_pairs_ |= same_but_for_sizes(*theirs) && sizes_in_extra(theirs->extra);
+  for (const auto& [rank, theirs] : different)
+    if (!sizes_by_pairs_ || !same_but_for_sizes(*theirs))
+      operation_.raise_mismatch(rank, describe_call(operation_.op, *theirs, placement.name(rank)));
 }
 
 }  // namespace pycomm

@@ -34,6 +34,8 @@ class Agreement {
   void begin();  // 1, and the messages of 2 are under way
   bool host_agrees() const { return host_agrees_; }
   void conclude();  // the rest; throws CommError
+  // Once concluded, the same on all ranks: an all_to_all to which one of them has passed sizes of its own.
+  bool sizes_by_pairs() const { return sizes_by_pairs_; }
 
   // Whether the payload travelled with the cards, the same on all ranks that made the same call.
   bool small() const { return small_; }
@@ -46,6 +48,7 @@ class Agreement {
   };
   void fill_card();
   void fill_page();
+  void compare();
   // Receives for the pages of an operation, if they are not there yet.
   void expect(Pages& pages, bool of_the_next);  // of_the_next: throws WireError
   std::byte* page(int host) { return pages_.bytes.data() + page_begin_[host]; }
@@ -56,6 +59,7 @@ class Agreement {
 
   Operation& operation_;
   const bool small_;
+  bool sizes_by_pairs_;
   std::vector<Card> cards_;  // of this host
   // By host: the headers of its ranks, then what a small operation needs of it.
   std::vector<size_t> page_begin_;

@@ -2,7 +2,8 @@
 // block straight to its rank. k (N - k) b bytes on each link, which no two levels could lower.
 //
 // Where sizes differ from pair to pair they are not in the headers, so every rank gets all n*n of them first,
-// by the same three steps (agree.h), and all come to the same verdict.
+// by the same three steps (agree.h), and all come to the same verdict. The headers say whether any rank has
+// passed sizes; then all do so, those with equal sizes too.
 #include <algorithm>
 
 #include "collectives.h"
@@ -118,7 +119,7 @@ void all_to_all(Operation& o, Agreement& agreement) {
   agreement.begin();
   agreement.conclude();
   std::vector<Part> out = o.op.out_parts;
-  if (o.op.uneven) {
+  if (agreement.sizes_by_pairs()) {
     Tables tables(o);
     compare(o, tables);
     for (int p = 0; o.op.receiver && p < o.placement.world_size(); ++p) {

@@ -54,7 +54,8 @@ std::string describe_difference(const Fingerprint& here, const Fingerprint& ther
     return describe(
         {"root", std::to_string(here.root), std::to_string(there.root), "All ranks must name the same root."},
         who);
-  if (here.count != there.count)
+  const bool both_have_a_count = here.kind != OpKind::all_to_all || here.uneven == there.uneven;
+  if (both_have_a_count && here.count != there.count)
     return describe({"count", std::to_string(here.count), std::to_string(there.count),
                      "All ranks must pass equal sizes."},
                     who);
@@ -76,8 +77,8 @@ std::string describe_algorithms(const std::string& here, const std::string& ther
 std::string describe_call(const Op& op, const Header& theirs, const std::string& who) {
   const Key key = unpack_key(theirs.key);
   const Fingerprint here{op.kind, op.dtype, op.reduce_op, op.root, op.uneven, op.count, extra_of(op)};
-  const Fingerprint there{key.kind,  key.dtype,    key.reduce_op, key.root,
-                          op.uneven, theirs.count, theirs.extra};
+  const bool uneven = key.kind == OpKind::all_to_all ? sizes_in_extra(theirs.extra) : op.uneven;
+  const Fingerprint there{key.kind, key.dtype, key.reduce_op, key.root, uneven, theirs.count, theirs.extra};
   std::string text = describe_difference(here, there, who);
   if (text.empty() && key.on_device != op.on_device)
     text = describe({"device", op.on_device ? "cuda" : "cpu", key.on_device ? "cuda" : "cpu",

@@ -161,26 +161,29 @@ class Call:
             self.issue = lambda group, async_op: call(out, x, op=op, group=group, async_op=async_op)
 
     def all_to_all(self):
-        counts, rank = self.op.counts, self.rank
+        counts, rank, form = self.op.counts, self.rank, self.op.form
+        if form == "mixed":  # each rank in its own way
+            uneven = len({*counts[rank], *(row[rank] for row in counts)}) > 1
+            form = self.program.local(self.op, rank, "form").choice(["splits", "list", "flat"][: 3 - uneven])
         ins = [self.moved(rank * self.ranks + p, count) for p, count in enumerate(counts[rank])]
         outs = [self.moved(p * self.ranks + rank, counts[p][rank]) for p in range(self.ranks)]
-        if self.op.form == "list":
+        if form == "list":
             x = [self.put(part, dense=not self.native) for part in ins]
             out = [self.get(part, dense=not self.native) for part in outs]
         else:
             x, out = self.put(_join(ins), dense=True), self.get(_join(outs), dense=True)
         splits = [None, None]
-        if self.op.form == "splits" or len({count for row in counts for count in row}) > 1:
+        if form == "splits":
             splits = [list(counts[rank]), [row[rank] for row in counts]]
         if not self.native:
-            if self.op.form == "list":
+            if form == "list":
                 self.issue = lambda group, async_op: dist.all_to_all(out, x, group=group, async_op=async_op)
             else:
                 self.issue = lambda group, async_op: dist.all_to_all_single(
                     out, x, splits[1], splits[0], group=group, async_op=async_op
                 )
             return
-        options = {} if self.op.form == "list" else {"in_splits": splits[0], "out_splits": splits[1]}
+        options = {} if form == "list" else {"in_splits": splits[0], "out_splits": splits[1]}
         self.issue = lambda comm, async_op: comm.all_to_all(x, out, **options, **self.how(async_op))
 
     def gather(self):

@@ -250,14 +250,17 @@ class _Draw:
         fields["algorithm"] = rng.choice(ALGORITHMS[kind]) if native and rng.random() < 0.5 else None
         fields["root"] = rng.randrange(n)
         count = self.count(400000 // n)
-        fields["form"] = rng.choice({"all_to_all": ["flat", "splits", "list"]}.get(kind, ["flat", "list"]))
+        forms = ["flat", "splits", "list", "mixed"] if kind == "all_to_all" else ["flat", "list"]
+        fields["form"] = rng.choice(forms)
         even = fields["form"] == "flat" or rng.random() < 0.3
         if kind in ("all_gather", "reduce_scatter"):
             fields["counts"] = tuple(count if even else self.count(400000 // n) for _ in range(n))
         elif kind == "all_to_all":
             size = self.count(200000 // n // n)
+            plain = {r for r in range(n) if even or (fields["form"] == "mixed" and rng.random() < 0.5)}
             fields["counts"] = tuple(
-                tuple(size if even else self.count(200000 // n // n) for _ in range(n)) for _ in range(n)
+                tuple(size if {p, q} & plain else self.count(200000 // n // n) for q in range(n))
+                for p in range(n)
             )
         else:
             fields["counts"] = (count,)

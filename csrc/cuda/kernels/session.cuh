@@ -165,7 +165,7 @@ class Session {
   PC_CALL bool compare(Ordering ordering) {
     Shared& shared = c_.template shared<Shared>();
     const int t = c_.thread();
-    bool late = false, came = true, same = true, stopped = false, left = false;
+    bool late = false, came = true, same = true, other_call = false, stopped = false, left = false;
     // See [Note: late starts]; beside the loads of headers.
     if (t == a_.group.rank && touches_peers()) stopped = is_stopped(c_, a_);
     if (is_peer(t)) {
@@ -174,6 +174,7 @@ class Session {
       came = read_header(c_, a_, me_.headers[epoch_ & 1][t], epoch_, ordering, call, late);
       if (came) {
         same = differs(call, t) == false;
+        other_call = call.meta != a_.call.meta || call.count != a_.call.count;
         shared.in[t] = resolve(a_.group, call.in, t);
         shared.out[t] = resolve(a_.group, call.out, t);
       }
@@ -188,7 +189,8 @@ class Session {
     }
     bool bad = c_.sync_or(!same);
     if (bad && reports()) report_mismatch();
-    if (a_.pairwise) bad = share_verdict(bad, late);
+    // Of another call every rank has seen the header, and who made it may share no verdicts.
+    if (a_.pairwise && !c_.sync_or(other_call)) bad = share_verdict(bad, late);
     return !bad;
   }
 

@@ -57,9 +57,15 @@ void mismatches() {
         with({.kind = OpKind::all_gather, .count = 500}, "operation=");
         with({.kind = OpKind::barrier, .count = 0}, "operation=");
         with({.algorithm = Algorithm::two_shot, .count = 500}, "algorithm=");
+        with({.kind = OpKind::all_to_all, .count = 500, .uneven = true}, "operation=");
         std::vector<Case> roots(n, {.kind = OpKind::broadcast, .count = 9});
         roots[1].root = 1;
         mismatch(roots, setting, "root=");
+        for (int with_sizes : {1, n - 1}) {
+          std::vector<Case> forms(n, {.kind = OpKind::all_to_all, .count = 40});
+          for (int r = 0; r < with_sizes; ++r) forms[r].uneven = true;
+          mismatch(forms, setting, "sizes=");
+        }
       }
 }
 
