@@ -29,7 +29,8 @@ DEATH, SILENCE = "death", "silence"
 PLACE = re.compile(r"In the plan it is rank (\d+)")
 PROCESS = re.compile(r"process (\d+)")
 BLAMED = re.compile(
-    r"rank\(?s?\)? (\d+)(?: \(\w+\))?(?:, which speaks for \w+,)? (?:died|is stopped|was lost|closed)"
+    r"rank\(?s?\)? (\d+)(?: \(\w+\))?(?:, which speaks for \w+,)? "
+    r"(?:died|is stopped|was lost|closed|does not answer)"
 )
 
 
@@ -110,7 +111,8 @@ class Witness:
             return next((s for s, pid in self.board.those("pid").items() if pid == int(process[1])), None)
         if text.startswith("AbortedError"):
             return None
-        number = getattr(error, "peer", None) if text.endswith(str(error)) else None
+        is_own = text.endswith(str(error)) and not text.startswith("CommError")  # that is about who raises it
+        number = getattr(error, "peer", None) if is_own else None
         if found := PLACE.search(text) or (number is None and BLAMED.search(text)):
             number = int(found[1])
         return self.members[number] if number is not None and number < len(self.members) else None
