@@ -118,7 +118,7 @@ class Witness:
         return self.members[number] if number is not None and number < len(self.members) else None
 
 
-def judge(losses: Iterable[Loss], board: Board, since: float = 0.0) -> int:
+def judge(losses: Iterable[Loss], board: Board) -> int:
     """How many losses blame somebody. Raises AssertionError where that is none who was struck."""
     struck, count = board.those("struck"), 0
     for loss in losses:

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,14 @@ def test_an_agreement_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, op
 @pytest.mark.parametrize("seed", range(9001, 9007))
 def test_random_kills(seed):
     kills.check(kills.draw(seed), alone())
+
+
+@tier(slow=1 / 3)
+@pytest.mark.parametrize("seed", [1000, 1015, 1018])
+@pytest.mark.parametrize("change", [kills.with_children, kills.with_save, kills.with_stops])
+def test_random_kills_that_are_more_than_kills(change: Callable, seed: int) -> None:
+    """Beside forked children, in asynchronous saves, and where some are stopped."""
+    kills.check(change(kills.draw(seed), seed), alone())
 
 
 def train(rank, folder, at_last, at_step=None, **options):
