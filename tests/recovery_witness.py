@@ -145,9 +145,10 @@ class Times:
         }
         if not blows:
             return
-        first = min(blows, key=blows.get)
-        silent = next((slot for slot in blows if kinds[slot] == SILENCE), None)
-        self.on[kinds[first] if silent is None else SILENCE].append(recovery.until - blows[first])
+        first = min(blows.values())
+        silent = [board.get("struck", slot) for slot, kind in kinds.items() if kind == SILENCE]
+        kind = SILENCE if any(first <= struck <= recovery.until for struck in silent) else DEATH
+        self.on[kind].append(recovery.until - first)
         for loss in recovery.losses:
             if loss.blamed is not None:
                 self.named[kinds[loss.blamed]].append(loss.when - blows[loss.blamed])
