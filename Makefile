@@ -65,10 +65,11 @@ build/triton-%/.stamp: | $(VENV)/.stamp-deps
 bench: build                 ## all_reduce beside Gloo on two ranks; more with `python -m pycomm.benchmarks --help`
 	$(RUN)/python -m pycomm.benchmarks all_reduce --ranks 2 --backends pycomm,gloo
 
-lint: $(VENV)/.stamp-deps    ## ruff, clang-format and the rules of layering and style
+lint: $(VENV)/.stamp-deps    ## ruff, clang-format, types and the rules of layering and style
 	$(RUN)/ruff check $(PYTHON_CODE)
 	$(RUN)/ruff format --check $(PYTHON_CODE)
 	@echo clang-format --dry-run; $(RUN)/clang-format --dry-run -Werror $(CPP_CODE)
+	$(RUN)/mypy
 	$(RUN)/python -m pytest -q tests/test_layering.py tests/test_style.py
 
 format: $(VENV)/.stamp-deps  ## rewrites the sources as lint wants them

@@ -22,8 +22,11 @@ It is frozen: after parallelize() nobody exchanges a part. The parts have state 
 random streams).
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
@@ -49,6 +52,12 @@ from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.shards import Shards
 from pycomm.parallel.zero.units import Units
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from pathlib import Path
+
+    from pycomm.parallel.ground.comm import Group
+
 __all__ = ["LastStep", "Original", "Parallelized", "attach", "parts_of"]
 
 
@@ -68,26 +77,25 @@ class Original:
 class LastStep:
     """What the last step found; grad_norm() and describe() ask for it."""
 
-    def __init__(self):
-        self.norm = None  # of the whole gradient; None: that step did not clip
-        self.sent = None  # {name of a group: bytes that this rank sent}; None: not counted, on one host
+    def __init__(self) -> None:
+        self.norm: torch.Tensor | None = None  # of the whole gradient; None: that step did not clip
+        # {name of a group: bytes that this rank sent}; None: not counted, on one host
+        self.sent: Mapping[str, int] | None = None
         self.updates = 0  # how many steps have updated the parameters
 
-    def note(self, norm, sent=None):
+    def note(self, norm: torch.Tensor | None, sent: Mapping[str, int] | None = None) -> None:
         self.norm, self.sent = norm, sent
 
 
 class Saves(Background):
-    """The save that is written beside the training, if there is one.
+    """The save that is written beside the training, if there is one."""
 
-    last: Path of the last checkpoint that was saved or loaded; None: none.
-    """
-
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("pycomm save")
-        self._group, self.last = None, None
+        self._group: Group | None = None
+        self.last: Path | None = None  # the last checkpoint that was saved or loaded
 
-    def group_of(self, make):
+    def group_of(self, make: Callable[[], Group]) -> Group:
         """The group of these saves; the first time it is make(), collective over all ranks."""
         self._group = self._group or make()
         return self._group
@@ -125,17 +133,17 @@ class Parallelized:
     checks: Answers = dataclasses.field(default_factory=Answers)
 
     @property
-    def all_shards(self):
+    def all_shards(self) -> list[Shards]:
         return [shard for shards in self.shards.values() for shard in shards]
 
 
-def attach(model, parts):
+def attach(model: nn.Module, parts: Parallelized) -> None:
     """Makes parts_of(model) find its Parallelized. It is no submodule: the model's tree stays the user's."""
     model.__dict__["_parallel"] = parts
     model.__dict__["__deepcopy__"] = model.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, model)
 
 
-def _refuse_copy(model, *_):
+def _refuse_copy(model: nn.Module, *_: object) -> NoReturn:
     """For copy.deepcopy and pickle."""
     raise ValueError(
         f"this {type(model).__name__} is one rank's part of a model under Plan({parts_of(model).plan}), and "
@@ -146,7 +154,7 @@ def _refuse_copy(model, *_):
     )
 
 
-def parts_of(model, opt=None):
+def parts_of(model: nn.Module, opt: torch.optim.Optimizer | None = None) -> Parallelized:
     """The Parallelized of a model. Raises ValueError for another model, or another optimizer than it was
     parallelized with.
     """

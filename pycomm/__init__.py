@@ -13,6 +13,16 @@ from being circular.
 
 import importlib
 
+TYPE_CHECKING = False  # typing costs time, and torch imports this file
+if TYPE_CHECKING:
+    from pycomm import fused, testing
+    from pycomm._autoload import set_default_cpu_backend
+    from pycomm._explain import explain
+    from pycomm._shrink_group import shrink_group
+    from pycomm.communicator import Communicator, Work, empty
+    from pycomm.errors import AbortedError, CommError, CommTimeoutError, MismatchError, PeerError
+    from pycomm.options import premul_sum
+
 __version__ = "0.1.0"
 
 __all__ = [
@@ -51,22 +61,24 @@ _HOME = {
 }
 
 
-def __getattr__(name):
-    if name in _HOME:
-        value = getattr(importlib.import_module(f"pycomm.{_HOME[name]}"), name)
-    elif name in ("fused", "testing"):
-        value = importlib.import_module(f"pycomm.{name}")
-    elif (
-        name == "_C"
-        # `from pycomm import _C` comes here first: it must not load an extension that belongs to another
-        # torch
-    ):
-        value = importlib.import_module("pycomm._extension").load()
-    else:
-        raise AttributeError(f"module 'pycomm' has no attribute '{name}'")
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # a type checker would take any name for one of ours
+
+    def __getattr__(name: str) -> object:
+        if name in _HOME:
+            value = getattr(importlib.import_module(f"pycomm.{_HOME[name]}"), name)
+        elif name in ("fused", "testing"):
+            value = importlib.import_module(f"pycomm.{name}")
+        elif (
+            name == "_C"
+            # `from pycomm import _C` comes here first: it must not load an extension that belongs to another
+            # torch
+        ):
+            value = importlib.import_module("pycomm._extension").load()
+        else:
+            raise AttributeError(f"module 'pycomm' has no attribute '{name}'")
+        globals()[name] = value
+        return value
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted(__all__)

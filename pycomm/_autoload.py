@@ -6,15 +6,24 @@ pays for this file, so it only writes a table entry; the extension is loaded whe
 (create).
 """
 
+from __future__ import annotations
+
 import datetime
 import functools
 import importlib
+
+TYPE_CHECKING = False  # every program with torch pays for this file
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import Any
+
+    import torch.distributed as dist
 
 NAME = "pycomm"
 DEVICES = ["cpu", "cuda"]  # a list: torch <= 2.13 takes a plain string apart into characters
 
 
-def autoload():
+def autoload() -> None:
     """Registers the backend and, if PYCOMM_REPLACE is set, lets it take the names of others. Raises
     ValueError if that is wrong.
     """
@@ -28,7 +37,7 @@ def autoload():
         _replace.replace_backends(names, NAME, DEVICES)
 
 
-def register():
+def register() -> None:
     """Registers the backend; does nothing when it is registered already, or when torch was built without
     torch.distributed.
     """
@@ -44,7 +53,7 @@ def register():
     dist.Backend.register_backend(NAME, create, extended_api=True, devices=DEVICES)
 
 
-def set_default_cpu_backend():
+def set_default_cpu_backend() -> None:
     """Makes pycomm the default backend for CPU tensors, in place of Gloo.
 
     Call it before init_process_group(). Then init_process_group() without a backend makes a pycomm group on a
@@ -62,7 +71,7 @@ def set_default_cpu_backend():
     _replace.set_default("cpu", NAME, DEVICES)
 
 
-def create(options, pg_options):
+def create(options: Any, pg_options: object) -> dist.Backend:
     """Makes the backend of one group (arguments: torch's DistributedBackendOptions and what the caller gave
     as pg_options).
     """
@@ -78,25 +87,25 @@ def create(options, pg_options):
 # sequence numbers and hooks, from groups of others. We do not show our name to that question, and give it an
 # answer for ourselves: Backend("cpu:pycomm") looks up the attribute "CPU:PYCOMM" of Backend, and so becomes
 # plain "pycomm".
-class _Plugins(dict):
-    def keys(self):
+class _Plugins(dict):  # type: ignore[type-arg]  # in Python's words it would be evaluated at import
+    def keys(self) -> list[str]:  # type: ignore[override]  # torch iterates
         return [name for name in self if name != NAME.upper()]
 
 
-def _prepare_old_torch(backend_class):
+def _prepare_old_torch(backend_class: Any) -> None:
     backend_class._plugins = _Plugins(backend_class._plugins)
     for device in DEVICES:
         setattr(backend_class, f"{device}:{NAME}".upper(), NAME)
 
 
-def _allow_monitored_barrier(c10d, dist):
+def _allow_monitored_barrier(c10d: Any, dist: Any) -> None:
     """torch <= 2.13 refuses dist.monitored_barrier for every backend name but gloo, in Python; the C++ below
     it reaches any backend.
     """
     original = c10d.monitored_barrier
 
     @functools.wraps(original)
-    def monitored_barrier(group=None, timeout=None, wait_all_ranks=False):
+    def monitored_barrier(group: Any = None, timeout: Any = None, wait_all_ranks: bool = False) -> object:
         if not c10d.is_initialized() or c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
             return original(group, timeout, wait_all_ranks)
         if timeout is None:
@@ -106,25 +115,27 @@ def _allow_monitored_barrier(c10d, dist):
         process_group = c10d._get_default_group() if group is None else group
         return process_group.monitored_barrier(timeout, wait_all_ranks=wait_all_ranks)
 
-    c10d.monitored_barrier = dist.monitored_barrier = monitored_barrier
+    for module in (c10d, dist):
+        module.monitored_barrier = monitored_barrier
 
 
-def _allow_pg_timeout(c10d):
+def _allow_pg_timeout(c10d: Any) -> None:
     """torch <= 2.13 sets the timeout of Gloo's and NCCL's groups alone, and warns for others."""
     original = c10d._set_pg_timeout
 
     @functools.wraps(original)
-    def set_pg_timeout(timeout, group=None):
+    def set_pg_timeout(timeout: datetime.timedelta, group: Any = None) -> object:
         group = c10d._get_default_group() if group is None else group
         if c10d._rank_not_in_group(group) or c10d.get_backend(group) != NAME:
             return original(timeout, group)
         for device in group._device_types:
             group._get_backend(device)._set_default_timeout(timeout)
+        return None
 
     c10d._set_pg_timeout = set_pg_timeout
 
 
-def _understand_launchers():
+def _understand_launchers() -> None:
     """init_process_group() without a store reads RANK and others, which torchrun alone sets. Under srun and
     MPI launchers torch would raise that they are missing; they are set first, from what those say.
     """
@@ -134,7 +145,7 @@ def _understand_launchers():
         return
 
     @functools.wraps(original)
-    def by_environment(*args, **kwargs):
+    def by_environment(*args: Any, **kwargs: Any) -> Iterator[Any]:
         from pycomm import env
 
         if env.launched_by_others():

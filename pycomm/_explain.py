@@ -1,6 +1,9 @@
 """pycomm.explain: which algorithm an operation would use, how it moves the bytes, and why."""
 
+from __future__ import annotations
+
 import os
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -10,8 +13,26 @@ from pycomm.fused.choice import choose
 from pycomm.fused.form import has_triton
 from pycomm.fused.problem import ACTIVATIONS, OPS, Problem
 from pycomm.groups import even_sizes, hosts_of
+from pycomm.quantities import Bytes
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pycomm.fused.choice import Choice
 
 __all__ = ["explain"]
+
+Device: TypeAlias = Literal["cpu", "cuda"]
+
+
+class _Reach(NamedTuple):
+    """How ranks reach each other's memory: arguments of explain()."""
+
+    cores: int
+    kernel_ahead: bool  # whether the kernel's copies are ahead
+    mapped: bool
+    kernel_reads: bool
+
 
 _COLLECTIVES = [kind for kind in _C.kinds[1:-1] if kind not in ("send", "recv")]
 _DTYPES = ("float32", "float16", "bfloat16", "float64")
@@ -39,19 +60,19 @@ _STEPS_ON_DEVICE = {
 
 
 def explain(
-    op,
-    size,
-    world_size,
+    op: str,
+    size: int | tuple[int, int, int],
+    world_size: int,
     *,
-    device="cpu",
-    cores=None,
-    mapped=False,
-    kernel_reads=True,
-    algorithm=None,
-    dtype="float32",
-    activation=None,
-    hosts=None,
-):
+    device: Device = "cpu",
+    cores: int | None = None,
+    mapped: bool = False,
+    kernel_reads: bool = True,
+    algorithm: str | None = None,
+    dtype: Literal["float32", "float16", "bfloat16", "float64"] = "float32",
+    activation: str | None = None,
+    hosts: str | Sequence[int] | None = None,
+) -> str:
     """Says which algorithm would run `op`, and why.
 
     Args:
@@ -60,23 +81,20 @@ def explain(
             of one part. pycomm.fused: (M, N, K) of this rank's product, M the gathered rows, N the columns of
             the result; the rows are cut evenly.
         world_size: ranks of the group, all on one host, or on those of `hosts`.
-        device: "cpu" or "cuda" (f32 sums; `mapped` then means buffers from Communicator.empty; ranks have a
-        GPU each).
-        cores: that the ranks may run on; None: those of this process.
-        mapped: the buffers can be addressed by all ranks (ranks are threads, or buffers come from
-        Communicator.empty).
-        kernel_reads: process_vm_readv works between the ranks (Communicator.describe()["reach"]).
-        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table that was measured on
-            this machine (PYCOMM_TUNED), then the built-in one.
-        dtype, activation: of pycomm.fused, "float32", "float16", "bfloat16" or "float64"; None or with a bias
-            one of its activations. What is said is what PYCOMM_FUSED, the tuner's figures for this machine or
-            the table have; for "cuda" one GPU per rank is assumed.
-        hosts: where the ranks are: "2x4" (two hosts of four ranks), "3+5", "0101" (the host of each rank), or
-            a list of host numbers; for collectives on CPU tensors. None: on one host.
+        device: "cuda": f32 sums; `mapped` means buffers from Communicator.empty; ranks have a GPU each.
+        cores: that the ranks may run on; None: this process's.
+        mapped: all ranks can address the buffers (threads, or Communicator.empty).
+        kernel_reads: process_vm_readv works between the ranks (describe()["reach"]).
+        algorithm: as the caller would ask for it; None: PYCOMM_ALGORITHM, then the table measured on this
+            machine (PYCOMM_TUNED), then the built-in one.
+        dtype, activation: of pycomm.fused; None, or with a bias one of its activations. What is said is what
+            PYCOMM_FUSED, the tuner's figures for this machine or the table have; for "cuda" one GPU per rank.
+        hosts: where the ranks are: "2x4" (two hosts of four ranks), "3+5", "0101" (the host of each rank);
+            for collectives on CPU tensors. None: on one host.
 
-    Returns a text of one line; where a table has decided it says which, over hosts the steps and the bytes on
-    a link. Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and
-    where PYCOMM_TUNED names a file that does not count.
+    Returns one line; where a table has decided it says which, over hosts the steps and the bytes on a link.
+    Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and where
+    PYCOMM_TUNED names a file that does not count.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
@@ -89,18 +107,21 @@ def explain(
     algorithm = algorithm or env.settings().algorithm.get(op, "automatic")
     if algorithm not in _C.algorithms:
         raise ValueError(f"unknown algorithm {algorithm!r}; expected one of {', '.join(_C.algorithms)}")
+    if isinstance(size, (tuple, list)):
+        raise ValueError(f"size={size!r}: {op} takes a number of bytes")
+    nbytes = Bytes(size)
     if placement:
-        return explain_over_hosts(op, size, placement)
+        return explain_over_hosts(op, nbytes, placement)
     if device == "cuda":
-        name, reason = _C.choose_on_device(
-            _C.kinds.index(op), size, world_size, False, mapped, _C.algorithms.index(algorithm)
-        )
+        numbers = _C.kinds.index(op), nbytes, world_size, False, mapped, _C.algorithms.index(algorithm)
+        name, reason = _C.choose_on_device(*numbers)
         how = f"{name} ({_STEPS_ON_DEVICE[name]})"
         return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
-    return _explain_on_cpu(op, size, world_size, (cores, _C.kernel_ahead(), mapped, kernel_reads), algorithm)
+    reach = _Reach(cores, _C.kernel_ahead(), mapped, kernel_reads)
+    return _explain_on_cpu(op, nbytes, world_size, reach, algorithm)
 
 
-def _several(hosts, world_size, on_one):
+def _several(hosts: str | Sequence[int] | None, world_size: int, on_one: bool) -> list[int] | None:
     """For each rank its host, of ranks on several hosts; None on one. on_one: there can be no others."""
     placement = [] if hosts is None else hosts_of(hosts, world_size)
     if len(set(placement)) < 2:
@@ -110,18 +131,17 @@ def _several(hosts, world_size, on_one):
     return placement
 
 
-def _explain_on_cpu(op, size, world_size, reach, algorithm):
-    """reach: cores, whether the kernel's copies are ahead, mapped and kernel_reads of explain()."""
+def _explain_on_cpu(op: str, size: Bytes, world_size: int, reach: _Reach, algorithm: str) -> str:
     known, code = tuned.load(), _C.algorithms.index(algorithm)
     name, block, reason, measured = _C.choose(_C.kinds.index(op), size, world_size, *reach, code, known.rows)
     blocks = f", blocks of {block} bytes" if block else ""
     text = f"{op} of {size} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
     if name == "payload" or algorithm != "automatic":
         return text
-    return f"{text} Table: {known.path if measured else _built_in(known, world_size, reach[0])}."
+    return f"{text} Table: {known.path if measured else _built_in(known, world_size, reach.cores)}."
 
 
-def _built_in(known, world_size, cores):
+def _built_in(known: tuned.Tuned, world_size: int, cores: int) -> str:
     """That the built-in table decides, and why a measured one does not."""
     if known.problem:
         return f"built-in; {known.path} is not used: {known.problem}"
@@ -132,7 +152,9 @@ def _built_in(known, world_size, cores):
     return f"built-in; {known.path} has no figures for {world_size} ranks on {cores} cores"
 
 
-def _explain_fused(op, size, world_size, device, dtype, activation):
+def _explain_fused(
+    op: str, size: object, world_size: int, device: Device, dtype: str, activation: str | None
+) -> str:
     if not isinstance(size, (tuple, list)) or len(size) != 3:
         raise ValueError(f"size={size!r}: {op} takes (M, N, K)")
     if dtype not in _DTYPES:
@@ -150,7 +172,7 @@ def _explain_fused(op, size, world_size, device, dtype, activation):
     return f"{what}: {choice.name}{chunks}, because: {choice.reason}."
 
 
-def _measured(problem, device):
+def _measured(problem: Problem, device: Device) -> Choice | None:
     """What the tuner knows of the problem on this machine's GPU, for one rank per GPU; None where it knows
     nothing or is not asked.
     """

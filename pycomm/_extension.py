@@ -6,9 +6,10 @@ _build_info.py.
 """
 
 import importlib
+from types import ModuleType
 
 
-def load():
+def load() -> ModuleType:
     """Returns the extension module. Raises ImportError, which says how to build, if there is none or it is
     for another torch.
     """
@@ -25,7 +26,7 @@ def load():
     return importlib.import_module("pycomm._C")
 
 
-def check(built_for, installed):
+def check(built_for: str, installed: str) -> None:
     """Raises ImportError when two torch versions differ in major or minor, e.g. "2.13.0+cpu" and "2.14.1"."""
     if built_for.split(".")[:2] != installed.split(".")[:2]:
         raise ImportError(

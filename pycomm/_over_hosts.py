@@ -2,6 +2,7 @@
 
 from pycomm import _C
 from pycomm.groups import show_hosts
+from pycomm.quantities import Bytes
 
 __all__ = ["explain_over_hosts"]
 
@@ -24,7 +25,7 @@ _STEPS = {
 _SMALL = "the payload goes with the headers: each host meets in shared memory, leaders exchange one message"
 
 
-def explain_over_hosts(op, size, hosts):
+def explain_over_hosts(op: str, size: Bytes, hosts: list[int]) -> str:
     """One line. size: as explain() takes it. hosts: for each rank the number of its host, several."""
     sizes = [hosts.count(host) for host in sorted(set(hosts))]
     what = f"{op} of {size} bytes on {len(hosts)} ranks, two levels: {show_hosts(hosts)}"
@@ -35,13 +36,13 @@ def explain_over_hosts(op, size, hosts):
     )
 
 
-def _fits_a_card(op, size, sizes):
+def _fits_a_card(op: str, size: Bytes, sizes: list[int]) -> bool:
     if op in ("all_reduce", "reduce", "broadcast"):
         return size <= _C.card_payload
     return op == "barrier" or (op == "all_gather" and size * max(sizes) <= _C.card_payload)
 
 
-def _on_link(op, size, sizes):
+def _on_link(op: str, size: Bytes, sizes: list[int]) -> int:
     """Bytes out of or into a host, where that is most; of reduce, broadcast, gather and scatter for the root
     that has most.
     """

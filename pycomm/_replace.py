@@ -11,16 +11,19 @@ dist.get_backend() then truthfully says "pycomm". torch's own use of the class P
 touched.
 """
 
+from collections.abc import Iterable, Sequence
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
 from pycomm import env
 
-_replaced = set()  # backend names that mean pycomm in this process
-_announced = set()  # those of them of which the log says so already
+_replaced: set[str] = set()  # backend names that mean pycomm in this process
+_announced: set[str] = set()  # those of them of which the log says so already
 
 
-def replace_backends(names, ours, devices):
+def replace_backends(names: Iterable[str], ours: str, devices: Sequence[str]) -> None:
     """From now on these backend names, of "gloo" and "nccl", mean `ours`, a backend for `devices`.
     PYCOMM_REPLACE in the environment calls this.
     """
@@ -28,25 +31,26 @@ def replace_backends(names, ours, devices):
     _wrap_backend_names(ours, devices)
 
 
-def set_default(device, ours, devices):
+def set_default(device: str, ours: str, devices: Sequence[str]) -> None:
     """From now on `ours`, a registered backend for `devices`, is torch's default for `device`."""
     dist.Backend.default_device_backend_map[device] = ours
     _wrap_backend_names(ours, devices)
 
 
-def _wrap_backend_names(ours, devices):
+def _wrap_backend_names(ours: str, devices: Sequence[str]) -> None:
     if not dist.is_available() or hasattr(dist.Backend.__new__, "wrapped_by_pycomm"):
         return
-    original = dist.Backend.__new__
+    original: Any = dist.Backend.__new__
 
-    def resolved(cls, name):
+    def resolved(cls: type[dist.Backend], name: str) -> str:
         return _resolve(str(original(cls, name)), ours, devices)
 
-    resolved.wrapped_by_pycomm = True
-    dist.Backend.__new__ = staticmethod(resolved)
+    resolved.wrapped_by_pycomm = True  # type: ignore[attr-defined]  # functions take attributes
+    # torch has no other place through which all names go
+    dist.Backend.__new__ = staticmethod(resolved)  # type: ignore[method-assign]  # on purpose
 
 
-def _resolve(name, ours, devices):
+def _resolve(name: str, ours: str, devices: Sequence[str]) -> str:
     """The name in lower case that torch shall use for what the user called `name`: "gloo",
     "cpu:gloo,cuda:nccl", "undefined".
     """
@@ -68,7 +72,7 @@ def _resolve(name, ours, devices):
     )
 
 
-def _meaning(name, ours):
+def _meaning(name: str, ours: str) -> str:
     if name not in _replaced:
         return name
     if name not in _announced:
@@ -80,6 +84,6 @@ def _meaning(name, ours):
     return ours
 
 
-def _default_device():
+def _default_device() -> str:
     device = torch.accelerator.current_accelerator(check_available=True)
     return "cpu" if device is None else device.type

@@ -9,12 +9,14 @@ stopped. So whatever may wait in step 2 runs in a thread of its own, while this 
 new group. If another rank is lost in 2, its group is the one that loses a rank, and 1 begins anew with it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import threading
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,7 +39,9 @@ _STORE_S = 300.0  # the limit of a TCPStore for later, torch's own
 _LOOK_S = 0.01  # between two looks at the lives of the others
 
 
-def shrink_group(group=None, *, exclude=(), timeout=None):
+def shrink_group(
+    group: dist.ProcessGroup | None = None, *, exclude: Iterable[int] = (), timeout: float | None = None
+) -> dist.ProcessGroup:
     """torch.distributed.shrink_group for a group of pycomm, without having to say who is lost: the ranks that
     live find out together.
 
@@ -55,7 +59,7 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
 
     Returns the new process group. Raises TypeError where the group is not one of pycomm.
     """
-    old = dist.group.WORLD if group is None else group
+    old = c10d._get_default_group() if group is None else group
     backend = _backend_of(old)
     devices = [device for device in old._device_types if device.type != "cpu"]
     limit = seconds(timeout, "the group's") or backend.communicator.timeout
@@ -76,15 +80,16 @@ def shrink_group(group=None, *, exclude=(), timeout=None):
     new = dist.shrink_group(lost, old)
     c10d._world.pg_map[new] = (name, store)
     # torch (2.13) takes ranks in the group for global ones, and keeps the former numbers of the default group
-    numbers = range(len(members)) if is_default else [numbers[rank] for rank in members]
+    numbers = list(range(len(members))) if is_default else [numbers[rank] for rank in members]
     c10d._world.pg_group_ranks[new] = {number: rank for rank, number in enumerate(numbers)}
     shrunk = _backend_of(new)
     for device in devices:  # torch knows the one for the CPU only
-        new._register_backend(device, dist.ProcessGroup.BackendType.CUSTOM, shrunk)
+        kind = dist.ProcessGroup.BackendType.CUSTOM
+        new._register_backend(device, kind, shrunk)  # type: ignore[arg-type]  # two stubs of one class
     return new
 
 
-def _backend_of(group):
+def _backend_of(group: dist.ProcessGroup) -> _C.Backend:
     with contextlib.suppress(RuntimeError, AttributeError):
         backend = group._get_backend(torch.device("cpu"))
         if isinstance(backend, _C.Backend):
@@ -92,7 +97,7 @@ def _backend_of(group):
     raise TypeError(f"shrink_group: the backend of {group} is not pycomm's")
 
 
-class _Lost(list):
+class _Lost(list[int]):
     """Ranks; torch refuses a list that is false. Nobody is lost where a link was cut and has healed."""
 
     def __bool__(self) -> bool:
@@ -110,71 +115,88 @@ class _Cloned(dist.PrefixStore):
         return self._clone
 
 
-def _common_store(old: dist.ProcessGroup, backend: _C.Backend, deadline: float) -> tuple:
-    """(a store that all ranks of the new group reach, a clone of it): that of the old group, or a new one.
-    Collective among them. Raises PeerError where one has died, CommTimeoutError.
+class _Stores(NamedTuple):
+    """A store that all ranks of the new group reach, and a clone of it."""
+
+    store: dist.Store
+    clone: dist.Store
+
+
+def _common_store(old: dist.ProcessGroup, backend: _C.Backend, deadline: float) -> _Stores:
+    """Those of the old group, or new ones. Collective among the ranks of the new group.
+
+    Raises PeerError where one has died, CommTimeoutError.
     """
     store = c10d._world.pg_map[old][1]
     comm = Communicator._around(backend.shrunk_communicator, env.settings())
-    clone = None
+    clone: dist.Store | None = None
     with contextlib.suppress(TimeoutError):
         clone = _watched(comm, lambda _: _clone_of(store), min(deadline, time.monotonic() + _ANSWER_S))
-    if comm.all_reduce(torch.tensor([clone is not None]), "min", timeout=_left(deadline)).item():
-        return store, clone
+    answers = comm.all_reduce(torch.tensor([clone is not None]), "min", timeout=_left(deadline)).item()
+    if clone is not None and answers:
+        return _Stores(store, clone)
     point = comm._comm.point
     host = _LOOPBACK if point is None else point.places[0].ip
-    new, port = None, 0
+    own, port = None, 0
     if comm.rank == 0:
         try:
-            new = make_store(host)
+            own = make_store(host)
         except Exception as error:  # whatever torch raises; the others must not wait
             comm.abort(f"shrink_group: rank 0 cannot open a store on {host}: {error}")
             raise
-        port = new.port
+        port = own.port
     port = int(comm.broadcast(torch.tensor([port]), timeout=_left(deadline)))
     try:
-        new, clone = _watched(comm, lambda stop: _connect(new, host, port, stop), deadline)
+        stores = _watched(comm, lambda stop: _connect(own, host, port, stop), deadline)
     except TimeoutError:
         text = f"shrink_group: the store of rank 0, {host}:{port}, did not answer within the timeout"
-        comm._comm.fail_late(0, text)
+        comm._comm.fail_late(0, text)  # raises
+        raise
     comm.barrier(timeout=_left(deadline))  # nobody goes on alone
-    return new, clone
+    return stores
 
 
 def _left(deadline: float) -> float:
     return max(deadline - time.monotonic(), _LOOK_S)
 
 
+def _cloned(store: Any) -> dist.Store:
+    return store.clone()  # torch's stub of stores does not have it
+
+
 def _clone_of(store: dist.Store) -> dist.Store | None:
     """None: the store does not answer."""
     try:
         store.check(["pycomm/shrink"])
-        return store.clone()
+        return _cloned(store)
     except Exception:  # whatever a store raises whose process is gone
         return None
 
 
-def _connect(own: dist.Store | None, host: str, port: int, stop: threading.Event) -> tuple:
-    """(the store at the port, a clone of it). own: this rank's, if it has the store."""
+def _connect(own: dist.Store | None, host: str, port: int, stop: threading.Event) -> _Stores:
+    """The store at the port. own: this rank's, if it has the store."""
     limit = datetime.timedelta(seconds=_CONNECT_S)
     while True:
         try:
-            store = own or dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-            clone = store.clone()
+            store: dist.Store = own or dist.TCPStore(
+                host, port, is_master=False, wait_for_workers=False, timeout=limit
+            )
+            clone = _cloned(store)
             break
         except dist.DistError:
             if stop.is_set():
                 raise
     for one in (store, clone):
         one.set_timeout(datetime.timedelta(seconds=_STORE_S))
-    return store, clone
+    return _Stores(store, clone)
 
 
 def _watched(comm: Communicator, call: Callable[[threading.Event], Result], deadline: float) -> Result:
     """What call(stop) returns or raises, which runs in a thread of its own. stop: an Event, set when nobody
     waits for it any more. Raises PeerError where a rank of the group has died, TimeoutError.
     """
-    result, stop = [], threading.Event()
+    result: list[tuple[Any, Exception | None]] = []
+    stop = threading.Event()
 
     def run() -> None:
         try:

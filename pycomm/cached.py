@@ -12,7 +12,7 @@ __all__ = ["MOST_BYTES", "read_json"]
 MOST_BYTES = 1 << 20  # a larger file is not one of ours
 
 
-def read_json(path: os.PathLike | str, most_bytes: int = MOST_BYTES) -> object:
+def read_json(path: os.PathLike[str] | str, most_bytes: int = MOST_BYTES) -> object:
     """The content of a JSON file. Raises OSError where it cannot be read. Raises ValueError, which says why,
     where it is not a regular file, is larger than most_bytes, is not UTF-8 or not JSON, or is nested too
     deeply.

@@ -80,18 +80,19 @@ import functools
 import logging
 import os
 import re
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping
+from types import ModuleType
+from typing import Literal, NamedTuple, get_args
+
+from pycomm.values import algorithms, integer, nbytes, one_of, seconds, wrong
+
+Wire = Literal["gloo", "ucx"]  # what PYCOMM_WIRE may name
+CudaProtocol = Literal["resident", "stream_ordered"]  # what PYCOMM_CUDA_PROTOCOL may name
+NcclChecks = Literal["beside", "before", "off"]
+FusedForm = Literal["auto", "plain", "chunked", "fused"]
 
 LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# what PYCOMM_ALGORITHM may name
-OPERATIONS = "all_reduce reduce broadcast all_gather reduce_scatter all_to_all gather scatter".split()
-OPERATIONS += ["send", "recv", "barrier"]
 BACKENDS = ("gloo", "nccl")  # what PYCOMM_REPLACE may name
-WIRES = ("gloo", "ucx")  # what PYCOMM_WIRE may name
-CUDA_PROTOCOLS = ("resident", "stream_ordered")  # what PYCOMM_CUDA_PROTOCOL may name
-NCCL_CHECKS = ("beside", "before", "off")
-FUSED_FORMS = ("auto", "plain", "chunked", "fused")
-LONGEST_TIMEOUT = 1e8  # seconds, three years: nothing waits without a limit
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # all variables of pycomm's own; tests/test_doctor.py compares them with the table above
 VARIABLES = (
@@ -117,18 +118,18 @@ class Settings(NamedTuple):
     """The PYCOMM_ variables of the runtime. None means: not set, the runtime decides."""
 
     timeout: float | None  # seconds
-    algorithm: dict  # operation -> algorithm
+    algorithm: dict[str, str]  # operation -> algorithm
     host_id: str | None
     host_timeout: float | None  # seconds
     threads: int | None
     staging_bytes: int | None
     cma: bool | None
-    cuda_protocol: str | None
+    cuda_protocol: CudaProtocol | None
     cuda_staging_bytes: int | None
     cuda_connections: int | None
 
 
-def launch():
+def launch() -> Launch:
     """Who this process is: by RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, or where RANK and
     WORLD_SIZE are not set by what other launchers set (launchers.py). Raises ValueError if something is
     missing or wrong.
@@ -137,19 +138,19 @@ def launch():
         found = _launchers().find_launch(os.environ)
         if found is not None:
             return Launch(*found)
-    world_size = _integer("WORLD_SIZE", _required("WORLD_SIZE"), 1)
-    rank = _integer("RANK", _required("RANK"), 0, world_size - 1)
+    world_size = integer("WORLD_SIZE", _required("WORLD_SIZE"), 1)
+    rank = integer("RANK", _required("RANK"), 0, world_size - 1)
     local_rank = _get("LOCAL_RANK")
     return Launch(
         rank=rank,
         world_size=world_size,
-        local_rank=rank if local_rank is None else _integer("LOCAL_RANK", local_rank, 0),
+        local_rank=rank if local_rank is None else integer("LOCAL_RANK", local_rank, 0),
         master_addr=_required("MASTER_ADDR"),
-        master_port=_integer("MASTER_PORT", _required("MASTER_PORT"), 1, 65535),
+        master_port=integer("MASTER_PORT", _required("MASTER_PORT"), 1, 65535),
     )
 
 
-def set_launch():
+def set_launch() -> Launch:
     """Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT in this process as torchrun would, where
     another launcher has started it and they are not set. For programs that read them: torch does in
     init_process_group(). Returns what launch() does, and raises ValueError.
@@ -162,7 +163,7 @@ def set_launch():
     return found
 
 
-def launched_by_others():
+def launched_by_others() -> bool:
     """True where RANK and WORLD_SIZE are not set, and a launcher that is not torchrun has started this
     process as one of several. Raises ValueError where launchers disagree.
     """
@@ -172,48 +173,47 @@ def launched_by_others():
     return place is not None and place.world_size > 1
 
 
-def _launchers():
+def _launchers() -> ModuleType:
     from pycomm import launchers  # `import torch` loads this file, and need not load that one
 
     return launchers
 
 
-def settings():
+def settings() -> Settings:
     """Reads the PYCOMM_ variables of the runtime. Raises ValueError if one is wrong."""
     threads, cma = _get("PYCOMM_THREADS"), _get("PYCOMM_CMA")
-    if cma not in (None, "0", "1"):
-        raise _wrong("PYCOMM_CMA", cma, "0 or 1")
-    protocol, connections = _get("PYCOMM_CUDA_PROTOCOL"), _get("CUDA_DEVICE_MAX_CONNECTIONS")
-    if protocol not in (None, *CUDA_PROTOCOLS):
-        raise _wrong("PYCOMM_CUDA_PROTOCOL", protocol, " or ".join(CUDA_PROTOCOLS))
+    if cma is not None and cma not in ("0", "1"):
+        raise wrong("PYCOMM_CMA", cma, "0 or 1")
+    connections = _get("CUDA_DEVICE_MAX_CONNECTIONS")
+    protocols: tuple[CudaProtocol, ...] = get_args(CudaProtocol)
     return Settings(
-        timeout=_seconds("PYCOMM_TIMEOUT"),
-        algorithm=_algorithm("PYCOMM_ALGORITHM"),
+        timeout=seconds("PYCOMM_TIMEOUT", _get("PYCOMM_TIMEOUT")),
+        algorithm=algorithms("PYCOMM_ALGORITHM", _get("PYCOMM_ALGORITHM")),
         host_id=_get("PYCOMM_HOST_ID"),
-        host_timeout=_seconds("PYCOMM_HOST_TIMEOUT"),
-        threads=None if threads is None else _integer("PYCOMM_THREADS", threads, 1, 1024),
-        staging_bytes=_nbytes("PYCOMM_STAGING_BYTES"),
+        host_timeout=seconds("PYCOMM_HOST_TIMEOUT", _get("PYCOMM_HOST_TIMEOUT")),
+        threads=None if threads is None else integer("PYCOMM_THREADS", threads, 1, 1024),
+        staging_bytes=nbytes("PYCOMM_STAGING_BYTES", _get("PYCOMM_STAGING_BYTES")),
         cma=None if cma is None else cma == "1",
-        cuda_protocol=protocol,
-        cuda_staging_bytes=_nbytes("PYCOMM_CUDA_STAGING_BYTES"),
+        cuda_protocol=one_of("PYCOMM_CUDA_PROTOCOL", _get("PYCOMM_CUDA_PROTOCOL"), protocols),
+        cuda_staging_bytes=nbytes("PYCOMM_CUDA_STAGING_BYTES", _get("PYCOMM_CUDA_STAGING_BYTES")),
         cuda_connections=None
         if connections is None
-        else _integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
+        else integer("CUDA_DEVICE_MAX_CONNECTIONS", connections, 1),
     )
 
 
-def simulate_host(word):
+def simulate_host(word: str) -> None:
     """Sets PYCOMM_HOST_ID for the groups that this process makes from now on."""
     os.environ["PYCOMM_HOST_ID"] = word
 
 
-def socket_interface():
+def socket_interface() -> tuple[str, str] | None:
     """Which interfaces may be used between hosts: (variable, value), or None where neither
     PYCOMM_SOCKET_IFNAME nor GLOO_SOCKET_IFNAME is set.
     """
     for name in ("PYCOMM_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
-        if _get(name) is not None:
-            return name, _get(name)
+        if (value := _get(name)) is not None:
+            return name, value
     return None
 
 
@@ -224,49 +224,45 @@ def port_range() -> tuple[int, int] | None:
         return None
     found = re.fullmatch(r"(\d{1,5})-(\d{1,5})", value, re.ASCII)
     if found is None or not 1 <= int(found[1]) <= int(found[2]) <= 65535:
-        raise _wrong("PYCOMM_PORT_RANGE", value, "two ports from 1 to 65535, the lower first: 29600-29699")
+        raise wrong("PYCOMM_PORT_RANGE", value, "two ports from 1 to 65535, the lower first: 29600-29699")
     return int(found[1]), int(found[2])
 
 
-def use_gloo_interface(name):
+def use_gloo_interface(name: str) -> None:
     """Sets GLOO_SOCKET_IFNAME in this process, for a torch in which nothing else chooses the interface."""
     os.environ["GLOO_SOCKET_IFNAME"] = name
 
 
-def wire():
+def wire() -> Wire:
     """Reads PYCOMM_WIRE. Raises ValueError."""
-    value = _get("PYCOMM_WIRE") or WIRES[0]
-    if value not in WIRES:
-        raise _wrong("PYCOMM_WIRE", value, " or ".join(WIRES))
-    return value
+    words: tuple[Wire, ...] = get_args(Wire)
+    return one_of("PYCOMM_WIRE", _get("PYCOMM_WIRE"), words) or "gloo"
 
 
-def use_wire(name):
+def use_wire(name: Wire) -> None:
     """Sets PYCOMM_WIRE in this process."""
     os.environ["PYCOMM_WIRE"] = name
 
 
-def prepare_ucx(settings):
+def prepare_ucx(settings: Mapping[str, str]) -> None:
     """Sets variables that UCX reads itself in this process, where they are not set."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
-def ucx_settings(**defaults):
+def ucx_settings(**defaults: str) -> list[tuple[str, str]]:
     """[(name without UCX_, value)]: of these settings those that the user has not set."""
     return [(name, value) for name, value in defaults.items() if _get(f"UCX_{name}") is None]
 
 
-def nccl_checks():
+def nccl_checks() -> NcclChecks:
     """Reads PYCOMM_NCCL_CHECKS: when calls on CUDA tensors over hosts are compared. Raises ValueError."""
-    value = _get("PYCOMM_NCCL_CHECKS") or "beside"
-    if value not in NCCL_CHECKS:
-        raise _wrong("PYCOMM_NCCL_CHECKS", value, ", ".join(NCCL_CHECKS))
-    return value
+    words: tuple[NcclChecks, ...] = get_args(NcclChecks)
+    return one_of("PYCOMM_NCCL_CHECKS", _get("PYCOMM_NCCL_CHECKS"), words) or "beside"
 
 
 @contextlib.contextmanager
-def nccl_spares_the_process():
+def nccl_spares_the_process() -> Iterator[None]:
     """While this lasts, a ProcessGroupNCCL that is made does not end the process over an error, and wait() of
     its works blocks no thread of the host: torch reads the variables when it makes one.
     """
@@ -281,12 +277,12 @@ def nccl_spares_the_process():
         os.environ.update(before)
 
 
-def master_address():
+def master_address() -> str | None:
     """MASTER_ADDR, or None."""
     return _get("MASTER_ADDR")
 
 
-def replaced_backends():
+def replaced_backends() -> tuple[str, ...]:
     """Reads PYCOMM_REPLACE: the names of torch.distributed backends that mean pycomm, often none. Raises
     ValueError.
     """
@@ -295,69 +291,67 @@ def replaced_backends():
         return ()
     names = tuple(name.strip().lower() for name in value.split(","))
     if not set(names) <= set(BACKENDS):
-        raise _wrong("PYCOMM_REPLACE", value, "gloo, nccl or both with a comma between them")
+        raise wrong("PYCOMM_REPLACE", value, "gloo, nccl or both with a comma between them")
     return names
 
 
-def fused():
+def fused() -> FusedForm:
     """Reads PYCOMM_FUSED: the form that the operations of pycomm.fused are to take, "auto" where a table
     chooses. Raises ValueError.
     """
-    value = _get("PYCOMM_FUSED") or "auto"
-    if value not in FUSED_FORMS:
-        raise _wrong("PYCOMM_FUSED", value, ", ".join(FUSED_FORMS))
-    return value
+    words: tuple[FusedForm, ...] = get_args(FusedForm)
+    return one_of("PYCOMM_FUSED", _get("PYCOMM_FUSED"), words) or "auto"
 
 
-def tuned_file():
+def tuned_file() -> str | None:
     """What PYCOMM_TUNED says: a path, "0", or None where it is not set."""
     return _get("PYCOMM_TUNED")
 
 
-def use_built_in_table():
+def use_built_in_table() -> None:
     """Sets PYCOMM_TUNED to 0 in this process and those it starts: what is measured must not depend on what
     was measured before.
     """
     os.environ["PYCOMM_TUNED"] = "0"
 
 
-def cache_folder():
+def cache_folder() -> str:
     """The folder for what was measured, by PYCOMM_CACHE or XDG_CACHE_HOME; it may not exist."""
     return _get("PYCOMM_CACHE") or os.path.join(
         _get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "pycomm"
     )
 
 
-def trace_folder():
+def trace_folder() -> str | None:
     """What PYCOMM_TRACE says: a folder, or None."""
     return _get("PYCOMM_TRACE")
 
 
-def trace_bytes():
+def trace_bytes() -> int:
     """Reads PYCOMM_TRACE_BYTES: bytes of the ring of a process's trace. Raises ValueError."""
-    return _nbytes("PYCOMM_TRACE_BYTES") or 16 << 20
+    return nbytes("PYCOMM_TRACE_BYTES", _get("PYCOMM_TRACE_BYTES")) or 16 << 20
 
 
-def statistics():
+def statistics() -> bool:
     """Reads PYCOMM_STATISTICS: whether operations are timed without a trace. Raises ValueError."""
     value = _get("PYCOMM_STATISTICS")
-    if value not in (None, "0", "1"):
-        raise _wrong("PYCOMM_STATISTICS", value, "0 or 1")
+    if value is not None and value not in ("0", "1"):
+        raise wrong("PYCOMM_STATISTICS", value, "0 or 1")
     return value == "1"
 
 
-def metrics_port():
+def metrics_port() -> int | None:
     """The port of this process's Prometheus endpoint, or None: PYCOMM_METRICS_PORT and its LOCAL_RANK. Raises
     ValueError.
     """
     value = _get("PYCOMM_METRICS_PORT")
     if value is None:
         return None
-    port, local_rank = _integer("PYCOMM_METRICS_PORT", value, 1, 65535), _get("LOCAL_RANK")
-    return port + (0 if local_rank is None else _integer("LOCAL_RANK", local_rank, 0))
+    port, local_rank = integer("PYCOMM_METRICS_PORT", value, 1, 65535), _get("LOCAL_RANK")
+    return port + (0 if local_rank is None else integer("LOCAL_RANK", local_rank, 0))
 
 
-def triton_interpret():
+def triton_interpret() -> bool:
     """Reads TRITON_INTERPRET as Triton does."""
     return (_get("TRITON_INTERPRET") or "0").lower() in ("1", "true", "on", "yes", "y")
 
@@ -368,7 +362,7 @@ def triton_interpret():
 THREAD_RANKS = {"CUDA_DEVICE_MAX_CONNECTIONS": "32", "CUDA_MODULE_LOADING": "EAGER"}
 
 
-def allow_thread_ranks():
+def allow_thread_ranks() -> None:
     """Sets what CUDA must know for ranks that are threads of one process (THREAD_RANKS), where it is not set.
 
     In time only before CUDA is first used in the process.
@@ -377,31 +371,31 @@ def allow_thread_ranks():
         os.environ.setdefault(name, value)
 
 
-def launched():
+def launched() -> bool:
     """True where a launcher such as torchrun, srun or mpiexec has started this process as one of several."""
     return (_get("RANK") is not None and _get("WORLD_SIZE") is not None) or launched_by_others()
 
 
-def replacement():
+def replacement() -> int | None:
     """The number that pycomm.run gave this process, 0 if it takes nobody's place; None: another launcher."""
     value = _get("PYCOMM_REPLACEMENT")
-    return None if value is None else _integer("PYCOMM_REPLACEMENT", value, 0)
+    return None if value is None else integer("PYCOMM_REPLACEMENT", value, 0)
 
 
-def threads_of_ranks(ranks):
+def threads_of_ranks(ranks: int) -> dict[str, int]:
     """Variables that share the cores of this process among so many; none where OMP_NUM_THREADS is set."""
     cores = len(os.sched_getaffinity(0))
     return {} if _get("OMP_NUM_THREADS") is not None else {"OMP_NUM_THREADS": max(1, cores // ranks)}
 
 
-def set_variables():
+def set_variables() -> dict[str, str]:
     """All variables PYCOMM_... that are set, name -> value, also those that pycomm does not know."""
     return {
         name: os.environ[name] for name in sorted(os.environ) if name.startswith("PYCOMM_") and _get(name)
     }
 
 
-def is_first_rank():
+def is_first_rank() -> bool:
     """True on rank 0, and where there are no ranks: the one process that says what all would say."""
     if _get("RANK") is not None:
         return _get("RANK") == "0"
@@ -410,12 +404,12 @@ def is_first_rank():
 
 
 @functools.cache
-def logger():
+def logger() -> logging.Logger:
     """The logger "pycomm", at the level of PYCOMM_LOG when that is set. Raises ValueError."""
     log, level = logging.getLogger("pycomm"), _get("PYCOMM_LOG")
     if level is not None:
         if level.lower() not in LOG_LEVELS:
-            raise _wrong("PYCOMM_LOG", level, ", ".join(LOG_LEVELS))
+            raise wrong("PYCOMM_LOG", level, ", ".join(LOG_LEVELS))
         log.setLevel(level.upper())
         # the level was asked for: show it, even in a program that set up no logging
         if not log.hasHandlers():
@@ -423,7 +417,7 @@ def logger():
     return log
 
 
-def set_place(rank, world_size, **others):
+def set_place(rank: int, world_size: int, **others: str) -> None:
     """Sets in this process what torchrun would, for libraries that read their place from there (DeepSpeed);
     others: further variables of theirs, as texts.
     """
@@ -431,7 +425,7 @@ def set_place(rank, world_size, **others):
     os.environ.update(place | others)
 
 
-def for_child(**variables):
+def for_child(**variables: object) -> dict[str, str]:
     """The environment for a process that we start: a copy of ours, in which these variables are set, or
     removed where None.
     """
@@ -439,62 +433,13 @@ def for_child(**variables):
     return {name: value for name, value in child.items() if variables.get(name, value) is not None}
 
 
-def _get(name):
+def _get(name: str) -> str | None:
     return os.environ.get(name, "").strip() or None
 
 
-def _wrong(name, value, allowed):
-    return ValueError(f"{name}={value!r} in the environment: must be {allowed}.")
-
-
-def _required(name):
+def _required(name: str) -> str:
     value = _get(name)
     if value is None:
         advice = "Start with torchrun, srun or mpiexec, or pass store, rank and world_size."
         raise ValueError(f"{name} is not set in the environment. {advice}")
     return value
-
-
-def _integer(name, value, low, high=None):
-    number = int(value) if re.fullmatch(r"\d{1,18}", value, re.ASCII) else -1
-    if number < low or (high is not None and number > high):
-        allowed = f", {low} or more" if high is None else f" from {low} to {high}"
-        raise _wrong(name, value, f"a whole number{allowed}")
-    return number
-
-
-def _seconds(name):
-    value = _get(name)
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds <= LONGEST_TIMEOUT:  # also refuses nan
-        raise _wrong(name, value, "a number of seconds above 0 and at most 1e8")
-    return seconds
-
-
-def _nbytes(name):
-    value = _get(name)
-    if value is None:
-        return None
-    match = re.fullmatch(r"(\d{1,15})([KMG]?)", value.upper(), re.ASCII)
-    if not match or int(match[1]) == 0:
-        raise _wrong(name, value, "a number of bytes above 0, which may end in K, M or G (powers of 1024)")
-    return int(match[1]) << {"": 0, "K": 10, "M": 20, "G": 30}[match[2]]
-
-
-def _algorithm(name):
-    """ "all_reduce=ring,broadcast=direct" as a dict. Which algorithms an operation has is the extension's to
-    say.
-    """
-    value, chosen = _get(name), {}
-    for pair in value.split(",") if value else ():
-        match = re.fullmatch(r"\s*(\w+)\s*=\s*(\w+)\s*", pair)
-        if not match or match[1] not in OPERATIONS or match[1] in chosen:
-            allowed = f"op=algorithm pairs with commas between them, each op once, of {', '.join(OPERATIONS)}"
-            raise _wrong(name, value, allowed)
-        chosen[match[1]] = match[2]
-    return chosen

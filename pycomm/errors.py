@@ -9,6 +9,8 @@ The message names the rank, the operation, both values and the way out:
     [rank 2/4] all_reduce #17: count=1024 here, 512 on rank 3. All ranks must pass equal sizes.
 """
 
+from __future__ import annotations
+
 import torch.distributed
 
 __all__ = ["AbortedError", "CommError", "CommTimeoutError", "MismatchError", "PeerError"]
@@ -24,7 +26,16 @@ class CommError(torch.distributed.DistBackendError):
         peer: rank in the group of the other side: who died, did not arrive, or called something else.
     """
 
-    def __init__(self, message, *, rank=None, world_size=None, op=None, sequence=None, peer=None):
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        op: str | None = None,
+        sequence: int | None = None,
+        peer: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.world_size = world_size

@@ -17,8 +17,10 @@ import functools
 import hashlib
 import os
 import threading
+from collections.abc import Hashable, Iterable, Sequence
 from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from pycomm import env
@@ -68,7 +70,12 @@ class Group(NamedTuple):
 ALONE = Group("alone", 1, 0, None)
 
 
-def as_group(group=None, name=None, *, native=False):
+def as_group(
+    group: Group | dist.ProcessGroup | Communicator | None = None,
+    name: str | None = None,
+    *,
+    native: bool = False,
+) -> Group:
     """A Group.
 
     Args:
@@ -88,7 +95,8 @@ def as_group(group=None, name=None, *, native=False):
             return ALONE
         group = dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        outside: object = dist.GroupMember.NON_GROUP_MEMBER
+        if group == outside:
             place = f"[rank {dist.get_rank()}/{dist.get_world_size()}]"
             raise ValueError(f"{place} this rank is not in the group that was given")
         kinds = "a torch ProcessGroup" + (", a pycomm.Communicator" if native else "")
@@ -96,12 +104,12 @@ def as_group(group=None, name=None, *, native=False):
     return Group(name or group.group_name, group.size(), group.rank(), group)
 
 
-def even_sizes(length, parts):
+def even_sizes(length: int, parts: int) -> list[int]:
     """How torch.tensor_split cuts `length`: pieces that differ by at most one, longer ones first."""
     return [length // parts + (part < length % parts) for part in range(parts)]
 
 
-def pad_pieces(pieces, longest):
+def pad_pieces(pieces: Sequence[torch.Tensor], longest: int) -> torch.Tensor:
     """The pieces joined along dim 0, each with zeros behind it up to `longest` rows: (len(pieces) * longest,
     ...).
 
@@ -114,13 +122,13 @@ def pad_pieces(pieces, longest):
     return padded
 
 
-def unpad_pieces(padded, sizes):
+def unpad_pieces(padded: torch.Tensor, sizes: Sequence[int]) -> list[torch.Tensor]:
     """The pieces of pad_pieces, as views."""
     longest = padded.shape[0] // len(sizes)
     return [padded[r * longest : r * longest + size] for r, size in enumerate(sizes)]
 
 
-def host_mark():
+def host_mark() -> bytes:
     """16 bytes that are equal in processes which can share memory: one kernel, network namespace and user, or
     one PYCOMM_HOST_ID, as csrc/transport/record.cc has it.
     """
@@ -129,7 +137,7 @@ def host_mark():
 
 
 @functools.cache
-def _own_host():
+def _own_host() -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             kernel = file.readline().strip()
@@ -138,15 +146,15 @@ def _own_host():
         return "unknown"  # a mesh that takes hosts for one, or for several, is slower and no less right
 
 
-def numbered(marks):
+def numbered(marks: Iterable[Hashable]) -> list[int]:
     """The number of each rank's host, from a mark for each rank: hosts count in the order of their lowest
     ranks.
     """
-    seen = {}
+    seen: dict[Hashable, int] = {}
     return [seen.setdefault(mark, len(seen)) for mark in marks]
 
 
-def hosts_of(text, world_size):
+def hosts_of(text: str | Sequence[int], world_size: int) -> list[int]:
     """For each rank the number of its host. "2x3": two hosts of three ranks; "3+5": hosts of three and five;
     "0101": the host of each rank, one digit each; a list of numbers is taken as it is. Raises ValueError.
     """
@@ -167,7 +175,7 @@ def hosts_of(text, world_size):
     return hosts
 
 
-def show_hosts(hosts):
+def show_hosts(hosts: Sequence[int]) -> str:
     """A list of host numbers in words, as Communicator.describe()["hosts"] has them: "2 hosts x 4", "hosts of
     3 + 5", "1 host x 4".
     """
@@ -177,7 +185,7 @@ def show_hosts(hosts):
     return f"{len(sizes)} host{'s' * (len(sizes) > 1)} x {sizes[0]}"
 
 
-def shared_store(comm):
+def shared_store(comm: Communicator) -> PointStore:
     """A torch store of the ranks of a Communicator over hosts, in the process of rank 0. It raises PeerError
     when that has ended, and host is its address.
     """
@@ -190,12 +198,12 @@ _JOINED = "joined/"
 _joined = threading.Event()  # of this process
 
 
-def is_launched():
+def is_launched() -> bool:
     """Whether a launcher has started this process as one of several."""
     return env.launched()
 
 
-def replacement_store():
+def replacement_store() -> tuple[bool, dist.Store | None]:
     """(whether this process takes the place of a dead one, the store in which such processes ask to be taken
     in); (False, None) where it was not started by `python -m pycomm.run`.
     """
@@ -207,7 +215,7 @@ def replacement_store():
     return number > 0, dist.PrefixStore(_RUN, store)
 
 
-def note_joined(store):
+def note_joined(store: dist.Store) -> None:
     """Tells pycomm.run that this process, which takes the place of a dead one, has a part now."""
     number = env.replacement()
     if number is not None:
@@ -220,6 +228,6 @@ def waits_to_join() -> bool:
     return bool(env.replacement()) and not _joined.is_set()
 
 
-def has_joined(store, number):
+def has_joined(store: dist.Store, number: int) -> bool:
     """For pycomm.run. store: its own."""
     return dist.PrefixStore(_RUN, store).check([f"{_JOINED}{number}"])

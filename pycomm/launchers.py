@@ -28,6 +28,7 @@ import os
 import re
 import socket
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -47,8 +48,8 @@ class Launcher(NamedTuple):
     name: str
     rank: str
     world_size: str
-    local_rank: tuple
-    local_size: tuple
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
     how: str  # to pass a variable to all ranks
 
 
@@ -81,12 +82,12 @@ class Place(NamedTuple):
     local_rank: int
     local_size: int | None  # None: it does not say
 
-    def __str__(self):
+    def __str__(self) -> str:
         names = self.launcher.rank, self.launcher.world_size
         return f"{names[0]}={self.rank} and {names[1]}={self.world_size} ({self.launcher.name})"
 
 
-def find_place(variables):
+def find_place(variables: Mapping[str, str]) -> Place | None:
     """The Place that Open MPI, MPICH, Intel MPI or Slurm have given to this process, or None. variables: the
     environment. Raises ValueError where they are wrong or disagree.
     """
@@ -102,7 +103,7 @@ def find_place(variables):
     return places[0] if places else None
 
 
-def find_launch(variables):
+def find_launch(variables: Mapping[str, str]) -> tuple[int, int, int, str, int] | None:
     """The fields of this process's env.Launch, found without RANK and WORLD_SIZE; None where no launcher is
     known. Raises ValueError.
     """
@@ -115,19 +116,19 @@ def find_launch(variables):
         if place.rank == 0 and not is_here(address):
             text = f"MASTER_ADDR is not set; {place.launcher.name} leads to {address!r}, but rank 0 is on"
             raise ValueError(f"{text} {socket.gethostname()!r}. {_advice(place)}")
-    port = variables.get("MASTER_PORT", "").strip()
-    port = _number("MASTER_PORT", port, 1, 65535) if port else _port(place, variables)
-    return *place[1:4], address, port
+    text = variables.get("MASTER_PORT", "").strip()
+    port = _number("MASTER_PORT", text, 1, 65535) if text else _port(place, variables)
+    return place.rank, place.world_size, place.local_rank, address, port
 
 
-def _place(launcher, variables):
-    rank, world_size = variables.get(launcher.rank, ""), variables.get(launcher.world_size, "")
+def _place(launcher: Launcher, variables: Mapping[str, str]) -> Place | None:
+    own, all_of_them = variables.get(launcher.rank, ""), variables.get(launcher.world_size, "")
     if launcher is SLURM and not _slurm_step(variables):
         return None  # the script of a batch job has the variables, and is not one of several
-    if not rank or not world_size:
+    if not own or not all_of_them:
         return None
-    world_size = _number(launcher.world_size, world_size, 1)
-    rank = _number(launcher.rank, rank, 0, world_size - 1)
+    world_size = _number(launcher.world_size, all_of_them, 1)
+    rank = _number(launcher.rank, own, 0, world_size - 1)
     local_rank = _first(launcher.local_rank, variables, 0)
     return Place(
         launcher,
@@ -138,11 +139,11 @@ def _place(launcher, variables):
     )
 
 
-def _first(names, variables, low):
+def _first(names: tuple[str, ...], variables: Mapping[str, str], low: int) -> int | None:
     return next((_number(name, variables[name], low) for name in names if variables.get(name)), None)
 
 
-def _number(name, value, low, high=None):
+def _number(name: str, value: str, low: int, high: int | None = None) -> int:
     fits = re.fullmatch(r"\d{1,18}", value.strip(), re.ASCII) and low <= int(value)
     if not fits or (high is not None and int(value) > high):
         allowed = f"{low} or more" if high is None else f"from {low} to {high}"
@@ -150,12 +151,12 @@ def _number(name, value, low, high=None):
     return int(value)
 
 
-def _slurm_step(variables):
+def _slurm_step(variables: Mapping[str, str]) -> str | None:
     """Slurm's number of the step that srun has started, None outside of one."""
     return variables.get("SLURM_STEP_ID") or variables.get("SLURM_STEPID") or None
 
 
-def _one_task_per_host(variables):
+def _one_task_per_host(variables: Mapping[str, str]) -> bool:
     """The tasks of this step of Slurm may be another launcher's helpers on each host, or that launcher."""
     tasks = variables.get("SLURM_STEP_NUM_TASKS") or variables.get("SLURM_NTASKS")
     hosts = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
@@ -165,7 +166,7 @@ def _one_task_per_host(variables):
 # --- where rank 0 is --------------------
 
 
-def _address(place, variables):
+def _address(place: Place, variables: Mapping[str, str]) -> str:
     hosts = variables.get("SLURM_STEP_NUM_NODES") or variables.get("SLURM_NNODES")
     if place.local_size == place.world_size or (place.launcher is SLURM and hosts == "1"):
         return "127.0.0.1"
@@ -186,11 +187,11 @@ def _address(place, variables):
     raise ValueError(f"{text} {_advice(place)}")
 
 
-def _advice(place):
+def _advice(place: Place) -> str:
     return f"Set it for all ranks, for instance by `{place.launcher.how}`."
 
 
-def is_here(host):
+def is_here(host: str) -> bool:
     """Whether a host's name or address is this machine's."""
     if host.split(".")[0] == socket.gethostname().split(".")[0]:
         return True
@@ -202,14 +203,14 @@ def is_here(host):
     return False
 
 
-def expand(text):
+def expand(text: str) -> list[str]:
     """Slurm's lists of hosts: "node[01-03,7],gpu5" as ["node01", "node02", "node03", "node7", "gpu5"]. Raises
     ValueError.
     """
     wrong = ValueError(f"{text!r} is not a list of hosts as Slurm writes them.")
     if not HOST_LIST.fullmatch(text.strip()):
         raise wrong
-    hosts = []
+    hosts: list[str] = []
     for name in HOST.findall(text.strip()):
         made = [""]
         for plain, numbers in PIECE.findall(name):
@@ -219,7 +220,7 @@ def expand(text):
     return hosts
 
 
-def _range(part, wrong):
+def _range(part: str, wrong: ValueError) -> list[str]:
     """ "08-11" as ["08", "09", "10", "11"]."""
     first, _, last = part.partition("-")
     if last and int(first) > int(last):
@@ -230,7 +231,7 @@ def _range(part, wrong):
 # --- its port --------------------
 
 
-def _port(place, variables):
+def _port(place: Place, variables: Mapping[str, str]) -> int:
     """The same on all ranks of a job, and most likely another one in each job."""
     job = variables.get("SLURM_JOB_ID") or variables.get("SLURM_JOBID")
     if job and _slurm_step(variables):
@@ -247,7 +248,7 @@ def _port(place, variables):
     return FIRST_PORT + zlib.crc32(job.encode()) % PORTS
 
 
-def _proxy():
+def _proxy() -> str | None:
     """The process of mpiexec above this one, as its number and the time of its start; None without one."""
     process = os.getpid()
     while process > 1:

@@ -14,12 +14,22 @@ process dies after it was counted. Then the new group is never complete, and its
 time limit on all ranks, which keep the group that they have.
 """
 
+from __future__ import annotations
+
 import json
 import time
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
+import torch.distributed as dist
 
 from pycomm.errors import CommTimeoutError
+from pycomm.exchanges import Exchanges
+from pycomm.rooted import Rooted
+
+if TYPE_CHECKING:
+    from pycomm import _C, env
 
 __all__ = ["Membership"]
 
@@ -28,10 +38,34 @@ _COUNT_EVERY = 0.02  # seconds
 _ALIVE_WITHIN = 0.5  # seconds in which a living process has counted on
 
 
-class Membership:
+Self = TypeVar("Self", bound="Membership")
+
+
+class Terms(TypedDict):
+    """What all ranks of a group that grows must know."""
+
+    name: str
+    world_size: int
+    staging_bytes: int
+    timeout: float
+
+
+class Membership(Exchanges, Rooted):
     """The part of a Communicator that makes others of it."""
 
-    def split(self, color, key=0):
+    former_ranks: list[int]
+
+    if TYPE_CHECKING:  # a Communicator's
+
+        def __init__(
+            self,
+            store: dist.Store | _C.LocalStore | _C.PageStore,
+            rank: int,
+            world_size: int,
+            **options: object,
+        ) -> None: ...
+
+    def split(self: Self, color: int | None, key: int = 0) -> Self | None:
         """Collective: ranks with equal color form a new group, ordered by (key, rank). color=None: this rank
         joins none and gets None.
         """
@@ -48,7 +82,7 @@ class Membership:
         options = {"name": name, "timeout": self._timeout, "_origin": (self._comm, ranks)}
         return type(self)(self._store, ranks.index(self.rank), len(ranks), **options)
 
-    def shrink(self, exclude=(), *, timeout=None):
+    def shrink(self: Self, exclude: Iterable[int] = (), *, timeout: float | None = None) -> Self:
         """Collective among the ranks that live, after a PeerError or CommTimeoutError: a new Communicator of
         them, in their order, numbered from 0. This one is closed. No store is needed: it may be gone with a
         rank.
@@ -77,7 +111,7 @@ class Membership:
         return new
 
     @classmethod
-    def _around(cls, comm, settings):
+    def _around(cls: type[Self], comm: _C.Communicator, settings: env.Settings) -> Self:
         """A Communicator of a group that is there already. Its store is its own memory, or over hosts the one
         by which it was made.
         """
@@ -86,7 +120,7 @@ class Membership:
         new._take(comm, store, comm.describe()["name"], comm.timeout, settings)
         return new
 
-    def grow(self, store, *, at_least=1, timeout=None):
+    def grow(self: Self, store: dist.Store, *, at_least: int = 1, timeout: float | None = None) -> Self:
         """Collective: a new Communicator of these ranks, with their numbers, and behind them of all processes
         that wait in Communicator.replacement(store). This one is closed.
 
@@ -100,27 +134,28 @@ class Membership:
             raise self._wrong("grow", f"at_least={at_least}: must be 1 or more")
         limit = self._limit(timeout)
         deadline = time.monotonic() + limit
-        terms, error = None, None
+        terms: Terms | None = None
+        error: Exception | None = None
         if self.rank == 0:
             try:
                 terms = self._invite(store, at_least, limit)
             except Exception as failure:  # whatever the store raises; the others must not wait for it
                 error = failure
         said = [json.dumps(terms) if error is None else None, str(error)]
-        terms, text = self._tell(said)
-        if terms is None:
+        agreed, text = self._tell(said)
+        if agreed is None:
             if error is not None and not isinstance(error, _TooFew):
                 raise error
             where = f"[rank {self.rank}/{self.world_size}] grow: "
-            raise CommTimeoutError(where + text, rank=self.rank, world_size=self.world_size, op="grow")
-        terms = json.loads(terms)
+            raise CommTimeoutError(f"{where}{text}", rank=self.rank, world_size=self.world_size, op="grow")
+        terms = json.loads(agreed)
         left = max(deadline - time.monotonic(), 1.0)
         new = _join(type(self), store, self.rank, terms, left, self._timeout)
         self.close()
         return new
 
     @classmethod
-    def replacement(cls, store, *, timeout=None):
+    def replacement(cls: type[Self], store: dist.Store, *, timeout: float | None = None) -> Self:
         """A process that joins a group that grows: waits until its ranks call grow(store), and returns the
         new Communicator.
 
@@ -143,17 +178,19 @@ class Membership:
         return _join(cls, store, terms["rank"], terms, left, terms["timeout"])
 
     @staticmethod
-    def waiting(store):
+    def waiting(store: dist.Store) -> int:
         """How many processes have asked in replacement(store) to be taken in, and were not. One that has
         died meanwhile counts.
         """
         return store.add(f"{_PREFIX}tickets", 0) - store.add(f"{_PREFIX}served", 0)
 
-    def _invite(self, store, at_least, limit):
-        """On rank 0: gives all processes that wait their places. Returns what all must know."""
+    def _invite(self, store: dist.Store, at_least: int, limit: float) -> Terms:
+        """On rank 0: gives all processes that wait their places."""
         deadline = time.monotonic() + limit
         first = store.add(f"{_PREFIX}served", 0) + 1
-        counts, counted = {}, {}  # by ticket: the last count, and when it has risen
+        # by ticket: the last count, and when it has risen
+        counts: dict[int, int] = {}
+        counted: dict[int, float] = {}
         while True:
             now, last = time.monotonic(), store.add(f"{_PREFIX}tickets", 0)
             for ticket in range(first, last + 1):
@@ -169,7 +206,7 @@ class Membership:
                 raise _TooFew(f"{len(waiting)} of {at_least} wait within the timeout of {limit:g} s")
             time.sleep(2 * _COUNT_EVERY)
         number = store.add(f"{_PREFIX}groups", 1)
-        terms = {
+        terms: Terms = {
             "name": f"{self.name}/grown{number}",
             "world_size": self.world_size + len(waiting),
             "staging_bytes": self.describe()["staging_bytes"],
@@ -180,8 +217,8 @@ class Membership:
         store.add(f"{_PREFIX}served", last - first + 1)
         return terms
 
-    def _tell(self, texts):
-        """What rank 0 says, on all ranks: a list of strings or None."""
+    def _tell(self, texts: Sequence[str | None]) -> list[str | None]:
+        """What rank 0 says, on all ranks."""
         data = torch.tensor(list(json.dumps(texts).encode()), dtype=torch.uint8)
         size = self.broadcast(torch.tensor([data.numel()]))
         if self.rank != 0:
@@ -193,7 +230,7 @@ class _TooFew(Exception):
     """Fewer processes wait than are wanted."""
 
 
-def _join(cls, store, rank, terms, left, timeout):
+def _join(cls: type[Self], store: dist.Store, rank: int, terms: Terms, left: float, timeout: float) -> Self:
     """The new group; made within `left` seconds, `timeout` for its operations."""
     new = cls(
         store,

@@ -4,15 +4,33 @@ Off unless PYCOMM_METRICS_PORT is set. It listens on localhost only: who wants t
 scraper, or a proxy that asks who comes, beside it.
 """
 
+from __future__ import annotations
+
 import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pycomm import _C, env
-from pycomm.observed import statistics_of
+from pycomm.counters import statistics_of
+
+if TYPE_CHECKING:
+    from prometheus_client.core import CounterMetricFamily
 
 __all__ = ["collect", "serve_if_asked", "watch"]
 
-_groups = []  # (name, rank, WatchedCounters)
-_served = {}  # pid -> whether this process serves them
+Sample: TypeAlias = tuple[tuple[str, str, str, str], float]  # labels, value
+
+
+class Watched(NamedTuple):
+    """A group that is counted in."""
+
+    name: str
+    rank: int
+    counters: _C.WatchedCounters
+
+
+_groups: list[Watched] = []
+_served: dict[int, bool] = {}  # pid -> whether this process serves them
 
 _FIELDS = (
     ("operations", "operations that have completed"),
@@ -22,14 +40,14 @@ _FIELDS = (
 )
 
 
-def watch(comm, name):
+def watch(comm: _C.Communicator, name: str) -> None:
     """Counts a group in, while it lives."""
     serve_if_asked()
     if _served[os.getpid()]:
-        _groups.append((name, comm.rank, _C.WatchedCounters(comm)))
+        _groups.append(Watched(name, comm.rank, _C.WatchedCounters(comm)))
 
 
-def serve_if_asked():
+def serve_if_asked() -> None:
     if os.getpid() in _served:
         return
     _served[os.getpid()] = False
@@ -56,8 +74,8 @@ def serve_if_asked():
     _served[os.getpid()] = True
 
 
-def collect():
-    """(field, help, [(labels, value)]) of each counter."""
+def collect() -> Iterator[tuple[str, str, list[Sample]]]:
+    """(field, help, samples) of each counter."""
     rows = []
     for group in list(_groups):
         name, rank, watched = group
@@ -73,7 +91,7 @@ def collect():
 
 
 class _Collector:
-    def collect(self):
+    def collect(self) -> Iterator[CounterMetricFamily]:
         from prometheus_client.core import CounterMetricFamily
 
         for field, meaning, samples in collect():

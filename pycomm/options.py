@@ -1,10 +1,19 @@
 """Options of groups and operations, as the extension takes them."""
 
+from __future__ import annotations
+
 import math
 import os
-from typing import NamedTuple
+from typing import Literal, NamedTuple, SupportsFloat, TypeAlias
 
 from pycomm import _C, env, tuned
+from pycomm.values import LONGEST_TIMEOUT
+
+# _C.reduce_ops, _C.algorithms (tests/test_stub.py)
+ReduceName: TypeAlias = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
+Algorithm: TypeAlias = Literal[
+    "automatic", "one_shot", "two_shot", "ring", "staged", "direct", "copy_engine", "multimem"
+]
 
 DEFAULT_HOST_TIMEOUT = 10.0  # seconds
 
@@ -19,17 +28,20 @@ class PremulSum(NamedTuple):
     factor: float
 
 
-def premul_sum(factor):
+Reduction: TypeAlias = ReduceName | PremulSum
+
+
+def premul_sum(factor: SupportsFloat) -> PremulSum:
     """Reduce op for `op=`: the sum of all inputs, each multiplied by `factor` (equal on all ranks; floating
     and complex dtypes).
     """
     return PremulSum(float(factor))
 
 
-def reduction(op):
+def reduction(op: Reduction) -> tuple[int, float]:
     """Code and factor of a reduce op."""
-    if plain := _PLAIN.get(op):
-        return plain
+    if isinstance(op, str) and op in _PLAIN:
+        return _PLAIN[op]
     if isinstance(op, PremulSum):
         return _OPS["premul_sum"], op.factor
     raise ValueError(
@@ -37,7 +49,7 @@ def reduction(op):
     )
 
 
-def seconds(timeout, own="the group's own limit"):
+def seconds(timeout: float | None, own: str = "the group's own limit") -> float:
     """A time limit in seconds as the extension takes it, where 0.0 (None here) means `own`. Raises ValueError
     for what is not above 0, too long to be added to a clock (inf, 1e11) or no number (nan), TypeError.
     """
@@ -49,7 +61,7 @@ def seconds(timeout, own="the group's own limit"):
         raise TypeError(f"timeout={timeout!r}: expected a number of seconds, or None") from None
     except OverflowError:  # an integer beyond all floats
         limit = math.inf
-    if not 0 < limit <= env.LONGEST_TIMEOUT:
+    if not 0 < limit <= LONGEST_TIMEOUT:
         raise ValueError(
             f"timeout={timeout}: must be a number of seconds above 0 and at most 1e8 (three years): nothing "
             f"waits without a limit. None means {own}."
@@ -57,7 +69,7 @@ def seconds(timeout, own="the group's own limit"):
     return limit
 
 
-def algorithm_code(name):
+def algorithm_code(name: Algorithm | None) -> int:
     if name is None:
         return 0
     if name not in _ALGORITHMS:
@@ -65,7 +77,14 @@ def algorithm_code(name):
     return _ALGORITHMS[name]
 
 
-def transport_options(settings, name, timeout, world_size, staging_bytes=None, threads=None):
+def transport_options(
+    settings: env.Settings,
+    name: str,
+    timeout: float,
+    world_size: int,
+    staging_bytes: int | None = None,
+    threads: int | None = None,
+) -> _C.TransportOptions:
     """Settings of the environment and arguments of the caller; arguments win."""
     staging_bytes = staging_bytes or settings.staging_bytes or 0
     threads = threads or settings.threads or default_threads(world_size)
@@ -77,6 +96,6 @@ def transport_options(settings, name, timeout, world_size, staging_bytes=None, t
     )
 
 
-def default_threads(world_size):
+def default_threads(world_size: int) -> int:
     """Threads per rank that fill the memory bandwidth: the cores that a rank may call its own, at most 4."""
     return max(1, min(4, len(os.sched_getaffinity(0)) // max(1, world_size)))

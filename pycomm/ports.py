@@ -23,7 +23,9 @@ def listen(ip: str) -> socket.socket:
     """
     allowed = env.port_range()
     if allowed is None:
-        return _listen_at(ip, 0)
+        free = _listen_at(ip, 0)
+        assert free is not None  # the system has chosen the port
+        return free
     low, high = allowed
     first = random.randint(low, high)  # ranks that begin together try different ones
     for port in (*range(first, high + 1), *range(low, first)):

@@ -2,18 +2,25 @@
 through pycomm/_autoload.py.
 """
 
+from __future__ import annotations
+
 import functools
 import json
 import pickle
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as c10d
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm import _C, env, hosts, metrics, trace
+from pycomm import _C, env, hosts, metrics, trace, values
 from pycomm.groups import waits_to_join
 from pycomm.options import transport_options
+from pycomm.quantities import GlobalRank
+
+Record: TypeAlias = dict[str, Any]  # of an operation, as the extension has it
+Trace: TypeAlias = dict[str, Any]  # as torch has it
 
 # Names of our operations as torch.distributed.flight_recorder knows them. It refuses backends that it has not
 # heard of, so the trace says "gloo", whose operations have the same names and meaning.
@@ -24,7 +31,7 @@ _TRACE_PREFIX = "gloo:"
 _FIRST_MESSAGE = 1 << 32
 
 
-def create(options, pg_options):
+def create(options: Any, pg_options: object) -> _C.Backend:
     """Returns the backend of one group; blocks until all ranks of it have come, at most the group's timeout.
 
     options: torch's DistributedBackendOptions: store, group_rank, group_size, timeout, group_id,
@@ -52,7 +59,7 @@ def create(options, pg_options):
         timeout,
         transport,
         {_C.kinds.index(op): _algorithm(name) for op, name in settings.algorithm.items()},
-        list(options.global_ranks_in_group) or list(range(options.group_size)),
+        list(options.global_ranks_in_group) or [GlobalRank(rank) for rank in range(options.group_size)],
         hosts.makers(),
     )
     metrics.watch(backend.communicator, options.group_id)
@@ -64,7 +71,9 @@ def _without_peers(settings: env.Settings, name: str, timeout: float) -> _C.Back
     torch knows rank and size; every operation raises.
     """
     transport = transport_options(settings, name, timeout, 1)
-    backend = _C.create_backend(dist.HashStore(), 0, 1, timeout, transport, {}, [0], hosts.makers())
+    backend = _C.create_backend(
+        dist.HashStore(), 0, 1, timeout, transport, {}, [GlobalRank(0)], hosts.makers()
+    )
     backend.communicator.abort(
         "this process takes the place of a dead one, and has no peers before par.resilient() has taken it in."
         " Call that first, and make groups of your own behind it"
@@ -72,18 +81,18 @@ def _without_peers(settings: env.Settings, name: str, timeout: float) -> _C.Back
     return backend
 
 
-def _seconds(timeout):
+def _seconds(timeout: float) -> float:
     """The time limit of a group. Programs written for other backends ask for a century to say "for ever"."""
     if not timeout > 0:
         raise ValueError(
             f"the group's timeout of {timeout:g} s is not above 0; nothing in pycomm waits without a limit"
         )
-    if timeout > env.LONGEST_TIMEOUT:
+    if timeout > values.LONGEST_TIMEOUT:
         env.logger().info("the group's timeout of %g s is cut to 1e8 s (three years)", timeout)
-    return min(timeout, env.LONGEST_TIMEOUT)
+    return min(timeout, values.LONGEST_TIMEOUT)
 
 
-def _algorithm(name):
+def _algorithm(name: str) -> int:
     if name not in _C.algorithms:
         raise ValueError(
             f"PYCOMM_ALGORITHM names the algorithm {name!r}; there are {', '.join(_C.algorithms)}"
@@ -92,22 +101,22 @@ def _algorithm(name):
 
 
 @functools.cache
-def show_in_ddp_logs():
+def show_in_ddp_logs() -> None:
     """Lets DDP's logging data name pycomm: torch's logger, in C++, knows only that it is a plug-in."""
     original = DistributedDataParallel._get_ddp_logging_data
 
     @functools.wraps(original)
-    def with_our_name(self):
+    def with_our_name(self: DistributedDataParallel) -> dict[str, Any]:
         logged = original(self)
         if logged.get("backend_name") == "custom" and dist.get_backend(self.process_group) == "pycomm":
             logged["backend_name"] = "pycomm"
         return logged
 
-    DistributedDataParallel._get_ddp_logging_data = with_our_name
+    DistributedDataParallel._get_ddp_logging_data = with_our_name  # type: ignore[method-assign]  # on purpose
 
 
 @functools.cache
-def gather_sharded_tensors_on_cpu():
+def gather_sharded_tensors_on_cpu() -> None:
     """Lets ShardedTensor.gather go through the CPU where there is no accelerator: of the devices that a
     plug-in serves torch takes the one that is not the CPU, whether it is there or not.
     """
@@ -118,13 +127,13 @@ def gather_sharded_tensors_on_cpu():
         return
 
     @functools.wraps(original)
-    def preferred_device(self):
+    def preferred_device(self: ShardedTensor) -> torch.device:
         without = torch.accelerator.current_accelerator(check_available=True) is None
         if without and dist.get_backend(self._process_group) == "pycomm":
             return torch.device("cpu")
         return original(self)
 
-    ShardedTensor._get_preferred_device = preferred_device
+    ShardedTensor._get_preferred_device = preferred_device  # type: ignore[method-assign]  # on purpose
 
 
 # [Note: two flight recorders] torch's recorder is out of reach of a backend built outside torch
@@ -134,26 +143,29 @@ def gather_sharded_tensors_on_cpu():
 
 
 @functools.cache
-def show_in_flight_recorder():
+def show_in_flight_recorder() -> None:
     """Adds the operations of pycomm to torch._C._distributed_c10d._dump_fr_trace and its JSON form."""
     pickled, in_json = getattr(c10d, "_dump_fr_trace", None), getattr(c10d, "_dump_fr_trace_json", None)
     if pickled is None or in_json is None:  # a build of torch without the recorder
         return
 
     @functools.wraps(pickled)
-    def dump(includeCollectives=True, includeStackTraces=True, onlyActive=False):
+    def dump(
+        includeCollectives: bool = True, includeStackTraces: bool = True, onlyActive: bool = False
+    ) -> bytes:
         trace = pickle.loads(pickled(includeCollectives, includeStackTraces, onlyActive))
         return pickle.dumps(_with_ours(trace, includeCollectives, onlyActive))
 
     @functools.wraps(in_json)
-    def dump_json(includeCollectives=True, onlyActive=False):
+    def dump_json(includeCollectives: bool = True, onlyActive: bool = False) -> bytes:
         trace = json.loads(in_json(includeCollectives, onlyActive))
         return json.dumps(_with_ours(trace, includeCollectives, onlyActive)).encode()
 
-    c10d._dump_fr_trace, c10d._dump_fr_trace_json = dump, dump_json
+    recorder: Any = c10d  # whose stub does not have these two
+    recorder._dump_fr_trace, recorder._dump_fr_trace_json = dump, dump_json
 
 
-def _with_ours(trace, include_collectives, only_active):
+def _with_ours(trace: Trace, include_collectives: bool, only_active: bool) -> Trace:
     records = _C.flight_records()
     for record in records:
         name = record["group_name"]
@@ -167,7 +179,7 @@ def _with_ours(trace, include_collectives, only_active):
     return trace
 
 
-def _entry(record):
+def _entry(record: Record) -> Record:
     """A record in torch's format, version 2.10."""
     done = record["completed_ns"]
     entry = {
@@ -198,7 +210,7 @@ def _entry(record):
     return entry
 
 
-def _trace_name(record):
+def _trace_name(record: Record) -> str:
     name = _TRACE_PREFIX + record["name"].partition(":")[2]
     if not record["is_p2p"]:
         return name

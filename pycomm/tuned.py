@@ -24,7 +24,7 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import pycomm
 from pycomm import _C, env
@@ -38,17 +38,35 @@ NONE_THERE = (errno.ENOENT, errno.ENOTDIR)
 MOST_TOLD = 80  # characters of what a damaged file says
 
 
+class Machine(TypedDict):
+    """What the figures depend on."""
+
+    cpu: str
+    cores: int
+
+
+class Choices(TypedDict):
+    """A row: the choices of an operation for so many ranks on so many cores, by the size up to which they
+    count.
+    """
+
+    ranks: int
+    cores: int
+    access: str
+    op: str
+    choices: list[tuple[int, str]]  # bytes, algorithm
+
+
 class Tuned(NamedTuple):
     """What this process knows of the table."""
 
     path: Path | None  # None: PYCOMM_TUNED=0
-    rows: object | None  # _C.TunedRows; None: there is no file, or it does not count
+    rows: _C.TunedRows | None  # None: there is no file, or it does not count
     problem: str | None  # why a file that is there does not count
 
 
 @functools.cache
-def machine():
-    """What the figures depend on."""
+def machine() -> Machine:
     try:
         lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     except OSError:
@@ -57,14 +75,14 @@ def machine():
     return {"cpu": names[0] if names else platform.processor(), "cores": os.cpu_count() or 1}
 
 
-def default_path():
+def default_path() -> Path:
     """Where the table of this machine lies: machines that share a home folder have a file each."""
     here = machine()
     cpu = re.sub(r"[^a-z0-9]+", "-", here["cpu"].lower()).strip("-") or "cpu"
     return Path(env.cache_folder()) / f"tuned-{cpu}-{here['cores']}.json"
 
 
-def load():
+def load() -> Tuned:
     """The Tuned of this process, for a new group. Raises ValueError where PYCOMM_TUNED names a file that does
     not count.
     """
@@ -86,8 +104,8 @@ def load():
     return found
 
 
-def write(path, rows, measured):
-    """Writes a file, by rename. rows: {"ranks", "cores", "access", "op", "choices"}; of a file of this
+def write(path: str | os.PathLike[str], rows: list[Choices], measured: object) -> None:
+    """Writes a file, by rename. of a file of this
     machine and version that is there, the rows of other ranks and cores stay.
     """
     path = Path(path)
@@ -107,7 +125,7 @@ def write(path, rows, measured):
 
 
 @functools.lru_cache(maxsize=4)
-def _read(path, mtime_ns, size, inode):
+def _read(path: Path, mtime_ns: int, size: int, inode: int) -> Tuned:
     """The file in this state: a process that makes many groups reads it once."""
     try:
         content = _checked(path)
@@ -128,7 +146,7 @@ def _read(path, mtime_ns, size, inode):
         return Tuned(path, None, f"it is damaged, a row is not as it should be; {AGAIN}")
 
 
-def _checked(path):
+def _checked(path: Path) -> dict[str, Any]:
     """The content of a file of this machine and version. Raises OSError, ValueError."""
     try:
         content = read_json(path)
@@ -146,7 +164,7 @@ def _checked(path):
     return content
 
 
-def _told(which):
+def _told(which: object) -> str:
     if not isinstance(which, dict):
         return "not named"
     return _short(f"{which.get('cpu')}, {which.get('cores')} cores")
@@ -158,5 +176,5 @@ def _short(text: str) -> str:
 
 
 @functools.cache
-def _warn(text):
+def _warn(text: str) -> None:
     env.logger().warning("%s", text)

@@ -73,7 +73,7 @@ def check_held_up(folder, moments):
         line = mine[[found.groups[group].name == "default" for group in mine["group"]]]
         assert (line["device_end"][:-1] <= line["device_begin"][1:] + ROUNDING).all(), "one after the other"
         assert (mine["kind"] == LAUNCH).sum() == 1
-    named = {(line.axis, line.operation): line.count for line in devices.table(found)}
+    named = {(line.axis, line.operation): line.calls for line in devices.table(found)}
     assert named["default", "all_reduce"] == 2 and named["second", "all_reduce"] == 1, named
     assert named["default", "fused product"] == 1 and named["default", "all_gather"] == 1, named
 

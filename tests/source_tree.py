@@ -39,9 +39,15 @@ def module_of(path):
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path):
-    """The (module, name) pairs that a Python file imports, anywhere in it; `import module` has name None."""
-    for node in ast.walk(ast.parse(path.read_text())):
+def imports(path, typed=True):
+    """The (module, name) pairs that a Python file imports, anywhere in it; `import module` has name None.
+    typed=False: without those under TYPE_CHECKING, which no run makes.
+    """
+    tree = ast.parse(path.read_text())
+    passed_over = set() if typed else set(_for_types_alone(tree))
+    for node in ast.walk(tree):
+        if node in passed_over:
+            continue
         if isinstance(node, ast.Import):
             yield from ((alias.name, None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -49,14 +55,20 @@ def imports(path):
             yield from ((node.module, alias.name) for alias in node.names)
 
 
+def _for_types_alone(tree):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            yield from (inner for statement in node.body for inner in ast.walk(statement))
+
+
 def python_graph(*folders):
-    """module -> the modules of these folders that it imports. A package imports what its __init__ does; that
-    importing a module also imports the packages around it is left out.
+    """module -> the modules of these folders that it imports when it runs. A package imports what its
+    __init__ does; that importing a module also imports the packages around it is left out.
     """
     files = {module_of(path): path for path in python_files(*folders)}
     graph = {}
     for module, path in files.items():
-        named = {f"{m}.{name}" if f"{m}.{name}" in files else m for m, name in imports(path)}
+        named = {f"{m}.{name}" if f"{m}.{name}" in files else m for m, name in imports(path, typed=False)}
         graph[module] = {other for other in named if other in files and other != module}
     return graph
 

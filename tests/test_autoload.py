@@ -54,7 +54,7 @@ print(dist.is_backend_available("pycomm"), dist.Backend("PyComm"), default, ours
     assert result(code) == "True pycomm gloo ['pycomm', 'pycomm._autoload', 'pycomm.env']"
 
 
-def test_autoload_imports_three_small_modules_and_nothing_else():
+def test_autoload_imports_four_small_modules_and_nothing_else():
     """So that our part of `import torch` takes a few milliseconds."""
     code = """
 import sys, torch
@@ -66,7 +66,8 @@ new = sorted(set(sys.modules) - before)
 print(new, sum(open(sys.modules[name].__file__).read().count("\\n") for name in new) < 1000)
 """
     assert (
-        result(code, TORCH_DEVICE_BACKEND_AUTOLOAD=0) == "['pycomm', 'pycomm._autoload', 'pycomm.env'] True"
+        result(code, TORCH_DEVICE_BACKEND_AUTOLOAD=0)
+        == "['pycomm', 'pycomm._autoload', 'pycomm.env', 'pycomm.values'] True"
     )
 
 

@@ -81,7 +81,7 @@ def test_parallel_uses_public_names(path):
         public = module == "pycomm" and (name is None or name in pycomm.__all__)
         allowed = (
             public
-            or module.startswith(("pycomm.parallel", "pycomm.testing", "pycomm.groups"))
+            or module.startswith(("pycomm.parallel", "pycomm.testing", "pycomm.groups", "pycomm.quantities"))
             or (module, name) == ("pycomm", "trace")  # spans: a module, not a name of the package
             or module.split(".")[0] != "pycomm"
         )
@@ -116,6 +116,7 @@ PARALLEL = [
     {"zero"},
     {"data", "expert", "pipeline", "sequence", "tensor"},
     {"ground", "models"},
+    {"given"},
 ]
 # The same for the folders of benchmarks/.
 BENCHMARKS = [
@@ -164,6 +165,12 @@ def test_setup_asks_for_the_links(tmp_path):
     command = [sys.executable, "setup.py", "--version"]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert result.returncode != 0 and "ln -sfn ../parallel pycomm/parallel" in result.stderr
+
+
+def test_imports_for_types_alone_are_told_apart(tmp_path):
+    (tmp_path / "one.py").write_text("import a\nif TYPE_CHECKING:\n    import b\n    from c import d\n")
+    assert list(imports(tmp_path / "one.py", typed=False)) == [("a", None)]
+    assert sorted(imports(tmp_path / "one.py"), key=str) == [("a", None), ("b", None), ("c", "d")]
 
 
 def test_circles_are_found():

@@ -62,7 +62,7 @@ def test_equal_ranks_have_no_straggler(tmp_path):
 def test_table_splits_waiting_from_moving(tmp_path):
     training(tmp_path)
     (line,) = waits.table(load(tmp_path))
-    assert (line.axis, line.operation, line.size, line.count, line.nbytes) == (
+    assert (line.axis, line.operation, line.size, line.calls, line.nbytes) == (
         "dp",
         "all_reduce",
         "4 MiB",

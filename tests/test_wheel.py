@@ -5,6 +5,7 @@ distribution can be built again.
 import email
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from test_user_types import PROGRAMS, checked, judge
 from tiers import tier
 
 ROOT = Path(__file__).parent.parent
@@ -23,6 +25,8 @@ pytestmark = [tier(slow=1), pytest.mark.timeout(1800)]
 # Packages that are links in the source tree: their files must be inside, each under its name.
 EXPECTED = (
     "pycomm/__init__.py",
+    "pycomm/_C.pyi",
+    "pycomm/py.typed",
     "pycomm/fused/kernels/matmul.py",
     "pycomm/parallel/__init__.py",
     "pycomm/parallel/zero/__init__.py",
@@ -180,6 +184,10 @@ def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run(python, *launcher, "script.py", cwd=tmp_path)
     assert run(python, "-m", "pycomm.doctor", cwd=tmp_path).endswith("pycomm can be used here.\n")
+    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-test.txt", "mypy", "numpy")
+    programs = [shutil.copy(program, tmp_path) for program in PROGRAMS]
+    said = checked([Path(program) for program in programs], folder=tmp_path, python=python)
+    assert [text for program in PROGRAMS for text in judge(said[program.name], program)] == []
     license_files = list((tmp_path / "env").rglob("pycomm_runtime-*.dist-info/licenses/LICENSE"))
     assert len(license_files) == 1
 
@@ -195,6 +203,7 @@ def test_sdist_holds_all_sources(sdist):
     sources = [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     for package in ("", "parallel", "benchmarks"):
         sources += (ROOT / "pycomm" / package).rglob("*.py")
+    sources += [ROOT / "pycomm" / "_C.pyi", ROOT / "pycomm" / "py.typed"]
     assert len(sources) > 300
     for path in sources:
         name = str(path.relative_to(ROOT))

@@ -1,6 +1,9 @@
 """Small objects between the ranks, and failures that all ranks learn of."""
 
+from __future__ import annotations
+
 import pickle
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -8,15 +11,22 @@ import torch.distributed as dist
 from pycomm import CommError
 from pycomm.parallel.ground import comm
 
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["exchange", "exchange_over", "together", "together_over"]
 
+T = TypeVar("T")
 
-def exchange(parts, value):
+
+def exchange(parts: Parallelized, value: T) -> list[T]:
     """A small object of every rank, in order of rank. Collective over all ranks."""
     return exchange_over(parts.mesh.world, parts.device, value)
 
 
-def exchange_over(group, device, value):
+def exchange_over(group: comm.Group, device: torch.device, value: T) -> list[T]:
     """The same in a Group, through tensors on `device`."""
     if group.size == 1:
         return [value]
@@ -30,18 +40,18 @@ def exchange_over(group, device, value):
     return [pickle.loads(bytes(row.tolist())) for row in rows.split(padded.numel())]
 
 
-def together(parts, action):
+def together(parts: Parallelized, action: Callable[[], T]) -> T:
     """action(), which must not communicate, on every rank. When it raises on some, all raise: their own error
     or the first other.
     """
     return together_over(parts.mesh.world, parts.device, action)
 
 
-def together_over(group, device, action):
+def together_over(group: comm.Group, device: torch.device, action: Callable[[], T]) -> T:
     """The same in a Group. action may communicate in other groups, if a rank on which it fails closes them:
     then the rest fail too, by a CommError, and raise the error that was the cause.
     """
-    value = error = None
+    error: Exception | None = None
     try:
         value = action()
     except Exception as caught:

@@ -24,18 +24,29 @@ __create_write_items__ and __create_chunk_list__, but look values up in tensors 
 that.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-__all__ = ["Box", "Boxes", "Loading", "Saving", "boxes_of", "cover"]
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    from pycomm.parallel.ground.layout import Layout
+
+__all__ = ["Box", "Boxes", "Loading", "Saving", "State", "boxes_of", "cover"]
+
+Ints: TypeAlias = tuple[int, ...]
+Range: TypeAlias = tuple[int, int]  # begin, end
 
 
-def cover(shape, start, stop):
+def cover(shape: Ints, start: int, stop: int) -> list[tuple[Ints, Ints]]:
     """[(offsets, sizes)] of the boxes that make up elements start to stop of a row-major tensor, in the order
     of their elements.
     """
@@ -68,7 +79,14 @@ class Box(NamedTuple):
     values: torch.Tensor
 
 
-def boxes_of(layout, local_shape, start, stop, values, counted=False):
+def boxes_of(
+    layout: Layout,
+    local_shape: Sequence[int],
+    start: int,
+    stop: int,
+    values: torch.Tensor,
+    counted: bool = False,
+) -> list[Box]:
     """The Boxes, in the full tensor, of elements start to stop of a flattened local tensor.
 
     layout: Layout of the local tensor, of shape `local_shape`. values: these elements; of shape `local_shape`
@@ -81,29 +99,34 @@ def boxes_of(layout, local_shape, start, stop, values, counted=False):
         return [
             Box((0,) * len(layout.full_shape), tuple(layout.full_shape), values.new_empty(layout.full_shape))
         ]
+    pieces: list[Box] = []  # of the local tensor
     if (start, stop) == (0, math.prod(local_shape)):
-        pieces = [((0,) * len(local_shape), tuple(local_shape), values.view(local_shape))] if stop else []
+        if stop:
+            pieces.append(Box((0,) * len(local_shape), tuple(local_shape), values.view(local_shape)))
     else:
-        pieces, done = [], 0
+        done = 0
         for offsets, sizes in cover(tuple(local_shape), start, stop):
             count = math.prod(sizes)
-            pieces.append((offsets, sizes, values.view(-1)[done : done + count].view(sizes)))
+            pieces.append(Box(offsets, sizes, values.view(-1)[done : done + count].view(sizes)))
             done += count
     if layout.dim is None:
-        return [Box(*piece) for piece in pieces]
+        return pieces
     return [
         box
         for piece in pieces
-        for box in _through_ranges(layout, *piece, layout.counted if counted else None)
+        for box in _through_ranges(layout.dim, layout.ranges, piece, layout.counted if counted else None)
     ]
 
 
-def _through_ranges(layout, offsets, sizes, values, counted):
-    """The boxes of the full tensor for one box of the local one. counted: ranges along layout.dim to keep,
-    None: all.
+def _through_ranges(
+    dim: int, ranges: Sequence[Range], piece: Box, counted: Sequence[Range] | None
+) -> list[Box]:
+    """The boxes of the full tensor for one box of the local one. counted: ranges along dim to keep, None:
+    all.
     """
-    dim, found, place = layout.dim, [], 0
-    for first, end in layout.ranges:
+    offsets, sizes, values = piece
+    found, place = [], 0
+    for first, end in ranges:
         shift = first - place  # from an index of the local tensor to one of the full tensor
         low, high = max(offsets[dim] + shift, first), min(offsets[dim] + sizes[dim] + shift, end)
         place += end - first
@@ -120,10 +143,11 @@ class Boxes:
     torch.distributed.checkpoint's planners ask for them.
     """
 
-    def __init__(self, full_shape, dtype):
-        self.full_shape, self.dtype, self.boxes = torch.Size(full_shape), dtype, []
+    def __init__(self, full_shape: Sequence[int], dtype: torch.dtype) -> None:
+        self.full_shape, self.dtype = torch.Size(full_shape), dtype
+        self.boxes: list[Box] = []
 
-    def __create_write_items__(self, fqn, _):
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         data = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -134,20 +158,24 @@ class Boxes:
             for chunk in self.__create_chunk_list__()
         ]
 
-    def __create_chunk_list__(self):
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         return [ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)) for box in self.boxes]
 
-    def __get_tensor_shard__(self, index):
+    def __get_tensor_shard__(self, index: MetadataIndex) -> torch.Tensor:
         # When reading, index.index is the place in the chunk list, and two boxes may begin alike (a tied
         # weight that is here twice). When writing they cannot, and index.index counts the chunks of all
         # ranks.
+        offsets = tuple(index.offset or ())
         if (
             index.index is not None
             and index.index < len(self.boxes)
-            and self.boxes[index.index].offsets == tuple(index.offset)
+            and self.boxes[index.index].offsets == offsets
         ):
             return self.boxes[index.index].values
-        return next(box.values for box in self.boxes if box.offsets == tuple(index.offset))
+        return next(box.values for box in self.boxes if box.offsets == offsets)
+
+
+State: TypeAlias = dict[str, object]  # key in a checkpoint -> Boxes, a tensor, or an object to pickle
 
 
 class Saving(dcp.DefaultSavePlanner):
@@ -155,10 +183,10 @@ class Saving(dcp.DefaultSavePlanner):
     one of them.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def lookup_object(self, index):
+    def lookup_object(self, index: MetadataIndex) -> object:
         value = self.state_dict[index.fqn]
         return value.__get_tensor_shard__(index) if isinstance(value, Boxes) else value
 
@@ -166,16 +194,18 @@ class Saving(dcp.DefaultSavePlanner):
 class Loading(dcp.DefaultLoadPlanner):
     """Its converse. Boxes and tensors are filled in place, objects replaced."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
-    def set_up_planner(self, state_dict, metadata=None, is_coordinator=False):
+    def set_up_planner(
+        self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
         self.state_dict, self.metadata, self.is_coordinator = (
             state_dict,
             metadata,
             is_coordinator,
         )  # the default drops unknown objects
 
-    def lookup_tensor(self, index):
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         value = self.state_dict[index.fqn]
         return value.__get_tensor_shard__(index) if isinstance(value, Boxes) else value

@@ -9,6 +9,8 @@ A rank that is stopped in a save and wakes up when the others have left it out m
 does so in its own folder, and the others may write the next one in theirs, which removes its own.
 """
 
+from __future__ import annotations
+
 import ctypes
 import errno
 import os
@@ -17,32 +19,50 @@ import secrets
 import shutil
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch.distributed.checkpoint as dcp
 
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.boxes import Loading
 from pycomm.parallel.ground.comm import Group
-from pycomm.parallel.parts import Parallelized
 
-__all__ = ["Folder", "catalog_of", "check_path", "make_room", "put_in_place", "scratch_of", "transfer"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+
+    from pycomm.parallel.checkpoint.boxes import State
+    from pycomm.parallel.parts import Parallelized
+
+__all__ = [
+    "Catalog",
+    "Folder",
+    "catalog_of",
+    "check_path",
+    "make_room",
+    "put_in_place",
+    "scratch_of",
+    "transfer",
+]
 
 METADATA = ".metadata"  # the file with which torch.distributed.checkpoint ends a checkpoint
 RENAME_EXCHANGE, HERE = 2, -100  # of renameat2: exchange the names; AT_FDCWD
 
+Catalog: TypeAlias = "dict[str, STORAGE_TYPES]"  # key -> what torch.distributed.checkpoint knows of it
+
 
 class Folder(NamedTuple):
-    """A checkpoint to be read. catalog: {key: metadata}. group: of all ranks."""
+    """A checkpoint to be read."""
 
     path: Path
-    catalog: dict
-    group: Group
+    catalog: Catalog
+    group: Group  # of all ranks
 
-    def __str__(self):
+    def __str__(self) -> str:
         return str(self.path)
 
-    def read(self, state):
+    def read(self, state: State) -> None:
         """Fills the Boxes and tensors, and replaces the objects of `state`. Collective."""
         reader = dcp.FileSystemReader(self.path)
         transfer(
@@ -105,8 +125,7 @@ def _exchange_names(one: Path, other: Path) -> bool:
     return True
 
 
-def catalog_of(path):
-    """{key: metadata} of the checkpoint."""
+def catalog_of(path: Path) -> Catalog:
     if not (path / METADATA).is_file():
         old = path.with_name(path.name + ".old")
         more = (
@@ -126,7 +145,7 @@ def catalog_of(path):
     return catalog
 
 
-def transfer(world, what, path, call):
+def transfer(world: Group, what: str, path: Path, call: Callable[..., object]) -> None:
     """Runs a function of torch.distributed.checkpoint, which is collective and tells every rank of
     a failure. world: Group of all ranks.
     """

@@ -17,12 +17,21 @@ Values are cast to the dtype that the model was built in, as from_pretrained(dty
 box is read once, from a mapping of its file; one file is open at a time.
 """
 
+from __future__ import annotations
+
 import json
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from safetensors import safe_open
+    from torch import nn
 
 __all__ = ["HubFiles"]
 
@@ -50,15 +59,22 @@ class HubFiles:
     folder that is none or cannot be read, and for files that are not this model's.
     """
 
-    def __init__(self, folder, model, first_name, spared):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        model: nn.Module,
+        first_name: Mapping[str, str],
+        spared: Callable[[str], bool],
+    ) -> None:
         self.folder = Path(folder)
         self.entries = _entries(self.folder)
-        self._open, self._file = None, None
-        tensors = dict(model.named_parameters(remove_duplicate=False))
+        self._open: safe_open | None = None
+        self._file: Path | None = None
+        tensors: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
         tensors |= _persistent_buffers(model)
         path, inner = _of_transformers(model)
         to_key = _way_to_name(path, inner, tensors, self.entries)
-        self.keys = {}  # first name of a tensor -> its keys in the files
+        self.keys: dict[str, list[str]] = {}  # first name of a tensor -> its keys in the files
         for name in tensors:
             if to_key(name) in self.entries:
                 self.keys.setdefault(first_name.get(name, name), []).append(to_key(name))
@@ -76,14 +92,14 @@ class HubFiles:
             for key in keys:
                 self._check(name, key, tensors[name])
 
-    def __contains__(self, name):
+    def __contains__(self, name: str) -> bool:
         return name in self.keys
 
-    def place(self, name):
+    def place(self, name: str) -> str:
         """In which order to read: by file."""
         return str(self.entries[self.keys[name][0]].file)
 
-    def read(self, name, offsets, sizes):
+    def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a tensor, as it is in the files: it may be a view of a file, until the next read."""
         first, *others = (self._slice(key, offsets, sizes) for key in self.keys[name])
         if any(not torch.equal(first, other) for other in others):
@@ -93,24 +109,26 @@ class HubFiles:
             )
         return first
 
-    def close(self):
+    def close(self) -> None:
         self._open = self._file = None
 
-    def _slice(self, key, offsets, sizes):
+    def _slice(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         file = self.entries[key].file
-        if file != self._file:
+        if self._open is None or file != self._file:
             self._open, self._file = _opened(file), file
         if not sizes:
             return self._open.get_tensor(key)
         box = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
         return self._open.get_slice(key)[box]
 
-    def _unexpected(self, model, ignored):
+    def _unexpected(self, model: nn.Module, ignored: list[str]) -> list[str]:
         known = {key for keys in self.keys.values() for key in keys}
         ignored = ignored + [pattern for ends, pattern in FORMER.items() if _has_buffer(model, ends)]
         return [key for key in self.entries if key not in known and not _matches(ignored, key)]
 
-    def _not_of_this_model(self, missing, unexpected, to_key):
+    def _not_of_this_model(
+        self, missing: Sequence[str], unexpected: Sequence[str], to_key: Callable[[str], str]
+    ) -> str:
         parts = []
         if missing:
             parts.append(f"{_some([to_key(name) for name in missing])} of the model is not there")
@@ -125,7 +143,7 @@ class HubFiles:
             )
         return f"weights: the files in {self.folder} are not this model's: {', and '.join(parts)}{more}"
 
-    def _check(self, name, key, tensor):
+    def _check(self, name: str, key: str, tensor: torch.Tensor) -> None:
         entry = self.entries[key]
         if entry.shape != tuple(tensor.shape):
             raise ValueError(
@@ -141,11 +159,11 @@ class HubFiles:
             )
 
 
-def _some(names):
+def _some(names: Sequence[str]) -> str:
     return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def _opened(file):
+def _opened(file: Path) -> safe_open:
     try:
         from safetensors import safe_open  # of those who ask for it alone
     except ImportError as error:
@@ -156,7 +174,7 @@ def _opened(file):
         raise ValueError(f"weights: {file} cannot be read: {error}") from error
 
 
-def _entries(folder):
+def _entries(folder: Path) -> dict[str, Entry]:
     """{key: Entry} of all files."""
     if not folder.is_dir():
         raise ValueError(f"weights: {folder} is no folder; nothing is downloaded here")
@@ -168,7 +186,7 @@ def _entries(folder):
         file_of = json.loads((folder / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError) as error:
         raise ValueError(f"weights: {folder / INDEX} cannot be read: {error!r}") from error
-    found = {}
+    found: dict[str, Entry] = {}
     for name in sorted(set(file_of.values())):
         entries = _entries_of(folder / name)
         lost = [key for key, file in file_of.items() if file == name and key not in entries]
@@ -178,7 +196,7 @@ def _entries(folder):
     return found
 
 
-def _entries_of(file):
+def _entries_of(file: Path) -> dict[str, Entry]:
     opened = _opened(file)
     found = {}
     for key in opened.keys():  # noqa: SIM118
@@ -187,7 +205,7 @@ def _entries_of(file):
     return found
 
 
-def _persistent_buffers(model):
+def _persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{path}.{key}" if path else key: buffer
         for path, module in model.named_modules()
@@ -196,11 +214,11 @@ def _persistent_buffers(model):
     }
 
 
-def _has_buffer(model, ends):
+def _has_buffer(model: nn.Module, ends: str) -> bool:
     return any(name.endswith(ends) for name, _ in model.named_buffers())
 
 
-def _of_transformers(model):
+def _of_transformers(model: nn.Module) -> tuple[str, nn.Module | None]:
     """(name, module) of the outermost model of transformers, or ("", None)."""
     for path, module in model.named_modules():
         if isinstance(getattr(type(module), "base_model_prefix", None), str):
@@ -208,23 +226,25 @@ def _of_transformers(model):
     return "", None
 
 
-def _patterns(inner, attribute):
+def _patterns(inner: nn.Module | None, attribute: str) -> list[str]:
     """What from_pretrained of this class takes no notice of."""
     return list(getattr(inner, attribute, None) or ())
 
 
-def _matches(patterns, key):
+def _matches(patterns: Sequence[str], key: str) -> bool:
     return any(re.search(pattern, key) for pattern in patterns)
 
 
-def _way_to_name(path, inner, names, entries):
+def _way_to_name(
+    path: str, inner: nn.Module | None, names: Collection[str], entries: Collection[str]
+) -> Callable[[str], str]:
     """The function name -> key that finds the most names in the files."""
-    prefix = "" if inner is None else type(inner).base_model_prefix
+    prefix: str = getattr(type(inner), "base_model_prefix", "")
 
-    def inside(name):
+    def inside(name: str) -> str:
         return name.removeprefix(f"{path}.").replace(".base_layer.", ".")
 
-    ways = [lambda name: name, inside]
+    ways: list[Callable[[str], str]] = [lambda name: name, inside]
     if prefix:
         ways.append(lambda name: inside(name).removeprefix(f"{prefix}."))
         ways.append(lambda name: f"{prefix}.{inside(name)}")

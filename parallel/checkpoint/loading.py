@@ -5,10 +5,14 @@ FileNotFoundError has changed nothing. Afterwards the values that the model comp
 the master copies, as after an optimizer step (one all_gather per bucket under zero 1 and 2).
 """
 
+from __future__ import annotations
+
 import copy
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pycomm.parallel.checkpoint.agree import together
 from pycomm.parallel.checkpoint.files import Folder, catalog_of, check_path
@@ -16,11 +20,38 @@ from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
 from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
 from pycomm.parallel.parts import parts_of
 
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Collection, Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from pycomm.parallel.checkpoint.boxes import State
+    from pycomm.parallel.checkpoint.files import Catalog
+    from pycomm.parallel.checkpoint.holdings import Holding
+    from pycomm.parallel.checkpoint.state import About
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["load", "load_from"]
+
+# Of a parameter of the optimizer: its name, and {key of its state: tensor to fill, or None for what is read
+# whole}.
+Fresh: TypeAlias = "dict[nn.Parameter, tuple[str, dict[str, torch.Tensor | None]]]"
+
+
+class Source(Protocol):
+    """What is loaded from; its text is its name."""
+
+    @property
+    def catalog(self) -> Catalog: ...
+
+    def read(self, state: State) -> None:
+        """Fills the Boxes and tensors, and replaces the objects of `state`. Collective."""
 
 
 @torch.no_grad()
-def load(model, opt, path):
+def load(model: nn.Module, opt: Optimizer | None, path: str | os.PathLike[str]) -> object:
     """Reads a checkpoint, saved under any plan, into this rank's part of the model and the optimizer.
     Collective over all ranks.
 
@@ -45,21 +76,20 @@ def load(model, opt, path):
 
 
 @torch.no_grad()
-def load_from(parts, opt, source):
-    """The same from a source: it has a catalog, {key: metadata of torch.distributed.checkpoint}, read(state),
-    and a name as its text.
-    """
-    head = {"about": None, "extra": None}
+def load_from(parts: Parallelized, opt: Optimizer | None, source: Source) -> object:
+    """The same from a source."""
+    head: State = {"about": None, "extra": None}
     source.read(head)
+    about = cast("About", head["about"])
     members, buffers = whole_model(parts)
-    _check_model(parts, source, source.catalog, head["about"], buffers)
+    _check_model(parts, source, source.catalog, about, buffers)
     if opt is not None:
-        _check_optimizer(opt, source, source.catalog, head["about"], members)
+        _check_optimizer(opt, source, source.catalog, about, members)
     state, fresh = together(parts, lambda: _to_load(parts, opt, source, source.catalog))
     parts.window.discard()  # gradients of the values before
     source.read(state)
     if opt is not None:
-        _set_optimizer(opt, fresh, state, head["about"])
+        _set_optimizer(opt, fresh, state, about)
     for shard in parts.all_shards:
         shard.publish()
     for shard in parts.all_shards:
@@ -67,7 +97,9 @@ def load_from(parts, opt, source):
     return head["extra"]
 
 
-def _check_model(parts, path, catalog, about, buffers):
+def _check_model(
+    parts: Parallelized, path: Source, catalog: Catalog, about: About, buffers: Collection[str]
+) -> None:
     """Checks that come out alike on every rank, so that all of them raise."""
     if about["format"] != FORMAT:
         raise ValueError(
@@ -87,7 +119,7 @@ def _check_model(parts, path, catalog, about, buffers):
             "that was saved"
         )
     for name in parts.original.names:
-        saved, shape = tuple(catalog[f"model/{name}"].size), tuple(parts.original.shapes[name])
+        saved, shape = tuple(_tensor_of(catalog, f"model/{name}").size), tuple(parts.original.shapes[name])
         if saved != shape:
             raise ValueError(
                 f"load: {name!r} has shape {saved} in {path}, and {shape} here: build the model with the "
@@ -95,17 +127,19 @@ def _check_model(parts, path, catalog, about, buffers):
             )
 
 
-def _check_optimizer(opt, path, catalog, about, members):
+def _check_optimizer(
+    opt: Optimizer, path: Source, catalog: Catalog, about: About, members: Mapping[str, int]
+) -> None:
     way_out = "; load(model, None, path) takes the model alone"
     if about["optimizer"] != class_of(opt):
-        saved = about["optimizer"] or "no optimizer"
+        kind = about["optimizer"] or "no optimizer"
         raise ValueError(
-            f"load: {path} was saved with {saved}, but the optimizer here is {class_of(opt)}{way_out}"
+            f"load: {path} was saved with {kind}, but the optimizer here is {class_of(opt)}{way_out}"
         )
     if len(about["groups"]) != len(opt.param_groups):
-        saved = len(about["groups"])
+        count = len(about["groups"])
         raise ValueError(
-            f"load: the optimizer of {path} has {saved} parameter groups, the one here "
+            f"load: the optimizer of {path} has {count} parameter groups, the one here "
             f"{len(opt.param_groups)}{way_out}"
         )
     different = sorted(
@@ -131,13 +165,14 @@ def _check_optimizer(opt, path, catalog, about, members):
         )
 
 
-def _to_load(parts, opt, path, catalog):
-    """(what to read: key -> Boxes, tensor or None, {part: (name, {key: tensor to fill, or None for what is
-    read whole})})
-    """
-    state, fresh = {}, {}
+def _to_load(
+    parts: Parallelized, opt: Optimizer | None, path: Source, catalog: Catalog
+) -> tuple[State, Fresh]:
+    """What to read, and what of it becomes the optimizer's state."""
+    state: State = {}
+    fresh: Fresh = {}
     for name, (buffer, _) in persistent_buffers(parts).items():
-        saved = catalog[f"model/{name}"]
+        saved = _tensor_of(catalog, f"model/{name}")
         if tuple(saved.size) != tuple(buffer.shape):
             raise ValueError(
                 f"load: buffer {name!r} has shape {tuple(saved.size)} in {path}, and {tuple(buffer.shape)} "
@@ -146,38 +181,47 @@ def _to_load(parts, opt, path, catalog):
         if not buffer.is_meta:
             _check_cast(path, name, saved.properties.dtype, buffer.dtype)
             state[f"model/{name}"] = buffer
-    keys_of = {}
+    keys_of: dict[str, list[str]] = {}
     for key in catalog:
         if key.startswith("optim/"):
             name, _, last = key[len("optim/") :].rpartition("/")
             keys_of.setdefault(name, []).append(last)
-    groups = parts.opt.param_groups if opt is not None else []
+    groups = opt.param_groups if opt is not None else []
     for holding in holdings(parts):
-        info, saved = holding.info, catalog[f"model/{holding.info.name}"].properties.dtype
+        info = holding.info
+        dtype = _tensor_of(catalog, f"model/{holding.info.name}").properties.dtype
         if holding.part is not None or parts.plan.precision is None:
-            _check_cast(path, info.name, saved, holding.values.dtype)
+            _check_cast(path, info.name, dtype, holding.values.dtype)
         add_boxes(state, f"model/{info.name}", holding, holding.values, False)
-        if opt is not None and holding.part is not None and info.option is not None:
+        part = holding.part
+        if opt is not None and part is not None and info.option is not None:
             group = groups[info.option]
             places = {
-                key: _place_for_state(state, holding, key, catalog, group)
+                key: _place_for_state(state, holding, part, key, catalog, group)
                 for key in keys_of.get(info.name, [])
             }
-            fresh[holding.part] = info.name, places
+            fresh[part] = info.name, places
     return state, fresh
 
 
-def _place_for_state(state, holding, key, catalog, group):
+def _place_for_state(
+    state: State,
+    holding: Holding,
+    part: nn.Parameter,
+    key: str,
+    catalog: Catalog,
+    group: Mapping[str, object],
+) -> torch.Tensor | None:
     """Memory for one tensor of the optimizer's state that is cut like the parameter; None for others, which
     are read whole.
     """
-    full_key, part = f"optim/{holding.info.name}/{key}", holding.part
+    full_key = f"optim/{holding.info.name}/{key}"
     saved = catalog[full_key]
-    if not hasattr(saved, "size"):
+    if not isinstance(saved, TensorStorageMetadata):
         state[full_key] = None
         return None
     dtype, device = saved.properties.dtype, part.device
-    if dtype == catalog[f"model/{holding.info.name}"].properties.dtype:
+    if dtype == _tensor_of(catalog, f"model/{holding.info.name}").properties.dtype:
         dtype = part.dtype
     if key == "step" and not (group.get("capturable") or group.get("fused")):
         device = torch.device(
@@ -191,7 +235,11 @@ def _place_for_state(state, holding, key, catalog, group):
     return None
 
 
-def _check_cast(path, name, saved, here):
+def _tensor_of(catalog: Catalog, key: str) -> TensorStorageMetadata:
+    return cast("TensorStorageMetadata", catalog[key])  # all under model/ are tensors
+
+
+def _check_cast(path: Source, name: str, saved: torch.dtype, here: torch.dtype) -> None:
     if torch.promote_types(saved, here) != here:
         raise ValueError(
             f"load: {name!r} is {saved} in {path} and {here} here, which would lose bits: build the model in "
@@ -200,7 +248,7 @@ def _check_cast(path, name, saved, here):
         )
 
 
-def _set_optimizer(opt, fresh, state, about):
+def _set_optimizer(opt: Optimizer, fresh: Fresh, state: State, about: About) -> None:
     for part, (name, places) in fresh.items():
         opt.state.pop(part, None)
         for key, values in places.items():
@@ -213,7 +261,7 @@ def _set_optimizer(opt, fresh, state, about):
                 group[key] = value
 
 
-def _some(names):
+def _some(names: Sequence[str]) -> str:
     return ", ".join(repr(name.partition("/")[2]) for name in names[:5]) + (
         f" and {len(names) - 5} more" if len(names) > 5 else ""
     )

@@ -8,9 +8,12 @@ The thread does what the caller would: it talks to those of the other ranks, thr
 operations keep no order with those of the training.
 """
 
+from __future__ import annotations
+
 import copy
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias, overload
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -24,10 +27,45 @@ from pycomm.parallel.ground.comm import Group
 from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.parts import parts_of
 
+if TYPE_CHECKING:
+    import os
+    from collections.abc import Mapping
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from pycomm.parallel.checkpoint.boxes import State
+    from pycomm.parallel.checkpoint.state import About
+    from pycomm.parallel.parts import Parallelized, Saves
+
+    PathText: TypeAlias = str | os.PathLike[str]
+
 __all__ = ["about_of", "save", "to_save"]
 
 
-def save(model, opt, path, *, extra=None, asynchronous=False):
+@overload
+def save(model: nn.Module, opt: Optimizer | None, path: PathText, *, extra: object = None) -> None: ...
+@overload
+def save(
+    model: nn.Module,
+    opt: Optimizer | None,
+    path: PathText,
+    *,
+    extra: object = None,
+    asynchronous: Literal[True],
+) -> Saves: ...
+@overload
+def save(
+    model: nn.Module, opt: Optimizer | None, path: PathText, *, extra: object = None, asynchronous: bool
+) -> Saves | None: ...
+def save(
+    model: nn.Module,
+    opt: Optimizer | None,
+    path: PathText,
+    *,
+    extra: object = None,
+    asynchronous: bool = False,
+) -> Saves | None:
     """Writes a checkpoint. Collective over all ranks.
 
     Args:
@@ -64,7 +102,7 @@ def save(model, opt, path, *, extra=None, asynchronous=False):
     group = parts.saves.group_of(lambda: parts.mesh.apart(*AXES))
     writer = _Writer(group, parts.device, copied, path, scratch)
 
-    def write():
+    def write() -> None:
         writer.write()
         parts.saves.last = path
 
@@ -78,11 +116,11 @@ class _Writer:
 
     group: Group
     device: torch.device
-    state: dict
+    state: State
     path: Path
     scratch: Path
 
-    def write(self):
+    def write(self) -> None:
         transfer(
             self.group,
             "save",
@@ -97,9 +135,11 @@ class _Writer:
         )
 
 
-def to_save(parts, opt):
-    """{key: Boxes, tensor, or an object to pickle}: views of what this rank counts. No communication."""
-    state = {f"model/{name}": buffer for name, (buffer, used) in persistent_buffers(parts).items() if used}
+def to_save(parts: Parallelized, opt: Optimizer | None) -> State:
+    """Views of what this rank counts. No communication."""
+    state: State = {
+        f"model/{name}": buffer for name, (buffer, used) in persistent_buffers(parts).items() if used
+    }
     for holding in holdings(parts):
         name = holding.info.name
         add_boxes(state, f"model/{name}", holding, holding.values, True)
@@ -113,34 +153,34 @@ def to_save(parts, opt):
     return state
 
 
-def _copy_of(state):
+def _copy_of(state: State) -> State:
     """The same in host memory of its own."""
-    copied = {}
+    copied: State = {}
     for key, value in state.items():
         if isinstance(value, Boxes):
-            copied[key] = Boxes(value.full_shape, value.dtype)
-            copied[key].boxes = [box._replace(values=_on_host(box.values)) for box in value.boxes]
+            copied[key] = boxes = Boxes(value.full_shape, value.dtype)
+            boxes.boxes = [box._replace(values=_on_host(box.values)) for box in value.boxes]
         else:
             copied[key] = _on_host(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
     return copied
 
 
-def _on_host(tensor):
+def _on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to("cpu", copy=True)
 
 
-def about_of(parts, opt, members):
+def about_of(parts: Parallelized, opt: Optimizer | None, members: Mapping[str, int]) -> About:
     """What is written beside the values. members: of whole_model()."""
-    about = {"format": FORMAT, "plan": str(parts.plan), "optimizer": None}
+    about: About = {"format": FORMAT, "plan": str(parts.plan), "optimizer": None}
     if opt is not None:
         groups = [
             {key: _kept(value) for key, value in group.items() if key not in ("params", "param_names")}
             for group in opt.param_groups
         ]
-        about.update(optimizer=class_of(opt), groups=groups, members=members)
+        about["optimizer"], about["groups"], about["members"] = class_of(opt), groups, members
     return about
 
 
-def _kept(value):
+def _kept(value: object) -> object:
     """A hyperparameter; one that is a tensor may change before it is written."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value

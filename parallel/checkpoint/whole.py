@@ -8,6 +8,11 @@ collective.
 Cost: P bytes of memory on every rank, 2(n-1)/n P sent. For models that fit; save() gathers nothing.
 """
 
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
 import torch
 
 from pycomm.parallel.checkpoint.agree import exchange
@@ -15,13 +20,38 @@ from pycomm.parallel.checkpoint.holdings import Holding, holdings, persistent_bu
 from pycomm.parallel.ground import comm
 from pycomm.parallel.parts import parts_of
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from torch import nn
+
+    from pycomm.parallel.checkpoint.boxes import Box
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["full_gradients", "full_state_dict", "zeros_of"]
 
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its element
+K = TypeVar("K", bound=Hashable)
+
+
+class _Told(NamedTuple):
+    """What a rank has."""
+
+    aliases: dict[str, str]  # further names of tied parameters
+    buffers: dict[str, tuple[torch.dtype, tuple[int, ...]]]  # with dtype and shape
+    dtypes: dict[str, torch.dtype]  # of parameters
+
+
+class _Part(NamedTuple):
+    """What of a parameter this rank puts in."""
+
+    name: str
+    dtype: torch.dtype
+    boxes: list[Box]
 
 
 @torch.no_grad()
-def full_state_dict(model):
+def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """The state_dict of the original model, on every rank. Collective over all ranks.
 
     Returns {name: tensor}: parameters at full precision (the fp32 master copies under precision="bf16"),
@@ -30,19 +60,17 @@ def full_state_dict(model):
     that has not been through parallelize().
     """
     parts = parts_of(model)
-    own = {"aliases": _aliases(parts), "buffers": {}}
     entries = [
-        (h.info.name, h.values.dtype, h.boxes(h.values, True) if h.first else []) for h in holdings(parts)
+        _Part(h.info.name, h.values.dtype, h.boxes(h.values, True) if h.first else [])
+        for h in holdings(parts)
     ]
     buffers = persistent_buffers(parts)
-    own["buffers"] = {
-        name: (buffer.dtype, tuple(buffer.shape)) for name, (buffer, used) in buffers.items() if used
-    }
-    told = exchange(parts, {**own, "dtypes": {name: dtype for name, dtype, _ in entries}})
-    dtypes = {name: dtype for rank in told for name, dtype in rank["dtypes"].items()}
+    here = {name: (buffer.dtype, tuple(buffer.shape)) for name, (buffer, used) in buffers.items() if used}
+    told = exchange(parts, _Told(_aliases(parts), here, {name: dtype for name, dtype, _ in entries}))
+    dtypes = {name: dtype for rank in told for name, dtype in rank.dtypes.items()}
     kinds = [(name, dtypes[name], parts.original.shapes[name]) for name in parts.original.names]
-    owner = {name: rank for rank in reversed(range(len(told))) for name in told[rank]["buffers"]}
-    kinds += [(name, *told[rank]["buffers"][name]) for name, rank in sorted(owner.items())]
+    owner = {name: rank for rank in reversed(range(len(told))) for name in told[rank].buffers}
+    kinds += [(name, *told[rank].buffers[name]) for name, rank in sorted(owner.items())]
     flat, views = zeros_of(kinds, parts.device)
     for name, _, boxes in entries:
         _put(views[name], boxes)
@@ -51,12 +79,12 @@ def full_state_dict(model):
             views[name].copy_(buffer)
     comm.all_reduce(flat, parts.mesh.world)
     for rank in told:
-        views.update({alias: views[name] for alias, name in rank["aliases"].items()})
+        views.update({alias: views[name] for alias, name in rank.aliases.items()})
     return views
 
 
 @torch.no_grad()
-def full_gradients(model):
+def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     """Gradients of the original model, on every rank, as the last step left them. Collective over all ranks.
 
     Returns {name: tensor} of the parameters that are trained, in the dtype that gradients are summed in, a
@@ -65,7 +93,7 @@ def full_gradients(model):
     before the first step. Raises ValueError for a model that has not been through parallelize(), and while
     gradients wait for a step.
     """
-    parts, entries = parts_of(model), []
+    parts, entries = parts_of(model), list[_Part]()
     if not parts.window.is_empty:
         raise ValueError(
             f"full_gradients: those of {parts.window.calls} calls with update=False wait for the step, which "
@@ -74,11 +102,11 @@ def full_gradients(model):
     for reducer in parts.reducers.values():
         for bucket in reducer.buckets:
             flat = bucket.gradient()
-            entries += [(info.name, flat.dtype, []) for info in bucket.infos]
+            entries += [_Part(info.name, flat.dtype, []) for info in bucket.infos]
             for piece in bucket.owned if bucket.is_first else []:
                 info, values = bucket.infos[piece.index], bucket.elements(piece, flat)
                 holding = Holding(info, piece.start, piece.stop, values, None, True)
-                entries.append((info.name, flat.dtype, holding.boxes(values, True)))
+                entries.append(_Part(info.name, flat.dtype, holding.boxes(values, True)))
     dtypes = {
         name: dtype
         for rank in exchange(parts, {name: dtype for name, dtype, _ in entries})
@@ -93,14 +121,16 @@ def full_gradients(model):
     return views
 
 
-def _aliases(parts):
+def _aliases(parts: Parallelized) -> dict[str, str]:
     """{further name: name} of the tied parameters of this rank."""
     name_of = {id(info.param): info.name for info in parts.infos}
     named = parts.model.named_parameters(remove_duplicate=False)
     return {alias: name_of[id(p)] for alias, p in named if name_of.get(id(p), alias) != alias}
 
 
-def zeros_of(kinds, device):
+def zeros_of(
+    kinds: Iterable[tuple[K, torch.dtype, Sequence[int]]], device: torch.device
+) -> tuple[torch.Tensor, dict[K, torch.Tensor]]:
     """One buffer of bytes, and views into it of these (name, dtype, shape)."""
     places, total = [], 0
     for name, dtype, shape in kinds:
@@ -113,7 +143,7 @@ def zeros_of(kinds, device):
     }
 
 
-def _put(full, boxes):
+def _put(full: torch.Tensor, boxes: Iterable[Box]) -> None:
     for box in boxes:
         place = full
         for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):

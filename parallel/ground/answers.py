@@ -1,10 +1,18 @@
 """What was found of each assumption: held, broken or not tried. It belongs to one parallelized model."""
 
+from __future__ import annotations
+
 import enum
 import logging
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Metric
+    from pycomm.parallel.ground.batch import CountFunction
 
 __all__ = ["Answer", "Answers", "Asked", "State"]
+
+Key: TypeAlias = "tuple[bool, tuple[str, ...] | None]"  # whether in training, names of results
 
 RECENT = 8
 LOG = logging.getLogger("pycomm.parallel")
@@ -28,24 +36,24 @@ class Answer(NamedTuple):
 class Asked(NamedTuple):
     """Of one mode and one kind of result: for what it is known."""
 
-    measures: tuple  # losses and metrics, in order
-    count: Any  # the caller's, or None
+    measures: tuple[Metric, ...]  # losses and metrics, in order
+    count: CountFunction | None  # type: ignore[assignment]  # the caller's; tuple.count is not used
     uneven: tuple[bool, ...]  # in which of the scores of checks/choice.py rows have differed
     span: tuple[float, float]  # of the first targets, where these are whole numbers
-    counters: tuple  # what is counted, for each measure
+    counters: tuple[CountFunction, ...]  # what is counted, for each measure
 
 
 class Answers:
     """asks: False asks nothing, for a comparison of trainings with and without. of: name of an assumption ->
-    Answer. asked: (whether in training, names of results) -> Asked.
+    Answer.
     """
 
     asks = True
 
     def __init__(self) -> None:
         self.of: dict[str, Answer] = {}
-        self.asked: dict[Any, list[Asked]] = {}
-        self.batches: dict[Any, int] = {}  # how many were looked at
+        self.asked: dict[Key, list[Asked]] = {}
+        self.batches: dict[Key, int] = {}  # how many were looked at
         self.gathers = False  # the model or its loss calls gather_rows()
         self._warned: set[str] = set()
 
@@ -56,12 +64,12 @@ class Answers:
             self._warned.add(name)
             LOG.warning("%s was not tried: %s. %s", name, why, advice)
 
-    def note_asked(self, key: Any, asked: Asked, before: Asked | None) -> None:
+    def note_asked(self, key: Key, asked: Asked, before: Asked | None) -> None:
         """before: what was known of the same losses. The last RECENT are known, as losses may alternate."""
         others = [each for each in self.asked.get(key, ()) if each is not before]
         self.asked[key] = [asked, *others][:RECENT]
 
-    def take_over(self, other: "Answers") -> None:
+    def take_over(self, other: Answers) -> None:
         """Those of the same model under the same axes, as after a recovery."""
         self.of, self._warned = dict(other.of), set(other._warned)
         self.asked = {key: list(asked) for key, asked in other.asked.items()}

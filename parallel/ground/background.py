@@ -9,6 +9,7 @@ and then shows an error that nobody has asked for.
 
 import atexit
 import threading
+from collections.abc import Callable
 
 __all__ = ["Background"]
 
@@ -16,10 +17,12 @@ __all__ = ["Background"]
 class Background:
     """name: of the thread."""
 
-    def __init__(self, name):
-        self.name, self._thread, self._error, self._registered = name, None, None, False
+    def __init__(self, name: str) -> None:
+        self.name, self._registered = name, False
+        self._thread: threading.Thread | None = None
+        self._error: BaseException | None = None
 
-    def start(self, work):
+    def start(self, work: Callable[[], object]) -> None:
         """Waits for the work before, then runs work() beside the caller. Raises as wait()."""
         self.wait()
         if not self._registered:  # threads are waited for before these functions are called
@@ -28,17 +31,17 @@ class Background:
         self._thread = threading.Thread(target=self._run, args=(work,), name=self.name)
         self._thread.start()
 
-    def _run(self, work):
+    def _run(self, work: Callable[[], object]) -> None:
         try:
             work()
         except BaseException as error:
             self._error = error
 
-    def done(self):
+    def done(self) -> bool:
         """Whether nothing is under way; never blocks."""
         return self._thread is None or not self._thread.is_alive()
 
-    def wait(self):
+    def wait(self) -> None:
         """Blocks until the work has ended. Raises what it raised, once."""
         if self._thread is not None:
             self._thread.join()

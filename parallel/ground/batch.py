@@ -17,14 +17,16 @@ may give fractions: the sum of weights, for a mean over weights.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pycomm.parallel.given import Batch, Tree
 from pycomm.parallel.ground import comm
 
 __all__ = [
+    "CountFunction",
     "Microbatch",
     "check_microbatches",
     "count_targets",
@@ -33,7 +35,11 @@ __all__ = [
 ]
 
 
-def count_targets(targets, ignore_index=-100):
+# targets -> how many of them count
+CountFunction: TypeAlias = Callable[[Tree], torch.Tensor | float]
+
+
+def count_targets(targets: Tree, ignore_index: int = -100) -> torch.Tensor:
     """How many values of `targets` (a tensor or a tree of them, whose first is taken) a mean loss runs over:
     a 0-dim int64 tensor.
     """
@@ -49,13 +55,13 @@ def count_targets(targets, ignore_index=-100):
 class Microbatch:
     """This rank's part of one microbatch. For total and count_of see [Note: global mean]."""
 
-    inputs: Any  # a tensor or a tree of them: this rank's rows, whole positions
-    targets: Any  # the same
+    inputs: Tree  # a tensor or a tree of them: this rank's rows, whole positions
+    targets: Tree  # the same
     total: float = 1.0  # how many targets the mean of the batch runs over, on all ranks
-    count_of: Callable = count_targets  # targets -> how many of them count
+    count_of: CountFunction = count_targets
     share: float = 1.0  # of what counts for each microbatch alike
 
-    def call(self, model):
+    def call(self, model: Callable[..., Tree]) -> Tree:
         """The model's result for the inputs."""
         if isinstance(self.inputs, dict):
             return model(**self.inputs)
@@ -63,13 +69,13 @@ class Microbatch:
             return model(*self.inputs)
         return model(self.inputs)
 
-    def shapes(self):
+    def shapes(self) -> tuple[tuple[torch.Size, torch.dtype], ...]:
         return tuple(
             (leaf.shape, leaf.dtype) for leaf in tree_leaves(self.inputs) if isinstance(leaf, torch.Tensor)
         )
 
 
-def inputs_and_targets(batch):
+def inputs_and_targets(batch: Batch) -> tuple[Tree, Tree]:
     """(inputs, targets) of a batch. Raises ValueError for what is none."""
     if isinstance(batch, dict):
         if "labels" not in batch:
@@ -78,18 +84,18 @@ def inputs_and_targets(batch):
             )
         return {key: value for key, value in batch.items() if key != "labels"}, batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch
+        return batch[0], batch[1]
     raise ValueError(
         f'a batch is a pair (inputs, targets) or a dict with "labels"; got {type(batch).__name__}'
     )
 
 
-def check_microbatches(microbatches):
+def check_microbatches(microbatches: int) -> None:
     if not isinstance(microbatches, int) or microbatches < 1:
         raise ValueError(f"microbatches={microbatches!r}: a whole number, 1 or more")
 
 
-def split_batch(batch, microbatches, parts, part):
+def split_batch(batch: Batch, microbatches: int, parts: int, part: int) -> list[Microbatch]:
     """The Microbatches of data rank `part` of `parts`.
 
     Raises ValueError, on every rank alike, when some microbatch has fewer rows than there are data ranks or
@@ -122,5 +128,5 @@ def split_batch(batch, microbatches, parts, part):
     return result
 
 
-def _rows(start, stop):
+def _rows(start: int, stop: int) -> Callable[[Tree], Tree]:
     return lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf

@@ -17,7 +17,8 @@ to a thread.
 
 import contextlib
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal, NamedTuple, Protocol, TypeAlias, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,7 @@ __all__ = [
     "Call",
     "Group",
     "Traffic",
+    "Work",
     "all_gather",
     "all_gather_dim",
     "all_reduce",
@@ -58,29 +60,40 @@ __all__ = [
 ]
 
 
+ReduceOp: TypeAlias = "dist.ReduceOp | dist.ReduceOp.RedOpType"
+
+
 class Call(NamedTuple):
     op: str
     group: str  # name of the group
     nbytes: int  # sent by this rank
 
 
+class Work(Protocol):
+    """A collective under way, or done."""
+
+    def wait(self) -> bool: ...
+
+    def is_completed(self) -> bool: ...
+
+
 class Traffic:
     """What was recorded; `op` and `group` choose among the calls, None takes all."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.log: list[Call] = []
 
-    def chosen(self, op=None, group=None):
+    def chosen(self, op: str | None = None, group: str | None = None) -> list[Call]:
         return [call for call in self.log if op in (None, call.op) and group in (None, call.group)]
 
-    def calls(self, op=None, group=None):
+    def calls(self, op: str | None = None, group: str | None = None) -> int:
         return len(self.chosen(op, group))
 
-    def nbytes(self, op=None, group=None):
+    def nbytes(self, op: str | None = None, group: str | None = None) -> int:
         return sum(call.nbytes for call in self.chosen(op, group))
 
-    def by_group(self):
-        """{name of a group: bytes}"""
+    def by_group(self) -> dict[str, int]:
+        """Bytes sent, by the name of a group."""
         return {group: self.nbytes(group=group) for group in {call.group for call in self.log}}
 
 
@@ -88,7 +101,7 @@ _recorders: list[Traffic] = []
 
 
 @contextlib.contextmanager
-def count_traffic():
+def count_traffic() -> Iterator[Traffic]:
     """Records the calls of this process in the block; see [Note: counting]."""
     traffic = Traffic()
     _recorders.append(traffic)
@@ -98,7 +111,7 @@ def count_traffic():
         _recorders.remove(traffic)
 
 
-def record(op, group, nbytes):
+def record(op: str, group: Group, nbytes: int) -> None:
     for traffic in _recorders:
         traffic.log.append(Call(op, group.name, int(nbytes)))
 
@@ -106,26 +119,51 @@ def record(op, group, nbytes):
 class Done:
     """The work of an operation that had nothing to do."""
 
-    def wait(self, timeout=None):
+    def wait(self, timeout: object = None) -> bool:
         return True
 
-    def is_completed(self):
+    def is_completed(self) -> bool:
         return True
 
 
-def nbytes_of(tensor):
+def nbytes_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
-def all_reduce(tensor, group, op=dist.ReduceOp.SUM, async_op=False):
-    """In place. tensor: contiguous. Returns the work when async_op, else None."""
+def process_group(group: Group) -> dist.ProcessGroup | None:
+    """torch's group of a Group: here none is of a Communicator, as pycomm.fused takes it."""
+    return cast("dist.ProcessGroup | None", group.pg)
+
+
+@overload
+def all_reduce(
+    tensor: torch.Tensor, group: Group, op: ReduceOp = ..., *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_reduce(
+    tensor: torch.Tensor, group: Group, op: ReduceOp = ..., async_op: Literal[False] = False
+) -> None: ...
+def all_reduce(
+    tensor: torch.Tensor, group: Group, op: ReduceOp = dist.ReduceOp.SUM, async_op: bool = False
+) -> Work | None:
+    """In place. tensor: contiguous."""
     if group.size == 1:
         return Done() if async_op else None
     record("all_reduce", group, 2 * (group.size - 1) * nbytes_of(tensor) // group.size)
-    return dist.all_reduce(tensor, op=op, group=group.pg, async_op=async_op)
+    return dist.all_reduce(tensor, op=op, group=process_group(group), async_op=async_op)
 
 
-def reduce_scatter(output, tensor, group, async_op=False):
+@overload
+def reduce_scatter(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def reduce_scatter(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: Literal[False] = False
+) -> None: ...
+def reduce_scatter(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
+) -> Work | None:
     """output (k elements) = this rank's part of the sum of tensor (size * k elements), both flat. output may
     be that part itself.
     """
@@ -134,10 +172,20 @@ def reduce_scatter(output, tensor, group, async_op=False):
             output.copy_(tensor)
         return Done() if async_op else None
     record("reduce_scatter", group, nbytes_of(tensor) - nbytes_of(output))
-    return reduce_scatter_flat(output, tensor, group=group.pg, async_op=async_op)
+    return reduce_scatter_flat(output, tensor, group=process_group(group), async_op=async_op)
 
 
-def all_gather(output, tensor, group, async_op=False):
+@overload
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, *, async_op: Literal[True]
+) -> Work: ...
+@overload
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: Literal[False] = False
+) -> None: ...
+def all_gather(
+    output: torch.Tensor, tensor: torch.Tensor, group: Group, async_op: bool = False
+) -> Work | None:
     """output (size * k elements) = tensor (k elements) of every rank, both flat. tensor may be this rank's
     part of output.
     """
@@ -146,40 +194,38 @@ def all_gather(output, tensor, group, async_op=False):
             output.copy_(tensor)
         return Done() if async_op else None
     record("all_gather", group, nbytes_of(output) - nbytes_of(tensor))
-    return all_gather_flat(output, tensor, group=group.pg, async_op=async_op)
+    return all_gather_flat(output, tensor, group=process_group(group), async_op=async_op)
 
 
-def all_to_all(tensor, input_sizes, output_sizes, group, async_op=False):
+def all_to_all(
+    tensor: torch.Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], group: Group
+) -> torch.Tensor:
     """Rows for every rank in, rows from every rank out: input_sizes[r] rows (dim 0) of `tensor` go to rank r,
     output_sizes[r] come from it.
 
-    Returns the rows received, in order of rank; with async_op a pair (rows, work), and `tensor` must then
-    live until work.wait().
+    Returns the rows received, in order of rank.
     """
     tensor = tensor.contiguous()
     output = tensor.new_empty((sum(output_sizes), *tensor.shape[1:]))
     if group.size == 1:
         output.copy_(tensor)
-        return (output, Done()) if async_op else output
+        return output
     row = nbytes_of(tensor) // tensor.shape[0] if tensor.shape[0] else 0
     record("all_to_all", group, row * (sum(input_sizes) - input_sizes[group.rank]))
-    work = dist.all_to_all_single(
-        output, tensor, list(output_sizes), list(input_sizes), group=group.pg, async_op=async_op
-    )
-    return (output, work) if async_op else output
+    dist.all_to_all_single(output, tensor, list(output_sizes), list(input_sizes), group=process_group(group))
+    return output
 
 
-def broadcast(tensor, src, group, async_op=False):
+def broadcast(tensor: torch.Tensor, src: int, group: Group) -> None:
     """In place, from rank `src` of the group."""
-    if group.size == 1:
-        return Done() if async_op else None
-    record("broadcast", group, nbytes_of(tensor) if group.rank == src else 0)
-    return dist.broadcast(tensor, group_src=src, group=group.pg, async_op=async_op)
+    if group.size > 1:
+        record("broadcast", group, nbytes_of(tensor) if group.rank == src else 0)
+        dist.broadcast(tensor, group_src=src, group=process_group(group))
 
 
-def broadcast_values(tensors, group):
+def broadcast_values(tensors: Iterable[torch.Tensor], group: Group) -> None:
     """In place: parameters and buffers take the values of rank 0, by one broadcast per dtype."""
-    kinds = {}
+    kinds: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
     for tensor in dict.fromkeys(tensors):
         # .data hides the change from autograd: a BatchNorm that has run before must still be able to run
         # backward.
@@ -192,30 +238,31 @@ def broadcast_values(tensors, group):
                 tensor.copy_(values.view(tensor.shape))
 
 
-def gather(tensor, dst, group):
-    """The tensors of all ranks as a list on rank `dst` of the group, None on the others. Equal shapes."""
+def gather(tensor: torch.Tensor, dst: int, group: Group) -> list[torch.Tensor] | None:
+    """The tensors of all ranks on rank `dst` of the group, None on the others. Equal shapes."""
     if group.size == 1:
         return [tensor]
     record("gather", group, nbytes_of(tensor) if group.rank != dst else 0)
     parts = [torch.empty_like(tensor) for _ in range(group.size)] if group.rank == dst else None
-    dist.gather(tensor, parts, group_dst=dst, group=group.pg)
+    dist.gather(tensor, parts, group_dst=dst, group=process_group(group))
     return parts
 
 
-def isend(tensor, dst, group, tag=0):
+def isend(tensor: torch.Tensor, dst: int, group: Group, tag: int = 0) -> Work:
     """Starts to send to rank `dst` of the group. The tensor must be contiguous and left alone until
     work.wait().
     """
     record("send", group, nbytes_of(tensor))
-    return dist.isend(tensor, group_dst=dst, group=group.pg, tag=tag)
+    work = dist.isend(tensor, group_dst=dst, group=process_group(group), tag=tag)
+    return cast(Work, work)  # None is for ranks outside of the group
 
 
-def irecv(tensor, src, group, tag=0):
+def irecv(tensor: torch.Tensor, src: int, group: Group, tag: int = 0) -> Work:
     """Starts to receive into `tensor` from rank `src` of the group."""
-    return dist.irecv(tensor, group_src=src, group=group.pg, tag=tag)
+    return cast(Work, dist.irecv(tensor, group_src=src, group=process_group(group), tag=tag))
 
 
-def empty(count, dtype, group, device="cpu"):
+def empty(count: int, dtype: torch.dtype, group: Group, device: torch.device | str = "cpu") -> torch.Tensor:
     """A flat tensor of zeros for collectives of `group`: memory that its backend has registered where it can
     do that, else ordinary memory.
 
@@ -223,9 +270,9 @@ def empty(count, dtype, group, device="cpu"):
     into staging memory. Where one rank cannot register (no descriptor, no memory), pycomm raises a plain
     CommError on all of them: then all take ordinary memory, and say so. Other errors are the caller's.
     """
-    device = torch.device(device)
-    if group.size > 1 and count:
-        backend = group.pg._get_backend(device)
+    device, pg = torch.device(device), process_group(group)
+    if pg is not None and group.size > 1 and count:
+        backend = pg._get_backend(device)
         if backend.supports_tensor_alloc(device):
             try:
                 return backend.allocate_tensor(count, dtype=dtype, device=device).zero_()
@@ -240,12 +287,12 @@ def empty(count, dtype, group, device="cpu"):
     return torch.zeros(count, dtype=dtype, device=device)
 
 
-def split_dim(tensor, dim, sizes, group):
+def split_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
     """This rank's piece along `dim`, when it is cut into `sizes`."""
     return tensor.narrow(dim, sum(sizes[: group.rank]), sizes[group.rank])
 
 
-def all_gather_dim(tensor, dim, sizes, group):
+def all_gather_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
     """The tensors of all ranks joined along `dim`, where rank r's is sizes[r] long."""
     if group.size == 1:
         return tensor
@@ -260,7 +307,7 @@ def all_gather_dim(tensor, dim, sizes, group):
     return torch.cat(unpad_pieces(out, sizes)).movedim(0, dim)
 
 
-def reduce_scatter_dim(tensor, dim, sizes, group):
+def reduce_scatter_dim(tensor: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
     """This rank's piece along `dim` of the sum over all ranks, when it is cut into `sizes`."""
     if group.size == 1:
         return tensor

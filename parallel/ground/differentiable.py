@@ -19,9 +19,16 @@ has its name. tensor/products.py has them joined with the matrix product before 
 from each other. All functions return their input for a group of one.
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
+
 import torch
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.comm import Group
 
 __all__ = [
     "all_to_all",
@@ -35,14 +42,30 @@ __all__ = [
 ]
 
 
+Along: TypeAlias = Callable[[torch.Tensor, int, Sequence[int], Group], torch.Tensor]  # dim, sizes
+ValueT = TypeVar("ValueT")
+
+
+if TYPE_CHECKING:  # what a forward keeps for its backward
+
+    class _OfGroup(FunctionCtx):
+        group: Group
+
+    class _OfDim(FunctionCtx):
+        rest: tuple[int, list[int], Group, Along]
+
+    class _OfSizes(FunctionCtx):
+        rest: tuple[list[int], list[int], Group]
+
+
 class _CopyTo(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: _OfGroup, x: torch.Tensor, group: Group) -> torch.Tensor:
         ctx.group = group
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfGroup, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may hold the same tensor for another branch
@@ -52,17 +75,17 @@ class _CopyTo(torch.autograd.Function):
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, group):
+    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
         x = x.clone(memory_format=torch.contiguous_format)
         comm.all_reduce(x, group)
         return x
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         return grad, None
 
 
-def _with_own_memory(result, x):
+def _with_own_memory(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     """A result that the model may write into: autograd forbids that for views made in a Function, and what is
     a part of x would be written to x.
     """
@@ -72,48 +95,56 @@ def _with_own_memory(result, x):
 
 
 class _Dim(torch.autograd.Function):
-    """forward and backward are functions (tensor, dim, sizes, group) -> tensor."""
-
     @staticmethod
-    def forward(ctx, x, dim, sizes, group, forward, backward):
+    def forward(
+        ctx: _OfDim,
+        x: torch.Tensor,
+        dim: int,
+        sizes: list[int],
+        group: Group,
+        forward: Along,
+        backward: Along,
+    ) -> torch.Tensor:
         ctx.rest = dim, sizes, group, backward
         return _with_own_memory(forward(x, dim, sizes, group).contiguous(), x)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfDim, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dim, sizes, group, backward = ctx.rest
         return backward(grad, dim, sizes, group).contiguous(), None, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, input_sizes, output_sizes, group):
+    def forward(
+        ctx: _OfSizes, x: torch.Tensor, input_sizes: list[int], output_sizes: list[int], group: Group
+    ) -> torch.Tensor:
         ctx.rest = input_sizes, output_sizes, group
         return comm.all_to_all(x, input_sizes, output_sizes, group)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _OfSizes, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         input_sizes, output_sizes, group = ctx.rest
         return comm.all_to_all(grad, output_sizes, input_sizes, group), None, None, None
 
 
-def in_graph(value):
+def in_graph(value: ValueT) -> ValueT:
     """The tensor that a loss may be computed from, of one that stands for it as `cut` (tensor/cut_logits.py):
     where a hook for its gradient belongs. Anything else is itself.
     """
     return getattr(value, "cut", value) if isinstance(value, torch.Tensor) else value
 
 
-def copy_to(x, group):
+def copy_to(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _CopyTo.apply(x, group)
 
 
-def reduce_from(x, group):
+def reduce_from(x: torch.Tensor, group: Group) -> torch.Tensor:
     return x if group.size == 1 else _ReduceFrom.apply(x, group)
 
 
-def _along(forward, backward):
-    def function(x, dim, sizes, group):
+def _along(forward: Along, backward: Along) -> Along:
+    def function(x: torch.Tensor, dim: int, sizes: Sequence[int], group: Group) -> torch.Tensor:
         if group.size == 1:
             return x
         return _Dim.apply(x, dim % x.dim(), list(sizes), group, forward, backward)
@@ -127,6 +158,8 @@ gather_sum = _along(comm.all_gather_dim, comm.reduce_scatter_dim)
 reduce_scatter = _along(comm.reduce_scatter_dim, comm.all_gather_dim)
 
 
-def all_to_all(x, input_sizes, output_sizes, group):
+def all_to_all(
+    x: torch.Tensor, input_sizes: Sequence[int], output_sizes: Sequence[int], group: Group
+) -> torch.Tensor:
     """Rows (dim 0): input_sizes[r] of x go to rank r, output_sizes[r] come from it."""
     return x if group.size == 1 else _AllToAll.apply(x, list(input_sizes), list(output_sizes), group)

@@ -20,18 +20,22 @@ Pure functions: every rank comes to the same mesh.
 
 import itertools
 import math
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import torch
 
+from pycomm.quantities import GlobalRank
+
 __all__ = ["arrange", "crossings", "divide", "lines"]
 
+Ranks: TypeAlias = list[GlobalRank]
+Hosts: TypeAlias = Sequence[int]  # the number of each rank's host
+Axes: TypeAlias = Sequence[int]  # indices of dimensions of a mesh
 
-def arrange(hosts, sizes, joined=()):
-    """A mesh of ranks: a tensor of these sizes, outer axis first.
 
-    hosts: the number of each rank's host. joined: tuples of axes (indices into sizes) whose ranks form one
-    group.
-    """
+def arrange(hosts: Hosts, sizes: Sequence[int], joined: Sequence[Axes] = ()) -> torch.Tensor:
+    """A mesh of ranks: a tensor of these sizes, outer axis first. joined: axes whose ranks form one group."""
     plain = torch.arange(len(hosts)).view(sizes)
     if len(set(hosts)) == 1:
         return plain
@@ -44,14 +48,16 @@ def arrange(hosts, sizes, joined=()):
     )
 
 
-def _filled(hosts, sizes):
+def _filled(hosts: Hosts, sizes: Sequence[int]) -> Ranks:
     """The ranks in the order of their places: groups of the inner axes are filled host by host."""
-    groups = [(host, [rank]) for rank, host in enumerate(hosts)]  # (host, or None for several; ranks)
+    # (host, or None for several; ranks)
+    groups: list[tuple[int | None, Ranks]] = [(host, [GlobalRank(rank)]) for rank, host in enumerate(hosts)]
     for size in reversed(sizes):
-        of_host = {}
+        of_host: dict[int | None, list[tuple[int | None, Ranks]]] = {}
         for group in groups:
             of_host.setdefault(group[0], []).append(group)
-        left, found = [], []
+        left: list[tuple[int | None, Ranks]] = []
+        found: list[tuple[int | None, list[tuple[int | None, Ranks]]]] = []
         for host, some in of_host.items():
             whole = len(some) // size * size if host is not None else 0
             found += [(host, some[i : i + size]) for i in range(0, whole, size)]
@@ -59,44 +65,44 @@ def _filled(hosts, sizes):
         found += [(None, left[i : i + size]) for i in range(0, len(left), size)]
         groups = []
         for host, some in found:
-            some = sorted((ranks for _, ranks in some), key=min)
-            groups.append((host, list(itertools.chain(*some))))
+            inner = sorted((ranks for _, ranks in some), key=min)
+            groups.append((host, list(itertools.chain(*inner))))
         groups.sort(key=lambda group: min(group[1]))
     return groups[0][1]
 
 
-def _is_sorted(mesh, joined):
+def _is_sorted(mesh: torch.Tensor, joined: Sequence[Axes]) -> bool:
     """Whether ranks rise along every axis, and are sorted alike in all groups of each of the joined axes."""
     rising = all((lines(mesh, (axis,)).diff(dim=1) > 0).all() for axis in range(mesh.dim()))
     orders = [lines(mesh, axes).argsort(dim=1) for axes in joined if axes]
     return rising and all((order == order[0]).all() for order in orders)
 
 
-def lines(mesh, axes):
+def lines(mesh: torch.Tensor, axes: Axes) -> torch.Tensor:
     """The groups of ranks that differ along these axes only: (groups, ranks of one)."""
     rest = [axis for axis in range(mesh.dim()) if axis not in axes]
     return mesh.permute(*rest, *axes).reshape(-1, math.prod(mesh.shape[axis] for axis in axes))
 
 
-def crossings(mesh, axes, hosts):
+def crossings(mesh: torch.Tensor, axes: Axes, hosts: Hosts) -> int:
     """How many of these groups have ranks on several hosts."""
     return sum(len({hosts[rank] for rank in line}) > 1 for line in lines(mesh, axes).tolist())
 
 
-def divide(mesh, axes, hosts):
-    """Each group of these axes as two: [(ranks on each host, ranks with the same place on each host)], one
-    for each group; both are lists of lists, in rising order.
+def divide(mesh: torch.Tensor, axes: Axes, hosts: Hosts) -> list[tuple[list[Ranks], list[Ranks]]] | None:
+    """Each group of these axes as two: the ranks on each host, and the ranks with the same place on each
+    host, in rising order.
 
     None where that is not possible: groups that have unequal numbers on their hosts, or lie on hosts in
     different ways.
     """
     found, patterns = [], set()
     for line in lines(mesh, axes).tolist():
-        of_host = {}
+        by_host: dict[int, Ranks] = {}
         for rank in sorted(line):
-            of_host.setdefault(hosts[rank], []).append(rank)
-        inside = list(of_host.values())
-        patterns.add(tuple(list(of_host).index(hosts[rank]) for rank in line))
+            by_host.setdefault(hosts[rank], []).append(rank)
+        inside = list(by_host.values())
+        patterns.add(tuple(list(by_host).index(hosts[rank]) for rank in line))
         if len({len(ranks) for ranks in inside}) > 1:
             return None
         found.append((inside, [list(ranks) for ranks in zip(*inside, strict=True)]))

@@ -11,6 +11,7 @@ them once (building/alike.py).
 
 import zlib
 from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
@@ -19,10 +20,11 @@ from pycomm.parallel.ground.plain import SIMPLE, text_of
 __all__ = ["Hyperparameters", "hyperparameters_of", "shortened"]
 
 SKIPPED = ("params", "param_names")
+Texts: TypeAlias = dict[str, str]  # "lr of group 0" -> text of its value
 
 
-def hyperparameters_of(opt: torch.optim.Optimizer, on_device: bool = False) -> dict[str, str]:
-    """{"lr of group 0": text of its value}, see text_of()."""
+def hyperparameters_of(opt: torch.optim.Optimizer, on_device: bool = False) -> Texts:
+    """Those of all groups, see text_of()."""
     return {
         f"{key} of group {number}": text_of(value, on_device)
         for number, group in enumerate(opt.param_groups)
@@ -32,20 +34,20 @@ def hyperparameters_of(opt: torch.optim.Optimizer, on_device: bool = False) -> d
 
 
 class Hyperparameters:
-    """Those of one optimizer, None for a model without. ask: a small object -> the objects of all ranks."""
+    """Those of one optimizer, None for a model without. ask: this rank's -> those of all ranks."""
 
-    def __init__(self, opt: torch.optim.Optimizer | None, ask: Callable[[object], list]) -> None:
+    def __init__(self, opt: torch.optim.Optimizer | None, ask: Callable[[Texts], list[Texts]]) -> None:
         self.opt, self.ask = opt, ask
-        self._values: list = []  # of the groups, when they were last looked at
-        self._texts: dict[str, str] = {}  # of these values
-        self._set: dict[str, str] = {}  # the text of each value that was set from outside of the optimizer
+        self._values: list[object] = []  # of the groups, when they were last looked at
+        self._texts: Texts = {}  # of these values
+        self._set: Texts = {}  # the text of each value that was set from outside of the optimizer
         self._mark = 0  # of `_set`
 
     def mark(self) -> int:
         """A number below 2^20, which as a rule differs where a value does that was set from outside."""
         values = self._now()
         if values != self._values:
-            texts, before = hyperparameters_of(self.opt), self._texts
+            texts, before = self._texts_now(), self._texts
             self._set = {
                 key: text if text != before.get(key) else self._set[key]
                 for key, text in texts.items()
@@ -61,9 +63,12 @@ class Hyperparameters:
         """
         values = self._now()
         if values != self._values:
-            self._values, self._texts = values, hyperparameters_of(self.opt)
+            self._values, self._texts = values, self._texts_now()
 
-    def _now(self) -> list:
+    def _texts_now(self) -> Texts:
+        return {} if self.opt is None else hyperparameters_of(self.opt)
+
+    def _now(self) -> list[object]:
         """Keys and values of all groups, as they can be compared with later ones."""
         return [
             value if type(value) in SIMPLE else _steady(value)

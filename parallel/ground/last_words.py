@@ -49,21 +49,22 @@ class LastWords:
     """mesh: of the plan; making it is collective over all its ranks. device: for the collective."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        self.mesh, self.group, self.memory = mesh, mesh.world, None
+        self.mesh, self.group = mesh, mesh.world
+        self.memory: mmap.mmap | None = None
         group = self.group
         if group.size == 1:
             return
-        nbytes, fd, place = TOKEN + SLOT * group.size, None, [0, 0, 0, 0]
+        nbytes, fd, numbers = TOKEN + SLOT * group.size, None, [0, 0, 0, 0]
         if group.rank == 0:
             fd = os.memfd_create("pycomm last words")
             os.truncate(fd, nbytes)
             token = secrets.token_bytes(TOKEN)
             os.pwrite(fd, token, 0)
-            place = [os.getpid(), fd, *struct.unpack("=qq", token)]
-        place = torch.tensor(place, device=device)
+            numbers = [os.getpid(), fd, *struct.unpack("=qq", token)]
+        place = torch.tensor(numbers, device=device)
         comm.broadcast(place, 0, group)
-        pid, number, *token = place.tolist()
-        self.memory = _map(f"/proc/{pid}/fd/{number}", nbytes, struct.pack("=qq", *token))
+        pid, number, *halves = place.tolist()
+        self.memory = _map(f"/proc/{pid}/fd/{number}", nbytes, struct.pack("=qq", *halves))
         opened = torch.ones(1, device=device)
         comm.all_reduce(opened, group)  # rank 0 may end right after this, and its descriptor with it
         if fd is not None:
@@ -80,7 +81,7 @@ class LastWords:
         except dist.DistError as error:
             about = self._about(error)
             if about >= 0 and error.args:
-                place = f" In the plan it is rank {about}." if about != error.peer else ""
+                place = f" In the plan it is rank {about}." if about != getattr(error, "peer", None) else ""
                 error.args = (f"{error.args[0]}{place}", *error.args[1:])
                 self._leave(f"{type(error).__name__}: {error.args[0]}", about)
             words = self._chain(about, isinstance(error, CommTimeoutError)) + self.of_others()
@@ -97,8 +98,8 @@ class LastWords:
 
     def of_others(self) -> list[str]:
         """A sentence for each rank that has left something of its own, no error of the wire."""
-        ranks = range(self.group.size if self.memory is not None else 0)
-        told = ((rank, *self._told(rank)) for rank in ranks if rank != self.group.rank)
+        others = [rank for rank in range(self.group.size) if rank != self.group.rank]
+        told = ((rank, *self._told(rank)) for rank in others)
         return [_sentence(rank, text) for rank, about, text in told if text and about < 0]
 
     def _about(self, error: dist.DistError) -> int:
@@ -135,7 +136,11 @@ class LastWords:
         self.memory[start : start + LENGTH.size] = LENGTH.pack(len(data), about)
 
     def _told(self, rank: int) -> tuple[int, str]:
-        """(the rank that it is about, the text) of what a rank has left."""
+        """(the rank that it is about, the text) of what a rank has left; the text is empty where it has left
+        nothing.
+        """
+        if self.memory is None:
+            return -1, ""
         start = TOKEN + SLOT * rank
         length, about = LENGTH.unpack(self.memory[start : start + LENGTH.size])
         start += LENGTH.size
@@ -146,7 +151,7 @@ def _sentence(rank: int, text: str) -> str:
     return f"Rank {rank} had raised {text}"
 
 
-def _map(path, nbytes, token):
+def _map(path: str, nbytes: int, token: bytes) -> mmap.mmap | None:
     """The memory at a path, or None where it is not the one with this token."""
     try:
         fd = os.open(path, os.O_RDWR)

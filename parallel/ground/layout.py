@@ -11,11 +11,13 @@ parameters. The gradient norm, the checkpoint and the comparison with a single p
 layouts and know no strategy.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Layout", "whole"]
+__all__ = ["Layout", "Ranges", "whole"]
+
+Ranges: TypeAlias = tuple[tuple[int, int], ...]  # (start, stop) of each
 
 
 class Layout(NamedTuple):
@@ -23,7 +25,7 @@ class Layout(NamedTuple):
 
     full_shape: shape in the original model.
     dim: the dimension that is cut; None: every rank holds all of it.
-    ranges: (start, stop) along dim, in the order in which they lie in the local tensor.
+    ranges: along dim, in the order in which they lie in the local tensor.
     counted: those of `ranges` (or parts of them) that this rank stands for: over all ranks of tp each index
         is counted exactly once. With dim None, `((0, 1),)` on the rank that counts the parameter and `()` on
         the others.
@@ -35,12 +37,12 @@ class Layout(NamedTuple):
 
     full_shape: tuple[int, ...]
     dim: int | None = None
-    ranges: tuple[tuple[int, int], ...] = ()
-    counted: tuple[tuple[int, int], ...] = ((0, 1),)
+    ranges: Ranges = ()
+    counted: Ranges = ((0, 1),)
     partial: bool = False
     overlap: bool = False
 
-    def take(self, full):
+    def take(self, full: torch.Tensor) -> torch.Tensor:
         """The local part of a full tensor: a copy."""
         if self.dim is None:
             return full.clone()
@@ -48,7 +50,7 @@ class Layout(NamedTuple):
             [full.narrow(self.dim, start, stop - start) for start, stop in self.ranges], self.dim
         )
 
-    def put(self, full, local):
+    def put(self, full: torch.Tensor, local: torch.Tensor) -> None:
         """Adds the local part into a full tensor, at its place."""
         if self.dim is None:
             full += local
@@ -58,7 +60,7 @@ class Layout(NamedTuple):
             full.narrow(self.dim, start, stop - start).add_(local.narrow(self.dim, offset, stop - start))
             offset += stop - start
 
-    def counted_mask(self, local):
+    def counted_mask(self, local: torch.Tensor) -> torch.Tensor | None:
         """1 for each element of `local` that this rank counts, else 0; None when it counts all of them."""
         if self.dim is None:
             return None if self.counted else torch.zeros_like(local)
@@ -70,6 +72,6 @@ class Layout(NamedTuple):
         return self.take(mask)
 
 
-def whole(tensor, group_rank=0, partial=False):
+def whole(tensor: torch.Tensor, group_rank: int = 0, partial: bool = False) -> Layout:
     """The layout of a parameter that every rank of tp holds; rank 0 counts it."""
     return Layout(tuple(tensor.shape), counted=((0, 1),) if group_rank == 0 else (), partial=partial)

@@ -5,18 +5,20 @@ for what arguments are made of: tuples, lists, dicts and tensors.
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pycomm.parallel.given import Tree
+
 __all__ = ["leaves"]
 
 _PLAIN = {type(None), bool, int, float, str, torch.dtype, torch.device}
 
 
-def leaves(values):
-    found = []
+def leaves(values: Tree) -> list[object]:
+    found: list[object] = []
     _collect(values, found)
     return found
 
 
-def _collect(value, found):
+def _collect(value: Tree, found: list[object]) -> None:
     kind = type(value)
     if kind is tuple or kind is list:
         for each in value:

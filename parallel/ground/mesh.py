@@ -18,20 +18,24 @@ the first three has two parts:
 """
 
 import math
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from pycomm import trace
 from pycomm.groups import host_mark, numbered, show_hosts
 from pycomm.parallel.ground import comm, hosts
-from pycomm.parallel.ground.comm import ALONE, Group, as_group
-from pycomm.parallel.ground.plan import AXES
+from pycomm.parallel.ground.comm import ALONE, Group, as_group, process_group
+from pycomm.parallel.ground.plan import AXES, Axis, Plan
+from pycomm.quantities import GlobalRank
 
 __all__ = ["Mesh"]
 
-DATA = ("dp", "ep", "ring", "ulysses")
-EXPERT = ("dp", "ring", "ulysses")
+DATA: tuple[Axis, ...] = ("dp", "ep", "ring", "ulysses")
+EXPERT: tuple[Axis, ...] = ("dp", "ring", "ulysses")
 
 
 class Mesh:
@@ -43,14 +47,14 @@ class Mesh:
     ValueError when the plan's ranks are not the ranks that exist, or do not lie on hosts as it needs it.
     """
 
-    def __init__(self, plan, device="cpu", own=False):
+    def __init__(self, plan: Plan, device: torch.device | str = "cpu", own: bool = False) -> None:
         self.plan, device = plan, torch.device(device)
         self.hosts = [0]  # the number of each rank's host
-        self._divided = {}  # name of a Group -> the Groups (inside, across)
-        self._made = []  # process groups that are this plan's alone
-        self.device_mesh = None  # torch's DeviceMesh; None for one rank
-        self.limit = None  # of the groups, as torch's new_group takes it
-        self.world = ALONE  # Group of all ranks
+        self._divided: dict[str, tuple[Group, Group]] = {}  # name of a group -> (inside, across)
+        self._made: list[dist.ProcessGroup] = []  # this plan's alone
+        self.device_mesh: DeviceMesh | None = None  # None for one rank
+        self.limit: timedelta | None = None  # of the groups
+        self.world = ALONE  # all ranks
         if plan.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("pycomm")
         world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -61,15 +65,17 @@ class Mesh:
             )
             raise ValueError(f"the plan is for {plan.world_size} ranks ({sizes}), but there are {world_size}")
         self.names = tuple(axis for axis in AXES if getattr(plan, axis) > 1)
-        if self.names:
-            options = getattr(dist.group.WORLD._get_backend(device), "options", None)
+        default = dist.group.WORLD if self.names else None
+        if default is not None:
+            options = getattr(default._get_backend(device), "options", None)
             self.limit = getattr(options, "_timeout", None)  # not every backend has one, as torch's fake
             self.hosts = _hosts_of(as_group(None, "world"), device)
             self.world = as_group(self._make() if own else None, "world")
-            trace.name_axis(self.world.pg.group_name, "world")
+            _name_in_trace(self.world)
             self.places = self._place(device.type)
-        self._groups = {(): ALONE}  # names of axes with several ranks, in order -> Group
-        groups = [self.group(axis).pg for axis in self.names]
+        # by the names of axes with several ranks, in order
+        self._groups: dict[tuple[Axis, ...], Group] = {(): ALONE}
+        groups = [pg for axis in self.names if (pg := process_group(self.group(axis))) is not None]
         if groups:
             self.device_mesh = dist.device_mesh.DeviceMesh.from_group(
                 groups, device.type, self.places, mesh_dim_names=self.names
@@ -80,7 +86,7 @@ class Mesh:
             for axes in (DATA, (*DATA, "tp"), EXPERT, (*EXPERT, "tp")):
                 self._divide(self._names_of(axes))
 
-    def _place(self, device_type):
+    def _place(self, device_type: str) -> torch.Tensor:
         """The ranks at their places: a tensor of the sizes of the axes."""
         sizes = [getattr(self.plan, axis) for axis in self.names]
         together = (DATA, (*DATA, "tp"), EXPERT, (*EXPERT, "tp"))
@@ -89,33 +95,33 @@ class Mesh:
             dist.device_mesh.init_device_mesh(device_type, (len(self.hosts),))
         return hosts.arrange(self.hosts, sizes, joined)
 
-    def _names_of(self, axes):
+    def _names_of(self, axes: Sequence[Axis]) -> tuple[Axis, ...]:
         return tuple(axis for axis in self.names if axis in axes)
 
-    def group(self, *axes):
+    def group(self, *axes: Axis) -> Group:
         """The ranks that differ from this one along `axes` only. Joined axes are collective over all ranks at
         their first use.
         """
         names = self._names_of(axes)
         if names not in self._groups:
             ranks = self._lines(names)
-            pg = self.world.pg if len(ranks) == 1 else self._own_of(ranks)
+            pg = process_group(self.world) if len(ranks) == 1 else self._own_of(ranks)
             self._groups[names] = as_group(pg, "+".join(names))
-            trace.name_axis(pg.group_name, "+".join(names))
+            _name_in_trace(self._groups[names])
         return self._groups[names]
 
-    def _lines(self, names: tuple[str, ...]) -> list[list[int]]:
-        """The groups of ranks that differ along these axes only, as lists of ranks."""
+    def _lines(self, names: tuple[Axis, ...]) -> list[list[GlobalRank]]:
+        """The groups of ranks that differ along these axes only."""
         return hosts.lines(self.places, [self.names.index(axis) for axis in names]).tolist()
 
-    def shards_of(self, group):
+    def shards_of(self, group: Group) -> tuple[Group, Group]:
         """(ranks among which zero divides what `group` would hold several times, ranks that then hold the
         same): the group and no others, or its parts inside and across hosts. group: of gradients, see the
         head of the file.
         """
         return self._divided.get(group.name, (group, ALONE))
 
-    def _divide(self, names):
+    def _divide(self, names: tuple[Axis, ...]) -> None:
         whole = self.group(*names)
         if whole.name in self._divided or whole.size == 1:
             return
@@ -138,7 +144,7 @@ class Mesh:
             as_group(across, f"{whole.name} across hosts"),
         )
 
-    def _own_of(self, groups):
+    def _own_of(self, groups: Iterable[Sequence[GlobalRank]]) -> dist.ProcessGroup:
         """Makes a process group of each of these lists of ranks; returns that of this rank."""
         for ranks in groups:
             made = self._make(ranks)
@@ -147,29 +153,29 @@ class Mesh:
         return mine
 
     @property
-    def spans_hosts(self):
+    def spans_hosts(self) -> bool:
         return len(set(self.hosts)) > 1
 
-    def crossings(self, axis):
+    def crossings(self, axis: Axis) -> tuple[int, int]:
         """(groups of this axis with ranks on several hosts, groups of this axis)"""
         axes = [self.names.index(axis)]
         return hosts.crossings(self.places, axes, self.hosts), len(self.hosts) // getattr(self.plan, axis)
 
-    def _make(self, ranks=None):
+    def _make(self, ranks: Sequence[GlobalRank] | None = None) -> dist.ProcessGroup:
         """A process group of these ranks, all if None; on other ranks nothing of use."""
         pg = dist.new_group(ranks, timeout=self.limit)
         if isinstance(pg, dist.ProcessGroup):
             self._made.append(pg)
         return pg
 
-    def ranks_of(self, name: str) -> list[int] | None:
-        """The plan's ranks of a process group of this rank, by its name; None where it is not the plan's."""
-        for pg in (self.world.pg, *self._made):
+    def ranks_of(self, name: str) -> list[GlobalRank] | None:
+        """The ranks of a process group of this rank, by its name; None where it is not the plan's."""
+        for pg in (process_group(self.world), *self._made):
             if pg is not None and pg.group_name == name:
-                return dist.get_process_group_ranks(pg)
+                return [GlobalRank(rank) for rank in dist.get_process_group_ranks(pg)]
         return None
 
-    def apart(self, *axes):
+    def apart(self, *axes: Axis) -> Group:
         """A group of the same ranks as group(*axes), for operations whose order among that group's is not the
         same on all ranks. Collective over all ranks.
         """
@@ -179,7 +185,7 @@ class Mesh:
         mine = self._own_of(self._lines(self._names_of(axes)))
         return as_group(mine, f"{group.name} (apart)")
 
-    def close(self):
+    def close(self) -> None:
         """Closes the groups that were made for this plan, of which nothing can be used afterwards. No
         communication: a rank that waits for this one in one of them is told that it is closed.
         """
@@ -187,17 +193,17 @@ class Mesh:
             dist.destroy_process_group(pg)
         self._made = []
 
-    def coordinate(self, axis):
+    def coordinate(self, axis: Axis) -> int:
         """This rank's place along an axis."""
         return self.group(axis).rank
 
     @property
-    def rows(self):
+    def rows(self) -> tuple[int, int]:
         """(number of parts into which the rows of a batch are dealt, this rank's part): dp and ep."""
         plan = self.plan
         return plan.dp * plan.ep, self.coordinate("dp") * plan.ep + self.coordinate("ep")
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.device_mesh is None:
             return "one rank"
         places = ", ".join(
@@ -208,7 +214,13 @@ class Mesh:
         return f"rank {self.world.rank}/{math.prod(self.device_mesh.shape)}: {places}"
 
 
-def _hosts_of(world, device):
+def _name_in_trace(group: Group) -> None:
+    pg = process_group(group)
+    if pg is not None:
+        trace.name_axis(pg.group_name, group.name)
+
+
+def _hosts_of(world: Group, device: torch.device) -> list[int]:
     """The number of each rank's host. Collective, 16 bytes from each rank."""
     mark = torch.frombuffer(bytearray(host_mark()), dtype=torch.uint8).to(device)
     marks = mark.new_empty(world.size * mark.numel())
@@ -216,7 +228,7 @@ def _hosts_of(world, device):
     return numbered(bytes(each.tolist()) for each in marks.cpu().split(mark.numel()))
 
 
-def device_of(model):
+def device_of(model: torch.nn.Module) -> torch.device:
     """The device of a model's first parameter that holds data; torch's default one where all are on meta; of
     its first buffer where there are none.
     """

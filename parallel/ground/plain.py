@@ -6,7 +6,7 @@ class is in the text: two ranks never have the same object.
 """
 
 import enum
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 
 import torch
 
@@ -26,8 +26,10 @@ def text_of(value: object, on_device: bool = False, depth: int = DEPTH) -> str:
     if value is None or isinstance(value, (bool, torch.dtype)):
         return str(value)
     if type(value).__module__ == "numpy":
-        small = hasattr(value, "tolist") and getattr(value, "size", 1) <= MOST
-        return text_of(value.tolist(), on_device, depth) if small else class_text(type(value))
+        listed = getattr(value, "tolist", None)
+        if listed is not None and getattr(value, "size", 1) <= MOST:
+            return text_of(listed(), on_device, depth)
+        return class_text(type(value))
     if isinstance(value, int):
         return str(int(value))
     if isinstance(value, (float, complex)):
@@ -62,7 +64,7 @@ def _text_of_number(value: float | complex) -> str:
     return repr(float(value) if isinstance(value, float) else complex(value))
 
 
-def _text_of_container(value: object, on_device: bool, depth: int) -> str:
+def _text_of_container(value: Collection[object], on_device: bool, depth: int) -> str:
     if isinstance(value, Mapping):
         pairs = [[text_of(each, on_device, depth) for each in pair] for pair in value.items()]
         return "{" + ", ".join(f"{key}: {each}" for key, each in sorted(pairs)) + "}"

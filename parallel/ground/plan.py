@@ -10,18 +10,46 @@ the axis which talks most has the nearest ranks; zero adds no ranks, it cuts wha
 ring, ulysses) would hold several times.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-__all__ = ["AXES", "Plan", "ScheduleName", "fields_of"]
+if TYPE_CHECKING:
+    from pycomm.parallel.data.compression import Compression
 
-TRUSTED = ("rows", "loss", "positions")
-AXES = ("pp", "dp", "ep", "ring", "ulysses", "tp")
+__all__ = [
+    "AXES",
+    "Axis",
+    "CompressionName",
+    "Offload",
+    "Plan",
+    "Precision",
+    "Schedule",
+    "ScheduleName",
+    "Trust",
+    "Zero",
+    "ZeroGroup",
+    "fields_of",
+]
+
+Axis: TypeAlias = Literal["pp", "dp", "ep", "ring", "ulysses", "tp"]
+Zero: TypeAlias = Literal[0, 1, 2, 3]
+ZeroGroup: TypeAlias = Literal["all", "host"]
+GradSync: TypeAlias = Literal["all_reduce", "naive"]
+CompressionName: TypeAlias = Literal["fp16", "bf16", "int8", "powersgd", "topk"]
+Precision: TypeAlias = Literal["bf16"]
+Offload: TypeAlias = Literal["optimizer", "parameters"]
+Schedule: TypeAlias = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zbv", "pipedream"]
+Trust: TypeAlias = Literal["rows", "loss", "positions"]
+
+AXES: tuple[Axis, ...] = get_args(Axis)
+TRUSTED: tuple[Trust, ...] = get_args(Trust)
 SINGLE = "single process"  # the text of Plan()
-COMPRESSIONS = ("fp16", "bf16", "int8", "powersgd", "topk")
 
 
 class ScheduleName(str, enum.Enum):
@@ -34,7 +62,7 @@ class ScheduleName(str, enum.Enum):
     ZBV = "zbv"
     PIPEDREAM = "pipedream"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return self.value
 
 
@@ -85,39 +113,39 @@ class Plan:
     ep: int = 1
     ring: int = 1
     ulysses: int = 1
-    zero: int = 0
-    zero_group: str = "all"
-    grad_sync: str = "all_reduce"
-    compression: str | Callable | None = None
+    zero: Zero = 0
+    zero_group: ZeroGroup = "all"
+    grad_sync: GradSync = "all_reduce"
+    compression: CompressionName | Callable[[], Compression] | None = None
     bucket_mb: float = 25.0
-    precision: str | None = None
-    offload: str | None = None
+    precision: Precision | None = None
+    offload: Offload | None = None
     megatron_sp: bool = False
     zigzag: bool = True
-    schedule: str = "1f1b"
+    schedule: Schedule | ScheduleName = "1f1b"
     chunks: int | None = None
     stages: tuple[int, ...] | None = None
     checkpoint: bool = False
     blocks: str | tuple[str, str] | None = None
     rules: Mapping[str, str] | None = None
-    trust: tuple[str, ...] = ()
+    trust: tuple[Trust, ...] = ()
     compare_every: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for axis in AXES:
             value = getattr(self, axis)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(
                     f"Plan({axis}={value!r}): the number of ranks of an axis is a whole number, 1 or more"
                 )
-        _one_of("zero", self.zero, (0, 1, 2, 3))
-        _one_of("zero_group", self.zero_group, ("all", "host"))
-        _one_of("schedule", self.schedule, tuple(name.value for name in ScheduleName))
-        _one_of("grad_sync", self.grad_sync, ("all_reduce", "naive"))
-        _one_of("precision", self.precision, (None, "bf16"))
-        _one_of("offload", self.offload, (None, "optimizer", "parameters"))
+        _one_of("zero", self.zero, get_args(Zero))
+        _one_of("zero_group", self.zero_group, get_args(ZeroGroup))
+        _one_of("schedule", self.schedule, get_args(Schedule))
+        _one_of("grad_sync", self.grad_sync, get_args(GradSync))
+        _one_of("precision", self.precision, (None, *get_args(Precision)))
+        _one_of("offload", self.offload, (None, *get_args(Offload)))
         if not callable(self.compression):
-            _one_of("compression", self.compression, (None, *COMPRESSIONS))
+            _one_of("compression", self.compression, (None, *get_args(CompressionName)))
         if not self.bucket_mb > 0:
             raise ValueError(f"Plan(bucket_mb={self.bucket_mb}): must be positive")
         object.__setattr__(self, "trust", (self.trust,) if isinstance(self.trust, str) else tuple(self.trust))
@@ -135,7 +163,7 @@ class Plan:
             object.__setattr__(self, "blocks", tuple(self.blocks))
         self._check_combinations()
 
-    def _check_combinations(self):
+    def _check_combinations(self) -> None:
         if self.zero and (self.compression or self.grad_sync == "naive"):
             what = f"compression={self.compression!r}" if self.compression else 'grad_sync="naive"'
             raise ValueError(
@@ -175,7 +203,7 @@ class Plan:
             )
 
     @staticmethod
-    def of(value: "Plan | str | None") -> "Plan":
+    def of(value: Plan | str | None) -> Plan:
         """The Plan that a caller gives: a Plan as it is, a text parsed, None as a single process.
 
         Raises ValueError for anything else.
@@ -192,7 +220,7 @@ class Plan:
         )
 
     @classmethod
-    def parse(cls, text):
+    def parse(cls, text: str) -> Plan:
         """From "dp=2,tp=2,schedule=zbv,stages=3:2:2:1,megatron_sp": the fields by name; a name
         alone is True, and two lists of blocks are "blocks=encoder.block+decoder.block". "" and
         "single process" are Plan().
@@ -200,11 +228,11 @@ class Plan:
         return cls(**fields_of(text))
 
     @property
-    def world_size(self):
+    def world_size(self) -> int:
         return math.prod(getattr(self, axis) for axis in AXES)
 
     @property
-    def chunks_per_rank(self):
+    def chunks_per_rank(self) -> int:
         """Virtual stages per pipeline rank."""
         if self.schedule == ScheduleName.INTERLEAVED:
             return 2 if self.chunks is None else self.chunks
@@ -215,19 +243,19 @@ class Plan:
         return self.ring > 1 or self.ulysses > 1 or (self.megatron_sp and self.tp > 1)
 
     @property
-    def virtual_stages(self):
+    def virtual_stages(self) -> int:
         return self.pp * self.chunks_per_rank if self.pp > 1 else 1
 
-    def __str__(self):
+    def __str__(self) -> str:
         changed = [
             field.name for field in dataclasses.fields(self) if getattr(self, field.name) != field.default
         ]
         return ",".join(f"{name}={_show(getattr(self, name))}" for name in changed) or SINGLE
 
 
-def fields_of(text: str) -> dict[str, object]:
+def fields_of(text: str) -> dict[str, Any]:
     """{field: value} of the fields that the text of a Plan gives. Raises ValueError for other names."""
-    values = {}
+    values: dict[str, Any] = {}
     known = [field.name for field in dataclasses.fields(Plan) if field.name != "rules"]
     for item in filter(None, (part.strip() for part in text.split(",") if text != SINGLE)):
         name, given, value = (part.strip() for part in item.partition("="))
@@ -239,18 +267,20 @@ def fields_of(text: str) -> dict[str, object]:
     return values
 
 
-def _show(value):
+def _show(value: object) -> object:
     if not isinstance(value, tuple):
         return value
     return "+".join(value) if isinstance(value[0], str) else ":".join(map(str, value))
 
 
-def _one_of(name, value, allowed):
+def _one_of(name: str, value: object, allowed: Sequence[object]) -> None:
     if value not in allowed or isinstance(value, bool):
         raise ValueError(f"Plan({name}={value!r}): must be one of {', '.join(map(repr, allowed))}")
 
 
-def _parse_value(text, name, value):
+def _parse_value(
+    text: str, name: str, value: str
+) -> str | int | float | bool | tuple[int, ...] | tuple[str, ...]:
     if name == "stages":
         if not re.fullmatch(r"\d+(:\d+)*", value):
             raise ValueError(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._pytree import tree_leaves
 
+from pycomm.parallel.given import Batch, Tree
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import inputs_and_targets
 from pycomm.parallel.ground.hyperparameters import Hyperparameters
@@ -35,60 +36,62 @@ class SameBatch:
     numbers are summed all the same, so that ranks that were called in two ways do not wait for each other.
     """
 
-    def __init__(self, batch, world, device, call=PLAIN):
-        self.world = world  # Group of all ranks
+    def __init__(
+        self, batch: Batch | None, world: comm.Group, device: torch.device, call: Call = PLAIN
+    ) -> None:
+        self.world = world  # all ranks
         self.scale, self.hyperparameters = call.scale, call.hyperparameters
         self.compares = batch is not None
-        batch = mark_of(inputs_and_targets(batch)) if self.compares else 0
+        given = mark_of(inputs_and_targets(batch)) if self.compares else 0
         scale = mark_of(torch.tensor(call.scale)) if call.scale != 1.0 else 0
         mark = self.hyperparameters.mark() if self.hyperparameters is not None else 0
-        numbers = [call.update, *powers(batch), *powers(scale), *powers(mark)]
+        numbers = [call.update, *powers(given), *powers(scale), *powers(mark)]
         self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
-        self.work = None  # the sum under way
+        self.work: comm.Work | None = None  # the sum under way
 
-    def start(self):
+    def start(self) -> None:
         """Sums the numbers over all ranks, for callers that do not send them along with others."""
         self.work = comm.all_reduce(self.numbers, self.world, async_op=True)
 
-    def check(self, sums=None):
+    def check(self, sums: torch.Tensor | None = None) -> None:
         """Raises ValueError, on every rank, where batches, calls or hyperparameters differ. sums: of
         `numbers`; None: after start(). Only where hyperparameters differ it is collective over all ranks.
         """
-        if sums is None:
+        if sums is None and self.work is not None:
             self.work.wait()
-            sums = self.numbers
-        updating, *sums = sums.tolist()
+        numbers = self.numbers if sums is None else sums
+        updating, *powered = numbers.tolist()
         who, size = f"[rank {self.world.rank}] step:", self.world.size
         if updating not in (0, size):
             raise ValueError(
                 f"{who} {int(updating)} of {size} ranks were called with update=True, the others with "
                 "update=False. Update on all ranks in the same call; no parameter was changed"
             )
-        if self.compares and differ(*sums[:2], size):
+        if self.compares and differ(powered[0], powered[1], size):
             raise ValueError(
                 f"{who} the ranks were given different batches. Give every rank the whole batch, or say "
                 "sharded=True when each data rank has its own; no parameter was changed"
             )
-        if differ(*sums[2:4], size):
+        if differ(powered[2], powered[3], size):
             raise ValueError(
                 f"{who} the scaler of this rank has the scale {self.scale}, others have another. Make it "
                 "alike on all ranks, and leave scaler.update() to step; no parameter was changed"
             )
-        if self.hyperparameters is not None and differ(*sums[4:], size):
+        if self.hyperparameters is not None and differ(powered[4], powered[5], size):
             self.hyperparameters.refuse(self.world.rank)
 
 
-def powers(mark):
+def powers(mark: int) -> tuple[float, float]:
     """What is to be summed over the ranks, in float64, which holds it exactly."""
     return float(mark), float(mark) ** 2
 
 
-def differ(total, squares, size):
+def differ(total: float, squares: float, size: int) -> bool:
     """Whether marks of `size` ranks are not all equal. total, squares: the sums of powers()."""
     return size * squares != total**2
 
 
-def mark_of(tree):
+def mark_of(tree: Tree) -> int:
     """A number below 2^20 that two different trees of tensors hardly share: from the bits of all values, so
     that no rounding and no nan is in it.
     """

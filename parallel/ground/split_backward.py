@@ -30,18 +30,28 @@ that is no leaf, and embeddings that are sparse, renormalised or scaled by frequ
 Source: the split is that of Qi et al. 2024 (zero bubble pipelines).
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
 from collections import deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
+from torch.autograd.function import FunctionCtx, once_differentiable
+
+from pycomm.parallel.given import Tree
 
 __all__ = ["DeferWeights", "WeightStore", "accumulate_grad"]
 
+Compute: TypeAlias = Callable[[], torch.Tensor]  # a contribution to a gradient
+Accumulate: TypeAlias = Callable[[torch.nn.Parameter, torch.Tensor], None]
 
-def accumulate_grad(param, grad):
+
+def accumulate_grad(param: torch.nn.Parameter, grad: torch.Tensor) -> None:
     """Adds into param.grad in place (it may be a view of a flat buffer), or makes it."""
     if param.grad is None:
         param.grad = grad
@@ -52,30 +62,34 @@ def accumulate_grad(param, grad):
 class WeightStore:
     """The postponed weight gradients of the stages of one rank.
 
-    A `microbatch` is any key; where several stages share a store it must name the stage too: (stage,
+    A `microbatch` is a key; where several stages share a store it must name the stage too: (stage,
     microbatch). accumulate(param, grad): called once per parameter and flush with the sum of its
     contributions, of the shape that the parameter had in forward and of its dtype then; the default is
     accumulate_grad. on_grad(param): called right after it.
     """
 
-    def __init__(self, accumulate=accumulate_grad, on_grad=None):
+    def __init__(
+        self,
+        accumulate: Accumulate = accumulate_grad,
+        on_grad: Callable[[torch.nn.Parameter], None] | None = None,
+    ) -> None:
         self.accumulate, self.on_grad = accumulate, on_grad
-        self.pending = {}  # microbatch -> deque of (param, function that computes a contribution)
-        self.mode = None  # the innermost DeferWeights that is active
+        self.pending: dict[Hashable, deque[tuple[torch.nn.Parameter, Compute]]] = {}  # by microbatch
+        self.mode: DeferWeights | None = None  # the innermost that is active
 
-    def add(self, microbatch, param, compute):
+    def add(self, microbatch: Hashable, param: torch.nn.Parameter, compute: Compute) -> None:
         self.pending.setdefault(microbatch, deque()).append((param, compute))
 
     @torch.no_grad()
-    def flush(self, microbatch):
+    def flush(self, microbatch: Hashable) -> None:
         """Computes and accumulates what backward left of this microbatch, in the order in which backward met
         it; frees each x and dy.
         """
         entries = self.pending.pop(microbatch, deque())
-        left = {}
+        left: dict[int, int] = {}
         for param, _ in entries:
             left[id(param)] = left.get(id(param), 0) + 1
-        sums = {}
+        sums: dict[int, torch.Tensor] = {}
         while entries:
             param, compute = entries.popleft()
             grad = compute()
@@ -89,11 +103,11 @@ class WeightStore:
             if self.on_grad is not None:
                 self.on_grad(param)
 
-    def forget(self):
+    def forget(self) -> None:
         """After a step that raised: drops what it left."""
         self.pending.clear()
 
-    def checkpoint_contexts(self):
+    def checkpoint_contexts(self) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
         """For torch.utils.checkpoint(..., use_reentrant=False, context_fn=store.checkpoint_contexts).
 
         The recomputation, which happens during B, must save the same tensors as the forward did: it runs
@@ -103,24 +117,40 @@ class WeightStore:
         return contextlib.nullcontext(), again
 
 
-def _as(tensor, dtype):
+if TYPE_CHECKING:  # what a forward keeps for its backward
+
+    class _OfProduct(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor, torch.Tensor]
+        needs_input_grad: tuple[bool, ...]
+        params: tuple[torch.nn.Parameter, torch.nn.Parameter | None]
+        rest: tuple[bool, WeightStore, Hashable]
+
+    class _OfEmbedding(FunctionCtx):
+        saved_tensors: tuple[torch.Tensor]
+        param: torch.nn.Parameter
+        rest: tuple[int, int, WeightStore, Hashable]
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """tensor.to(dtype), which is not called where nothing is to be done: these run for every product."""
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def _linear_grad(x, dy, dtype):
+def _linear_grad(x: torch.Tensor, dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _as(dy.t() @ _as(x, dy.dtype), dtype)
 
 
-def _product_grad(x, dy, dtype):
+def _product_grad(x: torch.Tensor, dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _as(_as(x, dy.dtype).t() @ dy, dtype)
 
 
-def _bias_grad(dy, dtype):
+def _bias_grad(dy: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return _as(dy.sum(0), dtype)
 
 
-def _embedding_grad(indices, dy, num_rows, padding_idx, dtype):
+def _embedding_grad(
+    indices: torch.Tensor, dy: torch.Tensor, num_rows: int, padding_idx: int, dtype: torch.dtype
+) -> torch.Tensor:
     return torch.ops.aten.embedding_dense_backward(dy, indices, num_rows, padding_idx, False).to(dtype)
 
 
@@ -128,7 +158,15 @@ class _Product(torch.autograd.Function):
     """x @ weight, or x @ weight.T where `transposed`, plus bias, by the function that the model called."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, transposed, store, microbatch):
+    def forward(
+        ctx: _OfProduct,
+        x: torch.Tensor,
+        weight: torch.nn.Parameter,
+        bias: torch.nn.Parameter | None,
+        transposed: bool,
+        store: WeightStore,
+        microbatch: Hashable,
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.params = weight, bias if bias is not None and bias.requires_grad else None
         ctx.rest = transposed, store, microbatch
@@ -138,7 +176,9 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(
+        ctx: _OfProduct, dy: torch.Tensor
+    ) -> tuple[torch.Tensor | None, None, None, None, None, None]:
         x, weight = ctx.saved_tensors
         param, bias = ctx.params
         transposed, store, microbatch = ctx.rest
@@ -158,14 +198,21 @@ class _Product(torch.autograd.Function):
 
 class _Embedding(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, indices, weight, padding_idx, store, microbatch):
+    def forward(
+        ctx: _OfEmbedding,
+        indices: torch.Tensor,
+        weight: torch.nn.Parameter,
+        padding_idx: int,
+        store: WeightStore,
+        microbatch: Hashable,
+    ) -> torch.Tensor:
         ctx.save_for_backward(indices)
         ctx.param, ctx.rest = weight, (weight.shape[0], padding_idx, store, microbatch)
         return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dy):
+    def backward(ctx: _OfEmbedding, dy: torch.Tensor) -> tuple[None, None, None, None, None]:
         (indices,) = ctx.saved_tensors
         num_rows, padding_idx, store, microbatch = ctx.rest
         store.add(
@@ -176,7 +223,7 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None, None
 
 
-def _is_weight(tensor, dims):
+def _is_weight(tensor: torch.Tensor, dims: int) -> TypeGuard[torch.nn.Parameter]:
     return (
         type(tensor) is torch.nn.Parameter
         and tensor.requires_grad
@@ -186,25 +233,29 @@ def _is_weight(tensor, dims):
     )
 
 
-def _of_linear(input, weight, bias=None):
+# What a call computes, from its arguments: (x, weight, bias, transposed).
+_Read: TypeAlias = tuple[torch.Tensor, torch.Tensor, "torch.Tensor | None", bool]
+
+
+# The parameters have torch's names, so that keywords fit; calls with others (out=, beta=) do not fit and are
+# left alone.
+def _of_linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> _Read:
     return input, weight, bias, True
 
 
-def _of_addmm(input, mat1, mat2):
+def _of_addmm(input: torch.Tensor, mat1: torch.Tensor, mat2: torch.Tensor) -> _Read:
     return mat1, mat2, input, False
 
 
-def _of_matmul(input, other):
+def _of_matmul(input: torch.Tensor, other: torch.Tensor) -> _Read:
     return input, other, None, False
 
 
-def _of_mm(input, mat2):
+def _of_mm(input: torch.Tensor, mat2: torch.Tensor) -> _Read:
     return input, mat2, None, False
 
 
-# What a call computes, from its arguments: (x, weight, bias, transposed). The parameters have torch's names,
-# so that keywords fit; calls with others (out=, beta=) do not fit and are left alone.
-_PRODUCTS = {
+_PRODUCTS: dict[Callable[..., torch.Tensor], Callable[..., _Read]] = {
     F.linear: _of_linear,
     torch.addmm: _of_addmm,
     torch.matmul: _of_matmul,
@@ -217,8 +268,14 @@ _PRODUCTS = {
 
 # signature of F.embedding
 def _of_embedding(
-    input, weight, padding_idx=None, max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
-):
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, int] | None:
     """(indices, weight, padding_idx or -1), or None for a variant that is left to autograd."""
     if max_norm is not None or scale_grad_by_freq or sparse:
         return None
@@ -232,21 +289,27 @@ class DeferWeights(torch.overrides.TorchFunctionMode):
     For the forward only.
     """
 
-    def __init__(self, store, microbatch):
+    def __init__(self, store: WeightStore, microbatch: Hashable) -> None:
         super().__init__()
         self.store, self.microbatch = store, microbatch
-        self.outer = []
+        self.outer: list[DeferWeights | None] = []
 
-    def __enter__(self):
+    def __enter__(self) -> DeferWeights:
         self.outer.append(self.store.mode)
         self.store.mode = self
         return super().__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.store.mode = self.outer.pop()
         return super().__exit__(*error)
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         read = _PRODUCTS.get(func)
         if (read is not None or func is F.embedding) and torch.is_grad_enabled():
@@ -255,7 +318,9 @@ class DeferWeights(torch.overrides.TorchFunctionMode):
                 return call()
         return func(*args, **kwargs)
 
-    def _product(self, read, args, kwargs):
+    def _product(
+        self, read: Callable[..., _Read], args: Sequence[Tree], kwargs: Mapping[str, Tree]
+    ) -> Callable[[], torch.Tensor] | None:
         try:
             x, weight, bias, transposed = read(*args, **kwargs)
         except TypeError:
@@ -276,7 +341,9 @@ class DeferWeights(torch.overrides.TorchFunctionMode):
             )  # here, and not within, so that the smaller copy is the one that is saved
         return functools.partial(_Product.apply, x, weight, bias, transposed, self.store, self.microbatch)
 
-    def _embedding(self, args, kwargs):
+    def _embedding(
+        self, args: Sequence[Tree], kwargs: Mapping[str, Tree]
+    ) -> Callable[[], torch.Tensor] | None:
         try:
             call = _of_embedding(*args, **kwargs)
         except TypeError:

@@ -18,14 +18,22 @@ state of the other stream and which one was in use is kept by recomputation(). C
 on CPU) per change, only while training with tp > 1.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from pycomm.parallel.ground.plan import AXES
 
-__all__ = ["RandomStreams", "Stream"]
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.mesh import Mesh
+
+__all__ = ["RandomStreams", "Stream", "StreamState"]
 
 
 class Stream(enum.Enum):
@@ -33,40 +41,43 @@ class Stream(enum.Enum):
     OWN = "own"
 
 
+# of the CPU's generator, and of the device's, where the device is not the CPU
+StreamState: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]
+
+
 class RandomStreams:
     """The two streams of this rank. seed: a whole number, equal on all ranks."""
 
-    def __init__(self, mesh, seed, device):
+    def __init__(self, mesh: Mesh, seed: int, device: torch.device) -> None:
         self.device = device
         self.cut = mesh.group("tp").size > 1  # else both streams may be the same
         place = 0  # of this rank among those that differ in another axis than tp
         for axis in AXES[:-1]:
             place = place * getattr(mesh.plan, axis) + mesh.coordinate(axis)
         first = seed + place * (mesh.plan.tp + 1)
-        # Stream -> (state of the CPU's generator, that of the device's or None).
         self.states = {
             Stream.SHARED: self._seeded(first),
             Stream.OWN: self._seeded(first + 1 + mesh.coordinate("tp")),
         }
-        self.current = None  # the Stream in use; None outside of a forward
+        self.current: Stream | None = None  # in use; None outside of a forward
 
-    def _seeded(self, seed):
+    def _seeded(self, seed: int) -> StreamState:
         on_cpu = torch.Generator().manual_seed(seed).get_state()
         if self.device.type != "cuda":
             return on_cpu, None
         return on_cpu, torch.Generator(self.device).manual_seed(seed).get_state()
 
-    def _get(self):
+    def _get(self) -> StreamState:
         on_device = torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else None
         return torch.get_rng_state(), on_device
 
-    def _set(self, state):
+    def _set(self, state: StreamState) -> None:
         torch.set_rng_state(state[0])
         if state[1] is not None:
             torch.cuda.set_rng_state(state[1], self.device)
 
     @contextlib.contextmanager
-    def kept(self):
+    def kept(self) -> Iterator[None]:
         """Whatever is drawn inside, the generators are as before afterwards."""
         before = self._get()
         try:
@@ -75,7 +86,7 @@ class RandomStreams:
             self._set(before)
 
     @contextlib.contextmanager
-    def active(self):
+    def active(self) -> Iterator[None]:
         """Around a forward: draws from the shared stream until switch()."""
         with self.kept():
             self._set(self.states[Stream.SHARED])
@@ -83,22 +94,23 @@ class RandomStreams:
             try:
                 yield
             finally:
-                self.states[self.current] = self._get()
+                if self.current is not None:
+                    self.states[self.current] = self._get()
                 self.current = None
 
-    def switch(self, stream):
+    def switch(self, stream: Stream) -> None:
         """From here on numbers come from `stream`. Outside of a forward nothing changes."""
         if self.current is not None and self.current != stream:
             self.states[self.current] = self._get()
             self._set(self.states[stream])
             self.current = stream
 
-    def recomputation(self):
+    def recomputation(self) -> AbstractContextManager[None]:
         """A context that is made in a forward and entered around its recomputation in backward."""
         return self._again(self.current, dict(self.states))
 
     @contextlib.contextmanager
-    def _again(self, current, states):
+    def _again(self, current: Stream | None, states: dict[Stream, StreamState]) -> Iterator[None]:
         before = self.current, self.states
         self.current, self.states = current, dict(states)
         try:

@@ -18,20 +18,20 @@ __all__ = ["Window"]
 class Window:
     """The calls so far."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.discard()
 
-    def discard(self):
+    def discard(self) -> None:
         """The next call is a first one."""
         self.calls = 0
-        self.reference = self.targets = 0  # T_0, or 1 for none; the sum of all T_k
+        self.reference = self.targets = 0.0  # T_0, or 1 for none; the sum of all T_k
         self.scale = 1.0  # of the losses
 
     @property
-    def is_empty(self):
+    def is_empty(self) -> bool:
         return self.calls == 0
 
-    def weight(self, targets, update, scale=1.0):
+    def weight(self, targets: float, update: bool, scale: float = 1.0) -> float:
         """The factor of the loss of a call with so many targets. update: it is the last one. scale: of a
         GradScaler; ValueError where it is not that of the calls before.
         """
@@ -45,7 +45,7 @@ class Window:
             )
         return targets / self.reference
 
-    def add(self, targets, scale=1.0):
+    def add(self, targets: float, scale: float = 1.0) -> None:
         """A call that leaves its gradients."""
         self.scale = scale
         if self.is_empty:
@@ -53,6 +53,6 @@ class Window:
         self.calls += 1
         self.targets += targets
 
-    def factor(self, targets):
+    def factor(self, targets: float) -> float:
         """What the sum of all gradients is multiplied by, at the last call; 1.0 where it is the only one."""
         return 1.0 if self.is_empty else self.reference / (self.targets + targets or 1.0)

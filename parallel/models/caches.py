@@ -6,24 +6,33 @@ Known are the caches of functions in modules and of methods that exist when the 
 modules that are new when a run begins, but for those of torch.
 """
 
+from __future__ import annotations
+
 import functools
 import sys
 import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 __all__ = ["Caches"]
 
 _CACHE = functools._lru_cache_wrapper
+ResultT = TypeVar("ResultT")
+if TYPE_CHECKING:
+    Cache: TypeAlias = functools._lru_cache_wrapper[object]
 
 
 class Caches:
-    def __init__(self):
-        self.all = []
-        self._seen = set()  # names of modules
+    def __init__(self) -> None:
+        self.all: list[Cache] = []
+        self.hit = False  # the last run was given something old
+        self._seen: set[str] = set()  # names of modules
         self._find()
 
-    def _find(self):
+    def _find(self) -> None:
         """Adds the caches of modules that were not there yet."""
-        found, classes = {}, {}
+        found: dict[int, Cache] = {}
+        classes: dict[int, type] = {}
         for name, module in list(sys.modules.items()):
             if name in self._seen:
                 continue
@@ -34,14 +43,14 @@ class Caches:
                         classes[id(value)] = value  # once, however many modules import it
                     elif type(value) is _CACHE:
                         found[id(value)] = value
-        for each in classes.values():
-            found |= {id(value): value for value in list(vars(each).values()) if type(value) is _CACHE}
+        for kind in classes.values():
+            found |= {id(value): value for value in list(vars(kind).values()) if type(value) is _CACHE}
         known = set(map(id, self.all))
         for key, each in found.items():
             if key not in known and not (each.__module__ or "").startswith("torch."):
                 self.all.append(each)
 
-    def around(self, run):
+    def around(self, run: Callable[[], ResultT]) -> ResultT:
         """run(), a run without data."""
         self._find()
         try:
@@ -51,7 +60,7 @@ class Caches:
                 raise
         return self._emptied(run)
 
-    def _emptied(self, run):
+    def _emptied(self, run: Callable[[], ResultT]) -> ResultT:
         before = [each.cache_info() for each in self.all]
         try:
             return run()

@@ -12,23 +12,29 @@ that were found are wrong.
 
 import contextlib
 import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias, cast
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.models.caches import Caches
 from pycomm.parallel.models.shared_state import SharedState
-from pycomm.parallel.models.trunk import Side
+from pycomm.parallel.models.trunk import Side, Trunk
 
 __all__ = ["called_sides"]
+
+Event: TypeAlias = str | int  # the name of a module, or the number of the list that a block is in
 
 _QUESTIONS = {torch.Tensor.__bool__: True, torch.Tensor.item: 1, torch.Tensor.__int__: 1, torch.equal: True}
 
 
-def called_sides(model, trunk):
-    """{name of a module outside of the blocks: Side} of those that were seen to be called on one side."""
+def called_sides(model: nn.Module, trunk: Trunk) -> dict[str, Side]:
+    """The sides of modules outside of the blocks, by name: of those that were seen to be called on one."""
     try:
-        inputs = dict(model.dummy_inputs)
+        inputs = dict(cast("Mapping[str, torch.Tensor]", model.dummy_inputs))
     except Exception:  # no such attribute, or one that this class has not filled in
         return {}
     plain = {key: value for key, value in inputs.items() if "mask" not in key}
@@ -43,7 +49,7 @@ def called_sides(model, trunk):
         seen[Side.BETWEEN] = events[at[0][-1] : at[1][0]]
     if finished and at[-1]:
         seen[Side.AFTER] = events[at[-1][-1] :]
-    found = {}
+    found: dict[str, set[Side]] = {}
     for side, calls in seen.items():
         for name in {event for event in calls if isinstance(event, str)}:
             found.setdefault(name, set()).add(side)
@@ -53,17 +59,27 @@ def called_sides(model, trunk):
 class _Yes(TorchFunctionMode):
     """Whatever code asks of values on meta is so."""
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         if func in _QUESTIONS and isinstance(args[0], torch.Tensor) and args[0].is_meta:
             return _QUESTIONS[func]
         return func(*args, **(kwargs or {}))
 
 
-def _calls(model, trunk, caches, inputs, answered):
-    """(what was called, see _record; whether it ended) in a run of a copy with these inputs. answered:
-    whether code that looks at values goes on.
+def _calls(
+    model: nn.Module, trunk: Trunk, caches: Caches, inputs: Mapping[str, torch.Tensor], answered: bool
+) -> tuple[list[Event], bool]:
+    """(what was called; whether it ended) in a run of a copy with these inputs. answered: whether code that
+    looks at values goes on.
     """
-    known = {id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()}
+    known: dict[int, torch.Tensor] = {
+        id(p): torch.nn.Parameter(p.to("meta"), p.requires_grad) for p in model.parameters()
+    }
     known |= {id(b): b.to("meta") for b in model.buffers()}
     shadow = copy.deepcopy(model, known)
     events = _record(shadow, trunk)
@@ -80,9 +96,10 @@ def _calls(model, trunk, caches, inputs, answered):
     return events, True
 
 
-def _record(model, trunk):
-    """The list to which calls are appended: names, or the number of the list that a block is in."""
-    events, trunk = [], trunk.now(model)
+def _record(model: nn.Module, trunk: Trunk) -> list[Event]:
+    """The list to which calls are appended."""
+    events: list[Event] = []
+    trunk = trunk.now(model)
     inside = {id(module) for block in trunk.blocks for module in block.modules()}
     for index, block in enumerate(trunk.blocks):
         number = int(len(trunk.lists) == 2 and index >= trunk.border)

@@ -5,15 +5,19 @@ Python's, and from NumPy's where that is loaded. (Which ones a model draws on ma
 import contextlib
 import random
 import sys
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["drawn", "kept", "pass_over", "same"]
+__all__ = ["Drawn", "drawn", "kept", "pass_over", "same"]
+
+Drawn: TypeAlias = list[torch.Tensor | tuple[object, ...]]  # the state of each generator
 
 
-def drawn(device):
+def drawn(device: torch.device) -> Drawn:
     """The state of all; for same()."""
-    state = [torch.get_rng_state()]
+    state: Drawn = [torch.get_rng_state()]
     if device.type == "cuda":
         state.append(torch.cuda.get_rng_state(device))
     state.append(random.getstate())
@@ -23,14 +27,15 @@ def drawn(device):
     return state
 
 
-def same(one, other):
+def same(one: Drawn, other: Drawn) -> bool:
     """Whether nothing was drawn between two states."""
     return all(
-        torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in zip(one, other, strict=True)
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a == b
+        for a, b in zip(one, other, strict=True)
     )
 
 
-def pass_over(number, device):
+def pass_over(number: int, device: torch.device) -> None:
     """Draws some, so that what comes later has other ones."""
     if number:
         torch.rand(number)
@@ -42,7 +47,7 @@ def pass_over(number, device):
 
 
 @contextlib.contextmanager
-def kept():
+def kept() -> Iterator[None]:
     """Whatever is drawn inside, Python's and NumPy's generators are as before; torch's: streams.kept()."""
     numpy = sys.modules.get("numpy")
     before, of_numpy = random.getstate(), numpy and numpy.random.get_state()

@@ -5,14 +5,22 @@ modules, for runs that leave no trace.
 import contextlib
 import copy
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import ParamSpec, TypeVar
 
 import torch
 
 __all__ = ["as_written", "copied", "eager", "is_compiled", "uncompiled", "without_modes"]
 
 
+ModuleT = TypeVar("ModuleT", bound=torch.nn.Module)
+P = ParamSpec("P")
+ResultT = TypeVar("ResultT")
+
+
 @contextlib.contextmanager
-def without_modes():
+def without_modes() -> Iterator[None]:
     """None of them is active inside: they would take other tensors for the hidden state."""
     with contextlib.ExitStack() as stack:
         for _ in torch.overrides._get_current_function_mode_stack():
@@ -20,7 +28,7 @@ def without_modes():
         yield
 
 
-def copied(module, memo=None):
+def copied(module: ModuleT, memo: dict[int, object] | None = None) -> ModuleT:
     """A deep copy. Raises ValueError for what has none, with what to do."""
     try:
         return copy.deepcopy(module, memo)
@@ -56,12 +64,12 @@ def _not_copied(module: torch.nn.Module) -> tuple[str, object]:
     return "", module
 
 
-def is_compiled(module):
+def is_compiled(module: torch.nn.Module) -> bool:
     """Whether torch.compile has wrapped it, or compile() has changed it."""
     return hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def uncompiled(function):
+def uncompiled(function: Callable[P, ResultT]) -> Callable[P, ResultT]:
     """The function, which a compiler passes over, with all that it calls but what is compiled by itself.
     Every optimizer of torch's loads the compiler; without one the function stays as it is.
     """
@@ -72,12 +80,12 @@ def uncompiled(function):
     return made
 
 
-def as_written(function):
+def as_written(function: ResultT) -> ResultT:
     """What uncompiled() was given; another function itself."""
     return getattr(function, "as_written", function)
 
 
-def eager():
+def eager() -> AbstractContextManager[object]:
     """A context in which what is compiled runs as it is written: nothing is compiled for runs on the side."""
     known = "torch._dynamo" in sys.modules
     return torch.compiler.set_stance("force_eager") if known else contextlib.nullcontext()

@@ -6,8 +6,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 __all__ = ["batch_norms"]
 
 
-def batch_norms(model):
-    """{name: layer} of those that compute statistics over the rows of one process."""
+def batch_norms(model: torch.nn.Module) -> dict[str, _BatchNorm]:
+    """Those that compute statistics over the rows of one process, by name."""
     return {
         name: module
         for name, module in model.named_modules()

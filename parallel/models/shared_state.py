@@ -25,7 +25,8 @@ import functools
 import inspect
 import sys
 import types
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -40,23 +41,45 @@ _MISSING, _NAN = object(), object()
 _NUMBERS = (int, float, complex, str, bytes, type(None))
 _CONTAINERS = (list, dict, set, collections.deque)
 
+Space: TypeAlias = "types.CellType | dict[str, object] | type | nn.Module"  # where a name has its value
+How: TypeAlias = Literal["STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR"]
+Token: TypeAlias = object  # equal where the same is held
+Restore: TypeAlias = Callable[[], None]
+KeyT = TypeVar("KeyT")
+ValueT = TypeVar("ValueT")
+
+
+class _Names(NamedTuple):
+    """What code names."""
+
+    used: frozenset[str]
+    stored: dict[str, set[str]]  # How -> those that it stores
+
+
+class Place(NamedTuple):
+    """What can be changed."""
+
+    space: Space
+    name: str
+    words: str  # for people
+
 
 class SharedState:
     """modules: those whose code is looked through. others: that may hold the same objects."""
 
-    def __init__(self, modules, others=()):
+    def __init__(self, modules: Iterable[nn.Module], others: Iterable[nn.Module] = ()) -> None:
         modules = list(modules)
-        self.places = {}  # (id of a namespace, name) -> (namespace, name, words)
-        self.looked_at = set()
+        self.places: dict[tuple[int, str], Place] = {}  # by the id of the namespace, and the name
+        self.looked_at: set[tuple[types.FunctionType, type | None]] = set()
         for kind, forward in {(type(module), _forward_of(module)) for module in modules}:
             self._of_function(forward, kind, _DEEP)
         self._of_objects(modules, others)
 
-    def tokens(self):
+    def tokens(self) -> list[Token]:
         """What all places hold, to be compared with ==."""
         return [_token(_read(space, name)) for space, name, _ in self.places.values()]
 
-    def changed(self, before):
+    def changed(self, before: Sequence[Token]) -> str | None:
         """Words for the first place whose token is another one now; None where all are the same."""
         for (space, name, words), token in zip(self.places.values(), before, strict=True):
             if _token(_read(space, name)) != token:
@@ -64,7 +87,7 @@ class SharedState:
         return None
 
     @contextlib.contextmanager
-    def kept(self, on_meta=False):
+    def kept(self, on_meta: bool = False) -> Iterator[None]:
         """All is afterwards as it was before. on_meta: inside, tensors in the places have no data."""
         before = [(space, name, _read(space, name)) for space, name, _ in self.places.values()]
         undo = [keep(value) for _, _, value in before]
@@ -80,11 +103,11 @@ class SharedState:
                 if _read(space, name) is not value:
                     _write(space, name, value)
 
-    def _add(self, space, name, words):
-        self.places.setdefault((id(space), name), (space, name, words))
+    def _add(self, space: Space, name: str, words: str) -> None:
+        self.places.setdefault((id(space), name), Place(space, name, words))
 
-    def _of_function(self, function, kind, deep):
-        """kind: the class that it is a method of, or None."""
+    def _of_function(self, function: object, kind: type | None, deep: int) -> None:
+        """kind: the class that it is a method of."""
         function = inspect.unwrap(function) if callable(function) else function
         if not isinstance(function, types.FunctionType) or _is_foreign(function.__module__) or deep < 0:
             return
@@ -94,19 +117,19 @@ class SharedState:
         names = _names(function.__code__)
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
             words = f"the variable {name!r} of {function.__qualname__}"
-            self._of_name((cell, name, words), names, "STORE_DEREF", deep)
+            self._of_name(Place(cell, name, words), names, "STORE_DEREF", deep)
         space = function.__globals__
         for name in names.used:
             words = f"the global {name!r} of {function.__module__}"
-            self._of_name((space, name, words), names, "STORE_GLOBAL", deep)
+            self._of_name(Place(space, name, words), names, "STORE_GLOBAL", deep)
         if kind is not None:
             self._of_class(kind, names.used, names, deep)
             if names.used & {"__class__", "type"}:
                 self._of_new(kind, names)
 
-    def _of_name(self, place, names, how, deep):
+    def _of_name(self, place: Place, names: _Names, how: How, deep: int) -> None:
         """Of what a name in the code stands for."""
-        value = _read(*place[:2])
+        value = _read(place.space, place.name)
         if isinstance(value, type):
             self._of_class(value, names.used | {"__init__"}, names, deep - 1)
             self._of_new(value, names)
@@ -115,10 +138,10 @@ class SharedState:
         elif isinstance(value, types.ModuleType) and not _is_foreign(value.__name__):
             for name in names.used & names.stored["STORE_ATTR"] & vars(value).keys():
                 self._add(vars(value), name, f"{name!r} of the module {value.__name__}")
-        elif _is_mutable(value) or place[1] in names.stored[how] and (value is _MISSING or _is_data(value)):
+        elif _is_mutable(value) or place.name in names.stored[how] and (value is _MISSING or _is_data(value)):
             self._add(*place)
 
-    def _of_class(self, kind, used, names, deep):
+    def _of_class(self, kind: type, used: Set[str], names: _Names, deep: int) -> None:
         """Of names that may stand for attributes of a class."""
         for each in kind.__mro__:
             if _is_foreign(each.__module__):
@@ -130,16 +153,17 @@ class SharedState:
                 if _is_mutable(value) or name in names.stored["STORE_ATTR"] and _is_data(value):
                     self._add(each, name, f"the attribute {name!r} of the class {each.__name__}")
 
-    def _of_new(self, kind, names):
+    def _of_new(self, kind: type, names: _Names) -> None:
         """Of attributes that code may give to a class."""
         if not _is_foreign(kind.__module__):
             for name in names.stored["STORE_ATTR"]:
                 if not hasattr(kind, name):
                     self._add(kind, name, f"the attribute {name!r} of the class {kind.__name__}")
 
-    def _of_objects(self, modules, others):
+    def _of_objects(self, modules: Sequence[nn.Module], others: Iterable[nn.Module]) -> None:
         """Objects that two modules hold."""
-        held, known = {}, {id(_read(space, name)) for space, name, _ in self.places.values()}
+        held: dict[int, list[tuple[nn.Module, str]]] = {}
+        known = {id(_read(space, name)) for space, name, _ in self.places.values()}
         for module in {id(module): module for module in [*modules, *others]}.values():
             for name, value in vars(module).items():
                 if name not in _NOT_WRITTEN and _is_mutable(value) and not isinstance(value, torch.Tensor):
@@ -148,17 +172,18 @@ class SharedState:
         for value, holders in held.items():
             found = [(module, name) for module, name in holders if id(module) in inside]
             if found and len(holders) > 1 and value not in known:
-                self._add(*found[0], f"the object {found[0][1]!r}, which several modules hold")
+                module, name = found[0]
+                self._add(module, name, f"the object {name!r}, which several modules hold")
 
 
 _NOT_WRITTEN = {*nn.Module().__dict__, "config", "cfg", "args"}  # hooks and the like, and configurations
 
 
-def _is_foreign(module):
+def _is_foreign(module: str | None) -> bool:
     return (module or "").partition(".")[0] in _FOREIGN
 
 
-def _is_mutable(value):
+def _is_mutable(value: object) -> bool:
     if isinstance(value, (*_CONTAINERS, torch.Tensor, types.SimpleNamespace)):
         return True
     kind = type(value)
@@ -169,13 +194,13 @@ def _is_mutable(value):
     )
 
 
-def _is_data(value):
+def _is_data(value: object) -> bool:
     if isinstance(value, (types.FunctionType, staticmethod, classmethod, property, functools.partial)):
         return False
     return isinstance(value, _NUMBERS) or _is_mutable(value)
 
 
-def _functions(value):
+def _functions(value: object) -> list[Callable[..., object]]:
     """The functions of an entry of a class."""
     if isinstance(value, property):
         return [each for each in (value.fget, value.fset) if each is not None]
@@ -184,7 +209,7 @@ def _functions(value):
     return [value] if isinstance(value, types.FunctionType) else []
 
 
-def _forward_of(module):
+def _forward_of(module: nn.Module) -> Callable[..., object]:
     """The function behind what wrappers may have made of it."""
     forward = as_written(module.forward)
     while isinstance(forward, functools.partial):
@@ -193,30 +218,23 @@ def _forward_of(module):
     return forward if isinstance(forward, types.FunctionType) else type(module).forward
 
 
-def _codes(code):
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
 
 
-class _Names(NamedTuple):
-    """What code names."""
-
-    used: frozenset[str]
-    stored: dict[str, set[str]]  # how -> those that it stores
-
-
 @functools.cache
-def _names(code):
+def _names(code: types.CodeType) -> _Names:
     codes = list(_codes(code))
-    stored = {"STORE_GLOBAL": set(), "STORE_DEREF": set(), "STORE_ATTR": set()}
+    stored: dict[str, set[str]] = {"STORE_GLOBAL": set(), "STORE_DEREF": set(), "STORE_ATTR": set()}
     for instruction in (each for one in codes for each in dis.get_instructions(one)):
         stored.get(instruction.opname, set()).add(instruction.argval)
     return _Names(frozenset(name for each in codes for name in each.co_names), stored)
 
 
-def _read(space, name):
+def _read(space: Space, name: str) -> Any:
     if isinstance(space, types.CellType):
         try:
             return space.cell_contents
@@ -225,7 +243,7 @@ def _read(space, name):
     return (space if isinstance(space, dict) else vars(space)).get(name, _MISSING)
 
 
-def _write(space, name, value):
+def _write(space: Space, name: str, value: object) -> None:
     if isinstance(space, types.CellType):
         space.cell_contents = value
     elif isinstance(space, dict):
@@ -236,7 +254,7 @@ def _write(space, name, value):
         setattr(space, name, value)
 
 
-def _token(value, deep=2):
+def _token(value: object, deep: int = 2) -> Token:
     if isinstance(value, _NUMBERS):
         return value if value == value else _NAN
     if isinstance(value, torch.Tensor):
@@ -250,58 +268,64 @@ def _token(value, deep=2):
     return id(value)
 
 
-def keep(value, deep=2):
+def keep(value: object, deep: int = 2) -> Restore:
     """A function that makes a container, or an object, what it was."""
     if not deep or not _is_mutable(value) or isinstance(value, torch.Tensor):
         return _nothing
     if isinstance(value, (set, list, collections.deque)):
-        held, within = value, list(value)
-        inner = within
-    else:
-        held = value if isinstance(value, dict) else vars(value)
-        within = _entries(held)
-        inner = within.values()
-    undo = [keep(each, deep - 1) for each in inner]
+        return _keep_elements(value, deep)
+    held = value if isinstance(value, dict) else vars(value)
+    within = _entries(held)
+    undo = [keep(each, deep - 1) for each in within.values()]
 
-    def restore():
-        if isinstance(held, dict):
-            _refill(held, within)
-        else:
-            held.clear()
-            (held.update if isinstance(held, set) else held.extend)(within)
+    def restore() -> None:
+        _refill(held, within)
         for each in undo:
             each()
 
     return restore
 
 
-def _kind_of(mapping):
+def _keep_elements(held: "set[object] | list[object] | collections.deque[object]", deep: int) -> Restore:
+    within = list(held)
+    undo = [keep(each, deep - 1) for each in within]
+
+    def restore() -> None:
+        held.clear()
+        (held.update if isinstance(held, set) else held.extend)(within)
+        for each in undo:
+            each()
+
+    return restore
+
+
+def _kind_of(mapping: dict[KeyT, ValueT]) -> type[dict[KeyT, ValueT]]:
     return collections.OrderedDict if isinstance(mapping, collections.OrderedDict) else dict
 
 
-def _entries(mapping):
+def _entries(mapping: dict[KeyT, ValueT]) -> dict[KeyT, ValueT]:
     """What a dict has, whatever its class gives instead (transformers' ACT2FN makes a new object at each
     access).
     """
     return {key: dict.__getitem__(mapping, key) for key in _kind_of(mapping).__iter__(mapping)}
 
 
-def _refill(mapping, entries):
+def _refill(mapping: dict[KeyT, ValueT], entries: dict[KeyT, ValueT]) -> None:
     kind = _kind_of(mapping)
     kind.clear(mapping)
     for key, value in entries.items():
         kind.__setitem__(mapping, key, value)
 
 
-def _on_meta(tensor):
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def _empty_within(value, deep=2):
+def _empty_within(value: Any, deep: int = 2) -> None:
     """Tensors in a container, or an object, lose their data."""
     if not deep or not _is_mutable(value) or isinstance(value, (torch.Tensor, set)):
         return
-    held = value if isinstance(value, _CONTAINERS) else vars(value)
+    held = value if isinstance(value, (list, dict, collections.deque)) else vars(value)
     for key, each in list(_entries(held).items() if isinstance(held, dict) else enumerate(held)):
         if isinstance(each, torch.Tensor):
             held[key] = _on_meta(each)
@@ -311,5 +335,5 @@ def _empty_within(value, deep=2):
             _empty_within(each, deep - 1)
 
 
-def _nothing():
+def _nothing() -> None:
     pass

@@ -23,10 +23,13 @@ The mark is the class of the tensor. It goes on at two levels:
 """
 
 import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, cast
 
 import torch
 from torch.utils._pytree import tree_map_only
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.leaves import leaves
 
 __all__ = ["Absent", "Delivery", "absent_like", "absent_parameter", "first_absent", "is_absent"]
@@ -74,10 +77,10 @@ class Absent(torch.Tensor):
     """A tensor whose values another stage has. `origin`: the module that computes them there."""
 
     origin = "another stage"
-    delivery = None  # Delivery
+    delivery: Delivery | None = None
 
     @property
-    def delivered(self):
+    def delivered(self) -> bool:
         """Whether its values have come."""
         return self.delivery is not None and self.delivery.tensor is not None
 
@@ -87,7 +90,13 @@ class Absent(torch.Tensor):
         return self.delivery
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Tree],
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         args, kwargs, absent = _with_deliveries(args, kwargs or {})
         if absent is None:
             return func(*args, **kwargs)
@@ -114,9 +123,17 @@ class Absent(torch.Tensor):
             return tree_map_only(T, lambda value: _absent(value, origin), out)
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares an object that cannot be called so
+        cls,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: Sequence[Tree] = (),
+        kwargs: Mapping[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
-        name, origin = func.overloadpacket.__name__, first_absent((args, kwargs)).origin
+        absent = first_absent((args, kwargs))
+        assert absent is not None  # torch calls this for nothing else
+        name, origin = func.overloadpacket.__name__, absent.origin
         if _depends_on_values(func, name, args):
             raise _decides(name, origin)
         written = [] if torch.Tag.inplace_view in func.tags else _written(func, args, kwargs)
@@ -140,8 +157,16 @@ class Absent(torch.Tensor):
             return tree_map_only(T, lambda value: _mark(value, origin, views), out)
 
 
-def _with_deliveries(args, kwargs):
-    """(args, kwargs, the first Absent that is left among them)"""
+class _Given(NamedTuple):
+    """What a function is called with."""
+
+    args: Sequence[Tree]
+    kwargs: Mapping[str, Tree]
+    absent: Absent | None  # the first that has not come
+
+
+def _with_deliveries(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> _Given:
+    """With what was delivered in its place."""
     found = [leaf for leaf in leaves((args, kwargs)) if isinstance(leaf, Absent)]
     absent = found[0] if found else None
     if any(leaf.delivered for leaf in found):
@@ -149,31 +174,31 @@ def _with_deliveries(args, kwargs):
             Absent, lambda leaf: leaf.delivery.tensor if leaf.delivered else leaf, (args, kwargs)
         )
         absent = first_absent((args, kwargs))
-    return args, kwargs, absent
+    return _Given(args, kwargs, absent)
 
 
-def _decides(name, origin):
+def _decides(name: str, origin: str) -> ValueError:
     return ValueError(
         f"the model asks for values ({name}) that come from {origin}, which another pipeline stage runs. "
         "Move that into a block, or use a plan with pp=1"
     )
 
 
-def _depends_on_values(func, name, args):
+def _depends_on_values(func: torch._ops.OpOverload, name: str, args: Sequence[Tree]) -> bool:
     """Whether an operation's result is a number, or has a shape, that depends on values."""
     if name == "index":
         return _selects(args[1])
     return any(tag in func.tags for tag in _DECIDING_TAGS)
 
 
-def _call(func, args, kwargs):
+def _call(func: torch._ops.OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
     """An operation's result for NaN; where it does not take that, the result's shape alone."""
     try:
         return func(*args, **kwargs)
     except RuntimeError as error:
-        found = []
+        found: list[torch.Tensor] = []
 
-        def to_meta(tensor):
+        def to_meta(tensor: torch.Tensor) -> torch.Tensor:
             found.append(tensor)
             return tensor.to("meta")
 
@@ -186,15 +211,17 @@ def _call(func, args, kwargs):
         return tree_map_only(T, lambda value: _nothing(value, found[0].device), out)
 
 
-def _nothing(value, device):
+def _nothing(value: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """In the shape of a tensor on meta, without memory: NaN, or zero where that is no number."""
     nothing = math.nan if value.is_floating_point() or value.is_complex() else 0
     return torch.full((), nothing, dtype=value.dtype, device=device).expand(value.shape)
 
 
-def _written(func, args, kwargs):
+def _written(
+    func: torch._ops.OpOverload, args: Sequence[Tree], kwargs: Mapping[str, Tree]
+) -> list[torch.Tensor]:
     """The tensors that an operation writes into."""
-    found = []
+    found: list[torch.Tensor] = []
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -202,67 +229,67 @@ def _written(func, args, kwargs):
     return found
 
 
-def _mark(value, origin, view):
+def _mark(value: torch.Tensor, origin: str, view: bool) -> Absent:
     whole = not value.is_floating_point() and not value.is_complex()
     if whole and not view and 0 not in value.stride():
         value.zero_()
-    value = T._make_subclass(Absent, value)
-    value.origin = origin
-    return value
+    marked = T._make_subclass(Absent, value)
+    marked.origin = origin
+    return marked
 
 
-def _in_place(func):
+def _in_place(func: Callable[..., Tree]) -> bool:
     name = getattr(func, "__name__", "")
     return name.endswith("_") and not name.endswith("__") and func not in _KEEP
 
 
-def _selects(index):
+def _selects(index: Tree) -> bool:
     """Whether an index picks as many elements as it has values that are true."""
     return any(isinstance(leaf, Absent) and leaf.dtype == torch.bool for leaf in leaves(index))
 
 
-def _absent(value, origin):
+def _absent(value: torch.Tensor, origin: str) -> Absent:
     """Whole numbers and truth values are made zero: from NaN they would be no index of anything."""
     if not value.is_floating_point() and not value.is_complex():
         value = torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape)
-    value = value.as_subclass(Absent)
-    value.origin = origin
-    return value
+    marked = value.as_subclass(Absent)
+    marked.origin = origin
+    return marked
 
 
-def _mark_written(tensor, origin):
+def _mark_written(tensor: torch.Tensor, origin: str) -> None:
     """From now on the tensor is Absent, and what it is a view of."""
     for each in (tensor, tensor._base):
         if each is not None:
             each.__class__ = Absent
-            each.origin = origin
+            cast(Absent, each).origin = origin
 
 
-def absent_like(value, origin, device):
+def absent_like(value: Tree, origin: str, device: torch.device | str) -> Tree:
     """In the place of `value`, of any kind, with tensors on meta: these become Absent."""
 
-    def stand_in(tensor):
+    def stand_in(tensor: torch.Tensor) -> Absent:
         with torch._C.DisableTorchFunctionSubclass():
             return _absent(_nothing(tensor, device), origin)
 
     return stand_in(value) if isinstance(value, T) else tree_map_only(T, stand_in, value)
 
 
-def absent_parameter(parameter, name, device):
+def absent_parameter(parameter: torch.Tensor, name: str, device: torch.device | str) -> torch.nn.Parameter:
     """In the place of a parameter that the forward may use though this stage has it not: it has a device,
     which one on meta has not.
     """
     stand_in = torch.nn.Parameter(absent_like(parameter, name, device), requires_grad=False)
-    stand_in.origin = name
+    cast(Absent, stand_in).origin = name  # it is both
     return stand_in
 
 
-def is_absent(parameter):
+def is_absent(parameter: torch.Tensor) -> bool:
     """Whether a parameter belongs to stages of other ranks."""
     return parameter.is_meta or isinstance(parameter, Absent)
 
 
-def first_absent(values):
+def first_absent(values: Tree) -> Absent | None:
     """The first Absent among values of any kind, or None."""
     if isinstance(values, torch.Tensor):
         return values if isinstance(values, Absent) else None

@@ -14,12 +14,15 @@ What can go wrong: the shape of a result depends on values; the forward reads th
 module itself (a head that is tied by hand). Both are refused where they happen.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
 
 import torch
 from torch import nn
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.ground.mesh import device_of
 from pycomm.parallel.models.shared_state import SharedState
@@ -28,9 +31,18 @@ from pycomm.parallel.pipeline.absent import absent_like, absent_parameter
 from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.pipeline.templates import Templates
 
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.layout import Layout
+
 __all__ = ["AbsentModules"]
 
-Owner = tuple[str, nn.Module, Side]  # see models/trunk.py, owners()
+Owner: TypeAlias = tuple[str, nn.Module, Side]  # see models/trunk.py, owners()
+
+
+class _Cut(Protocol):
+    """A module that tensor parallelism has cut."""
+
+    def layouts(self) -> Mapping[str, Layout]: ...
 
 
 class AbsentModules:
@@ -77,7 +89,9 @@ class AbsentModules:
         """Of a weight that several stages on this rank use each gets its own copy, as on several ranks, so
         that gradients add up alike.
         """
-        stages, keepers, copies = self.stages, {}, {}
+        stages = self.stages
+        keepers: dict[int, int] = {}  # id of a parameter -> the stage that keeps it
+        copies: dict[tuple[int, int], nn.Parameter] = {}  # (id of a parameter, another stage) -> its copy
         for stage in stages.mine:
             blocks = self.trunk.blocks[slice(*stages.bounds[stage])]
             outside = [
@@ -104,17 +118,18 @@ class AbsentModules:
             if side is Side.AROUND:
                 continue
             module = model.get_submodule(name)
-            layouts = module.layouts() if hasattr(module, "layouts") else {}
+            layouts = cast(_Cut, module).layouts() if hasattr(module, "layouts") else {}
             for key, parameter in module._parameters.items():
                 if parameter is not None and parameter.is_meta:
+                    whole: torch.Tensor = parameter
                     if key in layouts:
                         shape = layouts[key].full_shape
-                        parameter = torch.empty(shape, dtype=parameter.dtype, device="meta")
-                    module._parameters[key] = absent_parameter(parameter, repr(f"{name}.{key}"), device)
+                        whole = torch.empty(shape, dtype=parameter.dtype, device="meta")
+                    module._parameters[key] = absent_parameter(whole, repr(f"{name}.{key}"), device)
 
     def result_of_block(
-        self, index: int, block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> Any:
+        self, index: int, block: nn.Module, args: Sequence[Tree], kwargs: Mapping[str, Tree]
+    ) -> Tree:
         """Stand-ins for what a block returns, and, where another rank has it, for what it keeps on itself."""
         origin, device = f"block {index}", _device_of((args, kwargs))
         out = self.templates.of(index, origin, args, kwargs)
@@ -124,13 +139,13 @@ class AbsentModules:
                 block.get_submodule(name).__dict__[attribute] = stand_in
         return absent_like(out, origin, device)
 
-    def result_of(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    def result_of(self, name: str, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
         """Stand-ins for what a module outside the blocks returns."""
         out = self.templates.of(name, repr(name), args, kwargs)
         return absent_like(out, repr(name), _device_of((args, kwargs)))
 
 
-def _device_of(values: Any) -> torch.device | str:
+def _device_of(values: Tree) -> torch.device | str:
     tensors = (leaf for leaf in leaves(values) if isinstance(leaf, torch.Tensor))
     return next((leaf.device for leaf in tensors), "cpu")
 

@@ -11,8 +11,10 @@ What can go wrong: fewer blocks than stages; a trained parameter around the bloc
 ends. Both are refused by assign_stages, on every rank.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -21,6 +23,9 @@ from pycomm.parallel.ground.split_backward import WeightStore
 from pycomm.parallel.models.trunk import Side, Trunk
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.schedules import make_schedule
+
+if TYPE_CHECKING:
+    from pycomm.parallel.data.reducer import Reducer
 
 __all__ = ["assign_stages", "defer_weights", "splits_backward"]
 
@@ -31,6 +36,7 @@ def assign_stages(
     """owners: see models/trunk.py. rank: this one's in pp. Raises ValueError for what the plan cannot cut."""
     if plan.pp == 1:
         return Stages(((0, len(trunk.blocks) if trunk else 0),), (0,), (0,))
+    assert trunk is not None  # checks/before.py has refused such a plan
     bounds = cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages)
     placement = make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).placement
     mine = [stage for stage in range(plan.virtual_stages) if placement[stage] == rank]
@@ -58,8 +64,8 @@ def splits_backward(plan: Plan) -> bool:
     return plan.pp > 1 and make_schedule(plan.schedule, plan.pp, 1, plan.chunks_per_rank).split
 
 
-def defer_weights(reducers: Mapping[int, Any], plan: Plan) -> WeightStore | None:
-    """The WeightStore of a split backward, whose gradients go to the reducers (stage -> data.Reducer)."""
+def defer_weights(reducers: Mapping[int, Reducer], plan: Plan) -> WeightStore | None:
+    """The WeightStore of a split backward, whose gradients go to the reducers (stage -> Reducer)."""
     if not splits_backward(plan):
         return None
     reducer_of = {param: reducer for reducer in reducers.values() for param in reducer.params}

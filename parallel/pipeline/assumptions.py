@@ -9,31 +9,48 @@ A table that a block keeps for its next call is made by each stage for itself, i
 of a shape; what a later pass changes is refused. Cost: the tokens of some places, twice in a pass.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.models.trunk import Trunk, replace_hidden
 from pycomm.parallel.pipeline.templates import NOT_HANDED_ON, Templates, check_like, numbers_of
+
+if TYPE_CHECKING:
+    from pycomm.parallel.pipeline.pieces import Cut
 
 __all__ = ["Assumptions"]
 
 
 class Assumptions:
-    """For the passes of stages that are not the last. split: SequenceSplit or None."""
+    """For the passes of stages that are not the last."""
 
-    def __init__(self, trunk: Trunk, templates: Templates, split: Any) -> None:
+    def __init__(self, trunk: Trunk, templates: Templates, split: Cut | None) -> None:
         self.trunk, self.templates, self.split = trunk, templates, split
         self.shared = templates.shared
-        self.looked_at = set()  # (index, name) of modules whose results are compared with a guess
-        self.template = None  # what later stages take the running block to return
-        self.tokens = None  # at the first block of this pass
-        self.seen = set()  # (stage, shape of the hidden state) of passes that have been
+        self.looked_at: set[tuple[int, str]] = (
+            set()
+        )  # (index, name) of modules whose results are compared with a guess
+        self.template: Tree = None  # what later stages take the running block to return
+        self.tokens: list[object] = []  # at the first block of this pass
+        self.seen: set[tuple[int, torch.Size]] = (
+            set()
+        )  # (stage, shape of the hidden state) of passes that have been
 
-    def before(self, index, is_first, hidden, args, kwargs):
+    def before(
+        self,
+        index: int,
+        is_first: bool,
+        hidden: torch.Tensor,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+    ) -> None:
         """In front of a block. is_first: of its stage. hidden: a piece where the sequence is cut."""
         if is_first:
             self.tokens = self.shared.tokens()
@@ -49,7 +66,7 @@ class Assumptions:
                 module.forward = functools.partial(_looked_at, what, module.forward)
             self.looked_at.add((index, name))
 
-    def after(self, index, args, kwargs, out):
+    def after(self, index: int, args: Sequence[Tree], kwargs: Mapping[str, Tree], out: Tree) -> None:
         """Behind it. Raises ValueError where it is not what later stages take it for."""
         if (index, "") in self.looked_at:
             check_like(f"block {index} of {self.trunk.name!r}", args, kwargs, out)
@@ -62,7 +79,7 @@ class Assumptions:
                 f"{NOT_HANDED_ON}"
             )
 
-    def end(self, stage, shape):
+    def end(self, stage: int, shape: torch.Size) -> None:
         """Behind the last block of a stage that was given a hidden state of this shape."""
         changed = self.shared.changed(self.tokens) if (stage, shape) in self.seen else None
         self.seen.add((stage, shape))
@@ -79,7 +96,7 @@ class Assumptions:
             self.seen, self.looked_at = before
 
 
-def _looked_at(what, forward, *args, **kwargs):
+def _looked_at(what: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
     out = forward(*args, **kwargs)
     check_like(what, args, kwargs, out)
     return out

@@ -32,14 +32,16 @@ number as tag, so that ranks with different schedules do not match silently.
 """
 
 import functools
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from pycomm.parallel.ground import comm
-from pycomm.parallel.pipeline.schedules import UNIT, Action, play, validate
+from pycomm.parallel.pipeline.schedules import UNIT, Action, Schedule, play, validate
 
-__all__ = ["Message", "StageOps", "Step", "plan_steps", "run"]
+__all__ = ["Like", "Message", "StageOps", "Step", "plan_steps", "run"]
 
 # Passes between the posting of a recv and its use. 1 would hide a transfer behind one pass, maybe a short W.
 AHEAD = 2
@@ -47,30 +49,43 @@ AHEAD = 2
 TAG_BITS = 20
 
 
-class StageOps(Protocol):
-    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; x and y are tensors
-    of any shape and floating dtype, or tuples of tensors. dy is as y, dx as x; in a tuple what is not
-    floating has None.
+# What stages hand on, X, and the gradients that come back, G; in a tuple what is not floating has None.
+X = TypeVar("X", bound=torch.Tensor | tuple[torch.Tensor, ...])
+G = TypeVar("G", bound=torch.Tensor | tuple[torch.Tensor | None, ...])
+Parts: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]  # either
+
+
+class Like(NamedTuple):
+    """A tensor that is to come."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class StageOps(Protocol[X, G]):
+    """What run() asks of the stages of a rank. `stage` is a virtual stage of this rank; x and y are of any
+    shape and floating dtype. dy is as y, dx as x.
     """
 
-    def forward(self, stage, microbatch, x):
+    def forward(self, stage: int, microbatch: int, x: X | None) -> X | None:
         """y. x is None for the first stage of the model and has no history; the last stage returns None and
         keeps the loss.
         """
 
-    def backward(self, stage, microbatch, dy):
+    def backward(self, stage: int, microbatch: int, dy: G | None) -> G | None:
         """The gradient of x. dy has shape and dtype of y, and is None for the last stage; the first returns
         None.
         """
 
-    def weight(self, stage, microbatch):
+    def weight(self, stage: int, microbatch: int) -> None:
         """The gradients of the weights that backward() left out."""
 
-    def update(self, stage, microbatch):
+    def update(self, stage: int, microbatch: int) -> None:
         """One step of the optimizer of this stage, with the gradients of this microbatch. PipeDream only."""
 
-    def input_like(self, stage, microbatch):
-        """(shape, dtype, device) of the x that forward() will get; a list of these for a tuple."""
+    def input_like(self, stage: int, microbatch: int) -> Like | list[Like]:
+        """Of the x that forward() will get; a list for a tuple."""
 
 
 class Message(NamedTuple):
@@ -101,7 +116,7 @@ class Step(NamedTuple):
     hands: Action | None
 
 
-def _target(schedule, action):
+def _target(schedule: Schedule, action: Action) -> Action | None:
     """The action that uses the tensor made by `action`, or None."""
     kind, stage, microbatch = action
     if kind == "F" and stage < schedule.num_stages - 1:
@@ -111,7 +126,7 @@ def _target(schedule, action):
     return None
 
 
-def _ordered_messages(schedule):
+def _ordered_messages(schedule: Schedule) -> list[Message]:
     """All messages between ranks, in the order in which every rank issues its own."""
     found = []
     for rank, (row, spans) in enumerate(zip(schedule.actions, play(schedule, UNIT), strict=True)):
@@ -119,11 +134,14 @@ def _ordered_messages(schedule):
             target = _target(schedule, action)
             if target is not None and schedule.placement[target.stage] != rank:
                 found.append((end, action, target, rank, schedule.placement[target.stage]))
-    return [Message(number, *rest) for number, (_, *rest) in enumerate(sorted(found))]
+    return [
+        Message(number, source, target, src, dst)
+        for number, (_, source, target, src, dst) in enumerate(sorted(found))
+    ]
 
 
 @functools.lru_cache(maxsize=64)
-def plan_steps(schedule, rank):
+def plan_steps(schedule: Schedule, rank: int) -> tuple[Step, ...]:
     """The Steps of a rank: its actions with the messages around them. Raises ValueError for a schedule that
     is not valid.
     """
@@ -158,31 +176,36 @@ def plan_steps(schedule, rank):
     return tuple(steps)
 
 
-class _Mail:
+class _Mail(Generic[X, G]):
     """The tensors on their way to and from this rank during one run."""
 
-    def __init__(self, rank, group, stage_ops):
+    def __init__(self, rank: int, group: comm.Group, stage_ops: StageOps[X, G]) -> None:
         self.rank, self.group, self.stage_ops = rank, group, stage_ops
-        self.receiving = {}  # message -> (buffer, works)
-        self.sending = {}  # message -> (tensor, works)
-        self.handed = {}  # action -> tensor
-        self.like = {}  # (stage, microbatch) -> what input_like() says, of the y that was sent
+        self.receiving: dict[Message, tuple[Parts, list[dist.Work]]] = {}
+        self.sending: dict[Message, tuple[Parts, list[dist.Work]]] = {}
+        self.handed: dict[Action, Parts] = {}  # to the action
+        # (stage, microbatch) -> what input_like() says, of the y that was sent
+        self.like: dict[tuple[int, int], Like | list[Like | None]] = {}
 
-    def post(self, message):
+    def post(self, message: Message) -> None:
         kind, stage, microbatch = message.target
-        like = (
+        like: Like | list[Like] | list[Like | None] = (
             self.stage_ops.input_like(stage, microbatch)
             if kind == "F"
             else self.like.pop((stage, microbatch))
         )
-        buffer = _like(like) if isinstance(like, tuple) else tuple(map(_like, like))
+        buffer: Parts
+        if isinstance(like, tuple):
+            buffer = _empty(like)
+        else:
+            buffer = tuple(None if part is None else _empty(part) for part in like)
         works = [
             comm.irecv(part, message.src, self.group, tag=message.number + (place << TAG_BITS))
             for place, part in _parts(buffer)
         ]
         self.receiving[message] = buffer, works
 
-    def take(self, step):
+    def take(self, step: Step) -> Parts | None:
         if step.takes is None:
             return self.handed.pop(step.action, None)
         buffer, works = self.receiving.pop(step.takes)
@@ -192,13 +215,14 @@ class _Mail:
             self.settle(message)
         return buffer
 
-    def settle(self, message):
+    def settle(self, message: Message) -> None:
         _, works = self.sending.pop(message)
         for work in works:
             work.wait()
 
-    def give(self, step, tensor):
-        target = step.hands or (step.sends and step.sends.target)
+    def give(self, step: Step, tensor: Parts | None) -> None:
+        message = step.sends
+        target = step.hands if message is None else message.target
         if target is None:
             return
         kind, stage, microbatch = step.action
@@ -209,45 +233,49 @@ class _Mail:
                 f"microbatch {microbatch}, but stage {target.stage} needs it; only the ends of the model "
                 "return None"
             )
-        tensor = _plain(tensor) if isinstance(tensor, torch.Tensor) else tuple(map(_plain, tensor))
-        if step.hands:
-            self.handed[target] = tensor
+        given: Parts
+        if isinstance(tensor, torch.Tensor):
+            given = _plain(tensor)
+        else:
+            given = tuple(None if part is None else _plain(part) for part in tensor)
+        if message is None:
+            self.handed[target] = given
             return
         if kind == "F":
-            self.like[stage, microbatch] = _likes_of(tensor)
-        message = step.sends
+            self.like[stage, microbatch] = _likes_of(given)
         works = [
             comm.isend(part, message.dst, self.group, tag=message.number + (place << TAG_BITS))
-            for place, part in _parts(tensor)
+            for place, part in _parts(given)
         ]
-        self.sending[message] = tensor, works
+        self.sending[message] = given, works
 
 
-def _plain(tensor):
-    return None if tensor is None else tensor.detach().contiguous()
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous()
 
 
-def _like(like):
-    if like is None:
-        return None
+def _empty(like: Like) -> torch.Tensor:
     shape, dtype, device = like
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _likes_of(tensor):
+def _likes_of(tensor: Parts) -> Like | list[Like | None]:
     """Of the gradient that comes back for what was sent."""
     if isinstance(tensor, torch.Tensor):
-        return tensor.shape, tensor.dtype, tensor.device
-    return [(part.shape, part.dtype, part.device) if part.is_floating_point() else None for part in tensor]
+        return Like(tensor.shape, tensor.dtype, tensor.device)
+    return [
+        Like(part.shape, part.dtype, part.device) if part is not None and part.is_floating_point() else None
+        for part in tensor
+    ]
 
 
-def _parts(tensor):
+def _parts(tensor: Parts) -> list[tuple[int, torch.Tensor]]:
     """(place, tensor) of what is sent of a tensor or a tuple."""
     parts = (tensor,) if isinstance(tensor, torch.Tensor) else tensor
     return [(place, part) for place, part in enumerate(parts) if part is not None]
 
 
-def run(schedule, rank, group, stage_ops):
+def run(schedule: Schedule, rank: int, group: comm.Group, stage_ops: StageOps[X, G]) -> None:
     """Executes the actions of `rank` with the StageOps of this rank; collective over the group, whose rank r
     is rank r of the schedule.
 
@@ -268,9 +296,9 @@ def run(schedule, rank, group, stage_ops):
             mail.post(message)
         kind, stage, microbatch = step.action
         if kind == "F":
-            mail.give(step, stage_ops.forward(stage, microbatch, mail.take(step)))
+            mail.give(step, stage_ops.forward(stage, microbatch, cast("X | None", mail.take(step))))
         elif kind == "B":
-            mail.give(step, stage_ops.backward(stage, microbatch, mail.take(step)))
+            mail.give(step, stage_ops.backward(stage, microbatch, cast("G | None", mail.take(step))))
         elif kind == "W":
             stage_ops.weight(stage, microbatch)
         else:

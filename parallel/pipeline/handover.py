@@ -43,23 +43,36 @@ what the forward does with them, dropout included, which would then differ betwe
 alive would send a decoder's embeddings, which live in local variables.
 """
 
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.pipeline.absent import Absent, Delivery, first_absent
 from pycomm.parallel.pipeline.progress import Progress
 
-__all__ = ["Agreement", "Deliveries", "absent_places", "taken"]
+__all__ = ["Agreement", "Deliveries", "Wanted", "absent_places", "taken"]
 
 PLACES = 32  # how many tensors a stage can hand on
 TAG = 1 << 30  # of what stage 0 would tell; above those of the executor
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
 
 
-def absent_places(args, kwargs):
+class Wanted(NamedTuple):
+    """A tensor that the first block of a stage is to be handed."""
+
+    place: int  # among the leaves of what the block is given
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+def absent_places(args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> list[tuple[int, Absent]]:
     """[(place, stand-in)] of what a block is given and has to be sent, each once."""
     found, seen = [], set()
     for place, leaf in enumerate(leaves((args, kwargs))):
@@ -69,11 +82,14 @@ def absent_places(args, kwargs):
     return found
 
 
-def taken(args, kwargs, places, block):
+def taken(
+    args: Sequence[Tree], kwargs: Mapping[str, Tree], places: Sequence[int], block: str
+) -> tuple[torch.Tensor, ...]:
     """The tensors at those places of a block's arguments. Raises ValueError where there are none."""
     given = leaves((args, kwargs))
-    found = [given[place] if place < len(given) else None for place in places]
-    for tensor in found:
+    found: list[torch.Tensor] = []
+    for place in places:
+        tensor = given[place] if place < len(given) else None
         if isinstance(tensor, Absent):
             raise ValueError(
                 f"{block}, of the next pipeline stage, is given a tensor of shape {tuple(tensor.shape)} that "
@@ -85,6 +101,7 @@ def taken(args, kwargs, places, block):
                 f"{block} is given other arguments than in its run for shapes: a {type(tensor).__name__} "
                 "where a tensor was. Use a plan with pp=1"
             )
+        found.append(tensor)
     return tuple(found)
 
 
@@ -109,13 +126,13 @@ class Deliveries:
         for (_, leaf), tensor in zip(places, received, strict=True):
             self.made.append(leaf.deliver(tensor))
 
-    def present(self, values: Any) -> Any:
+    def present(self, values: Tree) -> Tree:
         """values with what was delivered in its place; what was not stays as it is."""
         if first_absent(values) is None:
             return values
         return tree_map_only(Absent, lambda leaf: leaf.delivery.tensor if leaf.delivered else leaf, values)
 
-    def check_present(self, values: Any, what: str) -> Any:
+    def check_present(self, values: Tree, what: str) -> Tree:
         """values with what was delivered. Raises ValueError for what is absent. what: who uses the values."""
         values = self.present(values)
         stages, stage = self.progress.stages, self.progress.stage
@@ -149,16 +166,23 @@ class Deliveries:
 class Agreement:
     """Which places each boundary hands on. placement: stage -> rank of pp."""
 
-    def __init__(self, placement):
+    def __init__(self, placement: Sequence[int]) -> None:
         self.placement = placement
-        self.known = {}  # (stage that enters, key of its inputs) -> places, or what will bring them
+        # (stage that enters, key of its inputs) -> places, or what will bring them
+        self.known: dict[tuple[int, Hashable], tuple[int, ...] | _Coming] = {}
 
-    def tell(self, inputs, find, group, device):
+    def tell(
+        self,
+        inputs: Mapping[K, T],
+        find: Callable[[int, T], Sequence[int]],
+        group: comm.Group,
+        device: torch.device,
+    ) -> None:
         """Before a step or an evaluation, on all ranks of a pipeline alike.
 
         inputs: {key: what find is given for it}. find: (stage, that) -> its places. group: pp.
         """
-        sent = []
+        sent: list[tuple[torch.Tensor, dist.Work]] = []
         for key, given in inputs.items():
             for stage in range(1, len(self.placement)):
                 before, here = self.placement[stage - 1], self.placement[stage]
@@ -175,7 +199,7 @@ class Agreement:
         for _, work in sent:
             work.wait()
 
-    def places(self, stage, key):
+    def places(self, stage: int, key: Hashable) -> tuple[int, ...]:
         """Those of what stage `stage` is handed."""
         found = self.known[stage, key]
         if isinstance(found, _Coming):
@@ -183,7 +207,7 @@ class Agreement:
         return found
 
 
-def _padded(stage, places):
+def _padded(stage: int, places: Sequence[int]) -> list[int]:
     if len(places) > PLACES:
         raise ValueError(
             f"the first block of pipeline stage {stage} is given {len(places)} tensors that earlier stages "
@@ -195,11 +219,11 @@ def _padded(stage, places):
 class _Coming:
     """The places that a stage tells."""
 
-    def __init__(self, stage, src, group, device):
+    def __init__(self, stage: int, src: int, group: comm.Group, device: torch.device) -> None:
         self.buffer = torch.empty(PLACES + 1, dtype=torch.int64, device=device)
         self.work = comm.irecv(self.buffer, src, group, tag=TAG + stage)
 
-    def places(self):
+    def places(self) -> tuple[int, ...]:
         self.work.wait()
         count, *places = self.buffer.tolist()
         return tuple(places[:count])

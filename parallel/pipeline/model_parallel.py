@@ -39,12 +39,16 @@ the process group's time limit, whose error names the rank. So do ranks in diffe
 layers that cut the graph (detach) behind the first rank.
 """
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.comm import Group
 
 __all__ = ["ModelParallel"]
 
@@ -72,33 +76,42 @@ class Shape(NamedTuple):
     dtype: torch.dtype
 
 
-def pack(shape, device):
+def pack(shape: Shape, device: torch.device) -> torch.Tensor:
     return torch.tensor(
         [DTYPES.index(shape.dtype), len(shape.dims), *shape.dims] + [0] * (MAX_DIMS - len(shape.dims)),
         device=device,
     )
 
 
-def unpack(header):
+def unpack(header: torch.Tensor) -> Shape:
     dtype, ndim, *dims = header.tolist()
     return Shape(tuple(dims[:ndim]), DTYPES[dtype])
 
 
-def empty_header(device):
+def empty_header(device: torch.device) -> torch.Tensor:
     return torch.empty(2 + MAX_DIMS, dtype=torch.int64, device=device)
 
 
-def send(tensor, dst, group):
+def send(tensor: torch.Tensor, dst: int, group: Group) -> None:
     comm.isend(tensor.contiguous(), dst, group).wait()
 
 
-def recv(tensor, src, group):
+def recv(tensor: torch.Tensor, src: int, group: Group) -> torch.Tensor:
     comm.irecv(tensor, src, group).wait()
     return tensor
 
 
-def carries_gradient(dtype):
+def carries_gradient(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
+
+
+class _Context(FunctionCtx):
+    """What forward leaves to backward."""
+
+    shape: Shape
+    device: torch.device
+    group: Group
+    saved_tensors: tuple[torch.Tensor, ...]
 
 
 class _Send(torch.autograd.Function):
@@ -107,24 +120,25 @@ class _Send(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, h, start, group):
-        ctx.rest = h.shape, h.dtype, h.device, group
+    def forward(ctx: _Context, h: torch.Tensor, start: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.shape, ctx.device, ctx.group = Shape(tuple(h.shape), h.dtype), h.device, group
         send(h.detach(), group.rank + 1, group)
         return torch.zeros_like(start)
 
     @staticmethod
-    def backward(ctx, _):
-        shape, dtype, device, group = ctx.rest
-        if not carries_gradient(dtype):
+    def backward(ctx: _Context, _: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
+        shape, group = ctx.shape, ctx.group
+        if not carries_gradient(shape.dtype):
             return None, None, None
-        return recv(torch.empty(shape, dtype=dtype, device=device), group.rank + 1, group), None, None
+        grad = torch.empty(shape.dims, dtype=shape.dtype, device=ctx.device)
+        return recv(grad, group.rank + 1, group), None, None
 
 
 class _Recv(torch.autograd.Function):
     """A scalar that needs a gradient -> h of the rank before."""
 
     @staticmethod
-    def forward(ctx, start, shape, group):
+    def forward(ctx: _Context, start: torch.Tensor, shape: Shape, group: Group) -> torch.Tensor:
         ctx.group = group
         h = recv(torch.empty(shape.dims, dtype=shape.dtype, device=start.device), group.rank - 1, group)
         if not carries_gradient(shape.dtype):
@@ -132,7 +146,7 @@ class _Recv(torch.autograd.Function):
         return h
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[None, None, None]:
         send(grad, ctx.group.rank - 1, ctx.group)
         return None, None, None
 
@@ -143,12 +157,12 @@ class _Show(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, token, values):
+    def forward(ctx: _Context, token: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(token)
         return values.view_as(values)
 
     @staticmethod
-    def backward(ctx, _):
+    def backward(ctx: _Context, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         (token,) = ctx.saved_tensors
         return torch.zeros_like(token), None
 
@@ -171,7 +185,14 @@ class ModelParallel(nn.Module):
         loss.backward()                                     # all ranks
     """
 
-    def __init__(self, layers, group=None, *, balance=None, broadcast_output=False):
+    def __init__(
+        self,
+        layers: nn.Sequential | Iterable[nn.Module],
+        group: Group | dist.ProcessGroup | None = None,
+        *,
+        balance: Sequence[int] | None = None,
+        broadcast_output: bool = False,
+    ) -> None:
         super().__init__()
         self.group = group = comm.as_group(group, "pp")
         named = (
@@ -195,9 +216,12 @@ class ModelParallel(nn.Module):
                 self.layers.add_module(name, layer)
         self.broadcast_output = broadcast_output
         self.is_first, self.is_last = group.rank == 0, group.rank == group.size - 1
-        self._received, self._sent, self._shown = {}, {}, {}  # Shape of the input -> Shape of the message
+        # Shape of the input -> Shape of the message
+        self._received: dict[Shape, Shape] = {}
+        self._sent: dict[Shape, Shape] = {}
+        self._shown: dict[Shape, Shape] = {}
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: a tensor; its values are used on rank 0, its shape and dtype must be equal on all ranks.
         Collective.
         """
@@ -216,7 +240,13 @@ class ModelParallel(nn.Module):
             out = _Send.apply(out, start, self.group)
         return self._show(out, key) if self.broadcast_output else out
 
-    def _tell(self, known, key, out, transmit):
+    def _tell(
+        self,
+        known: dict[Shape, Shape],
+        key: Shape,
+        out: torch.Tensor,
+        transmit: Callable[[torch.Tensor], object],
+    ) -> None:
         """Transmits the shape of `out` unless the receivers know it."""
         shape = Shape(tuple(out.shape), out.dtype)
         if key not in known:
@@ -236,7 +266,7 @@ class ModelParallel(nn.Module):
                 "it."
             )
 
-    def _show(self, out, key):
+    def _show(self, out: torch.Tensor, key: Shape) -> torch.Tensor:
         """The output of the last rank, on every rank."""
         last = self.group.size - 1
         if self.is_last:
@@ -251,15 +281,15 @@ class ModelParallel(nn.Module):
         comm.broadcast(values, last, self.group)
         return _Show.apply(out, values)
 
-    def backward(self, loss, gradient=None):
+    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
         """loss.backward(gradient), where `loss` may be anything on ranks other than the last: what forward
         returned, or a loss of it.
         """
         loss.backward(gradient if self.is_last else torch.zeros_like(loss))
 
 
-def check_not_shared(named, owners, where):
-    first_user = {}
+def check_not_shared(named: Sequence[tuple[str, nn.Module]], owners: Sequence[int], where: str) -> None:
+    first_user: dict[int, tuple[str, int]] = {}  # id of a parameter -> name of the layer, its rank
     for (name, layer), owner in zip(named, owners, strict=True):
         for parameter in layer.parameters():
             other, other_owner = first_user.setdefault(id(parameter), (name, owner))

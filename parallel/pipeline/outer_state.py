@@ -6,35 +6,53 @@ both write is refused.
 """
 
 import contextlib
+from collections.abc import Collection, Iterable, Iterator
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import nn
 
 from pycomm.parallel.models.shared_state import SharedState
 
 __all__ = ["OuterState"]
 
 
+class Buffer(NamedTuple):
+    """A buffer as it is."""
+
+    module: nn.Module
+    key: str
+    value: torch.Tensor
+
+
+Version: TypeAlias = (
+    float | tuple[int, int]
+)  # a number, or the id of a tensor and how often it was written to
+
+
 class OuterState:
     """model: its tree. blocks: those of the trunk, whose own state is not looked at."""
 
-    def __init__(self, model, blocks):
+    def __init__(self, model: nn.Module, blocks: Iterable[nn.Module]) -> None:
         inside = {id(module) for block in blocks for module in block.modules()}
         self.modules = [module for module in model.modules() if id(module) not in inside]
         self.shared = SharedState(self.modules)
-        self.writers = {}  # (module, key of a buffer or number), or words -> the stage that writes to it
+        # (module, key of a buffer or number), or words -> the stage that writes to it
+        self.writers: dict[tuple[nn.Module, str] | str, int] = {}
 
-    def buffers(self):
-        """(module, key) of each."""
+    def buffers(self) -> list[Buffer]:
         return [
-            (module, key)
+            Buffer(module, key, value)
             for module in self.modules
             for key, value in module._buffers.items()
             if value is not None
         ]
 
     @contextlib.contextmanager
-    def kept(self):
+    def kept(self) -> Iterator[None]:
         """What is run for a shape counts nothing, averages nothing and keeps nothing."""
         kept = [(module, dict(module.__dict__)) for module in self.modules]
-        before = [(module, key, module._buffers[key]) for module, key in self.buffers()]
+        before = self.buffers()
         for module, key, value in before:
             module._buffers[key] = value.clone()
         try:
@@ -48,7 +66,7 @@ class OuterState:
                 module.__dict__.update(attributes)
 
     @contextlib.contextmanager
-    def written_once(self, stage, mine):
+    def written_once(self, stage: int, mine: Collection[int]) -> Iterator[None]:
         """Around the forward of one stage of `mine`. Raises ValueError where another stage of this rank
         writes the same, which would be written several times for one microbatch.
         """
@@ -68,11 +86,10 @@ class OuterState:
                     "schedule with one stage on a rank (1f1b, gpipe, zb-h1), or move that into a block"
                 )
 
-    def _versions(self):
+    def _versions(self) -> dict[tuple[nn.Module, str], Version]:
         """{(module, key): what changes when it is written}, of buffers and numbers."""
-        found = {
-            (module, key): (id(module._buffers[key]), module._buffers[key]._version)
-            for module, key in self.buffers()
+        found: dict[tuple[nn.Module, str], Version] = {
+            (module, key): (id(value), value._version) for module, key, value in self.buffers()
         }
         for module in self.modules:
             for key, value in module.__dict__.items():

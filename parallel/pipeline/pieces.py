@@ -13,28 +13,61 @@ more than the hidden state. All of these raise a ValueError that says so.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import NamedTuple, Protocol
 
 import torch
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.models.trunk import hidden_of
-from pycomm.parallel.pipeline.handover import absent_places
+from pycomm.parallel.pipeline.handover import Wanted, absent_places
 
-__all__ = ["Pieces"]
+__all__ = ["Cut", "Entered", "Pieces"]
 
-Shapes = list[tuple[int, tuple[int, ...], torch.dtype]]  # place, shape, dtype
+
+class Entered(NamedTuple):
+    """What a block runs with."""
+
+    args: Sequence[Tree]
+    kwargs: Mapping[str, Tree]
+    hidden: torch.Tensor  # the piece of the hidden state
+
+
+class Cut(Protocol):
+    """What a pipeline asks of a SequenceSplit, see there."""
+
+    length: int
+    megatron: bool
+    is_whole: bool
+
+    def begin(self, length: int) -> None: ...
+
+    def local_length(self, length: int) -> int: ...
+
+    # hidden state in, piece of it out
+    def enter(
+        self,
+        first: bool,
+        cut_hidden: bool,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        hidden: torch.Tensor,
+    ) -> tuple[Sequence[Tree], Mapping[str, Tree], torch.Tensor]: ...
+
+    def leave(self, out: Tree) -> Tree: ...
 
 
 class Pieces:
-    """split: SequenceSplit. name: of the trunk. has_head: whether modules are called after the blocks.
+    """name: of the trunk. has_head: whether modules are called after the blocks.
     on_pieces: called when a forward goes on with this rank's piece of the sequence over tp.
     """
 
-    def __init__(self, split: Any, name: str, has_head: bool, on_pieces: Callable[[], None]) -> None:
+    def __init__(self, split: Cut, name: str, has_head: bool, on_pieces: Callable[[], None]) -> None:
         self.split, self.name, self.has_head, self.on_pieces = split, name, has_head, on_pieces
 
-    def shape_of_input(self, given: tuple[Any, Any], found: Shapes, first: int) -> Shapes:
+    def shape_of_input(
+        self, given: tuple[Sequence[Tree], Mapping[str, Tree]], found: Sequence[Wanted], first: int
+    ) -> list[Wanted]:
         """Of the hidden state alone, of which this rank has a piece. given: args and kwargs of block `first`.
         found: what of it other stages compute.
         """
@@ -46,24 +79,27 @@ class Pieces:
                 "the only one. Use pp=1, or a plan without ring, ulysses and megatron_sp"
             )
         place, shape, dtype = found[0]
-        return [(place, (shape[0], self.split.local_length(shape[1]), *shape[2:]), dtype)]
+        return [Wanted(place, (shape[0], self.split.local_length(shape[1]), *shape[2:]), dtype)]
 
-    def begin(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def begin(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
         """In front of the first block of a later stage, whose stand-in of the hidden state is whole."""
         self.split.begin(hidden_of(args, kwargs).shape[1])
 
     def enter(
-        self, index: int, is_first: bool, args: Sequence[Any], kwargs: Mapping[str, Any], hidden: torch.Tensor
-    ) -> tuple[Sequence[Any], Mapping[str, Any], torch.Tensor]:
-        """args and kwargs of a block with pieces in them, and the piece of the hidden state. is_first: of its
-        stage.
-        """
+        self,
+        index: int,
+        is_first: bool,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        hidden: torch.Tensor,
+    ) -> Entered:
+        """A block's arguments with pieces in them. is_first: of its stage."""
         args, kwargs, hidden = self.split.enter(is_first, index == 0, args, kwargs, hidden)
         if is_first and self.split.megatron:
             self.on_pieces()
-        return args, kwargs, hidden
+        return Entered(args, kwargs, hidden)
 
-    def run(self, what: str, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    def run(self, what: str, forward: Callable[..., Tree], /, *args: Tree, **kwargs: Tree) -> Tree:
         """The result of a block. Raises ValueError where it changes a list or dict that it is given."""
         before = [id(leaf) for leaf in leaves((args, kwargs))]
         out = forward(*args, **kwargs)
@@ -74,7 +110,7 @@ class Pieces:
             )
         return out
 
-    def leave(self, out: Any) -> Any:
+    def leave(self, out: Tree) -> Tree:
         """Behind the last block of the model."""
         return self.split.leave(out) if self.split.megatron and not self.has_head else out
 

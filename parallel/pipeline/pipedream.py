@@ -31,6 +31,7 @@ write, since they leave it at the first update. Optimizer state is not stashed (
 """
 
 import contextlib
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ class _Version(NamedTuple):
     tensors: tuple[torch.Tensor, ...]
 
 
-def _same(tensor):
+def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -52,18 +53,18 @@ class WeightStash:
     given twice.
     """
 
-    def __init__(self, params):
+    def __init__(self, params: Iterable[torch.nn.Parameter]) -> None:
         self.params = list(dict.fromkeys(params))
         self.number = 0  # of the version that the parameters hold
-        self.stashed = {}  # microbatch -> _Version
+        self.stashed: dict[int, _Version] = {}  # of each microbatch
 
     @property
-    def versions(self):
+    def versions(self) -> int:
         """How many versions are held in memory, the latest included."""
         return len({version.number for version in self.stashed.values()} | {self.number})
 
     @contextlib.contextmanager
-    def saving(self, microbatch):
+    def saving(self, microbatch: int) -> Iterator[None]:
         """Around the forward of a microbatch: notes the version in use, and makes what autograd saves of it
         outlive updates.
         """
@@ -77,7 +78,7 @@ class WeightStash:
             yield
 
     @contextlib.contextmanager
-    def using(self, microbatch):
+    def using(self, microbatch: int) -> Iterator[None]:
         """Around the backward of a microbatch: the parameters hold the version of its forward, and afterwards
         the latest again.
         """
@@ -95,7 +96,7 @@ class WeightStash:
             for param, tensor in zip(self.params, latest, strict=True):
                 param.data = tensor
 
-    def detach_from_stash(self):
+    def detach_from_stash(self) -> None:
         """Before the optimizer writes: moves the parameters to fresh storage if a microbatch still needs what
         they hold.
         """
@@ -104,6 +105,6 @@ class WeightStash:
             for param in self.params:
                 param.data = param.data.clone()
 
-    def drop(self, microbatch):
+    def drop(self, microbatch: int) -> None:
         """After the backward of a microbatch: its version may go."""
         del self.stashed[microbatch]

@@ -1,5 +1,6 @@
 """Which blocks make up a virtual stage, and which rank holds it."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pycomm.parallel.models.trunk import Side
@@ -16,10 +17,10 @@ class Stages(NamedTuple):
     between: int = 0  # the stage that ends the first of two lists, and runs what is called between them
 
     @property
-    def last(self):
+    def last(self) -> int:
         return len(self.bounds) - 1
 
-    def of(self, side):
+    def of(self, side: Side) -> tuple[int, ...]:
         """The stages that run what is on this Side of the blocks; both ends for what is around them."""
         return {
             Side.BEFORE: (0,),
@@ -28,12 +29,12 @@ class Stages(NamedTuple):
             Side.AROUND: (0, self.last),
         }[side]
 
-    def here(self, side):
+    def here(self, side: Side) -> bool:
         """Whether a module on this Side of the blocks runs on this rank."""
         return any(stage in self.mine for stage in self.of(side))
 
 
-def cut_blocks(nblocks, stages, sizes=None):
+def cut_blocks(nblocks: int, stages: int, sizes: Sequence[int] | None = None) -> list[tuple[int, int]]:
     """(first, last + 1) block of each stage. Without sizes as even as possible, the later stages being the
     longer ones.
 

@@ -39,7 +39,8 @@ leaves after both.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.plan import ScheduleName
@@ -56,15 +57,17 @@ __all__ = [
 ]
 
 NAMES = tuple(name.value for name in ScheduleName)
-UNIT = {"F": 1, "B": 1, "W": 1, "U": 1}
+# Forward, gradient of the input, gradient of the weights, update.
+Kind: TypeAlias = Literal["F", "B", "W", "U"]
+UNIT: dict[Kind, int] = {"F": 1, "B": 1, "W": 1, "U": 1}
+_BEHIND: dict[Kind, Kind] = {"W": "B", "U": "W"}  # which pass of the same stage and microbatch
+Time = TypeVar("Time", int, float)
 
 
 class Action(NamedTuple):
-    """One pass. kind: "F", "B" (gradient of the input), "W" (gradient of the weights) or "U" (update); stage:
-    of the whole model.
-    """
+    """One pass. stage: of the whole model."""
 
-    kind: str
+    kind: Kind
     stage: int
     microbatch: int
 
@@ -83,14 +86,14 @@ class Schedule(NamedTuple):
     placement: tuple[int, ...]
 
     @property
-    def num_stages(self):
+    def num_stages(self) -> int:
         return self.pp * self.chunks
 
-    def stages_of(self, rank):
+    def stages_of(self, rank: int) -> list[int]:
         """The virtual stages of a rank, in order of the model: chunk 0, 1, ..."""
         return [stage for stage, holder in enumerate(self.placement) if holder == rank]
 
-    def text(self):
+    def text(self) -> str:
         """A grid, one line per rank and one column per unit of time: `F3` is F of microbatch 3, and `F3.1`
         that of chunk 1.
         """
@@ -115,25 +118,27 @@ class _Row:
     order].
     """
 
-    def __init__(self):
-        self.actions, self.counts = [], {}
+    def __init__(self) -> None:
+        self.actions: list[Action] = []
+        self.counts: dict[tuple[str, int], int] = {}
 
-    def count(self, kind, stage):
+    def count(self, kind: Kind, stage: int) -> int:
         return self.counts.get((kind, stage), 0)
 
-    def add(self, kinds, stage):
-        for kind in kinds:
+    def add(self, kinds: str, stage: int) -> None:
+        for letter in kinds:
+            kind = cast(Kind, letter)
             microbatch = self.count(kind, stage)
             self.counts[kind, stage] = microbatch + 1
             self.actions.append(Action(kind, stage, microbatch))
 
 
-def _gpipe(row, pp, chunks, m, rank):
+def _gpipe(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     row.add("F" * m, rank)
     row.add("BW" * m, rank)
 
 
-def _one_forward_one_backward(row, pp, m, rank, backward):
+def _one_forward_one_backward(row: _Row, pp: int, m: int, rank: int, backward: Callable[[int], str]) -> None:
     """Forwards until the pipe is full, then in turn; backward(i): the passes that follow F once the i-th
     backward can run.
     """
@@ -144,15 +149,15 @@ def _one_forward_one_backward(row, pp, m, rank, backward):
         row.add(backward(i), rank)
 
 
-def _1f1b(row, pp, chunks, m, rank):
+def _1f1b(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     _one_forward_one_backward(row, pp, m, rank, lambda i: "BW")
 
 
-def _pipedream(row, pp, chunks, m, rank):
+def _pipedream(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     _one_forward_one_backward(row, pp, m, rank, lambda i: "BWU")
 
 
-def _zb_h1(row, pp, chunks, m, rank):
+def _zb_h1(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     """W stays `rank` microbatches behind B: every rank then holds pp activations, and the later ranks have W
     left when B has run out.
     """
@@ -160,7 +165,7 @@ def _zb_h1(row, pp, chunks, m, rank):
     row.add("W" * min(m, rank), rank)
 
 
-def _interleaved(row, pp, chunks, m, rank):
+def _interleaved(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     """Groups of microbatches go through all chunks in turn; the rank with the longest way back starts with
     the most forwards.
 
@@ -181,7 +186,7 @@ def _interleaved(row, pp, chunks, m, rank):
         row.add("BW", stage)
 
 
-def _zbv(row, pp, chunks, m, rank):
+def _zbv(row: _Row, pp: int, chunks: int, m: int, rank: int) -> None:
     """Down one side of the V and up the other; all ranks fill with forwards until the first B reaches them,
     and W ends the pipe.
     """
@@ -205,7 +210,7 @@ def _zbv(row, pp, chunks, m, rank):
     row.add("W" * (padded - row.count("W", down)), down)
 
 
-_GENERATORS = {
+_GENERATORS: dict[str, Callable[[_Row, int, int, int, int], None]] = {  # of row, pp, chunks, m, rank
     ScheduleName.GPIPE: _gpipe,
     ScheduleName.ONE_F_ONE_B: _1f1b,
     ScheduleName.INTERLEAVED: _interleaved,
@@ -215,7 +220,7 @@ _GENERATORS = {
 }
 
 
-def _checked_chunks(name, pp, microbatches, chunks):
+def _checked_chunks(name: str, pp: int, microbatches: int, chunks: int | None) -> int:
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known; choose one of {', '.join(NAMES)}")
     if pp < 1 or microbatches < 1:
@@ -239,7 +244,7 @@ def _checked_chunks(name, pp, microbatches, chunks):
 
 
 @functools.lru_cache(maxsize=256)
-def make_schedule(name, pp, microbatches, chunks=None):
+def make_schedule(name: str, pp: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule `name` (see NAMES) for pp ranks and any number of microbatches >= 1, also fewer than
     stages.
 
@@ -261,7 +266,7 @@ def make_schedule(name, pp, microbatches, chunks=None):
     return Schedule(name, pp, chunks, microbatches, split, tuple(rows), tuple(placement))
 
 
-def source_of(schedule, action):
+def source_of(schedule: Schedule, action: Action) -> Action | None:
     """The action that must have ended before `action` can start, beside those before it on its rank; None for
     the first forward.
 
@@ -275,10 +280,12 @@ def source_of(schedule, action):
         if stage == schedule.num_stages - 1:
             return Action("F", stage, microbatch)
         return Action("B" if schedule.split else "W", stage + 1, microbatch)
-    return Action({"W": "B", "U": "W"}[kind], stage, microbatch)
+    return Action(_BEHIND[kind], stage, microbatch)
 
 
-def play(schedule, duration, message=0):
+def play(
+    schedule: Schedule, duration: Mapping[Kind, Time] | Callable[[Action], Time], message: Time = 0
+) -> list[list[tuple[Time, Time]]]:
     """(start, end) of every action, per rank in its order, when each starts as soon as its rank is free and
     its input has come.
 
@@ -287,8 +294,8 @@ def play(schedule, duration, message=0):
     for each other for ever.
     """
     time_of = duration if callable(duration) else lambda action: duration[action.kind]
-    spans = [[] for _ in schedule.actions]
-    ended = {}  # action -> (time, rank)
+    spans: list[list[tuple[Time, Time]]] = [[] for _ in schedule.actions]
+    ended: dict[Action, tuple[Time, int]] = {}  # when, and on which rank
     moved = True
     while moved:
         moved = False
@@ -316,7 +323,7 @@ def play(schedule, duration, message=0):
     return spans
 
 
-def validate(schedule):
+def validate(schedule: Schedule) -> None:
     """Raises ValueError unless the schedule is complete, placed, in order of microbatch per stage and kind,
     and free of deadlock.
     """
@@ -327,7 +334,9 @@ def validate(schedule):
             f"{where}: {len(schedule.actions)} rows of actions; ranks hold {held} stages, each must hold "
             f"{schedule.chunks}"
         )
-    kinds = "FBWU" if schedule.name == ScheduleName.PIPEDREAM else "FBW"
+    kinds: tuple[Kind, ...] = ("F", "B", "W")
+    if schedule.name == ScheduleName.PIPEDREAM:
+        kinds = (*kinds, "U")
     wanted = list(range(schedule.microbatches))
     for rank, row in enumerate(schedule.actions):
         for action in row:
@@ -358,7 +367,7 @@ def validate(schedule):
     play(schedule, UNIT)
 
 
-def peak_activations(schedule):
+def peak_activations(schedule: Schedule) -> list[int]:
     """Per rank, the largest number of (stage, microbatch) pairs between F and W: activations of one virtual
     stage held at once.
     """

@@ -27,24 +27,26 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.models.trunk import Side, hidden_of, hidden_out
 from pycomm.parallel.pipeline.absent_modules import AbsentModules
 from pycomm.parallel.pipeline.assumptions import Assumptions
-from pycomm.parallel.pipeline.handover import Agreement, Deliveries, absent_places, taken
+from pycomm.parallel.pipeline.handover import Agreement, Deliveries, Wanted, absent_places, taken
 from pycomm.parallel.pipeline.outer_state import OuterState
-from pycomm.parallel.pipeline.pieces import Pieces
+from pycomm.parallel.pipeline.pieces import Cut, Pieces
 from pycomm.parallel.pipeline.progress import Place, Progress, in_backward
 
 __all__ = ["StageModel"]
 
-Args, Kwargs = Sequence[Any], Mapping[str, Any]
-Tensors = tuple[torch.Tensor, ...]
+Args: TypeAlias = Sequence[Tree]
+Kwargs: TypeAlias = Mapping[str, Tree]
+Tensors: TypeAlias = tuple[torch.Tensor, ...]
 
 
 class _Reached(BaseException):
@@ -66,12 +68,12 @@ class _Entered(_Reached):
 class StageModel:
     """The model as its stages on this rank run it.
 
-    absent: its AbsentModules. split: SequenceSplit or None. on_pieces: see Pieces. Making it wraps forwards,
-    those of blocks around what others have wrapped them in before.
+    on_pieces: see Pieces. Making it wraps forwards, those of blocks around what others have wrapped them in
+    before.
     """
 
     def __init__(
-        self, model: nn.Module, absent: AbsentModules, split: Any, on_pieces: Callable[[], None]
+        self, model: nn.Module, absent: AbsentModules, split: Cut | None, on_pieces: Callable[[], None]
     ) -> None:
         self.absent, self.stages, self.owners = absent, absent.stages, absent.owners
         self.trunk = absent.trunk.now(model)  # tp may have replaced some
@@ -105,10 +107,10 @@ class StageModel:
     def run(
         self,
         stage: int,
-        call: Callable[[], Any],
+        call: Callable[[], Tree],
         received: Tensors | None = None,
         places: Callable[[], Sequence[int]] | None = None,
-    ) -> Any:
+    ) -> Tree:
         """Calls `call()` (the model's forward with its inputs) for one stage: the tensors that leave it, at
         `places()` of what the next stage's first block is given, or the result. received: those that enter.
         """
@@ -121,13 +123,15 @@ class StageModel:
             self.received = None
             self._leave_compiled()
 
-    def _call(self, call: Callable[[], Any], places: Callable[[], Sequence[int]] | None) -> Any:
+    def _call(self, call: Callable[[], Tree], places: Callable[[], Sequence[int]] | None) -> Tree:
         progress = self.progress
         _, end = progress.bounds
         try:
             out = call()
         except _Left as left:
-            return taken(*self.deliveries.present(left.given), places(), f"block {end}")
+            assert places is not None  # another stage follows
+            args, kwargs = self.deliveries.present(left.given)
+            return taken(args, kwargs, places(), f"block {end}")
         except RuntimeError as error:
             if self.pieces is None:
                 raise
@@ -139,26 +143,24 @@ class StageModel:
             raise ValueError(f"the forward never reached block {end} of {self.trunk.name!r}")
         return out
 
-    def shape_of_input(
-        self, stage: int, call: Callable[[], Any]
-    ) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-        """[(place among what its first block is given, shape, dtype)] of what `stage` receives, found without
-        data.
-        """
+    def shape_of_input(self, stage: int, call: Callable[[], Tree]) -> list[Wanted]:
+        """Of what `stage` receives, found without data."""
         first = self.stages.bounds[stage][0]
         self._begin(stage, None)
         try:
             with torch.no_grad(), self.outside.kept():
                 call()
         except _Entered as entered:
-            found = [(place, tuple(leaf.shape), leaf.dtype) for place, leaf in absent_places(*entered.given)]
+            found = [
+                Wanted(place, tuple(leaf.shape), leaf.dtype) for place, leaf in absent_places(*entered.given)
+            ]
             return found if self.pieces is None else self.pieces.shape_of_input(entered.given, found, first)
         finally:
             self.progress.end()
             self._leave_compiled()
         raise RuntimeError(f"the forward never reached block {first} of {self.trunk.name!r}")
 
-    def check_loss(self, loss: Any) -> None:
+    def check_loss(self, loss: torch.Tensor) -> None:
         """For what a model does after its last module. The last stage has run."""
         self.deliveries.check_present(loss, "the loss is computed with")
 
@@ -179,7 +181,7 @@ class StageModel:
 
     # In its forward ------------------------------------------------------------------
 
-    def _block(self, index: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _block(self, index: int, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
         """In the place of the forward of a block."""
         self.progress.check_running()
         first, end = self.progress.bounds
@@ -210,7 +212,7 @@ class StageModel:
         places = absent_places(args, kwargs)
         self.deliveries.deliver(places, self.received, f"block {index} of {self.trunk.name!r}")
 
-    def _run_block(self, index: int, forward: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    def _run_block(self, index: int, forward: Callable[..., Tree], args: Args, kwargs: Kwargs) -> Tree:
         """The result of a present block, and what is looked at around it."""
         progress, what = self.progress, f"block {index} of {self.trunk.name!r}"
         first, end = progress.bounds
@@ -232,7 +234,9 @@ class StageModel:
                 self.assumptions.end(progress.stage, given.shape)
         return out
 
-    def _outside(self, name: str, side: Side, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _outside(
+        self, name: str, side: Side, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree
+    ) -> Tree:
         """In the place of the forward of a module outside the blocks."""
         progress = self.progress
         if progress.place is Place.IDLE and in_backward():  # recomputed, with what it had in the forward

@@ -21,10 +21,14 @@ among the results must be the same in both runs.
 """
 
 import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.leaves import leaves
 from pycomm.parallel.models.caches import Caches
 from pycomm.parallel.models.modes import copied, eager, without_modes
@@ -39,6 +43,10 @@ NOT_HANDED_ON = (
     "blocks, or use a plan with pp=1"
 )
 
+Key: TypeAlias = int | str  # of a block: its index; of another module: its name
+Place: TypeAlias = tuple[str, str]  # name of a module in the one of the key, attribute
+Shapes: TypeAlias = tuple[tuple[torch.Size, torch.dtype] | str, ...]  # of arguments
+
 
 class Templates:
     """Keys: of modules that some stage of this rank passes over, or whose result a later stage waits for.
@@ -49,22 +57,22 @@ class Templates:
     def __init__(self, shared: SharedState) -> None:
         self.caches = Caches()
         self.shared = shared
-        self.copies = {}  # key -> a copy without data
-        self.guessed = {}  # key -> names of its modules that were taken to return what is like their input
-        self.found = {}  # (key, shapes of its arguments) -> its result, on meta
-        self.left = {}  # key -> {(name of one of its modules, attribute): what a forward leaves there}
+        self.copies: dict[Key, nn.Module] = {}  # without data
+        self.guessed: dict[Key, list[str]] = {}  # modules that were taken to return what is like their input
+        self.found: dict[tuple[Key, Shapes], Tree] = {}  # result for arguments, on meta
+        self.left: dict[Key, dict[Place, Tree]] = {}  # what a forward leaves there
 
-    def keep(self, key, module, guess=False):
+    def keep(self, key: Key, module: nn.Module, guess: bool = False) -> None:
         """Makes the copy. guess: whether something may be taken for granted in it."""
         module = self.copies[key] = _for_shapes(module)
         self.guessed[key] = []
         for name, part in module.named_modules() if guess else ():
             part.forward = functools.partial(_or_guess, self.guessed[key], name, part.forward)
 
-    def parameters(self):
+    def parameters(self) -> list[nn.Parameter]:
         return [parameter for module in self.copies.values() for parameter in module.parameters()]
 
-    def of(self, key, origin, args, kwargs):
+    def of(self, key: Key, origin: str, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
         """The result for arguments of these shapes, on meta. Raises ValueError where it cannot be found."""
         shapes = tuple(
             (leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -105,10 +113,10 @@ class Templates:
             self.found[key, shapes] = out
         return self.found[key, shapes]
 
-    def _run(self, key, args, kwargs):
+    def _run(self, key: Key, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
         return self.caches.around(lambda: self.copies[key].forward(*args, **kwargs))
 
-    def _run_again(self, key, out, args, kwargs):
+    def _run_again(self, key: Key, out: Tree, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> str | None:
         """What a second run shows that later stages would not get, in words, or None."""
         numbers = numbers_of(out)
         if not numbers and not self.shared.places:
@@ -120,7 +128,7 @@ class Templates:
             return f"writes to {changed}, {NOT_HANDED_ON}"
         return None if again == numbers else f"returns a number ({numbers}, then {again}), {NOT_HANDED_ON}"
 
-    def _note_left(self, key, before):
+    def _note_left(self, key: Key, before: Mapping[Place, list[Tree]]) -> None:
         left = self.left.setdefault(key, {})
         guessed = self.guessed[key]
         for place, value in _attributes(self.copies[key]).items():
@@ -134,17 +142,17 @@ class Templates:
 NUMBER = (int, float)  # truth values too
 
 
-def numbers_of(values):
+def numbers_of(values: Tree) -> list[float]:
     """The numbers among values of any kind."""
     return [leaf for leaf in leaves(values) if isinstance(leaf, NUMBER)]
 
 
-def _number(value):
+def _number(value: float) -> torch.Tensor:
     """In the place of a number that another stage has: refused where it is used."""
     return torch.empty((), dtype=torch.tensor(value).dtype, device="meta")
 
 
-def _attributes(module):
+def _attributes(module: nn.Module) -> dict[Place, Tree]:
     """{(name of a module in it, key): value}, but for parameters, buffers and modules."""
     return {
         (name, key): value
@@ -154,15 +162,15 @@ def _attributes(module):
     }
 
 
-def _lies_in(name, above):
+def _lies_in(name: str, above: str) -> bool:
     return not above or name == above or name.startswith(above + ".")
 
 
-def _empty(tensor):
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(tensor, device="meta")
 
 
-def _for_shapes(module):
+def _for_shapes(module: nn.Module) -> nn.Module:
     """A copy without data. Of what a BatchNorm does in training, some needs values."""
     module = copied(module).to("meta")
     for part in batch_norms(module).values():
@@ -170,7 +178,9 @@ def _for_shapes(module):
     return module
 
 
-def _or_guess(guessed, name, forward, *args, **kwargs):
+def _or_guess(
+    guessed: list[str], name: str, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree
+) -> Tree:
     """The forward of a module on meta; where it asks for values, or cannot go on with what was guessed of its
     parts, a guess.
     """
@@ -188,7 +198,7 @@ def _or_guess(guessed, name, forward, *args, **kwargs):
         return out
 
 
-def _asks_for_values(error):
+def _asks_for_values(error: Exception) -> bool:
     """What torch raises on meta for operations that have no shape without values, and for a product of
     experts (grouped_mm), which takes other dtypes than bf16 on a device and not on meta.
     """
@@ -196,7 +206,7 @@ def _asks_for_values(error):
     return isinstance(error, NotImplementedError) or any(text in str(error) for text in known)
 
 
-def check_like(what, args, kwargs, out):
+def check_like(what: str, args: Sequence[Tree], kwargs: Mapping[str, Tree], out: Tree) -> None:
     """Raises ValueError unless `out` is what was taken for granted."""
     given = hidden_of(args, kwargs)
     if isinstance(out, torch.Tensor) and (out.shape, out.dtype) == (given.shape, given.dtype):

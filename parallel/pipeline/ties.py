@@ -10,11 +10,20 @@ its own to every other rank that holds the weight, and add them in one order, th
 one rank add theirs in memory. Cost: the weight's gradient once to each other rank, per step.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pycomm.parallel.ground import comm
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pycomm.parallel.data.bucket import Bucket
+    from pycomm.parallel.data.reducer import Reducer
 
 __all__ = ["Tie", "exchange_ties", "make_ties"]
 
@@ -23,17 +32,19 @@ class Tie(NamedTuple):
     """A tied weight of which this rank holds a part of the copies."""
 
     number: int  # among all tied weights, alike on all ranks
-    buckets: dict[int, Any]  # stage of this rank -> its data.Bucket, which holds this weight alone
+    buckets: dict[int, Bucket]  # stage of this rank -> its bucket, which holds this weight alone
     ranks: dict[int, int]  # every stage that uses it, in rising order -> its rank of pp
 
 
-def make_ties(reducers, stages_of, placement):
+def make_ties(
+    reducers: Mapping[int, Reducer], stages_of: Mapping[str, Collection[int]], placement: Sequence[int]
+) -> tuple[Tie, ...]:
     """The Ties of this rank, in an order that all ranks share.
 
     reducers: stage -> Reducer. stages_of: name of a parameter -> the stages that use it. placement: stage ->
     rank of pp.
     """
-    held = {}  # name -> {stage: bucket}
+    held: dict[str, dict[int, Bucket]] = {}  # name -> {stage: bucket}
     for stage, reducer in sorted(reducers.items()):
         for bucket in reducer.buckets:
             if bucket.infos[0].tied:
@@ -46,11 +57,12 @@ def make_ties(reducers, stages_of, placement):
     )
 
 
-def exchange_ties(ties, group):
+def exchange_ties(ties: Sequence[Tie], group: comm.Group) -> None:
     """Gives each copy of a tie the sum of all gradients. group: pp."""
-    found, works = [], []
+    found: list[dict[int, torch.Tensor]] = []
+    works: list[dist.Work] = []
     for tie in ties:
-        gradients = {}
+        gradients: dict[int, torch.Tensor] = {}
         for stage, rank in tie.ranks.items():
             tag = (tie.number << 10) + stage
             if rank != group.rank:

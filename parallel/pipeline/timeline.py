@@ -14,9 +14,16 @@ and ZB-H1, to all four digits. It leaves out the optimizer: PipeDream's U takes 
 size, and links that are shared, are not modelled.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycomm.parallel.pipeline.schedules import Action, Schedule, play
+
+if TYPE_CHECKING:
+    import os
+
+    from matplotlib.axes import Axes
 
 __all__ = ["Span", "Timeline", "simulate"]
 
@@ -41,16 +48,16 @@ class Timeline(NamedTuple):
     work: float
 
     @property
-    def makespan(self):
+    def makespan(self) -> float:
         """The longest time between a rank's first start and its last end."""
         return max(row[-1].end - row[0].start for row in self.spans)
 
     @property
-    def bubble(self):
+    def bubble(self) -> float:
         """The share of the makespan in which a rank is idle; see the head of this file."""
         return (self.makespan - self.work) / self.makespan
 
-    def plot(self, path):
+    def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the timeline into a file (the suffix says which format): a row per rank, a box with the
         microbatch's number per pass.
 
@@ -68,7 +75,7 @@ class Timeline(NamedTuple):
         )
         axes = figure.add_subplot()
         for rank in range(len(self.spans)):
-            self._plot_rank(axes, rank, end)
+            self._plot_rank(axes, rank, figure.get_figwidth() - 0.9, end)
         axes.set(xlim=(0, end), ylim=(len(self.spans) - 0.5, -0.5), xlabel="time")
         axes.set_yticks(range(len(self.spans)), [f"rank {rank}" for rank in range(len(self.spans))])
         axes.tick_params(axis="y", length=0)
@@ -82,9 +89,11 @@ class Timeline(NamedTuple):
         self._plot_legend(axes)
         figure.savefig(path, dpi=150)
 
-    def _plot_rank(self, axes, rank, end):
-        """The boxes of one row; a number is left out where its box is too narrow for it."""
-        mine, width_of_axes = self.schedule.stages_of(rank), axes.figure.get_figwidth() - 0.9
+    def _plot_rank(self, axes: Axes, rank: int, width: float, end: float) -> None:
+        """The boxes of one row; a number is left out where its box is too narrow for it. width: of the axes,
+        in inches.
+        """
+        mine = self.schedule.stages_of(rank)
         for action, start, stop in self.spans[rank]:
             if action.kind not in COLOURS:
                 continue
@@ -97,19 +106,19 @@ class Timeline(NamedTuple):
                 color=_lighter(COLOURS[action.kind], LIGHTER * chunk),
                 edgecolor="white",
             )
-            if (stop - start) / end * width_of_axes > 0.11 * len(str(action.microbatch)):
+            if (stop - start) / end * width > 0.11 * len(str(action.microbatch)):
                 colour = "#222" if chunk > 0.5 else "white"
                 axes.text(
                     (start + stop) / 2,
                     rank,
-                    action.microbatch,
+                    str(action.microbatch),
                     ha="center",
                     va="center",
                     fontsize=8,
                     color=colour,
                 )
 
-    def _plot_legend(self, axes):
+    def _plot_legend(self, axes: Axes) -> None:
         for kind, colour in COLOURS.items():
             axes.barh(0, 0, color=colour, label=MEANINGS[kind])
         axes.legend(
@@ -123,13 +132,15 @@ class Timeline(NamedTuple):
         )
 
 
-def _lighter(colour, white):
+def _lighter(colour: str, white: float) -> str:
     """'#rrggbb' mixed with a share of white."""
     parts = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
     return "#" + "".join(f"{round(part + (255 - part) * white):02x}" for part in parts)
 
 
-def simulate(schedule, forward, backward, weight, comm=0.0):
+def simulate(
+    schedule: Schedule, forward: float, backward: float, weight: float, comm: float = 0.0
+) -> Timeline:
     """A Timeline. forward, backward, weight: time of F, B, W of one virtual stage and one microbatch; comm:
     of a message between two ranks.
 

@@ -9,13 +9,29 @@ could not be taken back.
 Refused are what needs the whole gradient at one time, or weights that are equal on two stages.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pycomm.parallel.ground.losses import Result, sum_losses
 from pycomm.parallel.pipeline.pipedream import WeightStash
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+    from contextlib import AbstractContextManager
+
+    import torch
+    from torch import nn
+
+    from pycomm.parallel.data.reducer import Reducer
+    from pycomm.parallel.ground.mesh import Mesh
+    from pycomm.parallel.ground.same_batch import SameBatch
+    from pycomm.parallel.run.prepare import Options
 
 __all__ = ["PipeDreamUpdates", "refuse_tied_weights"]
 
 
-def refuse_tied_weights(model):
+def refuse_tied_weights(model: nn.Module) -> None:
     parameters = [parameter for _, parameter in model.named_parameters(remove_duplicate=False)]
     if len({id(parameter) for parameter in parameters}) != len(parameters):
         raise ValueError(
@@ -34,7 +50,14 @@ class PipeDreamUpdates:
     separate = True
     weight = scale = 1.0  # of the loss
 
-    def __init__(self, reducers, take_step, mesh, device, options):
+    def __init__(
+        self,
+        reducers: Mapping[int, Reducer],
+        take_step: Callable[[int], object],
+        mesh: Mesh,
+        device: torch.device,
+        options: Options,
+    ) -> None:
         if options.clip is not None:
             raise ValueError(
                 f'step(clip={options.clip!r}): with schedule "pipedream" the stages step one by one, so '
@@ -55,26 +78,26 @@ class PipeDreamUpdates:
         self.microbatches = options.microbatches
         self.stashes = {stage: WeightStash(reducer.params) for stage, reducer in reducers.items()}
 
-    def begin(self, same, targets):
+    def begin(self, same: SameBatch, targets: float) -> None:
         same.start()
         same.check()
 
-    def saving(self, stage, microbatch):
+    def saving(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         return self.stashes[stage].saving(microbatch)
 
-    def using(self, stage, microbatch):
+    def using(self, stage: int, microbatch: int) -> AbstractContextManager[None]:
         return self.stashes[stage].using(microbatch)
 
-    def sums_after(self, microbatch):
+    def sums_after(self, microbatch: int) -> bool:
         return True
 
-    def update(self, stage, microbatch):
+    def update(self, stage: int, microbatch: int) -> None:
         self.reducers[stage].wait()
         self.stashes[stage].drop(microbatch)
         self.stashes[stage].detach_from_stash()
         self.take_step(stage)
         self.reducers[stage].zero_grad()
 
-    def end(self, losses):
+    def end(self, losses: Sequence[torch.Tensor]) -> Result:
         """The loss is the mean of the microbatches' means."""
         return Result(sum_losses(losses, self.mesh, self.device) / self.microbatches)

@@ -1,5 +1,5 @@
 """What belongs to the program of a rank and not to the plan: its generators of random numbers, what it keeps
-(run.keep), and the hyperparameters that it gives to the optimizer.
+(run.keep), the hyperparameters that it gives to the optimizer, and its GradScaler.
 
     caller       run.step(b12)  scheduler.step()          next(loader)  run.step(b13)  scheduler.step()
                                                  ^ steps() gives 12     ^
@@ -16,6 +16,11 @@ goes on with the next step. (Without steps() all is as in the call, when the bat
 [Note: followers] These two have no past of their own, so their schedulers may begin anew. Once there is one
 of them, the optimizers of all ranks take the hyperparameters of a leader: the lowest rank that has been there
 all the time, or a follower whose own have never been others. One exchange of them for each step, small.
+
+[Note: scaler] The state of a GradScaler (scale, growth tracker, factors) is handled as a hyperparameter. A
+call records the state that the scaler has when the caller asks for the step. Before each try of the step, the
+first or a repetition, this state is loaded into the scaler. So a repeated step skips the optimizer exactly if
+the first try did. A replacement has a new scaler; it loads the state in the snapshot before its first step.
 
 A rank that has another part of the model after a loss (of tp, pp, ep, ring or ulysses) keeps what it has. A
 scheduler is right so; an average of parameters is that of the former part, and a WARNING says so.
@@ -45,7 +50,8 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("pycomm.parallel")
-Hyperparameters = list[dict[str, Any]]  # by parameter group
+# By parameter group; the last entry is the state of a GradScaler, empty without an enabled one.
+Hyperparameters = list[dict[str, Any]]
 
 
 class Stateful(Protocol):
@@ -76,14 +82,15 @@ class Call(NamedTuple):
 
 class Kept:
     """The objects that a program keeps in snapshots, by name. opt: the optimizer, whose hyperparameters a
-    scheduler sets when it is made, and not when it is loaded.
+    scheduler sets when it is made, and not when it is loaded. scaler: the one of the last step, or None.
     """
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
-        self.opt = opt
+        self.opt, self.scaler = opt, None
         self.objects: dict[str, Stateful] = {}
         self._arrived: dict[str, bytes] = {}  # in the snapshot from which this process has begun
         self._hyperparameters: Hyperparameters = []  # the same
+        self._scaler_state: dict[str, Any] = {}  # the same, until a step has a scaler
 
     def add(self, name: str, thing: Stateful) -> None:
         if name in self.objects:
@@ -97,9 +104,16 @@ class Kept:
             set_hyperparameters(self.opt, self._hyperparameters)
         self.objects[name] = thing
 
+    def use_scaler(self, scaler: object) -> None:
+        """The caller asks for a step with this scaler, or None."""
+        self.scaler = scaler
+        if self._scaler_state and hyperparameters(self.opt, scaler)[-1]:
+            scaler.load_state_dict(self._scaler_state)
+            self._scaler_state = {}
+
     def state(self) -> ProgramState:
         kept = {name: _pickled(thing.state_dict()) for name, thing in self.objects.items()}
-        return ProgramState(_generators(), hyperparameters(self.opt), kept)
+        return ProgramState(_generators(), hyperparameters(self.opt, self.scaler), kept)
 
     def begin_from(self, state: ProgramState | None) -> None:
         """All is as in the snapshot, as for a process that has just come. None: that of the beginning."""
@@ -107,6 +121,7 @@ class Kept:
             return
         _set_generators(state.generators)
         self._arrived, self._hyperparameters = dict(state.kept), state.hyperparameters
+        self._scaler_state = state.hyperparameters[-1]
         for name in self.objects.keys() & self._arrived.keys():
             self.objects[name].load_state_dict(_unpickled(self._arrived.pop(name)))
         set_hyperparameters(self.opt, state.hyperparameters)
@@ -167,7 +182,7 @@ class Followers:
         if not self.strays and not _same(own, values):
             self.strays = True
             LOG.warning(
-                "step %d: this rank came later, and its optimizer has %s, where rank %d has %s. Those are "
+                "step %d: this rank came later, and its %s has %s, where rank %d has %s. Those are "
                 "used. A scheduler that counts steps begins anew in a replacement: give it to "
                 'run.keep("scheduler", scheduler)',
                 *(number, *_first_difference(own, values, self.leader)),
@@ -175,16 +190,22 @@ class Followers:
         return values
 
 
-def hyperparameters(opt: torch.optim.Optimizer) -> Hyperparameters:
-    """Copies of an optimizer's, by parameter group."""
-    return [
+def hyperparameters(opt: torch.optim.Optimizer, scaler: object = None) -> Hyperparameters:
+    """Copies. scaler: as step() was given it, right or not."""
+    groups = [
         {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in opt.param_groups
     ]
+    is_right = isinstance(scaler, torch.amp.GradScaler)
+    return [*groups, scaler.state_dict() if is_right else {}]
 
 
-def set_hyperparameters(opt: torch.optim.Optimizer, values: Hyperparameters) -> None:
-    for group, those in zip(opt.param_groups, values, strict=True):
+def set_hyperparameters(opt: torch.optim.Optimizer, values: Hyperparameters, scaler: object = None) -> None:
+    """scaler: gets its state, if `values` has one."""
+    *groups, state = values
+    if state and isinstance(scaler, torch.amp.GradScaler):
+        scaler.load_state_dict(state)
+    for group, those in zip(opt.param_groups, groups, strict=True):
         for key, value in those.items():
             if isinstance(group.get(key), torch.Tensor):
                 group[key].copy_(value)
@@ -212,11 +233,12 @@ def _equal(one: Any, other: Any) -> bool:
     return one == other
 
 
-def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> tuple[str, int, str]:
+def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> tuple[str, str, int, str]:
     for mine, theirs in zip(own, right, strict=True):
         for key in _differing(mine, theirs):
-            return f"{key}={mine[key]}", leader, f"{key}={theirs[key]}"
-    return "others", leader, "its own"
+            owner = "GradScaler" if mine is own[-1] else "optimizer"
+            return owner, f"{key}={mine[key]}", leader, f"{key}={theirs[key]}"
+    return "optimizer", "others", leader, "its own"
 
 
 def _kind(name: str, kept: Kept) -> str:

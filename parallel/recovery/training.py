@@ -207,12 +207,11 @@ class Resilient:
 
     def step(self, batch, loss_fn=None, **options):
         """parallel.step(), and snapshots. Returns the loss; None on a rank that had no part in it."""
-        if options.get("scaler") is not None:
-            raise ValueError("resilient: the state of a GradScaler is in no snapshot: train in bf16 or fp32")
-        number = self.done + 1
+        number, scaler = self.done + 1, options.get("scaler")
+        self._kept.use_scaler(scaler)
         program, self._between = self._between or self._state_if_due(), None
         batch = tree_map(_copied, batch)
-        self._log[number] = Call(batch, loss_fn, options, hyperparameters(self.opt), program)
+        self._log[number] = Call(batch, loss_fn, options, hyperparameters(self.opt, scaler), program)
         try:
             loss = self._attempt(lambda: self._advance(number))
         except Exception:
@@ -289,7 +288,7 @@ class Resilient:
                 continue
             parts, own = parts_of(self.model), call.hyperparameters
             own = self._followers.agreed(parts, self._position + 1, own, self._kept.objects)
-            set_hyperparameters(self.opt, own)
+            set_hyperparameters(self.opt, own, call.options.get("scaler"))
             self._loss = take_step(self.model, self.opt, call.batch, call.loss_fn, **call.options)
             self._position = self._loss_of = self._position + 1
         return self._loss if self._loss_of == number else None

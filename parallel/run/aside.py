@@ -14,10 +14,12 @@ The model may raise for such rows, in one stage: those behind it are told and ra
 gone on. So nobody waits for what does not come. Without a pipeline the model is called, and nothing is sent.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,24 +37,40 @@ from pycomm.parallel.models import drawn
 from pycomm.parallel.models.modes import eager
 from pycomm.parallel.models.shared_state import SharedState
 from pycomm.parallel.parts import Parallelized
-from pycomm.parallel.run.passes import agree, find_input, forward_pass, handed_on, run_stage, shape_of_input
+from pycomm.parallel.run.passes import (
+    Handed,
+    Tensors,
+    agree,
+    find_input,
+    forward_pass,
+    handed_on,
+    run_stage,
+    shape_of_input,
+)
 from pycomm.parallel.zero.units import Phase
+
+if TYPE_CHECKING:
+    from pycomm.parallel.checks.measures import Measure
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.run.router_loss import Loss
 
 __all__ = ["Aside"]
 
+T = TypeVar("T")
 _FOREIGN = {"c10d", "_c10d_functional"}  # where torch has its collectives
 
 
 class Aside:
     """Runs (checks/runs.py) of a Parallelized. losses: that `take` calls; their state is kept, too."""
 
-    def __init__(self, parts: Parallelized, *losses: Any) -> None:
-        self.parts, self.losses, self.shared = parts, losses, None
+    def __init__(self, parts: Parallelized, *losses: Loss | Measure | None) -> None:
+        self.parts, self.losses = parts, losses
+        self.shared: SharedState | None = None
 
     def __call__(
         self,
-        inputs: Any,
-        take: Callable[[Any], Any],
+        inputs: Tree,
+        take: Callable[[Tree], object],
         number: int,
         failed: bool = False,
         in_eval: bool = False,
@@ -97,12 +115,15 @@ class Aside:
 class _Seen:
     """What is noted around the forwards of this rank's stages."""
 
-    def __init__(self, parts: Parallelized, take: Callable[[Any], Any], number: int, watch: bool) -> None:
+    def __init__(self, parts: Parallelized, take: Callable[[Tree], object], number: int, watch: bool) -> None:
         self.parts, self.take, self.number, self.watches = parts, take, number, watch
-        self.result, self.before, self.after, self.given = None, [], [], []
+        self.result: object = None
+        self.before: list[torch.Tensor] = []
+        self.after: list[torch.Tensor] = []
+        self.given: list[Tree] = []
         self.sends, self.work, self.loss_draws = False, 0, False
 
-    def around(self, forward: Callable[[], Any], is_last: bool) -> Any:
+    def around(self, forward: Callable[[], Tree], is_last: bool) -> Tree:
         device, watch = self.parts.device, _Watch() if self.watches else None
         with comm.count_traffic() as own, watch or contextlib.nullcontext():
             drawn.pass_over(self.number, device)
@@ -142,7 +163,13 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self.calls, self.work = 0, 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., T],
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> T:
         self.calls += getattr(func, "namespace", "") in _FOREIGN and "recv" not in str(func)  # as comm counts
         shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))
         self.work = hash((self.work, str(func), shapes))
@@ -165,7 +192,9 @@ def _passed_over(input: torch.Tensor) -> torch.Tensor:
 # Stages ------------------------------------------------------------------------------
 
 
-def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..., Any]) -> None:
+def _run_stages(
+    parts: Parallelized, microbatch: Microbatch, around: Callable[[Callable[[], Tree], bool], Tree]
+) -> None:
     """The forwards of this rank's stages. around: (forward, whether it gives the model's output) -> what it
     gives, called inside of the pass of each stage. Raises what the model raises. Collective where forwards
     are, and over pp.
@@ -180,7 +209,8 @@ def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..
         return
     likes = _likes(parts, microbatch)
     stages, pp = parts.stages, parts.mesh.group("pp")
-    handed, error = None, None
+    handed: Tensors | None = None
+    error: Exception | None = None
     for stage in stages.mine:
         if stage > 0 and stage - 1 not in stages.mine:
             handed = _receive(likes[stage], stages.placement[stage - 1], pp, parts.device)
@@ -201,8 +231,8 @@ def _run_stages(parts: Parallelized, microbatch: Microbatch, around: Callable[..
         raise error
 
 
-def _likes(parts: Parallelized, microbatch: Microbatch) -> dict[int, list]:
-    """{stage of this rank: [(shape, dtype, device)] of what it is handed}. Raises on all ranks alike."""
+def _likes(parts: Parallelized, microbatch: Microbatch) -> dict[int, list[Handed]]:
+    """{stage of this rank: what it is handed}. Raises on all ranks alike."""
     mine = [stage for stage in parts.stages.mine if stage > 0]
     try:
         for stage in mine:
@@ -225,19 +255,19 @@ def _some_stage(parts: Parallelized, flag: bool) -> bool:
     return bool(told)
 
 
-def _receive(likes: list, src: int, pp: comm.Group, device: torch.device) -> list[torch.Tensor] | None:
+def _receive(likes: Sequence[Handed], src: int, pp: comm.Group, device: torch.device) -> Tensors | None:
     """The tensors, or None where the stage before has none."""
     runs = torch.empty(1, device=device)
     comm.irecv(runs, src, pp, 0).wait()
     if not runs:
         return None
-    tensors = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in likes]
+    tensors = tuple(torch.empty(shape, dtype=dtype, device=device) for shape, dtype, device in likes)
     for work in [comm.irecv(tensor, src, pp, 1 + number) for number, tensor in enumerate(tensors)]:
         work.wait()
     return tensors
 
 
-def _send(tensors: Any, dst: int, pp: comm.Group, device: torch.device) -> None:
+def _send(tensors: Sequence[torch.Tensor] | None, dst: int, pp: comm.Group, device: torch.device) -> None:
     sent = [torch.full((1,), float(tensors is not None), device=device)]
     sent += [tensor.contiguous() for tensor in tensors or ()]
     for work in [comm.isend(tensor, dst, pp, number) for number, tensor in enumerate(sent)]:

@@ -19,32 +19,50 @@ small sum before each forward says whether the tokens so far are the same everyw
 left its loop: then all raise, and nobody waits.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar, cast
 
 import torch
 
 from pycomm import CommError
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.same_batch import differ, mark_of, powers
-from pycomm.parallel.parts import parts_of
+from pycomm.parallel.parts import Parallelized, parts_of
 from pycomm.parallel.run.passes import forward_pass
 from pycomm.parallel.run.predict import run_prediction
 from pycomm.parallel.zero.units import Phase
 
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+    from transformers.utils import ModelOutput
+
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.ground.comm import Group
+
 __all__ = ["generate_together"]
 
+P = ParamSpec("P")
+T = TypeVar("T")
 
-def generate_together(model):
+
+def generate_together(model: nn.Module) -> None:
     """Changes generate, where it is transformers', of the model and of the models in it."""
     for module in model.modules():
         if any(kind.__name__ == "GenerationMixin" for kind in type(module).__mro__):
-            module.generate = functools.partial(_generate, model, module, module.generate)
+            pretrained = cast("PreTrainedModel", module)
+            pretrained.generate = functools.partial(_generate, model, pretrained, pretrained.generate)
 
 
-def _generate(model, module, generate, *args, **kwargs):
+def _generate(
+    model: nn.Module, module: PreTrainedModel, generate: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+) -> T:
     """Arguments and result as the method's own."""
     parts = dataclasses.replace(parts_of(model), model=module)
     is_cut = parts.stage_model is not None
@@ -61,7 +79,7 @@ def _generate(model, module, generate, *args, **kwargs):
             return loop.run(lambda: generate(*args, **kwargs))
 
 
-def _check(parts, group, args, kwargs):
+def _check(parts: Parallelized, group: Group, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
     """Raises ValueError for what cannot be done under the plan."""
     module, plan = parts.model, parts.plan
     given = (
@@ -82,12 +100,12 @@ def _check(parts, group, args, kwargs):
         raise ValueError(f"generate(assistant_model=...) under Plan({plan}): it needs keys that are kept")
 
 
-def _has_encoder(module):
+def _has_encoder(module: PreTrainedModel) -> bool:
     return bool(getattr(module.config, "is_encoder_decoder", False))
 
 
 @contextlib.contextmanager
-def _random_numbers_of_first(group, device):
+def _random_numbers_of_first(group: Group, device: torch.device) -> Iterator[None]:
     """torch's random numbers are those of the group's first rank. A rank whose own were others has them again
     afterwards; else they go on as in one process.
     """
@@ -105,20 +123,27 @@ def _random_numbers_of_first(group, device):
             put(own)
 
 
+class _Taken(NamedTuple):
+    module: nn.Module
+    forward: Callable[..., Tree]  # its own
+    through: Callable[..., Tree]  # what is called instead
+
+
 class _Loop:
     """The loop of one generate()."""
 
-    def __init__(self, parts, group):
+    def __init__(self, parts: Parallelized, group: Group) -> None:
         self.parts, self.group = parts, group
         self.inside = False  # of a forward
-        self.encoded = {}  # what the encoder was called with; under pp
-        self.taken = [(parts.model, parts.model.forward, self._step)]  # modules whose forwards come here
-        if _has_encoder(parts.model) and (parts.stage_model is not None or parts.units is not None):
-            encoder = parts.model.get_encoder()
-            self.taken.append((encoder, encoder.forward, self._encode))
+        self.encoded: dict[str, torch.Tensor] = {}  # what the encoder was called with; under pp
+        model: PreTrainedModel = parts.model
+        self.taken = [_Taken(model, model.forward, self._step)]  # modules whose forwards come here
+        if _has_encoder(model) and (parts.stage_model is not None or parts.units is not None):
+            encoder = model.get_encoder()
+            self.taken.append(_Taken(encoder, encoder.forward, self._encode))
 
     @contextlib.contextmanager
-    def installed(self):
+    def installed(self) -> Iterator[None]:
         """Forwards are called through this loop."""
         before = [module.__dict__.get("forward") for module, _, _ in self.taken]
         for module, _, through in self.taken:
@@ -132,7 +157,7 @@ class _Loop:
                     module.__dict__["forward"] = own
 
     @contextlib.contextmanager
-    def _as_it_was(self):
+    def _as_it_was(self) -> Iterator[None]:
         ours = [module.__dict__["forward"] for module, _, _ in self.taken]
         for module, forward, _ in self.taken:
             module.__dict__["forward"] = forward
@@ -142,7 +167,7 @@ class _Loop:
             for (module, _, _), forward in zip(self.taken, ours, strict=True):
                 module.__dict__["forward"] = forward
 
-    def run(self, generate):
+    def run(self, generate: Callable[[], T]) -> T:
         """Tells the others when this rank has left its loop, by an error too."""
         try:
             out = generate()
@@ -153,7 +178,7 @@ class _Loop:
         self._agree((), left=True)
         return out
 
-    def _step(self, *args, **kwargs):
+    def _step(self, *args: Tree, **kwargs: Tree) -> Tree:
         self.inside = True  # and stays so where this raises: the others may be in it
         self._agree((args, *(kwargs.get(name) for name in _OF_TOKENS)))
         if self.parts.stage_model is not None:
@@ -163,7 +188,7 @@ class _Loop:
         self.inside = False
         return out
 
-    def _encode(self, *args, **kwargs):
+    def _encode(self, *args: Tree, **kwargs: Tree) -> Tree:
         self.inside = True
         self._agree((args, *(kwargs.get(name) for name in _OF_TOKENS)))
         if self.parts.stage_model is None:
@@ -173,15 +198,15 @@ class _Loop:
         self.inside = False
         return out
 
-    def _gathered(self, which, args, kwargs):
+    def _gathered(self, which: int, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
         """The forward of a module among `taken`, on this rank."""
-        forward = self.taken[which][1]
+        forward = self.taken[which].forward
         if self.parts.units is None:
             return forward(*args, **kwargs)
         with self._as_it_was(), forward_pass(self.parts, Phase.EVALUATE, -which, 0):
             return forward(*args, **kwargs)
 
-    def _numbered(self, args, kwargs):
+    def _numbered(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> ModelOutput:
         """In the place of the encoder's output: (rows, 1, 1), the number of each row."""
         inputs = {name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         name = getattr(self.parts.model, "main_input_name", "input_ids")
@@ -196,7 +221,7 @@ class _Loop:
         output = sys.modules["transformers.modeling_outputs"].BaseModelOutput
         return output(last_hidden_state=numbers[:, None, None])
 
-    def _predicted(self, args, kwargs):
+    def _predicted(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> ModelOutput:
         if args or kwargs.get("output_attentions") or kwargs.get("output_hidden_states"):
             raise ValueError(
                 f"generate() under Plan({self.parts.plan}) has the logits alone: no attentions, no hidden "
@@ -225,12 +250,12 @@ class _Loop:
             logits = run_prediction(self.parts, {**kept, "use_cache": False, "return_dict": True})
         return kind(logits=logits[:, :length])
 
-    def _agree(self, tokens, left=False):
+    def _agree(self, tokens: Tree, left: bool = False) -> None:
         """Raises ValueError, on every rank, where tokens differ or some ranks have left."""
         if self.group.size == 1:
             return
-        numbers = [*powers(mark_of(tokens)), float(left)]
-        numbers = torch.tensor(numbers, dtype=torch.float64, device=self.parts.device)
+        own = [*powers(mark_of(tokens)), float(left)]
+        numbers = torch.tensor(own, dtype=torch.float64, device=self.parts.device)
         comm.all_reduce(numbers, self.group)
         total, squares, gone = numbers.tolist()
         self.inside = self.inside or gone not in (0, self.group.size)
@@ -247,7 +272,7 @@ class _Loop:
             )
 
 
-def _longer(inputs, length, least):
+def _longer(inputs: dict[str, Tree], length: int, least: int) -> dict[str, Tree]:
     """Inputs of at least so many positions, so that every rank has two: of one query alone, transformers
     takes it that it sees all keys. What comes behind changes nothing that is before it in a decoder.
     """
@@ -264,11 +289,11 @@ def _longer(inputs, length, least):
     return found
 
 
-def _like(forward, through):
+def _like(forward: Callable[P, T], through: Callable[P, T]) -> Callable[P, T]:
     """`through` with the signature of `forward`, at which generate() looks."""
 
     @functools.wraps(forward)
-    def called(*args, **kwargs):
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
         return through(*args, **kwargs)
 
     return called

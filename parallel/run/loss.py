@@ -1,8 +1,10 @@
 """The loss of one microbatch, as its part of the mean over the whole batch."""
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -10,19 +12,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from pycomm.parallel.checks.measures import Unweighted
 from pycomm.parallel.checks.positions import check_whole
 from pycomm.parallel.data.gather_rows import take_gathered
-from pycomm.parallel.ground.batch import count_targets
-from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
+from pycomm.parallel.ground.batch import Microbatch, count_targets
+from pycomm.parallel.run.router_loss import Loss, RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
+
+if TYPE_CHECKING:
+    from torch.autograd.function import FunctionCtx
+
+    from pycomm.parallel.given import LossFunction, Tree
+    from pycomm.parallel.parts import Parallelized
+    from pycomm.parallel.tensor.apply import Head
 
 __all__ = ["microbatch_loss", "sharded_logits"]
 
 
 @contextlib.contextmanager
-def sharded_logits(head, loss_fn):
-    """Inside, a head that tensor parallelism has cut leaves its logits cut, for our cross_entropy only.
-
-    head: tensor.Head or None.
-    """
+def sharded_logits(head: Head | None, loss_fn: Loss | None) -> Iterator[None]:
+    """Inside, a head that tensor parallelism has cut leaves its logits cut, for our cross_entropy only."""
     if head is not None:
         head.sharded_output = plain_loss(loss_fn) is cross_entropy
     try:
@@ -32,7 +38,7 @@ def sharded_logits(head, loss_fn):
             head.sharded_output = False
 
 
-def microbatch_loss(parts, output, microbatch, loss_fn):
+def microbatch_loss(parts: Parallelized, output: Tree, microbatch: Microbatch, loss_fn: Loss) -> torch.Tensor:
     """The microbatch's part of the global mean, a 0-dim tensor that requires grad."""
     value = _of_targets(parts, output, microbatch, plain_loss(loss_fn))
     if isinstance(loss_fn, RouterLoss):
@@ -40,15 +46,18 @@ def microbatch_loss(parts, output, microbatch, loss_fn):
     return value
 
 
-def _of_targets(parts, output, microbatch, loss_fn):
+def _of_targets(
+    parts: Parallelized, output: Tree, microbatch: Microbatch, loss_fn: LossFunction
+) -> torch.Tensor:
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
     count = float(microbatch.count_of(targets))
     if count == 0 and parts.checks.gathers:
         return _zero_of_gathered(output, targets, loss_fn)
     if count == 0:
         return _zero_of(output, targets, loss_fn)
-    if parts.compute_dtype is not None:
-        output = tree_map(lambda leaf: _precise(leaf, parts.compute_dtype), output)
+    dtype = parts.compute_dtype
+    if dtype is not None:
+        output = tree_map(lambda leaf: _precise(leaf, dtype), output)
     if loss_fn is cross_entropy:
         logits = output if isinstance(output, torch.Tensor) else output.logits
         value = loss_fn(logits, targets, head=parts.tensor.head)
@@ -63,7 +72,7 @@ def _of_targets(parts, output, microbatch, loss_fn):
     return value * (count / microbatch.total)
 
 
-def _called(parts, loss_fn, output, targets):
+def _called(parts: Parallelized, loss_fn: LossFunction, output: Tree, targets: Tree) -> torch.Tensor:
     try:
         return loss_fn(output, targets)
     except (ValueError, RuntimeError, IndexError):
@@ -71,7 +80,7 @@ def _called(parts, loss_fn, output, targets):
         raise
 
 
-def _zero_of(output, targets, loss_fn):
+def _zero_of(output: Tree, targets: Tree, loss_fn: LossFunction) -> torch.Tensor:
     """A zero where no target counts. Its graph is that of the loss on other ranks: backward goes through the
     same modules, which may wait for each other there, and all gradients in it are zero.
     """
@@ -93,7 +102,7 @@ def _zero_of(output, targets, loss_fn):
     return sum(_without_values(leaf).sum() for leaf in leaves)  # what the loss uses is among them
 
 
-def _zero_of_gathered(output: Any, targets: Any, loss_fn: Callable[[Any, Any], torch.Tensor]) -> torch.Tensor:
+def _zero_of_gathered(output: Tree, targets: Tree, loss_fn: LossFunction) -> torch.Tensor:
     """The same for a loss that needs the rows of this rank on the others: they are given, and what comes back
     in backward are the gradients of the others alone.
     """
@@ -104,7 +113,7 @@ def _zero_of_gathered(output: Any, targets: Any, loss_fn: Callable[[Any, Any], t
     return sum(_without_values(each).sum() for each in given if each.is_floating_point())
 
 
-def _without_values(leaf):
+def _without_values(leaf: Tree) -> Tree:
     """Zeros, to which any gradient, NaN too, is zero."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return leaf
@@ -115,22 +124,22 @@ class _Zero(torch.autograd.Function):
     """value -> 0, whatever it is."""
 
     @staticmethod
-    def forward(ctx, value):
+    def forward(ctx: FunctionCtx, value: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(value)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
         return grad
 
 
-def _precise(leaf, compute_dtype):
+def _precise(leaf: Tree, compute_dtype: torch.dtype) -> Tree:
     """In fp32, where the model computes in less."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype != compute_dtype:
         return leaf
     return leaf.float()
 
 
-def _describe(value):
+def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     return type(value).__name__

@@ -19,14 +19,24 @@ config.output_router_logits, and that of the routers (router_loss.py). Shifting 
 is what makes it right where the sequence is cut, and where microbatches or ranks have unequal counts.
 """
 
+from __future__ import annotations
+
 import inspect
 import sys
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
-from pycomm.parallel.run.router_loss import RouterLoss
+from pycomm.parallel.run.router_loss import Loss, RouterLoss
 from pycomm.parallel.tensor import cross_entropy
+
+if TYPE_CHECKING:
+    from torch import nn
+    from transformers import PreTrainedModel
+
+    from pycomm.parallel.given import Batch, LossFunction
+    from pycomm.parallel.ground.plan import Plan
 
 __all__ = ["for_loss", "model_loss_of", "with_targets"]
 
@@ -39,16 +49,16 @@ _DECODERS_ALONE = {
 }
 
 
-def for_loss(model, batch, loss_fn, plan):
+def for_loss(model: nn.Module, batch: Batch, loss_fn: LossFunction | None, plan: Plan) -> tuple[Batch, Loss]:
     """(batch, loss function) of a step, as its caller gave them to it: the loss that is meant, and the batch
     with its targets.
     """
-    loss_fn, own = model_loss_of(model, loss_fn, plan)
+    loss, own = model_loss_of(model, loss_fn, plan)
     batch = dict(batch) if isinstance(batch, Mapping) else batch
-    return with_targets(model, batch) if own else batch, loss_fn
+    return with_targets(model, batch) if own else batch, loss
 
 
-def model_loss_of(model, loss_fn, plan):
+def model_loss_of(model: nn.Module, loss_fn: LossFunction | None, plan: Plan) -> tuple[Loss, bool]:
     """(loss function, whether the targets are those of the model's own loss). Raises ValueError for a model
     whose own loss is not among those above, or not to be had under the plan.
     """
@@ -69,7 +79,7 @@ def model_loss_of(model, loss_fn, plan):
     return _with_routers(model, plan), True
 
 
-def _with_routers(model, plan):
+def _with_routers(model: PreTrainedModel, plan: Plan) -> Loss:
     """cross_entropy, with the loss of the routers where the configuration asks for it."""
     configs = model.config, model.config.get_text_config()
     if not any(getattr(config, "output_router_logits", False) for config in configs):
@@ -89,7 +99,7 @@ def _with_routers(model, plan):
     return RouterLoss(model)
 
 
-def with_targets(model, batch):
+def with_targets(model: nn.Module, batch: Batch) -> Batch:
     """A batch whose targets are aligned with the model's output. Raises ValueError for labels that the loss
     cannot take.
     """
@@ -111,7 +121,7 @@ def with_targets(model, batch):
     return batch
 
 
-def _decoder_inputs(model, labels):
+def _decoder_inputs(model: PreTrainedModel, labels: torch.Tensor) -> torch.Tensor:
     """What the model gives its decoder where it is given labels alone: these, one later."""
     if hasattr(model, "prepare_decoder_input_ids_from_labels"):
         return model.prepare_decoder_input_ids_from_labels(labels=labels)
@@ -124,23 +134,24 @@ def _decoder_inputs(model, labels):
     return shift(labels, model.config.pad_token_id, model.config.decoder_start_token_id)
 
 
-def _inner(model):
+def _inner(model: nn.Module) -> nn.Module:
     """Without the wrapper of peft."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = getattr(model, "get_base_model", None)
+    return base() if base is not None else model
 
 
-def _is_pretrained(model):
+def _is_pretrained(model: nn.Module) -> bool:
     kinds = type(model).__mro__
     return any(
         kind.__name__ == "PreTrainedModel" and kind.__module__.startswith("transformers") for kind in kinds
     )
 
 
-def _is_encoder_decoder(model):
+def _is_encoder_decoder(model: PreTrainedModel) -> bool:
     return bool(getattr(model.config, "is_encoder_decoder", False)) and model.can_generate()
 
 
-def _is_aligned(model):
+def _is_aligned(model: PreTrainedModel) -> bool:
     name, config = type(model).__name__, model.config
     if name.removesuffix("ForCausalLM") in _DECODERS_ALONE and not _is_encoder_decoder(model):
         return True
@@ -152,18 +163,18 @@ def _is_aligned(model):
     return name.endswith(_ALIGNED)
 
 
-def _is_shifted(model):
+def _is_shifted(model: PreTrainedModel) -> bool:
     """Whether the class computes its loss as transformers' decoders do: by the function of that name."""
     name = type(model).__name__
     by_function = "loss_function" in _names_in_forward(model)
     return name.endswith(_SHIFTED) and by_function and not _is_encoder_decoder(model)
 
 
-def _own_class(model):
+def _own_class(model: PreTrainedModel) -> type[PreTrainedModel]:
     """The first class that is transformers' own."""
     return next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
 
 
-def _names_in_forward(model):
+def _names_in_forward(model: PreTrainedModel) -> set[str]:
     """What the forward of that class refers to."""
     return set(inspect.unwrap(_own_class(model).forward).__code__.co_names)

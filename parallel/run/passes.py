@@ -11,8 +11,11 @@ modes of torch functions                   attention over the whole sequence; we
 this model's random numbers                equal or different on the ranks of tp (ground/streams.py)
 """
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_flatten
@@ -27,6 +30,12 @@ from pycomm.parallel.run.loss import microbatch_loss
 from pycomm.parallel.sequence.attention import UNASKING
 from pycomm.parallel.zero.units import Phase
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.pipeline.stage import StageModel
+    from pycomm.parallel.run.router_loss import Loss
+    from pycomm.parallel.run.updates import Updates
+
 __all__ = [
     "StagePasses",
     "agree",
@@ -39,10 +48,31 @@ __all__ = [
     "shape_of_input",
 ]
 
+Tensors = tuple[torch.Tensor, ...]
+Gradients = tuple[torch.Tensor | None, ...]  # None for what is not floating
+
 _backward = UNASKING[torch.autograd.backward]  # modes stay active in it, for what it recomputes
 
 
-def run_stage(parts, stage, microbatch, received=None):
+class Handed(NamedTuple):
+    """What a stage receives, of one tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+class _Saved(NamedTuple):
+    """Of a forward, for its backward."""
+
+    x: Tensors | None
+    y: Tensors | torch.Tensor  # of the last stage the loss
+    length: int | None  # of the sequence, where it is cut
+
+
+def run_stage(
+    parts: Parallelized, stage: int, microbatch: Microbatch, received: Tensors | None = None
+) -> Tree:
     """The model's forward for one stage: the tensors that leave it, or the model's output.
 
     received: the tensors of the stage before, None for the first.
@@ -70,7 +100,7 @@ def run_stage(parts, stage, microbatch, received=None):
     return out
 
 
-def handed_on(parts, tensors):
+def handed_on(parts: Parallelized, tensors: Tensors) -> Tensors:
     """What a stage leaves, as the next one expects it: in the dtype that it has without autocast, which does
     not act in the run for shapes. No bit is lost.
     """
@@ -84,7 +114,7 @@ def handed_on(parts, tensors):
 
 
 @contextlib.contextmanager
-def _without_cached_casts():
+def _without_cached_casts() -> Iterator[None]:
     before = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -94,7 +124,7 @@ def _without_cached_casts():
 
 
 @contextlib.contextmanager
-def unit_pass(parts, phase, stage):
+def unit_pass(parts: Parallelized, phase: Phase, stage: Hashable) -> Iterator[None]:
     """Around one pass of a stage: ZeRO-3 gathers the parameters that it uses."""
     if parts.units is None:
         yield
@@ -107,7 +137,7 @@ def unit_pass(parts, phase, stage):
 
 
 @contextlib.contextmanager
-def recomputing(parts, length, key):
+def recomputing(parts: Parallelized, length: int | None, key: Hashable) -> Iterator[None]:
     """Around a backward, for checkpoints of the model's own inside of its blocks: what they run again attends
     over the whole sequence and postpones weight gradients, as it did in the forward.
 
@@ -161,7 +191,7 @@ def gathering_in(
     return gathering(parts.mesh.data, refusal)
 
 
-def forget_passes(parts):
+def forget_passes(parts: Parallelized) -> None:
     """After a step that raised: forgets what its passes left for later ones. Gradients are cleared at the
     next step, those of earlier calls that waited for this one too.
     """
@@ -172,11 +202,11 @@ def forget_passes(parts):
         parts.deferred.forget()
 
 
-def shape_of_input(parts, stage, microbatch):
-    """[(shape, dtype, device)] of what `stage` receives. No communication, no memory, and no random number is
-    used up. Raises ValueError where it is not what the stage before was told.
+def shape_of_input(parts: Parallelized, stage: int, microbatch: Microbatch) -> list[Handed]:
+    """What `stage` receives. No communication, no memory, and no random number is used up. Raises ValueError
+    where it is not what the stage before was told.
     """
-    found, known = find_input(parts, stage, microbatch), parts.stage_model.agreement
+    found, known = find_input(parts, stage, microbatch), _stages_of(parts).agreement
     places = tuple(place for place, _, _ in found)
     if places != known.places(stage, _key(parts, microbatch)):
         raise ValueError(
@@ -184,7 +214,13 @@ def shape_of_input(parts, stage, microbatch):
             "earlier stages in other places than it was for such inputs before. The forward must do the same "
             "for equal shapes; or use a plan with pp=1"
         )
-    return [(shape, dtype, parts.device) for _, shape, dtype in found]
+    return [Handed(shape, dtype, parts.device) for _, shape, dtype in found]
+
+
+def _stages_of(parts: Parallelized) -> StageModel:
+    """Of a plan with a pipeline."""
+    assert parts.stage_model is not None
+    return parts.stage_model
 
 
 def find_input(
@@ -194,23 +230,23 @@ def find_input(
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
     reads = contextlib.nullcontext() if parts.reads is None else parts.reads.refused()
     with parts.streams.kept(), stand_ins, reads:
-        return parts.stage_model.shape_of_input(stage, lambda: microbatch.call(parts.model))
+        return _stages_of(parts).shape_of_input(stage, lambda: microbatch.call(parts.model))
 
 
-def agree(parts, microbatches):
+def agree(parts: Parallelized, microbatches: Sequence[Microbatch]) -> None:
     """Before the passes of a step or an evaluation: the stages tell what they are to be handed."""
     if parts.plan.pp == 1:
         return
 
-    def find(stage, microbatch):
+    def find(stage: int, microbatch: Microbatch) -> list[int]:
         return [place for place, _, _ in find_input(parts, stage, microbatch)]
 
     inputs = {_key(parts, microbatch): microbatch for microbatch in reversed(microbatches)}
     inputs = dict(reversed(inputs.items()))
-    parts.stage_model.agreement.tell(inputs, find, parts.mesh.group("pp"), parts.device)
+    _stages_of(parts).agreement.tell(inputs, find, parts.mesh.group("pp"), parts.device)
 
 
-def _key(parts, microbatch):
+def _key(parts: Parallelized, microbatch: Microbatch) -> Hashable:
     """Of inputs for which the forward does the same, alike on the ranks of a pipeline."""
     leaves, tree = tree_flatten(microbatch.inputs)
     plain = tuple(leaf if isinstance(leaf, (bool, int, float, str)) else None for leaf in leaves)
@@ -220,17 +256,19 @@ def _key(parts, microbatch):
 class StagePasses:
     """The passes of one training step, as pipeline/executor.py asks for them (StageOps).
 
-    parts: Parallelized. microbatches: those of this rank. updates: when the optimizer steps, see updates.py.
+    microbatches: those of this rank. updates: when the optimizer steps, see updates.py.
     """
 
-    def __init__(self, parts, microbatches, loss_fn, updates):
+    def __init__(
+        self, parts: Parallelized, microbatches: Sequence[Microbatch], loss_fn: Loss, updates: Updates
+    ) -> None:
         self.parts, self.microbatches, self.loss_fn, self.updates = parts, microbatches, loss_fn, updates
         self.last = parts.stages.last  # the stage that computes the loss
-        self.saved = {}  # (stage, microbatch) -> (x, y or loss, length), from forward to backward
-        self.losses = []  # of the microbatches, detached; on the ranks of the last stage
-        self.shapes = {}  # (stage, shapes of the inputs) -> [(shape, dtype, device)] of x
+        self.saved: dict[tuple[int, int], _Saved] = {}  # (stage, microbatch), from forward to backward
+        self.losses: list[torch.Tensor] = []  # of the microbatches, detached; on the ranks of the last stage
+        self.shapes: dict[Hashable, list[Handed]] = {}  # (stage, shapes of the inputs) -> of x
 
-    def forward(self, stage, microbatch, x):
+    def forward(self, stage: int, microbatch: int, x: Tensors | None) -> Tensors | None:
         parts, piece = self.parts, self.microbatches[microbatch]
         for tensor in x or ():
             tensor.requires_grad_(tensor.is_floating_point())
@@ -246,16 +284,17 @@ class StagePasses:
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight
             else:
                 y = handed_on(parts, y)
-        self.saved[stage, microbatch] = x, y, parts.split.length if parts.split is not None else None
+        length = parts.split.length if parts.split is not None else None
+        self.saved[stage, microbatch] = _Saved(x, y, length)
         return None if stage == self.last else tuple(tensor.detach() for tensor in y)
 
-    def backward(self, stage, microbatch, dy):
+    def backward(self, stage: int, microbatch: int, dy: Gradients | None) -> Gradients | None:
         parts, reducer = self.parts, self.parts.reducers[stage]
         x, y, length = self.saved.pop((stage, microbatch))
         if reducer.eager:
             reducer.begin_microbatch(self.updates.sums_after(microbatch))
-        ends = [(y, None)] if stage == self.last else zip(y, dy, strict=True)
-        ends = [(tensor, gradient) for tensor, gradient in ends if tensor.requires_grad]
+        pairs = [(y, None)] if isinstance(y, torch.Tensor) else zip(y, dy or (), strict=True)
+        ends = [(tensor, gradient) for tensor, gradient in pairs if tensor.requires_grad]
         if ends:  # not where all up to here is frozen
             with (
                 trace.span("backward", stage, microbatch),
@@ -270,16 +309,16 @@ class StagePasses:
             )
         return None if x is None else tuple(map(_gradient_of, x))
 
-    def weight(self, stage, microbatch):
+    def weight(self, stage: int, microbatch: int) -> None:
         if self.parts.deferred is not None:
             with trace.span("weight", stage, microbatch):
                 self.parts.deferred.flush((stage, microbatch))
         self.parts.reducers[stage].finish_microbatch(self.updates.sums_after(microbatch))
 
-    def update(self, stage, microbatch):
+    def update(self, stage: int, microbatch: int) -> None:
         self.updates.update(stage, microbatch)
 
-    def input_like(self, stage, microbatch):
+    def input_like(self, stage: int, microbatch: int) -> list[Handed]:
         piece = self.microbatches[microbatch]
         key = stage, piece.shapes()
         if key not in self.shapes:
@@ -287,7 +326,7 @@ class StagePasses:
         return self.shapes[key]
 
 
-def _gradient_of(x):
+def _gradient_of(x: torch.Tensor) -> torch.Tensor | None:
     """None for what has none."""
     if not x.is_floating_point():
         return None

@@ -11,9 +11,11 @@ which each has put its part, over bytes, so that bits come through. Cost: the wh
 rank, 2(n-1)/n of its bytes sent.
 """
 
+from __future__ import annotations
+
 import itertools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -22,7 +24,7 @@ from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.batch import check_microbatches, split_batch
+from pycomm.parallel.ground.batch import Microbatch, check_microbatches, split_batch
 from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.ground.same_batch import mark_of
 from pycomm.parallel.run.evaluate import each_stage
@@ -32,6 +34,10 @@ from pycomm.parallel.run.prepare import place
 from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.sequence.split import positions
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["run_prediction"]
 
 _KEPT = (type(None), bool, int, float, str)  # what an output may hold beside tensors
@@ -40,8 +46,15 @@ _KEPT = (type(None), bool, int, float, str)  # what an output may hold beside te
 class _Slot:
     """The place of a tensor, the how-manieth."""
 
-    def __init__(self, number):
+    def __init__(self, number: int) -> None:
         self.number = number
+
+
+class _Kind(NamedTuple):
+    """Of a tensor."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]  # of the whole
 
 
 class _Part(NamedTuple):
@@ -49,15 +62,21 @@ class _Part(NamedTuple):
 
     mark: int  # of the inputs
     problem: str | None = None
-    tree: Any = None  # the output, with _Slots in the place of tensors
-    kinds: list[tuple] | None = None  # (dtype, shape of the whole) of the tensors
+    tree: Tree = None  # the output, with _Slots in the place of tensors
+    kinds: list[_Kind] | None = None  # of the tensors
     of: tuple[int, ...] | None = None  # which part of the whole it is: all coordinates but that of tp
     found: int = 0  # mark of the values, where there are several tensors
 
 
+class _Pieces(NamedTuple):
+    wanted: int  # rows
+    rows: int  # the same with those that are repeated
+    pieces: list[Microbatch]  # of this rank; the targets are the numbers of their rows
+
+
 @torch.no_grad()
-def run_prediction(parts, inputs, microbatches=1):
-    """parts: Parallelized. Returns the output's tree on every rank. Raises ValueError on all of them."""
+def run_prediction(parts: Parallelized, inputs: Tree, microbatches: int = 1) -> Tree:
+    """Returns the output's tree on every rank. Raises ValueError on all of them."""
     check_microbatches(microbatches)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     if isinstance(inputs, dict):
@@ -85,10 +104,7 @@ def run_prediction(parts, inputs, microbatches=1):
     return tree_map(lambda leaf: views[leaf.number][:wanted] if isinstance(leaf, _Slot) else leaf, part.tree)
 
 
-def _pieces(parts, inputs, microbatches):
-    """(rows, the same with those that are repeated, the Microbatches of this rank). The targets of these are
-    the numbers of their rows.
-    """
+def _pieces(parts: Parallelized, inputs: Tree, microbatches: int) -> _Pieces:
     first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
     wanted = rows = first.shape[0] if first is not None and first.dim() else 0
     missing = microbatches * parts.mesh.rows[0] - rows
@@ -96,27 +112,28 @@ def _pieces(parts, inputs, microbatches):
         inputs = tree_map(lambda leaf: _repeat_last(leaf, missing), inputs)
         rows += missing
     batch = inputs, torch.arange(rows, device=parts.device)
-    return wanted, rows, split_batch(batch, microbatches, *parts.mesh.rows)
+    return _Pieces(wanted, rows, split_batch(batch, microbatches, *parts.mesh.rows))
 
 
-def _repeat_last(leaf, times):
+def _repeat_last(leaf: Tree, times: int) -> Tree:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return leaf
     return torch.cat([leaf, leaf[-1:].expand(times, *leaf.shape[1:])])
 
 
-def _result_of(output):
+def _result_of(output: Tree) -> Tree:
     """Of an object with logits, these."""
     logits = getattr(output, "logits", None)
     return logits if isinstance(logits, torch.Tensor) else output
 
 
-def _tensors(output):
+def _tensors(output: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _told(parts, pieces, outputs, rows, mark):
-    """The _Part of this rank."""
+def _told(
+    parts: Parallelized, pieces: Sequence[Microbatch], outputs: Sequence[Tree], rows: int, mark: int
+) -> _Part:
     if not outputs:
         return _Part(mark)
     strange = [leaf for leaf in tree_leaves(outputs[0]) if not isinstance(leaf, (torch.Tensor, *_KEPT))]
@@ -128,7 +145,8 @@ def _told(parts, pieces, outputs, rows, mark):
     except ValueError as error:
         return _Part(mark, str(error))
     if not kinds[0] or any(each != kinds[0] for each in kinds):
-        return _Part(mark, f"the model returns no tensors, or other shapes for some microbatches: {kinds}")
+        shown = [[tuple(kind) for kind in each] for each in kinds]
+        return _Part(mark, f"the model returns no tensors, or other shapes for some microbatches: {shown}")
     mesh = parts.mesh
     of = tuple(mesh.coordinate(axis) for axis in AXES if axis != "tp")
     found = mark_of([_tensors(each) for each in outputs]) if len(kinds[0]) > 1 else 0
@@ -137,8 +155,8 @@ def _told(parts, pieces, outputs, rows, mark):
     return _Part(mark, None, tree, kinds[0], of, found)
 
 
-def _kinds(parts, piece, output, rows):
-    """[(dtype, shape of the whole)] of an output's tensors."""
+def _kinds(parts: Parallelized, piece: Microbatch, output: Tree, rows: int) -> list[_Kind]:
+    """Of an output's tensors."""
     found, split = [], parts.split
     here = len(piece.targets)
     for tensor in _tensors(output):
@@ -156,11 +174,11 @@ def _kinds(parts, piece, output, rows):
                     "those of all ranks can be joined"
                 )
             shape[1] = split.length
-        found.append((tensor.dtype, (rows, *shape[1:])))
+        found.append(_Kind(tensor.dtype, (rows, *shape[1:])))
     return found
 
 
-def _check(parts, told):
+def _check(parts: Parallelized, told: Sequence[_Part]) -> None:
     """Raises ValueError, on every rank, for what some rank has told."""
     who = f"[rank {parts.mesh.world.rank}] predict:"
     for rank, part in enumerate(told):
@@ -169,7 +187,7 @@ def _check(parts, told):
     for rank, part in enumerate(told):
         if part.problem is not None:
             raise ValueError(f"{who} on rank {rank} {part.problem}")
-    first = {}
+    first: dict[tuple[int, ...], int] = {}
     for rank, part in enumerate(told):
         if part.of is None:
             continue
@@ -181,7 +199,9 @@ def _check(parts, told):
             )
 
 
-def _put(parts, piece, tensors, views):
+def _put(
+    parts: Parallelized, piece: Microbatch, tensors: Sequence[torch.Tensor], views: Mapping[int, torch.Tensor]
+) -> None:
     start, split = int(piece.targets[0]), parts.split
     for tensor, whole in zip(tensors, views.values(), strict=True):
         place = whole[start : start + len(piece.targets)]

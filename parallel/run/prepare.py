@@ -6,9 +6,10 @@
 Weights of losses: see [Note: global mean] in ground/batch.py.
 """
 
+from __future__ import annotations
+
 import dataclasses
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch.utils._pytree import tree_map
@@ -17,6 +18,11 @@ from pycomm.parallel.checks.cut import COUNTERS, TOLD, BatchCheck
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.batch import Microbatch, check_microbatches, inputs_and_targets, split_batch
 from pycomm.parallel.parts import Parallelized
+
+if TYPE_CHECKING:
+    from pycomm.parallel.checks.choice import Count
+    from pycomm.parallel.given import Batch, Tree
+    from pycomm.parallel.run.router_loss import Loss
 
 __all__ = ["Counted", "Options", "place", "prepare"]
 
@@ -27,15 +33,15 @@ class Options:
     be.
     """
 
-    loss_fn: Callable  # (output, targets) -> mean over the targets that count
+    loss_fn: Loss  # mean over the targets that count
     microbatches: int = 1
     clip: float | None = None  # largest norm of the gradient; None: it is not computed
-    count: Callable | None = None  # targets -> how many count; None: count_targets
+    count: Count | None = None  # None: count_targets
     sharded: bool = False  # the batch is that of this data rank, not the whole one
     update: bool = True  # False: the gradients wait for those of the next call
     scaler: torch.amp.GradScaler | None = None  # of the loss
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.clip is not None and not self.clip >= 0:
             raise ValueError(f"step(clip={self.clip!r}): the largest norm, 0 or more; None for no clipping")
         check_microbatches(self.microbatches)
@@ -44,10 +50,10 @@ class Options:
 class Counted(NamedTuple):
     """A batch, before it is known what the mean of its losses runs over."""
 
-    batch: tuple[Any, Any]  # (inputs, targets) on the device: the whole, or this rank's rows
+    batch: tuple[Tree, Tree]  # (inputs, targets) on the device: the whole, or this rank's rows
     pieces: list[Microbatch]  # of this rank
     totals: list[list[float]]  # of each counter: how many targets of each whole microbatch count
-    counters: tuple[Callable, ...]
+    counters: tuple[Count, ...]
     separate: bool
 
     @property
@@ -55,7 +61,7 @@ class Counted(NamedTuple):
         """Of this rank's microbatches, weighted by the first counter."""
         return self.by(self.counters[0])[0][0]
 
-    def by(self, counter: Callable) -> tuple[list[Microbatch], float]:
+    def by(self, counter: Count) -> tuple[list[Microbatch], float]:
         """(the Microbatches, how many targets of the whole batch count)."""
         totals = self.totals[self.counters.index(counter)]
         targets, share = sum(totals), 1.0 if self.separate else 1.0 / len(totals)
@@ -67,7 +73,7 @@ class Counted(NamedTuple):
 
 
 def prepare(
-    parts: Parallelized, batch: Any, options: Options, check: BatchCheck, separate: bool = False
+    parts: Parallelized, batch: Batch, options: Options, check: BatchCheck, separate: bool = False
 ) -> Counted:
     """check: is told of the rows, and has the counters. separate: each microbatch is a batch of its own
     (PipeDream), whose loss is a mean over its own targets. Collective where the step is sharded.
@@ -93,7 +99,11 @@ def prepare(
 
 
 def _summed(
-    parts: Parallelized, told: list[float], totals: list[list[float]], microbatches: int, problem: Any
+    parts: Parallelized,
+    told: list[float],
+    totals: list[list[float]],
+    microbatches: int,
+    problem: ValueError | None,
 ) -> tuple[list[float], list[list[float]]]:
     """(told, totals) of all data ranks. These have different batches, so one may fail alone: `problem`, an
     error or None, travels with the numbers.
@@ -119,11 +129,11 @@ def _summed(
     return sums[most:][: len(told)], counts
 
 
-def place(parts, batch):
+def place(parts: Parallelized, batch: Batch) -> tuple[Tree, Tree]:
     """(inputs, targets) on the device; floating inputs in the dtype in which the model computes."""
     inputs, targets = inputs_and_targets(batch)
 
-    def move(leaf, dtype=None):
+    def move(leaf: Tree, dtype: torch.dtype | None = None) -> Tree:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return leaf.to(parts.device, dtype if leaf.is_floating_point() else None, non_blocking=True)

@@ -10,8 +10,10 @@ Both before the passes: these change buffers, and what the plan cannot do is ref
 In a prediction there is no loss, so the first step or evaluation asks for positions again.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -26,7 +28,11 @@ from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.run.aside import Aside
 from pycomm.parallel.run.loss import microbatch_loss, sharded_logits
 from pycomm.parallel.run.prepare import Options
-from pycomm.parallel.run.router_loss import plain_loss
+from pycomm.parallel.run.router_loss import Loss, plain_loss
+
+if TYPE_CHECKING:
+    from pycomm.parallel.checks.choice import Count
+    from pycomm.parallel.given import LossFunction, Tree
 
 __all__ = ["Questions"]
 
@@ -45,16 +51,17 @@ class Questions:
     def __init__(
         self, parts: Parallelized, cuts: Cuts, options: Options | None, metrics: Mapping[str, Measure] | None
     ) -> None:
-        self.parts, self.loss_fn = parts, options and options.loss_fn
-        self.measures = {"loss_fn": self.loss_fn} if options else {}
+        self.parts, self.loss_fn = parts, options.loss_fn if options else None
+        self.measures: dict[str, Loss] = {"loss_fn": options.loss_fn} if options else {}
         self.measures |= {f"the metric {name!r}": _as_tensor(each) for name, each in (metrics or {}).items()}
         # A head that tp has cut leaves its logits cut for a loss that takes them, if nobody else wants them.
         self.takes_cut = None if metrics else self.loss_fn
         plain = {name: plain_loss(measure) for name, measure in self.measures.items()}
         aside = Aside(parts, self.loss_fn, *(metrics or {}).values())
-        self.rows = BatchCheck(parts, aside, plain if options else None, options and options.count, cuts)
+        count = options.count if options else None
+        self.rows = BatchCheck(parts, aside, plain if options else None, count, cuts)
 
-    def ask(self, inputs: Any, targets: Any, microbatch: Microbatch) -> None:
+    def ask(self, inputs: Tree, targets: Tree, microbatch: Microbatch) -> None:
         """inputs, targets: the whole batch, or this rank's rows. microbatch: the first of this rank.
         Collective over all ranks. Raises ValueError on all of them where the batch must not be cut.
         """
@@ -62,27 +69,30 @@ class Questions:
         with sharded_logits(self.parts.tensor.head, self.takes_cut):
             self.rows.ask(inputs, targets)
 
-    def counter_of(self, name: str) -> Callable[[Any], Any]:
+    def counter_of(self, name: str) -> Count:
         return self.rows.counter_of(name)
 
     def _ask_positions(self, microbatch: Microbatch) -> None:
-        parts, is_loss = self.parts, self.loss_fn is not None
-        name = NAME if is_loss else f"{NAME} in predict"
+        parts, loss_fn = self.parts, plain_loss(self.loss_fn)
+        name = NAME if loss_fn is not None else f"{NAME} in predict"
         if parts.split is None or not parts.checks.asks or {NAME, name} & parts.checks.of.keys():
             return
         if NAME in parts.plan.trust:
             parts.checks.note(NAME, State.TRUSTED, "Plan(trust=...)")
             return
 
-        def loss(output: Any, batch: Microbatch) -> torch.Tensor:
-            return microbatch_loss(parts, output, batch, plain_loss(self.loss_fn))
-
-        answer = try_positions(parts, microbatch, self.rows.run, loss if is_loss else None)
+        loss = None if loss_fn is None else _part_of(parts, loss_fn)
+        answer = try_positions(parts, microbatch, self.rows.run, loss)
         if answer.state is State.BROKEN:
             raise_together(parts, answer.why)
         parts.checks.note(name, answer.state, answer.why, parts.mesh.world.rank, _ADVICE)
 
 
-def _as_tensor(measure: Measure) -> Measure:
+def _part_of(parts: Parallelized, loss_fn: LossFunction) -> Callable[[Tree, Microbatch], torch.Tensor]:
+    """(output, microbatch) -> its part of the mean."""
+    return lambda output, microbatch: microbatch_loss(parts, output, microbatch, loss_fn)
+
+
+def _as_tensor(measure: Measure) -> LossFunction:
     """A metric may give a number too."""
     return lambda output, targets: torch.as_tensor(measure(output, targets), dtype=torch.float64)

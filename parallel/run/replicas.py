@@ -15,7 +15,8 @@ differ they are exchanged, to name the first parameter and the ranks. What is no
 value projections that two ranks of tp hold, buffers, and the optimizer's state.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -30,6 +31,15 @@ __all__ = ["compare_replicas"]
 
 CHUNK = 1 << 22  # elements of which a mark is made at a time: it takes 24 bytes for each
 Marks = dict[ParamInfo, int]
+
+
+class _Told(NamedTuple):
+    """What a rank tells of a parameter."""
+
+    number: int
+    name: str
+    part: tuple[int | None, object]  # dim and ranges of its layout
+    mark: int
 
 
 def compare_replicas(parts: Parallelized) -> None:
@@ -47,8 +57,8 @@ def compare_replicas(parts: Parallelized) -> None:
     numbers = numbers.to(parts.device)
     comm.all_reduce(numbers, parts.mesh.world)
     found, *ties = numbers.tolist()
-    ties = zip(ties[0::3], ties[1::3], ties[2::3], strict=True)
-    if found or any(differ(total, squares, count) for count, total, squares in ties):
+    of_ties = zip(ties[0::3], ties[1::3], ties[2::3], strict=True)
+    if found or any(differ(total, squares, int(count)) for count, total, squares in of_ties):
         _refuse(parts, marks)
 
 
@@ -109,7 +119,8 @@ def _numbers_of_ties(parts: Parallelized, marks: Marks, tied: list[str]) -> torc
 
 def _refuse(parts: Parallelized, marks: Marks) -> None:
     own = [
-        (info.number, info.name, (info.layout.dim, info.layout.ranges), marks[info]) for info in parts.infos
+        _Told(info.number, info.name, (info.layout.dim, info.layout.ranges), marks[info])
+        for info in parts.infos
     ]
     name, ranks = next(_differing(exchange(parts, own)), ("one of the parameters", {}))
     sides = " and another on ".join(_show(some) for some in ranks.values())
@@ -121,17 +132,17 @@ def _refuse(parts: Parallelized, marks: Marks) -> None:
     )
 
 
-def _differing(told: list[list]) -> Iterator[tuple[str, dict[int, list[int]]]]:
+def _differing(told: Sequence[Sequence[_Told]]) -> Iterator[tuple[str, dict[int, list[int]]]]:
     """(name, {mark: ranks}) of the parameters that differ, in the order of the model."""
-    found: dict[tuple, dict[int, list[int]]] = {}
+    found: dict[tuple[int, str, str], dict[int, list[int]]] = {}
     for rank, own in enumerate(told):
         for number, name, part, mark in own:
             ranks = found.setdefault((number, name, repr(part)), {}).setdefault(mark, [])
             if rank not in ranks:
                 ranks.append(rank)
-    for (_, name, _), ranks in sorted(found.items(), key=lambda item: item[0]):
-        if len(ranks) > 1:
-            yield name, ranks
+    for (_, name, _), by_mark in sorted(found.items(), key=lambda item: item[0]):
+        if len(by_mark) > 1:
+            yield name, by_mark
 
 
 def _show(ranks: list[int]) -> str:

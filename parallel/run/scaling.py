@@ -10,17 +10,24 @@ The scaler learns of it by its public methods alone: it is shown an optimizer ov
 is what was found on all ranks. So every rank's scaler goes the same way, as in one process.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 import torch
+
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.plan import Plan
 
 __all__ = ["Scaling"]
 
 
 class Scaling:
-    """scaler: torch.amp.GradScaler, or None for no scaling. Raises ValueError for anything else, and for what
-    scaled gradients cannot go through.
+    """scaler: None for no scaling. Raises ValueError for anything else, and for what scaled gradients cannot
+    go through.
     """
 
-    def __init__(self, scaler, plan, device):
+    def __init__(self, scaler: torch.amp.GradScaler | None, plan: Plan, device: torch.device) -> None:
         if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
             raise ValueError(f"step(scaler=...) takes a torch.amp.GradScaler, not a {type(scaler).__name__}")
         self.scaler = scaler if scaler is not None and scaler.is_enabled() else None
@@ -32,19 +39,20 @@ class Scaling:
             )
 
     @property
-    def is_on(self):
+    def is_on(self) -> bool:
         return self.scaler is not None
 
     @property
-    def scale(self):
-        return self.scaler.get_scale() if self.is_on else 1.0
+    def scale(self) -> float:
+        return self.scaler.get_scale() if self.scaler is not None else 1.0
 
-    def end(self, found):
-        """found: whether some rank had a gradient that is not finite."""
+    def end(self, found: bool) -> None:
+        """found: whether some rank had a gradient that is not finite. Where it is on only."""
+        assert self.scaler is not None
         number = torch.nn.Parameter(torch.zeros(1, device=self.device))
-        number.grad = torch.full_like(number, torch.inf if found else 0.0)
+        number.grad = gradient = torch.full_like(number, torch.inf if found else 0.0)
         stand_in = torch.optim.SGD([number], lr=0.0)
-        self.scaler.scale(number.grad)  # the first call makes its state
+        self.scaler.scale(gradient)  # the first call makes its state
         self.scaler.unscale_(stand_in)
         self.scaler.step(stand_in)
         self.scaler.update()

@@ -13,9 +13,13 @@
 Every loss is counted by one rank of those that hold the same one.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from pycomm import MismatchError, trace
 from pycomm.parallel.checks.exchange import Cuts
-from pycomm.parallel.ground.plan import ScheduleName
+from pycomm.parallel.ground.plan import Plan, ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import make_schedule
@@ -23,25 +27,29 @@ from pycomm.parallel.pipeline.executor import run as run_schedule
 from pycomm.parallel.pipeline.updates import PipeDreamUpdates
 from pycomm.parallel.run.loss import sharded_logits
 from pycomm.parallel.run.passes import StagePasses, agree, forget_passes, gathering_in
-from pycomm.parallel.run.prepare import prepare
+from pycomm.parallel.run.prepare import Options, prepare
 from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.run.replicas import compare_replicas
-from pycomm.parallel.run.updates import OneUpdate
+from pycomm.parallel.run.updates import OneUpdate, Updates
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Batch
+    from pycomm.parallel.ground.losses import Result
 
 __all__ = ["run_step"]
 
 
-def run_step(parts, batch, options, make_passes=StagePasses):
-    """parts: Parallelized. make_passes: StagePasses, or a kind of them. Returns a Result. After a step that
-    raised on all ranks the model is as before.
-    """
+def run_step(
+    parts: Parallelized, batch: Batch, options: Options, make_passes: type[StagePasses] = StagePasses
+) -> Result:
+    """After a step that raised on all ranks the model is as before."""
     with trace.span("step"):
         return _run(parts, batch, options, make_passes)
 
 
-def _run(parts, batch, options, make_passes):
+def _run(parts: Parallelized, batch: Batch, options: Options, make_passes: type[StagePasses]) -> Result:
     updates = _updates_of(parts, options)
     try:
         if _compares_now(parts):
@@ -83,7 +91,7 @@ def _compares_now(parts: Parallelized) -> bool:
     return every is not None and (parts.last_step.updates + 1) % every == 0 and parts.window.is_empty
 
 
-def _unlike(plan):
+def _unlike(plan: Plan) -> str | None:
     """What ranks that do not call the same collectives have done, or None where it is not known."""
     if plan.megatron_sp or kind_of(plan).by_unit:
         why = "works on its positions" if plan.megatron_sp else "gathers parameters"
@@ -96,17 +104,17 @@ def _unlike(plan):
     return None
 
 
-def _updates_of(parts, options):
+def _updates_of(parts: Parallelized, options: Options) -> Updates:
     if parts.plan.schedule != ScheduleName.PIPEDREAM:
         return OneUpdate(parts, options)
 
-    def take_step(stage):
+    def take_step(stage: int) -> None:
         step_optimizer(parts.opt, parts.shards[stage])
 
     return PipeDreamUpdates(parts.reducers, take_step, parts.mesh, parts.device, options)
 
 
-def _run_passes(parts, passes, microbatches):
+def _run_passes(parts: Parallelized, passes: StagePasses, microbatches: int) -> None:
     plan, pp = parts.plan, parts.mesh.group("pp")
     if plan.pp > 1:
         schedule = make_schedule(plan.schedule, plan.pp, microbatches, plan.chunks_per_rank)

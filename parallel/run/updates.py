@@ -16,21 +16,15 @@ waits for nobody, so a pipeline's ranks take their steps while others still work
 of hyperparameters then travels during the passes. So it does in every pipeline: its ends exchange gradients
 of tied weights, where one that does not update would be waited for.
 
-What a step asks of updates, here and in pipeline/updates.py:
-
-    separate               each microbatch is a batch of its own
-    begin(same, targets)   before the first pass; same: SameBatch; targets: how many count
-    weight                 what the loss is multiplied by before its backward
-    saving, using          contexts around the forward and the backward of (stage, microbatch)
-    sums_after(microbatch) whether gradients are summed over the ranks after it
-    update(stage, microbatch)   after each backward
-    end(losses)            after the last pass: Result
-
 A call with update=False ends after its passes: it adds gradients and sends none but those that are summed
 after every microbatch (ZeRO 2 and 3).
 """
 
+from __future__ import annotations
+
 import contextlib
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -41,15 +35,60 @@ from pycomm.parallel.run.scaling import Scaling
 from pycomm.parallel.run.written_buffers import WrittenBuffers
 from pycomm.parallel.zero.optimizer import step_optimizer
 
+if TYPE_CHECKING:
+    from pycomm.parallel.data.bucket import Bucket
+    from pycomm.parallel.ground.same_batch import SameBatch
+    from pycomm.parallel.parts import Parallelized
+    from pycomm.parallel.run.prepare import Options
+
 __all__ = ["OneUpdate"]
 
 
+class Updates(Protocol):
+    """What a step asks of updates: of OneUpdate, and of PipeDreamUpdates in pipeline/updates.py."""
+
+    separate: bool  # each microbatch is a batch of its own
+    scale: float  # of the loss, by a GradScaler
+    weight: float  # what the loss is multiplied by before its backward, with the scale in it; from begin() on
+
+    def begin(self, same: SameBatch, targets: float) -> None:
+        """Before the first pass. targets: how many count."""
+
+    def saving(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """Around a forward."""
+
+    def using(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """Around a backward."""
+
+    def sums_after(self, microbatch: int) -> bool:
+        """Whether gradients are summed over the ranks after it."""
+
+    def update(self, stage: int, microbatch: int) -> None:
+        """After each backward."""
+
+    def end(self, losses: Sequence[torch.Tensor]) -> Result:
+        """After the last pass. losses: of this rank's microbatches."""
+
+
+class _Sums(NamedTuple):
+    """Over all ranks."""
+
+    squares: torch.Tensor  # of the gradient
+    bad: torch.Tensor  # gradients that are not finite
+    loss: torch.Tensor
+    used: list[float]  # by how many ranks, each parameter of the model
+
+
 class OneUpdate:
-    """parts: Parallelized. options: of the step."""
+    """options: of the step."""
 
     separate = False
+    # From begin() on.
+    same: SameBatch
+    buffers: WrittenBuffers | None  # None where it is alone
+    targets: float  # how many count
 
-    def __init__(self, parts, options):
+    def __init__(self, parts: Parallelized, options: Options) -> None:
         self.parts, self.options = parts, options
         self.scaling = Scaling(options.scaler, parts.plan, parts.device)
         self.scale = self.scaling.scale
@@ -57,28 +96,26 @@ class OneUpdate:
         # see [Note: alone]
         self.alone = options.clip is None and parts.mesh.data.size == 1 and not self.scaling.is_on
         self.checks_early = self.alone or parts.plan.pp > 1
-        # SameBatch, WrittenBuffers, and how many targets count; from begin() on
-        self.same, self.buffers, self.targets = None, None, 0
 
-    def begin(self, same, targets):
+    def begin(self, same: SameBatch, targets: float) -> None:
         self.same, self.targets = same, targets
         self.buffers = None if self.alone else WrittenBuffers(self.parts)
         self.weight = self.scale * self.parts.window.weight(targets, self.options.update, self.scale)
         if self.checks_early:
             same.start()
 
-    def saving(self, stage, microbatch):
+    def saving(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
     using = saving
 
-    def sums_after(self, microbatch):
+    def sums_after(self, microbatch: int) -> bool:
         return self.options.update and microbatch == self.options.microbatches - 1
 
-    def update(self, stage, microbatch):
+    def update(self, stage: int, microbatch: int) -> None:
         """Nothing: the update comes in end()."""
 
-    def end(self, losses):
+    def end(self, losses: Sequence[torch.Tensor]) -> Result:
         for _, reducer in sorted(self.parts.reducers.items()):
             reducer.wait()
         if self.checks_early:
@@ -93,7 +130,7 @@ class OneUpdate:
         window.discard()
         return result
 
-    def _end_waiting(self, losses):
+    def _end_waiting(self, losses: Sequence[torch.Tensor]) -> Result:
         """No update: the gradients stay where they are."""
         if self.alone:
             return Result(sum_losses(losses, self.parts.mesh, self.parts.device))
@@ -101,7 +138,7 @@ class OneUpdate:
         _, _, loss, _ = self._sum_numbers(nothing, nothing, losses)
         return Result(loss.clone())
 
-    def _end_together(self, losses):
+    def _end_together(self, losses: Sequence[torch.Tensor]) -> Result:
         squares = self._sum_over_buckets(lambda bucket: bucket.norm_squared(), self.options.clip is not None)
         bad = self._sum_over_buckets(lambda bucket: bucket.not_finite(), self.scaling.is_on)
         squares, bad, loss, used = self._sum_numbers(squares, bad, losses)
@@ -115,8 +152,8 @@ class OneUpdate:
             self.scaling.end(skipped)
         return Result(loss.clone(), norm)
 
-    def _sum_numbers(self, squares, bad, losses):
-        """The sums over all ranks: of these two, of the loss, [of the users of each parameter]."""
+    def _sum_numbers(self, squares: torch.Tensor, bad: torch.Tensor, losses: Sequence[torch.Tensor]) -> _Sums:
+        assert self.buffers is not None  # what is alone sums nothing
         head = torch.stack([squares, bad, own_loss(losses, self.parts.mesh, self.parts.device)])
         pieces = [head, self._used(), self.buffers.numbers(), self.same.numbers]
         numbers = torch.cat(pieces)
@@ -125,9 +162,10 @@ class OneUpdate:
         if not self.checks_early:
             self.same.check(same)
         self.buffers.check(buffers)
-        return *head, used.tolist()
+        squares, bad, loss = head
+        return _Sums(squares, bad, loss, used.tolist())
 
-    def _sum_over_buckets(self, number_of, wanted):
+    def _sum_over_buckets(self, number_of: Callable[[Bucket], torch.Tensor], wanted: bool) -> torch.Tensor:
         """Of all buckets of this rank, 0 where it is not wanted: a 0-dim float64 tensor."""
         total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
         for reducer in self.parts.reducers.values() if wanted else ():
@@ -136,33 +174,34 @@ class OneUpdate:
         return total
 
     @property
-    def _factor(self):
+    def _factor(self) -> float:
         """From the sums of gradients as they are to the gradient of the mean loss."""
         return self.parts.window.factor(self.targets) / self.scale
 
-    def _end_alone(self, losses):
+    def _end_alone(self, losses: Sequence[torch.Tensor]) -> Result:
         parts = self.parts
         kept = {info.name for info in parts.infos if info.tied}  # the other stage may have used it
         names = zip(parts.original.names, self._used().tolist(), strict=True)
         self._step_optimizer({name for name, used in names if not used} - kept)
         return Result(sum_losses(losses, parts.mesh, parts.device))
 
-    def _step_optimizer(self, unused, norm=None):
-        factor = None if norm is None else clip_factor(norm, self.options.clip)
+    def _step_optimizer(self, unused: set[str], norm: torch.Tensor | None = None) -> None:
+        clip = self.options.clip
+        factor = None if norm is None or clip is None else clip_factor(norm, clip)
         if self._factor != 1.0:
             one = torch.ones((), dtype=torch.float64, device=self.parts.device)
             factor = (one if factor is None else factor) * self._factor
         step_optimizer(self.parts.opt, self.parts.all_shards, factor, unused)
 
-    def _used(self):
+    def _used(self) -> torch.Tensor:
         """1 for each parameter of the model that got a gradient on this rank, in the order of the names."""
-        used = set().union(*(reducer.used for reducer in self.parts.reducers.values()))
+        used = set[int]().union(*(reducer.used for reducer in self.parts.reducers.values()))
         names = {info.name for info in self.parts.infos if id(info.param) in used}
         flags = [name in names for name in self.parts.original.names]
         return torch.tensor(flags, dtype=torch.float64, device=self.parts.device)
 
 
-def clip_factor(norm, clip):
+def clip_factor(norm: torch.Tensor, clip: float) -> torch.Tensor | None:
     """What gradients are multiplied by, 0-dim; None: by nothing."""
     factor = (clip / (norm + 1e-6)).clamp(max=1.0)
     if factor.device.type == "cpu" and factor.item() == 1.0:

@@ -10,7 +10,11 @@ BatchNorms, which are over all rows here, experts, and tables that have got anot
 Cost, for models with such buffers: two numbers for each rank of pp, and a pass over what was written.
 """
 
+from __future__ import annotations
+
 import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -18,12 +22,25 @@ from pycomm.parallel.ground.same_batch import differ, mark_of, powers
 from pycomm.parallel.models.norms import batch_norms
 from pycomm.parallel.pipeline.absent import Absent
 
+if TYPE_CHECKING:
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["WrittenBuffers"]
 
-_held = weakref.WeakKeyDictionary()  # Parallelized -> [(name, module)] that are looked at
+_Place = tuple[str, str]  # the name of a module, and of a buffer of its
+_Modules = list[tuple[str, torch.nn.Module]]
+_held: weakref.WeakKeyDictionary[Parallelized, _Modules] = weakref.WeakKeyDictionary()  # that are looked at
 
 
-def _modules_of(parts):
+class _State(NamedTuple):
+    """Of a buffer. Another one where it has been written or exchanged."""
+
+    id: int
+    version: int | None
+    shape: torch.Size
+
+
+def _modules_of(parts: Parallelized) -> _Modules:
     """All that are looked at, so that a later buffer of theirs is; none for a model without buffers."""
     norms = {id(module) for module in batch_norms(parts.model).values()}
     norms |= {id(module) for moe in parts.moes for module in moe.experts.modules()}
@@ -32,23 +49,23 @@ def _modules_of(parts):
 
 
 class WrittenBuffers:
-    """parts: Parallelized. Made before the first forward of a step."""
+    """Made before the first forward of a step."""
 
-    def __init__(self, parts):
+    def __init__(self, parts: Parallelized) -> None:
         self.mesh, self.device = parts.mesh, parts.device
         if parts not in _held:
             _held[parts] = _modules_of(parts)
         self.held = _held[parts]
         self.before = {place: _state(value) for place, value in self._buffers()}
 
-    def _buffers(self):
-        """((name of its module, key), tensor) of each that this rank has."""
+    def _buffers(self) -> Iterator[tuple[_Place, torch.Tensor]]:
+        """Each that this rank has."""
         for name, module in self.held:
             for key, value in module._buffers.items():
                 if value is not None and not value.is_meta and not isinstance(value, Absent):
                     yield (name, key), value
 
-    def numbers(self):
+    def numbers(self) -> torch.Tensor:
         """What is to be summed over all ranks: as many on each, none for a model without buffers."""
         if not self.held:
             return torch.zeros(0, dtype=torch.float64, device=self.device)
@@ -62,27 +79,27 @@ class WrittenBuffers:
         sums[self.mesh.coordinate("pp")] = torch.tensor(powers(mark), dtype=torch.float64)
         return sums.flatten().to(self.device)
 
-    def check(self, sums):
+    def check(self, sums: torch.Tensor) -> None:
         """Raises ValueError, on every rank, where ranks have written different values."""
         count = self.mesh.world.size // self.mesh.group("pp").size
         for total, squares in sums.view(sums.numel() // 2, 2).tolist():
             if differ(total, squares, count):
                 names = [repr(".".join(filter(None, place))) for place in self._written()]
-                names = ("one of " if len(names) > 1 else "") + ", ".join(names[:5])
+                shown = ("one of " if len(names) > 1 else "") + ", ".join(names[:5])
                 raise ValueError(
-                    f"[rank {self.mesh.world.rank}] step: the forward writes a buffer ({names}) from this "
+                    f"[rank {self.mesh.world.rank}] step: the forward writes a buffer ({shown}) from this "
                     "rank's rows, positions or heads, and the ranks differ in it: one process would have "
                     "another. Use a BatchNorm for averages over the batch, or a plan that does not cut what "
                     "it is over; no parameter was changed"
                 )
 
-    def _written(self):
+    def _written(self) -> list[_Place]:
         return [place for place, value in self._buffers() if self.before.get(place) != _state(value)]
 
 
-def _state(value):
-    return id(value), None if value.is_inference() else value._version, value.shape
+def _state(value: torch.Tensor) -> _State:
+    return _State(id(value), None if value.is_inference() else value._version, value.shape)
 
 
-def _is_other(before, now):
-    return before != now and before[2] == now[2]
+def _is_other(before: _State, now: _State) -> bool:
+    return before != now and before.shape == now.shape

@@ -11,8 +11,12 @@ With `sequence` see [Note: sequence] in whole_sequence.py. No communication here
 model, the rules and the rank alone. Sources: Shoeybi 2019, Korthikanti 2022.
 """
 
-from collections.abc import Mapping
+from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 from torch import nn
 
 from pycomm.parallel.ground import comm
@@ -21,13 +25,19 @@ from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer, swap
 from pycomm.parallel.tensor.find import find
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from pycomm.parallel.tensor.modules import is_linear, within
+from pycomm.parallel.tensor.modules import base_of, is_linear, within
 from pycomm.parallel.tensor.narrow import SublayerForward
-from pycomm.parallel.tensor.probe import probe
+from pycomm.parallel.tensor.probe import Verdict, probe
 from pycomm.parallel.tensor.slices import cut, even_slices
-from pycomm.parallel.tensor.sublayers import Found
+from pycomm.parallel.tensor.sublayers import Cuts, Found, SingleRule, Sublayer
 from pycomm.parallel.tensor.tables import cut_table
 from pycomm.parallel.tensor.whole_sequence import WholeSequence, after_trunk, check_order
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pycomm.parallel.ground.comm import Group
+    from pycomm.parallel.tensor.edges import CutSequence
 
 __all__ = ["Head", "TensorParallel", "parallelize_tensor"]
 
@@ -37,25 +47,31 @@ class Head:
     pycomm.parallel.cross_entropy.
     """
 
-    def __init__(self, fqn, layer):
+    def __init__(self, fqn: str, layer: ColumnParallelLinear) -> None:
         self.fqn, self.layer = fqn, layer
         self.full_size, self.local_size = layer.full_size, layer.local_size
 
     @property
-    def sharded_output(self):
+    def sharded_output(self) -> bool:
         return not self.layer.gather_output
 
     @sharded_output.setter
-    def sharded_output(self, value):
+    def sharded_output(self, value: bool) -> None:
         self.layer.leave_cut(value)
 
 
 class TensorParallel:
-    """What parallelize_tensor did: layouts (parameter name -> Layout, for every name), found (printable
-    lines), head (Head or None), forwards (name of a layer -> SublayerForward around it).
+    """What parallelize_tensor did: layouts (of every name of a parameter), found (printable lines), head,
+    forwards (name of a layer -> what is around it).
     """
 
-    def __init__(self, layouts, found, head=None, forwards=None):
+    def __init__(
+        self,
+        layouts: dict[str, Layout],
+        found: list[Found],
+        head: Head | None = None,
+        forwards: dict[str, SublayerForward] | None = None,
+    ) -> None:
         self.layouts, self.found, self.head, self.forwards = layouts, found, head, forwards or {}
 
     def note_dealt(self, layouts: Mapping[str, Layout], rank: int) -> None:
@@ -67,44 +83,52 @@ class TensorParallel:
             counted = layout.counted if partial or rank == 0 else ()
             self.layouts[name] = layout._replace(partial=partial, counted=counted)
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "\n".join(
             f"{line.fqn or '(the model)':40} {line.rule:10} {line.detail}" for line in self.found
         )
 
 
+class _Taken(NamedTuple):
+    parameter: torch.Tensor
+    layout: Layout
+    part: nn.Parameter
+
+
 class Applier:
     """Cuts a model by what was found, and remembers what became of its parameters."""
 
-    def __init__(self, model, group, blocks, sequence):
+    def __init__(
+        self, model: nn.Module, group: Group, blocks: str | None, sequence: CutSequence | None
+    ) -> None:
         self.model, self.group, self.blocks, self.sequence = model, group, blocks, sequence
-        self.parts = {}  # id of a parameter -> (that parameter, its layout, the part of it)
-        self.partial = set()  # names of parameters that all ranks hold and use for their own heads
-        self.wholly = set()  # names of modules that are given the whole sequence
-        self.head = None  # the Head that was cut
-        self.forwards = {}  # name of a column layer -> SublayerForward around it
+        self.parts: dict[int, _Taken] = {}  # id of a parameter
+        self.partial: set[str] = set()  # names of parameters that all ranks hold and use for their own heads
+        self.wholly: set[str] = set()  # names of modules that are given the whole sequence
+        self.head: Head | None = None  # that was cut
+        self.forwards: dict[str, SublayerForward] = {}  # name of a column layer -> what is around it
         sides = getattr(sequence, "sides", {})
         self.after = after_trunk(model, blocks, sides) if sequence is not None else set()  # names of modules
 
-    def in_sequence(self, fqn):
+    def in_sequence(self, fqn: str) -> bool:
         return self.sequence is not None and (fqn in self.after or within(fqn, self.blocks))
 
-    def sequence_of(self, fqn):
+    def sequence_of(self, fqn: str) -> CutSequence | None:
         return self.sequence if self.in_sequence(fqn) else None
 
-    def take(self, parameter, layout):
+    def take(self, parameter: torch.Tensor, layout: Layout) -> nn.Parameter:
         """Cuts a parameter once, however many modules share it."""
         known = self.parts.get(id(parameter))
         if known is None:
-            known = self.parts[id(parameter)] = parameter, layout, cut(parameter, layout)
-        if known[1] != layout:
+            known = self.parts[id(parameter)] = _Taken(parameter, layout, cut(parameter, layout))
+        if known.layout != layout:
             raise ValueError(
                 f"tensor parallelism: tied parameters of shape {layout.full_shape} would be cut in two ways, "
-                f"{known[1]} and {layout}"
+                f"{known.layout} and {layout}"
             )
-        return known[2]
+        return known.part
 
-    def sublayer(self, sublayer):
+    def sublayer(self, sublayer: Sublayer) -> None:
         self.partial.update(sublayer.inside)
         cutter = Cutter(self.group, self.sequence_of(sublayer.owner), self.take)
         cut_sublayer(self.model, sublayer, cutter)
@@ -112,8 +136,9 @@ class Applier:
         if isinstance(forward, SublayerForward):
             self.forwards[sublayer.columns[0]] = forward
 
-    def single(self, fqn, rule):
-        old, options = self.model.get_submodule(fqn), {"sequence": self.sequence_of(fqn), "take": self.take}
+    def single(self, fqn: str, rule: SingleRule) -> None:
+        old, sequence = self.model.get_submodule(fqn), self.sequence_of(fqn)
+        new: VocabParallelEmbedding | RowParallelLinear | ColumnParallelLinear
         if type(old) is not nn.Embedding and isinstance(old, nn.Embedding):
             cut_table(old, self.group, self.take)
             return
@@ -121,10 +146,12 @@ class Applier:
             new = VocabParallelEmbedding.from_module(old, self.group, take=self.take)
         elif rule == "row":
             if fqn in self.after:
-                options["sequence"] = None  # given the whole sequence below, as a head that is not cut
-            new = RowParallelLinear.from_module(old, self.group, **options)
+                sequence = None  # given the whole sequence below, as a head that is not cut
+            new = RowParallelLinear.from_module(base_of(old), self.group, sequence=sequence, take=self.take)
         else:
-            new = ColumnParallelLinear.from_module(old, self.group, **options)
+            new = ColumnParallelLinear.from_module(
+                base_of(old), self.group, sequence=sequence, take=self.take
+            )
             if rule == "vocab" or fqn in self.after:
                 new.become_head()
             if rule == "vocab":
@@ -133,16 +160,16 @@ class Applier:
         if rule == "row" and fqn in self.after:
             self.whole(fqn)
 
-    def follow(self, fqn, key):
+    def follow(self, fqn: str, key: str) -> None:
         """Cuts a vector that is tied to a bias of the vocabulary, in a module that only holds it."""
         owner = self.model.get_submodule(fqn)
-        parameter = owner._parameters[key]
+        parameter = owner.get_parameter(key)
         layout = even_slices(len(parameter), self.group).layout(parameter, 0)
         owner._parameters[key] = self.take(parameter, layout)
 
-    def whole(self, fqn):
+    def whole(self, fqn: str) -> None:
         """With a sequence, gives a module all tokens; without, replicated modules have them anyway."""
-        if not self.in_sequence(fqn) or self.is_given_whole(fqn):
+        if self.sequence is None or not self.in_sequence(fqn) or self.is_given_whole(fqn):
             return
         module = self.model.get_submodule(fqn)
         if fqn in self.after and not is_linear(module) and not isinstance(module, RowParallelLinear):
@@ -150,21 +177,22 @@ class Applier:
         module.forward = WholeSequence(module.forward, self.group, self.sequence, fqn not in self.after)
         self.wholly.add(fqn)
 
-    def heads(self):
+    def heads(self) -> None:
         """Gives the whole sequence to Linears after the trunk that are not cut."""
         for fqn in self.after:
             if is_linear(self.model.get_submodule(fqn)) and not self._leads_to_head(fqn):
                 self.whole(fqn)
 
-    def _leads_to_head(self, fqn):
+    def _leads_to_head(self, fqn: str) -> bool:
         """Whether a Linear works token by token for the head that is cut, and beside which it lies (BERT)."""
         around = self.head.fqn.rpartition(".")[0] if self.head is not None else ""
         return bool(around) and fqn.startswith(around + ".")
 
-    def layouts(self):
+    def layouts(self) -> dict[str, Layout]:
         parts = {id(part): (layout, parameter) for parameter, layout, part in self.parts.values()}
         sliced = {id(parameter) for parameter, layout, part in self.parts.values() if part is not parameter}
-        layouts, owners = {}, {}
+        layouts: dict[str, Layout] = {}
+        owners: dict[int, str] = {}
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if id(parameter) in sliced:
                 raise ValueError(
@@ -181,32 +209,40 @@ class Applier:
                 )
         return layouts
 
-    def is_partial(self, name):
+    def is_partial(self, name: str) -> bool:
         owner = name.rpartition(".")[0]
         return name in self.partial or self.in_sequence(owner) and not self.is_given_whole(owner)
 
-    def is_given_whole(self, fqn):
+    def is_given_whole(self, fqn: str) -> bool:
         """Whether a module, or one that it lies in, is given the whole sequence."""
         return any(fqn == above or fqn.startswith(above + ".") for above in self.wholly)
 
 
-def is_whole(model, sublayer):
+def is_whole(model: nn.Module, sublayer: Sublayer) -> bool:
     return not any(buffer.is_meta for buffer in model.get_submodule(sublayer.owner).buffers())
 
 
-def kind_of(model, sublayer):
+class _Kind(NamedTuple):
+    owner: type[nn.Module]
+    rule: str
+    columns: int
+    shapes: tuple[tuple[str, tuple[int, ...]], ...]  # of parameters, by name
+
+
+def kind_of(model: nn.Module, sublayer: Sublayer) -> _Kind:
     """Equal for sublayers that compute alike."""
     owner = model.get_submodule(sublayer.owner)
     shapes = tuple((name, tuple(p.shape)) for name, p in owner.named_parameters())
-    return type(owner), sublayer.rule, len(sublayer.columns), shapes
+    return _Kind(type(owner), sublayer.rule, len(sublayer.columns), shapes)
 
 
-def checked(model, cuts, group):
+def checked(model: nn.Module, cuts: Cuts, group: Group) -> list[Sublayer]:
     """The sublayers that compute the same in parts; the others join cuts.whole and say why."""
     for sublayer in cuts.sublayers:
         if sublayer.counts is not None:
             split_heads(sublayer.counts.q_heads, sublayer.counts.kv_heads, group.size, sublayer.owner)
-    verdicts, kept = {}, []  # kind of sublayer -> Verdict
+    verdicts: dict[_Kind, Verdict] = {}  # of each kind of sublayer
+    kept = []
     # Those that a pipeline stage has first: of others the buffers may be gone, without which nothing runs.
     for sublayer in sorted(cuts.sublayers, key=lambda sublayer: not is_whole(model, sublayer)):
         kind = kind_of(model, sublayer)
@@ -227,11 +263,18 @@ def checked(model, cuts, group):
     return kept
 
 
-def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, ties=None):
-    """Cuts a plain torch model over `group`, in place, and returns a TensorParallel.
+def parallelize_tensor(
+    model: nn.Module,
+    group: Group | dist.ProcessGroup | None,
+    *,
+    rules: Mapping[str, str] | None = None,
+    blocks: str | None = None,
+    sequence: CutSequence | None = None,
+    ties: Mapping[str, object] | None = None,
+) -> TensorParallel:
+    """Cuts a plain torch model over `group`, in place.
 
-    model: any nn.Module with full weights, equal on all ranks. group: comm.Group, torch process group or None
-    (see comm.as_group).
+    model: with full weights, equal on all ranks. group: see comm.as_group.
     rules: {glob of module names: "column", "row", "vocab", "attention", "mlp", "experts", "tokens" or
     "replicate"},
     before anything that is found.
@@ -244,23 +287,23 @@ def parallelize_tensor(model, group, *, rules=None, blocks=None, sequence=None, 
     Raises ValueError for rules that do not fit, fewer query heads than ranks, and tied parameters that would
     be cut in two ways.
     """
-    group = comm.as_group(group, "tp")
+    ranks = comm.as_group(group, "tp")
     if sequence is not None and blocks is None:
         raise ValueError("tensor parallelism with sequence= needs blocks=, the name of the trunk")
     cuts = find(model, rules=rules, blocks=blocks, ties=ties)
-    if group.size == 1:
+    if ranks.size == 1:
         return TensorParallel(
             {name: whole(p) for name, p in model.named_parameters(remove_duplicate=False)}, cuts.found
         )
-    kept = checked(model, cuts, group)
-    applier = Applier(model, group, blocks, sequence)
+    kept = checked(model, cuts, ranks)
+    applier = Applier(model, ranks, blocks, sequence)
     for sublayer in kept:
         applier.sublayer(sublayer)
     for fqn, rule in cuts.single.items():
         applier.single(fqn, rule)
     for fqn, key in cuts.followers:
         applier.follow(fqn, key)
-    if sequence is not None:
+    if sequence is not None and blocks is not None:
         for fqn in sorted(cuts.whole, key=len):
             applier.whole(fqn)
         applier.heads()

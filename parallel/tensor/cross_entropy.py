@@ -17,12 +17,19 @@ A plain tensor of a rank's columns that has lost the mark is detected by `head`.
 Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
 from pycomm.parallel.ground import comm
-from pycomm.parallel.tensor.cut_logits import CutLogits
+from pycomm.parallel.tensor.cut_logits import CutLogits, VocabShard
+
+if TYPE_CHECKING:
+    from pycomm.parallel.tensor.apply import Head
 
 __all__ = ["cross_entropy"]
 
@@ -31,7 +38,9 @@ class _ShardedSum(torch.autograd.Function):
     """Sum over targets != ignore_index; logits (N, columns), targets (N,)."""
 
     @staticmethod
-    def forward(ctx, logits, targets, shard, ignore_index):
+    def forward(
+        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, ignore_index: int
+    ) -> torch.Tensor:
         x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         rows, columns = x.shape
         top = x.amax(1) if columns else x.new_full((rows,), -torch.inf)
@@ -49,7 +58,7 @@ class _ShardedSum(torch.autograd.Function):
         return torch.where(counts, log_sum - parts[1], 0).sum().to(logits.dtype)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         logits, log_sum, index, here, counts = ctx.saved_tensors
         out = (logits.to(log_sum.dtype) - log_sum[:, None]).exp_()
         if logits.shape[1]:
@@ -58,7 +67,9 @@ class _ShardedSum(torch.autograd.Function):
         return out.to(logits.dtype), None, None, None
 
 
-def cross_entropy(logits, targets, *, ignore_index=-100, head=None):
+def cross_entropy(
+    logits: torch.Tensor, targets: torch.Tensor, *, ignore_index: int = -100, head: Head | None = None
+) -> torch.Tensor:
     """The mean over targets != ignore_index, as torch.nn.functional.cross_entropy gives it; 0 with zero
     gradient where no target counts.
 

@@ -18,15 +18,31 @@ functions, torch.vmap, an autograd.Function) would take the part for the whole: 
 operations comes to __torch_dispatch__, which refuses.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 import torch
 
 from pycomm.parallel.ground import comm, differentiable
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
 __all__ = ["CutLogits", "VocabShard"]
 
 T = torch.Tensor
+K = TypeVar("K", bound="CutLogits")
+_SHAPE = operator.attrgetter("shape.__get__")(T)  # a new object at each access, which is equal
+
+
+def _asked(names: str) -> list[Callable[..., object]]:
+    """What torch hands to __torch_function__ for attributes."""
+    return [getattr(T, name).__get__ for name in names.split()]
+
+
 # Each element by itself, whatever its column. Not detach, which shares memory with what it is taken from.
 _ALONE = {
     *(T.float, T.double, T.half, T.bfloat16, T.to, T.type, T.clone, T.contiguous),
@@ -37,9 +53,8 @@ _ALONE = {
 }
 # The same of a part and of the whole.
 _ALIKE = {
-    *(T.dtype.__get__, T.device.__get__, T.layout.__get__, T.requires_grad.__get__, T.is_leaf.__get__),
-    *(T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__, T.is_sparse.__get__, T.is_quantized.__get__),
-    *(T.ndim.__get__, T.dim, T.get_device, T.is_floating_point, torch.is_floating_point),
+    *_asked("dtype device layout requires_grad is_leaf is_cuda is_cpu is_meta is_sparse is_quantized ndim"),
+    *(T.dim, T.get_device, T.is_floating_point, torch.is_floating_point),
     *(T.is_complex, torch.is_complex, T.element_size),
 }
 
@@ -58,14 +73,19 @@ class VocabShard(NamedTuple):
 class CutLogits(torch.Tensor):
     """(..., this rank's columns), which looks like (..., full_size). `cut` is the tensor itself."""
 
+    cut: torch.Tensor
+    vocab_shard: VocabShard
+    sizes: list[int]
+    gathered: torch.Tensor | None
+
     @classmethod
-    def of(cls, cut, shard, sizes):
+    def of(cls: type[K], cut: torch.Tensor, shard: VocabShard, sizes: list[int]) -> K:
         """sizes: columns of each rank of shard.group."""
         logits = cut.as_subclass(cls)
         logits.cut, logits.vocab_shard, logits.sizes, logits.gathered = cut, shard, sizes, None
         return logits
 
-    def whole(self):
+    def whole(self) -> torch.Tensor:
         """A plain tensor of all columns. Collective at the first call."""
         if self.gathered is None:
             cut = self._checked()
@@ -73,11 +93,11 @@ class CutLogits(torch.Tensor):
                 self.gathered = differentiable.gather_from(cut, -1, self.sizes, self.vocab_shard.group)
         return self.gathered
 
-    def for_loss(self):
+    def for_loss(self) -> tuple[torch.Tensor, VocabShard | None]:
         """(this rank's columns, their VocabShard), or (the whole, None) where that has been asked for."""
         return (self._checked(), self.vocab_shard) if self.gathered is None else (self.gathered, None)
 
-    def _checked(self):
+    def _checked(self) -> torch.Tensor:
         """`cut`, unless an autograd.Function has made these logits: then its graph is not that of `cut`."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.requires_grad and not self.cut.requires_grad:
@@ -85,12 +105,18 @@ class CutLogits(torch.Tensor):
         return self.cut
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Tree],
+        types: Collection[type],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         me = args[0] if args and isinstance(args[0], cls) else None
         if me is not None:
             full = torch.Size((*me.cut.shape[:-1], me.vocab_shard.full_size))
-            if func == T.shape.__get__:
+            if func == _SHAPE:
                 return full
             if func is T.size:
                 dim = args[1] if len(args) > 1 else kwargs.get("dim")
@@ -109,11 +135,13 @@ class CutLogits(torch.Tensor):
         return func(*_wholes(args), **_wholes(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own is no method
+        cls, func: object, types: Iterable[type], args: Tree = (), kwargs: Tree = None
+    ) -> NoReturn:
         raise _unseen(f"a scripted function, torch.vmap, an autograd.Function ({func})")
 
 
-def _unseen(what):
+def _unseen(what: str) -> ValueError:
     return ValueError(
         "the model gives its logits, of which this rank has some columns only, to code that torch's "
         f"functions do not see: {what}. Give it logits[...], which are whole, or name the head in rules as "
@@ -121,11 +149,11 @@ def _unseen(what):
     )
 
 
-def _has_tensor(args, kwargs):
+def _has_tensor(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
     return any(isinstance(value, T) for value in [*args, *kwargs.values()])
 
 
-def _wholes(value):
+def _wholes(value: Tree) -> Tree:
     """With whole logits in the place of cut ones, in tuples, lists and dicts too."""
     if isinstance(value, CutLogits):
         return value.whole()

@@ -10,35 +10,50 @@ heads, wherever they lie (Sublayer.layouts). `take` cuts a parameter and remembe
 one.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 from torch import nn
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import Layout, whole
 from pycomm.parallel.tensor.adapters import cut_column_adapter, cut_row_adapter
-from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput
+from pycomm.parallel.tensor.edges import CutSequence, SublayerInput, SublayerOutput
 from pycomm.parallel.tensor.experts import cut_experts
-from pycomm.parallel.tensor.heads import split_heads
+from pycomm.parallel.tensor.heads import RankHeads, Span, split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear
-from pycomm.parallel.tensor.modules import is_adapter, linear_sizes
+from pycomm.parallel.tensor.modules import base_of, is_adapter, linear_sizes
 from pycomm.parallel.tensor.multihead import MultiheadForward
-from pycomm.parallel.tensor.narrow import Narrowed, SublayerForward, narrow_attributes
-from pycomm.parallel.tensor.slices import Slices, even_slices, part_slices
+from pycomm.parallel.tensor.narrow import HeadCounts, Narrowed, SublayerForward, narrow_attributes
+from pycomm.parallel.tensor.slices import Slices, Take, even_slices, part_slices
+
+if TYPE_CHECKING:
+    from pycomm.parallel.tensor.sublayers import Rows, Sublayer
 
 __all__ = ["Cutter", "cut_sublayer", "swap"]
 
 
 class Cutter(NamedTuple):
-    """Who cuts, and how. sequence: see layers.py, or None; take: function (parameter, layout) -> its part."""
+    """Who cuts, and how. sequence: see layers.py."""
 
     group: comm.Group
-    sequence: Any
-    take: Callable
+    sequence: CutSequence | None
+    take: Take
 
 
-def swap(model, old, new):
+class HeadSlices(NamedTuple):
+    columns: list[Slices]  # of each column layer
+    row: Slices  # of the row layer
+
+
+class _Enters(NamedTuple):
+    source: SublayerInput
+    shared: bool  # whether other layers are given the same input
+
+
+def swap(model: nn.Module, old: nn.Module, new: nn.Module) -> None:
     """Puts module `new` in place of `old`, wherever it is registered, with the hooks of `old`."""
     for hooks in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
         getattr(new, hooks).update(getattr(old, hooks))
@@ -48,13 +63,13 @@ def swap(model, old, new):
                 module._modules[name] = new
 
 
-def rows(heads, head_dim, offset=0):
+def rows(heads: Span, head_dim: int, offset: int = 0) -> Span:
     return offset + heads[0] * head_dim, offset + heads[1] * head_dim
 
 
-def head_slices(counts, heads, rank, fused):
-    """(Slices of each column layer, Slices of the row layer) of an attention. heads: RankHeads of
-    all ranks. fused: the layout of the only column layer; None where there are three.
+def head_slices(counts: HeadCounts, heads: Sequence[RankHeads], rank: int, fused: Rows | None) -> HeadSlices:
+    """Of an attention. heads: of all ranks. fused: the layout of the only column layer; None where there are
+    three.
     """
     dim, mine = counts.head_dim, heads[rank]
     q_width, kv_width = counts.q_heads * dim, counts.kv_heads * dim
@@ -63,17 +78,18 @@ def head_slices(counts, heads, rank, fused):
     q = rows(mine.q, dim)
     row = Slices((q,), (q,), tuple(q_lengths))
     if fused == "heads":
-        return [mixed_slices(counts, heads, rank)], row
+        return HeadSlices([mixed_slices(counts, heads, rank)], row)
     if fused:
         kv = rows(mine.kv, dim, q_width), rows(mine.kv, dim, q_width + kv_width)
         lengths = tuple(q + 2 * kv for q, kv in zip(q_lengths, kv_lengths, strict=True))
-        return [Slices((q, *kv), (q, *kv) if mine.counts_kv else (q,), lengths, mine.shares_kv)], row
-    kv = rows(mine.kv, dim)
-    of_kv = Slices((kv,), (kv,) if mine.counts_kv else (), tuple(kv_lengths), mine.shares_kv)
-    return [row, of_kv, of_kv], row
+        counted = (q, *kv) if mine.counts_kv else (q,)
+        return HeadSlices([Slices((q, *kv), counted, lengths, mine.shares_kv)], row)
+    own = rows(mine.kv, dim)
+    of_kv = Slices((own,), (own,) if mine.counts_kv else (), tuple(kv_lengths), mine.shares_kv)
+    return HeadSlices([row, of_kv, of_kv], row)
 
 
-def mixed_slices(counts, heads, rank):
+def mixed_slices(counts: HeadCounts, heads: Sequence[RankHeads], rank: int) -> Slices:
     """Slices of a projection whose rows are those of a kv head and its query heads, head by head."""
     dim, mine, per_kv = counts.head_dim, heads[rank], counts.q_heads // counts.kv_heads
     ranges, counted = [], []
@@ -88,9 +104,9 @@ def mixed_slices(counts, heads, rank):
     return Slices(_joined(ranges), _joined(counted), lengths, mine.shares_kv)
 
 
-def _joined(ranges):
+def _joined(ranges: Iterable[Span]) -> tuple[Span, ...]:
     """Ranges that follow each other as one."""
-    found = []
+    found: list[Span] = []
     for start, stop in ranges:
         if found and found[-1][1] == start:
             found[-1] = found[-1][0], stop
@@ -99,8 +115,10 @@ def _joined(ranges):
     return tuple(found)
 
 
-def cut_sublayer(model, sublayer, cutter):
-    """Cuts `sublayer` of `model` for this rank of the cutter's group. Returns its SublayerOutput."""
+def cut_sublayer(model: nn.Module, sublayer: Sublayer, cutter: Cutter) -> SublayerOutput | None:
+    """Cuts `sublayer` of `model` for this rank of the cutter's group. Returns its output edge; None where it
+    has none.
+    """
     owner = model.get_submodule(sublayer.owner)
     if sublayer.rule == "experts":
         cut_experts(owner, sublayer.owner, cutter)
@@ -108,11 +126,11 @@ def cut_sublayer(model, sublayer, cutter):
     source = SublayerInput(cutter.group, cutter.sequence, by_token=sublayer.rule == "mlp")
     output = SublayerOutput(cutter.group, cutter.sequence, source)
     if sublayer.rule == "multihead":
-        _cut_multihead(owner, sublayer, cutter, source, output)
+        _cut_multihead(cast(nn.MultiheadAttention, owner), sublayer, cutter, source, output)
         return output
     width = None
     if sublayer.rule == "attention":
-        column_slices, row_slices, width = _narrow_attention(model, owner, sublayer, cutter)
+        (column_slices, row_slices), width = _narrow_attention(model, owner, sublayer, cutter)
     else:
         features, _ = linear_sizes(model.get_submodule(sublayer.row))
         row_slices = even_slices(features, cutter.group)
@@ -121,43 +139,54 @@ def cut_sublayer(model, sublayer, cutter):
         if type(owner) in (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer):
             # Keeps torch's layer, and nn.TransformerEncoder, from the fused inference kernel, which reads
             # whole weights.
-            owner.activation_relu_or_gelu = 0
+            vars(owner)["activation_relu_or_gelu"] = 0
     for name, slices in zip(sublayer.columns, column_slices, strict=True):
-        _cut_column(model, name, slices, cutter, (source, len(sublayer.columns) > 1))
+        _cut_column(model, name, slices, cutter, _Enters(source, len(sublayer.columns) > 1))
     _cut_row(model, sublayer.row, row_slices, cutter, output)
     if type(owner) is not nn.Sequential and not isinstance(owner.forward, SublayerForward):
         owner.forward = SublayerForward(owner, sublayer.owner, source, width)
     return output
 
 
-def _cut_column(model, name, slices, cutter, enters):
-    """enters: (SublayerInput, whether other layers are given the same input)."""
+def _cut_column(model: nn.Module, name: str, slices: Slices, cutter: Cutter, enters: _Enters) -> None:
     old = model.get_submodule(name)
     if is_adapter(old):
-        cut_column_adapter(old, slices, enters[0], cutter)
+        cut_column_adapter(old, slices, enters.source, cutter)
         return
-    options = {"sequence": cutter.sequence, "take": cutter.take, "slices": slices}
-    column = ColumnParallelLinear.from_module(old, cutter.group, gather_output=False, **options)
+    column = ColumnParallelLinear.from_module(
+        base_of(old),
+        cutter.group,
+        gather_output=False,
+        sequence=cutter.sequence,
+        slices=slices,
+        take=cutter.take,
+    )
     column.take_input_from(*enters)
     swap(model, old, column)
 
 
-def _cut_row(model, name, slices, cutter, output):
+def _cut_row(model: nn.Module, name: str, slices: Slices, cutter: Cutter, output: SublayerOutput) -> None:
     old = model.get_submodule(name)
     if is_adapter(old):
         cut_row_adapter(old, slices, output, cutter)
         return
-    options = {"sequence": cutter.sequence, "take": cutter.take, "slices": slices}
-    row = RowParallelLinear.from_module(old, cutter.group, input_is_parallel=True, **options)
+    row = RowParallelLinear.from_module(
+        base_of(old),
+        cutter.group,
+        input_is_parallel=True,
+        sequence=cutter.sequence,
+        slices=slices,
+        take=cutter.take,
+    )
     row.give_output_to(output)
     swap(model, old, row)
 
 
-def _narrow_attention(model, owner, sublayer, cutter):
-    """Makes an attention module see its local heads. Returns (Slices of the column layers, Slices of the row
-    layer, width), with width as SublayerForward takes it.
-    """
-    counts, rank = sublayer.counts, cutter.group.rank
+def _narrow_attention(
+    model: nn.Module, owner: nn.Module, sublayer: Sublayer, cutter: Cutter
+) -> tuple[HeadSlices, Narrowed]:
+    """Makes an attention module see its local heads."""
+    counts, rank = _counts_of(sublayer), cutter.group.rank
     heads = split_heads(counts.q_heads, counts.kv_heads, cutter.group.size, sublayer.owner)
     mine = heads[rank]
     before = narrow_attributes(owner, counts._replace(mine=mine))
@@ -169,21 +198,33 @@ def _narrow_attention(model, owner, sublayer, cutter):
     hidden, _ = linear_sizes(model.get_submodule(sublayer.columns[0]))
     narrow = Narrowed(hidden, mine.q_count * counts.head_dim, counts.q_heads, mine.q, before)
     fused = sublayer.layout if len(sublayer.columns) == 1 else None
-    return *head_slices(counts, heads, rank, fused), narrow
+    return head_slices(counts, heads, rank, fused), narrow
 
 
-def _cut_multihead(module, sublayer, cutter, source, output):
+def _counts_of(sublayer: Sublayer) -> HeadCounts:
+    """Of an attention."""
+    assert sublayer.counts is not None
+    return sublayer.counts
+
+
+def _cut_multihead(
+    module: nn.MultiheadAttention,
+    sublayer: Sublayer,
+    cutter: Cutter,
+    source: SublayerInput,
+    output: SublayerOutput,
+) -> None:
     group, sequence, take = cutter
     if sequence is not None and not module.batch_first:
         raise ValueError(
             f"{sublayer.owner}: splitting the sequence needs (batch, T, h); make it with batch_first=True, "
             "or without megatron_sp"
         )
-    counts = sublayer.counts
+    counts = _counts_of(sublayer)
     heads = split_heads(counts.q_heads, counts.kv_heads, group.size, sublayer.owner)
     (qkv,), q = head_slices(counts, heads, group.rank, "blocks")
 
-    def part(name, slices, dim):
+    def part(name: str, slices: Slices, dim: int) -> None:
         parameter = module._parameters.get(name)
         if parameter is not None:
             module._parameters[name] = take(parameter, slices.layout(parameter, dim))
@@ -198,4 +239,4 @@ def _cut_multihead(module, sublayer, cutter, source, output):
     out._parameters["weight"] = take(out.weight, q.layout(out.weight, 1))
     if out.bias is not None:
         take(out.bias, whole(out.bias, group.rank, partial=sequence is not None))
-    module.forward = MultiheadForward(module, source, output, heads)
+    vars(module)["forward"] = MultiheadForward(module, source, output, heads)

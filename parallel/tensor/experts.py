@@ -11,7 +11,11 @@ What the class says of its weights (has_gate, is_concatenated, is_transposed, ha
 one of these, and a trial with few random features that it computes the same in parts.
 """
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,6 +26,9 @@ from pycomm.parallel.models.config_view import ConfigView
 from pycomm.parallel.tensor.edges import flat_pieces, now_cut
 from pycomm.parallel.tensor.slices import even_slices, part_slices
 from pycomm.parallel.tensor.sublayers import Unfit
+
+if TYPE_CHECKING:
+    from pycomm.parallel.tensor.cut_sublayer import Cutter
 
 __all__ = ["DOWN", "UP", "check_experts", "cut_experts", "has_experts", "misfit"]
 
@@ -36,14 +43,14 @@ SAID = {
 TOLERANCE = 1e-4  # of the largest output of a trial in float32
 
 
-def has_experts(module):
+def has_experts(module: nn.Module) -> bool:
     shapes = [getattr(module._parameters.get(name), "ndim", 0) for name in (UP, DOWN)]
     return shapes == [3, 3]
 
 
-def check_experts(module):
+def check_experts(module: nn.Module) -> None:
     """Raises Unfit for experts that cannot be cut."""
-    up, down = (module._parameters[name].shape for name in (UP, DOWN))
+    up, down = (module.get_parameter(name).shape for name in (UP, DOWN))
     if {name: getattr(module, name, None) for name in SAID} != SAID or len(module._parameters) != 2:
         raise Unfit("its weights lie otherwise, or there are more of them")
     if up != (down[0], 2 * down[2], down[1]):
@@ -54,9 +61,9 @@ def check_experts(module):
         raise Unfit("computes something else in parts, or cannot be tried")
 
 
-def _same_in_parts(module):
+def _same_in_parts(module: nn.Module) -> bool:
     """Tried without the module's values, which another pipeline stage may have alone."""
-    experts, hidden, _ = module._parameters[DOWN].shape
+    experts, hidden, _ = module.get_parameter(DOWN).shape
     generator = torch.Generator().manual_seed(1)
     halves = [torch.randn((experts, 3, hidden), generator=generator) for _ in range(2)]
     down = torch.randn((experts, hidden, 3), generator=generator)
@@ -64,11 +71,11 @@ def _same_in_parts(module):
     chosen = torch.randint(0, experts, (4, 2), generator=generator)
     weights = torch.rand((4, 2), generator=generator)
 
-    def run(first, last):
+    def run(first: int, last: int) -> torch.Tensor:
         twin = copy.copy(module)
         twin.__dict__.pop("forward", None)
         if hasattr(module, "config"):  # which says what kernel is used
-            twin.config = ConfigView(module.config, {"_experts_implementation": "eager"})
+            vars(twin)["config"] = ConfigView(module.config, {"_experts_implementation": "eager"})
         up = torch.cat([half[:, first:last] for half in halves], 1)
         twin._parameters = {UP: nn.Parameter(up), DOWN: nn.Parameter(down[:, :, first:last].contiguous())}
         with torch.no_grad():
@@ -78,14 +85,14 @@ def _same_in_parts(module):
         whole, parts = run(0, 3), run(0, 1) + run(1, 3)
     except Exception:  # in whatever way it says that it needs something else
         return False
-    return whole.shape == parts.shape and (whole - parts).abs().max() <= TOLERANCE * whole.abs().max()
+    return whole.shape == parts.shape and bool((whole - parts).abs().max() <= TOLERANCE * whole.abs().max())
 
 
-def misfit(module, parts):
+def misfit(module: nn.Module, parts: int) -> str | None:
     """Why the kernel of these experts does not take their parts, or None. All but the plain one (eager) ask
     for rows of whole multiples of 16 bytes.
     """
-    down = module._parameters[DOWN]
+    down = module.get_parameter(DOWN)
     features, kernel = (
         down.shape[2],
         getattr(getattr(module, "config", None), "_experts_implementation", None),
@@ -99,10 +106,10 @@ def misfit(module, parts):
     )
 
 
-def cut_experts(module, fqn, cutter):
+def cut_experts(module: nn.Module, fqn: str, cutter: Cutter) -> None:
     """Cuts the experts in place. fqn: their name, for errors."""
     group = cutter.group
-    up, down = module._parameters[UP], module._parameters[DOWN]
+    up, down = module.get_parameter(UP), module.get_parameter(DOWN)
     features = down.shape[2]
     slices = even_slices(features, group)
     both = part_slices(slices, features, 2 * features)
@@ -118,22 +125,23 @@ def cut_experts(module, fqn, cutter):
 class ExpertsForward:
     """Takes the place of the forward of experts that are cut."""
 
-    def __init__(self, inner, fqn, cutter):
+    def __init__(self, inner: Callable[..., torch.Tensor], fqn: str, cutter: Cutter) -> None:
         self.inner, self.fqn, self.group, self.sequence = inner, fqn, cutter.group, cutter.sequence
 
-    def __call__(self, x, chosen, weights):
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """x (tokens, h), chosen and weights (tokens, top_k)."""
         if x.is_meta:  # only the shape is asked for
             return torch.empty_like(x)
-        if now_cut(self.sequence) is None:
+        sequence = now_cut(self.sequence)
+        if sequence is None:
             x, weights = (differentiable.copy_to(value, self.group) for value in (x, weights))
             return differentiable.reduce_from(self._run(x, chosen, weights), self.group)
-        pieces = flat_pieces(x, self.sequence, self.group, "experts of a tensor-parallel model")
+        pieces = flat_pieces(x, sequence, self.group, "experts of a tensor-parallel model")
         chosen = differentiable.gather_from(chosen, *pieces, self.group)
         x, weights = (differentiable.gather_sum(value, *pieces, self.group) for value in (x, weights))
         return differentiable.reduce_scatter(self._run(x, chosen, weights), *pieces, self.group)
 
-    def _run(self, *args):
+    def _run(self, *args: torch.Tensor) -> torch.Tensor:
         try:
             return self.inner(*args)
         except (RuntimeError, ValueError, AssertionError) as error:  # a kernel that asks for other widths

@@ -29,6 +29,8 @@ are told apart by probe.py where possible).
 """
 
 import fnmatch
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, cast, get_args
 
 from torch import nn
 
@@ -36,16 +38,22 @@ from pycomm.parallel.tensor.find_attention import find_attention
 from pycomm.parallel.tensor.find_experts import find_experts
 from pycomm.parallel.tensor.find_mlp import find_mlp
 from pycomm.parallel.tensor.modules import is_linear, is_transposed, join, linear_sizes, reads, within
-from pycomm.parallel.tensor.sublayers import Cuts, Found, Unfit
+from pycomm.parallel.tensor.sublayers import Cuts, Found, FoundRule, Rule, Sublayer, Unfit
 from pycomm.parallel.tensor.tables import is_table
 
 __all__ = ["find"]
 
-RULES = ("attention", "column", "experts", "mlp", "replicate", "row", "tokens", "vocab")
+RULES: tuple[Rule, ...] = get_args(Rule)
 
 
-def find(model, *, rules=None, blocks=None, ties=None):
-    """What can be cut: Cuts. rules: {glob of module names: rule}; blocks: name of the trunk; ties: {name of a
+def find(
+    model: nn.Module,
+    *,
+    rules: Mapping[str, str] | None = None,
+    blocks: str | None = None,
+    ties: Mapping[str, object] | None = None,
+) -> Cuts:
+    """What can be cut. rules: {glob of module names: rule}; blocks: name of the trunk; ties: {name of a
     parameter: first name of the same one}, or None to compare the parameters themselves.
 
     Raises ValueError for rules that are unknown, match nothing or do not fit, and for a trunk that does not
@@ -55,16 +63,18 @@ def find(model, *, rules=None, blocks=None, ties=None):
     return Finder(dict(model.named_modules()), rules or {}, blocks, ties).run()
 
 
-def check_rules(modules, rules):
+def known_rules(modules: Mapping[str, nn.Module], rules: Mapping[str, str]) -> Mapping[str, Rule]:
+    """The rules that a user gives. Raises ValueError."""
     unused = [glob for glob in rules if not any(fnmatch.fnmatchcase(fqn, glob) for fqn in modules)]
     wrong = {glob: rule for glob, rule in rules.items() if rule not in RULES}
     if unused or wrong:
         raise ValueError(
             f"tensor-parallel rules: {unused} match no module; {wrong} are not among {', '.join(RULES)}"
         )
+    return cast("Mapping[str, Rule]", rules)
 
 
-def rule_of(fqn, rules):
+def rule_of(fqn: str, rules: Mapping[str, Rule]) -> Rule | None:
     """The first rule whose glob matches the module, or a module that it lies in and that is not to be cut."""
     own = next((rule for glob, rule in rules.items() if fnmatch.fnmatchcase(fqn, glob)), None)
     if own is not None or not fqn:
@@ -73,26 +83,40 @@ def rule_of(fqn, rules):
     return above if above in ("replicate", "tokens") else None
 
 
-def is_head(table, linear):
+def is_head(table: nn.Embedding, linear: nn.Module) -> bool:
     """Whether a Linear that is not tied to an Embedding may give the logits of its vocabulary."""
     return linear_sizes(linear)[1] == table.num_embeddings and not is_transposed(linear)
+
+
+class _Pair(NamedTuple):
+    """Names."""
+
+    table: str
+    head: str
+    is_tied: bool
 
 
 class Finder:
     """Goes through a model once per rule: attention takes its layers first, then the vocabulary, then mlp."""
 
-    def __init__(self, modules, rules, blocks, ties):
-        check_rules(modules, rules)
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        rules: Mapping[str, str],
+        blocks: str | None,
+        ties: Mapping[str, object],
+    ) -> None:
+        known = known_rules(modules, rules)
         if blocks is not None and blocks not in modules:
             raise ValueError(f"tensor parallelism: the model has no module {blocks!r} that blocks= names")
-        self.modules = modules  # name -> module
-        self.blocks = blocks  # name of the trunk, or None
+        self.modules = modules  # by name
+        self.blocks = blocks  # name of the trunk
         self.ties = ties  # name of a parameter -> what is equal for names of one parameter
-        self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, rules)) is not None}
-        self.taken = set()  # modules that are part of what was found
+        self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, known)) is not None}
+        self.taken: set[str] = set()  # modules that are part of what was found
         self.cuts = Cuts([], {}, [], [], set(self.rules.items()), [])
 
-    def run(self):
+    def run(self) -> Cuts:
         for fqn in self.modules:
             self._try_rule("attention", fqn, lambda fqn: find_attention(self.modules, fqn))
         self._find_vocabulary()
@@ -108,17 +132,17 @@ class Finder:
         self.cuts.found.sort(key=lambda line: order[line.fqn])
         return self.cuts
 
-    def _note(self, fqn, rule, detail):
+    def _note(self, fqn: str, rule: Rule, detail: str) -> None:
         self.cuts.found.append(Found(fqn, rule, detail))
 
-    def _is_free(self, name):
+    def _is_free(self, name: str) -> bool:
         return name not in self.taken and name not in self.rules
 
-    def _take_all(self, fqn):
+    def _take_all(self, fqn: str) -> None:
         """A module and what lies in it."""
         self.taken.update(name for name in self.modules if name == fqn or name.startswith(fqn + "."))
 
-    def _try_rule(self, rule, fqn, finder):
+    def _try_rule(self, rule: FoundRule, fqn: str, finder: Callable[[str], list[Sublayer]]) -> None:
         asked = self.rules.get(fqn) == rule
         if not asked and not self._is_free(fqn):
             return
@@ -140,7 +164,7 @@ class Finder:
         for sublayer in sublayers:
             self._add(rule, fqn, sublayer)
 
-    def _add(self, rule, fqn, sublayer):
+    def _add(self, rule: FoundRule, fqn: str, sublayer: Sublayer) -> None:
         names = (*sublayer.columns, sublayer.row) if rule != "experts" else ()
         if any(name in self.rules and self.rules[name] != rule for name in names):
             return  # one of its layers has a rule of its own
@@ -154,27 +178,27 @@ class Finder:
     # The vocabulary: one embedding outside of the trunk, and its head. A tied pair first, else the first
     # embedding and the last Linear of its size.
 
-    def _find_vocabulary(self):
+    def _find_vocabulary(self) -> None:
         outside = [
             (fqn, m) for fqn, m in self.modules.items() if not self._in_trunk(fqn) and self._is_free(fqn)
         ]
         heads = [
-            (table, head, tied)
+            _Pair(table, head, tied)
             for table, t in outside
             if is_table(t)
             for head, m in outside
             if is_linear(m)
             and ((tied := self._is_tied(join(table, "weight"), join(head, "weight"))) or is_head(t, m))
         ]
-        tied_pairs = [pair for pair in heads if pair[2]]
-        of_first_table = [pair for pair in heads if pair[0] == heads[0][0]]
+        tied_pairs = [pair for pair in heads if pair.is_tied]
+        of_first_table = [pair for pair in heads if pair.table == heads[0].table]
         for table, head, _ in tied_pairs[:1] or of_first_table[-1:]:
             self._cut_vocabulary(table, head, {fqn for fqn, _ in outside})
 
-    def _cut_vocabulary(self, table, head, outside):
+    def _cut_vocabulary(self, table: str, head: str, outside: set[str]) -> None:
         """A table, its head, and the tables and heads that share a weight with one of them: all or none."""
         shared = {self.ties[name] for fqn in (table, head) for name in self._parameters_of(fqn)}
-        holders = {}  # module -> which of these it has
+        holders: dict[str, set[object]] = {}  # module -> which of these it has
         for fqn in self.modules:
             if found := {self.ties[name] for name in self._parameters_of(fqn)} & shared:
                 holders[fqn] = found
@@ -193,7 +217,9 @@ class Finder:
                 rows = f"{self.modules[table].num_embeddings} rows"
                 self._note(fqn, "vocab", rows + (f", tied to {', '.join(tied)}" if tied else ""))
 
-    def _followers(self, holders, head, outside):
+    def _followers(
+        self, holders: Mapping[str, set[object]], head: str, outside: set[str]
+    ) -> list[tuple[str, str]]:
         """(module, name) of vectors that are the head's bias too, in modules that only hold them (BERT)."""
         bias = self.ties.get(join(head, "bias"))
         return [
@@ -204,24 +230,24 @@ class Finder:
             if self.ties[name] == bias and not reads(self.modules[fqn], name.rpartition(".")[2])
         ]
 
-    def _parameters_of(self, fqn):
+    def _parameters_of(self, fqn: str) -> list[str]:
         own = self.modules[fqn]._parameters
         return [join(fqn, name) for name in own if join(fqn, name) in self.ties]
 
-    def _has_rows(self, fqn):
+    def _has_rows(self, fqn: str) -> bool:
         return is_linear(self.modules[fqn]) or is_table(self.modules[fqn])
 
-    def _is_tied(self, one, other):
+    def _is_tied(self, one: str, other: str) -> bool:
         return self.ties[one] == self.ties[other]
 
-    def _in_trunk(self, fqn):
+    def _in_trunk(self, fqn: str) -> bool:
         if self.blocks is not None:
             return fqn != self.blocks and within(fqn, self.blocks)
         parts = fqn.split(".")
         above = (self.modules.get(".".join(parts[:n])) for n in range(1, len(parts)))
         return any(isinstance(module, nn.ModuleList) for module in above)
 
-    def _follow_rules(self):
+    def _follow_rules(self) -> None:
         """Rules that name a layer or say that nothing is cut."""
         for fqn, rule in self.rules.items():
             module = self.modules[fqn]

@@ -11,6 +11,8 @@ must fit it. Every other parameter and buffer must be known to be harmless on a 
 
 import inspect
 import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -47,11 +49,8 @@ MIXED = (("query_key_value", "dense"),)
 OF_QK = re.compile(r"(^|_|\.)(q|k|qk|query|key)(_|\.|$)|qnorm|knorm|qknorm")
 
 
-def find_attention(modules, fqn):
-    """[Sublayer] of the module `fqn`, or [] where it is no attention. modules: name -> module of the model.
-
-    Raises Unfit.
-    """
+def find_attention(modules: Mapping[str, nn.Module], fqn: str) -> list[Sublayer]:
+    """Of the module `fqn`: [] where it is no attention. modules: of the model, by name. Raises Unfit."""
     module = modules[fqn]
     if isinstance(module, nn.MultiheadAttention):
         counts = HeadCounts(module.num_heads, module.num_heads, module.head_dim)
@@ -72,7 +71,7 @@ def find_attention(modules, fqn):
     return []
 
 
-def _output(modules, fqn, names):
+def _output(modules: Mapping[str, nn.Module], fqn: str, names: Iterable[str]) -> str | None:
     """Name of the output Linear: a child, or for modules split in two (attention.self,
     attention.output.dense) one of the sibling; None where there is none.
     """
@@ -83,14 +82,14 @@ def _output(modules, fqn, names):
     return sibling if fqn and is_projection(modules.get(sibling)) else None
 
 
-def _sublayer(modules, fqn, names, row):
+def _sublayer(modules: Mapping[str, nn.Module], fqn: str, names: Sequence[str], row: str | None) -> Sublayer:
     if row is None:
         raise Unfit(f"no output Linear found beside {', '.join(names)}")
     module = modules[fqn]
     if "position_bias" in inspect.signature(module.forward).parameters:
         raise Unfit("its forward is given a bias of each head (position_bias)")
     value_width, _ = linear_sizes(modules[row])
-    outs = [linear_sizes(child(module, name))[1] for name in names]
+    outs = [linear_sizes(module.get_submodule(name))[1] for name in names]
     counts = _counts(module, outs, value_width, row)
     per_head, inside = _other_parameters(module, fqn, names, row, counts)
     _check_buffers(module, counts)
@@ -99,8 +98,8 @@ def _sublayer(modules, fqn, names, row):
     return Sublayer("attention", fqn, columns, row, counts, per_head, inside)
 
 
-def _counts(module, outs, value_width, row):
-    """HeadCounts from the widths. outs: of q, k, v, or of the fused Linear; value_width: into the output."""
+def _counts(module: nn.Module, outs: Sequence[int], value_width: int, row: str) -> HeadCounts:
+    """From the widths. outs: of q, k, v, or of the fused Linear; value_width: into the output."""
     q_heads, kv_heads = head_counts(module)
     if q_heads is None:
         raise Unfit("its number of heads is not among its attributes")
@@ -124,12 +123,19 @@ def _counts(module, outs, value_width, row):
     return HeadCounts(q_heads, kv_width // head_dim, head_dim)
 
 
-def _other_parameters(module, fqn, columns, row, counts):
-    """Parameters of an attention that are not those of its Linears: (one number per head, held whole and used
-    per head).
-    """
+class _Others(NamedTuple):
+    """Names of parameters."""
+
+    per_head: tuple[str, ...]  # one number per head
+    inside: tuple[str, ...]  # held whole and used per head
+
+
+def _other_parameters(
+    module: nn.Module, fqn: str, columns: Sequence[str], row: str, counts: HeadCounts
+) -> _Others:
+    """Of an attention, that are not those of its Linears."""
     per_head, inside = [], []
-    hidden = linear_sizes(child(module, columns[0]))[0]
+    hidden = linear_sizes(module.get_submodule(columns[0]))[0]
     for name, parameter in module.named_parameters():
         owner, shape = name.rpartition(".")[0], tuple(parameter.shape)
         if any(within(owner, column) for column in columns) or within(join(fqn, owner), row):
@@ -142,10 +148,10 @@ def _other_parameters(module, fqn, columns, row, counts):
             inside.append(join(fqn, name))
         elif not (is_norm and shape == (hidden,) and not of_qk):
             raise Unfit(f"parameter {name} of shape {shape}: not known how ranks with few heads use it")
-    return tuple(per_head), tuple(inside)
+    return _Others(tuple(per_head), tuple(inside))
 
 
-def _check_buffers(module, counts):
+def _check_buffers(module: nn.Module, counts: HeadCounts) -> None:
     for name, buffer in module.named_buffers():
         shape = buffer.shape
         is_mask = buffer.dim() >= 2 and shape[-1] == shape[-2] and buffer.numel() == shape[-1] ** 2

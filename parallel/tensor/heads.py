@@ -20,6 +20,7 @@ own query heads give (Layout.overlap); the first of them counts it. Cost: ranks 
 heads. Grouped queries: Ainslie et al., 2023.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 from pycomm.parallel.ground import comm
@@ -27,27 +28,30 @@ from pycomm.parallel.ground import comm
 __all__ = ["RankHeads", "split_heads"]
 
 
+Span = tuple[int, int]  # [start, stop)
+
+
 class RankHeads(NamedTuple):
     """Heads [start, stop) of one rank. counts_kv: this rank stands for its kv heads; shares_kv: some rank of
     the group shares kv heads.
     """
 
-    q: tuple[int, int]
-    kv: tuple[int, int]
+    q: Span
+    kv: Span
     counts_kv: bool = True
     shares_kv: bool = False
 
     @property
-    def q_count(self):
+    def q_count(self) -> int:
         return self.q[1] - self.q[0]
 
     @property
-    def kv_count(self):
+    def kv_count(self) -> int:
         return self.kv[1] - self.kv[0]
 
 
-def split_heads(q_heads, kv_heads, parts, where="attention"):
-    """The heads of each of `parts` ranks, as a list of RankHeads.
+def split_heads(q_heads: int, kv_heads: int, parts: int, where: str = "attention") -> list[RankHeads]:
+    """The heads of each of `parts` ranks.
 
     Raises ValueError when there are fewer query heads than ranks, or when kv heads do not divide the query
     heads; `where` names the module.
@@ -72,8 +76,8 @@ def split_heads(q_heads, kv_heads, parts, where="attention"):
     return ranks
 
 
-def spans(sizes):
-    """(start, stop) of consecutive pieces."""
+def spans(sizes: Iterable[int]) -> list[Span]:
+    """Of consecutive pieces."""
     start, out = 0, []
     for size in sizes:
         out.append((start, start + size))

@@ -8,33 +8,54 @@ of (N, L, S): the mean is over all heads, and separate heads are gathered. Sourc
 torch.nn.MultiheadAttention.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch.nn import functional as F
 
 from pycomm.parallel.ground import differentiable
 
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pycomm.parallel.tensor.edges import SublayerInput, SublayerOutput
+    from pycomm.parallel.tensor.heads import RankHeads
+
 __all__ = ["MultiheadForward"]
 
 
-def additive(mask, like):
+def additive(mask: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor | None:
     """A mask as torch takes it (bool: True is left out; or a floating-point term) as a term to add."""
     if mask is None or mask.is_floating_point():
         return mask
     return like.new_zeros(mask.shape).masked_fill(mask, -torch.inf)
 
 
-class MultiheadForward:
-    """Takes the place of an nn.MultiheadAttention's forward. source, output: its SublayerInput and
-    SublayerOutput; heads: RankHeads of all ranks.
-    """
+class _Projected(NamedTuple):
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
 
-    def __init__(self, module, source, output, heads):
+
+class MultiheadForward:
+    """Takes the place of an nn.MultiheadAttention's forward. heads: of all ranks."""
+
+    def __init__(
+        self,
+        module: nn.MultiheadAttention,
+        source: SublayerInput,
+        output: SublayerOutput,
+        heads: Sequence[RankHeads],
+    ) -> None:
         self.module, self.source, self.output, self.heads = module, source, output, heads
         self.total = heads[-1].q[1]  # heads of all ranks
         self.mine = heads[source.group.rank]
         self.widths = [head.q_count * module.head_dim for head in heads]  # columns of out_proj on every rank
 
-    def project(self, query, key, value):
+    def project(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> _Projected:
         module, query_entered = self.module, self.source(query)
         key_entered = self.source(key)
         value_entered = self.source(value)
@@ -46,16 +67,22 @@ class MultiheadForward:
         biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
         inputs = query_entered, key_entered, value_entered
         q, k, v = (F.linear(x, weight, bias) for x, weight, bias in zip(inputs, weights, biases, strict=True))
-        if module.bias_k is not None:
+        if module.bias_k is not None and module.bias_v is not None:
             k = torch.cat([k, module.bias_k.expand(k.shape[0], 1, -1)], 1)
             v = torch.cat([v, module.bias_v.expand(v.shape[0], 1, -1)], 1)
         q, k, v = (x.unflatten(2, (self.mine.q_count, module.head_dim)).transpose(1, 2) for x in (q, k, v))
         if module.add_zero_attn:
             zero = k.new_zeros((*k.shape[:2], 1, k.shape[3]))
             k, v = torch.cat([k, zero], 2), torch.cat([v, zero], 2)
-        return q, k, v
+        return _Projected(q, k, v)
 
-    def mask(self, attn_mask, key_padding_mask, q, k):
+    def mask(
+        self,
+        attn_mask: torch.Tensor | None,
+        key_padding_mask: torch.Tensor | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+    ) -> torch.Tensor | None:
         """The sum of both masks for this rank's heads, (N or 1, heads or 1, L or 1, S), or None."""
         attn_mask, key_padding_mask = additive(attn_mask, q), additive(key_padding_mask, q)
         if attn_mask is not None and attn_mask.dim() == 3:
@@ -71,20 +98,20 @@ class MultiheadForward:
     # signature of nn.MultiheadAttention.forward
     def __call__(
         self,
-        query,
-        key,
-        value,
-        key_padding_mask=None,
-        need_weights=True,
-        attn_mask=None,
-        average_attn_weights=True,
-        is_causal=False,
-    ):
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         module, batched = self.module, query.dim() == 3
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch
         sequence_first = batched and not module.batch_first
-        views = {}
+        views: dict[int, torch.Tensor] = {}
         for x in (query, key, value):
             views[id(x)] = (
                 x
@@ -110,7 +137,7 @@ class MultiheadForward:
         )
         return (out.transpose(0, 1) if sequence_first else out if batched else out.squeeze(0)), weights
 
-    def all_weights(self, weights, average):
+    def all_weights(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
         group = self.source.group
         if average:
             return differentiable.reduce_from(weights.sum(1), group) / self.total

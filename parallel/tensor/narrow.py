@@ -19,15 +19,24 @@ SublayerForward turns into one that names the module and the way out. Alternativ
 forward (torch.fx), which fails on the data-dependent Python that attention modules are full of.
 """
 
+from __future__ import annotations
+
 import inspect
+import operator
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeGuard, TypeVar
 
 import torch
 
 from pycomm.parallel.models.config_view import ConfigView, values_of
 from pycomm.parallel.tensor.heads import RankHeads
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.tensor.edges import SublayerInput
 
 __all__ = [
     "OF_EACH_HEAD",
@@ -38,6 +47,8 @@ __all__ = [
     "narrow_attributes",
     "plain",
 ]
+
+T = TypeVar("T")
 
 Q_HEADS = re.compile(
     r"^_?(n_?heads?|num_heads|num_attention_heads|nhead|heads|"
@@ -56,7 +67,9 @@ WIDTH = re.compile(
 
 OF_EACH_HEAD = ("alibi",)  # arguments of a forward with values for each head: (batch x heads, ...)
 
-SHAPE = torch.Tensor.shape.__get__  # a new object at each access, so compared and not identified
+SHAPE = operator.attrgetter("shape.__get__")(
+    torch.Tensor
+)  # a new object at each access, so compared and not identified
 
 
 class HeadCounts(NamedTuple):
@@ -69,10 +82,11 @@ class HeadCounts(NamedTuple):
     head_dim: int
     mine: RankHeads | None = None  # None: not cut yet
 
-    def local(self, name, value):
+    def local(self, name: str, value: int) -> int | None:
         """The local value of an attribute, or None when it does not count heads or widths of this
         attention.
         """
+        assert self.mine is not None  # it has been cut
         q, kv = self.mine.q_count, self.mine.kv_count
         rules = (
             (Q_HEADS, self.q_heads, q),
@@ -84,11 +98,16 @@ class HeadCounts(NamedTuple):
         return next((local for pattern, full, local in rules if pattern.match(name) and value == full), None)
 
 
-def is_int(value):
+class Heads(NamedTuple):
+    q: int | None
+    kv: int | None
+
+
+def is_int(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def configs(module):
+def configs(module: nn.Module) -> list[tuple[str, object]]:
     """(attribute name, object) of the configurations that a module keeps."""
     kept = ((name, module.__dict__.get(name)) for name in ("config", "cfg", "args"))
     return [
@@ -98,10 +117,8 @@ def configs(module):
     ]
 
 
-def head_counts(module):
-    """(query heads or None, kv heads or None) as the attributes of a module, then of its
-    configuration, say.
-    """
+def head_counts(module: nn.Module) -> Heads:
+    """As the attributes of a module, then of its configuration, say."""
     found = []
     for pattern in (Q_HEADS, KV_HEADS):
         places = [module.__dict__] + [attributes(config) for _, config in configs(module)]
@@ -112,10 +129,10 @@ def head_counts(module):
             if pattern.match(name) and is_int(value)
         ]
         found.append(values[0] if values else None)
-    return tuple(found)
+    return Heads(*found)
 
 
-def attributes(config):
+def attributes(config: object) -> dict[str, int]:
     """Plain attributes of a configuration, with the common names that its class only maps (transformers'
     attribute_map).
     """
@@ -126,7 +143,7 @@ def attributes(config):
     return values
 
 
-def narrow_attributes(module, counts):
+def narrow_attributes(module: nn.Module, counts: HeadCounts) -> dict[str, object]:
     """Sets the attributes of `module`, and those of its configuration as it sees it, to the local values.
     Returns {name: value before} of those that it has changed.
     """
@@ -146,18 +163,31 @@ def narrow_attributes(module, counts):
     return {name: value for name, value in before.items() if module.__dict__[name] is not value}
 
 
+N = TypeVar("N", bound="NarrowView")
+Views = dict[int, "NarrowView"]  # id of a tensor -> it
+
+
 class NarrowView(torch.Tensor):
     """A tensor that says another shape than it has; every operation uses the tensor itself."""
 
+    plain: torch.Tensor
+    told: torch.Size
+
     @classmethod
-    def of(cls, x, shape):
+    def of(cls: type[N], x: torch.Tensor, shape: Iterable[int]) -> N:
         own = type(x) in (torch.Tensor, torch.nn.Parameter)  # of other kinds only `plain` is looked at
         view = (x if own else torch.empty(0, dtype=x.dtype, device=x.device)).as_subclass(cls)
         view.plain, view.told = x, torch.Size(shape)
         return view
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Tree],
+        types: Collection[type],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         if func == SHAPE:
             return args[0].told
         if func is torch.Tensor.size:
@@ -166,15 +196,16 @@ class NarrowView(torch.Tensor):
         return func(*plain(args), **plain(kwargs or {}))
 
 
-def plain(value):
+def plain(value: T) -> T:
     """`value` with the tensors themselves in place of narrow views, in tuples, lists and dicts too."""
-    if isinstance(value, NarrowView):
-        return value.__dict__["plain"]
-    if type(value) in (tuple, list):
-        return type(value)(plain(item) for item in value)
-    if type(value) is dict:
-        return {key: plain(item) for key, item in value.items()}
-    return value
+    given: Tree = value
+    if isinstance(given, NarrowView):
+        return given.__dict__["plain"]
+    if type(given) in (tuple, list):
+        return type(given)(plain(item) for item in given)
+    if type(given) is dict:
+        given = {key: plain(item) for key, item in given.items()}
+    return given
 
 
 class Narrowed(NamedTuple):
@@ -184,9 +215,9 @@ class Narrowed(NamedTuple):
     local: int  # how wide they look
     q_heads: int
     mine: tuple[int, int]  # this rank's query heads
-    before: dict  # attributes of the module as they were
+    before: dict[str, object]  # attributes of the module as they were
 
-    def of_heads(self, x):
+    def of_heads(self, x: Tree) -> Tree:
         """This rank's part of an argument of OF_EACH_HEAD."""
         if not isinstance(x, torch.Tensor):
             return x
@@ -198,10 +229,12 @@ class SublayerForward:
     """Takes the place of the forward of a sublayer's owner: shows it narrow inputs, and names the module when
     it does not fit.
 
-    narrow: Narrowed, None where inputs are not to look narrow.
+    narrow: None where inputs are not to look narrow.
     """
 
-    def __init__(self, owner, fqn, source, narrow=None):
+    def __init__(
+        self, owner: nn.Module, fqn: str, source: SublayerInput, narrow: Narrowed | None = None
+    ) -> None:
         self.owner, self.inner = owner, owner.forward
         self.fqn, self.source, self.narrow = fqn, source, narrow
         self.is_passed_over: Callable[[], bool] = bool  # false
@@ -214,7 +247,7 @@ class SublayerForward:
         """
         self.is_passed_over = is_passed_over
 
-    def view(self, name, x, views):
+    def view(self, name: str | None, x: Tree, views: Views) -> Tree:
         if self.narrow is None:
             return x
         if name in OF_EACH_HEAD:
@@ -231,7 +264,7 @@ class SublayerForward:
             views[id(x)] = NarrowView.of(x, (x.shape[0], length, self.narrow.local))
         return views[id(x)]
 
-    def as_whole(self, args, kwargs):
+    def as_whole(self, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> Tree:
         """The forward as in one process."""
         if self.narrow is None:
             return self.inner(*args, **kwargs)
@@ -243,16 +276,17 @@ class SublayerForward:
         finally:
             seen.update(narrowed)
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Tree, **kwargs: Tree) -> Tree:
         if self.is_passed_over():
             return self.as_whole(args, kwargs)
         self.source.clear()
-        views, names = {}, (*self.names, *[None] * len(args))
-        args = [self.view(name, x, views) for name, x in zip(names, args, strict=False)]
-        kwargs = {name: self.view(name, x, views) for name, x in kwargs.items()}
+        views: Views = {}
+        names = (*self.names, *[None] * len(args))
+        seen = [self.view(name, x, views) for name, x in zip(names, args, strict=False)]
+        named = {name: self.view(name, x, views) for name, x in kwargs.items()}
         outer, self.running = self.running, True
         try:
-            return self.inner(*args, **kwargs)
+            return self.inner(*seen, **named)
         except (RuntimeError, ValueError, AssertionError) as error:
             of_communication = type(error) not in (RuntimeError, ValueError, AssertionError)
             if of_communication or str(error).startswith("[rank"):  # the latter says already what is wrong

@@ -17,10 +17,13 @@ be run, and is accepted unseen if its names have one meaning everywhere. Cost: t
 float32, n + 2 small forwards for each layout.
 """
 
+from __future__ import annotations
+
 import copy
 import inspect
 import itertools
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +37,10 @@ from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinea
 from pycomm.parallel.tensor.modules import base_of, linear_sizes
 from pycomm.parallel.tensor.slices import cut
 
+if TYPE_CHECKING:
+    from pycomm.parallel.tensor.edges import SublayerOutput, SumEdge
+    from pycomm.parallel.tensor.sublayers import Rows, Sublayer
+
 __all__ = ["probe"]
 
 # Owners whose forwards need no proof.
@@ -46,39 +53,45 @@ LARGEST = 1 << 28  # parameters of an owner that is still copied
 class _Left(BaseException):
     """The output edge was reached. Not an Exception, so that nothing on the way takes it for an error."""
 
-    def __init__(self, part):
+    def __init__(self, part: torch.Tensor) -> None:
         super().__init__()
         self.part = part
 
 
 class StopHere:
-    """In the place of a SublayerOutput."""
+    """In the place of the output edge."""
 
-    def __call__(self, x, weight, bias, shards):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: Sequence[int]
+    ) -> NoReturn:
         raise _Left(F.linear(x, weight))
 
-    def sum(self, part, bias):
+    def sum(self, part: torch.Tensor, bias: torch.Tensor | None) -> NoReturn:
         raise _Left(part)
 
 
 class Give:
-    """In the place of a SublayerOutput, which has the sum already."""
+    """In the place of the output edge, which has the sum already."""
 
-    def __init__(self, whole):
+    def __init__(self, whole: torch.Tensor) -> None:
         self.whole = whole
 
-    def __call__(self, x, weight, bias, shards):
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lengths: Sequence[int]
+    ) -> torch.Tensor:
+        return self.sum(x, bias)
+
+    def sum(self, part: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         return self.whole if bias is None else self.whole + bias
 
-    def sum(self, part, bias):
-        return self(None, None, bias, None)
 
-
-def arguments(module, sublayer, x, generator):
+def arguments(
+    module: nn.Module, sublayer: Sublayer, x: torch.Tensor, generator: torch.Generator
+) -> dict[str, object]:
     """{name: value} of what the forward of an owner asks for beside x, where its name tells what it is."""
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    made = {"residual": x, "attention_mask": None}
+    made: dict[str, object] = {"residual": x, "attention_mask": None}
     if sublayer.counts is not None:
         heads, dim = sublayer.counts.q_heads, sublayer.counts.head_dim
         made["position_embeddings"] = tuple(
@@ -89,12 +102,12 @@ def arguments(module, sublayer, x, generator):
     return {name: made[name] for name in wanted if name in made}
 
 
-def run(module, x, others):
+def run(module: nn.Module, x: torch.Tensor, others: Mapping[str, object]) -> torch.Tensor:
     out = module(x, **others)
     return out[0] if isinstance(out, (tuple, list)) else out
 
 
-def prepared(owner):
+def prepared(owner: nn.Module) -> tuple[nn.Module, torch.Generator] | None:
     """A copy in evaluation mode with random weights, and a generator for the input; None for an owner that
     cannot be copied.
     """
@@ -112,7 +125,7 @@ def prepared(owner):
     return twin, generator
 
 
-def relative(sublayer):
+def relative(sublayer: Sublayer) -> Sublayer:
     """The sublayer with names as seen from its owner."""
     skip = len(sublayer.owner) + 1 if sublayer.owner else 0
     return sublayer._replace(
@@ -123,12 +136,12 @@ def relative(sublayer):
 class Verdict(NamedTuple):
     """layout: the one of Sublayer.layouts that computes the same; None where none does, for this reason."""
 
-    layout: str | None
+    layout: Rows | None
     reason: str | None = None
 
 
-def probe(model, sublayer, parts):
-    """Verdict on a sublayer, seen or unseen."""
+def probe(model: nn.Module, sublayer: Sublayer, parts: int) -> Verdict:
+    """Seen or unseen."""
     found = _seen(model, sublayer, parts)
     if found is not None:
         return found
@@ -137,8 +150,8 @@ def probe(model, sublayer, parts):
     return Verdict(None, "cannot be run alone to see what the rows of its fused projection mean")
 
 
-def _seen(model, sublayer, parts):
-    """Verdict, or None for what cannot be run."""
+def _seen(model: nn.Module, sublayer: Sublayer, parts: int) -> Verdict | None:
+    """None for what cannot be run."""
     owner = model.get_submodule(sublayer.owner)
     outside = sublayer.owner and not sublayer.row.startswith(sublayer.owner + ".")
     if sublayer.rule == "experts":
@@ -164,25 +177,33 @@ def _seen(model, sublayer, parts):
             return None
         reasons = []
         for layout in _possible(sublayer, twin):
-            reasons.append(compare(twin, sublayer._replace(layouts=(layout,)), parts, (x, others, expected)))
+            case = _Case(x, others, expected)
+            reasons.append(compare(twin, sublayer._replace(layouts=(layout,)), parts, case))
             if reasons[-1] is None:
                 return Verdict(layout)
         return Verdict(None, reasons[0])
 
 
-def _possible(sublayer, twin):
+def _possible(sublayer: Sublayer, twin: nn.Module) -> tuple[Rows, ...]:
     """Layouts that are not the same: with one projection only."""
     return sublayer.layouts if len(sublayer.columns) == 1 else sublayer.layouts[:1]
 
 
-def compare(twin, sublayer, parts, case):
-    """None where the sublayer computes the same in parts, or why not. case: (x, other arguments, result)."""
-    total, (x, others, expected) = 0, case
+class _Case(NamedTuple):
+    x: torch.Tensor
+    others: Mapping[str, object]  # other arguments
+    expected: torch.Tensor
+
+
+def compare(twin: nn.Module, sublayer: Sublayer, parts: int, case: _Case) -> str | None:
+    """None where the sublayer computes the same in parts, or why not."""
+    x, others, expected = case
+    total: torch.Tensor | int = 0
     for rank in itertools.chain(range(parts), [None]):
         piece = copy.deepcopy(twin)
         group = comm.Group("probe", parts, rank or 0, None)
         output = cut_sublayer(piece, sublayer, Cutter(group, None, cut))
-        replace_edges(piece, output, StopHere() if rank is not None else Give(total))
+        replace_edges(piece, output, StopHere() if rank is not None else Give(torch.as_tensor(total)))
         try:
             out = run(piece, x, others)
         except _Left as left:
@@ -197,10 +218,8 @@ def compare(twin, sublayer, parts, case):
     return None
 
 
-def replace_edges(piece, output, instead):
-    """`instead` in the place of SublayerOutput `output`, and no communication at inputs: there is no group
-    here.
-    """
+def replace_edges(piece: nn.Module, output: SublayerOutput | None, instead: SumEdge) -> None:
+    """`instead` in the place of `output`, and no communication at inputs: there is no group here."""
     for module in piece.modules():
         forward = getattr(module, "forward", None)
         if isinstance(module, RowParallelLinear) and module.output_edge is output:

@@ -32,7 +32,11 @@ Sources: Shoeybi et al. 2019; Korthikanti et al. 2022; overlap: Wang et al., Ove
 Dependent Computation, 2023.
 """
 
+from __future__ import annotations
+
 import functools
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -42,18 +46,26 @@ from pycomm import fused
 from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.ground.split_backward import DeferWeights
 
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.comm import Group
+    from pycomm.parallel.tensor.slices import Pieces
+
 __all__ = ["copy_linear", "gather_linear", "linear_reduce", "linear_reduce_scatter"]
 
 LEAST_FLOPS = 2e8  # on a CPU
 
 
-def copy_linear(x, weight, bias, group, shards):
+def copy_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, shards: Sequence[int]
+) -> torch.Tensor:
     if not _fits(x, weight, group) or _small(x, weight.shape[1], shards):
         return F.linear(differentiable.copy_to(x, group), weight, bias)
     return _CopyLinear.apply(x, weight, bias, group, shards)
 
 
-def linear_reduce(x, weight, bias, group, shards):
+def linear_reduce(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: Group, shards: Sequence[int]
+) -> torch.Tensor:
     if not _fits(x, weight, group) or _small(x, weight.shape[0], shards):
         out = differentiable.reduce_from(F.linear(x, weight), group)
         return out if bias is None else out + bias
@@ -62,7 +74,14 @@ def linear_reduce(x, weight, bias, group, shards):
     return out
 
 
-def gather_linear(x, weight, bias, group, pieces, shards):
+def gather_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    pieces: Pieces,
+    shards: Sequence[int],
+) -> torch.Tensor:
     if not _fits(x, weight, group) or not gathers_again(x):
         return F.linear(differentiable.gather_sum(x, *pieces, group), weight, bias)
     moved = _moved(x, x.shape[-1], pieces)
@@ -74,7 +93,14 @@ def gather_linear(x, weight, bias, group, pieces, shards):
     return out
 
 
-def linear_reduce_scatter(x, weight, bias, group, pieces, shards):
+def linear_reduce_scatter(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    group: Group,
+    pieces: Pieces,
+    shards: Sequence[int],
+) -> torch.Tensor:
     if not _fits(x, weight, group) or _small(x, weight.shape[0], shards):
         out = differentiable.reduce_scatter(F.linear(x, weight), *pieces, group)
     else:
@@ -86,19 +112,19 @@ def linear_reduce_scatter(x, weight, bias, group, pieces, shards):
     return out if bias is None else out + bias  # [Note: bias]
 
 
-def gathers_again(x):
+def gathers_again(x: torch.Tensor) -> bool:
     """Whether an input of gather_linear is to be gathered again in backward, [Note: apart]."""
     return x.device.type != "cpu"
 
 
-def _small(x, width, shards):
+def _small(x: torch.Tensor, width: int, shards: Sequence[int]) -> bool:
     """Whether a CPU's product is too small, [Note: apart]; by what is equal on all ranks. width: that of the
     weight which is not cut.
     """
     return x.device.type == "cpu" and 2 * x.shape[:-1].numel() * width * max(shards) < LEAST_FLOPS
 
 
-def _fits(x, weight, group):
+def _fits(x: torch.Tensor, weight: torch.Tensor, group: Group) -> bool:
     """Whether pycomm.fused is to be used: the same on all ranks, [Note: apart]."""
     return (
         group.size > 1
@@ -110,22 +136,37 @@ def _fits(x, weight, group):
     )
 
 
-def _postpones(x):
+def _postpones(x: torch.Tensor) -> bool:
     if not torch.overrides.has_torch_function((x,)):  # quick: no mode is active
         return False
     return any(isinstance(mode, DeferWeights) for mode in torch.overrides._get_current_function_mode_stack())
 
 
+class _CopyGradients(NamedTuple):
+    x: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+    group: None = None
+    shards: None = None
+
+
 class _CopyLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, group, shards):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: Group,
+        shards: Sequence[int],
+    ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.rest = group, shards
         return F.linear(x, weight, bias)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> _CopyGradients:
         (x, weight), (group, shards), needed = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
         flat = grad.flatten(0, -2)
         grad_x = None
@@ -133,19 +174,19 @@ class _CopyLinear(torch.autograd.Function):
             _record_all_reduce(comm.nbytes_of(x), group)
             grad_x = fused.matmul_all_reduce(grad, weight, group.pg, shards=shards)
         grad_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
-        return grad_x, grad_weight, flat.sum(0) if needed[2] else None, None, None
+        return _CopyGradients(grad_x, grad_weight, flat.sum(0) if needed[2] else None)
 
 
-def _record_all_reduce(nbytes, group):
+def _record_all_reduce(nbytes: int, group: Group) -> None:
     comm.record("all_reduce", group, 2 * (group.size - 1) * nbytes // group.size)
 
 
-def _record_in_backward(ops, group, nbytes, grad):
+def _record_in_backward(ops: Iterable[str], group: Group, nbytes: int, grad: torch.Tensor) -> None:
     for op in ops:
         comm.record(op, group, nbytes)
 
 
-def _moved(x, columns, pieces):
+def _moved(x: torch.Tensor, columns: int, pieces: Pieces) -> int:
     """Bytes of the pieces of all others, of `columns` columns and each as long as the longest, as
     ground/comm.py counts them.
     """

@@ -24,10 +24,13 @@ Cost: 0.1 us for each change of class. Alternatives that lost: a mode of torch f
 call of the forward (1 us each); counting the edges to AccumulateGrad, which misses `detach()` and numbers.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
-from collections.abc import Collection, Mapping
-from typing import NamedTuple
+import operator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import nn
@@ -37,23 +40,32 @@ from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.tensor.adapters import AdapterForward
 from pycomm.parallel.tensor.narrow import SublayerForward
 
+if TYPE_CHECKING:
+    from pycomm.parallel.expert.moe import MoE
+    from pycomm.parallel.given import Tree
+
 __all__ = ["Reads"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = torch.Tensor
 # Not by what they hold.
+_ATTRIBUTES = (
+    *("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta"),
+    *("is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "_version", "output_nr"),
+    *("retains_grad", "name"),
+)
 _ASKING = {
-    *(T.dtype.__get__, T.device.__get__, T.layout.__get__, T.requires_grad.__get__, T.is_leaf.__get__),
-    *(T.grad_fn.__get__, T.is_cuda.__get__, T.is_cpu.__get__, T.is_meta.__get__, T.is_sparse.__get__),
-    *(T.is_quantized.__get__, T.is_nested.__get__, T.is_mkldnn.__get__, T.itemsize.__get__),
-    *(T._version.__get__, T.output_nr.__get__, T.retains_grad.__get__, T.name.__get__),
+    *(getattr(T, name).__get__ for name in _ATTRIBUTES),
     *(T.is_floating_point, torch.is_floating_point, T.is_complex, torch.is_complex, T.element_size),
     *(T.get_device, T.is_inference, torch.is_inference, T.is_contiguous, T.data_ptr, T.register_hook),
     *(T.register_post_accumulate_grad_hook, T.__hash__, T.requires_grad_, T.__repr__, T.__format__),
     *(T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor),
-    T.data.__set__,  # zero/streamed.py gathers and frees with it
+    operator.attrgetter("data.__set__")(T),  # zero/streamed.py gathers and frees with it
 }
 _LIKE_ITS_DTYPE = {T.to, T.type_as}  # as their second argument
-_SHAPE, _NDIM = T.shape.__get__, T.ndim.__get__  # new objects at each access, which are equal
+# New objects at each access, which are equal.
+_SHAPE, _NDIM = (getattr(T, name).__get__ for name in ("shape", "ndim"))
 
 
 class _Note(NamedTuple):
@@ -74,11 +86,11 @@ class Reads:
         self,
         model: nn.Module,
         layouts: Mapping[str, Layout],
-        moes: Mapping[str, nn.Module],
+        moes: Mapping[str, MoE],
         stacked: Collection[str],
     ) -> None:
-        self.notes = {}  # id of a parameter -> _Note
-        self.guarded = []
+        self.notes: dict[int, _Note] = {}  # id of a parameter -> _Note
+        self.guarded: list[nn.Parameter] = []
         self.kind = type("Parameter", (_Guarded,), {"notes": self.notes})
         for name, parameter in model.named_parameters():
             layout = layouts[name]
@@ -95,7 +107,7 @@ class Reads:
             for expert in moe.experts.values():
                 self._let(expert, list(expert.parameters()))
         for module in model.modules():
-            inner = module.out_proj if isinstance(module, nn.MultiheadAttention) else None
+            inner: nn.Module | None = module.out_proj if isinstance(module, nn.MultiheadAttention) else None
             if isinstance(module.forward, AdapterForward):
                 inner = module.forward.base  # whose bias it adds
             self._let(
@@ -104,19 +116,19 @@ class Reads:
         _find_sublayers(model, self.notes)
         _leave_uncompiled(model)
 
-    def _guard(self, parameter, name, why, shape=None):
+    def _guard(self, parameter: nn.Parameter, name: str, why: str, shape: torch.Size | None = None) -> None:
         if type(parameter) is nn.Parameter and id(parameter) not in self.notes:
             self.guarded.append(parameter)
             self.notes[id(parameter)] = _Note(name, why, shape, ())
 
-    def _let(self, module, parameters):
+    def _let(self, module: nn.Module, parameters: Iterable[nn.Parameter | None]) -> None:
         """The forward of `module` may read these."""
-        own = [parameter for parameter in parameters if id(parameter) in self.notes]
+        own = [each for each in parameters if each is not None and id(each) in self.notes]
         if own:
             module.forward = functools.partial(_as_parameters, own, module.forward)
 
     @contextlib.contextmanager
-    def refused(self):
+    def refused(self) -> Iterator[None]:
         """Around a forward and its loss."""
         kind = self.kind
         for parameter in self.guarded:
@@ -134,7 +146,7 @@ _ABSENT = "which another pipeline stage has"
 _DEALT = "an expert that this rank of ep alone has"
 
 
-def _find_sublayers(model, notes):
+def _find_sublayers(model: nn.Module, notes: dict[int, _Note]) -> None:
     for module in model.modules():
         forward = module.forward
         while isinstance(forward, functools.partial):
@@ -146,7 +158,7 @@ def _find_sublayers(model, notes):
                     notes[id(parameter)] = note._replace(sublayers=(*note.sublayers, forward))
 
 
-def _leave_uncompiled(model):
+def _leave_uncompiled(model: nn.Module) -> None:
     """Dynamo takes neither a change of class nor a view that tells another shape (narrow.py): what is cut
     runs as it is written, between compiled parts.
     """
@@ -156,7 +168,9 @@ def _leave_uncompiled(model):
             module.forward = uncompiled(forward)
 
 
-def _as_parameters(own, forward, *args, **kwargs):
+def _as_parameters(
+    own: Sequence[nn.Parameter], forward: Callable[P, R], *args: P.args, **kwargs: P.kwargs
+) -> R:
     kind = own[0].__class__
     for parameter in own:
         parameter.__class__ = nn.Parameter
@@ -168,15 +182,22 @@ def _as_parameters(own, forward, *args, **kwargs):
 
 
 class _Guarded(nn.Parameter):
-    notes = None  # of the Reads that it belongs to
+    notes: dict[int, _Note]  # of the Reads that it belongs to
 
     @classmethod
-    def __torch_function__(cls, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        cls,
+        func: Callable[..., Tree],
+        types: Collection[type],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if func in _ASKING or func in _LIKE_ITS_DTYPE and not isinstance(args[0], _Guarded):
                 return func(*args, **kwargs)
             parameter = _first((args, kwargs))
+            assert parameter is not None  # one of them is why torch asks
             note = type(parameter).notes[id(parameter)]
             size = _size(func, note.shape or parameter.shape, args, kwargs)
             if size is not None:
@@ -188,7 +209,7 @@ class _Guarded(nn.Parameter):
         )
 
 
-def _way_out(note):
+def _way_out(note: _Note) -> str:
     if note.why is _CUT:
         return "name the layer in rules as 'replicate', or use a plan with tp=1"
     if note.why is _ABSENT:
@@ -198,7 +219,7 @@ def _way_out(note):
     return "leave it out, or use a plan with ep=1"
 
 
-def _first(value):
+def _first(value: Tree) -> _Guarded | None:
     if isinstance(value, _Guarded):
         return value
     if isinstance(value, dict):
@@ -208,7 +229,9 @@ def _first(value):
     return None
 
 
-def _size(func, shape, args, kwargs):
+def _size(
+    func: Callable[..., Tree], shape: torch.Size, args: tuple[Tree, ...], kwargs: dict[str, Tree]
+) -> torch.Size | int | None:
     """What `func` asks for, a size, of a tensor of this shape; None: it does something else."""
     if func == _SHAPE:
         return shape

@@ -7,11 +7,18 @@
 The sum over the ranks of what their row layers give is the result.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pycomm.parallel.tensor.narrow import HeadCounts
 
-__all__ = ["Cuts", "Found", "Sublayer", "Unfit"]
+__all__ = ["Cuts", "Found", "FoundRule", "Rule", "SingleRule", "Sublayer", "Unfit"]
+
+Rule = Literal["attention", "column", "experts", "mlp", "replicate", "row", "tokens", "vocab"]  # a user's
+FoundRule = Literal["attention", "experts", "mlp"]  # of sublayers that are looked for
+SingleRule = Literal["column", "row", "vocab"]  # of one layer
+
+
+Rows = Literal["blocks", "heads"]  # see Sublayer
 
 
 class Found(NamedTuple):
@@ -31,21 +38,21 @@ class Sublayer(NamedTuple):
     is_known: the first of `layouts` is meant wherever these names are used, also where it cannot be tried.
     """
 
-    rule: str  # attention, mlp, experts, or multihead for torch.nn.MultiheadAttention
+    rule: Literal["attention", "mlp", "experts", "multihead"]  # the last for torch.nn.MultiheadAttention
     owner: str
     columns: tuple[str, ...]
     row: str
     counts: HeadCounts | None = None
     per_head: tuple[str, ...] = ()  # vectors with one number per query head
     inside: tuple[str, ...] = ()  # parameters that all ranks hold and use for their own heads
-    layouts: tuple[str, ...] = ("blocks",)
+    layouts: tuple[Rows, ...] = ("blocks",)
     is_known: bool = True
 
     @property
-    def layout(self):
+    def layout(self) -> Rows:
         return self.layouts[0]
 
-    def describe(self):
+    def describe(self) -> str:
         skip = len(self.owner) + 1 if self.owner and self.columns != (self.owner,) else 0
         columns = " + ".join(name[skip:] if skip else name.rpartition(".")[2] for name in self.columns)
         inside = self.owner and self.row.startswith(self.owner + ".")
@@ -61,7 +68,7 @@ class Cuts(NamedTuple):
     """All that is to be cut of a model."""
 
     sublayers: list[Sublayer]
-    single: dict[str, str]  # module -> "column", "row" or "vocab"
+    single: dict[str, SingleRule]  # of modules
     whole: list[str]  # modules that must see the whole sequence: by a rule, or attention that cannot be cut
     found: list[Found]  # in the order of the model
     asked: set[tuple[str, str]]  # (module, rule) by the user

@@ -9,20 +9,27 @@ The module stays what it is, with its buffers and attributes, and has fewer rows
 each id by itself what it does, is tried on a small one of random rows.
 """
 
+from __future__ import annotations
+
 import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import nn
 
 from pycomm.parallel.ground import differentiable
-from pycomm.parallel.tensor.slices import even_slices
+from pycomm.parallel.tensor.slices import Take, even_slices
+
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.comm import Group
 
 __all__ = ["cut_table", "is_table"]
 
 ROWS = 7  # of a trial
 
 
-def is_table(module):
+def is_table(module: object) -> TypeGuard[nn.Embedding]:
     """Whether it is an embedding whose rows may be cut."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False
@@ -31,7 +38,7 @@ def is_table(module):
     return type(module).forward is nn.Embedding.forward or _is_by_row(module)
 
 
-def _is_by_row(module):
+def _is_by_row(module: nn.Embedding) -> bool:
     """Tried without the module's values, which another pipeline stage may have alone."""
     if [name for name, _ in module.named_parameters()] != ["weight"] or module._modules:
         return False
@@ -57,7 +64,7 @@ def _is_by_row(module):
     return True
 
 
-def _trial(module, rows, buffers):
+def _trial(module: nn.Embedding, rows: torch.Tensor, buffers: Mapping[str, torch.Tensor]) -> nn.Embedding:
     twin = copy.copy(module)
     twin.__dict__.pop("forward", None)
     twin._parameters, twin._buffers = {"weight": nn.Parameter(rows)}, dict(buffers)
@@ -66,8 +73,8 @@ def _trial(module, rows, buffers):
     return twin
 
 
-def cut_table(table, group, take):
-    """Cuts the rows of a table in place. take: function (parameter, layout) -> the local part."""
+def cut_table(table: nn.Embedding, group: Group, take: Take) -> None:
+    """Cuts the rows of a table in place."""
     total = table.num_embeddings
     slices = even_slices(total, group)
     table._parameters["weight"] = take(table.weight, slices.layout(table.weight, 0))
@@ -76,16 +83,16 @@ def cut_table(table, group, take):
     if table.padding_idx is not None:
         has_it = start <= table.padding_idx < stop
         table.padding_idx = table.padding_idx - start if has_it else None
-    table.forward = TableForward(table, group, start, total)
+    vars(table)["forward"] = TableForward(table, group, start, total)
 
 
 class TableForward:
     """Takes the place of a table's forward. start: its first row; total: rows of all ranks."""
 
-    def __init__(self, table, group, start, total):
+    def __init__(self, table: nn.Embedding, group: Group, start: int, total: int) -> None:
         self.inner, self.table, self.group, self.start, self.total = table.forward, table, group, start, total
 
-    def __call__(self, ids):
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.device.type == "cpu" and ids.numel() and (ids.min() < 0 or ids.max() >= self.total):
             raise IndexError(
                 f"embedding: ids from {int(ids.min())} to {int(ids.max())}, but there are {self.total} rows"

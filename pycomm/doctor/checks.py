@@ -2,10 +2,18 @@
 here looks at the machine, so the tests give them facts that they make up.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import enum
+from typing import TYPE_CHECKING
 
 from pycomm import env
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pycomm.doctor.facts import Extension, Facts
 
 
 class State(str, enum.Enum):
@@ -33,14 +41,14 @@ BUILD_VARIABLES = ("PYCOMM_CUDA", "PYCOMM_CUDA_ARCH", "PYCOMM_REPOSITORY")  # re
 SLOW_US = 30.0  # 8 bytes with a core per rank take 1 to 5 us on the machines of docs/benchmarks.md
 
 
-def judge(answers, silent=()):
-    """All findings. `answers`: the Facts of the ranks that answered; `silent`: numbers of the others."""
+def judge(answers: Sequence[Facts], silent: Sequence[int] = ()) -> list[Finding]:
+    """All findings. `answers`: of the ranks that answered; `silent`: numbers of the others."""
     findings = [_ranks(answers, silent), *(_merged(answers, check) for check in PER_RANK)]
     findings += [check(answers) for check in OF_ALL]
     return [finding for finding in findings if finding]
 
 
-def _merged(answers, check):
+def _merged(answers: Sequence[Facts], check: Callable[[Facts], Finding | None]) -> Finding | None:
     """The worst finding of a check over all ranks; where ranks differ, which ranks it is about."""
     findings = {facts.rank: finding for facts in answers if (finding := check(facts))}
     if not findings:
@@ -54,7 +62,7 @@ def _merged(answers, check):
     return dataclasses.replace(worst, found=f"{label} {', '.join(which)}: {worst.found}")
 
 
-def _ranks(answers, silent):
+def _ranks(answers: Sequence[Facts], silent: Sequence[int]) -> Finding | None:
     if silent:
         names = ", ".join(map(str, silent))
         mend = "Look at the output of these ranks; start all of them with the same launcher."
@@ -71,7 +79,7 @@ def _ranks(answers, silent):
 # --- of one rank ---------------------------------------------------------------------------------
 
 
-def _versions(facts):
+def _versions(facts: Facts) -> Finding:
     torch = facts.versions["torch"]
     found = f"pycomm {facts.versions['pycomm']}, torch {torch or 'not installed'}, Python {facts.python}"
     if torch is None:
@@ -83,7 +91,7 @@ def _versions(facts):
     return Finding("versions", State.ok, found)
 
 
-def _extension(facts):
+def _extension(facts: Facts) -> Finding:
     extension = facts.extension
     if extension.problem:
         mend = "Build it: `make build`, or `pip install --no-build-isolation -e .`"
@@ -102,14 +110,14 @@ def _extension(facts):
     return Finding("extension", State.ok, found)
 
 
-def _kernels(extension):
+def _kernels(extension: Extension) -> str:
     if not extension.cuda:
         return "without CUDA kernels"
     names = ", ".join(f"sm_{name}" for name in extension.architectures)
     return f"with CUDA kernels for {names}" if names else "with CUDA kernels"
 
 
-def _runs_on(gpu, architectures):
+def _runs_on(gpu: str, architectures: Sequence[str]) -> bool:
     """Whether kernels for these architectures run on a GPU of architecture `gpu`: machine code runs on later
     minor versions; of several architectures setup.py adds the newest as PTX, which runs on all later ones.
     """
@@ -119,7 +127,7 @@ def _runs_on(gpu, architectures):
     return fits or (len(architectures) > 1 and max(map(int, architectures)) < int(gpu))
 
 
-def _optional_packages(facts):
+def _optional_packages(facts: Facts) -> Finding:
     installed = {name: facts.versions[name] for name in ("triton", "cupy", "nccl4py")}
     found = ", ".join(f"{name} {version or 'not installed'}" for name, version in installed.items())
     if facts.gpus.names and not installed["triton"]:
@@ -128,7 +136,7 @@ def _optional_packages(facts):
     return Finding("optional packages", State.ok, found)
 
 
-def _numa(facts):
+def _numa(facts: Facts) -> Finding:
     touched = [node for node, cores in facts.numa.items() if set(cores) & set(facts.cores)]
     found = f"{len(facts.numa) or 1} node(s), this process may run on {len(touched) or 1}"
     if len(touched) > 1:
@@ -137,7 +145,7 @@ def _numa(facts):
     return Finding("NUMA", State.ok, found)
 
 
-def _shared_memory(facts):
+def _shared_memory(facts: Facts) -> Finding:
     found = (
         f"/dev/shm is not needed: memory comes from memfd; huge pages for it: {facts.huge_pages or 'unknown'}"
     )
@@ -150,7 +158,7 @@ def _shared_memory(facts):
     return Finding("shared memory", State.ok, found)
 
 
-def _peer_memory(facts):
+def _peer_memory(facts: Facts) -> Finding | None:
     if facts.group is None or facts.group.reach is None:
         return None
     reach = facts.group.reach
@@ -166,7 +174,7 @@ def _peer_memory(facts):
     return Finding("peers' memory", State.slow, "process_vm_readv is not allowed between ranks", mend)
 
 
-def _limits(facts):
+def _limits(facts: Facts) -> Finding:
     files = "no limit" if facts.max_files is None else str(facts.max_files)
     locked = "no limit" if facts.max_locked is None else f"{facts.max_locked >> 10} KiB"
     found = f"open files {files}; locked memory {locked} (pycomm locks none)"
@@ -176,7 +184,7 @@ def _limits(facts):
     return Finding("limits", State.ok, found)
 
 
-def _gpus(facts):
+def _gpus(facts: Facts) -> Finding:
     gpus = facts.gpus
     if gpus.problem:
         mend = "CUDA tensors cannot be used: install a torch with CUDA that fits the driver (`nvidia-smi`)."
@@ -191,7 +199,7 @@ def _gpus(facts):
     return Finding("GPUs", State.ok, found)
 
 
-def _environment(facts):
+def _environment(facts: Facts) -> Finding:
     found = (
         ", ".join(f"{name}={value}" for name, value in facts.settings.items())
         or "no variable of pycomm is set"
@@ -208,17 +216,15 @@ def _environment(facts):
 # --- of all ranks --------------------------------------------------------------------------------
 
 
-def _group(answers):
-    groups = [facts.group for facts in answers]
-    if None in groups:
+def _group(answers: Sequence[Facts]) -> Finding:
+    groups = [facts.group for facts in answers if facts.group is not None]
+    if len(groups) < len(answers):
         return Finding("group", State.missing, "not tried, because of what is missing above")
-    for facts in answers:
-        if facts.group.problem:
+    for facts, group in zip(answers, groups, strict=True):
+        if group.problem:
             mend = "No group could be made or used: the text says which call failed."
-            return Finding(
-                "group", State.missing, f"rank {facts.rank}: {facts.group.problem}", mend, fatal=True
-            )
-    ranks, slowest = groups[0].ranks, max(group.all_reduce_us for group in groups)
+            return Finding("group", State.missing, f"rank {facts.rank}: {group.problem}", mend, fatal=True)
+    ranks, slowest = groups[0].ranks, max(group.all_reduce_us or 0.0 for group in groups)
     found = f"{ranks} ranks, all_reduce of 8 bytes in {slowest} us, load {answers[0].load}"
     if slowest > SLOW_US and ranks <= len(_all_cores(answers)):
         mend = (
@@ -228,11 +234,11 @@ def _group(answers):
     return Finding("group", State.ok, found)
 
 
-def _all_cores(answers):
+def _all_cores(answers: Sequence[Facts]) -> set[int]:
     return {core for facts in answers for core in facts.cores}
 
 
-def _cores(answers):
+def _cores(answers: Sequence[Facts]) -> Finding:
     allowed = _all_cores(answers)
     found = f"{len(allowed)} of {answers[0].machine_cores} may be used"
     if len(answers) > len(allowed):
@@ -243,7 +249,7 @@ def _cores(answers):
     return Finding("cores", State.ok, f"{found} by {len(answers)} ranks")
 
 
-def _autogroup(answers):
+def _autogroup(answers: Sequence[Facts]) -> Finding:
     """Ranks in sessions of their own (torchrun) are groups of their own for the scheduler: sched_yield then
     lets no peer run, and a rank that shares its core has to sleep to hand it over.
     """
@@ -258,7 +264,7 @@ def _autogroup(answers):
     return Finding("autogroup", State.ok, "on; costs nothing while each rank has a core of its own")
 
 
-PER_RANK = (
+PER_RANK: tuple[Callable[[Facts], Finding | None], ...] = (
     _versions,
     _extension,
     _optional_packages,
@@ -269,4 +275,4 @@ PER_RANK = (
     _numa,
     _gpus,
 )
-OF_ALL = (_cores, _autogroup, _group)
+OF_ALL: tuple[Callable[[Sequence[Facts]], Finding], ...] = (_cores, _autogroup, _group)

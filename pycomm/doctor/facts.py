@@ -4,6 +4,8 @@ out is None, or a sentence in a field named `problem`.
 All values are plain (numbers, texts, lists, dicts), so that facts travel as JSON.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import glob
@@ -16,9 +18,17 @@ import socket
 import statistics
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pycomm
 from pycomm import env
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    import torch.distributed as dist
+
+    from pycomm.communicator import Communicator
 
 # Package -> the distributions that bring it.
 PACKAGES = {
@@ -39,15 +49,15 @@ class Extension:
     built_for: str | None = None  # version of torch
     simd: str | None = None
     cuda: bool = False  # with kernels for CUDA tensors
-    architectures: list = dataclasses.field(default_factory=list)  # of these kernels, as "90"; []: unknown
+    architectures: list[str] = dataclasses.field(default_factory=list)  # of these, as "90"; []: unknown
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpus:
     problem: str | None  # why torch cannot use the GPUs that the machine has
-    names: list = dataclasses.field(default_factory=list)
-    no_peer_access: list = dataclasses.field(default_factory=list)  # pairs of numbers
-    architectures: list = dataclasses.field(default_factory=list)  # of each GPU, as "90"
+    names: list[str] = dataclasses.field(default_factory=list)
+    no_peer_access: list[list[int]] = dataclasses.field(default_factory=list)  # pairs of numbers
+    architectures: list[str] = dataclasses.field(default_factory=list)  # of each GPU, as "90"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,29 +75,30 @@ class Facts:
     rank: int
     host: str
     python: str
-    versions: dict  # package -> version or None; "pycomm" too
+    versions: dict[str, str | None]  # by package; "pycomm" too
     extension: Extension
-    cores: list  # numbers of the cores that this process may use
+    cores: list[int]  # that this process may use
     machine_cores: int
     load: float  # processes that run or want to, average of the last minute
-    numa: dict  # node (text) -> cores
+    numa: dict[str, list[int]]  # node -> cores
     max_files: int | None  # RLIMIT_NOFILE, soft; None: no limit
     max_locked: int | None  # RLIMIT_MEMLOCK, bytes
     autogroup: str | None  # the scheduler's group of this process; None: autogroups are off
     huge_pages: str | None  # for shared memory: always, advise, within_size, never ...
     gpus: Gpus
-    settings: dict  # variables of pycomm that are set
+    settings: dict[str, str]  # variables of pycomm that are set
     settings_problem: str | None
     group: Group | None = None
 
 
-def gather(rank=0):
+def gather(rank: int = 0) -> Facts:
     """The facts of this process. `group` is still None: a group takes all ranks (ranks.py)."""
+    versions: dict[str, str | None] = {name: _version(names) for name, names in PACKAGES.items()}
     return Facts(
         rank=rank,
         host=socket.gethostname(),
         python=platform.python_version(),
-        versions={"pycomm": pycomm.__version__} | {name: _version(names) for name, names in PACKAGES.items()},
+        versions={"pycomm": pycomm.__version__, **versions},
         extension=_extension(),
         cores=sorted(os.sched_getaffinity(0)),
         machine_cores=os.cpu_count() or 1,
@@ -103,7 +114,7 @@ def gather(rank=0):
     )
 
 
-def try_two_ranks():
+def try_two_ranks() -> Group:
     """A group of two forked processes."""
     try:
         from pycomm import testing  # imports torch and the extension, which may be missing
@@ -114,7 +125,7 @@ def try_two_ranks():
         return Group(f"{type(error).__name__}: {error}")
 
 
-def try_ranks(store, rank, world_size):
+def try_ranks(store: dist.Store, rank: int, world_size: int) -> Group:
     """A group of all ranks that the launcher started. Collective."""
     try:
         from pycomm.communicator import Communicator  # as above
@@ -127,7 +138,7 @@ def try_ranks(store, rank, world_size):
         return Group(f"{type(error).__name__}: {error}")
 
 
-def measure(comm):
+def measure(comm: Communicator) -> tuple[str, float]:
     """How peers' memory is reached, and the median time of a small all_reduce in microseconds."""
     import torch  # is there if a group could be made
 
@@ -140,14 +151,14 @@ def measure(comm):
     return comm.describe()["reach"], round(statistics.median(times[WARM_UP:]) * 1e6, 1)
 
 
-def _version(distributions):
+def _version(distributions: Sequence[str]) -> str | None:
     for name in distributions:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return importlib.metadata.version(name)
     return None
 
 
-def _extension():
+def _extension() -> Extension:
     try:
         from pycomm import _C  # imports torch
     except Exception as error:
@@ -160,7 +171,7 @@ def _extension():
     )
 
 
-def _numa_nodes():
+def _numa_nodes() -> dict[str, list[int]]:
     nodes = {}
     for folder in sorted(glob.glob("/sys/devices/system/node/node[0-9]*")):
         cores = _numbers(_read(f"{folder}/cpulist") or "")
@@ -169,32 +180,32 @@ def _numa_nodes():
     return nodes
 
 
-def _numbers(text):
+def _numbers(text: str) -> list[int]:
     """ "0-2,5" as [0, 1, 2, 5]."""
-    found = []
+    found: list[int] = []
     for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
         found += range(int(first), int(last or first) + 1)
     return found
 
 
-def _limit(which):
+def _limit(which: int) -> int | None:
     soft, _ = resource.getrlimit(which)
     return None if soft == resource.RLIM_INFINITY else soft
 
 
-def _autogroup():
+def _autogroup() -> str | None:
     if _read("/proc/sys/kernel/sched_autogroup_enabled") != "1":
         return None
     return (_read("/proc/self/autogroup") or "unknown").split()[0]
 
 
-def _chosen(path):
+def _chosen(path: str) -> str | None:
     """The word in brackets: "always [madvise] never" is "madvise"."""
     match = re.search(r"\[(\w+)\]", _read(path) or "")
-    return match and match[1]
+    return match[1] if match else None
 
 
-def _gpus():
+def _gpus() -> Gpus:
     """Asks CUDA only where there is a device file: elsewhere CUDA is not initialised."""
     if not glob.glob("/dev/nvidia[0-9]*"):
         return Gpus(None)
@@ -216,7 +227,7 @@ def _gpus():
     )
 
 
-def _settings_problem():
+def _settings_problem() -> str | None:
     try:
         env.settings(), env.replaced_backends(), env.fused(), env.logger()
     except ValueError as error:
@@ -224,7 +235,7 @@ def _settings_problem():
     return None
 
 
-def _read(path):
+def _read(path: str) -> str | None:
     try:
         return Path(path).read_text().strip()
     except OSError:

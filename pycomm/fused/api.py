@@ -14,7 +14,10 @@ gathers a again instead of keeping it (Megatron's sequence parallelism, Korthika
 product for grad_a runs.
 """
 
+from __future__ import annotations
+
 import threading
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -25,10 +28,38 @@ from pycomm.fused.plain import activation_backward, product
 from pycomm.fused.problem import join_rows
 from pycomm.fused.ranks import ALONE, of
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from torch.autograd.function import FunctionCtx
+    from typing_extensions import Unpack
+
+    from pycomm.fused.arguments import Cut
+    from pycomm.fused.problem import Activation, Op, Problem
+    from pycomm.fused.ranks import AnyGroup, Ranks
+
+    class _Call(FunctionCtx):
+        """What a Function keeps of one call."""
+
+        needs_input_grad: tuple[bool, ...]
+        saved_tensors: tuple[torch.Tensor, ...]
+        kept: _Call | None  # of _Keep, where that has saved a and b
+        problem: Problem
+        ranks: Ranks
+        device: torch.device
+
+        def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
 __all__ = ["all_gather_matmul", "matmul", "matmul_all_reduce", "matmul_reduce_scatter"]
 
 
-def matmul(a, b, bias=None, activation=None):
+def matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+) -> torch.Tensor:
     """activation(a @ b + bias) on this process alone.
 
     Args:
@@ -47,7 +78,17 @@ def matmul(a, b, bias=None, activation=None):
     return _run("matmul", a, b, bias, activation, ALONE)
 
 
-def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=None, activation=None):
+def all_gather_matmul(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: AnyGroup = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+) -> torch.Tensor:
     """matmul(all_gather(a, dim), b, bias, activation), the gathering overlapped with the product.
 
     Args:
@@ -70,7 +111,17 @@ def all_gather_matmul(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=
     )
 
 
-def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, shards=None, bias=None, activation=None):
+def matmul_reduce_scatter(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: AnyGroup = None,
+    *,
+    dim: int = 0,
+    sizes: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+) -> torch.Tensor:
     """This rank's piece along `dim` of activation(sum over ranks of a @ b, + bias), the reduction overlapped
     with the product.
 
@@ -92,7 +143,15 @@ def matmul_reduce_scatter(a, b, group=None, *, dim=0, sizes=None, shards=None, b
     )
 
 
-def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=None):
+def matmul_all_reduce(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    group: AnyGroup = None,
+    *,
+    shards: Sequence[int] | None = None,
+    bias: torch.Tensor | None = None,
+    activation: Activation | None = None,
+) -> torch.Tensor:
     """activation(sum over ranks of a @ b, + bias), whole on every rank and with the same bits.
 
     Args: as in matmul_reduce_scatter.
@@ -104,18 +163,28 @@ def matmul_all_reduce(a, b, group=None, *, shards=None, bias=None, activation=No
     return _run("matmul_all_reduce", a, b, bias, activation, _ranks(group, a), shards=shards)
 
 
-def _ranks(group, a):
+def _ranks(group: AnyGroup, a: torch.Tensor) -> Ranks:
     return of(group, a.device if isinstance(a, torch.Tensor) else "cpu")
 
 
-def _run(op, a, b, bias, activation, ranks, **cut):
+def _run(
+    op: Op,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    ranks: Ranks,
+    **cut: Unpack[Cut],
+) -> torch.Tensor:
     if isinstance(a, torch.Tensor) and a.device.type in DTYPES and torch.is_autocast_enabled(a.device.type):
-        a, b, bias = (_lowered(x, torch.get_autocast_dtype(a.device.type)) for x in (a, b, bias))
+        dtype = torch.get_autocast_dtype(a.device.type)
+        a, b, bias = _lowered(a, dtype), _lowered(b, dtype), None if bias is None else _lowered(bias, dtype)
         with torch.autocast(a.device.type, enabled=False):
             return _run(op, a, b, bias, activation, ranks, **cut)
     problem, rows, shape = plan(op, a, b, bias, activation, ranks, **cut)
     # Kernels and collectives read memory as it is.
-    a, b, bias = (x.resolve_neg() if x is not None and x.is_neg() else x for x in (a, b, bias))
+    a, b = _resolved(a), _resolved(b)
+    bias = None if bias is None else _resolved(bias)
     a = a.reshape(rows, problem.k)
     if torch.is_grad_enabled() and (
         a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)
@@ -126,14 +195,18 @@ def _run(op, a, b, bias, activation, ranks, **cut):
             and torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
         ):
             a, b = _Keep.apply(a, b)
-            kept = a.grad_fn or b.grad_fn
-        out = _FUNCTIONS[problem.op].apply(a, b, bias, kept, problem, ranks)
+            kept = cast("_Call", a.grad_fn or b.grad_fn)
+        out: torch.Tensor = _FUNCTIONS[problem.op].apply(a, b, bias, kept, problem, ranks)
     else:
         out = dispatch.forward(problem, a, b, bias, ranks).out
     return out.view(shape)
 
 
-def _lowered(x, dtype):
+def _resolved(x: torch.Tensor) -> torch.Tensor:
+    return x.resolve_neg() if x.is_neg() else x
+
+
+def _lowered(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """As torch's products take an operand under autocast; float64 and integers stay."""
     narrows = isinstance(x, torch.Tensor) and x.dtype in (torch.float32, torch.float16, torch.bfloat16)
     return x.to(dtype) if narrows else x
@@ -148,7 +221,7 @@ class _Keep(torch.autograd.Function):
     when it has all of it, would do a last product and its collective for nothing."""
 
     @staticmethod
-    def forward(ctx, a, b):
+    def forward(ctx: _Call, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.save_for_backward(a, b)
         ctx.set_materialize_grads(False)
         views = a.view_as(a), b.view_as(b)
@@ -158,11 +231,21 @@ class _Keep(torch.autograd.Function):
         return views
 
     @staticmethod
-    def backward(ctx, grad_a, grad_b):
+    def backward(
+        ctx: _Call, grad_a: torch.Tensor | None, grad_b: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
         return grad_a, grad_b
 
 
-def _forward(ctx, a, b, bias, kept, problem, ranks):
+def _forward(
+    ctx: _Call,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    kept: _Call | None,
+    problem: Problem,
+    ranks: Ranks,
+) -> torch.Tensor:
     result = dispatch.forward(problem, a, b, bias, ranks, save=problem.activation is not None)
     ctx.kept = kept
     ctx.save_for_backward(*(() if kept else (a, b)), result.z)
@@ -170,12 +253,18 @@ def _forward(ctx, a, b, bias, kept, problem, ranks):
     return result.out
 
 
-def _saved(ctx):
-    """a, b, z. [Note: backward of ranks that are threads] torch runs the backward passes of all threads of a
+class _Saved(NamedTuple):
+    a: torch.Tensor
+    b: torch.Tensor
+    z: torch.Tensor | None  # the preactivation, where there is an activation
+
+
+def _saved(ctx: _Call) -> _Saved:
+    """[Note: backward of ranks that are threads] torch runs the backward passes of all threads of a
     process in one thread per GPU. Where ranks are threads, the first of them to wait there for its peers
     would keep them from ever coming.
     """
-    here = ctx.ranks.cache.get(("machine", ctx.device))
+    here = ctx.ranks.cache.machines.get(ctx.device)
     if here and here.threads and isinstance(threading.current_thread(), threading._DummyThread):
         raise RuntimeError(
             f"{ctx.ranks} pycomm.fused.{ctx.problem.op}: the ranks are threads of one process on one GPU, "
@@ -183,22 +272,22 @@ def _saved(ctx):
             "other for ever. Call backward() inside torch.autograd.set_multithreading_enabled(False); "
             "pycomm.testing.run_ranks does so."
         )
-    return (*(ctx.kept.saved_tensors if ctx.kept else ()), *ctx.saved_tensors)
+    return _Saved(*(ctx.kept.saved_tensors if ctx.kept else ()), *ctx.saved_tensors)
 
 
-def _gradient_of_b(a, b, dz):
+def _gradient_of_b(a: torch.Tensor, b: torch.Tensor, dz: torch.Tensor) -> torch.Tensor:
     """a^T dz in the layout of b: that of a weight (N, K) passed as weight.t() is then dense, and added to
     .grad without a transposition.
     """
     return product(dz.t(), a).t() if b.stride(0) < b.stride(1) else product(a.t(), dz)
 
 
-def _backward_problem(problem, op):
+def _backward_problem(problem: Problem, op: Op) -> Problem:
     """The product of dz and b^T, as the op that moves the rows the other way."""
     return problem._replace(op=op, n=problem.k, k=problem.columns, activation=None, bias=False)
 
 
-def _bias_gradient(dz, needed):
+def _bias_gradient(dz: torch.Tensor, needed: bool) -> torch.Tensor | None:
     return dz.sum(0) if needed else None  # torch sums 16-bit types in fp32
 
 
@@ -209,7 +298,7 @@ class _Matmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         dz = activation_backward(ctx.problem, grad, z)
         grad_b = _gradient_of_b(a, b, dz) if need_b else None
@@ -221,7 +310,7 @@ class _AllGatherMatmul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
         dz = activation_backward(problem, grad, z)
@@ -245,7 +334,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
         dz = activation_backward(problem, grad, z)
@@ -259,16 +348,18 @@ class _MatmulReduceScatter(torch.autograd.Function):
                 ranks,
                 keep=need_b or need_bias,
             )
-            grad_a, dz = result.out, result.gathered
+            grad_a, gathered = result.out, result.gathered
         else:
             pieces = dz.new_empty(problem.m, problem.columns)
             ranks.all_gather(list(pieces.split(problem.piece_rows)), dz.contiguous()).wait()
-            dz = join_rows(problem, pieces)
-        grad_b = _gradient_of_b(a, b, dz) if need_b else None
-        return grad_a, grad_b, _bias_gradient(dz, need_bias), None, None, None
+            gathered = join_rows(problem, pieces)
+        if gathered is None:  # neither b nor a bias needs it
+            return grad_a, None, None, None, None, None
+        grad_b = _gradient_of_b(a, b, gathered) if need_b else None
+        return grad_a, grad_b, _bias_gradient(gathered, need_bias), None, None, None
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[Op, type[torch.autograd.Function]] = {
     "matmul": _Matmul,
     "all_gather_matmul": _AllGatherMatmul,
     "matmul_reduce_scatter": _MatmulReduceScatter,

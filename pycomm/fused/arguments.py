@@ -5,20 +5,40 @@ All that is looked at are shapes, dtypes, devices and lists of lengths, so the o
 passes the same ones in each step.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias, TypedDict
 
 import torch
 
 from pycomm.fused.problem import ACTIVATIONS, Problem
 from pycomm.groups import even_sizes
 
-__all__ = ["DTYPES", "Plan", "plan"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from pycomm.fused.problem import Activation, Op
+    from pycomm.fused.ranks import Ranks
+
+__all__ = ["DTYPES", "Cut", "Plan", "plan"]
 
 DTYPES = {
     "cpu": (torch.float32, torch.float16, torch.bfloat16, torch.float64),
     "cuda": (torch.float32, torch.float16, torch.bfloat16),
 }
+
+
+class Cut(TypedDict, total=False):
+    """What an operation that cuts rows, or a shared dimension, is told of that. None: the default."""
+
+    dim: int
+    sizes: Sequence[int] | None
+    shards: Sequence[int] | None
+
+
+# Makes the error of a text, and of its kind.
+_Wrong: TypeAlias = "Callable[..., Exception]"
 
 
 class Facts(NamedTuple):
@@ -37,10 +57,19 @@ class Plan(NamedTuple):
     shape: tuple[int, ...]
 
 
-def plan(op, a, b, bias, activation, ranks, *, dim=None, sizes=None, shards=None):
-    """The Plan of a call. Raises ValueError or TypeError, with the rank, for what does not fit; dim None: op
-    cuts no rows.
-    """
+def plan(
+    op: Op,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    activation: Activation | None,
+    ranks: Ranks,
+    *,
+    dim: int | None = None,
+    sizes: Sequence[int] | None = None,
+    shards: Sequence[int] | None = None,
+) -> Plan:
+    """Raises ValueError or TypeError, with the rank, for what does not fit; dim None: op cuts no rows."""
     tensors = {"a": a, "b": b} if bias is None else {"a": a, "b": b, "bias": bias}
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
@@ -52,13 +81,20 @@ def plan(op, a, b, bias, activation, ranks, *, dim=None, sizes=None, shards=None
 
 
 @functools.lru_cache(4096)
-def _plan(op, facts, activation, place, cut):
+def _plan(
+    op: Op,
+    tensors: tuple[tuple[str, Facts], ...],
+    activation: Activation | None,
+    place: tuple[int, int],
+    cut: tuple[int | None, tuple[int, ...] | None, tuple[int, ...] | None],
+) -> Plan:
+    """place: rank and size of the group. cut: dim, sizes, shards."""
     (rank, world_size), (dim, sizes, shards) = place, cut
 
-    def wrong(text, kind=ValueError):
+    def wrong(text: str, kind: type[Exception] = ValueError) -> Exception:
         return kind(f"[rank {rank}/{world_size}] {op}: {text}")
 
-    facts = dict(facts)
+    facts = dict(tensors)
     a, b, bias = facts["a"], facts["b"], facts.get("bias")
     _check_kinds(wrong, facts)
     _check_shapes(wrong, a, b, bias, activation)
@@ -94,7 +130,7 @@ def _plan(op, facts, activation, place, cut):
     return Plan(problem, lead.numel(), (*result, n))
 
 
-def _check_kinds(wrong, facts):
+def _check_kinds(wrong: _Wrong, facts: dict[str, Facts]) -> None:
     a = facts["a"]
     for name, x in facts.items():
         if x.dtype != a.dtype:
@@ -110,7 +146,9 @@ def _check_kinds(wrong, facts):
         )
 
 
-def _check_shapes(wrong, a, b, bias, activation):
+def _check_shapes(
+    wrong: _Wrong, a: Facts, b: Facts, bias: Facts | None, activation: Activation | None
+) -> None:
     if activation is not None and activation not in ACTIVATIONS:
         raise wrong(f"unknown activation {activation!r}; expected None or one of {', '.join(ACTIVATIONS)}")
     if len(a.shape) < 2 or len(b.shape) != 2:
@@ -132,7 +170,7 @@ def _check_shapes(wrong, a, b, bias, activation):
         raise wrong(f"bias has shape {tuple(bias.shape)}, b {tuple(b.shape)}; expected ({b.shape[1]},)")
 
 
-def _check_dim(wrong, a, dim):
+def _check_dim(wrong: _Wrong, a: Facts, dim: int) -> int:
     last = len(a.shape) - 1
     at = dim + len(a.shape) if dim < 0 else dim
     if not 0 <= at < last:
@@ -143,7 +181,14 @@ def _check_dim(wrong, a, dim):
     return at
 
 
-def _check_sizes(wrong, gathers, length, at, sizes, place):
+def _check_sizes(
+    wrong: _Wrong,
+    gathers: bool,
+    length: int,
+    at: int,
+    sizes: tuple[int, ...] | None,
+    place: tuple[int, int],
+) -> tuple[int, ...]:
     rank, world_size = place
     if sizes is None:
         return (length,) * world_size if gathers else tuple(even_sizes(length, world_size))
@@ -159,7 +204,9 @@ def _check_sizes(wrong, gathers, length, at, sizes, place):
     return sizes
 
 
-def _check_shards(wrong, length, shards, rank, world_size):
+def _check_shards(
+    wrong: _Wrong, length: int, shards: tuple[int, ...] | None, rank: int, world_size: int
+) -> tuple[int, ...]:
     if shards is None:
         return ()
     shards = tuple(int(shard) for shard in shards)
@@ -170,5 +217,5 @@ def _check_shards(wrong, length, shards, rank, world_size):
     return () if len(set(shards)) == 1 else shards
 
 
-def _name(dtype):
+def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

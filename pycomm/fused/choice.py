@@ -40,14 +40,18 @@ lost to cuBLAS and NCCL under about 100 GFLOP per GPU and below 512 rows per ran
 measured on the machine comes before them; they decide below LEAST_TUNED_FLOPS, and while a graph is captured.
 """
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
 from pycomm.fused.config import Config
 from pycomm.fused.plain import MOST_STAGING
+from pycomm.fused.problem import Problem
 
-__all__ = ["Choice", "choose"]
+__all__ = ["Choice", "Forced", "Form", "choose"]
+
+Form: TypeAlias = Literal["plain", "chunked", "fused"]
+Forced: TypeAlias = Literal["auto", "plain", "chunked", "fused"]  # PYCOMM_FUSED
 
 FORCED_CHUNKS = 3  # PYCOMM_FUSED=chunked: all_gather_matmul's own piece and two more
 
@@ -64,7 +68,7 @@ LEAST_EPILOGUE_FLOPS = (
 
 
 class Choice(NamedTuple):
-    name: str  # "plain", "chunked" or "fused"
+    name: Form
     chunks: int
     config: Config | None  # of the kernel; None: the default one
     reason: str
@@ -72,13 +76,18 @@ class Choice(NamedTuple):
 
 
 def choose(
-    problem, device="cpu", *, peer_memory=True, obstacle="", forced="auto", triton=True, interpreted=False
-):
-    """The Choice for a Problem.
-
-    device: "cpu" or "cuda". peer_memory: the group's backend is pycomm. obstacle: why kernels of different
-    ranks cannot signal each other (machine.py) or none can be loaded (dispatch.py), or "". forced:
-    PYCOMM_FUSED. triton: it is installed. interpreted: kernels can run on CPU tensors.
+    problem: Problem,
+    device: Literal["cpu", "cuda"] = "cpu",
+    *,
+    peer_memory: bool = True,
+    obstacle: str = "",
+    forced: Forced = "auto",
+    triton: bool = True,
+    interpreted: bool = False,
+) -> Choice:
+    """peer_memory: the group's backend is pycomm. obstacle: why kernels of different ranks cannot signal each
+    other (machine.py) or none can be loaded (dispatch.py), or "". forced: PYCOMM_FUSED. triton: it is
+    installed. interpreted: kernels can run on CPU tensors.
     """
     local = problem.op == "matmul" or problem.world_size == 1
     if forced == "plain":
@@ -111,11 +120,11 @@ def choose(
     )
 
 
-def _plain(reason):
+def _plain(reason: str) -> Choice:
     return Choice("plain", 1, None, reason)
 
 
-def _on_cpu(problem):
+def _on_cpu(problem: Problem) -> Choice:
     if problem.op != "matmul_reduce_scatter":
         return _plain(
             "beside products on all cores a collective overlaps nothing, and products in parts are slower"
@@ -132,7 +141,7 @@ def _on_cpu(problem):
     )
 
 
-def _matmul_on_cuda(problem):
+def _matmul_on_cuda(problem: Problem) -> Choice:
     epilogue = problem.activation is not None and (problem.bias or problem.panels == 2)
     if not epilogue:
         return _plain("cuBLAS: there is no bias with an activation, nor swiglu, to fuse")
@@ -145,7 +154,7 @@ def _matmul_on_cuda(problem):
     )
 
 
-def _on_cuda(problem):
+def _on_cuda(problem: Problem) -> Choice:
     least_rows = LEAST_FUSED_ROWS * problem.world_size
     if problem.dtype == torch.float32:
         return _plain("float32: the product takes so long that there is little to hide")

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from pycomm.fused.problem import Activation, Op, Problem
+
 __all__ = ["Config", "candidates", "default", "fitting"]
 
 
@@ -53,7 +55,9 @@ FP32 = Config(
 )  # exact fp32 has no tensor cores: the tile only has to feed the FMA units
 
 
-def candidates(op, dtype, arch, panels=1, activation=None):
+def candidates(
+    op: Op, dtype: torch.dtype, arch: int, panels: int = 1, activation: Activation | None = None
+) -> list[Config]:
     """The configurations worth measuring for an op, the default first. arch: compute capability, e.g. 90;
     panels: 2 for swiglu; activation: as in Problem, because the polynomials of erf need registers that the
     widest tiles have not left."""
@@ -90,13 +94,20 @@ def candidates(op, dtype, arch, panels=1, activation=None):
     return found
 
 
-def default(op, dtype, arch, world_size=1, panels=1, activation=None):
+def default(
+    op: Op,
+    dtype: torch.dtype,
+    arch: int,
+    world_size: int = 1,
+    panels: int = 1,
+    activation: Activation | None = None,
+) -> Config:
     """The first choice where nothing was measured."""
     config = candidates(op, dtype, arch, panels, activation)[0]
     return config._replace(one_shot=True) if op == "matmul_all_reduce" and world_size == 2 else config
 
 
-def fitting(problem, config, save=False):
+def fitting(problem: Problem, config: Config, save: bool = False) -> Config:
     """The Config with a tile that leaves enough registers for what this call needs besides; the same on all
     ranks.
 
@@ -112,7 +123,7 @@ def fitting(problem, config, save=False):
         saved and problem.activation == "gelu"
     ):  # sm_100, 128x128: 255 registers and spills of 16 bytes instead of 204
         config = config._replace(flatten=False)
-    unaligned = shared.k * problem.dtype.itemsize % 16 or shared.n * problem.dtype.itemsize % 16
+    unaligned = any(length * problem.dtype.itemsize % 16 for length in (shared.k, shared.n))
     if unaligned and problem.dtype.itemsize == 2:
         smaller = {name: min(getattr(config, name), 64) for name in ("block_m", "block_n", "block_k")}
         if saved and problem.panels == 2 and not config.tma:
@@ -129,7 +140,7 @@ def fitting(problem, config, save=False):
     return config
 
 
-def _fitting_float32(problem, config, saved, unaligned):
+def _fitting_float32(problem: Problem, config: Config, saved: bool, unaligned: bool) -> Config:
     """Without tensor cores operands are in registers, element by element where rows are unaligned. Which of
     these spilled differs between architectures and versions of ptxas, by 8 to 112 bytes."""
     narrow, low = min(config.block_n, 64 // problem.panels), min(config.block_m, 32)

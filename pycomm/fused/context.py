@@ -28,9 +28,11 @@ problem, leaves wrong results and a record; the next call on the context raises 
 MismatchError. The context is broken then, on this rank; the peers' waits end likewise.
 """
 
+from __future__ import annotations
+
 import contextlib
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 
@@ -38,6 +40,15 @@ from pycomm import _C
 from pycomm.errors import CommTimeoutError, MismatchError
 from pycomm.fused import machine
 from pycomm.fused.machine import exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable, Iterator
+
+    from pycomm.fused.config import Config
+    from pycomm.fused.loading import Loaded
+    from pycomm.fused.machine import Machine
+    from pycomm.fused.problem import Op, Problem
+    from pycomm.fused.ranks import Ranks
 
 __all__ = ["Block", "Context", "of"]
 
@@ -61,26 +72,45 @@ class Block(NamedTuple):
     staging: int  # bytes of a half
 
     @property
-    def staging_offset(self):
+    def staging_offset(self) -> int:
         """Of the first half; its flags lie in front of it."""
         return aligned(WORD_BYTES) + 4 * self.flags
 
     @property
-    def half(self):
+    def half(self) -> int:
         """Bytes from one half to the other."""
         return 4 * self.flags + self.staging
 
     @property
-    def wide(self):
+    def wide(self) -> tuple[bool, bool]:
         """Which of the two are numbers of 64 bits to a kernel."""
         return self.staging_offset >= 2**31, self.half >= 2**31
 
 
-def aligned(nbytes, to=ALIGNMENT):
+class Use(NamedTuple):
+    """What ranks compare: a launch and the room that it needs."""
+
+    problem: Problem  # as all ranks have it
+    config: Config
+    flags: int
+    nbytes: int
+
+
+class _Place(TypedDict):
+    """What an error has as attributes."""
+
+    rank: int
+    world_size: int
+    op: str
+    sequence: int
+    peer: int
+
+
+def aligned(nbytes: int, to: int = ALIGNMENT) -> int:
     return (nbytes + to - 1) // to * to
 
 
-def describe(problem, config, flags, nbytes):
+def describe(problem: Problem, config: Config, flags: int, nbytes: int) -> str:
     """What ranks compare, and what an error says of it."""
     shape = f"rows={problem.m}, n={problem.n}, k={problem.k}, {problem.dtype}"
     shape += f", activation={problem.activation}, bias={problem.bias}"
@@ -92,10 +122,10 @@ def describe(problem, config, flags, nbytes):
 class Context:
     """See the head of the file.
 
-    communicator: the extension's; device: of the tensors; machine: what pycomm.fused.machine says of it.
+    device: of the tensors.
     """
 
-    def __init__(self, communicator, device, machine):
+    def __init__(self, communicator: _C.Communicator, device: torch.device | str, machine: Machine) -> None:
         self.communicator, self.device = communicator, torch.device(device)
         self.rank, self.world_size = communicator.rank, communicator.world_size
         if self.world_size > MAX_RANKS:
@@ -104,52 +134,55 @@ class Context:
         self.record = torch.zeros(
             4, dtype=torch.int32, device="cpu", pin_memory=cuda
         )  # code, own fingerprint, the peer's
-        self.spans = {}
-        self.agreed = {}  # (problem, config, flags, bytes) -> fingerprint
-        self.started = {}  # what all ranks have loaded (loading.py), by use
-        self.block, self.captured = None, []
-        self.stream = self.event = None
+        self.spans: dict[tuple[tuple[int, ...], int], torch.Tensor] = {}  # by sizes and inner
+        self.agreed: dict[Use, int] = {}  # -> fingerprint
+        self.started: dict[Hashable, Loaded] = {}  # what all ranks have loaded, by use
+        self.block: Block | None = None
+        self.captured: list[Block] = []
+        self.stream: torch.cuda.Stream | None = None
+        self.event: torch.cuda.Event | None = None
         self.launches = 0
-        self.broken = None
-        self.timeout = communicator.timeout
+        self.broken: MismatchError | CommTimeoutError | None = None
+        self.timeout: float = communicator.timeout
         self.looks_per_second = LOOKS_PER_SECOND if cuda else LOOKS_PER_SECOND_INTERPRETED
         self.programs, self.shares_device = machine.programs, machine.ranks_on_device > 1
 
     @property
-    def limit(self):
+    def limit(self) -> int:
         return max(1, min(2**31 - 1, int(self.timeout * self.looks_per_second)))
 
-    def where(self, op):
+    def where(self, op: Op) -> str:
         return f"[rank {self.rank}/{self.world_size}] {op} #{self.launches}"
 
-    def enter(self, problem, config, flags, nbytes):
+    def enter(self, problem: Problem, config: Config, flags: int, nbytes: int) -> tuple[Block, int]:
         """Before a launch that needs so many flags and bytes of staging: raises what an earlier one left,
         compares the problem with the other ranks' at its first use, makes room, and orders the current stream
-        behind the last launch. Returns (Block, fingerprint)."""
+        behind the last launch. Returns the room and the fingerprint of the problem."""
         self.check(problem.op)
         mark = self.agree(problem, config, flags, nbytes)
         capturing = self.capturing()
-        if self.block is None or flags > self.block.flags or nbytes > self.block.staging:
+        block = self.block
+        if block is None or flags > block.flags or nbytes > block.staging:
             if capturing:
                 raise ValueError(
                     f"{self.where(problem.op)}: the first call with a problem of this size cannot be "
                     "captured, since it allocates"
                 )
-            self.grow(flags, nbytes)
+            block = self.grow(flags, nbytes)
         if self.device.type == "cuda":
             if capturing:
-                if not any(block is self.block for block in self.captured):
-                    self.captured.append(self.block)
+                if not any(kept is block for kept in self.captured):
+                    self.captured.append(block)
             elif self.event is not None and self.stream != torch.cuda.current_stream(self.device):
                 torch.cuda.current_stream(self.device).wait_event(self.event)
         self.launches += 1
-        return self.block, mark
+        return block, mark
 
-    def capturing(self):
+    def capturing(self) -> bool:
         return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     @contextlib.contextmanager
-    def place(self):
+    def place(self) -> Iterator[None]:
         """Around the launch itself, and nothing else: see [Note: places]. A trace has when it runs there."""
         traced = _C.trace_active() and self.device.type == "cuda"
         if self.shares_device:
@@ -164,14 +197,14 @@ class Context:
             if self.shares_device:
                 self.communicator.leave_line(self.device)
 
-    def leave(self):
+    def leave(self) -> None:
         """After a launch."""
         if self.device.type == "cuda" and not self.capturing():
             self.stream = torch.cuda.current_stream(self.device)
             self.event = self.event or torch.cuda.Event()
             self.event.record(self.stream)
 
-    def grow(self, flags, nbytes):
+    def grow(self, flags: int, nbytes: int) -> Block:
         """Collective. A new block for at least so many flags and bytes of staging."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(
@@ -184,11 +217,11 @@ class Context:
             [aligned(WORD_BYTES) + 2 * (4 * flags + staging)], torch.uint8, self.device
         )
         table = torch.tensor(self.communicator.peer_addresses(tensor), dtype=torch.int64, device=self.device)
-        self.block = Block(
-            tensor, table, torch.zeros(4, dtype=torch.int32, device=self.device), flags, staging
-        )
+        local = torch.zeros(4, dtype=torch.int32, device=self.device)
+        self.block = Block(tensor, table, local, flags, staging)
+        return self.block
 
-    def spans_of(self, problem):
+    def spans_of(self, problem: Problem) -> torch.Tensor:
         """Where the pieces of the cut dimension begin, in rows of `inner`, as an int32 tensor on
         the device.
         """
@@ -203,10 +236,10 @@ class Context:
             self.spans[key] = torch.tensor(begins, dtype=torch.int32, device=self.device)
         return self.spans[key]
 
-    def agree(self, problem, config, flags, nbytes):
+    def agree(self, problem: Problem, config: Config, flags: int, nbytes: int) -> int:
         """Collective at the first use of a problem: all ranks must have the same. Raises MismatchError on
         all. Returns its fingerprint: 31 bits."""
-        key = (problem.shared(), config, flags, nbytes)
+        key = Use(problem.shared(), config, flags, nbytes)
         if key in self.agreed:
             return self.agreed[key]
         text = describe(*key)
@@ -220,12 +253,16 @@ class Context:
         self.agreed[key] = zlib.crc32(text.encode()) & 0x7FFFFFFF
         return self.agreed[key]
 
-    def _place(self, op, peer):
-        """What an error has as attributes."""
-        place = {"rank": self.rank, "world_size": self.world_size, "op": op}
-        return {**place, "sequence": self.launches, "peer": peer}
+    def _place(self, op: Op, peer: int) -> _Place:
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "op": op,
+            "sequence": self.launches,
+            "peer": peer,
+        }
 
-    def check(self, op):
+    def check(self, op: Op) -> None:
         """Raises what a launch has left in the record."""
         code, ours, theirs, _ = self.record.tolist()
         if code == 0:
@@ -250,9 +287,10 @@ class Context:
         raise self.broken
 
 
-def of(ranks, device):
-    """The Context of a group (pycomm.fused.ranks.Ranks) on a device, made at the first call."""
-    key = ("context", torch.device(device))
-    if key not in ranks.cache:
-        ranks.cache[key] = Context(ranks.communicator, device, machine.of(ranks, device))
-    return ranks.cache[key]
+def of(ranks: Ranks, device: torch.device | str) -> Context:
+    """The Context of a group, whose backend is pycomm, on a device; made at the first call."""
+    device, known = torch.device(device), ranks.cache.contexts
+    if device not in known:
+        assert ranks.communicator is not None
+        known[device] = Context(ranks.communicator, device, machine.of(ranks, device))
+    return known[device]

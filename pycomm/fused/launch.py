@@ -8,8 +8,10 @@ the movers come after them, which is allowed because who waits has a higher id t
 Every call returns what pycomm.fused.plain returns for it, so that the two can be exchanged.
 """
 
+from __future__ import annotations
+
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 import torch
 import triton
@@ -24,6 +26,15 @@ from pycomm.fused.kernels.matmul_all_reduce import matmul_all_reduce as matmul_a
 from pycomm.fused.kernels.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter_kernel
 from pycomm.fused.loading import Miscompiled, miscompiled, start
 from pycomm.fused.machine import INTERPRETED_PROGRAMS
+from pycomm.fused.plain import Result
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from pycomm.fused.config import Config
+    from pycomm.fused.context import Context
+    from pycomm.fused.loading import Arguments, Constant
+    from pycomm.fused.problem import Op, Problem
 
 __all__ = [
     "all_gather_matmul",
@@ -45,12 +56,20 @@ class Roles(NamedTuple):
     movers: int
 
 
-def interpreted():
+class _Ways(TypedDict, total=False):
+    """How operands are loaded, and what partial tiles travel as: fields of a Tile."""
+
+    a_mode: int
+    b_mode: int
+    wire: tl.dtype
+
+
+def interpreted() -> bool:
     """Whether the kernels run in Triton's interpreter in this process."""
     return not isinstance(matmul_kernel, triton.JITFunction)
 
 
-def roles(config, context, others=1):
+def roles(config: Config, context: Context, others: int = 1) -> Roles:
     """How many programs of each role; others: how many roles there are beside those that multiply.
 
     [Note: ranks that share a GPU] Its multiprocessors must hold all programs of all these ranks at once. Else
@@ -65,7 +84,7 @@ def roles(config, context, others=1):
 
 
 @functools.cache
-def _processors(device):
+def _processors(device: torch.device) -> int:
     """Programs of a kernel that has the device for itself."""
     return (
         INTERPRETED_PROGRAMS
@@ -74,7 +93,9 @@ def _processors(device):
     )
 
 
-def _operand(x, rows, columns, allowed):
+def _operand(
+    x: torch.Tensor, rows: int, columns: int, allowed: bool
+) -> tuple[int, torch.Tensor | TensorDescriptor]:
     """(how to load tiles of `rows` x `columns` of a matrix, the argument for it). Rows that overlap, as in a
     tensor that was expanded, are not what the accelerator's driver has promised to take."""
     if allowed and x.numel():
@@ -98,10 +119,15 @@ def _operand(x, rows, columns, allowed):
     return POINTERS, x
 
 
-def _compiled_for(problem, config, bias, save, device, **fields):
-    """What all kernels take by keyword: the Tile, of which `fields` are as given, and options for Triton's
-    compiler.
-    """
+def _compiled_for(
+    problem: Problem,
+    config: Config,
+    bias: torch.Tensor | None,
+    save: bool,
+    device: torch.device,
+    **ways: Unpack[_Ways],
+) -> dict[str, Constant]:
+    """What all kernels take by keyword: the Tile, and options for Triton's compiler."""
     fp32 = problem.dtype == torch.float32
     compiled = tile.Tile(
         block_m=config.block_m,
@@ -115,13 +141,13 @@ def _compiled_for(problem, config, bias, save, device, **fields):
         even_k=problem.k % config.block_k == 0,
         upcast=interpreted(),
         precision="tf32" if fp32 and torch.backends.cuda.matmul.fp32_precision == "tf32" else "ieee",
-        **fields,
+        **ways,
     )
     return {"TILE": compiled, **({} if interpreted() else _options(config, problem.op, fp32, device))}
 
 
 @functools.cache
-def _options(config, op, fp32, device):
+def _options(config: Config, op: Op, fp32: bool, device: torch.device) -> dict[str, int]:
     """For Triton's compiler. On sm_80, and on sm_100 in two kernels, ptxas spills registers to come down to
     96, 128 or 168, so that more programs fit on a multiprocessor; here one is on each, and it may have all.
     Elsewhere a bound made the code worse."""
@@ -133,15 +159,25 @@ def _options(config, op, fp32, device):
     return {"num_warps": config.warps, "num_stages": config.stages, **bound}
 
 
-def _outputs(problem, a, rows, save):
+def _outputs(
+    problem: Problem, a: torch.Tensor, rows: int, save: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     out = a.new_empty(rows, problem.n)
     z = a.new_empty(rows, problem.columns) if save and problem.activation is not None else None
     return out, z
 
 
-def matmul(problem, a, b, bias, config, *, save=False):
-    """(activation(a @ b + bias), preactivation or None) by the Triton kernel. a: (m, k), b: (k, panels * n),
-    any strides.
+def matmul(
+    problem: Problem,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config,
+    *,
+    save: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """activation(a @ b + bias), and the preactivation if it is to be saved, by the Triton kernel. a: (m, k),
+    b: (k, panels * n), any strides.
     """
     config = fitting(problem, config, save)
     out, z = _outputs(problem, a, problem.m, save)
@@ -165,10 +201,18 @@ def matmul(problem, a, b, bias, config, *, save=False):
     return out, z
 
 
-def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=False):
-    """(result, preactivation or None, gathered a or None). a: this rank's rows (outer, piece, inner);
-    results: all rows.
-    """
+def all_gather_matmul(
+    problem: Problem,
+    context: Context,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config,
+    *,
+    save: bool = False,
+    keep: bool = False,
+) -> Result:
+    """a: this rank's rows (outer, piece, inner); results: all rows."""
     config = fitting(problem, config, save)
     unit = 16 // a.element_size()
     most_rows = max(problem.piece_rows)
@@ -184,7 +228,7 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     counts = roles(config, context, others=1 + keep)
     keepers = counts.movers if keep else 0
 
-    def arguments(b, bias):
+    def arguments(b: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
         b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
         return (
             whole, b_operand, bias, out, z, kept, block.table, block.local, context.record,
@@ -201,10 +245,10 @@ def all_gather_matmul(problem, context, a, b, bias, config, *, save=False, keep=
     use = (mark, z is not None, keep, block.wide)
     start(context, use, all_gather_matmul_kernel, programs, (b, bias), arguments)
     context.leave()
-    return out, z, kept
+    return Result(out, z, kept)
 
 
-def _whole_units(a, unit):
+def _whole_units(a: torch.Tensor, unit: int) -> torch.Tensor:
     """a as dense rows that begin at a multiple of 16 bytes and may be read up to the next one; itself where
     it is that already.
     """
@@ -216,8 +260,17 @@ def _whole_units(a, unit):
     return padded
 
 
-def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
-    """(this rank's rows of the result, of the preactivation or None). a: all rows (outer, full, inner)."""
+def matmul_reduce_scatter(
+    problem: Problem,
+    context: Context,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config,
+    *,
+    save: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """This rank's rows of the result, and of the preactivation. a: all rows (outer, full, inner)."""
     config = fitting(problem, config, save)
     most_rows = max(problem.piece_rows)
     slots = triton.cdiv(most_rows, config.block_m) * triton.cdiv(problem.n, config.block_n) * problem.panels
@@ -228,7 +281,7 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     out, z = _outputs(problem, a, problem.piece_rows[problem.rank], save)
     counts = roles(config, context)
 
-    def arguments(a, b, bias):
+    def arguments(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
         a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma and problem.outer == 1)
         b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
         return (
@@ -249,8 +302,17 @@ def matmul_reduce_scatter(problem, context, a, b, bias, config, *, save=False):
     return out, z
 
 
-def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
-    """(result, preactivation or None), whole and with the same bits on every rank."""
+def matmul_all_reduce(
+    problem: Problem,
+    context: Context,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    config: Config,
+    *,
+    save: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The result and the preactivation, whole and with the same bits on every rank."""
     config = fitting(problem, config, save)
     tiles = triton.cdiv(problem.m, config.block_m) * triton.cdiv(problem.n, config.block_n)
     slots = (tiles if config.one_shot else triton.cdiv(tiles, problem.world_size)) * problem.panels
@@ -265,7 +327,7 @@ def matmul_all_reduce(problem, context, a, b, bias, config, *, save=False):
     counts = roles(config, context, others=2 - config.one_shot)
     finishers = 0 if config.one_shot else counts.movers
 
-    def arguments(a, b, bias):
+    def arguments(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> Arguments:
         a_mode, a_operand = _operand(a, config.block_m, config.block_k, config.tma)
         b_mode, b_operand = _operand(b, config.block_k, config.block_n, config.tma)
         return (

@@ -12,10 +12,12 @@ use of a problem two are loaded, for the operands as they are and for dense ones
 neither are copied.
 """
 
+from __future__ import annotations
+
 import functools
 import re
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import triton
@@ -23,21 +25,46 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from pycomm.fused.machine import exchange
 
-__all__ = ["Miscompiled", "miscompiled", "start"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Hashable
+
+    from triton.compiler import CompiledKernel
+    from triton.runtime.jit import JITFunction
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    from pycomm.fused.context import Context
+    from pycomm.fused.kernels.tile import Tile
+
+__all__ = ["Argument", "Arguments", "Constant", "Miscompiled", "Operands", "miscompiled", "start"]
 
 _loading = threading.Lock()
+
+Operands: TypeAlias = "tuple[torch.Tensor | None, ...]"  # matrices and a bias
+Argument: TypeAlias = "torch.Tensor | TensorDescriptor | int | None"
+Constant: TypeAlias = "int | Tile"  # what a kernel is compiled for, or an option of Triton's compiler
+# Of a launch: in order, and by keyword.
+Arguments: TypeAlias = "tuple[tuple[Argument, ...], dict[str, Constant]]"
+# All that the choice of a kernel depends on in a tensor of known shape and dtype.
+Layout: TypeAlias = "tuple[bool | tuple[bool, ...], ...] | None"
 
 
 class Loaded(NamedTuple):
     """Of one use of a kernel: the layouts that it was loaded for; which operands are dense by columns."""
 
-    layouts: frozenset
-    by_columns: tuple
+    layouts: frozenset[tuple[Layout, ...]]
+    by_columns: tuple[bool, ...]
 
 
-def start(context, use, kernel, programs, operands, arguments):
+def start(
+    context: Context,
+    use: Hashable,
+    kernel: JITFunction | InterpretedFunction,
+    programs: int,
+    operands: Operands,
+    arguments: Callable[..., Arguments],
+) -> None:
     """Launches. Collective at the first `use`, which names the kernel, alike on all ranks, but for the layout
-    of the operands: matrices and a bias, or None. arguments(*operands): (positional, by keyword).
+    of the operands.
     """
     layouts = tuple(map(_layout, operands))
     loaded = context.started.get(use)
@@ -50,7 +77,13 @@ def start(context, use, kernel, programs, operands, arguments):
         kernel[(programs,)](*positional, **by_keyword)
 
 
-def _load_together(context, kernel, programs, operands, arguments):
+def _load_together(
+    context: Context,
+    kernel: JITFunction | InterpretedFunction,
+    programs: int,
+    operands: Operands,
+    arguments: Callable[..., Arguments],
+) -> Loaded:
     exchange(context.communicator, "")
     by_columns = tuple(x is not None and x.dim() == 2 and x.stride(0) < x.stride(1) for x in operands)
     dense = _dense(operands, by_columns)
@@ -65,7 +98,12 @@ def _load_together(context, kernel, programs, operands, arguments):
     return Loaded(frozenset(forms), by_columns)
 
 
-def _load(kernel, programs, positional, by_keyword):
+def _load(
+    kernel: JITFunction,
+    programs: int,
+    positional: tuple[Argument, ...],
+    by_keyword: dict[str, Constant],
+) -> CompiledKernel:
     compiled = kernel.warmup(*positional, grid=(programs,), **by_keyword)
     compiled.run  # noqa: B018  the attribute is made by loading
     return compiled
@@ -74,8 +112,7 @@ def _load(kernel, programs, positional, by_keyword):
 # --- layouts --------------------
 
 
-def _layout(x):
-    """All that the choice of a kernel depends on in a tensor of known shape and dtype."""
+def _layout(x: torch.Tensor | None) -> Layout:
     if x is None:
         return None
     unit = 16 // x.element_size()
@@ -86,7 +123,7 @@ def _layout(x):
     return x.data_ptr() % 16 == 0, *strides
 
 
-def _dense(operands, by_columns):
+def _dense(operands: Operands, by_columns: tuple[bool, ...]) -> Operands:
     """The operands, copied where they are not dense in this order and aligned."""
     return tuple(
         None if x is None else _dense_rows(x.t()).t() if columns else _dense_rows(x)
@@ -94,7 +131,7 @@ def _dense(operands, by_columns):
     )
 
 
-def _dense_rows(x):
+def _dense_rows(x: torch.Tensor) -> torch.Tensor:
     # is_contiguous() would let a dimension of length 1 have any stride.
     if x.stride() == ((1,) if x.dim() == 1 else (max(1, x.shape[1]), 1)) and x.data_ptr() % 16 == 0:
         return x
@@ -117,13 +154,13 @@ _PAIR = r"or\.b64\s+{0},\s*(%rd\d+),\s*(%rd\d+);"
 _SHIFTED = r"(?:mul\.wide\.u32|shl\.b64)\s+(?:{0}|{1}),"
 
 
-def miscompiled(compiled):
+def miscompiled(compiled: CompiledKernel | None) -> str:
     """ "" or why a compiled kernel must not run. See [Note: halves of a pair]."""
     return _miscompiled(compiled.name, compiled.asm["ptx"]) if compiled is not None else ""
 
 
 @functools.lru_cache(256)
-def _miscompiled(name, ptx):
+def _miscompiled(name: str, ptx: str) -> str:
     for register in _UPPER_HALF.findall(ptx):
         pair = re.search(_PAIR.format(register), ptx)
         if pair and re.search(_SHIFTED.format(*pair.groups()), ptx):

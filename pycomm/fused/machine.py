@@ -4,13 +4,19 @@ ranks' kernels can talk.
 Asked once for each group and device; collective then, because all ranks must come to the same answer.
 """
 
+from __future__ import annotations
+
 import ctypes
 import json
 import os
 import secrets
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict, TypeVar
 
 import torch
+
+if TYPE_CHECKING:
+    from pycomm import _C
+    from pycomm.fused.ranks import Ranks
 
 __all__ = ["Machine", "exchange", "of"]
 
@@ -21,6 +27,7 @@ MOST_BYTES = 4096  # of a value that is exchanged
 
 
 _TOKEN = secrets.token_hex(8)  # of this process
+T = TypeVar("T")
 
 
 class Machine(NamedTuple):
@@ -36,7 +43,16 @@ class Machine(NamedTuple):
     threads: bool = False
 
 
-def exchange(communicator, value):
+class _Here(TypedDict):
+    """What a rank tells its peers of its GPU and itself."""
+
+    resident: bool
+    deaf: list[str]  # GPUs of peers that it cannot signal
+    arch: int
+    process: str
+
+
+def exchange(communicator: _C.Communicator | None, value: T) -> list[T]:
     """Every rank's value (JSON), in order of rank; [value] without a communicator. Collective, over the CPU
     side of the group, so it neither waits for a device nor is captured."""
     if communicator is None or communicator.world_size == 1:
@@ -56,26 +72,25 @@ def exchange(communicator, value):
     return [json.loads(bytes(row.tolist())) for row in everyone]
 
 
-def of(ranks, device):
-    """The Machine of a group (pycomm.fused.ranks.Ranks) on a device. Its backend must be pycomm, unless it
-    has one rank.
-    """
+def of(ranks: Ranks, device: torch.device | str) -> Machine:
+    """The Machine of a group on a device. Its backend must be pycomm, unless it has one rank."""
     device = torch.device(device)
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    key = ("machine", device)
-    if key not in ranks.cache:
-        ranks.cache[key] = (
+    known = ranks.cache.machines
+    if device not in known:
+        known[device] = (
             _on_cuda(ranks, device) if device.type == "cuda" else Machine(80, 1, INTERPRETED_PROGRAMS, "")
         )
-    return ranks.cache[key]
+    return known[device]
 
 
-def _on_cuda(ranks, device):
+def _on_cuda(ranks: Ranks, device: torch.device) -> Machine:
     facts = torch.cuda.get_device_properties(device)
     arch = 10 * facts.major + facts.minor
     if ranks.size == 1:
         return Machine(arch, 1, facts.multi_processor_count, "")
+    assert ranks.communicator is not None
     if ranks.communicator.describe()["cuda"] is None:  # sets up the group's device side
         ranks.all_reduce(torch.zeros(1, 1, device=device), async_op=False)
     side = ranks.communicator.describe()["cuda"]
@@ -83,7 +98,7 @@ def _on_cuda(ranks, device):
     uuids = exchange(ranks.communicator, str(facts.uuid))
     deaf = [uuid for uuid in sorted({*uuids} - {str(facts.uuid)}) if not _native_atomics(device, uuid)]
     process = f"{os.getpid()} {_TOKEN}"  # containers may have the same numbers, forks have the same token
-    mine = {"resident": resident, "deaf": deaf, "arch": arch, "process": process}
+    mine: _Here = {"resident": resident, "deaf": deaf, "arch": arch, "process": process}
     said = exchange(ranks.communicator, mine)
     obstacle = ""
     if not all(one["resident"] for one in said):
@@ -111,7 +126,7 @@ def _on_cuda(ranks, device):
     return Machine(arch, most, max(1, programs), obstacle, threads=here.count(process) > 1)
 
 
-def _native_atomics(device, uuid):
+def _native_atomics(device: torch.device, uuid: str) -> bool:
     """Whether `device` can do atomics on the memory of the GPU with this uuid. False if this process does not
     see it.
     """

@@ -24,13 +24,19 @@ the ranks. A different number of chunks may change the last bit, since BLAS does
 out alike in matrices of different heights.
 """
 
+from __future__ import annotations
+
 from collections import deque
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from pycomm.fused.problem import cut, join_rows, split_rows
+
+if TYPE_CHECKING:
+    from pycomm.fused.problem import Problem
+    from pycomm.fused.ranks import Parts, Ranks, Work
 
 __all__ = [
     "Result",
@@ -56,11 +62,23 @@ class Result(NamedTuple):
     gathered: torch.Tensor | None = None
 
 
-def matmul(problem, a, b, bias, *, save=False):
+def matmul(
+    problem: Problem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, *, save: bool = False
+) -> Result:
     return _finish(problem, product(a, b, bias), None, save)
 
 
-def all_gather_matmul(problem, ranks, a, b, bias, chunks, *, save=False, keep=False):
+def all_gather_matmul(
+    problem: Problem,
+    ranks: Ranks,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    *,
+    save: bool = False,
+    keep: bool = False,
+) -> Result:
     a, pieces = a.contiguous(), a.new_empty(problem.m, problem.k)
     if chunks == 1:
         ranks.all_gather(_pieces(problem, pieces), a, async_op=False)
@@ -86,7 +104,16 @@ def all_gather_matmul(problem, ranks, a, b, bias, chunks, *, save=False, keep=Fa
     return _finish(problem, join_rows(problem, z), None, save)._replace(gathered=gathered)
 
 
-def matmul_reduce_scatter(problem, ranks, a, b, bias, chunks, *, save=False):
+def matmul_reduce_scatter(
+    problem: Problem,
+    ranks: Ranks,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    *,
+    save: bool = False,
+) -> Result:
     z = a.new_empty(problem.piece_rows[problem.rank], problem.columns)
     a = split_rows(problem, a)
     if chunks == 1:
@@ -100,13 +127,15 @@ def matmul_reduce_scatter(problem, ranks, a, b, bias, chunks, *, save=False):
     return _finish(problem, z, bias, save)
 
 
-def _reduce_scatter_in_chunks(problem, ranks, a, b, z, chunks):
+def _reduce_scatter_in_chunks(
+    problem: Problem, ranks: Ranks, a: torch.Tensor, b: torch.Tensor, z: torch.Tensor, chunks: int
+) -> None:
     parts, bounds = a.split(problem.piece_rows), [cut(rows, chunks) for rows in problem.piece_rows]
     counts = [
         [stop - start for start, stop in chunk] for chunk in zip(*bounds, strict=True)
     ]  # rows of a chunk for every destination
     slots = _staging(ranks, a, max(map(sum, counts)) * problem.columns, 2)
-    works = deque()
+    works: deque[Work] = deque()
     for i, rows in enumerate(counts):
         if len(works) == 2:
             works.popleft().wait()  # then its slot is free
@@ -120,7 +149,16 @@ def _reduce_scatter_in_chunks(problem, ranks, a, b, z, chunks):
         work.wait()
 
 
-def matmul_all_reduce(problem, ranks, a, b, bias, chunks, *, save=False):
+def matmul_all_reduce(
+    problem: Problem,
+    ranks: Ranks,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    chunks: int,
+    *,
+    save: bool = False,
+) -> Result:
     writes = bias is not None or problem.activation is not None
     slots = _staging(ranks, a, problem.m * problem.columns, 1) if writes and chunks == 1 else None
     z = slots[0].view(problem.m, problem.columns) if slots else a.new_empty(problem.m, problem.columns)
@@ -138,7 +176,9 @@ def matmul_all_reduce(problem, ranks, a, b, bias, chunks, *, save=False):
 # --- parts --------------------
 
 
-def product(a, b, bias=None, out=None):
+def product(
+    a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None, out: torch.Tensor | None = None
+) -> torch.Tensor:
     """a @ b + bias, into `out` if given. No gradients."""
     if _slow_half(a):
         bias = None if bias is None else bias.float()
@@ -147,12 +187,12 @@ def product(a, b, bias=None, out=None):
     return torch.mm(a, b, out=out) if bias is None else torch.addmm(bias, a, b, out=out)
 
 
-def _operand(b):
+def _operand(b: torch.Tensor) -> torch.Tensor:
     """b as product() would convert it, where it is used more than once."""
     return b.float() if _slow_half(b) else b
 
 
-def _slow_half(x):
+def _slow_half(x: torch.Tensor) -> bool:
     """Float16 on a CPU without instructions for it: torch multiplies 10 to 100 times slower than float32, and
     conversions are cheap.
     """
@@ -163,12 +203,12 @@ def _slow_half(x):
     )
 
 
-def _pieces(problem, matrix):
+def _pieces(problem: Problem, matrix: torch.Tensor) -> Parts:
     """Rows sorted by rank, as Ranks takes them."""
     return matrix if min(problem.sizes) == max(problem.sizes) else list(matrix.split(problem.piece_rows))
 
 
-def _staging(ranks, like, count, slots):
+def _staging(ranks: Ranks, like: torch.Tensor, count: int, slots: int) -> tuple[torch.Tensor, ...] | None:
     """`slots` flat tensors of `count` elements in the group's registered memory. None where ordinary memory
     will do, on all ranks alike.
 
@@ -177,18 +217,20 @@ def _staging(ranks, like, count, slots):
     nbytes = count * like.element_size() * slots
     if ranks.communicator is None or like.device.type != "cpu" or not LEAST_STAGING <= nbytes <= MOST_STAGING:
         return None
-    memory = ranks.cache.get("staging")
+    memory = ranks.cache.staging
     if memory is None or memory.numel() < nbytes:
         with torch.inference_mode(
             False
         ):  # kept for calls outside it, which may not write to a tensor made inside
-            memory = ranks.cache["staging"] = ranks.empty(
+            memory = ranks.cache.staging = ranks.empty(
                 1 << (nbytes - 1).bit_length(), torch.uint8, like.device
             )
     return memory[:nbytes].view(like.dtype).split(count)
 
 
-def _finish(problem, z, bias, save, borrowed=False):
+def _finish(
+    problem: Problem, z: torch.Tensor, bias: torch.Tensor | None, save: bool, borrowed: bool = False
+) -> Result:
     """Bias and activation. borrowed: z is staging memory, which must not be in the result; there is a bias or
     an activation then.
     """
@@ -201,7 +243,7 @@ def _finish(problem, z, bias, save, borrowed=False):
     )
 
 
-def _activate(problem, z, in_place):
+def _activate(problem: Problem, z: torch.Tensor, in_place: bool) -> torch.Tensor:
     name = problem.activation
     if name == "swiglu":
         return F.silu(z[:, : problem.n]).mul_(z[:, problem.n :])
@@ -213,10 +255,10 @@ def _activate(problem, z, in_place):
     return gelu(z, approximate="tanh" if name == "gelu_tanh" else "none")
 
 
-def activation_backward(problem, grad, z):
-    """The gradient at the preactivation z from that of the result."""
+def activation_backward(problem: Problem, grad: torch.Tensor, z: torch.Tensor | None) -> torch.Tensor:
+    """The gradient at the preactivation z from that of the result. z None: there is no activation."""
     name, aten = problem.activation, torch.ops.aten
-    if name is None:
+    if z is None:
         return grad
     if name == "swiglu":
         gate, up = z[:, : problem.n], z[:, problem.n :]

@@ -11,27 +11,29 @@ otherwise rows are moved once (split_rows, join_rows).
 """
 
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 
-__all__ = ["OPS", "ACTIVATIONS", "Problem", "cut", "join_rows", "split_rows"]
+__all__ = ["OPS", "ACTIVATIONS", "Activation", "Op", "Problem", "cut", "join_rows", "split_rows"]
 
-OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-ACTIVATIONS = ("relu", "silu", "gelu", "gelu_tanh", "swiglu")
+Op: TypeAlias = Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+Activation: TypeAlias = Literal["relu", "silu", "gelu", "gelu_tanh", "swiglu"]
+OPS: tuple[Op, ...] = get_args(Op)
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
 
 
 class Problem(NamedTuple):
     """One call of one of OPS on this rank."""
 
-    op: str
+    op: Op
     m: int  # rows of this rank's product; all_gather_matmul: of the gathered tensor
     n: int  # columns of the result; with swiglu b has twice as many
     k: int  # inner dimension on this rank
     dtype: torch.dtype
     world_size: int
     rank: int
-    activation: str | None = None
+    activation: Activation | None = None
     bias: bool = False
     outer: int = 1
     inner: int = 1
@@ -40,7 +42,7 @@ class Problem(NamedTuple):
         int, ...
     ] = ()  # length, on every rank, of b's dimension that is cut among the ranks; (): all as here
 
-    def shared(self):
+    def shared(self) -> "Problem":
         """This problem in numbers that are equal on all ranks, so that all decide alike: the longest shard
         for their own, no rank.
         """
@@ -52,33 +54,33 @@ class Problem(NamedTuple):
         return self._replace(rank=0, k=longest)
 
     @property
-    def panels(self):
+    def panels(self) -> int:
         """Products of n columns that the result is made of: 2 with swiglu, gate and up projection."""
         return 2 if self.activation == "swiglu" else 1
 
     @property
-    def columns(self):
+    def columns(self) -> int:
         """Of b and of the preactivation."""
         return self.panels * self.n
 
     @property
-    def flops(self):
+    def flops(self) -> int:
         """Of this rank's product."""
         return 2 * self.m * self.n * self.k * self.panels
 
     @property
-    def piece_rows(self):
+    def piece_rows(self) -> list[int]:
         """Rows of every rank's piece."""
         return [self.outer * size * self.inner for size in self.sizes]
 
 
-def cut(length, parts):
+def cut(length: int, parts: int) -> list[tuple[int, int]]:
     """The bounds (start, stop) of `parts` pieces of range(length), of which some may be empty."""
     bounds = [length * part // parts for part in range(parts + 1)]
     return list(zip(bounds[:-1], bounds[1:], strict=True))
 
 
-def split_rows(problem, whole):
+def split_rows(problem: Problem, whole: torch.Tensor) -> torch.Tensor:
     """The rows of a whole matrix sorted by rank: piece after piece. A view where outer == 1."""
     if problem.outer == 1:
         return whole
@@ -92,7 +94,7 @@ def split_rows(problem, whole):
     )
 
 
-def join_rows(problem, pieces):
+def join_rows(problem: Problem, pieces: torch.Tensor) -> torch.Tensor:
     """The inverse of split_rows."""
     if problem.outer == 1:
         return pieces

@@ -17,14 +17,16 @@ whole by rename; writers take turns by a lock on a file beside it. A file that i
 or written, is as good as none: then the process measures for itself.
 """
 
+from __future__ import annotations
+
 import contextlib
 import fcntl
 import json
 import os
 import statistics
 import time
-from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 import triton
@@ -38,6 +40,17 @@ from pycomm.fused.config import Config, candidates, fitting
 from pycomm.fused.form import on_device_of
 from pycomm.fused.form import run as run_form
 from pycomm.fused.machine import exchange
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from typing_extensions import NotRequired
+
+    from pycomm.fused.choice import Form
+    from pycomm.fused.machine import Machine
+    from pycomm.fused.plain import Result
+    from pycomm.fused.problem import Problem
+    from pycomm.fused.ranks import Ranks
 
 __all__ = ["cache_path", "decide", "lookup", "tune"]
 
@@ -56,14 +69,23 @@ NO_FORM = ("PassManager::run failed", "CUDA_ERROR_OUT_OF_MEMORY", "gives wrong r
 
 LOCK_SECONDS = 5.0  # that another writer of the cache is waited for
 
-_memory = {}  # (place, problem key) -> Choice, of this process
+_memory: dict[tuple[str, str], Choice | None] = {}  # by place and key_of, of this process
 
 
-def cache_path():
+class Entry(TypedDict):
+    """A Choice as JSON."""
+
+    form: Form
+    config: list[int] | None
+    reason: str
+    us: NotRequired[dict[str, float | None]]  # what plain and the best kernel took
+
+
+def cache_path() -> Path:
     return Path(env.cache_folder()) / "fused.json"
 
 
-def place(device, ranks_on_device=1):
+def place(device: torch.device, ranks_on_device: int = 1) -> str:
     """What figures are valid for."""
     versions = f"triton {triton.__version__}, torch {torch.__version__}"
     if device.type != "cuda":
@@ -74,13 +96,13 @@ def place(device, ranks_on_device=1):
     )
 
 
-def rounded(m):
+def rounded(m: int) -> int:
     """m, rounded up to two significant bits: 1, 2, 3, 4, 6, 8, 12, 16, .."""
     step = 1 << max(0, m.bit_length() - 2)
     return -(-m // step) * step
 
 
-def key_of(problem):
+def key_of(problem: Problem) -> str:
     """What of a problem an entry is for, in numbers that all ranks have alike; of m and the pieces only the
     size.
     """
@@ -96,39 +118,39 @@ def key_of(problem):
     return " ".join(map(str, [*parts, problem.activation or "none", "bias" if problem.bias else "no_bias"]))
 
 
-def lookup(problem, device, ranks_on_device=1):
-    """What was measured for a problem in this process or found in the cache file: a Choice or None."""
+def lookup(problem: Problem, device: torch.device | str, ranks_on_device: int = 1) -> Choice | None:
+    """What was measured for a problem in this process or found in the cache file."""
     where, key = place(torch.device(device), ranks_on_device), key_of(problem)
     if (where, key) not in _memory:
         _memory[where, key] = _find(_read(), where, key)
     return _memory[where, key]
 
 
-def decide(problem, ranks, device, here, fallback, run):
+def decide(
+    problem: Problem,
+    ranks: Ranks,
+    device: torch.device,
+    here: Machine,
+    fallback: Choice,
+    run: Callable[[Choice], Result],
+) -> Choice:
     """The Choice of all ranks for a problem; collective at its first use in the group.
 
-    here: the machine.Machine; fallback: this rank's Choice by the table; run(choice): computes the call in
-    that form.
+    fallback: this rank's Choice by the table; run(choice): computes the call in that form.
     """
-    decided = ranks.cache.setdefault("decided", {})
+    decided = ranks.cache.decided
     key = (device, key_of(problem))  # a process may have different GPUs
     if key not in decided:
         found = lookup(problem, device, here.ranks_on_device)
         known = exchange(ranks.communicator, _entry(found) if found else None)
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        if all(
-            entry is not None and entry["form"] == known[0]["form"] and entry["config"] == known[0]["config"]
-            for entry in known
-        ):
+        if found is not None and _alike(known):
             decided[key] = found
         elif capturing:
             said = exchange(ranks.communicator, _entry(fallback))
-            alike = all(
-                (entry["form"], entry["config"]) == (said[0]["form"], said[0]["config"]) for entry in said
-            )
             return (
                 fallback
-                if alike
+                if _alike(said)
                 else Choice(
                     "plain", 1, None, "the ranks' tables differ, and nothing can be measured during a capture"
                 )
@@ -138,7 +160,9 @@ def decide(problem, ranks, device, here, fallback, run):
     return decided[key]
 
 
-def tune(problem, a, b, bias, ranks):
+def tune(
+    problem: Problem, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None, ranks: Ranks
+) -> Choice:
     """Collective. Measures all forms of a problem on these tensors (as dispatch.forward takes them) and
     returns the best, which is from then on used and cached. Raises what the forms raise."""
     with on_device_of(a):
@@ -149,11 +173,17 @@ def tune(problem, a, b, bias, ranks):
             machine.of(ranks, a.device),
             lambda form: run_form(problem, form, a, b, bias, ranks),
         )
-    ranks.cache.setdefault("decided", {})[a.device, key_of(problem)] = choice
+    ranks.cache.decided[a.device, key_of(problem)] = choice
     return choice
 
 
-def measure(problem, ranks, device, here, run):
+def measure(
+    problem: Problem,
+    ranks: Ranks,
+    device: torch.device,
+    here: Machine,
+    run: Callable[[Choice], Result],
+) -> Choice:
     """Collective: see tune."""
     plain = Choice("plain", 1, None, "")
     configs = candidates(problem.op, problem.dtype, here.arch, problem.panels, problem.activation)
@@ -179,16 +209,17 @@ def measure(problem, ranks, device, here, run):
         if None not in times
     ]
     calls = max(1, min(100, int(ROUND_SECONDS / max(1e-6, _slowest(ranks, seconds[0] or ROUND_SECONDS)))))
-    samples = {form: [] for form in usable}
+    samples: dict[Choice, list[float]] = {form: [] for form in usable}
     for i in range(ROUNDS):
         for form in usable[i % len(usable) :] + usable[: i % len(usable)]:
             samples[form].append(_time(run, form, device, calls))
     medians = exchange(ranks.communicator, [statistics.median(samples[form]) for form in usable])
     times = dict(zip(usable, map(max, zip(*medians, strict=True)), strict=True))
-    best = min(times, key=times.get)
+    best = min(times, key=times.__getitem__)
     if times[best] * MARGIN > times[plain]:
         best = plain
-    fastest = min((form for form in times if form.name == "fused"), key=times.get, default=None)
+    kernels = [form for form in times if form.name == "fused"]
+    fastest = min(kernels, key=times.__getitem__, default=None)
     said = f"plain {1e6 * times[plain]:.4g} us" + (
         f", best kernel {1e6 * times[fastest]:.4g} us" if fastest else ", no kernel compiles"
     )
@@ -201,7 +232,7 @@ def measure(problem, ranks, device, here, run):
     return choice
 
 
-def _once(run, form, device):
+def _once(run: Callable[[Choice], Result], form: Choice, device: torch.device) -> float | None:
     """Seconds of the second call of a form; None if this machine cannot run it (shared memory, registers,
     room for the staging).
     """
@@ -217,7 +248,7 @@ def _once(run, form, device):
     return _time(run, form, device, 1)
 
 
-def _time(run, form, device, calls):
+def _time(run: Callable[[Choice], Result], form: Choice, device: torch.device, calls: int) -> float:
     """Seconds per call on this rank."""
     if device.type != "cuda":
         began = time.perf_counter()
@@ -233,11 +264,20 @@ def _time(run, form, device, calls):
     return 1e-3 * begin.elapsed_time(end) / calls
 
 
-def _slowest(ranks, seconds):
+def _slowest(ranks: Ranks, seconds: float) -> float:
     return max(exchange(ranks.communicator, seconds))
 
 
-def _entry(choice):
+def _alike(entries: Sequence[Entry | None]) -> bool:
+    """Whether all ranks have an entry, of one form."""
+    first = entries[0]
+    return first is not None and all(
+        entry is not None and (entry["form"], entry["config"]) == (first["form"], first["config"])
+        for entry in entries
+    )
+
+
+def _entry(choice: Choice) -> Entry:
     return {
         "form": choice.name,
         "config": list(choice.config) if choice.config else None,
@@ -245,7 +285,7 @@ def _entry(choice):
     }
 
 
-def _find(found: dict, where: str, key: str) -> Choice | None:
+def _find(found: dict[str, Any], where: str, key: str) -> Choice | None:
     """The Choice of an entry of the cache. None: there is none, it is another version's, or it is damaged."""
     try:
         entry = found[where][key]
@@ -259,7 +299,7 @@ def _find(found: dict, where: str, key: str) -> Choice | None:
     return choice if sound and known and isinstance(choice.reason, str) else None
 
 
-def _read() -> dict:
+def _read() -> dict[str, Any]:
     try:
         found = read_json(cache_path(), MOST_BYTES)
     except (OSError, ValueError):
@@ -267,7 +307,7 @@ def _read() -> dict:
     return found if isinstance(found, dict) else {}
 
 
-def _write(where, key, entry):
+def _write(where: str, key: str, entry: Entry) -> None:
     path = cache_path()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -284,7 +324,7 @@ def _write(where, key, entry):
 
 
 @contextlib.contextmanager
-def _locked(path: os.PathLike) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Raises OSError where the lock cannot be had within LOCK_SECONDS: its holder may be stopped."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     try:

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 
 from pycomm.run.job import Job, Settings
 
 
-def parse(arguments):
+def parse(arguments: Sequence[str]) -> Settings:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.run",
         description="Starts the ranks of a script on this host. Those that die are replaced, one by one, for "
@@ -28,14 +29,14 @@ def parse(arguments):
     return Settings(options.nproc, options.replacements, command)
 
 
-def _count(text):
+def _count(text: str) -> int:
     number = int(text)
     if number < 0:
         raise argparse.ArgumentTypeError(f"{text}: must be 0 or more")
     return number
 
 
-def _positive(text):
+def _positive(text: str) -> int:
     if _count(text) < 1:
         raise argparse.ArgumentTypeError(f"{text}: must be 1 or more")
     return int(text)

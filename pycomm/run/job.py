@@ -22,6 +22,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import FrameType
 
 from pycomm import env
 from pycomm.groups import has_joined
@@ -44,28 +45,28 @@ class Settings:
 
     nproc: int
     replacements: int
-    command: list
+    command: list[str]
 
 
 @dataclasses.dataclass
 class _Process:
     place: int  # the rank at first
     number: int  # of the replacement; 0: one of the first processes
-    popen: subprocess.Popen
+    popen: subprocess.Popen[bytes]
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"rank {self.place}" if not self.number else f"rank {self.place}, replacement {self.number}"
 
 
 class Job:
-    def __init__(self, settings):
+    def __init__(self, settings: Settings) -> None:
         self.settings, self.started, self.error, self.finished = settings, 0, 0, False
-        self.running = []
+        self.running: list[_Process] = []
         self.store = make_store(LOOPBACK)
         self.output = Output()
-        self.stopping = None  # the signal that was passed on, and when the rest is killed
+        self.stopping: tuple[int, float] | None = None  # signal passed on, when the rest is killed
 
-    def run(self):
+    def run(self) -> int:
         """Until all have ended. Returns the status."""
         kept = {number: signal.signal(number, self._stop) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
@@ -84,7 +85,7 @@ class Job:
             return SIGNALLED + self.stopping[0]
         return self.error
 
-    def _start(self, place, number):
+    def _start(self, place: int, number: int) -> None:
         command = [sys.executable, "-u", "-m", "pycomm.run.rank", str(os.getpid()), *self.settings.command]
         popen = subprocess.Popen(
             command,
@@ -94,13 +95,14 @@ class Job:
             start_new_session=True,
             env=self._environment(place, number),
         )
+        assert popen.stdout is not None and popen.stderr is not None  # pipes
         process = _Process(place, number, popen)
         self.running.append(process)
         name = f"rank {place}" + (f"'{number}" if number else "")
         self.output.add(popen.stdout, name, sys.stdout.buffer)
         self.output.add(popen.stderr, name, sys.stderr.buffer)
 
-    def _environment(self, place, number):
+    def _environment(self, place: int, number: int) -> dict[str, str]:
         nproc = self.settings.nproc
         return env.for_child(
             RANK=place,
@@ -116,7 +118,7 @@ class Job:
             **env.threads_of_ranks(nproc),
         )
 
-    def _look(self):
+    def _look(self) -> None:
         """Who has ended, and what follows from it."""
         for process in [process for process in self.running if process.popen.poll() is not None]:
             self.running.remove(process)
@@ -129,7 +131,7 @@ class Job:
             self._say("nobody is left to take a replacement in")
             self._kill()
 
-    def _ended(self, process, status):
+    def _ended(self, process: _Process, status: int) -> None:
         if status == 0:
             self.finished = True
             return
@@ -145,25 +147,25 @@ class Job:
         if status > 0 or not self.running:
             self.error = self.error or (status if status > 0 else SIGNALLED - status)
 
-    def _waits(self, process):
+    def _waits(self, process: _Process) -> bool:
         return process.number > 0 and not has_joined(self.store, process.number)
 
-    def _say(self, text):
+    def _say(self, text: str) -> None:
         print(f"pycomm.run: {text}", file=sys.stderr, flush=True)
 
-    def _drain(self):
+    def _drain(self) -> None:
         """What the last of them have printed."""
         self.output.pump(0)
         self.output.pump(0)
 
-    def _stop(self, number, _):
+    def _stop(self, number: int, _: FrameType | None) -> None:
         """Ctrl-C or SIGTERM: the ranks get it, too, and a moment to end; the second time they are killed."""
         first = self.stopping is None
         self.stopping = self.stopping or (number, time.monotonic() + GRACE_S)
         for process in self.running:
             _end_session(process, number if first else signal.SIGKILL)
 
-    def _kill(self):
+    def _kill(self) -> None:
         for process in self.running:
             _end_session(process, signal.SIGKILL)
         for process in self.running:
@@ -171,7 +173,7 @@ class Job:
         self.running = []
 
 
-def _end_session(process, number):
+def _end_session(process: _Process, number: int) -> None:
     """A signal to a rank and to what it has started."""
     try:
         os.killpg(process.popen.pid, number)

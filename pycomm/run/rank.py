@@ -14,7 +14,7 @@ import sys
 SET_DEATH_SIGNAL = 1  # of prctl
 
 
-def main(launcher, *command):
+def main(launcher: int, *command: str) -> None:
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     if prctl is not None:
         prctl(SET_DEATH_SIGNAL, signal.SIGKILL)

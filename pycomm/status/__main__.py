@@ -4,13 +4,14 @@ import argparse
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 
-from pycomm.status.pages import Refused, read_places
+from pycomm.status.pages import Place, Refused, read_places
 
 STACK_SECONDS = 20
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m pycomm.status", description=__doc__)
     parser.add_argument("--pid", type=int, help="only the groups of this process")
     parser.add_argument(
@@ -29,10 +30,10 @@ def main(arguments=None):
     if not places:
         print("No process of this user on this host is in a group of pycomm's whose ranks are processes.")
         return 0
-    groups = {}
+    groups: dict[tuple[int, str], list[Place]] = {}
     for place in places:
         groups.setdefault((place.file, place.group), []).append(place)
-    late = set()
+    late: set[int] = set()
     for (_, name), members in groups.items():
         print("\n".join(describe(name, sorted(members, key=lambda place: place.rank))))
         late |= {place.pid for place in not_arrived(members)}
@@ -41,14 +42,14 @@ def main(arguments=None):
     return 0
 
 
-def not_arrived(members):
-    """The Places of ranks that others wait for and that are not in the operation themselves."""
+def not_arrived(members: Sequence[Place]) -> list[Place]:
+    """The ranks that others wait for and that are not in the operation themselves."""
     waited_for = {rank for place in members for rank in place.ranks if place.waiting_in}
     furthest = max((place.sequence for place in members if place.operation), default=0)
     return [p for p in members if p.rank in waited_for and not p.waiting_in and p.sequence < max(furthest, 1)]
 
 
-def describe(name, members):
+def describe(name: str, members: Sequence[Place]) -> Iterator[str]:
     """The lines of one group."""
     size = members[0].world_size
     yield f"Group {name!r}, {size} ranks:"
@@ -67,13 +68,13 @@ def describe(name, members):
         )
 
 
-def _operation(place):
+def _operation(place: Place) -> str | None:
     if place.operation:
         return f"{place.operation} #{place.sequence}"
     return place.waiting_in
 
 
-def _doing(place):
+def _doing(place: Place) -> str:
     if place.waiting_in:
         whom = _ranks(place.ranks, place.missing)
         return f"in {_operation(place)}, waits for {whom} for {place.waiting_s:.1f} s"
@@ -82,12 +83,12 @@ def _doing(place):
     return f"in no operation; the last was #{place.completed}" if place.completed else "in no operation yet"
 
 
-def _ranks(ranks, count):
+def _ranks(ranks: Sequence[int], count: int) -> str:
     more = ", ..." if count > len(ranks) else ""
     return f"rank{'s' * (count > 1)} {', '.join(map(str, ranks))}{more}"
 
 
-def show_stacks(pids):
+def show_stacks(pids: Sequence[int]) -> None:
     if not pids:
         return
     spy = shutil.which("py-spy") or shutil.which("py-spy", path=sys.exec_prefix + "/bin")

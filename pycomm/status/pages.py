@@ -12,6 +12,7 @@ import fcntl
 import os
 import struct
 import time
+from collections.abc import Iterator
 from typing import NamedTuple
 
 __all__ = ["Place", "Refused", "read_places"]
@@ -45,17 +46,17 @@ class Place(NamedTuple):
     waiting_in: str | None
     waiting_s: float  # for so long
     missing: int  # how many ranks it waits for
-    ranks: tuple  # the first of them
+    ranks: tuple[int, ...]  # the first of them
 
 
-def read_places(pid=None, now_ns=None):
-    """[Place] of all processes of this user on this host, or of one process and those it shares groups with.
-    Raises Refused.
+def read_places(pid: int | None = None, now_ns: int | None = None) -> list[Place]:
+    """Of all processes of this user on this host, or of one process and those it shares groups with. Raises
+    Refused.
     """
     if pid is not None and not _is_mine(pid):
         raise Refused(f"process {pid} is not yours: status is for processes of the same user only")
-    files = {}  # inode -> a path under /proc
-    wanted = set()
+    files: dict[int, str] = {}  # inode -> a path under /proc
+    wanted: set[int] = set()
     for entry in sorted(filter(str.isdigit, os.listdir("/proc")), key=int):
         for inode, path in _life_files(int(entry)):
             if int(entry) == os.getpid():
@@ -67,14 +68,14 @@ def read_places(pid=None, now_ns=None):
     return [place for inode in sorted(wanted) for place in _places(inode, files[inode], now_ns)]
 
 
-def _is_mine(pid):
+def _is_mine(pid: int) -> bool:
     try:
         return os.stat(f"/proc/{pid}").st_uid == os.geteuid()
     except FileNotFoundError:
         raise Refused(f"there is no process {pid}") from None
 
 
-def _life_files(pid):
+def _life_files(pid: int) -> Iterator[tuple[int, str]]:
     """(inode, path) of the life files that a process of this user has open."""
     folder = f"/proc/{pid}/fd"
     try:
@@ -92,7 +93,7 @@ def _life_files(pid):
             continue
 
 
-def _places(inode, path, now_ns):
+def _places(inode: int, path: str, now_ns: int) -> Iterator[Place]:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
@@ -106,14 +107,14 @@ def _places(inode, path, now_ns):
         os.close(fd)
 
 
-def _holder(fd, byte):
+def _holder(fd: int, byte: int) -> int:
     """The process that has the lock on this byte, 0: none."""
     asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     kind, _, _, _, pid = _FLOCK.unpack(fcntl.fcntl(fd, fcntl.F_GETLK, asked))
     return 0 if kind == fcntl.F_UNLCK else pid
 
 
-def _rows(page, inode, pid, now_ns):
+def _rows(page: bytes, inode: int, pid: int, now_ns: int) -> Iterator[Place]:
     if len(page) < PAGE_BYTES or _HEAD.unpack_from(page)[0] != MAGIC:
         return
     for start in range(_HEAD.size, PAGE_BYTES - _ROW.size + 1, _ROW.size):
@@ -139,6 +140,6 @@ def _rows(page, inode, pid, now_ns):
         )
 
 
-def _printable(name):
+def _printable(name: str) -> str:
     """A name may have what a terminal takes for a command."""
     return "".join(c if c.isprintable() else "?" for c in name)

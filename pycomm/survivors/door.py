@@ -61,21 +61,24 @@ class _Guest:
     """A connection that has not sent its word. number: of the rank once it has, -1: it will not."""
 
     def __init__(self) -> None:
-        self.since, self.read, self.number = time.monotonic(), bytearray(), None
+        self.since, self.read = time.monotonic(), bytearray()
+        self.number: int | None = None
 
 
 class Door:
     """Of one port and one kind of visits. listening: a socket. Attribute: waiting: {connection: _Guest}."""
 
     def __init__(self, listening: socket.socket, token: str, rank: int, kind: str) -> None:
-        self.socket, self.waiting = listening, {}
+        self.socket = listening
+        self.waiting: dict[socket.socket, _Guest] = {}
         self._word, self._reply = _word("hello", kind, token, rank), reply_of(token, rank, kind)
 
     def look(self) -> tuple[list[tuple[socket.socket, int]], list[socket.socket]]:
         """([(connection, number of the rank)] that are let in, [connection] that are closed), without
         waiting.
         """
-        let_in, ended, now = [], self._accept(), time.monotonic()
+        let_in: list[tuple[socket.socket, int]] = []
+        ended, now = self._accept(), time.monotonic()
         for connection, guest in list(self.waiting.items()):
             self._read(connection, guest)
             if guest.number is None and now - guest.since < SECONDS:

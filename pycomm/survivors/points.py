@@ -17,20 +17,32 @@ process ends, a socket for each such group: a rank that was left out, because it
 somebody who says so.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import os
 import selectors
 import socket
 import threading
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pycomm.ports import listen
 from pycomm.survivors.door import Door
-from pycomm.survivors.slots import Slots
+from pycomm.survivors.slots import Answer, Question, Slots
 from pycomm.survivors.ties import Ties
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pycomm import _C
+    from pycomm.survivors.shrinking import Shrunk
+
 __all__ = ["ASK", "Here", "Place", "Point"]
+
+# (point, communicator, exclude, exactly, timeout)
+Shrinker: TypeAlias = "Callable[[Point, _C.Communicator, Sequence[int], bool, float], Shrunk]"
 
 ASK = "ask"  # the kind of visits at a point's door
 LONGEST = 1 << 20  # bytes of a line
@@ -49,12 +61,12 @@ class Place(NamedTuple):
 class Here(NamedTuple):
     """A rank in shrink()."""
 
-    exclude: list
+    exclude: list[int]
     exactly: bool
     begin: int = -1  # so many words were decided before this call, -1: it does not know yet
     made: int = -1  # slot of the last verdict whose group this rank has made
-    stopped: list = ()  # ranks of its host
-    certain: list = ()  # ranks that are gone or have left
+    stopped: Sequence[int] = ()  # ranks of its host
+    certain: Sequence[int] = ()  # ranks that are gone or have left
 
 
 class Point:
@@ -68,19 +80,34 @@ class Point:
     """
 
     def __init__(self, ip: str, token: str, rank: int) -> None:
-        self.token, self.rank, self.is_left = token, rank, lambda: False
-        self.lock, self.slots, self.here, self.values = threading.Lock(), Slots(), None, {}
-        self.hosts = self.labels = self.places = self.store = self._shrinker = None
+        self.token, self.rank = token, rank
+        self.is_left: Callable[[], bool] = lambda: False
+        self.lock, self.slots = threading.Lock(), Slots()
+        self.here: Here | None = None
+        self.values: dict[str, str] = {}
+        self.hosts: list[int] = []
+        self.labels: list[str] = []
+        self.places: list[Place] = []
+        self.store: dist.Store | None = None
+        self._shrinker: Shrinker | None = None
         self.socket = listen(ip)
         self.door, self.ties = Door(self.socket, token, rank, ASK), Ties(self.socket, ip, token, rank)
         self.place = Place(ip, self.socket.getsockname()[1], os.getpid(), _process_space())
-        self.agent = None
+        self.agent: Agent | None = None
 
     @property
-    def bell(self):
+    def bell(self) -> int:
+        assert self.agent is not None  # it serves
         return self.agent.bell
 
-    def serve(self, hosts, labels, places, store, shrinker):
+    def serve(
+        self,
+        hosts: Sequence[int],
+        labels: Sequence[str],
+        places: Sequence[Place],
+        store: dist.Store,
+        shrinker: Shrinker,
+    ) -> None:
         """All are known: this point answers from now on. shrinker: as shrink(), with the point before."""
         self.hosts, self.labels, self.places = list(hosts), list(labels), list(places)
         self.store, self._shrinker = store, shrinker
@@ -100,22 +127,23 @@ class Point:
             words = self.slots.words
         self.ties.end({"words": words, "left": True})
 
-    def shrink(self, comm, exclude, exactly, timeout):
+    def shrink(self, comm: _C.Communicator, exclude: Sequence[int], exactly: bool, timeout: float) -> Shrunk:
         """For the extension: Communicator.shrink() of the group of this point."""
+        assert self._shrinker is not None  # it serves
         return self._shrinker(self, comm, exclude, exactly, timeout)
 
-    def name(self, rank):
+    def name(self, rank: int) -> str:
         return f"rank {rank} ({self.labels[self.hosts[rank]]})"
 
-    def names(self, ranks):
+    def names(self, ranks: Sequence[int]) -> str:
         """ "rank 1 (node-a)", "ranks 4, 5 (node-b)", "ranks 1 (node-a), 5 (node-b)" """
-        by_host = {}
+        by_host: dict[int, list[str]] = {}
         for rank in ranks:
             by_host.setdefault(self.hosts[rank], []).append(str(rank))
         listed = ", ".join(f"{', '.join(some)} ({self.labels[host]})" for host, some in by_host.items())
         return f"rank{'s' * (len(ranks) > 1)} {listed}"
 
-    def answer(self, question):
+    def answer(self, question: Question) -> Answer:
         """From any thread."""
         ask = question["ask"]
         with self.lock:
@@ -133,21 +161,21 @@ class Point:
                 return {"value": _serve_store(self.values, question)}
         raise ValueError(f"a question that no point knows: {ask!r}")
 
-    def ended(self):
+    def ended(self) -> bool:
         """Whether nobody can need its answers: see [Note: how long a point lives]."""
         with self.lock:
             return self.is_left() and not (self.slots.words and self.slots.words[-1] == "formed")
 
 
-def _process_space():
+def _process_space() -> str:
     with contextlib.suppress(OSError):
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.readline().strip()} {os.readlink('/proc/self/ns/pid')}"
     return ""
 
 
-def _serve_store(values, question):
-    """The answer of a point. values: {key: a string, or a number that was counted}. With its lock held."""
+def _serve_store(values: dict[str, str], question: Question) -> Any:
+    """The answer of a point, with its lock held."""
     do, key, value = question["do"], question["key"], question["value"]
     if do == "set":
         values[key] = value
@@ -198,7 +226,7 @@ class _Asking:
             return False
         return True
 
-    def _write(self):
+    def _write(self) -> None:
         with contextlib.suppress(BlockingIOError):
             while self.unsent:
                 self.unsent = self.unsent[self.socket.send(self.unsent) :]
@@ -207,13 +235,16 @@ class _Asking:
 class Agent:
     """The thread. It ends when no point is left."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self.lock, self.selector = threading.Lock(), selectors.DefaultSelector()
-        self.points, self.asking, self.guests, self.thread = [], {}, set(), None
+        self.points: list[Point] = []
+        self.asking: dict[socket.socket, _Asking] = {}
+        self.guests: set[socket.socket] = set()
+        self.thread: threading.Thread | None = None
         self.selector.register(self.bell, selectors.EVENT_READ, None)
 
-    def add(self, point):
+    def add(self, point: Point) -> None:
         with self.lock:
             self.points.append(point)
             self.selector.register(point.socket, selectors.EVENT_READ, point)
@@ -222,12 +253,12 @@ class Agent:
                 self.thread.start()
         self.ring()
 
-    def remove(self, point):
+    def remove(self, point: Point) -> None:
         with self.lock:
             self._forget(point)
         self.ring()
 
-    def ring(self):
+    def ring(self) -> None:
         os.eventfd_write(self.bell, 1)
 
     def _run(self) -> None:
@@ -303,26 +334,24 @@ class Agent:
             for one in [one for one in self.asking.values() if one.point is point]:
                 self._end(one)
 
-    def drop(self):
+    def drop(self) -> None:
         """In a forked child: without it the ports would stay open when the parent has ended."""
-        for one in (*self.points, *self.asking.values()):
-            one.socket.close()
-        for connection in self.guests:
+        for connection in (*(point.socket for point in self.points), *self.asking, *self.guests):
             connection.close()
         self.selector.close()
         os.close(self.bell)
 
 
-_AGENTS = []  # the one of this process, once a group needs it
+_AGENTS: list[Agent] = []  # the one of this process, once a group needs it
 
 
-def agent():
+def agent() -> Agent:
     if not _AGENTS:
         _AGENTS.append(Agent())
     return _AGENTS[0]
 
 
-def _after_fork():
+def _after_fork() -> None:
     while _AGENTS:
         _AGENTS.pop().drop()
 

@@ -4,15 +4,23 @@ any group do: that in the point of the proposer (store.py). Who waits there look
 The store stays as long as the proposer's process. If that is lost the next shrink() has another.
 """
 
+from __future__ import annotations
+
 import contextlib
 import os
 import threading
 import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycomm import _C
 from pycomm.errors import AbortedError, PeerError
-from pycomm.survivors.agreement import Agreement
+from pycomm.survivors.agreement import Agreement, Verdict
+from pycomm.survivors.points import Point
 from pycomm.survivors.store import PointStore
+
+if TYPE_CHECKING:
+    from pycomm.hosts import Makers
 
 __all__ = ["shrink"]
 
@@ -20,14 +28,29 @@ LOOK_S = 0.02  # between two looks at the others
 LISTEN_S = 1.0  # after a failure that may be the loss of another rank
 
 
-def shrink(point, comm, exclude, exactly, timeout, makers):
-    """(the new _C.Communicator, its ranks in the old one). As Communicator.shrink(), of a group that spans
-    hosts. comm: the old one, which is closed. makers: pycomm.hosts.makers.
+class Shrunk(NamedTuple):
+    """The new communicator, and its ranks in the old one."""
+
+    comm: _C.Communicator
+    ranks: list[int]
+
+
+def shrink(
+    point: Point,
+    comm: _C.Communicator,
+    exclude: Sequence[int],
+    exactly: bool,
+    timeout: float,
+    makers: Callable[[], Makers],
+) -> Shrunk:
+    """As Communicator.shrink(), of a group that spans hosts. comm: the old one, which is closed. makers:
+    pycomm.hosts.makers.
     """
     _check(point, comm, exclude)
     with Agreement(point, exclude, exactly, timeout) as agreement:
         while True:
-            verdict, made = agreement.agree(), None
+            verdict = agreement.agree()
+            made: _C.Communicator | None = None
             store = PointStore(point, verdict.store, _Watcher(agreement.watch))
             try:
                 made = _join(point, comm, verdict, store, agreement, makers)
@@ -38,7 +61,7 @@ def shrink(point, comm, exclude, exactly, timeout, makers):
                 with contextlib.suppress(Exception):
                     agreement.give_up(type(error).__name__)
                 raise
-            if agreement.form(made is not None):
+            if agreement.form(made is not None) and made is not None:
                 break
             if made is not None:
                 made.close()
@@ -46,10 +69,10 @@ def shrink(point, comm, exclude, exactly, timeout, makers):
     store.watcher = None
     made.set_timeout(comm.timeout)
     comm.close()
-    return made, verdict.members
+    return Shrunk(made, verdict.members)
 
 
-def _check(point, comm, exclude):
+def _check(point: Point, comm: _C.Communicator, exclude: Sequence[int]) -> None:
     size = len(point.places)
     where = f"[rank {point.rank}/{size}] shrink: "
     for i, rank in enumerate(sorted(exclude)):
@@ -75,14 +98,21 @@ def _check(point, comm, exclude):
         )
 
 
-def _join(point, comm, verdict, store, agreement, makers):
+def _join(
+    point: Point,
+    comm: _C.Communicator,
+    verdict: Verdict,
+    store: PointStore,
+    agreement: Agreement,
+    makers: Callable[[], Makers],
+) -> _C.Communicator:
     name = f"{comm.describe()['name']}/shrunk{verdict.round}"
     options = comm.successor_options(name, agreement.seconds_left())
     rank, size = verdict.members.index(point.rank), len(verdict.members)
     return _C.connect(store, rank, size, options, None, makers())
 
 
-def _is_of_others(error, agreement):
+def _is_of_others(error: Exception, agreement: Agreement) -> bool:
     """Whether another member is lost, so that the round will be over."""
     end = time.monotonic() + LISTEN_S
     while time.monotonic() < end:
@@ -97,10 +127,10 @@ def _is_of_others(error, agreement):
 class _Watcher:
     """Looks at the others from time to time, of those threads that wait one."""
 
-    def __init__(self, look):
+    def __init__(self, look: Callable[[], None]) -> None:
         self.look, self.next, self.lock = look, 0.0, threading.Lock()
 
-    def __call__(self):
+    def __call__(self) -> None:
         if time.monotonic() < self.next or not self.lock.acquire(blocking=False):
             return
         try:

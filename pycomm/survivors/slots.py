@@ -12,9 +12,35 @@ So once a quorum has taken a word, every later proposal that gets a quorum is of
 rank in common, or the ranks of one have all ended. Pure; the caller has the lock.
 """
 
-__all__ = ["Slots", "has_quorum"]
+from collections.abc import Collection, Sequence
+from typing import Any, Literal, TypeAlias, TypedDict
 
-NOTHING = (0, -1)  # below all ballots, which are (number, rank)
+__all__ = ["Answer", "Ballot", "Failed", "Members", "Question", "Slots", "Word", "has_quorum"]
+
+Ballot: TypeAlias = tuple[int, int]  # (number, rank)
+Question: TypeAlias = dict[str, Any]  # a line of JSON
+Answer: TypeAlias = dict[str, Any]
+
+
+class Members(TypedDict):
+    """A verdict: who makes the new group, and the rank in whose point they meet."""
+
+    members: list[int]
+    store: int
+
+
+class Failed(TypedDict):
+    """What all raise: the name of the error, the other rank, the text. to: who is in shrink() and raises it,
+    though some may not know yet where their call begins.
+    """
+
+    failed: tuple[str, int, str]
+    to: list[int]
+
+
+Word: TypeAlias = Members | Failed | Literal["formed", "over"]
+
+NOTHING = (0, -1)  # below all ballots
 
 
 class Slots:
@@ -22,11 +48,13 @@ class Slots:
     none may come twice.
     """
 
-    def __init__(self):
-        self.words, self.number = [], 0
-        self._promised, self._taken = {}, {}
+    def __init__(self) -> None:
+        self.words: list[Word] = []
+        self.number = 0
+        self._promised: dict[int, Ballot] = {}
+        self._taken: dict[int, tuple[Ballot, Word]] = {}
 
-    def propose(self, slot, ballot):
+    def propose(self, slot: int, ballot: Ballot) -> Answer:
         """{"promised": [ballot, word] or None}, or {"decided": word}, or {"refused": ballot}."""
         if slot < len(self.words):
             return {"decided": self.words[slot]}
@@ -35,7 +63,7 @@ class Slots:
         self._promised[slot] = ballot
         return {"promised": self._taken.get(slot)}
 
-    def take(self, slot, ballot, word):
+    def take(self, slot: int, ballot: Ballot, word: Word) -> Answer:
         """{"taken": True}, or as propose()."""
         if slot < len(self.words):
             return {"decided": self.words[slot]}
@@ -44,17 +72,19 @@ class Slots:
         self._promised[slot], self._taken[slot] = ballot, (ballot, word)
         return {"taken": True}
 
-    def after_failure(self):
+    def after_failure(self) -> int:
         """The slot after the last word that has failed: calls that began before it are over."""
         failed = [slot for slot, word in enumerate(self.words) if isinstance(word, dict) and "failed" in word]
         return failed[-1] + 1 if failed else 0
 
-    def know(self, words):
+    def know(self, words: Sequence[Word]) -> None:
         """words: the first decided ones, as another rank has them."""
         self.words = [*self.words, *words[len(self.words) :]]  # whoever holds the former list goes on with it
 
 
-def has_quorum(answered, world_size, certain, excluded):
+def has_quorum(
+    answered: Collection[int], world_size: int, certain: Collection[int], excluded: Collection[int]
+) -> bool:
     """Whether these ranks may decide. certain: ranks that are gone or have left. See [Note: two sides]."""
     counted = [rank for rank in range(world_size) if rank not in excluded]
     here = [rank for rank in counted if rank in answered]

@@ -2,6 +2,8 @@
 waiting. See [Note: what is seen of a rank].
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import json
@@ -10,9 +12,11 @@ import selectors
 import socket
 import threading
 import time
+from collections.abc import Callable, Collection
 
 from pycomm.survivors.door import WORD, connect, hello_of, is_reply
-from pycomm.survivors.points import ASK, Here
+from pycomm.survivors.points import ASK, Here, Point
+from pycomm.survivors.slots import Answer, Question
 from pycomm.survivors.ties import Fate
 
 __all__ = ["Seen", "Survey"]
@@ -38,25 +42,36 @@ class Seen(enum.Enum):
 class _Peer:
     """The point of another rank, as this one sees it."""
 
-    def __init__(self, rank, begun):
-        self.rank, self.socket, self.gone, self.heard, self.ever_heard = rank, None, False, begun, False
+    def __init__(self, rank: int, begun: float) -> None:
+        self.rank, self.gone, self.heard, self.ever_heard = rank, False, begun, False
+        self.socket: socket.socket | None = None
         self.connected, self.next_try, self.next_look, self.unsent, self.read = False, 0.0, 0.0, b"", b""
         self.proved = False  # that it is this rank which answers
-        self.here, self.left, self.stopped_since, self.asked = None, False, None, None
+        self.here: Here | None = None
+        self.left = False
+        self.stopped_since: float | None = None
+        self.asked: int | None = None  # number of the question
+
+    @property
+    def connection(self) -> socket.socket:
+        if self.socket is None:
+            raise ConnectionError("not connected")
+        return self.socket
 
 
 class Survey:
     """point: of this rank. patience: seconds after which a rank that says nothing is silent."""
 
-    def __init__(self, point, patience):
+    def __init__(self, point: Point, patience: float) -> None:
         self.point, self.patience, self.begun = point, patience, time.monotonic()
         others = [rank for rank in range(len(point.places)) if rank != point.rank]
         self.peers = {rank: _Peer(rank, self.begun) for rank in others}
         self.selector, self.lock = selectors.DefaultSelector(), threading.RLock()
-        self.next_id, self.answers = 0, {}  # id of a question -> {rank: answer}
+        self.next_id = 0
+        self.answers: dict[int, dict[int, Answer]] = {}  # by id of a question and rank
         self.last_look = 0.0
 
-    def close(self):
+    def close(self) -> None:
         with self.lock:
             for peer in self.peers.values():
                 self._drop(peer)
@@ -64,7 +79,7 @@ class Survey:
 
     # --- what is seen --------------------
 
-    def look(self, wait=EVERY_S):
+    def look(self, wait: float = EVERY_S) -> None:
         """Goes on for `wait` seconds: connects, asks, hears; what the others have decided is known here."""
         with self.lock:
             now = time.monotonic()
@@ -81,10 +96,11 @@ class Survey:
         if not self.peers:
             time.sleep(wait)
 
-    def seen(self):
-        """{rank: Seen} of all ranks; this one is here."""
+    def seen(self) -> dict[int, Seen]:
+        """Of all ranks; this one is here."""
         with self.lock:
-            stopped, certain = set(), set()
+            stopped: set[int] = set()
+            certain: set[int] = set()
             for peer in self.peers.values():
                 if peer.here is not None and not peer.gone:
                     stopped.update(peer.here.stopped)
@@ -95,7 +111,7 @@ class Survey:
             found = {rank: self._seen_of(peer, stopped) for rank, peer in self.peers.items()}
         return {**found, self.point.rank: Seen.HERE}
 
-    def _seen_of(self, peer, stopped):
+    def _seen_of(self, peer: _Peer, stopped: Collection[int]) -> Seen:
         if peer.gone:
             return Seen.GONE
         if peer.left:
@@ -109,15 +125,15 @@ class Survey:
         here = peer.here is not None and peer.here.begin >= self.point.slots.after_failure()
         return Seen.HERE if here else Seen.ABSENT
 
-    def silence(self, rank):
+    def silence(self, rank: int) -> float:
         """Seconds since a rank was heard."""
         return time.monotonic() - self.peers[rank].heard
 
-    def here(self, rank):
+    def here(self, rank: int) -> Here | None:
         """The Here of another rank as it was told last, or None."""
         return self.peers[rank].here
 
-    def stopped(self):
+    def stopped(self) -> list[int]:
         """Ranks of this host whose processes have been stopped for a while."""
         now = time.monotonic()
         return [
@@ -142,7 +158,7 @@ class Survey:
         peer.gone = True
         self._drop(peer)
 
-    def _look_at_processes(self):
+    def _look_at_processes(self) -> None:
         """A stopped process of this host; its number means something where numbers are of one space."""
         point, now = self.point, time.monotonic()
         mine = point.places[point.rank]
@@ -156,9 +172,11 @@ class Survey:
 
     # --- questions --------------------
 
-    def ask(self, question, enough, limit):
-        """Asks all ranks, this one too. Returns {rank: answer} when enough(answers) holds, or after `limit`
-        seconds.
+    def ask(
+        self, question: Question, enough: Callable[[dict[int, Answer]], bool], limit: float
+    ) -> dict[int, Answer]:
+        """Asks all ranks, this one too. Returns the answers by rank when enough(answers) holds, or after
+        `limit` seconds.
         """
         with self.lock:
             self.next_id += 1
@@ -174,7 +192,7 @@ class Survey:
             del self.answers[number]
         return found
 
-    def tell(self, question):
+    def tell(self, question: Question) -> None:
         """Asks all ranks and waits for nobody."""
         with self.lock:
             self.point.answer(question)
@@ -184,7 +202,7 @@ class Survey:
 
     # --- connections --------------------
 
-    def _go_on(self, peer, now):
+    def _go_on(self, peer: _Peer, now: float) -> None:
         if peer.gone:
             return
         if peer.socket is None:
@@ -205,20 +223,20 @@ class Survey:
             return
         self.selector.register(peer.socket, selectors.EVENT_WRITE, peer)
 
-    def _drop(self, peer):
+    def _drop(self, peer: _Peer) -> None:
         if peer.socket is not None:
             with contextlib.suppress(KeyError, ValueError):
                 self.selector.unregister(peer.socket)
             peer.socket.close()
         peer.socket, peer.connected, peer.asked = None, False, None
 
-    def _serve(self, peer, events):
+    def _serve(self, peer: _Peer, events: int) -> None:
         if not peer.connected:
-            if peer.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
+            if peer.connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0:
                 self._drop(peer)  # a port that refuses, too: see ties.py
                 return
             peer.connected = True
-            self.selector.modify(peer.socket, selectors.EVENT_READ, peer)
+            self.selector.modify(peer.connection, selectors.EVENT_READ, peer)
             peer.unsent = hello_of(self.point.token, peer.rank, ASK, self.point.rank)
             self.next_id += 1
             peer.asked = self.next_id
@@ -233,23 +251,22 @@ class Survey:
             self._drop(peer)
             peer.next_try = time.monotonic() + (0 if peer.ever_heard else AGAIN_S)
 
-    def _say(self, peer, question):
+    def _say(self, peer: _Peer, question: Question) -> None:
         peer.unsent += json.dumps(question).encode() + b"\n"
         try:
             self._send(peer)
         except OSError:
             self._drop(peer)
 
-    def _send(self, peer):
+    def _send(self, peer: _Peer) -> None:
         with contextlib.suppress(BlockingIOError):
             while peer.unsent:
-                peer.unsent = peer.unsent[peer.socket.send(peer.unsent) :]
-        self.selector.modify(
-            peer.socket, selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0), peer
-        )
+                peer.unsent = peer.unsent[peer.connection.send(peer.unsent) :]
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
+        self.selector.modify(peer.connection, wanted, peer)
 
-    def _hear(self, peer):
-        data = peer.socket.recv(1 << 16)
+    def _hear(self, peer: _Peer) -> None:
+        data = peer.connection.recv(1 << 16)
         if not data or len(peer.read) > FULL:
             raise ConnectionError("the other side has ended")
         peer.read += data
@@ -277,7 +294,7 @@ class Survey:
         return peer.proved
 
 
-def _is_stopped(pid):
+def _is_stopped(pid: int) -> bool:
     """As csrc/transport/survivors.cc has it: T for a process that a signal or a debugger has stopped."""
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)

@@ -49,6 +49,8 @@ What lost:
       read it at once, since unread bytes make a reset.
 """
 
+from __future__ import annotations
+
 import contextlib
 import enum
 import json
@@ -59,9 +61,14 @@ import struct
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from pycomm.survivors.door import WORD, Door, connect, hello_of, is_reply
+from pycomm.survivors.slots import Answer, Word
+
+if TYPE_CHECKING:
+    from pycomm.survivors.points import Place
 
 __all__ = ["Fate", "Ties"]
 
@@ -85,11 +92,15 @@ class Ties:
 
     def __init__(self, listening: socket.socket, ip: str, token: str, rank: int) -> None:
         self._door, self._ip, self._token, self._rank = Door(listening, token, rank, KIND), ip, token, rank
-        self._sockets, self._read, self._poll = {}, {}, select.poll()  # by rank
-        self._fates, self._words, self._lock = {}, {}, threading.Lock()
+        # by rank
+        self._sockets: dict[int, socket.socket] = {}
+        self._read: dict[int, bytes] = {}
+        self._fates: dict[int, Fate] = {}
+        self._words: dict[int, list[Word]] = {}
+        self._poll, self._lock = select.poll(), threading.Lock()
         _ALL.add(self)
 
-    def make(self, places: list, pause: Callable[[], None]) -> None:
+    def make(self, places: Sequence[Place], pause: Callable[[], None]) -> None:
         """Collective: all ranks are tied. places: of their points. pause: called while others are awaited;
         may raise.
         """
@@ -104,13 +115,14 @@ class Ties:
                 else:
                     connection.close()
             for rank, one in list(tries.items()):
-                if self._go_on(one, rank, places[rank]):
-                    self._take(rank, tries.pop(rank).socket)
+                if (made := self._go_on(one, rank, places[rank])) is not None:
+                    del tries[rank]
+                    self._take(rank, made)
             if tries or lower:
                 pause()
         self._door.close()
 
-    def look(self) -> tuple[dict[int, Fate], list[list]]:
+    def look(self) -> tuple[dict[int, Fate], list[list[Word]]]:
         """({rank: Fate} of the ties that have ended, the words that ranks have left behind)."""
         with self._lock:
             ranks = {one.fileno(): rank for rank, one in self._sockets.items()}
@@ -119,7 +131,7 @@ class Ties:
                     self._read_of(ranks[fd])
             return dict(self._fates), list(self._words.values())
 
-    def end(self, farewell: dict) -> None:
+    def end(self, farewell: Answer) -> None:
         """This rank lives, and closes its ties: it has left the group, or goes on in another one."""
         line = json.dumps(farewell).encode() + b"\n"
         with self._lock:
@@ -143,12 +155,12 @@ class Ties:
 
     # --- making them --------------------
 
-    def _go_on(self, one: "_Try", rank: int, place: tuple) -> bool:
-        """Whether the other side has answered."""
+    def _go_on(self, one: _Try, rank: int, place: Place) -> socket.socket | None:
+        """The connection, once the other side has answered."""
         try:
             if one.socket is None:
                 if time.monotonic() < one.next:
-                    return False
+                    return None
                 one.socket, status = connect(self._ip, place.ip, place.port)
                 one.next, one.read = time.monotonic() + AGAIN_S, b""
                 one.unsent = hello_of(self._token, rank, KIND, self._rank)
@@ -164,12 +176,13 @@ class Ties:
             if not is_reply(one.read, self._token, rank, KIND):
                 raise ConnectionError("somebody else answers there")
         except BlockingIOError:
-            return False
+            return None
         except OSError:
-            one.socket.close()
+            if one.socket is not None:
+                one.socket.close()
             one.socket = None
-            return False
-        return True
+            return None
+        return one.socket
 
     def _take(self, rank: int, connection: socket.socket) -> None:
         if rank in self._sockets:
@@ -183,7 +196,7 @@ class Ties:
     # --- how they end --------------------
 
     def _read_of(self, rank: int) -> None:
-        fate = None
+        fate: Fate | None = None
         try:
             while fate is None:
                 data = self._sockets[rank].recv(1 << 16)
@@ -217,10 +230,11 @@ class _Try:
     """To connect to a rank. socket: None, or one that does not have the answer yet."""
 
     def __init__(self) -> None:
-        self.socket, self.next, self.read, self.unsent = None, 0.0, b"", b""
+        self.socket: socket.socket | None = None
+        self.next, self.read, self.unsent = 0.0, b"", b""
 
 
-_ALL = weakref.WeakSet()
+_ALL: weakref.WeakSet[Ties] = weakref.WeakSet()
 
 
 def _after_fork() -> None:

@@ -2,13 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from pycomm.trace import chrome, devices, overlap, picture, stragglers, waits
-from pycomm.trace.joined import load
+from pycomm.trace.joined import Trace, load
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         trace = load(options.folder)
@@ -26,7 +27,7 @@ def main(arguments=None):
         return 1
 
 
-def write(trace, out, html):
+def write(trace: Trace, out: Path, html: bool) -> int:
     out.mkdir(parents=True, exist_ok=True)
     chrome.write(trace, out / "trace.json")
     written = [out / "trace.json"]
@@ -48,7 +49,7 @@ def write(trace, out, html):
     return 0
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pycomm.trace", description=__doc__)
     parser.add_argument("folder", help="that PYCOMM_TRACE or comm.trace() named")
     parser.add_argument("--out", help="folder for what is written; default: the same")
@@ -56,7 +57,7 @@ def _parser():
     return parser
 
 
-def report(trace):
+def report(trace: Trace) -> None:
     print(f"{len(trace.rows)} ranks, {trace.duration / 1e9:.3f} s")
     for note in trace.notes:
         print(f"Note: {note}")
@@ -73,9 +74,9 @@ def report(trace):
         print(f"  no rank cost the others {100 * stragglers.LEAST_SHARE:.0f}% of the time or more.")
     print("\nOverlap of communication and computation:")
     for row in trace.rows:
-        found = overlap.of_row(row)
-        share = "no communication" if found.percent is None else f"{found.percent:.0f}%"
-        print(f"  rank {row.rank}: {share} of {found.communication_ms:.3f} ms")
+        beside = overlap.of_row(row)
+        share = "no communication" if beside.percent is None else f"{beside.percent:.0f}%"
+        print(f"  rank {row.rank}: {share} of {beside.communication_ms:.3f} ms")
 
 
 if __name__ == "__main__":

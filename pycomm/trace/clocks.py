@@ -13,11 +13,19 @@ intervals of a long trace contradict each other; then the middle of what is miss
 is the error.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 
 from pycomm import _C
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pycomm.trace.arrays import Operations
+    from pycomm.trace.files import File, Group, GroupKey
 
 __all__ = ["WAITS_FOR_ALL", "Offset", "align"]
 
@@ -30,11 +38,11 @@ WAITS_FOR_ALL = tuple(
 class Offset(NamedTuple):
     ns: int  # to add to times of this host
     error_ns: int | None  # at most; None: by the time of day
-    by: str
+    by: Literal["reference", "operations", "time of day"]
 
 
-def align(files):
-    """{host: Offset}; the first file's host keeps its clock."""
+def align(files: Sequence[File]) -> dict[str, Offset]:
+    """By host; the first file's host keeps its clock."""
     first = files[0]
     offsets = {first.host: Offset(0, 0, "reference")}
     for host in {file.host for file in files} - {first.host}:
@@ -44,27 +52,28 @@ def align(files):
     return offsets
 
 
-def _between(reference, others):
-    low, high = _bounds(reference, others)
-    if low is None:
+def _between(reference: Sequence[File], others: Sequence[File]) -> Offset:
+    bounds = _bounds(reference, others)
+    if bounds is None:
         a, b = reference[0], others[0]
         by_day = (b.realtime_ns - b.monotonic_ns) - (a.realtime_ns - a.monotonic_ns)
         return Offset(by_day, None, "time of day")
+    low, high = bounds
     return Offset((low + high) // 2, abs(high - low) // 2, "operations")
 
 
-def _bounds(reference, others):
-    """The interval for what is to be added to the others' times, or (None, None)."""
+def _bounds(reference: Sequence[File], others: Sequence[File]) -> tuple[int, int] | None:
+    """The interval for what is to be added to the others' times."""
     lows, highs = [], []
     for begun_a, ended_a, begun_b, ended_b in _common(reference, others):
         highs.append(ended_a - begun_b)  # begun_b + offset <= ended_a
         lows.append(begun_a - ended_b)  # begun_a <= ended_b + offset
-    return (int(max(lows)), int(min(highs))) if lows else (None, None)
+    return (int(max(lows)), int(min(highs))) if lows else None
 
 
-def _common(reference, others):
-    """(begun, ended, begun, ended) of one operation on a rank of the one host and one of the other."""
-    theirs = {}
+def _common(reference: Sequence[File], others: Sequence[File]) -> Iterator[tuple[int, int, int, int]]:
+    """begun, ended, begun, ended: of one operation on a rank of the one host and one of the other."""
+    theirs: dict[GroupKey, list[dict[int, tuple[int, int]]]] = {}
     for file in others:
         for group, operations in _by_group(file):
             theirs.setdefault(group.key, []).append(_ends(operations))
@@ -76,13 +85,13 @@ def _common(reference, others):
                     yield (*mine[sequence], *other[sequence])
 
 
-def _by_group(file):
+def _by_group(file: File) -> Iterator[tuple[Group, Operations]]:
     for number, group in file.groups.items():
         if not group.host:
             yield group, file.operations[file.operations["group"] == number]
 
 
-def _ends(operations):
+def _ends(operations: Operations) -> dict[int, tuple[int, int]]:
     ended = operations[(operations["ended"] > 0) & np.isin(operations["kind"], WAITS_FOR_ALL)]
     columns = (ended[name].tolist() for name in ("sequence", "begun", "ended"))
     return {sequence: (begun, end) for sequence, begun, end in zip(*columns, strict=True)}

@@ -22,9 +22,16 @@ Source of the idea: delays of packets as bounds of a skew (Moon, Skelly and Tows
 line per second in place of one for all.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
 import numpy as np
 
 from pycomm import _C
+
+if TYPE_CHECKING:
+    from pycomm.trace.arrays import Integers, Operation, Operations, Times
 
 __all__ = ["LAUNCH", "NOBODY", "name_of", "to_host"]
 
@@ -35,11 +42,11 @@ DRIFT = 2e-4  # two crystals, 50 parts in a million each, and a host's clock tha
 LAUNCH = 0  # the kind of a launch of a fused product: none
 
 
-def name_of(operation):
+def name_of(operation: Operation) -> str:
     return "fused product" if operation["kind"] == LAUNCH else _C.kinds[operation["kind"]]
 
 
-def to_host(operations):
+def to_host(operations: Operations) -> tuple[Operations, int | None]:
     """(operations on a device with device_begin and device_end by the host's clock, nanoseconds that half of
     these may be off at most; None: nothing is known)
 
@@ -60,18 +67,24 @@ def to_host(operations):
     return operations, max(errors, default=None)
 
 
-def _offsets(begin, end, issued, seen):
-    """(offset at begin, at end, how far off they may be) of the operations of one clock"""
-    start = int(begin.min())
-    begin, end = (begin - start).astype(float), (end - start).astype(float)
+class _Offsets(NamedTuple):
+    at_begin: Integers
+    at_end: Integers
+    error: int  # how far off they may be
+
+
+def _offsets(begins: Integers, ends: Integers, issued: Integers, seen: Integers) -> _Offsets:
+    """Of the operations of one clock."""
+    start = int(begins.min())
+    begin, end = (begins - start).astype(float), (ends - start).astype(float)
     upper = _line(end, (seen - start) - end, begin.min(), end.max())
     lower = _line(begin, begin - (issued - start), begin.min(), end.max())
     at_begin, at_end = (np.rint(np.interp(at, *upper)).astype("i8") for at in (begin, end))
     between = np.interp(end, *upper) + np.interp(end, *lower)
-    return at_begin, at_end, max(0, int(np.median(between)))
+    return _Offsets(at_begin, at_end, max(0, int(np.median(between))))
 
 
-def _line(at, bound, first, last):
+def _line(at: Times, bound: Times, first: float, last: float) -> tuple[Times, Times]:
     """(times, values) of a line from first to last that no bound is below, but near those of each second."""
     chosen = _least_of_seconds(at, bound)
     for _ in range(ROUNDS):
@@ -84,13 +97,13 @@ def _line(at, bound, first, last):
     return line
 
 
-def _least_of_seconds(at, values):
+def _least_of_seconds(at: Times, values: Times) -> Integers:
     """The indices of the least value of each second, in the order of time."""
     order = np.lexsort((values, at // SECOND))
     return order[np.unique((at // SECOND)[order], return_index=True)[1]]
 
 
-def _through(at, bound, first, last):
+def _through(at: Times, bound: Times, first: float, last: float) -> tuple[Times, Times]:
     """The line, not steeper than DRIFT, through bounds; beyond them as steep as it is from end to end."""
     order = np.argsort(at, kind="stable")
     at, rise = at[order], DRIFT * at[order]

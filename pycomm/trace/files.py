@@ -5,6 +5,8 @@ have been damaged since. So nothing in it is believed unseen: records and lines 
 and counted, a file that is none of ours is refused, and no number in it decides how much memory is taken.
 """
 
+from __future__ import annotations
+
 import io
 import json
 import os
@@ -12,14 +14,17 @@ import stat
 import struct
 from collections import Counter
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 import numpy as np
 
 from pycomm import _C
 from pycomm.trace.device_clock import NOBODY, to_host
 
-__all__ = ["MESSAGE", "NOBODY", "OPERATION", "DEVICE", "SPANS", "File", "Group", "read_files"]
+if TYPE_CHECKING:
+    from pycomm.trace.arrays import Mask, Operations, Spans, Words
+
+__all__ = ["MESSAGE", "NOBODY", "OPERATION", "DEVICE", "SPANS", "File", "Group", "GroupKey", "read_files"]
 
 MAGIC = int.from_bytes(b"pctrace1", "little")
 HEADER_BYTES, TEXT_BYTES, STAMP_BITS = 4096, 256 << 10, 24
@@ -43,6 +48,16 @@ SPANS = np.dtype(
 )
 
 
+class GroupKey(NamedTuple):
+    """Equal on the ranks of one group. After a death the others may make one of the same name."""
+
+    name: str
+    host: str
+    world_size: int
+    members: int
+    life: int
+
+
 class Group(NamedTuple):
     """A group as one rank has it."""
 
@@ -54,9 +69,8 @@ class Group(NamedTuple):
     life: int  # how many of this name, rank and these members the process had before
 
     @property
-    def key(self):
-        """Equal on the ranks of one group. After a death the others may make one of the same name."""
-        return (self.name, self.host, self.world_size, self.members, self.life)
+    def key(self) -> GroupKey:
+        return GroupKey(self.name, self.host, self.world_size, self.members, self.life)
 
 
 class File(NamedTuple):
@@ -66,11 +80,11 @@ class File(NamedTuple):
     monotonic_ns: int  # and the time of day at that moment
     realtime_ns: int
     closed_ns: int  # 0: the process goes on, or it died
-    groups: dict  # number -> Group
-    names: dict  # number of a span's name -> name
-    axes: dict  # name of a group -> its axis
-    operations: np.ndarray
-    spans: np.ndarray
+    groups: dict[int, Group]  # by number
+    names: dict[int, str]  # number of a span's name -> name
+    axes: dict[str, str]  # name of a group -> its axis
+    operations: Operations
+    spans: Spans
     overwritten: int  # records that later ones have replaced
     torn: int  # records that were being written, or were damaged since
     lost_lines: int
@@ -78,7 +92,7 @@ class File(NamedTuple):
     device_error_ns: int | None  # that half of the times on a device may be off; None: there are none
 
 
-def read_files(folder):
+def read_files(folder: str | Path) -> list[File]:
     """All files of a folder. Raises ValueError where there is none, or one is none of ours."""
     paths = sorted(Path(folder).glob("*.pytrace"))
     if not paths:
@@ -89,7 +103,7 @@ def read_files(folder):
     return [_read(path) for path in paths]
 
 
-def _read(path):
+def _read(path: Path) -> File:
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait for a writer
     with os.fdopen(fd, "rb") if _is_file(fd) else io.BytesIO() as file:
         head = file.read(HEADER_BYTES + TEXT_BYTES)
@@ -102,9 +116,7 @@ def _read(path):
             raise ValueError(f"{path} has been cut: {there} of {capacity} records are there")
         if capacity > _MOST_RECORDS:
             raise ValueError(f"{path} is for {capacity} records; {_MOST_RECORDS} are the most that are read")
-        groups, names, axes, bad_lines = _lines(
-            head[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)]
-        )
+        lines = _lines(head[HEADER_BYTES : HEADER_BYTES + min(text_bytes, TEXT_BYTES)])
         whole = _whole(file, min(tickets, capacity), capacity)
     whole = whole[np.argsort(whole[:, 0])]
     kinds = (whole[:, 7] >> np.uint64(56)) & np.uint64(15)
@@ -119,20 +131,20 @@ def _read(path):
         min(monotonic, _LATEST),
         min(realtime, 4 * _LATEST),
         closed,
-        groups,
-        names,
-        axes,
+        lines.groups,
+        lines.names,
+        lines.axes,
         operations,
         spans,
         max(0, tickets - capacity),
         min(tickets, capacity) - len(operations) - len(spans),
         lost,
-        bad_lines,
+        lines.bad,
         device_error,
     )
 
 
-def _is_file(fd):
+def _is_file(fd: int) -> bool:
     """A folder, a pipe or a device is closed."""
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return True
@@ -140,7 +152,7 @@ def _is_file(fd):
     return False
 
 
-def _whole(file, count, capacity):
+def _whole(file: BinaryIO, count: int, capacity: int) -> Words:
     """The words of the whole ones among the first records; the rest takes no memory."""
     found = [np.zeros((0, 8), np.uint64)]
     for first in range(0, count, _AT_ONCE):
@@ -152,7 +164,7 @@ def _whole(file, count, capacity):
     return np.concatenate(found)
 
 
-def _is_whole(words, first, capacity):
+def _is_whole(words: Words, first: int, capacity: int) -> Mask:
     """By stamp and checksum: [Note: records without a lock]. first: place of the first one."""
     total = np.zeros(len(words), np.uint64)
     with np.errstate(over="ignore"):
@@ -167,11 +179,11 @@ def _is_whole(words, first, capacity):
     )
 
 
-def _bits(word, first, count):
+def _bits(word: Words, first: int, count: int) -> Words:
     return (word >> np.uint64(first)) & np.uint64((1 << count) - 1)
 
 
-def _operations(words):
+def _operations(words: Words) -> Operations:
     found = np.zeros(len(words), OPERATIONS)
     for column, name in enumerate(("issued", "begun", "arrived", "ended", "waited"), 1):
         found[name] = words[:, column]
@@ -184,7 +196,7 @@ def _operations(words):
     return found
 
 
-def _spans(words):
+def _spans(words: Words) -> Spans:
     found = np.zeros(len(words), SPANS)
     for column, name in enumerate(("begin", "end", "thread"), 1):
         found[name] = words[:, column]
@@ -194,7 +206,7 @@ def _spans(words):
     return found
 
 
-def _can_be(operations):
+def _can_be(operations: Operations) -> Mask:
     """Which of them a process can have written."""
     times = np.stack([operations[name] for name in ("issued", "begun", "arrived", "ended", "waited")])
     return (
@@ -210,19 +222,31 @@ def _can_be(operations):
     )
 
 
-def _can_be_on_device(operations):
+def _can_be_on_device(operations: Operations) -> Mask:
     unknown = (operations["arrived"] == 0) & (operations["waited"] == 0)
     known = (operations["arrived"] > 0) & (operations["begun"] >= operations["issued"])
     return unknown | (known & (operations["arrived"] <= operations["waited"]))
 
 
-def _can_be_spans(spans):
+def _can_be_spans(spans: Spans) -> Mask:
     return (spans["begin"] > 0) & (spans["begin"] <= spans["end"]) & (spans["end"] < _LATEST)
 
 
-def _lines(text):
-    """(groups, names, axes, number of lines that say nothing)"""
-    groups, names, axes, lives, bad = {}, {}, {}, Counter(), 0
+class _Lines(NamedTuple):
+    """Of the text of a file; File has the same fields."""
+
+    groups: dict[int, Group]
+    names: dict[int, str]
+    axes: dict[str, str]
+    bad: int
+
+
+def _lines(text: bytes) -> _Lines:
+    groups: dict[int, Group] = {}
+    names: dict[int, str] = {}
+    axes: dict[str, str] = {}
+    lives: Counter[Group] = Counter()
+    bad = 0
     for line in text.split(b"\n")[:-1]:
         try:
             entry = json.loads(line.decode(errors="replace"))
@@ -236,23 +260,23 @@ def _lines(text):
                 axes[_text(entry["of"])] = _text(entry["axis"])
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
             bad += 1
-    return groups, names, axes, bad
+    return _Lines(groups, names, axes, bad)
 
 
-def _group(entry):
+def _group(entry: dict[str, object]) -> Group:
     size = _number(entry["world_size"], _MOST_RANKS)
     ranks = _MOST_RANKS if entry["host"] else size  # a part of a group has numbers of the whole
     rank, members = _number(entry["rank"], ranks), _number(entry.get("members", 0), 1 << 64)
     return Group(_text(entry["name"]), rank, size, _text(entry["host"]), members, 0)
 
 
-def _number(value, above):
+def _number(value: object, above: int) -> int:
     if type(value) is not int or not 0 <= value < above:
         raise ValueError(f"{value!r} is no number from 0 to {above - 1}")
     return value
 
 
-def _text(value):
+def _text(value: object) -> str:
     if type(value) is not str:
         raise TypeError(f"{value!r} is no text")
     return value

@@ -5,7 +5,9 @@ others. Joined by group and number, these are the arrivals of all peers on every
 nothing. Where a rank has no file, its peers' records still say who came last (csrc/trace/record.h, `last`).
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -13,6 +15,14 @@ from pycomm import _C
 from pycomm.trace.clocks import align
 from pycomm.trace.device_clock import LAUNCH
 from pycomm.trace.files import DEVICE, DONE, MESSAGE, NOBODY, OPEN, OPERATION, read_files
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+    from pathlib import Path
+
+    from pycomm.trace.arrays import Integers, Mask, Operations, Spans, Times
+    from pycomm.trace.clocks import Offset
+    from pycomm.trace.files import File, Group, GroupKey
 
 __all__ = ["Collective", "Row", "Trace", "load"]
 
@@ -26,37 +36,43 @@ class Row(NamedTuple):
     rank: int
     label: str
     world_size: int
-    operations: np.ndarray  # files.OPERATIONS; `group` is an index of Trace.groups
-    spans: np.ndarray  # files.SPANS; `name` is an index of Trace.names
+    operations: Operations  # `group` is an index of Trace.groups
+    spans: Spans  # `name` is an index of Trace.names
 
 
 class Collective(NamedTuple):
     """The collectives of one group: [operation, rank of the group]; nan: not known."""
 
     group: int  # an index of Trace.groups
-    rows: list  # Row of each rank of the group, or None
-    sequence: np.ndarray
-    kind: np.ndarray
-    nbytes: np.ndarray
-    issued: np.ndarray
-    begun: np.ndarray
-    ended: np.ndarray
-    last: np.ndarray  # [operation]: the rank that came last; -1: not known
+    rows: list[Row | None]  # of each rank of the group
+    sequence: Integers
+    kind: Integers
+    nbytes: Integers
+    issued: Times
+    begun: Times
+    ended: Times
+    last: Integers  # [operation]: the rank that came last; -1: not known
 
 
 class Trace(NamedTuple):
-    rows: list
-    groups: list  # Group, of some rank
-    axes: list  # of each of groups: "dp", or its name
-    names: list  # of spans
-    collectives: list
-    on_device: list  # Collective of devices: begun and ended there; those of launches have their own
+    rows: list[Row]
+    groups: list[Group]  # each as some rank has it
+    axes: list[str]  # of each of groups: "dp", or its name
+    names: list[str]  # of spans
+    collectives: list[Collective]
+    on_device: list[Collective]  # begun and ended on devices; those of launches have their own
     device_error_ns: int | None  # that half of the times on a device may be off; None: there are none
     duration: int  # nanoseconds
-    notes: list  # sentences: what is lost, what went wrong, how exact the clocks are
+    notes: list[str]  # sentences: what is lost, what went wrong, how exact the clocks are
 
 
-def load(folder):
+# Which operations of a rank are chosen, and {time: the field that has it}.
+Chosen: TypeAlias = "tuple[Mask, dict[str, str]]"
+# Of the key of a group and a rank in it.
+Places: TypeAlias = "dict[tuple[GroupKey, int], Row]"
+
+
+def load(folder: str | Path) -> Trace:
     """Raises ValueError: no trace, one of another version, traces of two runs."""
     files = read_files(folder)
     _refuse_two_runs(folder, files)
@@ -64,7 +80,10 @@ def load(folder):
     _refuse_too_many(folder, files)
     # less one: 0 says that a time is not known
     start = min((_first(file) + offsets[file.host].ns for file in files if _first(file)), default=1) - 1
-    keys, groups, names, axes = {}, [], {}, {}
+    keys: dict[GroupKey, int] = {}
+    groups: list[Group] = []
+    names: dict[str, int] = {}
+    axes: dict[str, str] = {}
     for file in files:
         axes |= file.axes
         for group in file.groups.values():
@@ -73,7 +92,8 @@ def load(folder):
                 groups.append(group)
         for name in (*file.names.values(), NO_NAME):
             names.setdefault(name, len(names))
-    rows, places = [], {}  # (key, rank in it) -> Row
+    rows: list[Row] = []
+    places: Places = {}
     for file in files:
         for row, members in _rows_of(file, offsets[file.host].ns - start, keys, names):
             rows.append(row)
@@ -101,10 +121,11 @@ def load(folder):
     )
 
 
-def _refuse_two_runs(folder, files):
+def _refuse_two_runs(folder: str | Path, files: Sequence[File]) -> None:
     """Groups of one run have processes in common, those too that were made anew after a death."""
     run_of = _runs(files)
-    members, ranks = {}, {}
+    members: dict[tuple[GroupKey, int], int] = {}
+    ranks: dict[tuple[str, str, int], int] = {}
     for index, file in enumerate(files):
         for group in file.groups.values():
             one = members.setdefault((group.key, group.rank), index)
@@ -118,24 +139,25 @@ def _refuse_two_runs(folder, files):
                     )
 
 
-def _runs(files):
+def _runs(files: Sequence[File]) -> list[int]:
     """Of each file a number, equal for those that groups connect."""
     parent = list(range(len(files)))
 
-    def root(index):
+    def root(index: int) -> int:
         while parent[index] != index:
             index = parent[index]
         return index
 
-    first = {}
+    first: dict[GroupKey | tuple[str, int], int] = {}
     for index, file in enumerate(files):
         process = (file.host, file.pid)  # of several traces one after the other
-        for key in (process, *(group.key for group in file.groups.values())):
+        own: list[GroupKey | tuple[str, int]] = [process, *(group.key for group in file.groups.values())]
+        for key in own:
             parent[root(index)] = root(first.setdefault(key, index))
     return [root(index) for index in range(len(files))]
 
 
-def _refuse_too_many(folder, files):
+def _refuse_too_many(folder: str | Path, files: Sequence[File]) -> None:
     for file in files:
         for number, group in file.groups.items():
             count = int((file.operations["group"] == number).sum())
@@ -146,28 +168,31 @@ def _refuse_too_many(folder, files):
                 )
 
 
-def _first(file):
+def _first(file: File) -> int:
     times = [file.operations["issued"].min()] if len(file.operations) else []
     times += [file.spans["begin"].min()] if len(file.spans) else []
     return int(min(times, default=0))
 
 
-def _rows_of(file, shift, keys, names):
+def _rows_of(
+    file: File, shift: int, keys: dict[GroupKey, int], names: dict[str, int]
+) -> Iterator[tuple[Row, list[Group]]]:
     """(Row, Groups whose operations it has) of the rank, or ranks as threads, of a file."""
     operations, spans = file.operations.copy(), file.spans.copy()
     for field in ("issued", "begun", "arrived", "ended", "waited", "device_begin", "device_end"):
         operations[field] = np.where(operations[field] > 0, operations[field] + shift, 0)
     for field in ("begin", "end"):
         spans[field] += shift
-    told, place = np.unique(spans["name"].astype("u4"), return_inverse=True)
+    told, which = np.unique(spans["name"].astype("u4"), return_inverse=True)
     if len(spans):
         known = [names[file.names.get(number, NO_NAME)] for number in told.tolist()]
-        spans["name"] = np.array(known)[place]
-    members = {}  # rank -> numbers of its groups
+        spans["name"] = np.array(known)[which]
+    members: dict[int, list[int]] = {}  # rank -> numbers of its groups
     world = max(file.groups.values(), key=lambda g: (not g.host, g.world_size), default=None)
     threads = len({group.key for group in file.groups.values()}) < len(file.groups)  # one group, two ranks
     for index, group in file.groups.items():
-        members.setdefault(group.rank if threads else world.rank, []).append(index)
+        rank = group.rank if threads or world is None else world.rank
+        members.setdefault(rank, []).append(index)
     of_trace = np.zeros(max(file.groups, default=0) + 1, int)  # number of a group here -> in the trace
     for index, group in file.groups.items():
         of_trace[index] = keys[group.key]
@@ -182,30 +207,41 @@ def _rows_of(file, shift, keys, names):
         yield Row(rank, label, size, mine, own), [file.groups[index] for index in indices]
 
 
-def _collectives(keys, groups, places, those):
+def _collectives(
+    keys: dict[GroupKey, int],
+    groups: Sequence[Group],
+    places: Places,
+    those: Callable[[Operations], Chosen],
+) -> list[Collective]:
     found = (_collective(index, key, groups, places, those) for key, index in keys.items())
     return [collective for collective in found if collective is not None]
 
 
-# Of the operations of a rank: (which are chosen, {time: field that has it}).
-def _on_cpu(operations):
+def _on_cpu(operations: Operations) -> Chosen:
     return operations["type"] == OPERATION, {name: name for name in ("issued", "begun", "ended")}
 
 
-def _on_device(operations):
+def _on_device(operations: Operations) -> Chosen:
     kinds = [_C.kinds.index(kind) for kind in ("send", "recv")]
     chosen = (operations["type"] == DEVICE) & ~np.isin(operations["kind"], [LAUNCH, *kinds])
     return chosen, {"issued": "issued", "begun": "device_begin", "ended": "device_end"}
 
 
-def _launches(operations):
+def _launches(operations: Operations) -> Chosen:
     _, fields = _on_device(operations)
     return (operations["type"] == DEVICE) & (operations["kind"] == LAUNCH), fields
 
 
-def _collective(index, key, groups, places, those):
+def _collective(
+    index: int,
+    key: GroupKey,
+    groups: Sequence[Group],
+    places: Places,
+    those: Callable[[Operations], Chosen],
+) -> Collective | None:
     size = groups[index].world_size
     ranks = sorted(rank for (other, rank) in places if other == key)
+    rows: list[Row | None]
     if groups[index].host:  # a part counts its ranks by their numbers in the whole
         rows = [places[key, rank] for rank in ranks]
     else:
@@ -234,7 +270,7 @@ def _collective(index, key, groups, places, those):
     )
 
 
-def _of_group(row, index, those):
+def _of_group(row: Row, index: int, those: Callable[[Operations], Chosen]) -> Operations:
     operations = row.operations[row.operations["group"] == index]
     return operations[those(operations)[0]]
 
@@ -242,7 +278,7 @@ def _of_group(row, index, those):
 # --- notes --------------------
 
 
-def _losses(files, rows):
+def _losses(files: Sequence[File], rows: Sequence[Row]) -> Iterator[str]:
     for file in files:
         who = f"process {file.pid} on {file.host.partition('#')[0]}"
         if file.overwritten:
@@ -266,7 +302,7 @@ def _losses(files, rows):
         yield f"No trace of {len(missing)} of {size} ranks: {numbers}. They had no room, or no right."
 
 
-def _unfinished(who, file):
+def _unfinished(who: str, file: File) -> Iterator[str]:
     yield f"{who} has not ended its trace: it still runs, or it was killed."
     waiting = file.operations[(file.operations["outcome"] == OPEN) & (file.operations["type"] == OPERATION)]
     for operation in waiting[:3]:
@@ -278,7 +314,7 @@ def _unfinished(who, file):
         )
 
 
-def _untimed(who, file):
+def _untimed(who: str, file: File) -> Iterator[str]:
     on_device = file.operations[file.operations["type"] == DEVICE]
     missing = int((on_device["device_begin"] == 0).sum())
     if missing:
@@ -288,18 +324,18 @@ def _untimed(who, file):
         )
 
 
-def _last(file):
-    """Of a File or a Row: the last moment in it."""
+def _last(file: File) -> int:
+    """The last moment in it."""
     times = [file.operations[field].max() for field in ("issued", "ended")] if len(file.operations) else [0]
     return max([*times, *([file.spans["end"].max()] if len(file.spans) else [])])
 
 
-def _device_note(error):
+def _device_note(error: int | None) -> Iterator[str]:
     if error is not None:
         yield f"Times on devices: known to {error / 1e3:.1f} us in the median, by their hosts' clocks."
 
 
-def _clock_notes(offsets):
+def _clock_notes(offsets: dict[str, Offset]) -> Iterator[str]:
     for host, offset in offsets.items():
         if offset.by == "reference":
             continue
@@ -311,9 +347,9 @@ def _clock_notes(offsets):
         yield f"Clock of {host.partition('#')[0]}: set by {offset.by}, {exact}."
 
 
-def messages_of(row):
+def messages_of(row: Row) -> Operations:
     return row.operations[row.operations["type"] == MESSAGE]
 
 
-def ended(operations):
+def ended(operations: Operations) -> Operations:
     return operations[(operations["outcome"] == DONE) & (operations["ended"] > 0)]

@@ -6,13 +6,18 @@ their turn in the queue count from their turn on. Operations on a device do not 
 there, streams of the program, is in no trace.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pycomm.trace.files import DEVICE
 from pycomm.trace.joined import ended
 from pycomm.trace.steps import blocked, length_within, union
+
+if TYPE_CHECKING:
+    from pycomm.trace.joined import Row
 
 __all__ = ["Overlap", "of_row"]
 
@@ -22,14 +27,14 @@ class Overlap(NamedTuple):
     blocked_ms: float
 
     @property
-    def percent(self):
+    def percent(self) -> float | None:
         """None where there was no communication."""
         if not self.communication_ms:
             return None
         return 100 * (1 - self.blocked_ms / self.communication_ms)
 
 
-def of_row(row):
+def of_row(row: Row) -> Overlap:
     done = ended(row.operations)
     done = done[(done["begun"] > 0) & (done["type"] != DEVICE)]  # on a device: streams wait, not callers
     under_way = union(np.stack([done["begun"], done["ended"]], axis=1)) if len(done) else union([])

@@ -5,7 +5,10 @@ Of a long trace the timeline shows the steps around the middle, MOST_BARS bars a
 in a second. chrome.py has all of it.
 """
 
+from __future__ import annotations
+
 import html
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -15,6 +18,15 @@ from pycomm.trace.device_clock import name_of
 from pycomm.trace.files import DEVICE, DONE, MESSAGE, NOBODY
 from pycomm.trace.picture import COLORS, MOVING, ON_DEVICE, OTHER, WAITING
 from pycomm.trace.steps import STEP, part_of, say, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from pathlib import Path
+
+    import plotly.graph_objects as go
+
+    from pycomm.trace.arrays import Operation
+    from pycomm.trace.joined import Row, Trace
 
 __all__ = ["write"]
 
@@ -44,7 +56,15 @@ li {{ margin: .3em 0; }}
 """
 
 
-def write(trace, path):
+class _Bar(NamedTuple):
+    name: str
+    color: str
+    begin: float
+    end: float
+    text: str
+
+
+def write(trace: Trace, path: Path) -> None:
     """Raises ImportError without plotly."""
     from plotly.offline import get_plotlyjs
 
@@ -68,24 +88,24 @@ def write(trace, path):
         file.write(_PAGE.format(**parts))
 
 
-def _draw(figure, name):
+def _draw(figure: go.Figure, name: str) -> str:
     import plotly.io
 
     return plotly.io.to_html(figure, full_html=False, include_plotlyjs=False, div_id=name)
 
 
-def _items(lines):
+def _items(lines: Iterable[str]) -> str:
     return "".join(f"<li>{html.escape(line)}</li>" for line in lines)
 
 
-def _overlaps(trace):
+def _overlaps(trace: Trace) -> Iterator[str]:
     for row in trace.rows:
         found = overlap.of_row(row)
         share = "no communication" if found.percent is None else f"{found.percent:.0f}%"
         yield f"rank {row.rank}: {share} of {found.communication_ms:.3f} ms"
 
 
-def _window(trace):
+def _window(trace: Trace) -> tuple[float, float]:
     """(begin, end) of what the timeline shows."""
     bars = sum(2 * len(row.operations) + len(row.spans) for row in trace.rows)
     if bars <= MOST_BARS:
@@ -97,27 +117,29 @@ def _window(trace):
     return max(0.0, middle - width / 2), min(float(trace.duration), middle + width / 2)
 
 
-def _timeline(trace, begin, end):
+def _timeline(trace: Trace, begin: float, end: float) -> go.Figure:
     import plotly.graph_objects as go
 
-    figure, labels, shown = go.Figure(), [], set()
+    figure = go.Figure()
+    labels: list[str] = []
+    shown: set[str] = set()
     for row in reversed(trace.rows):  # plotly counts upwards
         lanes = {"communication": _communication(trace, row), "computation": _computation(trace, row)}
         if (row.operations["device_begin"] > 0).any():
             lanes = {"on the device": _on_device(trace, row), **lanes}
         for lane, bars in lanes.items():
             labels.append(f"rank {row.rank} {lane}")
-            by_name = {}
-            for name, color, left, right, text in bars:
-                if right > begin and left < end:
-                    by_name.setdefault((name, color), []).append((left, right, text))
+            by_name: dict[tuple[str, str], list[_Bar]] = {}
+            for bar in bars:
+                if bar.end > begin and bar.begin < end:
+                    by_name.setdefault((bar.name, bar.color), []).append(bar)
             for (name, color), chosen in by_name.items():
                 figure.add_bar(
                     orientation="h",
                     y=[labels[-1]] * len(chosen),
-                    base=[left / 1e6 for left, _, _ in chosen],
-                    x=[(right - left) / 1e6 for left, right, _ in chosen],
-                    hovertext=[text for _, _, text in chosen],
+                    base=[bar.begin / 1e6 for bar in chosen],
+                    x=[(bar.end - bar.begin) / 1e6 for bar in chosen],
+                    hovertext=[bar.text for bar in chosen],
                     hoverinfo="text",
                     marker={"color": color, "line": {"width": 0}},
                     name=name,
@@ -136,23 +158,24 @@ def _timeline(trace, begin, end):
     return figure
 
 
-def _computation(trace, row):
-    """(name, color, begin, end, text), outer before inner."""
+def _computation(trace: Trace, row: Row) -> Iterator[_Bar]:
+    """Outer before inner."""
     for span in row.spans[np.lexsort((-row.spans["end"], row.spans["begin"]))]:
         part = part_of(trace, span)
         if part.name == STEP:
             continue
         length = (span["end"] - span["begin"]) / 1e6
         color = COLORS.get(part.name.partition(" ")[0], OTHER)
-        yield part.name, color, float(span["begin"]), float(span["end"]), f"{say(part)}: {length:.3f} ms"
+        text = f"{say(part)}: {length:.3f} ms"
+        yield _Bar(part.name, color, float(span["begin"]), float(span["end"]), text)
 
 
-def _communication(trace, row):
+def _communication(trace: Trace, row: Row) -> Iterator[_Bar]:
     for operation in row.operations[row.operations["begun"] > 0]:
         begin, end = float(operation["begun"]), float(operation["ended"] or trace.duration)
         if operation["type"] == DEVICE:
             text = f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms until all was in the stream"
-            yield "host's side", HOST_SIDE, begin, end, html.escape(text)
+            yield _Bar("host's side", HOST_SIDE, begin, end, html.escape(text))
             continue
         arrived = min(max(float(operation["arrived"]), begin), end)
         kind = _C.kinds[operation["kind"]]
@@ -166,26 +189,26 @@ def _communication(trace, row):
             text += f", {word} rank {operation['last']}"
         if operation["outcome"] != DONE:
             text += ", not completed"
-        yield "waiting", WAITING, begin, arrived, html.escape(text)
-        yield "moving", MOVING, arrived, end, html.escape(text)
+        yield _Bar("waiting", WAITING, begin, arrived, html.escape(text))
+        yield _Bar("moving", MOVING, arrived, end, html.escape(text))
 
 
-def _of(trace, operation):
+def _of(trace: Trace, operation: Operation) -> str:
     where = trace.axes[operation["group"]]
     return f"{name_of(operation)} #{operation['sequence']} of {where}, {operation['nbytes']} bytes"
 
 
-def _on_device(trace, row):
+def _on_device(trace: Trace, row: Row) -> Iterator[_Bar]:
     for operation in row.operations[row.operations["device_begin"] > 0]:
         begin, end = float(operation["device_begin"]), float(operation["device_end"])
         text = (
             f"{_of(trace, operation)}: {(end - begin) / 1e6:.3f} ms on the device, begun there "
             f"{(begin - float(operation['issued'])) / 1e6:.3f} ms after its call"
         )
-        yield "on the device", ON_DEVICE, begin, end, html.escape(text)
+        yield _Bar("on the device", ON_DEVICE, begin, end, html.escape(text))
 
 
-def _costs(found):
+def _costs(found: Sequence[stragglers.Straggler]) -> go.Figure:
     import plotly.graph_objects as go
 
     figure = go.Figure()
@@ -203,14 +226,14 @@ def _costs(found):
     return figure
 
 
-def _table(lines):
+def _table(lines: Sequence[waits.Line]) -> str:
     head = "axis operation size count MB waiting&nbsp;ms moving&nbsp;ms".split()
     rows = [
         (
             html.escape(line.axis),
             line.operation,
             f"up to {line.size}",
-            line.count,
+            line.calls,
             f"{line.nbytes / 1e6:.3f}",
             f"{line.waiting_ms:.3f}",
             f"{line.moving_ms:.3f}",
@@ -221,7 +244,7 @@ def _table(lines):
     return "<table><tr>" + "".join(f"<th>{name}</th>" for name in head) + f"</tr>{cells}</table>"
 
 
-def _devices(trace):
+def _devices(trace: Trace) -> str:
     if trace.device_error_ns is None:
         return ""
     head, *rows = ([html.escape(cell) for cell in row] for row in devices.cells(trace))
@@ -233,11 +256,11 @@ def _devices(trace):
     )
 
 
-def _bandwidth(trace):
+def _bandwidth(trace: Trace) -> go.Figure:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    points = {}
+    points: dict[str, list[tuple[int, float]]] = {}
     for row in trace.rows:
         operations = row.operations[
             (row.operations["outcome"] == DONE)

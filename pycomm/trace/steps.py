@@ -4,9 +4,17 @@ A span's own time is its length, less the spans inside it on the same thread, le
 rank's callers were blocked by communication. That is what a slow rank has more of than the others.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike
+
+    from pycomm.trace.arrays import Span, Spans, Times
+    from pycomm.trace.joined import Row, Trace
 
 __all__ = ["STEP", "Part", "blocked", "own_times", "place_at", "say", "steps_of", "union"]
 
@@ -22,7 +30,7 @@ class Part(NamedTuple):
     bucket: int
 
 
-def say(part):
+def say(part: Part) -> str:
     """ "forward (stage 0, microbatch 3)", "bucket 5"."""
     numbers = {label: n for label, n in zip(part._fields[1:], part[1:], strict=True) if n >= 0}
     own = f" {numbers.pop(part.name)}" if part.name in numbers else ""
@@ -30,24 +38,23 @@ def say(part):
     return f"{part.name}{own} ({inside})" if inside else part.name + own
 
 
-def part_of(trace, span):
+def part_of(trace: Trace, span: Span) -> Part:
     return Part(trace.names[span["name"]], int(span["stage"]), int(span["microbatch"]), int(span["bucket"]))
 
 
-def steps_of(trace, row):
-    """[(begin, end)] of the row's steps."""
+def steps_of(trace: Trace, row: Row) -> list[tuple[int, int]]:
+    """The begin and the end of the row's steps."""
     if STEP not in trace.names:
         return []
     spans = row.spans[row.spans["name"] == trace.names.index(STEP)]
     return sorted(zip(spans["begin"].tolist(), spans["end"].tolist(), strict=True))
 
 
-def union(intervals):
+def union(intervals: ArrayLike) -> Times:
     """Disjoint and sorted, as an array (n, 2)."""
-    intervals = np.asarray(intervals, dtype=float).reshape(-1, 2)
-    intervals = intervals[np.argsort(intervals[:, 0], kind="stable")]
-    joined = []
-    for begin, end in intervals:
+    pairs = np.asarray(intervals, dtype=float).reshape(-1, 2)
+    joined: list[list[float]] = []
+    for begin, end in pairs[np.argsort(pairs[:, 0], kind="stable")]:
         if joined and begin <= joined[-1][1]:
             joined[-1][1] = max(joined[-1][1], end)
         elif end > begin:
@@ -55,22 +62,23 @@ def union(intervals):
     return np.array(joined).reshape(-1, 2)
 
 
-def length_within(disjoint, begin, end):
+def length_within(disjoint: Times, begin: float, end: float) -> float:
     """How much of disjoint intervals lies between begin and end."""
     if not len(disjoint):
         return 0.0
     return float(np.clip(np.minimum(disjoint[:, 1], end) - np.maximum(disjoint[:, 0], begin), 0, None).sum())
 
 
-def blocked(row):
+def blocked(row: Row) -> Times:
     """When callers of this rank waited for communication."""
     done = row.operations[(row.operations["waited"] > 0) & (row.operations["ended"] > 0)]
     return union(np.stack([done["waited"], done["ended"]], axis=1)) if len(done) else union([])
 
 
-def own_times(trace, row):
-    """{Part: nanoseconds in all}"""
-    waits, totals = blocked(row), {}
+def own_times(trace: Trace, row: Row) -> dict[Part, float]:
+    """Nanoseconds in all."""
+    waits = blocked(row)
+    totals: dict[Part, float] = {}
     for thread in np.unique(row.spans["thread"]):
         spans = np.sort(row.spans[row.spans["thread"] == thread], order=["begin", "end"])
         spans = spans[np.lexsort((-spans["end"], spans["begin"]))]
@@ -84,15 +92,16 @@ def own_times(trace, row):
     return totals
 
 
-def _within(waits, begin, end):
+def _within(waits: Times, begin: float, end: float) -> Times:
     if not len(waits):
-        return []
+        return waits
     return waits[(waits[:, 1] > begin) & (waits[:, 0] < end)]
 
 
-def _children(spans):
+def _children(spans: Spans) -> list[list[int]]:
     """For each span, outer before inner, the indices of those directly inside it."""
-    children, open_ones = [[] for _ in spans], []
+    children: list[list[int]] = [[] for _ in spans]
+    open_ones: list[int] = []
     for index, span in enumerate(spans):
         while open_ones and spans[open_ones[-1]]["end"] <= span["begin"]:
             open_ones.pop()
@@ -102,8 +111,8 @@ def _children(spans):
     return children
 
 
-def place_at(trace, row, moment):
-    """The innermost span of a row at a moment, as a Part; None."""
+def place_at(trace: Trace, row: Row, moment: float) -> Part | None:
+    """The innermost span of a row at a moment."""
     spans = row.spans[(row.spans["begin"] <= moment) & (row.spans["end"] >= moment)]
     if not len(spans):
         return None

@@ -7,13 +7,20 @@ them ("bucket 5"), and the span of which the rank's own time (steps.py) is longe
 others'.
 """
 
-from collections import Counter
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pycomm import _C
 from pycomm.trace.steps import own_times, place_at, say, steps_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pycomm.trace.arrays import Times
+    from pycomm.trace.joined import Collective, Row, Trace
 
 __all__ = ["Straggler", "find", "sentence"]
 
@@ -35,16 +42,16 @@ class Straggler(NamedTuple):
     excess_ns: float  # by so much, in all
 
 
-def find(trace):
-    """[Straggler], the worst first; those worth a sentence."""
+def find(trace: Trace) -> list[Straggler]:
+    """The worst first; those worth a sentence."""
     found = [straggler for collective in trace.collectives for straggler in _of_group(trace, collective)]
     return sorted(found, key=lambda straggler: -straggler.waited_ns)
 
 
-def _of_group(trace, collective):
-    size = len(collective.rows)
+def _of_group(trace: Trace, collective: Collective) -> Iterator[Straggler]:
+    rows, size = [row for row in collective.rows if row is not None], len(collective.rows)
     known = ~np.isnan(collective.begun).any(axis=1)
-    if size < 2 or not known.any():
+    if size < 2 or len(rows) < size or not known.any():
         return
     begun, last = collective.begun[known], collective.last[known]
     lost = (begun.max(axis=1)[:, None] - begun).sum(axis=1) / (size - 1)
@@ -55,10 +62,10 @@ def _of_group(trace, collective):
             continue
         kinds = collective.kind[known]
         costs = {kind: float(lost[mine & (kinds == kind)].sum()) for kind in np.unique(kinds[mine])}
-        kind = max(costs, key=costs.get)
-        row = collective.rows[rank]
+        kind = max(costs, key=costs.__getitem__)
+        row = rows[rank]
         issued = collective.issued[known][:, rank]
-        slow_in, excess = _excess(trace, collective.rows, row)
+        slow_in, excess = _excess(trace, rows, row)
         yield Straggler(
             row.rank,
             trace.axes[collective.group],
@@ -74,16 +81,16 @@ def _of_group(trace, collective):
         )
 
 
-def _costliest(trace, row, issued, lost):
-    costs = Counter()
+def _costliest(trace: Trace, row: Row, issued: Times, lost: Times) -> str | None:
+    costs: dict[str, float] = {}
     for moment, cost in zip(issued, lost, strict=True):
         place = place_at(trace, row, moment)
         if place is not None:
-            costs[say(place)] += cost
-    return costs.most_common(1)[0][0] if costs else None
+            costs[say(place)] = costs.get(say(place), 0.0) + cost
+    return max(costs, key=costs.__getitem__) if costs else None
 
 
-def _excess(trace, rows, row):
+def _excess(trace: Trace, rows: Sequence[Row], row: Row) -> tuple[str | None, float]:
     """(the span in which the row has most more own time than the median of the others, how much)"""
     mine = own_times(trace, row)
     others = [own_times(trace, other) for other in rows if other is not row]
@@ -94,11 +101,11 @@ def _excess(trace, rows, row):
     }
     if not more:
         return None, 0.0
-    part = max(more, key=more.get)
+    part = max(more, key=more.__getitem__)
     return say(part), more[part]
 
 
-def sentence(straggler):
+def sentence(straggler: Straggler) -> str:
     per, unit = (straggler.steps, " per step") if straggler.steps else (1, "")
     waited = straggler.waited_ns / 1e6 / per
     text = (

@@ -5,12 +5,20 @@ with what it waits for pieces of others meanwhile. Both are means over ranks and
 nccl-tests has it: bytes of the whole buffer by the time of moving (docs/glossary.md).
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from pycomm import _C
 from pycomm.trace.joined import ended, messages_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from pycomm.trace.arrays import Mask, Times
+    from pycomm.trace.joined import Collective, Trace
 
 __all__ = ["Line", "aligned", "phases", "show", "table"]
 
@@ -22,14 +30,14 @@ class Line(NamedTuple):
     axis: str
     operation: str
     size: str  # at most
-    count: int  # operations, each counted once
+    calls: int  # operations, each counted once
     nbytes: int  # of all of them
     waiting_ms: float  # in all, mean of the ranks; nan: a rank has no trace
     moving_ms: float
     queued_ms: float  # from issue to begin
 
 
-def phases(collective):
+def phases(collective: Collective) -> Times:
     """[operation, rank]: when the last rank had arrived, in nanoseconds; nan where one is not known."""
     known = ~np.isnan(collective.begun).any(axis=1)
     arrived = np.full(collective.begun.shape, np.nan)
@@ -39,14 +47,14 @@ def phases(collective):
     return arrived
 
 
-def table(trace):
-    """[Line], the most waited for first."""
+def table(trace: Trace) -> list[Line]:
+    """The most waited for first."""
     lines = [line for collective in trace.collectives for line in _of_collective(trace, collective)]
     lines += _of_messages(trace)
     return sorted(lines, key=lambda line: -np.nan_to_num(line.waiting_ms + line.moving_ms))
 
 
-def _of_collective(trace, collective):
+def _of_collective(trace: Trace, collective: Collective) -> Iterator[Line]:
     arrived = phases(collective)
     whole = ~np.isnan(arrived).any(axis=1) & ~np.isnan(collective.ended).any(axis=1)
     sizes = np.searchsorted(LIMITS, collective.nbytes)
@@ -55,7 +63,7 @@ def _of_collective(trace, collective):
             chosen = (collective.kind == kind) & (sizes == size)
             timed = chosen & whole
 
-            def total(matrix, timed=timed):
+            def total(matrix: Times, timed: Mask = timed) -> float:
                 return float(matrix[timed].mean(axis=1).sum()) / 1e6 if timed.any() else float("nan")
 
             yield Line(
@@ -70,26 +78,29 @@ def _of_collective(trace, collective):
             )
 
 
-def _of_messages(trace):
+def _of_messages(trace: Trace) -> list[Line]:
     """A message is its own on each side: the mean over ranks would mean little, so these are sums."""
-    totals = {}
+    totals: dict[tuple[str, str, str], Line] = {}
     for row in trace.rows:
         messages = ended(messages_of(row))
         for message in messages:
             size = int(np.searchsorted(LIMITS, message["nbytes"]))
             key = (trace.axes[message["group"]], _C.kinds[message["kind"]], SIZES[size])
             begins = message["arrived"] or message["issued"]
-            count, nbytes, waiting, moving = totals.get(key, (0, 0, 0.0, 0.0))
-            waiting += (begins - message["issued"]) / 1e6
-            moving += (message["ended"] - begins) / 1e6
-            totals[key] = count + 1, nbytes + int(message["nbytes"]), waiting, moving
-    return [Line(*key, *values, 0.0) for key, values in totals.items()]
+            so_far = totals.get(key, Line(*key, 0, 0, 0.0, 0.0, 0.0))
+            totals[key] = so_far._replace(
+                calls=so_far.calls + 1,
+                nbytes=so_far.nbytes + int(message["nbytes"]),
+                waiting_ms=so_far.waiting_ms + (begins - message["issued"]) / 1e6,
+                moving_ms=so_far.moving_ms + (message["ended"] - begins) / 1e6,
+            )
+    return list(totals.values())
 
 
-def show(lines):
+def show(lines: Sequence[Line]) -> str:
     """The table as text."""
     head = ("axis", "operation", "up to", "count", "MB", "waiting ms", "moving ms", "waiting %", "GB/s")
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for line in lines:
         time = float(np.nan_to_num(line.waiting_ms + line.moving_ms))
         rows.append(
@@ -97,7 +108,7 @@ def show(lines):
                 line.axis,
                 line.operation,
                 line.size,
-                str(line.count),
+                str(line.calls),
                 f"{line.nbytes / 1e6:.3f}",
                 f"{line.waiting_ms:.3f}" if time else "-",
                 f"{line.moving_ms:.3f}" if time else "-",
@@ -110,7 +121,7 @@ def show(lines):
     return aligned(rows)
 
 
-def aligned(rows):
+def aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table as text: the first three columns to the left, the others to the right."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [

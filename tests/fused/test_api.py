@@ -93,8 +93,8 @@ def of_groups(rank, world_size):
     else:
         with pytest.raises(ValueError, match=r"\[rank 2/3\] this rank is not in the group"):
             fused.matmul_all_reduce(x, w, half)
-    ranks.of(everyone).cache["mark"] = 1
-    assert "mark" in ranks.of(everyone).cache and "mark" not in ranks.of(None).cache
+    ranks.of(everyone).cache.staging = x
+    assert ranks.of(everyone).cache.staging is x and ranks.of(None).cache.staging is None
     kept = len(ranks._caches)
     del half, everyone
     dist.destroy_process_group()
@@ -237,8 +237,10 @@ def test_backward_of_ranks_that_are_threads():
     thread that Python's threading did not start is as torch's.
     """
     here = machine.Machine(90, 2, 66, "", threads=True)
+    cache = ranks.Cache()
+    cache.machines[A.device] = here
     context = types.SimpleNamespace(
-        ranks=ranks.ALONE._replace(cache={("machine", A.device): here}),
+        ranks=ranks.ALONE._replace(cache=cache),
         device=A.device,
         problem=types.SimpleNamespace(op="all_gather_matmul"),
         kept=None,
@@ -259,7 +261,7 @@ def test_backward_of_ranks_that_are_threads():
     assert text.startswith("[rank 0/1] pycomm.fused.all_gather_matmul: the ranks are threads of one process")
     assert "set_multithreading_enabled(False)" in text
     assert api._saved(context)[0] is A  # on a thread of the rank's own
-    context.ranks.cache["machine", A.device] = here._replace(threads=False)
+    context.ranks.cache.machines[A.device] = here._replace(threads=False)
     said.clear(), done.clear()
     _thread.start_new_thread(backward, ())
     assert done.wait(20) and not said

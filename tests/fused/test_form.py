@@ -46,7 +46,7 @@ def test_a_rank_with_an_empty_shard_measures_with_the_others(rank, monkeypatch):
     monkeypatch.setattr(tuner, "decide", lambda problem, *rest: PLAIN)
     shards = (4096, 0)
     problem = Problem("matmul_all_reduce", 4096, 4096, shards[rank], torch.bfloat16, 2, rank, shards=shards)
-    group = ranks.Ranks(Group("two", 2, rank, None), object(), {})
+    group = ranks.Ranks(Group("two", 2, rank, None), object(), ranks.Cache())
     assert dispatch._choose(problem, on_gpu(rank), None, None, group) is PLAIN
 
 
@@ -59,7 +59,7 @@ def test_a_rank_loads_no_kernel_alone_among_threads(op, forced, monkeypatch):
     monkeypatch.setattr(form, "has_triton", lambda: True)
     monkeypatch.setattr(tuner, "decide", lambda problem, ranks, device, here, fallback, run: fallback)
     problem = Problem(op, 8192, 8192, 8192, torch.bfloat16, 1, 0, "gelu", True)
-    alone = ranks.Ranks(Group("one", 1, 0, None), object(), {})
+    alone = ranks.Ranks(Group("one", 1, 0, None), object(), ranks.Cache())
     for threads, name in ((set(), "fused"), ({0}, "fused"), ({0, 3}, "plain")):
         monkeypatch.setattr(dispatch._C, "ranks_are_threads", threads.__contains__)
         chosen = dispatch._choose(problem, on_gpu(3), None, None, alone)
@@ -72,7 +72,10 @@ def test_what_was_measured_is_for_one_device(tmp_path, monkeypatch):
         tuner, "measure", lambda problem, ranks, device, *rest: choice.Choice("plain", 1, None, str(device))
     )
     monkeypatch.setattr(tuner, "lookup", lambda *args: None)
-    alone, problem = ranks.ALONE._replace(cache={}), Problem("matmul", 8, 8, 8, torch.float32, 1, 0)
+    alone, problem = (
+        ranks.ALONE._replace(cache=ranks.Cache()),
+        Problem("matmul", 8, 8, 8, torch.float32, 1, 0),
+    )
     for device in ("cpu", "meta", "cpu"):
         assert tuner.decide(problem, alone, torch.device(device), HERE, PLAIN, None).reason == device
 

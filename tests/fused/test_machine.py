@@ -72,7 +72,7 @@ def test_of(case, monkeypatch):
         rank=0,
         size=len(uuids),
         communicator=peers,
-        cache={},
+        cache=ranks.Cache(),
         all_reduce=lambda x, async_op: setattr(peers, "used", True),
     )
     facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid=uuids[0])
@@ -92,7 +92,11 @@ def test_ranks_that_are_threads(uuids, threads, monkeypatch):
     """On another device they do not share torch's thread for backward passes."""
     peers = Peers(0, [uuids, [ALIKE | {"process": f"{os.getpid()} {machine._TOKEN}"}] * 2])
     group = SimpleNamespace(
-        rank=0, size=2, communicator=peers, cache={}, all_reduce=lambda x, async_op: setattr(peers, "used", 1)
+        rank=0,
+        size=2,
+        communicator=peers,
+        cache=ranks.Cache(),
+        all_reduce=lambda x, async_op: setattr(peers, "used", 1),
     )
     facts = SimpleNamespace(major=9, minor=0, multi_processor_count=132, uuid="A")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -105,7 +109,7 @@ def test_ranks_that_are_threads(uuids, threads, monkeypatch):
 def test_alone(monkeypatch):
     facts = SimpleNamespace(major=10, minor=0, multi_processor_count=148, uuid="A")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
-    assert machine.of(ranks.ALONE._replace(cache={}), "cuda:0") == machine.Machine(100, 1, 148, "")
+    assert machine.of(ranks.ALONE._replace(cache=ranks.Cache()), "cuda:0") == machine.Machine(100, 1, 148, "")
 
 
 def body(comm):

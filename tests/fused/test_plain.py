@@ -233,7 +233,7 @@ def large(rank, world_size):
             reduced = fused.matmul_all_reduce(a, b, bias=bias, activation="relu")
             close(reduced, whole.relu())
         assert torch.equal(fused.matmul_reduce_scatter(a, b, bias=bias), piece), "a rerun gives other bits"
-    memory = ranks.of(dist.group.WORLD).cache["staging"]
+    memory = ranks.of(dist.group.WORLD).cache.staging
     assert memory.numel() == plain.MOST_STAGING, f"{memory.numel()} bytes of staging"
 
 
@@ -277,7 +277,7 @@ def in_inference_mode(rank, world_size):
     a, b = draw(1, 512, 8, dtype=torch.float32), draw(2, 8, 256, dtype=torch.float32).requires_grad_()
     with torch.inference_mode():
         first = fused.matmul_reduce_scatter(a, b)
-    assert not ranks.of().cache["staging"].is_inference(), "later calls may not write to it"
+    assert not ranks.of().cache.staging.is_inference(), "later calls may not write to it"
     again = fused.matmul_reduce_scatter(a, b)
     again.sum().backward()
     assert torch.equal(first, again) and b.grad is not None

@@ -57,7 +57,7 @@ def forms(seconds, slow_rank=None, rank=0):
     ],
 )
 def test_takes_the_fastest(seconds, form, one_shot, cache):
-    run, alone = forms(seconds), ranks.ALONE._replace(cache={})
+    run, alone = forms(seconds), ranks.ALONE._replace(cache=ranks.Cache())
     found = tuner.decide(problem(), alone, CPU, HERE, FALLBACK, run)
     assert found.name == form and (found.config and found.config.one_shot) == one_shot
     assert "measured on this machine: plain" in found.reason and "best kernel" in found.reason
@@ -69,14 +69,17 @@ def test_takes_the_fastest(seconds, form, one_shot, cache):
     called = len(run.calls)
     assert tuner.decide(problem(m=510), alone, CPU, HERE, FALLBACK, run) is found  # rounded to the same m
     tuner._memory.clear()  # as in a new process
-    again = tuner.decide(problem(), alone._replace(cache={}), CPU, HERE, FALLBACK, run)
+    again = tuner.decide(problem(), alone._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run)
     assert again == found and len(run.calls) == called
 
 
 def test_a_kernel_must_win_clearly(monkeypatch):
     monkeypatch.setattr(tuner, "MARGIN", 50.0)
     run = forms({"plain": 0.005, "one-shot": 0.001, "other": 0.001})
-    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert (
+        tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run).name
+        == "plain"
+    )
 
 
 def test_forms_that_do_not_compile_are_left_out():
@@ -85,7 +88,7 @@ def test_forms_that_do_not_compile_are_left_out():
             raise tuner.triton.OutOfResources(300_000, 232_448, "shared memory")
         time.sleep(0.004 if form.config is None else 0.001)
 
-    found = tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    found = tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run)
     assert found.name == "fused" and found.config.one_shot
 
 
@@ -102,7 +105,7 @@ def test_forms_that_fail_are_left_out(error):
             raise error
         time.sleep(0.001)
 
-    found = tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+    found = tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run)
     assert found.name == "plain" and "no kernel compiles" in found.reason
 
 
@@ -112,7 +115,7 @@ def test_other_errors_of_a_form_are_raised():
             raise CommError("a peer died")
 
     with pytest.raises(CommError, match="a peer died"):
-        tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run)
+        tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +124,12 @@ def test_other_errors_of_a_form_are_raised():
 def test_one_shot_is_for_small_results(m, world_size, tried):
     run = forms({"plain": 0.0, "one-shot": 0.0, "other": 0.0})
     tuner.decide(
-        problem(m=m, world_size=world_size), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run
+        problem(m=m, world_size=world_size),
+        ranks.ALONE._replace(cache=ranks.Cache()),
+        CPU,
+        HERE,
+        FALLBACK,
+        run,
     )
     assert ("one-shot" in run.calls) == tried and "other" in run.calls
 
@@ -134,7 +142,7 @@ def test_what_comes_to_the_same_is_measured_once():
     assert len(different) < len(shipped)
     tuner.decide(
         ragged,
-        ranks.ALONE._replace(cache={}),
+        ranks.ALONE._replace(cache=ranks.Cache()),
         CPU,
         HERE,
         FALLBACK,
@@ -170,7 +178,10 @@ def test_a_broken_cache_is_none(text, cache):
     cache.write_text(text)
     assert tuner.lookup(problem(), CPU) is None
     run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
-    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert (
+        tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run).name
+        == "plain"
+    )
     assert "plain" in cache.read_text()
 
 
@@ -214,7 +225,10 @@ def test_pipes_in_place_of_the_cache(cache, monkeypatch, caplog):
     os.mkfifo(cache)
     os.mkfifo(cache.with_suffix(".lock"))
     assert tuner.lookup(problem(), CPU) is None
-    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert (
+        tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run).name
+        == "plain"
+    )
     assert "plain" in cache.read_text() and not caplog.text
     monkeypatch.setattr(tuner, "LOCK_SECONDS", 0.05)
     with open(cache.with_suffix(".lock"), "r+b", buffering=0) as held:
@@ -226,7 +240,10 @@ def test_pipes_in_place_of_the_cache(cache, monkeypatch, caplog):
 def test_no_place_for_a_cache(cache, monkeypatch, caplog):
     cache.parent.write_text("a file where the folder should be")
     run = forms({"plain": 0.001, "one-shot": 0.004, "other": 0.004})
-    assert tuner.decide(problem(), ranks.ALONE._replace(cache={}), CPU, HERE, FALLBACK, run).name == "plain"
+    assert (
+        tuner.decide(problem(), ranks.ALONE._replace(cache=ranks.Cache()), CPU, HERE, FALLBACK, run).name
+        == "plain"
+    )
     assert "cannot be cached" in caplog.text
 
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from held import held, held_after
 from tiers import tier
 
-from pycomm import env
 from pycomm import hosts as hosts_package
+from pycomm import values
 from pycomm.hosts import addresses, engine, probe, records
 from pycomm.hosts.meeting import Meeting
 from pycomm.survivors import door
@@ -107,7 +107,7 @@ def test_an_operation_has_no_limit_of_gloos():
         return context.options._timeout
 
     assert run(body, hosts=[0]) == {0: datetime.timedelta(seconds=engine.GLOO_TIMEOUT_S)}
-    assert engine.GLOO_TIMEOUT_S >= env.LONGEST_TIMEOUT
+    assert engine.GLOO_TIMEOUT_S >= values.LONGEST_TIMEOUT
 
 
 @tier(slow=1)

@@ -1,10 +1,13 @@
 """Every public function that takes a Plan takes its text, too, and refuses anything else with a sentence."""
 
+import typing
+
 import pytest
 import torch
 from torch import nn
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.plan import Schedule, ScheduleName
 from pycomm.parallel.recovery.smaller import plan_for
 
 WRONG = [{"dp": 2}, 2, ["dp=2"], ("dp", 2), b"dp=2"]
@@ -118,3 +121,7 @@ def test_a_function_of_resilient_may_give_a_text():
     for given in (None, "dp=4", par.Plan(dp=4)):
         with pytest.raises(ValueError, match="the function for plans gave"):
             plan_for(lambda ranks, given=given: given, 3)
+
+
+def test_a_schedule_is_typed_by_its_text():
+    assert typing.get_args(Schedule) == tuple(map(str, ScheduleName))

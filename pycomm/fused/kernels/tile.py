@@ -38,7 +38,7 @@ class Tile(NamedTuple):
     precision: str
     a_mode: int
     b_mode: int
-    wire: object = None  # dtype of partial tiles that travel; None where there are none
+    wire: tl.dtype | None = None  # of partial tiles that travel; None where there are none
 
 
 POINTERS, DESCRIPTOR, TRANSPOSED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
