@@ -34,9 +34,19 @@ class Case(NamedTuple):
     pace: float = 0.0  # seconds, before each step
     early: bool = False  # the script makes the default group at its top
 
+    def __str__(self) -> str:
+        """What differs from the defaults."""
+        victims = {slot: ", ".join(_told(victim)) for slot, victim in self.victims.items()}
+        return ", ".join(_told(self._replace(victims=victims)))
+
     @property
     def stops(self) -> bool:
         return any(victim.stops for victim in self.victims.values())
+
+
+def _told(values: NamedTuple) -> list[str]:
+    defaults = values._field_defaults
+    return [f"{key}={value}" for key, value in values._asdict().items() if value != defaults.get(key)]
 
 
 def draw(seed):
@@ -61,6 +71,10 @@ def draw_over_hosts(seed):
         victims = {rank: victim for rank in range(RANKS) if hosts[rank] == host}
     plan = draws.choice([plan for plan in PLANS if "pp" not in plan])
     return case._replace(plan=plan, victims=victims, hosts=hosts, replaced=False, wait=0.0)
+
+
+def with_children(case: Case, seed: int) -> Case:
+    return case._replace(forked=True)
 
 
 def with_save(case: Case, seed: int) -> Case:

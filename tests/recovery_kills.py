@@ -24,7 +24,6 @@ process and no memory is left.
 
 import argparse
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
@@ -33,13 +32,24 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from recovery_cases import RANKS, STEPS, Case, Victim, draw, draw_over_hosts, with_save, with_stops
+from adopted import adopting
+from recovery_cases import (
+    RANKS,
+    STEPS,
+    Case,
+    Victim,
+    draw,
+    draw_over_hosts,
+    with_children,
+    with_save,
+    with_stops,
+)
 from recovery_witness import DEATH, SILENCE, Board, Recovery, Times, Witness, judge
 
 import pycomm
@@ -60,7 +70,6 @@ GRACE = 5.0  # for the others when one has failed
 SILENT = 10.0  # seconds of an operation where ranks are stopped; PYCOMM_HOST_TIMEOUT is as long
 NOTICED = 8.0  # a death is not taken for a silence
 TOLERANCE = 1e-12
-PR_SET_CHILD_SUBREAPER = 36
 
 
 def batch(number):
@@ -259,49 +268,6 @@ def rank_main(rank: int, link: object, case: Case, folder: str, replaces: bool) 
 # --- beside the ranks --------------------
 
 
-@contextlib.contextmanager
-def adopting(board: Board) -> Iterator[None]:
-    """What the ranks leave becomes a child of this process. Their forked children are ended. Raises
-    AssertionError where others are left, or memory of snapshots.
-    """
-    call, before = ctypes.CDLL(None, use_errno=True).prctl, set(children())
-    assert call(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0, os.strerror(ctypes.get_errno())
-    try:
-        yield
-    finally:
-        call(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-        forked = set(board.those("child").values())
-        left = {pid: name for pid, name in children().items() if pid not in before}
-        for pid in left:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    left = [name for pid, name in left.items() if pid not in forked]
-    assert not left, f"left over: {left}"
-    assert not memories_of_others(), "memory of snapshots is left"
-
-
-def children() -> dict[int, str]:
-    """{pid: its state and name} of those of this process."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            name, _, fields = path.read_text().rpartition(")")
-            if int(fields.split()[1]) == os.getpid():
-                found[int(path.parent.name)] = f"{name}) {fields.split()[0]}"
-    return found
-
-
-def memories_of_others():
-    """Descriptors of snapshots in processes that this one has started, or that were left by them."""
-    found = []
-    for pid in children():
-        for link in Path(f"/proc/{pid}/fd").glob("*"):
-            with contextlib.suppress(OSError):
-                if "pycomm snapshots" in os.readlink(link):
-                    found.append(str(link))
-    return found
-
-
 def play(case: Case, board: Board, folder: str) -> dict[int, Outcome]:
     """Runs it. Returns the outcomes of the slots that ended; a Result where they went well."""
     ranks = RankProcesses(RANKS, rank_main, case, folder, False, limit=LIMIT)
@@ -343,7 +309,7 @@ def check(case: Case, reference: Ended, times: Times | None = None) -> dict[int,
     """
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
         board = Board(Path(folder) / "board")
-        with adopting(board):
+        with adopting(lambda: board.those("child").values()):
             found = play(case, board, folder)
         kinds = {slot: SILENCE if case.victims[slot].stops else DEATH for slot in board.those("struck")}
         results = {slot: one.value for slot, one in found.items() if went_well(slot, one, case, kinds)}
@@ -481,7 +447,7 @@ def main() -> int:
         case = (draw_over_hosts if options.hosts else draw)(seed)
         case = with_save(case, seed) if options.save else case
         case = with_stops(case, seed) if options.stops else case
-        return case._replace(forked=options.forked)
+        return with_children(case, seed) if options.forked else case
 
     reference = alone()
     return repeat(one, lambda case, times: check(case, reference, times), options)

@@ -18,6 +18,7 @@ from pathlib import Path
 import recovery_kills as kills
 import torch
 import torch.distributed as dist
+from adopted import adopting
 from recovery_cases import RANKS, Case, Victim, draw
 from recovery_witness import DEATH, Board, Times
 
@@ -55,7 +56,7 @@ def check(case: Case, reference: kills.Ended, times: Times | None = None) -> dic
     with tempfile.TemporaryDirectory(prefix="pycomm-") as folder:
         board = Board(Path(folder, "board"))
         Path(folder, "case").write_bytes(pickle.dumps(case))
-        with kills.adopting(board):
+        with adopting(lambda: board.those("child").values()):
             status, said = launch(folder)
         kinds = dict.fromkeys(board.those("struck"), DEATH)
         paths = {slot: Path(folder, f"result{slot}") for slot in board.those("pid")}

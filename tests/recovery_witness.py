@@ -29,7 +29,8 @@ DEATH, SILENCE = "death", "silence"
 PLACE = re.compile(r"In the plan it is rank (\d+)")
 PROCESS = re.compile(r"process (\d+)")
 BLAMED = re.compile(
-    r"rank\(?s?\)? (\d+)(?: \(\w+\))?(?:, which speaks for \w+,)? (?:died|is stopped|was lost|closed)"
+    r"rank\(?s?\)? (\d+)(?: \(\w+\))?(?:, which speaks for \w+,)? "
+    r"(?:died|is stopped|was lost|closed|does not answer)"
 )
 
 
@@ -110,13 +111,14 @@ class Witness:
             return next((s for s, pid in self.board.those("pid").items() if pid == int(process[1])), None)
         if text.startswith("AbortedError"):
             return None
-        number = getattr(error, "peer", None) if text.endswith(str(error)) else None
+        is_own = text.endswith(str(error)) and not text.startswith("CommError")  # that is about who raises it
+        number = getattr(error, "peer", None) if is_own else None
         if found := PLACE.search(text) or (number is None and BLAMED.search(text)):
             number = int(found[1])
         return self.members[number] if number is not None and number < len(self.members) else None
 
 
-def judge(losses: Iterable[Loss], board: Board, since: float = 0.0) -> int:
+def judge(losses: Iterable[Loss], board: Board) -> int:
     """How many losses blame somebody. Raises AssertionError where that is none who was struck."""
     struck, count = board.those("struck"), 0
     for loss in losses:
@@ -143,9 +145,10 @@ class Times:
         }
         if not blows:
             return
-        first = min(blows, key=blows.get)
-        silent = next((slot for slot in blows if kinds[slot] == SILENCE), None)
-        self.on[kinds[first] if silent is None else SILENCE].append(recovery.until - blows[first])
+        first = min(blows.values())
+        silent = [board.get("struck", slot) for slot, kind in kinds.items() if kind == SILENCE]
+        kind = SILENCE if any(first <= struck <= recovery.until for struck in silent) else DEATH
+        self.on[kind].append(recovery.until - first)
         for loss in recovery.losses:
             if loss.blamed is not None:
                 self.named[kinds[loss.blamed]].append(loss.when - blows[loss.blamed])

@@ -6,6 +6,7 @@ import json
 
 import pytest
 import recovery_kills as kills
+import recovery_launched
 import torch
 from test_run import run
 from tiers import tier
@@ -19,6 +20,7 @@ SCRIPT = """
     import torch, torch.distributed as dist
     import pycomm.parallel as par
     import recovery_kills as kills
+import recovery_launched
 
     torch.set_num_threads(1)
     keeps, early, plan = json.loads(sys.argv[1])
@@ -129,6 +131,12 @@ def test_all_that_is_kept_comes_back(tmp_path, early, plan):
             assert abs(each[name]) <= kills.TOLERANCE, (name, each, err)
         assert ("has no peers before par.resilient()" in each["said"]) == (early and each["new"])
     assert sum(each["new"] for each in found) == 1 and "came later" not in err
+
+
+@tier(slow=1 / 3)
+@pytest.mark.parametrize("seed", [2, 4, 10])
+def test_random_kills(seed: int) -> None:
+    recovery_launched.check(recovery_launched.draw_launched(seed), kills.alone())
 
 
 @tier(slow=1)

@@ -1,15 +1,21 @@
 """The folder of a checkpoint: how it comes into being, and what it must look like to be read.
 
-save() writes to `<path>.saving`. When every rank has written, the two folders change their names in one call
-of the system, so that a save that fails, or that ends with its processes, leaves the old checkpoint alone.
-Where the system cannot (renameat2: Linux, not NFS), the old one is `<path>.old` for a moment. Reading and
-writing are torch.distributed.checkpoint's.
+save() writes to `<path>.saving-<a word of this save>`. When every rank has written, the two folders change
+their names in one call of the system, so that a save that fails, or that ends with its processes, leaves the
+old checkpoint alone. Where the system cannot (renameat2: Linux, not NFS), the old one is `<path>.old` for a
+moment. Reading and writing are torch.distributed.checkpoint's.
+
+A rank that is stopped in a save and wakes up when the others have left it out may go on with that save. It
+does so in its own folder, and the others may write the next one in theirs, which removes its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import re
+import secrets
 import shutil
 import warnings
 from pathlib import Path
@@ -29,7 +35,16 @@ if TYPE_CHECKING:
     from pycomm.parallel.checkpoint.boxes import State
     from pycomm.parallel.parts import Parallelized
 
-__all__ = ["Catalog", "Folder", "catalog_of", "check_path", "make_room", "put_in_place", "transfer"]
+__all__ = [
+    "Catalog",
+    "Folder",
+    "catalog_of",
+    "check_path",
+    "make_room",
+    "put_in_place",
+    "scratch_of",
+    "transfer",
+]
 
 METADATA = ".metadata"  # the file with which torch.distributed.checkpoint ends a checkpoint
 RENAME_EXCHANGE, HERE = 2, -100  # of renameat2: exchange the names; AT_FDCWD
@@ -58,24 +73,37 @@ class Folder(NamedTuple):
         )
 
 
-def check_path(parts: Parallelized, what: str, path: Path) -> None:
-    paths = exchange(parts, str(path))
-    if len(set(paths)) > 1:
+def check_path(parts: Parallelized, what: str, path: Path) -> str:
+    """Returns a word of this call, the same on all ranks. Raises ValueError where they have other paths."""
+    told = exchange(parts, (str(path), secrets.token_hex(8)))
+    paths = {one for one, _ in told}
+    if len(paths) > 1:
         raise ValueError(
             f"[rank {parts.mesh.world.rank}] {what}: the ranks were given different paths: "
-            f"{', '.join(sorted(set(paths)))}"
+            f"{', '.join(sorted(paths))}"
         )
+    return told[0][1]
 
 
-def make_room(path: Path, scratch: Path) -> None:
+def scratch_of(path: Path, word: str) -> Path:
+    """Where a checkpoint is written first. word: of check_path()."""
+    return path.with_name(f"{path.name}.saving-{word}")
+
+
+def make_room(path: Path) -> None:
+    """Removes what saves to this path have left that did not end."""
     if path.exists() and not (path.is_dir() and ((path / METADATA).is_file() or not any(path.iterdir()))):
         raise ValueError(f"save: {path} exists and is no checkpoint; remove it or choose another path")
-    for folder in (scratch, path.with_name(path.name + ".old")):
-        if folder.exists():
+    left = re.compile(re.escape(path.name) + r"(\.old|\.saving-[0-9a-f]{16})")
+    for folder in path.parent.iterdir() if path.parent.is_dir() else ():
+        if left.fullmatch(folder.name):
             shutil.rmtree(folder)
 
 
 def put_in_place(path: Path, scratch: Path) -> None:
+    """Raises FileNotFoundError where another save has removed what this one has written."""
+    if not scratch.exists():
+        raise FileNotFoundError(f"save: {scratch} was removed: another save to {path} has begun meanwhile")
     if not path.exists():
         scratch.rename(path)
     elif _exchange_names(path, scratch):
@@ -89,10 +117,12 @@ def put_in_place(path: Path, scratch: Path) -> None:
 
 def _exchange_names(one: Path, other: Path) -> bool:
     """In one step; False where the system or the file system cannot."""
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    return (
-        rename is not None and rename(HERE, os.fsencode(one), HERE, os.fsencode(other), RENAME_EXCHANGE) == 0
-    )
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None or rename(HERE, os.fsencode(one), HERE, os.fsencode(other), RENAME_EXCHANGE) != 0:
+        if rename is not None and ctypes.get_errno() == errno.ENOENT:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(other))
+        return False
+    return True
 
 
 def catalog_of(path: Path) -> Catalog:

@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 
 from pycomm.parallel.checkpoint.agree import together, together_over
 from pycomm.parallel.checkpoint.boxes import Boxes, Saving
-from pycomm.parallel.checkpoint.files import check_path, make_room, put_in_place, transfer
+from pycomm.parallel.checkpoint.files import check_path, make_room, put_in_place, scratch_of, transfer
 from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
 from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
 from pycomm.parallel.ground.comm import Group
@@ -86,10 +86,9 @@ def save(
     """
     parts, path = parts_of(model, opt), Path(path)
     parts.saves.wait()
-    check_path(parts, "save", path)
-    scratch = path.with_name(path.name + ".saving")
+    scratch = scratch_of(path, check_path(parts, "save", path))
     on_first = parts.mesh.world.rank == 0
-    together(parts, lambda: make_room(path, scratch) if on_first else None)
+    together(parts, lambda: make_room(path) if on_first else None)
     state = together(parts, lambda: to_save(parts, opt))
     state["about"], state["extra"] = (
         about_of(parts, opt, whole_model(parts)[0] if opt is not None else {}),

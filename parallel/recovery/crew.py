@@ -14,6 +14,7 @@ groups, and the crew, so that whoever waits in one of them comes, too.
 import contextlib
 import datetime
 import pickle
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -97,10 +98,10 @@ class Crew:
         """Whether a rank is on this one's host."""
         return self.hosts[rank] == self.hosts[self.rank]
 
-    def tell(self, value):
-        """Rank 0's object, on all. Collective, without a limit of time: ranks without a part wait here."""
+    def tell(self, value: object, forever: bool = False) -> Any:
+        """Rank 0's object, on all. Collective. forever: this rank has no part, and waits for a word."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        size = self.comm.broadcast(torch.tensor([data.numel()]), timeout=FOREVER)
+        size = self.comm.broadcast(torch.tensor([data.numel()]), timeout=FOREVER if forever else None)
         if self.rank:
             data = torch.empty(int(size), dtype=torch.uint8)
         return pickle.loads(bytes(self.comm.broadcast(data).tolist()))
@@ -118,10 +119,17 @@ class Crew:
         self.comm.abort("a rank is lost: the others agree on who is left")
 
     def shrink(self):
-        """Collective among those that live, after interrupt(): the crew is of them. Raises what
-        Communicator.shrink() does.
+        """Collective among those that live, after interrupt(): the crew is of them. A rank that was stopped
+        while they made the group ends the call on all of them at its time limit; the next one leaves it out.
+        Raises what Communicator.shrink() does.
         """
-        self.comm = self.comm.shrink()
+        for left in reversed(range(self.size)):
+            try:
+                self.comm = self.comm.shrink()
+                return
+            except CommTimeoutError as error:
+                if error.op == "shrink" or not left:  # one lives and did not come
+                    raise
 
     def waiting(self):
         """How many processes wait to be taken in; for rank 0."""

@@ -303,7 +303,7 @@ class Resilient:
 
     def _hear(self, word=None):
         """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
-        word = self._crew.tell(word)
+        word = self._crew.tell(word, forever=not self.active)
         if word == "end":
             self._ended = True
         elif self._crew.grow(1):

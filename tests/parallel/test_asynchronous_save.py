@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 from tiers import tier
 
+import pycomm
 import pycomm.parallel as par
 from pycomm.parallel.checkpoint import files, saving
 from pycomm.testing import run_ranks
@@ -211,3 +214,50 @@ def test_it_goes_on_when_a_rank_dies_beside_it(tmp_path):
 
     results = on_ranks(3, rank_main, fail=False)
     assert results[0] == results[2] == (1, "last") and isinstance(results[1], ChildProcessError), results
+
+
+@tier(slow=1)
+def test_a_rank_that_wakes_up_puts_nothing_in_its_place(tmp_path: Path) -> None:
+    """The first rank is stopped before it renames, and left out; it goes on while the others write the next
+    checkpoint.
+    """
+    stopped, woken = tmp_path / "stopped", tmp_path / "woken"
+
+    def until(path: Path) -> None:
+        end = time.monotonic() + LIMIT
+        while not path.exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    def rename_late(path: Path, scratch: Path, rename: Callable = saving.put_in_place) -> None:
+        stopped.write_text(str(os.getpid()))
+        os.kill(os.getpid(), signal.SIGSTOP)
+        try:
+            rename(path, scratch)
+        finally:
+            woken.write_text("")
+
+    def rank_main(rank: int) -> str:
+        model, opt = kills.make()
+        run = par.resilient(model, opt, par.Plan(dp=3), snapshot_every=2)
+        par.save(model, opt, tmp_path / "ckpt", extra="former")
+        if rank == 0:
+            saving.put_in_place = rename_late
+        save = par.save(model, opt, tmp_path / "ckpt", extra="lost", asynchronous=True)
+        until(stopped)
+        for number in run.steps(3):
+            if number == 2:
+                held = Held()
+                save = par.save(model, opt, tmp_path / "ckpt", extra="new", asynchronous=True)
+                assert held.writing.wait(LIMIT)
+                dist.barrier()
+                os.kill(int(stopped.read_text()), signal.SIGCONT)
+                until(woken)
+                held.go.set()
+                save.wait()
+            run.step(kills.batch(number))
+        return par.load(model, opt, tmp_path / "ckpt")
+
+    results = on_ranks(3, rank_main, fail=False, operation_timeout=5.0)
+    assert isinstance(results[0], pycomm.AbortedError) and results[1:] == ["new", "new"], results
+    assert sorted(path.name for path in tmp_path.glob("ckpt*")) == ["ckpt"]

@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,61 @@ def test_a_killed_rank_changes_nothing(case):
     kills.check(case, alone())
 
 
+@tier(slow=1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        kills.Case("dp=4", 2, False, 0.0, victims(r1=("step", 4, 0.0), r2=("rebuild", 1, 0.0, True))),
+    ],
+    ids=lambda case: f"{case.plan}-{case.victims}",
+)
+def test_a_rank_that_stops_while_the_others_recover(case: kills.Case) -> None:
+    """In the middle of what all do together: it is lost after a time limit, as in a step."""
+    kills.check(case, alone())
+
+
+@pytest.mark.parametrize(
+    ("op", "again"), [(None, True), ("shrink", False)], ids=["while it is made", "nobody comes"]
+)
+def test_an_agreement_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, op: str, again: bool) -> None:
+    """It is tried again where a rank was stopped between its word and the group, as all raise it; not where
+    one lives and does not come.
+    """
+    shrink, tries = pycomm.Communicator.shrink, []
+
+    def shrink_late(comm: pycomm.Communicator) -> pycomm.Communicator:
+        tries.append(comm.world_size)
+        if len(tries) == 1:
+            raise pycomm.CommTimeoutError("rank 0 did not", op=op)
+        return shrink(comm)
+
+    def rank_main(rank: int) -> list[int]:
+        monkeypatch.setattr(pycomm.Communicator, "shrink", shrink_late)
+        model, opt = kills.make()
+        run = par.resilient(model, opt, par.Plan(dp=3), snapshot_every=2)
+        for number in run.steps(4):
+            if number == 2 and rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            run.step(kills.batch(number))
+        return tries
+
+    results = run_ranks(3, rank_main, mode="processes", backend="pycomm", fail=False, timeout=LIMIT)
+    for result in results[::2]:
+        assert result == [3, 3] if again else isinstance(result, pycomm.CommTimeoutError), results
+
+
 @tier(slow=1 / 4)
 @pytest.mark.parametrize("seed", range(9001, 9007))
 def test_random_kills(seed):
     kills.check(kills.draw(seed), alone())
+
+
+@tier(slow=1 / 3)
+@pytest.mark.parametrize("seed", [1000, 1015, 1018])
+@pytest.mark.parametrize("change", [kills.with_children, kills.with_save, kills.with_stops])
+def test_random_kills_that_are_more_than_kills(change: Callable, seed: int) -> None:
+    """Beside forked children, in asynchronous saves, and where some are stopped."""
+    kills.check(change(kills.draw(seed), seed), alone())
 
 
 def train(rank, folder, at_last, at_step=None, **options):

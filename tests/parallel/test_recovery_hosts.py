@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,14 @@ def test_killed_ranks_and_hosts_change_nothing(one):
 @pytest.mark.parametrize("seed", range(9001, 9009))
 def test_random_kills(seed):
     kills.check(kills.draw_over_hosts(seed), alone())
+
+
+@tier(slow=1 / 3)
+@pytest.mark.parametrize("seed", [1010, 1013])
+@pytest.mark.parametrize("change", [kills.with_children, kills.with_save, kills.with_stops])
+def test_random_kills_that_are_more_than_kills(change: Callable, seed: int) -> None:
+    """Beside forked children, in asynchronous saves, and where some are stopped."""
+    kills.check(change(kills.draw_over_hosts(seed), seed), alone())
 
 
 def test_two_hosts_at_once_are_too_many(tmp_path):
