@@ -25,10 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from pycomm import CommError, CommTimeoutError, Communicator, env
-from pycomm.communicator import DEFAULT_TIMEOUT
-from pycomm.groups import host_mark, is_launched, note_joined, numbered
-from pycomm.options import DEFAULT_HOST_TIMEOUT
+from pycomm import CommError, CommTimeoutError, Communicator
+from pycomm.groups import host_mark, is_launched, note_joined, numbered, shrink_limit
 from pycomm.parallel.recovery.store import CrewStore, HostsStore
 
 __all__ = ["Crew"]
@@ -129,12 +127,9 @@ class Crew:
         """Collective among those that live, after interrupt(): the crew is of them. Raises what
         Communicator.shrink() does. See [Note: how long shrink waits].
         """
-        settings = env.settings()
-        limit = min(self.timeout or FOREVER, settings.timeout or DEFAULT_TIMEOUT)
-        if self.hosts is not None and max(self.hosts) > 0:  # until a silent host counts as silent
-            limit += settings.host_timeout or DEFAULT_HOST_TIMEOUT
+        spans_hosts = self.hosts is not None and max(self.hosts) > 0
         try:
-            self.comm = self.comm.shrink(timeout=limit)
+            self.comm = self.comm.shrink(timeout=shrink_limit(self.timeout, spans_hosts))
         except CommTimeoutError as error:
             text = str(error).partition(". Call shrink() again")[0]
             error.args = (
