@@ -107,7 +107,7 @@ def resilient(
         wait: seconds for which the others wait for replacements before they take a smaller plan. Whoever
             comes later is taken in at the next snapshot.
         timeout: seconds of an operation of the default group and of all groups of the plan, now and after a
-            death; None: that of the default group as it is.
+            death, and of the wait for a rank that lives; None: that of the default group as it is.
 
     Ranks may be on several hosts, and whole hosts may be lost, as long as the host that follows a lost one
     (in the order of their lowest ranks, the first behind the last) is not lost at the same time.
