@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from pycomm import env
 from pycomm.communicator import Communicator
+from pycomm.member import DEFAULT_TIMEOUT
+from pycomm.options import DEFAULT_HOST_TIMEOUT
 from pycomm.survivors.store import PointStore
 
 __all__ = [
@@ -43,6 +45,7 @@ __all__ = [
     "replacement_store",
     "shared_store",
     "show_hosts",
+    "shrink_limit",
     "unpad_pieces",
     "waits_to_join",
 ]
@@ -173,6 +176,17 @@ def hosts_of(text: str | Sequence[int], world_size: int) -> list[int]:
     if len(hosts) != world_size:
         raise ValueError(f"hosts={text!r} has {len(hosts)} ranks, the group {world_size}")
     return hosts
+
+
+def shrink_limit(timeout: float | None, spans_hosts: bool) -> float:
+    """Seconds for Communicator.shrink(), if a rank that lives may come `timeout` seconds late; None: as late
+    as PYCOMM_TIMEOUT, which is also the most. Over hosts PYCOMM_HOST_TIMEOUT is added, because a silent host
+    counts as silent only after it.
+    """
+    settings = env.settings()
+    longest = settings.timeout or DEFAULT_TIMEOUT
+    limit = longest if timeout is None else min(timeout, longest)
+    return limit + (settings.host_timeout or DEFAULT_HOST_TIMEOUT) * spans_hosts
 
 
 def show_hosts(hosts: Sequence[int]) -> str:

@@ -2,7 +2,9 @@
 
 import contextlib
 import logging
+from collections.abc import Callable, Iterator
 
+import torch
 import torch.distributed as dist
 
 __all__ = ["Checkpoints"]
@@ -16,18 +18,20 @@ class Checkpoints:
     def __init__(self):
         self.last = None
 
-    def note(self, model):
+    def note(self, model: torch.nn.Module) -> "Checkpoints":
         """Before the model is built anew: a save that is under way ends, with an error where its group has
-        lost a rank.
+        lost a rank. Returns this object.
         """
         parts = model.__dict__.get("_parallel")
-        if parts is None:
-            return
-        try:
-            parts.saves.wait()
-        except Exception as error:
-            LOG.warning("the save that was under way failed; the checkpoint before it is whole: %s", error)
-        self.last = parts.saves.last or self.last
+        if parts is not None:
+            try:
+                parts.saves.wait()
+            except Exception as error:
+                LOG.warning(
+                    "the save that was under way failed; the checkpoint before it is whole: %s", error
+                )
+            self.last = parts.saves.last or self.last
+        return self
 
     def __str__(self):
         if self.last is None:
@@ -35,13 +39,16 @@ class Checkpoints:
         return f"Go back to the last checkpoint: parallel.load(model, opt, {str(self.last)!r})"
 
     @contextlib.contextmanager
-    def after(self, step):
-        """Around a recovery. What is no loss of a further rank, which begins it anew, ends the run."""
+    def after(self, step: int, leave: Callable[[], None]) -> Iterator[None]:
+        """Around a recovery. An error that is not the loss of a further rank, which begins it anew, ends the
+        run of this rank: leave() tells the others.
+        """
         try:
             yield
         except dist.DistError:
             raise
         except Exception as error:
+            leave()
             raise RuntimeError(
                 f"resilient: what was lost at step {step} cannot be recovered: {error}. {self}"
             ) from error

@@ -9,6 +9,12 @@
 Why two: the crew's operations wait for ranks that have no part in the training, and none in its groups; and
 it can be shrunk when torch's groups are beyond use. A rank that has lost one in any group aborts all of its
 groups, and the crew, so that whoever waits in one of them comes, too.
+
+[Note: how long shrink waits] A rank that lives and does not come is busy, hangs, or has given up. It may be
+as late as in an operation of torch's groups, whose limit the user has set, so shrink() waits as long, and at
+most PYCOMM_TIMEOUT. If the rank has not come by then, all others raise an error that names it. They do not go
+on without it by themselves: over hosts it might go on, too, with others that have not come. A rank that gives
+up calls Resilient.leave(), and then the others go on at once.
 """
 
 import contextlib
@@ -21,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from pycomm import CommError, CommTimeoutError, Communicator
-from pycomm.groups import host_mark, is_launched, note_joined, numbered
+from pycomm.groups import host_mark, is_launched, note_joined, numbered, shrink_limit
 from pycomm.parallel.recovery.store import CrewStore, HostsStore
 
 __all__ = ["Crew"]
@@ -118,18 +124,27 @@ class Crew:
         """Whoever waits for this rank in the crew's group comes to shrink(), too."""
         self.comm.abort("a rank is lost: the others agree on who is left")
 
-    def shrink(self):
+    def shrink(self) -> None:
         """Collective among those that live, after interrupt(): the crew is of them. A rank that was stopped
         while they made the group ends the call on all of them at its time limit; the next one leaves it out.
-        Raises what Communicator.shrink() does.
+        Raises what Communicator.shrink() does. See [Note: how long shrink waits].
         """
+        spans_hosts = self.hosts is not None and max(self.hosts) > 0
+        limit = shrink_limit(self.timeout, spans_hosts)
         for left in reversed(range(self.size)):
             try:
-                self.comm = self.comm.shrink()
+                self.comm = self.comm.shrink(timeout=limit)
                 return
             except CommTimeoutError as error:
-                if error.op == "shrink" or not left:  # one lives and did not come
-                    raise
+                if error.op != "shrink" and left:
+                    continue
+                if error.op == "shrink":  # one lives and did not come
+                    text = str(error).partition(". Call shrink() again")[0]
+                    error.args = (
+                        f"{text}. It hangs, or gave up the training without run.leave(); if it was only busy, "
+                        "give par.resilient(timeout=) more seconds",
+                    )
+                raise
 
     def waiting(self):
         """How many processes wait to be taken in; for rank 0."""
@@ -148,10 +163,12 @@ class Crew:
         self._passed_over = 0
         return True
 
-    def leave_groups(self):
-        """Ends torch's groups of this rank; who waits for it in one of them is told."""
+    def leave_groups(self, at_once: bool = True) -> None:
+        """Ends torch's groups of this rank; the ranks that wait for it in one of them get an error. at_once:
+        so do those that are in an operation in which this rank has done its part.
+        """
         if dist.is_initialized():
-            for group in list(c10d._world.pg_map):
+            for group in list(c10d._world.pg_map) if at_once else ():
                 with contextlib.suppress(Exception):  # one that is broken already
                     group.abort()
             dist.destroy_process_group()

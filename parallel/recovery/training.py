@@ -107,7 +107,7 @@ def resilient(
         wait: seconds for which the others wait for replacements before they take a smaller plan. Whoever
             comes later is taken in at the next snapshot.
         timeout: seconds of an operation of the default group and of all groups of the plan, now and after a
-            death; None: that of the default group as it is.
+            death, and of the wait for a rank that lives; None: that of the default group as it is.
 
     Ranks may be on several hosts, and whole hosts may be lost, as long as the host that follows a lost one
     (in the order of their lowest ranks, the first behind the last) is not lost at the same time.
@@ -166,8 +166,7 @@ class Resilient:
         self.repeated = 0
         self._options, self._wanted, self._position = options, plan, 0
         self._log = {}  # number of a step -> Call
-        self._holdings, self._dealer, self._ended = Holdings(), None, False
-        self._writing = Writer()
+        self._holdings, self._writing, self._dealer, self._ended = Holdings(), Writer(), None, False
         self._last = None  # number of the last snapshot that was begun
         self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
         self._joining = joining.replaces  # until this process has a part for the first time
@@ -238,7 +237,7 @@ class Resilient:
         self._log.clear()
         self._snapshot(self._kept.state())
         self._writing.wait()
-        self._meet()
+        _meet(parts_of(self.model))
 
     def close(self):
         """The end: waits for all ranks, goes on once more where one dies meanwhile, and lets those without a
@@ -255,8 +254,19 @@ class Resilient:
             self._advance(self.done)  # what is lost if a rank has died meanwhile
             self._writing.wait()
             self._holdings.end()
-            self._meet()
+            _meet(parts_of(self.model))
             self._hear("end" if self._crew.rank == 0 else None)
+        self._end()
+
+    def leave(self) -> None:
+        """This rank gives up while its process lives on: the others learn so at once, and go on without it.
+        Not collective. Call it, for example, after an error that the script catches outside of its loop.
+        """
+        if self._crew is not None:
+            self._crew.leave_groups(at_once=False)
+            self._end()
+
+    def _end(self) -> None:
         self._crew.comm.close()
         self._holdings.join()
         self._crew, self._holdings = None, Holdings()
@@ -266,7 +276,7 @@ class Resilient:
         while True:
             try:
                 if rebuild:
-                    with self._checkpoints.after(self._position + 1):
+                    with self._checkpoints.after(self._position + 1, self.leave):
                         self._rebuild()
                     rebuild = False
                 return action()
@@ -319,8 +329,7 @@ class Resilient:
         self._writing.wait()
         pieces, changed = self._dealer.pieces()
         first = parts.mesh.world.rank == 0
-        flags = torch.tensor([int(changed), self._crew.waiting() if first else 0])
-        flags = flags.to(parts.device)
+        flags = torch.tensor([int(changed), self._crew.waiting() if first else 0], device=parts.device)
         comm.all_reduce(flags, parts.mesh.world, dist.ReduceOp.MAX)
         changed, waiting = flags.tolist()
         if changed:
@@ -333,17 +342,12 @@ class Resilient:
             self._writing.wait_written()
         if waiting:
             self._writing.wait()
-            self._meet()
+            _meet(parts_of(self.model))
             self._hear("grow" if self._crew.rank == 0 else None)
-
-    def _meet(self):
-        world = parts_of(self.model).mesh.world
-        comm.all_reduce(torch.zeros(1, device=parts_of(self.model).device), world)
 
     def _forget(self, number):
         """Drops the calls up to the snapshot with this number, which is whole on all ranks."""
-        for call in [call for call in self._log if number is not None and call <= number]:
-            del self._log[call]
+        self._log = {n: call for n, call in self._log.items() if number is None or n > number}
 
     def _keep(self, number, program):
         """The ranks of the plan make memory that all of the crew hold, and the snapshot with this number in
@@ -374,15 +378,15 @@ class Resilient:
             self._writing.wait()
         self._holdings.join()
         self._crew.leave_groups()
-        self._checkpoints.note(self.model)
         try:
             self._crew.shrink()
         except AbortedError as left:
             _add(left, ". The others go on without this rank, which has to end")
             raise
         except CommError as failed:
-            _add(failed, f" {self._checkpoints}")
+            _add(failed, f". {self._checkpoints.note(self.model)}")
             raise
+        self._checkpoints.note(self.model)  # may take long, so the others must not wait for it in shrink()
 
     def _regroup(self):
         """The crew has grown: all begin from the last snapshot, which is that of now."""
@@ -390,7 +394,7 @@ class Resilient:
         self._holdings.join()
         self._checkpoints.note(self.model)
         self._crew.leave_groups()
-        with self._checkpoints.after(self._position + 1):
+        with self._checkpoints.after(self._position + 1, self.leave):
             self._rebuild()
 
     def _rebuild(self):
@@ -456,6 +460,11 @@ def _plan_for(wanted: object, ranks: int) -> Plan:
     plan = plan_for(wanted, ranks)
     check_kept(plan)
     return plan
+
+
+def _meet(parts: Parallelized) -> None:
+    """Collective over the ranks of the plan."""
+    comm.all_reduce(torch.zeros(1, device=parts.device), parts.mesh.world)
 
 
 def _part_of(parts: Parallelized) -> tuple[int, ...]:
