@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from pycomm.parallel.given import LossFunction, Tree
+    from pycomm.parallel.run.router_loss import Loss
 
 __all__ = ["Reference", "chunks_of", "copies_of", "double", "run_alone", "depends_on_rows", "without_dropout"]
 
@@ -96,7 +97,7 @@ def _rates(owner: object, keys: Iterable[str], *names: str) -> list[str]:
     ]
 
 
-def depends_on_rows(model: nn.Module, loss_fn: LossFunction | RouterLoss) -> bool:
+def depends_on_rows(model: nn.Module, loss_fn: Loss) -> bool:
     """Whether a result depends by design on which rows run together."""
     experts = isinstance(loss_fn, RouterLoss) or any(isinstance(module, MoE) for module in model.modules())
     return experts or bool(batch_norms(model))
@@ -163,7 +164,7 @@ class Reference(NamedTuple):
 def run_alone(
     model: nn.Module,
     chunks: Sequence[Microbatch],
-    loss_fn: LossFunction | RouterLoss,
+    loss_fn: Loss,
     count: Callable[[Tree], torch.Tensor | float] | None,
 ) -> Reference:
     """A Reference; the model keeps its gradients. chunks: Microbatches, whose losses are weighted with their

@@ -25,13 +25,12 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from pycomm.parallel.given import LossFunction, Tree
+    from pycomm.parallel.given import Tree
     from pycomm.parallel.ground.batch import Microbatch
     from pycomm.parallel.ground.layout import Layout
     from pycomm.parallel.parts import Parallelized
-    from pycomm.parallel.pipeline.updates import PipeDreamUpdates
-    from pycomm.parallel.run.router_loss import RouterLoss
-    from pycomm.parallel.run.updates import OneUpdate
+    from pycomm.parallel.run.router_loss import Loss
+    from pycomm.parallel.run.updates import Updates
     from pycomm.parallel.verification.alone import Reference
     from pycomm.parallel.verification.pieces import Rows
     from pycomm.parallel.verification.report import Off
@@ -112,8 +111,8 @@ class WatchedPasses(StagePasses):
         watch: Watch,
         parts: Parallelized,
         microbatches: Sequence[Microbatch],
-        loss_fn: LossFunction | RouterLoss,
-        updates: OneUpdate | PipeDreamUpdates,
+        loss_fn: Loss,
+        updates: Updates,
     ) -> None:
         super().__init__(parts, microbatches, loss_fn, updates)
         self.watch = watch
