@@ -1,6 +1,9 @@
 """step(), evaluate() and predict(): the same line on every rank under every plan."""
 
+from __future__ import annotations
+
 import contextlib
+from typing import TYPE_CHECKING, TypeVar, overload
 
 import torch.distributed as dist
 from torch.utils.data import DistributedSampler
@@ -14,22 +17,36 @@ from pycomm.parallel.run.predict import run_prediction
 from pycomm.parallel.run.prepare import Options
 from pycomm.parallel.run.step import run_step
 
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    import torch
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from pycomm.parallel.checks.choice import Count
+    from pycomm.parallel.checks.measures import Measure
+    from pycomm.parallel.given import Batch, LossFunction, Tree
+    from pycomm.parallel.parts import Parallelized
+
 __all__ = ["evaluate", "grad_norm", "predict", "sampler", "step"]
+
+T = TypeVar("T")  # of a dataset
 
 
 def step(
-    model,
-    opt,
-    batch,
-    loss_fn=None,
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    batch: Batch,
+    loss_fn: LossFunction | None = None,
     *,
-    microbatches=1,
-    clip=None,
-    count=None,
-    sharded=False,
-    update=True,
-    scaler=None,
-):
+    microbatches: int = 1,
+    clip: float | None = None,
+    count: Count | None = None,
+    sharded: bool = False,
+    update: bool = True,
+    scaler: torch.amp.GradScaler | None = None,
+) -> torch.Tensor:
     """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective
     over all ranks.
 
@@ -71,16 +88,16 @@ def step(
             "step needs the optimizer that the model was parallelized with; parallel.evaluate needs none"
         )
     with _way_back(parts), parts.last_words.told():
-        batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
-        options = Options(loss_fn, microbatches, clip, count, sharded, update, scaler)
+        batch, measure = for_loss(model, batch, loss_fn, parts.plan)
+        options = Options(measure, microbatches, clip, count, sharded, update, scaler)
         with count_traffic() if parts.mesh.spans_hosts else contextlib.nullcontext() as traffic:
             result = run_step(parts, batch, options)
-    parts.last_step.note(result.norm, traffic and traffic.by_group())
+    parts.last_step.note(result.norm, None if traffic is None else traffic.by_group())
     return result.loss
 
 
 @contextlib.contextmanager
-def _way_back(parts):
+def _way_back(parts: Parallelized) -> Iterator[None]:
     """An error that breaks the groups names the checkpoint to go back to."""
     try:
         yield
@@ -93,7 +110,38 @@ def _way_back(parts):
         raise
 
 
-def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=False, metrics=None):
+@overload
+def evaluate(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None = None,
+    *,
+    microbatches: int = 1,
+    count: Count | None = None,
+    sharded: bool = False,
+    metrics: None = None,
+) -> torch.Tensor: ...
+@overload
+def evaluate(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None = None,
+    *,
+    microbatches: int = 1,
+    count: Count | None = None,
+    sharded: bool = False,
+    metrics: Mapping[str, Measure],
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]: ...
+def evaluate(
+    model: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction | None = None,
+    *,
+    microbatches: int = 1,
+    count: Count | None = None,
+    sharded: bool = False,
+    metrics: Mapping[str, Measure] | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The mean loss of a batch, without gradients; arguments and result as in step(). Call model.eval()
     before where that matters.
 
@@ -104,13 +152,13 @@ def evaluate(model, batch, loss_fn=None, *, microbatches=1, count=None, sharded=
     """
     parts = parts_of(model)
     with parts.last_words.told():
-        batch, loss_fn = for_loss(model, batch, loss_fn, parts.plan)
-        options = Options(loss_fn, microbatches, count=count, sharded=sharded)
+        batch, measure = for_loss(model, batch, loss_fn, parts.plan)
+        options = Options(measure, microbatches, count=count, sharded=sharded)
         loss, *means = run_evaluation(parts, batch, options, metrics)
     return loss if metrics is None else (loss, dict(zip(metrics, means, strict=True)))
 
 
-def predict(model, inputs, *, microbatches=1):
+def predict(model: nn.Module, inputs: Tree, *, microbatches: int = 1) -> Tree:
     """The model's output for a whole batch, without gradients, on every rank. Collective over all ranks. Call
     model.eval() before where that matters.
 
@@ -132,7 +180,7 @@ def predict(model, inputs, *, microbatches=1):
         return run_prediction(parts, inputs, microbatches)
 
 
-def grad_norm(model):
+def grad_norm(model: nn.Module) -> torch.Tensor | None:
     """L2 norm of the whole model's gradient in the last step, before clipping: a float64 tensor without
     dimensions.
 
@@ -141,9 +189,11 @@ def grad_norm(model):
     return parts_of(model).last_step.norm
 
 
-def sampler(model, dataset, **options):
-    """torch's DistributedSampler over the data ranks (dp x ep) of the model's plan. options: shuffle, seed,
-    drop_last.
-    """
+def sampler(
+    model: nn.Module, dataset: Dataset[T], *, shuffle: bool = True, seed: int = 0, drop_last: bool = False
+) -> DistributedSampler[T]:
+    """torch's DistributedSampler over the data ranks (dp x ep) of the model's plan."""
     parts, part = parts_of(model).mesh.rows
-    return DistributedSampler(dataset, num_replicas=parts, rank=part, **options)
+    return DistributedSampler(
+        dataset, num_replicas=parts, rank=part, shuffle=shuffle, seed=seed, drop_last=drop_last
+    )

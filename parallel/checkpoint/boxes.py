@@ -147,7 +147,7 @@ class Boxes:
         self.full_shape, self.dtype = torch.Size(full_shape), dtype
         self.boxes: list[Box] = []
 
-    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+    def __create_write_items__(self, fqn: str, _: Boxes) -> list[WriteItem]:
         data = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(

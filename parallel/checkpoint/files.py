@@ -30,7 +30,7 @@ from pycomm.parallel.ground.comm import Group
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from torch.distributed.checkpoint.metadata import STORAGE_TYPES
+    from torch.distributed.checkpoint.metadata import STORAGE_TYPES, Metadata
 
     from pycomm.parallel.checkpoint.boxes import State
     from pycomm.parallel.parts import Parallelized
@@ -145,7 +145,7 @@ def catalog_of(path: Path) -> Catalog:
     return catalog
 
 
-def transfer(world: Group, what: str, path: Path, call: Callable[..., object]) -> None:
+def transfer(world: Group, what: str, path: Path, call: Callable[..., Metadata | None]) -> None:
     """Runs a function of torch.distributed.checkpoint, which is collective and tells every rank of
     a failure. world: Group of all ranks.
     """

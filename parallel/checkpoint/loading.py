@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeAlias, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, cast
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -51,7 +51,7 @@ class Source(Protocol):
 
 
 @torch.no_grad()
-def load(model: nn.Module, opt: Optimizer | None, path: str | os.PathLike[str]) -> object:
+def load(model: nn.Module, opt: Optimizer | None, path: str | os.PathLike[str]) -> Any:
     """Reads a checkpoint, saved under any plan, into this rank's part of the model and the optimizer.
     Collective over all ranks.
 
@@ -76,7 +76,7 @@ def load(model: nn.Module, opt: Optimizer | None, path: str | os.PathLike[str]) 
 
 
 @torch.no_grad()
-def load_from(parts: Parallelized, opt: Optimizer | None, source: Source) -> object:
+def load_from(parts: Parallelized, opt: Optimizer | None, source: Source) -> Any:
     """The same from a source."""
     head: State = {"about": None, "extra": None}
     source.read(head)
@@ -196,8 +196,9 @@ def _to_load(
         part = holding.part
         if opt is not None and part is not None and info.option is not None:
             group = groups[info.option]
+            on_device = bool(group.get("capturable") or group.get("fused"))
             places = {
-                key: _place_for_state(state, holding, part, key, catalog, group)
+                key: _place_for_state(state, holding, part, key, catalog, on_device)
                 for key in keys_of.get(info.name, [])
             }
             fresh[part] = info.name, places
@@ -210,10 +211,10 @@ def _place_for_state(
     part: nn.Parameter,
     key: str,
     catalog: Catalog,
-    group: Mapping[str, object],
+    on_device: bool,
 ) -> torch.Tensor | None:
     """Memory for one tensor of the optimizer's state that is cut like the parameter; None for others, which
-    are read whole.
+    are read whole. on_device: where the optimizer keeps its count of steps.
     """
     full_key = f"optim/{holding.info.name}/{key}"
     saved = catalog[full_key]
@@ -223,7 +224,7 @@ def _place_for_state(
     dtype, device = saved.properties.dtype, part.device
     if dtype == _tensor_of(catalog, f"model/{holding.info.name}").properties.dtype:
         dtype = part.dtype
-    if key == "step" and not (group.get("capturable") or group.get("fused")):
+    if key == "step" and not on_device:
         device = torch.device(
             "cpu"
         )  # where torch's optimizers keep it, so that reading it costs no synchronisation

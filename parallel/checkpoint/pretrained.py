@@ -8,18 +8,22 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from pycomm.parallel.checkpoint.agree import together
 from pycomm.parallel.checkpoint.whole import full_state_dict
 from pycomm.parallel.parts import parts_of
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    import os
+    from collections.abc import Callable, Mapping
     from types import MethodType
 
     import torch
     from torch import nn
+
+    # What save_pretrained of a model of transformers takes.
+    Option: TypeAlias = str | os.PathLike[str] | int | Mapping[str, torch.Tensor] | Callable[..., None] | None
 
 __all__ = ["save_pretrained_whole"]
 
@@ -32,7 +36,7 @@ def save_pretrained_whole(model: nn.Module) -> None:
             module.save_pretrained = functools.partial(_save, model, prefix, module.save_pretrained)
 
 
-def _save(model: nn.Module, prefix: str, save: MethodType, *args: object, **options: object) -> None:
+def _save(model: nn.Module, prefix: str, save: MethodType, *args: Option, **options: Option) -> None:
     """Arguments as the method's own. What it raises on rank 0 is raised on every rank."""
     parts = parts_of(model)
     options = {**dict(zip(inspect.signature(save).parameters, args, strict=False)), **options}
@@ -47,12 +51,12 @@ def _save(model: nn.Module, prefix: str, save: MethodType, *args: object, **opti
         if parts.mesh.world.rank == 0:
             save(**{**options, "state_dict": _apart(state)})
             if parts.compute_dtype is not None:
-                _note_dtype(save.__self__, state, options)
+                _note_dtype(cast("nn.Module", save.__self__), state, options)
 
     together(parts, write)
 
 
-def _note_dtype(model: object, state: Mapping[str, torch.Tensor], options: Mapping[str, object]) -> None:
+def _note_dtype(model: nn.Module, state: Mapping[str, torch.Tensor], options: Mapping[str, Option]) -> None:
     """The method notes the dtype in which the model computes, to which from_pretrained would round."""
     whole = (value.dtype for value in state.values() if value.is_floating_point())
     config, dtype = getattr(model, "config", None), next(whole, None)

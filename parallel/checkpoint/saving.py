@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeAlias, overload
+from typing import TYPE_CHECKING, Literal, TypeAlias, TypeVar, cast, overload
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     PathText: TypeAlias = str | os.PathLike[str]
 
 __all__ = ["about_of", "save", "to_save"]
+
+T = TypeVar("T")
 
 
 @overload
@@ -181,6 +183,6 @@ def about_of(parts: Parallelized, opt: Optimizer | None, members: Mapping[str, i
     return about
 
 
-def _kept(value: object) -> object:
+def _kept(value: T) -> T:
     """A hyperparameter; one that is a tensor may change before it is written."""
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    return cast(T, value.detach().clone()) if isinstance(value, torch.Tensor) else value

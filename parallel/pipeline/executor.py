@@ -36,12 +36,11 @@ from collections.abc import Sequence
 from typing import Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.pipeline.schedules import UNIT, Action, Schedule, play, validate
 
-__all__ = ["Like", "Message", "StageOps", "Step", "plan_steps", "run"]
+__all__ = ["Handed", "Message", "StageOps", "Step", "plan_steps", "run"]
 
 # Passes between the posting of a recv and its use. 1 would hide a transfer behind one pass, maybe a short W.
 AHEAD = 2
@@ -55,7 +54,7 @@ G = TypeVar("G", bound=torch.Tensor | tuple[torch.Tensor | None, ...])
 Parts: TypeAlias = torch.Tensor | tuple[torch.Tensor | None, ...]  # either
 
 
-class Like(NamedTuple):
+class Handed(NamedTuple):
     """A tensor that is to come."""
 
     shape: Sequence[int]
@@ -84,7 +83,7 @@ class StageOps(Protocol[X, G]):
     def update(self, stage: int, microbatch: int) -> None:
         """One step of the optimizer of this stage, with the gradients of this microbatch. PipeDream only."""
 
-    def input_like(self, stage: int, microbatch: int) -> Like | list[Like]:
+    def input_like(self, stage: int, microbatch: int) -> Handed | list[Handed]:
         """Of the x that forward() will get; a list for a tuple."""
 
 
@@ -181,15 +180,15 @@ class _Mail(Generic[X, G]):
 
     def __init__(self, rank: int, group: comm.Group, stage_ops: StageOps[X, G]) -> None:
         self.rank, self.group, self.stage_ops = rank, group, stage_ops
-        self.receiving: dict[Message, tuple[Parts, list[dist.Work]]] = {}
-        self.sending: dict[Message, tuple[Parts, list[dist.Work]]] = {}
+        self.receiving: dict[Message, tuple[Parts, list[comm.Work]]] = {}
+        self.sending: dict[Message, tuple[Parts, list[comm.Work]]] = {}
         self.handed: dict[Action, Parts] = {}  # to the action
         # (stage, microbatch) -> what input_like() says, of the y that was sent
-        self.like: dict[tuple[int, int], Like | list[Like | None]] = {}
+        self.like: dict[tuple[int, int], Handed | list[Handed | None]] = {}
 
     def post(self, message: Message) -> None:
         kind, stage, microbatch = message.target
-        like: Like | list[Like] | list[Like | None] = (
+        like: Handed | list[Handed] | list[Handed | None] = (
             self.stage_ops.input_like(stage, microbatch)
             if kind == "F"
             else self.like.pop((stage, microbatch))
@@ -254,17 +253,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().contiguous()
 
 
-def _empty(like: Like) -> torch.Tensor:
+def _empty(like: Handed) -> torch.Tensor:
     shape, dtype, device = like
     return torch.empty(shape, dtype=dtype, device=device)
 
 
-def _likes_of(tensor: Parts) -> Like | list[Like | None]:
+def _likes_of(tensor: Parts) -> Handed | list[Handed | None]:
     """Of the gradient that comes back for what was sent."""
     if isinstance(tensor, torch.Tensor):
-        return Like(tensor.shape, tensor.dtype, tensor.device)
+        return Handed(tensor.shape, tensor.dtype, tensor.device)
     return [
-        Like(part.shape, part.dtype, part.device) if part is not None and part.is_floating_point() else None
+        Handed(part.shape, part.dtype, part.device) if part is not None and part.is_floating_point() else None
         for part in tensor
     ]
 

@@ -47,7 +47,6 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch.utils._pytree import tree_map_only
 
 from pycomm.parallel.given import Tree
@@ -182,7 +181,7 @@ class Agreement:
 
         inputs: {key: what find is given for it}. find: (stage, that) -> its places. group: pp.
         """
-        sent: list[tuple[torch.Tensor, dist.Work]] = []
+        sent: list[tuple[torch.Tensor, comm.Work]] = []
         for key, given in inputs.items():
             for stage in range(1, len(self.placement)):
                 before, here = self.placement[stage - 1], self.placement[stage]

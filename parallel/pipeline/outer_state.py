@@ -78,7 +78,10 @@ class OuterState:
         after, changed = self._versions(), self.shared.changed(tokens)
         written = [place for place in before if after.get(place) != before[place]]
         words = {(module, key): f"{key!r} of a {type(module).__name__}" for module, key in written}
-        for place, what in [*words.items(), *([(changed, changed)] if changed else [])]:
+        places: list[tuple[tuple[nn.Module, str] | str, str]] = [*words.items()]
+        if changed:
+            places.append((changed, changed))
+        for place, what in places:
             if self.writers.setdefault(place, stage) != stage:
                 raise ValueError(
                     f"the model's forward writes to {what} outside of the blocks, in stages "

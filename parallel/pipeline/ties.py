@@ -20,8 +20,6 @@ import torch
 from pycomm.parallel.ground import comm
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from pycomm.parallel.data.bucket import Bucket
     from pycomm.parallel.data.reducer import Reducer
 
@@ -60,7 +58,7 @@ def make_ties(
 def exchange_ties(ties: Sequence[Tie], group: comm.Group) -> None:
     """Gives each copy of a tie the sum of all gradients. group: pp."""
     found: list[dict[int, torch.Tensor]] = []
-    works: list[dist.Work] = []
+    works: list[comm.Work] = []
     for tie in ties:
         gradients: dict[int, torch.Tensor] = {}
         for stage, rank in tie.ranks.items():

@@ -27,8 +27,6 @@ from pycomm.parallel.run.questions import Questions
 from pycomm.parallel.zero.units import Phase
 
 if TYPE_CHECKING:
-    import torch.distributed as dist
-
     from pycomm.parallel.checks.measures import Measure
     from pycomm.parallel.given import Batch, Tree
     from pycomm.parallel.ground.batch import Microbatch
@@ -90,7 +88,7 @@ def each_stage(
 
 
 def _wait_all(
-    transfer: Callable[[torch.Tensor, int, Group, int], dist.Work],
+    transfer: Callable[[torch.Tensor, int, Group, int], comm.Work],
     tensors: Iterable[torch.Tensor],
     peer: int,
     pp: Group,

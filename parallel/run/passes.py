@@ -26,12 +26,14 @@ from pycomm.parallel.ground.batch import Microbatch
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.pipeline import DeferWeights
 from pycomm.parallel.pipeline.absent import is_absent
+from pycomm.parallel.pipeline.executor import Handed
 from pycomm.parallel.run.loss import microbatch_loss
 from pycomm.parallel.sequence.attention import UNASKING
 from pycomm.parallel.zero.units import Phase
 
 if TYPE_CHECKING:
     from pycomm.parallel.given import Tree
+    from pycomm.parallel.pipeline.handover import Wanted
     from pycomm.parallel.pipeline.stage import StageModel
     from pycomm.parallel.run.router_loss import Loss
     from pycomm.parallel.run.updates import Updates
@@ -52,14 +54,6 @@ Tensors = tuple[torch.Tensor, ...]
 Gradients = tuple[torch.Tensor | None, ...]  # None for what is not floating
 
 _backward = UNASKING[torch.autograd.backward]  # modes stay active in it, for what it recomputes
-
-
-class Handed(NamedTuple):
-    """What a stage receives, of one tensor."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
 
 
 class _Saved(NamedTuple):
@@ -223,10 +217,8 @@ def _stages_of(parts: Parallelized) -> StageModel:
     return parts.stage_model
 
 
-def find_input(
-    parts: Parallelized, stage: int, microbatch: Microbatch
-) -> list[tuple[int, tuple[int, ...], torch.dtype]]:
-    """[(place, shape, dtype)] of what `stage` is to be handed, found without data."""
+def find_input(parts: Parallelized, stage: int, microbatch: Microbatch) -> list[Wanted]:
+    """What `stage` is to be handed, found without data."""
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
     reads = contextlib.nullcontext() if parts.reads is None else parts.reads.refused()
     with parts.streams.kept(), stand_ins, reads:

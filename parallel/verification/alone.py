@@ -5,8 +5,10 @@ knows of ranks. Where a module's result depends by design on all rows that run t
 balance of parallel.MoE) the rows of a microbatch run together instead, weighted like par.step does.
 """
 
+from __future__ import annotations
+
 import copy
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.nn.modules.dropout import _DropoutNd
@@ -19,10 +21,18 @@ from pycomm.parallel.run.router_loss import RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.verification.pieces import Rows
 
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from torch import nn
+
+    from pycomm.parallel.given import LossFunction, Tree
+    from pycomm.parallel.run.router_loss import Loss
+
 __all__ = ["Reference", "chunks_of", "copies_of", "double", "run_alone", "depends_on_rows", "without_dropout"]
 
 
-def copies_of(model):
+def copies_of(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     """Two models like `model`, a module or a function that makes one, with the same values."""
     if isinstance(model, torch.nn.Module):
         if "_parallel" in model.__dict__:
@@ -45,18 +55,19 @@ def copies_of(model):
     return made
 
 
-def double(values):
+def double(values: Tree) -> Tree:
     """Real numbers of a batch in fp64."""
     return tree_map(
         lambda x: x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, values
     )
 
 
-def without_dropout(model):
+def without_dropout(model: nn.Module) -> list[str]:
     """Makes every rate of dropout zero, in modules and in their configurations (`config`), which are copied
     before. Returns the names of the modules that had one.
     """
-    changed, configs = [], {}
+    changed: list[str] = []
+    configs: dict[int, tuple[object, object]] = {}  # id of a configuration -> it, its copy
     for name, module in model.named_modules():
         config = vars(module).get("config")
         if hasattr(config, "__dict__") and _rates(config, vars(config)):
@@ -76,7 +87,7 @@ def without_dropout(model):
     return changed
 
 
-def _rates(owner, keys, *names):
+def _rates(owner: object, keys: Iterable[str], *names: str) -> list[str]:
     """Those of the attributes that are rates of dropout, by their name and their value."""
     found = [(key, getattr(owner, key)) for key in keys if "drop" in key.lower() or key in names]
     return [
@@ -86,19 +97,22 @@ def _rates(owner, keys, *names):
     ]
 
 
-def depends_on_rows(model, loss_fn):
+def depends_on_rows(model: nn.Module, loss_fn: Loss) -> bool:
     """Whether a result depends by design on which rows run together."""
     experts = isinstance(loss_fn, RouterLoss) or any(isinstance(module, MoE) for module in model.modules())
     return experts or bool(batch_norms(model))
 
 
-def chunks_of(pieces, by_microbatch):
+def chunks_of(
+    pieces: Sequence[Sequence[Microbatch]], by_microbatch: bool
+) -> tuple[list[Microbatch], list[list[Rows]]]:
     """The batch of one process as the chunks in which it is run, and which of their rows each data rank has.
 
     pieces: Microbatches, pieces[data rank][microbatch]. by_microbatch: a chunk for each, else one for all.
     Returns (Microbatches, rows): rows[microbatch][data rank] = Rows.
     """
-    groups = list(zip(*pieces, strict=True))  # the batch is in order of microbatches, then of data ranks
+    # The batch is in order of microbatches, then of data ranks.
+    groups = [list(group) for group in zip(*pieces, strict=True)]
     if not by_microbatch:
         groups = [[piece for group in groups for piece in group]]
     rows = []
@@ -110,12 +124,12 @@ def chunks_of(pieces, by_microbatch):
     return chunks, [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
 
 
-def _rows(piece):
+def _rows(piece: Microbatch) -> int:
     leaves = tree_leaves((piece.inputs, piece.targets))
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
-def _joined(trees):
+def _joined(trees: Sequence[Tree]) -> Tree:
     leaves, specs = zip(*(tree_flatten(tree) for tree in trees), strict=True)
     joined = []
     for some in zip(*leaves, strict=True):
@@ -128,26 +142,37 @@ def _joined(trees):
     return tree_unflatten(joined, specs[0])
 
 
+# Name of a module -> for each chunk, for each call, its tensors, on the CPU.
+Outputs: TypeAlias = dict[str, list[list[list[torch.Tensor]]]]
+
+
 class Reference(NamedTuple):
     """What one process has computed."""
 
     loss: float
-    outputs: dict[str, list]  # name of a module -> for each chunk, for each call, its tensors, on the CPU
+    outputs: Outputs
     gradients: dict[str, torch.Tensor]  # of the parameters that are trained, a tied one under its first name
     values: dict[str, torch.Tensor]  # of the same, before the step
     draws: bool  # whether it has drawn random numbers
 
     @property
-    def order(self):
+    def order(self) -> list[str]:
         """Names of the modules in the order in which they end."""
         return list(self.outputs)
 
 
-def run_alone(model, chunks, loss_fn, count):
+def run_alone(
+    model: nn.Module,
+    chunks: Sequence[Microbatch],
+    loss_fn: Loss,
+    count: Callable[[Tree], torch.Tensor | float] | None,
+) -> Reference:
     """A Reference; the model keeps its gradients. chunks: Microbatches, whose losses are weighted with their
     counts. count: see par.step.
     """
-    counter, outputs, active, hooks = count or count_targets, {}, [False], []
+    counter, hooks = count or count_targets, []
+    outputs: Outputs = {}
+    active: list[int | None] = [None]  # the chunk that runs
     model.zero_grad()
     for name, module in model.named_modules():
         hooks.append(module.register_forward_hook(_recorder(outputs, name, active)))
@@ -160,7 +185,7 @@ def run_alone(model, chunks, loss_fn, count):
         before = _random_state(model)
         result = chunk.call(model)
         draws = draws or not all(map(torch.equal, before, _random_state(model)))
-        active[0] = False
+        active[0] = None
         value = _loss(plain_loss(loss_fn), result, chunk.targets)
         if len(chunks) > 1:
             value = value * (targets / (sum(counts) or 1.0))
@@ -178,23 +203,26 @@ def run_alone(model, chunks, loss_fn, count):
     return Reference(loss, outputs, gradients, values, draws)
 
 
-def _recorder(outputs, name, active):
-    def record(module, args, output):
-        if active[0] is False:
+def _recorder(
+    outputs: Outputs, name: str, active: list[int | None]
+) -> Callable[[nn.Module, tuple[Tree, ...], Tree], None]:
+    def record(module: nn.Module, args: tuple[Tree, ...], output: Tree) -> None:
+        running = active[0]
+        if running is None:
             return  # a recomputation in backward
         chunks = outputs.setdefault(name, [])
-        while len(chunks) <= active[0]:
+        while len(chunks) <= running:
             chunks.append([])
         chunks[-1].append([_to_cpu(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)])
 
     return record
 
 
-def _to_cpu(tensor):
+def _to_cpu(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
-def _loss(loss_fn, output, targets):
+def _loss(loss_fn: LossFunction, output: Tree, targets: Tree) -> torch.Tensor:
     if loss_fn is cross_entropy and not isinstance(output, torch.Tensor):
         output = output.logits
     value = loss_fn(output, targets)
@@ -203,7 +231,7 @@ def _loss(loss_fn, output, targets):
     return value
 
 
-def _random_state(model):
+def _random_state(model: nn.Module) -> list[torch.Tensor]:
     states = [torch.get_rng_state()]
     if any(parameter.is_cuda for parameter in model.parameters()):
         states.append(torch.cuda.get_rng_state())

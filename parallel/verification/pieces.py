@@ -10,11 +10,19 @@ shape of what was found. Where none has it (the inside of an attention with fewe
 compare; the module around it will show.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pycomm.parallel.ground import comm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from pycomm.parallel.ground.layout import Layout
+    from pycomm.parallel.sequence.sequence_split import SequenceSplit
 
 __all__ = ["Rows", "part_like"]
 
@@ -25,13 +33,15 @@ class Rows(NamedTuple):
     chunk: int  # number of the chunk: of the run of one process that had these rows
     total: int  # rows of that chunk
     start: int
-    count: int
+    size: int
 
 
-def part_like(whole, found, rows, split, layout):
+def part_like(
+    whole: torch.Tensor, found: torch.Tensor, rows: Rows, split: SequenceSplit | None, layout: Layout | None
+) -> torch.Tensor | None:
     """The part of `whole` that `found` stands for, or None.
 
-    split: SequenceSplit or None. layout: of the weight of the module, or None.
+    layout: of the weight of the module, where it has one.
     """
     for some in _of_rows(whole, rows):
         for piece in _of_positions(some, split):
@@ -41,18 +51,18 @@ def part_like(whole, found, rows, split, layout):
     return None
 
 
-def _of_rows(whole, rows):
+def _of_rows(whole: torch.Tensor, rows: Rows) -> Iterator[torch.Tensor]:
     """Tensors without rows are left out where this rank has not all of them: they may be of other rows."""
-    if rows.count == rows.total:
+    if rows.size == rows.total:
         yield whole
         return
     for dim in range(min(2, whole.dim())):
         each, rest = divmod(whole.shape[dim], rows.total)  # several lines of a flattened tensor for each row
         if each and not rest and (dim == 0 or each == 1):
-            yield whole.narrow(dim, rows.start * each, rows.count * each)
+            yield whole.narrow(dim, rows.start * each, rows.size * each)
 
 
-def _of_positions(whole, split):
+def _of_positions(whole: torch.Tensor, split: SequenceSplit | None) -> Iterator[torch.Tensor]:
     yield whole
     if split is None or not split.length:
         return
@@ -64,7 +74,7 @@ def _of_positions(whole, split):
                 yield comm.split_dim(piece, dim, split.sizes, split.tp)
 
 
-def _of_columns(whole, layout):
+def _of_columns(whole: torch.Tensor, layout: Layout | None) -> Iterator[torch.Tensor]:
     yield whole
     if layout is not None and layout.dim is not None and whole.dim():
         if layout.full_shape[layout.dim] == whole.shape[-1]:

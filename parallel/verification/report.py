@@ -12,14 +12,29 @@ in all that lies before.
 are zero but for rounding, such as the gradient of a bias in front of a softmax.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 import statistics
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
-__all__ = ["Difference", "Off", "Verification", "both", "first_module", "first_parameter", "off"]
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping, Sequence
+
+__all__ = [
+    "Difference",
+    "Found",
+    "Off",
+    "Verification",
+    "What",
+    "both",
+    "first_module",
+    "first_parameter",
+    "off",
+]
 
 
 class Off(NamedTuple):
@@ -28,17 +43,17 @@ class Off(NamedTuple):
     absolute: float  # largest difference of two values; inf where one is no number
     scale: float  # the largest value that is right
 
-    def differs(self, tolerance, floor):
+    def differs(self, tolerance: float, floor: float) -> bool:
         """See [Note: what differs]."""
         return not self.absolute <= tolerance * (self.scale + floor)
 
     @property
-    def relative(self):
+    def relative(self) -> float:
         return self.absolute / self.scale if self.scale else math.inf if self.absolute else 0.0
 
 
 @torch.no_grad()
-def off(found, right):
+def off(found: torch.Tensor, right: torch.Tensor) -> Off:
     """Off, of two tensors of one shape."""
     found, right = (x.detach().to("cpu", torch.float64) for x in (found, right))
     if not right.numel():
@@ -48,21 +63,24 @@ def off(found, right):
     return Off(float(apart.max()), float(right.abs().nan_to_num(0.0, 0.0, 0.0).max()))
 
 
-def both(one, other):
+def both(one: Off, other: Off) -> Off:
     """Off, of two parts of one tensor."""
     return Off(max(one.absolute, other.absolute), max(one.scale, other.scale))
+
+
+What: TypeAlias = Literal["output", "gradient", "value after the step", "loss"]
 
 
 class Difference(NamedTuple):
     """Where a plan and one process differ."""
 
     name: str  # of the module or the parameter; "loss"
-    what: str  # "output", "gradient", "value after the step" or "loss"
+    what: What
     absolute: float  # largest difference of two values
     relative: float  # that, of the largest value in one process
     rank: int | None = None  # that saw it first; None: it is the same on all
 
-    def __str__(self):
+    def __str__(self) -> str:
         name = f"{self.what} of {self.name or 'the model'!r}" if self.what != self.name else self.name
         place = "" if self.rank is None else f" on rank {self.rank}"
         return f"{name}{place} is off by {self.absolute:.1e} (relative: {self.relative:.1e})"
@@ -88,10 +106,10 @@ class Verification:
     steps: int = 1  # how many were asked for
     granted: tuple[str, ...] = ()  # what the plan takes for granted, by the names of docs/limits.md
 
-    def __bool__(self):
+    def __bool__(self) -> bool:
         return self.equal
 
-    def __str__(self):
+    def __str__(self) -> str:
         compared = f"{self.compared[0]} modules and {self.compared[1]} parameters compared"
         if self.equal:
             steps = f" in {self.steps} steps" if self.steps > 1 else ""
@@ -113,19 +131,25 @@ class Verification:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def _line(first, names, nothing):
+def _line(first: Difference | None, names: Sequence[str], nothing: str) -> str:
     if first is None:
         return nothing
     others = len(names) - 1
     return f"{first}" + (f"; {others} more differ{'s' if others == 1 else ''}" if others else "")
 
 
-def first_module(told, order, tolerance):
-    """(Difference or None, names of all modules that differ, largest relative difference of the others).
+class Found(NamedTuple):
+    """Among modules, or among parameters."""
 
-    told: {name: Off} of every rank. order: names of modules as they end.
-    """
-    worst, seen = {}, {}
+    first: Difference | None
+    names: tuple[str, ...]  # of all that differ
+    largest: float  # relative difference of the others
+
+
+def first_module(told: Sequence[Mapping[str, Off]], order: Sequence[str], tolerance: float) -> Found:
+    """told: by every rank. order: names of modules as they end."""
+    worst: dict[str, Off] = {}
+    seen: dict[str, int] = {}  # which rank has seen it
     for rank, found in enumerate(told):
         for name, one in found.items():
             if name not in worst or one.absolute > worst[name].absolute:
@@ -134,21 +158,22 @@ def first_module(told, order, tolerance):
     wrong, largest = _wrong(worst, order, tolerance)
     wrong = tuple(name for name in wrong if _leaves(name, worst, wrong))
     if not wrong:
-        return None, (), largest
+        return Found(None, (), largest)
     one = worst[wrong[0]]
-    return Difference(wrong[0], "output", one.absolute, one.relative, seen[wrong[0]]), wrong, largest
+    first = Difference(wrong[0], "output", one.absolute, one.relative, seen[wrong[0]])
+    return Found(first, wrong, largest)
 
 
-def first_parameter(found, order, tolerance, what):
-    """The same of parameters. found: {name: Off}, equal on all ranks; order: as the forward uses them."""
+def first_parameter(found: Mapping[str, Off], order: Sequence[str], tolerance: float, what: What) -> Found:
+    """The same of parameters. found: equal on all ranks; order: as the forward uses them."""
     wrong, largest = _wrong(found, order, tolerance)
     if not wrong:
-        return None, (), largest
+        return Found(None, (), largest)
     one = found[wrong[-1]]
-    return Difference(wrong[-1], what, one.absolute, one.relative), wrong, largest
+    return Found(Difference(wrong[-1], what, one.absolute, one.relative), wrong, largest)
 
 
-def _wrong(found, order, tolerance):
+def _wrong(found: Mapping[str, Off], order: Sequence[str], tolerance: float) -> tuple[tuple[str, ...], float]:
     """(names of what differs, in this order; largest relative difference of the rest)."""
     floor = tolerance * statistics.median([one.scale for one in found.values()] or [0.0])
     wrong = tuple(name for name in order if name in found and found[name].differs(tolerance, floor))
@@ -160,7 +185,7 @@ def _wrong(found, order, tolerance):
     return wrong, max(right, default=0.0)
 
 
-def _leaves(name, compared, wrong):
+def _leaves(name: str, compared: Collection[str], wrong: Collection[str]) -> bool:
     """Whether all modules around it that were compared differ too."""
     while name:
         name = name.rpartition(".")[0]

@@ -16,12 +16,14 @@ failed in the middle of the step and the others were waiting for it.
 Cost: the memory of the two copies and of all outputs of one process; for each step the work of three.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import functools
 import gc
 import random
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,7 +35,7 @@ from pycomm.parallel.checkpoint.agree import exchange, together, together_over
 from pycomm.parallel.checks import assumptions_of
 from pycomm.parallel.checks.before import check
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
+from pycomm.parallel.ground.batch import check_microbatches, inputs_and_targets, split_batch
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan, ScheduleName
 from pycomm.parallel.models.trunk import Trunk
@@ -44,12 +46,22 @@ from pycomm.parallel.run.step import run_step
 from pycomm.parallel.verification import alone
 from pycomm.parallel.verification.report import (
     Difference,
+    Found,
+    Off,
     Verification,
+    What,
     first_module,
     first_parameter,
     off,
 )
 from pycomm.parallel.verification.watch import Watch, WatchedPasses
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Mapping, Sequence
+
+    from pycomm.parallel.given import Batch, LossFunction, Tree
+    from pycomm.parallel.ground.batch import Microbatch
+    from pycomm.parallel.parts import Parallelized
 
 __all__ = ["verify"]
 
@@ -60,19 +72,19 @@ LR, LR_OF_STEPS = 1.0, 0.1  # of one step; of several, which would leave the ran
 
 
 def verify(
-    model,
-    batch,
-    plan,
-    loss_fn=None,
+    model: torch.nn.Module | Callable[[], torch.nn.Module],
+    batch: Batch,
+    plan: Plan | str,
+    loss_fn: LossFunction | None = None,
     *,
-    steps=1,
-    microbatches=1,
-    count=None,
-    sharded=False,
-    tolerance=None,
-    fp64=True,
-    show=True,
-):
+    steps: int = 1,
+    microbatches: int = 1,
+    count: Callable[[Tree], torch.Tensor | float] | None = None,
+    sharded: bool = False,
+    tolerance: float | None = None,
+    fp64: bool = True,
+    show: bool = True,
+) -> Verification:
     """Compares steps under a plan with the same steps by one process, on the same ranks. Collective over all
     ranks; rank 0 prints what was found.
 
@@ -99,13 +111,13 @@ def verify(
     """
     if not isinstance(steps, int) or steps < 1:
         raise ValueError(f"verify(steps={steps!r}): how many steps, 1 or more")
-    options = Options(loss_fn, microbatches, count=count, sharded=sharded)
+    check_microbatches(microbatches)
     plan, notes = _exact(Plan.of(plan))
     if plan.world_size > 1 and not dist.is_initialized():
         dist.init_process_group("pycomm")
     world = comm.as_group()
     device = device_of(model) if isinstance(model, torch.nn.Module) else torch.empty(0).device
-    asked = _Asked(batch, options, steps, tolerance, fp64, notes)
+    asked = _Asked(batch, loss_fn, microbatches, count, sharded, steps, tolerance, fp64, notes)
     with _undisturbed(), torch.enable_grad():
         prepared = together_over(world, device, lambda: _prepare(model, plan, asked))
         found = together_over(world, device, functools.partial(_on_own_groups, plan, prepared, asked))
@@ -125,7 +137,7 @@ class _Prepared(NamedTuple):
     trunk: Trunk | None
 
 
-def _prepare(model, plan, asked):
+def _prepare(model: torch.nn.Module | Callable[[], torch.nn.Module], plan: Plan, asked: _Asked) -> _Prepared:
     single, model = alone.copies_of(model)
     if any(tensor.is_meta for tensor in [*model.parameters(), *model.buffers()]):
         raise ValueError("verify compares with a whole model: give it one that has values, none on meta")
@@ -137,7 +149,7 @@ def _prepare(model, plan, asked):
     return _Prepared(single, model, opt, check(model, opt, plan))
 
 
-def _on_own_groups(plan, prepared, asked):
+def _on_own_groups(plan: Plan, prepared: _Prepared, asked: _Asked) -> Verification:
     """The Verification. Collective over all ranks. The plan has groups of its own, which are closed at the
     end, so that ranks which wait for one that failed wait no longer.
     """
@@ -149,33 +161,36 @@ def _on_own_groups(plan, prepared, asked):
         mesh.close()
 
 
-class _Asked(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class _Asked:
     """What the caller of verify() asks for."""
 
-    batch: Any
-    options: Options
+    batch: Batch
+    loss_fn: LossFunction | None
+    microbatches: int
+    count: Callable[[Tree], torch.Tensor | float] | None
+    sharded: bool
     steps: int
     tolerance: float | None
     fp64: bool
     notes: list[str]
 
     @property
-    def lr(self):
+    def lr(self) -> float:
         return LR if self.steps == 1 else LR_OF_STEPS
 
 
-def _exact(plan):
+def _exact(plan: Plan) -> tuple[Plan, list[str]]:
     """(the plan without what differs from one process on purpose, [what was left aside])."""
-    aside = {"precision": None, "compression": None}
-    if plan.schedule == ScheduleName.PIPEDREAM:
-        aside["schedule"] = Plan().schedule
-    aside = {name: value for name, value in aside.items() if getattr(plan, name) != value}
-    notes = [f"{name} is left aside: it differs from one process on purpose" for name in aside]
-    return dataclasses.replace(plan, **aside), notes
+    schedule = Plan().schedule if plan.schedule == ScheduleName.PIPEDREAM else plan.schedule
+    exact = dataclasses.replace(plan, precision=None, compression=None, schedule=schedule)
+    fields = "precision", "compression", "schedule"
+    aside = [name for name in fields if getattr(plan, name) != getattr(exact, name)]
+    return exact, [f"{name} is left aside: it differs from one process on purpose" for name in aside]
 
 
 @contextlib.contextmanager
-def _undisturbed():
+def _undisturbed() -> Iterator[None]:
     """Random numbers are as before afterwards."""
     state, devices = random.getstate(), range(torch.cuda.device_count() if torch.cuda.is_initialized() else 0)
     try:
@@ -185,14 +200,15 @@ def _undisturbed():
         random.setstate(state)
 
 
-def _compare(parts, single, asked):
-    """parts: Parallelized, of one copy; single: the other."""
+def _compare(parts: Parallelized, single: torch.nn.Module, asked: _Asked) -> Verification:
+    """parts: of one copy; single: the other."""
     if dropped := alone.without_dropout(single):
         asked.notes.append(f"dropout is zero here, in {len(dropped)} modules: with it no two runs are equal")
     comm.broadcast_values([*single.parameters(), *single.buffers()], parts.mesh.world)
-    batch, loss_fn = for_loss(single, asked.batch, asked.options.loss_fn, parts.plan)
-    batch = tuple(inputs_and_targets(batch))
-    options = dataclasses.replace(asked.options, loss_fn=loss_fn)
+    batch, loss_fn = for_loss(single, asked.batch, asked.loss_fn, parts.plan)
+    inputs, targets = inputs_and_targets(batch)
+    batch = inputs, targets
+    options = Options(loss_fn, asked.microbatches, count=asked.count, sharded=asked.sharded)
     if asked.fp64:
         batch = alone.double(batch)
     told = exchange(parts, (parts.mesh.rows[1], _on(batch, "cpu"))) if options.sharded else None
@@ -202,38 +218,46 @@ def _compare(parts, single, asked):
             "one process runs the same microbatches, for its BatchNorm or the balance of experts"
         )
 
-    def run():
+    def run() -> alone.Reference:
         chunks, rows = alone.chunks_of(_pieces(parts, batch, told, options.microbatches), by_microbatch)
         chunks = [_on_device(chunk, parts.device) for chunk in chunks]
         with _explained(asked.fp64):
             reference = alone.run_alone(single, chunks, options.loss_fn, options.count)
         watch.begin(reference, [row[parts.mesh.rows[1]] for row in rows])
+        return reference
 
     parts.checks.asks = False  # a fault is to be shown, not refused
-    watch, found = Watch(parts), None
+    watch = Watch(parts)
+    found: Verification | None = None
     for step in range(1, asked.steps + 1):
         if found is not None:
             _take_step(single, asked.lr)
-        together(parts, run)
+        reference = together(parts, run)
         loss = float(run_step(parts, batch, options, functools.partial(WatchedPasses, watch)).loss)
         together(parts, watch.raise_error)
         largest = 0.0 if found is None else found.largest
-        found = _found(parts, watch, loss, asked)
+        found = _found(parts, reference, watch.found, loss, asked)
         found = dataclasses.replace(found, step=step, largest=max(largest, found.largest))
         if not found.equal:
             break
+    assert found is not None  # one step at least
     return found
 
 
 @torch.no_grad()
-def _take_step(single, lr):
+def _take_step(single: torch.nn.Module, lr: float) -> None:
     """SGD, of one process."""
     for parameter in single.parameters():
         if parameter.grad is not None:
-            parameter -= lr * parameter.grad
+            parameter.sub_(lr * parameter.grad)
 
 
-def _pieces(parts, batch, told, microbatches):
+def _pieces(
+    parts: Parallelized,
+    batch: tuple[Tree, Tree],
+    told: Sequence[tuple[int, tuple[Tree, Tree]]] | None,
+    microbatches: int,
+) -> list[list[Microbatch]]:
     """Microbatches of all data ranks: pieces[data rank][microbatch]. told: (data rank, its rows) of each
     rank; None: all have the whole batch.
     """
@@ -244,16 +268,16 @@ def _pieces(parts, batch, told, microbatches):
     return [split_batch(batches[part], microbatches, 1, 0) for part in range(count)]
 
 
-def _on(values, device):
+def _on(values: Tree, device: torch.device | str) -> Tree:
     return tree_map(lambda x: x.to(device) if isinstance(x, torch.Tensor) else x, values)
 
 
-def _on_device(chunk, device):
+def _on_device(chunk: Microbatch, device: torch.device | str) -> Microbatch:
     return dataclasses.replace(chunk, inputs=_on(chunk.inputs, device), targets=_on(chunk.targets, device))
 
 
 @contextlib.contextmanager
-def _explained(fp64):
+def _explained(fp64: bool) -> Iterator[None]:
     try:
         yield
     except ValueError:
@@ -265,13 +289,15 @@ def _explained(fp64):
         ) from error
 
 
-def _found(parts, watch, loss, asked):
+def _found(
+    parts: Parallelized, reference: alone.Reference, seen: Mapping[str, Off], loss: float, asked: _Asked
+) -> Verification:
     """The Verification. Collective over all ranks."""
-    reference, told = watch.reference, exchange(parts, watch.found)
+    told = exchange(parts, seen)
     tolerance = _tolerance(reference) if asked.tolerance is None else asked.tolerance
     module, modules, largest = first_module(told, reference.order, tolerance)
     offs, order = _parameters(parts, reference, asked.lr), _order_of_parameters(parts, reference)
-    parameter, parameters, other = None, (), 0.0
+    parameter, parameters, other = Found(None, (), 0.0)
     for what, some in offs.items():
         if parameter is None:
             parameter, parameters, other = first_parameter(some, order, tolerance, what)
@@ -302,16 +328,16 @@ def _found(parts, watch, loss, asked):
     )
 
 
-def _tolerance(reference):
+def _tolerance(reference: alone.Reference) -> float:
     dtypes = {value.dtype for value in reference.values.values()}
     return max((TOLERANCES.get(dtype, COARSE) for dtype in dtypes), default=COARSE)
 
 
-def _parameters(parts, reference, lr):
+def _parameters(parts: Parallelized, reference: alone.Reference, lr: float) -> dict[What, dict[str, Off]]:
     """{what: {name: Off}} of the gradients and of the values after the step, equal on all ranks."""
     gradients, values = full_gradients(parts.model), full_state_dict(parts.model)
     right = reference.gradients
-    offs = {
+    offs: dict[What, dict[str, Off]] = {
         "gradient": {name: off(gradients[name], right[name]) for name in right},
         "value after the step": {
             name: off(values[name], value.double() - lr * right[name].double())
@@ -321,15 +347,15 @@ def _parameters(parts, reference, lr):
     return exchange(parts, offs)[0]
 
 
-def _order_of_parameters(parts, reference):
+def _order_of_parameters(parts: Parallelized, reference: alone.Reference) -> list[str]:
     """First names of the parameters as the forward comes to them: by the module that holds them, or the next
     around it that was called.
     """
     place = {name: number for number, name in enumerate(reference.order)}
-    first = {}
+    first: dict[str, int] = {}
     for alias, name in parts.original.first_name.items():
         owner = alias.rpartition(".")[0]
         while owner and owner not in place:
             owner = owner.rpartition(".")[0]
         first[name] = min(first.get(name, len(place)), place.get(owner, len(place)))
-    return sorted(first, key=first.get)
+    return sorted(first, key=lambda name: first[name])
