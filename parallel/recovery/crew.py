@@ -141,8 +141,8 @@ class Crew:
                 if error.op == "shrink":  # one lives and did not come
                     text = str(error).partition(". Call shrink() again")[0]
                     error.args = (
-                        f"{text}. It hangs, or gave up the training without run.leave(); if it was only busy, "
-                        "give par.resilient(timeout=) more seconds",
+                        f"{text}. It hangs, or gave up the training without run.leave(); if it was only "
+                        "busy, give par.resilient(timeout=) more seconds",
                     )
                 raise
 
