@@ -121,3 +121,11 @@ def test_checkpoint(tmp_path, plan):
     for found in spawn(2, load, plan, str(tmp_path)):
         assert found.keys() == right.keys()
         assert all(torch.equal(found[name], value) for name, value in right.items())
+
+
+def test_an_entry_without_a_module_is_no_block():
+    model = Dictionary()
+    model.blocks["left out"] = None
+    trunk = find_trunk(model, "blocks")
+    assert trunk.names == ("blocks.encoder_layer_0", "blocks.encoder_layer_1", "blocks.0")
+    assert all(isinstance(block, Block) for block in trunk.blocks)
