@@ -7,6 +7,7 @@ named.py           models by name, and from a config of transformers
 traced.py          the Model of a torch module, from one forward on fake tensors
 recorded.py        that forward, and what is recorded of it
 even_experts.py    mixtures of experts without values: tokens are dealt evenly
+quantities.py      seconds, bytes, elements and FLOPs, as types
 machine.py         devices and links, from TOML files
 calibrate.py       measures this machine and writes its TOML file
 job.py             a model under a plan on a machine, and the program that runs it

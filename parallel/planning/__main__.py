@@ -2,6 +2,8 @@
 docs/planning.md.
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import importlib.util
@@ -9,21 +11,27 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_request, fixed_fields, whole
 from pycomm.parallel.planning.costs import table as cost_table
-from pycomm.parallel.planning.job import Job
+from pycomm.parallel.planning.job import Job, recompute_of
 from pycomm.parallel.planning.machine import known, load_machine
 from pycomm.parallel.planning.named import from_config, named
+from pycomm.parallel.planning.quantities import MeanBytes
 from pycomm.parallel.planning.report import even_experts, explain_job, famous, reason, short, table
-from pycomm.parallel.planning.search import NoPlan, Request, search
+from pycomm.parallel.planning.search import NoPlan, Prediction, Request, search
+
+if TYPE_CHECKING:
+    from pycomm.parallel.planning.model import Model
 
 GIB = 2**30
 
 
-def parser():
+def parser() -> argparse.ArgumentParser:
     found = argparse.ArgumentParser(
         prog="python -m pycomm.plan",
         description="Predicts time and memory of plans and prints the best; or `calibrate` this machine.",
@@ -47,9 +55,9 @@ def parser():
     return found
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Returns the exit code: 2 where nothing is possible or an argument is wrong."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["calibrate"]:
         from pycomm.parallel.planning.calibrate import main as calibrate
 
@@ -67,13 +75,13 @@ def main(arguments=None):
         return 2
 
 
-def _model(given):
+def _model(given: argparse.Namespace) -> Model:
     if given.model.endswith(".json"):
         return from_config(_config(given.model), sequence=given.sequence)
     return named(given.model, sequence=given.sequence)
 
 
-def _config(path):
+def _config(path: str) -> dict[str, object]:
     try:
         found = json.loads(Path(path).read_text())
     except ValueError as error:
@@ -83,9 +91,9 @@ def _config(path):
     return found
 
 
-def _run(given):
+def _run(given: argparse.Namespace) -> int:
     machine = load_machine(given.machine)
-    memory = None if given.memory is None else given.memory * GIB
+    memory = None if given.memory is None else MeanBytes(given.memory * GIB)
     request = Request(
         _model(given), machine, given.gpus, given.batch, memory, fixed_fields(given.fix), given.microbatch
     )
@@ -97,8 +105,7 @@ def _run(given):
         plan = Plan.parse(given.explain)
         if plan.world_size != given.gpus:
             raise ValueError(f"Plan({plan}) is for {plan.world_size} ranks, --gpus says {given.gpus}")
-        recompute = "full" if plan.checkpoint else "none"
-        job = Job(request.model, machine, plan, given.batch, given.microbatches, recompute)
+        job = Job(request.model, machine, plan, given.batch, given.microbatches, recompute_of(plan))
         check_job(job)
         print(explain_job(job, memory))
         return 0
@@ -116,7 +123,7 @@ def _run(given):
     return 0
 
 
-def _pictures(given, request, best):
+def _pictures(given: argparse.Namespace, request: Request, best: Prediction) -> None:
     if given.trace:
         from pycomm.parallel.planning.trace import write_trace
 
@@ -129,7 +136,7 @@ def _pictures(given, request, best):
             print(f"picture: {path}", file=sys.stderr)
 
 
-def _print(request, found, seconds):
+def _print(request: Request, found: Sequence[Prediction], seconds: float) -> None:
     model, limit = request.model, request.limit
     print(
         f"{model.name}, {model.parameters / 1e9:.1f}e9 parameters, {request.rows} x {model.sequence} "
@@ -143,7 +150,7 @@ def _print(request, found, seconds):
         print(f"  {name}: {why}{plan}")
 
 
-def _as_json(each):
+def _as_json(each: Prediction) -> dict[str, object]:
     return {
         "plan": str(each.plan),
         "microbatches": each.job.microbatches,
@@ -155,16 +162,13 @@ def _as_json(each):
 
 
 @contextlib.contextmanager
-def _progress():
+def _progress() -> Iterator[Callable[[int, int], None] | None]:
     """A bar on a terminal, where rich is installed; else nothing."""
-    try:
-        from rich.progress import Progress
-    except ImportError:
-        Progress = None
-    if Progress is None or not sys.stderr.isatty():
+    if importlib.util.find_spec("rich") is None or not sys.stderr.isatty():
         yield None
         return
     from rich.console import Console
+    from rich.progress import Progress
 
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("searching")

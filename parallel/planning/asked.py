@@ -5,13 +5,23 @@ What a torch model or its optimizer refuse beside (BatchNorm, hooks, kinds of op
 par.parallelize only, see checks/before.py.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm.parallel.ground.plan import AXES, Plan, fields_of
 
-__all__ = ["check_job", "check_request", "fixed_fields", "whole"]
+if TYPE_CHECKING:
+    from pycomm.parallel.planning.job import Job
+    from pycomm.parallel.planning.model import Model
+    from pycomm.parallel.planning.space import Request
+
+__all__ = ["Fixed", "check_job", "check_request", "fixed_fields", "whole"]
+
+Fixed: TypeAlias = Mapping[str, Any]  # field of Plan -> its value, which a plan must have
 
 NO_RULES = (
     "the planner does not predict rules of a Plan: plan without, and give them to the plan that is chosen"
@@ -19,7 +29,7 @@ NO_RULES = (
 MOST = 10**9  # ranks, and rows: sizes far above them are typing errors
 
 
-def whole(name, value, most=None):
+def whole(name: str, value: object, most: int | None = None) -> int:
     """`value`, where it is a whole number from 1 to `most`. Raises ValueError."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1 or value > (most or value):
         upto = f"from 1 to {most:,}" if most else "1 or more"
@@ -27,8 +37,8 @@ def whole(name, value, most=None):
     return value
 
 
-def fixed_fields(given: Mapping[str, object] | str | None) -> dict[str, object]:
-    """{field of Plan: value} that a plan must have, of such a mapping or of the text of a Plan."""
+def fixed_fields(given: Fixed | str | None) -> Fixed:
+    """str: the text of a Plan."""
     if isinstance(given, str):
         plan = Plan.parse(given)
         return {name: getattr(plan, name) for name in fields_of(given)}
@@ -39,7 +49,7 @@ def fixed_fields(given: Mapping[str, object] | str | None) -> dict[str, object]:
     return dict(given or {})
 
 
-def check_request(request):
+def check_request(request: Request) -> None:
     """Raises ValueError for a Request that has no meaning; one that has no plan is the search's to refuse."""
     whole("ranks", request.world, MOST)
     whole("batch", request.rows, MOST)
@@ -61,7 +71,7 @@ def check_request(request):
         raise ValueError(f"{request.machine.name}: {gib:.1f} GiB are reserved, which leaves nothing")
 
 
-def check_memory(memory):
+def check_memory(memory: object) -> None:
     """Bytes, or None for the machine's."""
     if memory is None:
         return
@@ -69,7 +79,7 @@ def check_memory(memory):
         raise ValueError(f"memory={memory!r}: must be a number above 0")
 
 
-def unfit(model, axes):
+def unfit(model: Model, axes: Mapping[str, int]) -> str | None:
     """Why a model cannot be dealt over these axes ({axis: ranks}), or None."""
     tp, pp, ep = (axes.get(axis, 1) for axis in ("tp", "pp", "ep"))
     parts = axes.get("ring", 1) * axes.get("ulysses", 1)
@@ -81,12 +91,12 @@ def unfit(model, axes):
         return f"ring x ulysses={parts} for {model.sequence} positions, of which each rank needs one"
     if ep > 1 and model.experts is None:
         return f"ep={ep}, and the planner knows of no experts in this model"
-    if ep > 1 and ep > model.experts.count:
+    if model.experts is not None and 1 < ep > model.experts.count:
         return f"ep={ep} for {model.experts.count} experts; ep can be {model.experts.count} at most"
     return None
 
 
-def check_job(job):
+def check_job(job: Job) -> None:
     """Raises ValueError for a plan that par.step would refuse for these rows or this model."""
     whole("batch", job.rows, MOST)
     whole("microbatches", job.microbatches)

@@ -18,10 +18,13 @@ machine meanwhile shows in both.
 """
 
 import argparse
+import functools
 import os
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -29,8 +32,9 @@ import torch.distributed as dist
 from pycomm.groups import all_gather_flat, reduce_scatter_flat
 from pycomm.parallel.planning.asked import whole
 from pycomm.parallel.planning.compute import BACKWARD, Cut, block_time
-from pycomm.parallel.planning.machine import from_toml, tomllib
+from pycomm.parallel.planning.machine import Machine, from_toml, tomllib
 from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.quantities import ByteRate, FlopRate, Seconds
 from pycomm.testing import run_ranks
 
 __all__ = ["calibrate", "main", "measure"]
@@ -43,9 +47,31 @@ ATTENTION = 8, 8, 256, 32  # rows, heads, positions, width of a head
 ELEMENTS = 1024, 512  # tokens, width of the hidden state
 
 
-def main(arguments):
+class Where(TypedDict, total=False):
+    device: str
+    dtype: torch.dtype
+
+
+class Measured(NamedTuple):
+    """Of one rank, or the medians over the ranks. products: the rate by size; memory: of a sum of two
+    tensors, elements: of what is no product in a block; launch: of one kernel; small, large: an all_reduce of
+    a few bytes, and of LARGE ones; one_way: a collective of one direction; overlap: the share that is hidden.
+    """
+
+    products: dict[int, FlopRate]
+    memory: ByteRate
+    elements: ByteRate
+    attention: Seconds
+    launch: Seconds
+    small: Seconds = Seconds(1e-6)
+    large: Seconds = Seconds(2e-6)
+    one_way: Seconds = Seconds(1e-6)
+    overlap: float = 1.0
+
+
+def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pycomm.plan calibrate", description=__doc__.split("\n")[0]
+        prog="python -m pycomm.plan calibrate", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument(
         "--ranks", type=int, default=max(len(os.sched_getaffinity(0)), 2), help="of this node"
@@ -66,32 +92,33 @@ def main(arguments):
     return 0
 
 
-def calibrate(ranks):
+def calibrate(ranks: int) -> str:
     """The TOML text of this machine, for so many ranks on it."""
     found = run_ranks(ranks, measure, mode="processes", backend="pycomm", timeout=300.0)
-    products = {size: statistics.median(each["products"][size] for each in found) for size in SIZES}
-    numbers = {key: statistics.median(each[key] for each in found) for key in found[0] if key != "products"}
-    peak = max(products.values())
-    numbers |= {"peak": peak, "half": _fitted(products, peak), "attention_share": 1.0}
-    expected = _expected_attention(from_toml(tomllib.loads(_toml(numbers, ranks))))
-    numbers["attention_share"] = min(expected / numbers["attention"], 1.0)
-    return _toml(numbers, ranks)
+    medians = found[0]._replace(
+        **{name: statistics.median(getattr(each, name) for each in found) for name in Measured._fields[1:]},
+        products={size: statistics.median(each.products[size] for each in found) for size in SIZES},
+    )
+    expected = _expected_attention(from_toml(tomllib.loads(_toml(medians, ranks, 1.0))))
+    return _toml(medians, ranks, min(expected / medians.attention, 1.0))
 
 
-def _expected_attention(machine):
-    """Seconds of the attention that was measured, as its products say."""
+def _expected_attention(machine: Machine) -> Seconds:
+    """Of the attention that was measured, as its products say."""
     rows, heads, length, width = ATTENTION
     block = Model("", 1, heads * width, heads, heads, width, 1, length, (), 0, 0, 0, item=_item())
     time = block_time(machine, block, Cut(rows))
-    return time.forward + time.input
+    return Seconds(time.forward + time.input)
 
 
-def _toml(numbers, ranks):
-    latency = numbers["small"] / 2
-    seconds = max(numbers["large"] - numbers["small"], 1e-9)
+def _toml(measured: Measured, ranks: int, attention: float) -> str:
+    """attention: the share of its products' rate that it reaches."""
+    latency = measured.small / 2
+    seconds = max(measured.large - measured.small, 1e-9)
+    peak = max(measured.products.values())
     bandwidth = 2 * (ranks - 1) / ranks * LARGE / seconds if ranks > 1 else 1e12
     one_way = ranks > 1 and min(
-        (ranks - 1) / ranks * LARGE / bandwidth / max(numbers["one_way"] - latency, 1e-9), 1.0
+        (ranks - 1) / ranks * LARGE / bandwidth / max(measured.one_way - latency, 1e-9), 1.0
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / ranks
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
@@ -100,19 +127,19 @@ def _toml(numbers, ranks):
     return f"""name = "{device}, {ranks} ranks"  # measured by python -m pycomm.plan calibrate
 
 [device]
-peak_tflops = {numbers["peak"] / 1e12:.4g}  # best of products of {SIZES[0]} to {SIZES[-1]}
+peak_tflops = {peak / 1e12:.4g}  # best of products of {SIZES[0]} to {SIZES[-1]}
 memory_gib = {memory / 2**30:.4g}
 reserved_gib = 0
-memory_gb_s = {numbers["memory"] / 1e9:.4g}  # a + b of {LARGE} bytes each
-host_gb_s = {numbers["memory"] / 1e9:.4g}
+memory_gb_s = {measured.memory / 1e9:.4g}  # a + b of {LARGE} bytes each
+host_gb_s = {measured.memory / 1e9:.4g}
 
 [reached]
 product = 1
-product_half = {numbers["half"]:.4g}
-memory = {min(numbers["elements"] / numbers["memory"], 1.0):.3g}
-attention = {numbers["attention_share"]:.3g}
-launch_us = {numbers["launch"] * 1e6:.4g}
-overlap = {numbers["overlap"]:.2g}
+product_half = {_fitted(measured.products, peak):.4g}
+memory = {min(measured.elements / measured.memory, 1.0):.3g}
+attention = {attention:.3g}
+launch_us = {measured.launch * 1e6:.4g}
+overlap = {measured.overlap:.2g}
 
 [[link]]
 name = "pycomm, one node"
@@ -123,99 +150,101 @@ one_way = {one_way or 1:.3g}
 """
 
 
-def _fitted(products, peak):
+def _fitted(products: Mapping[int, FlopRate], peak: FlopRate) -> float:
     """The half size with the least squares of relative error."""
 
-    def error(half):
+    def error(half: float) -> float:
         return sum((peak / (1 + 3 * half / n) / rate - 1) ** 2 for n, rate in products.items())
 
     return min((2 ** (i / 4) for i in range(40)), key=error)
 
 
-def measure(rank):
-    """Rates and seconds of this rank, while the others measure the same."""
+def measure(rank: int) -> Measured:
+    """Of this rank, while the others measure the same."""
     torch.set_num_threads(1)
-    where = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
-    products = {}
+    where: Where = {"device": "cuda", "dtype": torch.bfloat16} if torch.cuda.is_available() else {}
+    products: dict[int, FlopRate] = {}
     for size in SIZES:
         a, b = torch.randn(size, size, **where), torch.randn(size, size, **where)
-        products[size] = 2 * size**3 / _seconds(lambda a=a, b=b: a @ b)
+        products[size] = FlopRate(2 * size**3 / _seconds(functools.partial(torch.matmul, a, b)))
     x, y = (torch.ones(LARGE // 4, device=a.device) for _ in range(2))
     z, one = torch.empty_like(x), torch.ones(1, device=x.device)
-    found = {
-        "products": products,
-        "memory": 3 * LARGE / _seconds(lambda: torch.add(x, y, out=z)),
-        "elements": _elements(where),
-        "attention": _attention(where),
-        "launch": _seconds(lambda: one.add_(1)),
-        "small": 1e-6,
-        "large": 2e-6,
-        "one_way": 1e-6,
-        "overlap": 1.0,
-    }
+    found = Measured(
+        products,
+        memory=ByteRate(3 * LARGE / _seconds(lambda: torch.add(x, y, out=z))),
+        elements=_elements(where),
+        attention=_attention(where),
+        launch=_seconds(lambda: one.add_(1)),
+    )
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found["small"] = _seconds(lambda: dist.all_reduce(one))
-        found["large"] = _seconds(lambda: dist.all_reduce(z))
-        found["one_way"] = _one_way(z)
-        found["overlap"] = _overlap(z, a, b)  # the largest matrices
+        return found._replace(
+            small=_seconds(lambda: dist.all_reduce(one)),
+            large=_seconds(lambda: dist.all_reduce(z)),
+            one_way=_one_way(z),
+            overlap=_overlap(z, a, b),  # the largest matrices
+        )
     return found
 
 
-def _one_way(z):
-    """Seconds of an all_gather, a reduce_scatter and an all_to_all of the buffer z: their mean."""
+def _one_way(z: torch.Tensor) -> Seconds:
+    """An all_gather, a reduce_scatter and an all_to_all of the buffer z: their mean."""
     n = dist.get_world_size()
     whole = z[: z.numel() // n * n]
     part, other = whole[: whole.numel() // n].clone(), torch.empty_like(whole)
-    return statistics.mean(
-        [
-            _seconds(lambda: all_gather_flat(other, part)),
-            _seconds(lambda: reduce_scatter_flat(part, whole)),
-            _seconds(lambda: dist.all_to_all_single(other, whole)),
-        ]
+    times = (
+        _seconds(lambda: all_gather_flat(other, part)),
+        _seconds(lambda: reduce_scatter_flat(part, whole)),
+        _seconds(lambda: dist.all_to_all_single(other, whole)),
     )
+    return Seconds(statistics.mean(times))
 
 
-def _elements(where):
-    """Bytes/s of what is no product in a block: forward, and backward, which counts BACKWARD times."""
+def _elements(where: Where) -> ByteRate:
+    """Of what is no product in a block: forward, and backward, which counts BACKWARD times."""
     tokens, hidden = ELEMENTS
     x = torch.randn(tokens, hidden, requires_grad=True, **where)
     inner = torch.randn(tokens, 4 * hidden, requires_grad=True, **where)
     norm = torch.nn.LayerNorm(hidden, **where)
 
-    def run():
+    def run() -> None:
         torch.autograd.backward([x + norm(x), torch.nn.functional.gelu(inner)], [x.detach(), inner.detach()])
         x.grad = inner.grad = None
 
     # As traced.py: of the hidden state 8 per block, which has two norms and sums; twice what enters and
     # leaves a gelu.
     counted = _item() * tokens * (4 * hidden + 2 * 8 * hidden)
-    return (1 + BACKWARD) * counted / _seconds(run)
+    return ByteRate((1 + BACKWARD) * counted / _seconds(run))
 
 
-def _attention(where):
-    """Seconds of a fused causal attention, forward and backward."""
+def _attention(where: Where) -> Seconds:
+    """A fused causal attention, forward and backward."""
     rows, heads, length, width = ATTENTION
     q, k, v = (torch.randn(rows, heads, length, width, requires_grad=True, **where) for _ in range(3))
 
-    def run():
+    def run() -> None:
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         out.backward(out.detach())
 
     return _seconds(run)
 
 
-def _item():
+def _item() -> int:
     return 2 if torch.cuda.is_available() else 4
 
 
-def _overlap(z, a, b):
+def _overlap(z: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     """What of an all_reduce is hidden by products of about its time: the median of turns, in each of which
     the two run one after the other and beside each other.
     """
 
-    def compute():
+    def compute() -> None:
         for _ in range(int(count)):
             a @ b
+
+    def both() -> None:
+        moved = dist.all_reduce(z, async_op=True)
+        compute()
+        moved.wait()
 
     count = torch.tensor([max(1, round(_seconds(lambda: dist.all_reduce(z)) / _seconds(lambda: a @ b)))])
     dist.broadcast(count, 0)
@@ -223,21 +252,20 @@ def _overlap(z, a, b):
     for _ in range(3 * TURNS):
         moving = _once(lambda: dist.all_reduce(z))
         computing = _once(compute)
-        both = _once(lambda: (dist.all_reduce(z, async_op=True), compute())[0].wait())
-        turns.append((moving + computing - both) / min(moving, computing))
+        turns.append((moving + computing - _once(both)) / min(moving, computing))
     return min(max(statistics.median(turns), 0.0), 1.0)
 
 
-def _once(call):
+def _once(call: Callable[[], object]) -> Seconds:
     dist.barrier()
     start = time.perf_counter()
     call()
     _wait()
-    return time.perf_counter() - start
+    return Seconds(time.perf_counter() - start)
 
 
-def _seconds(call, least=0.02):
-    """Seconds of a call, median of TURNS of about `least` seconds; as many calls on every rank."""
+def _seconds(call: Callable[[], object], least: float = 0.02) -> Seconds:
+    """Median of TURNS of about `least` seconds; as many calls on every rank."""
     call()
     start = time.perf_counter()
     call()
@@ -252,9 +280,9 @@ def _seconds(call, least=0.02):
             call()
         _wait()
         turns.append((time.perf_counter() - start) / int(count))
-    return statistics.median(turns)
+    return Seconds(statistics.median(turns))
 
 
-def _wait():
+def _wait() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()

@@ -19,12 +19,12 @@ Sources: Thakur et al. 2005; Patarasuk and Yuan 2009; NCCL's own tuning model ha
 
 import functools
 import math
-
-__all__ = ["Span", "all_gather", "all_reduce", "all_to_all", "message", "span"]
-
 from typing import NamedTuple
 
-from pycomm.parallel.planning.machine import Link
+from pycomm.parallel.planning.machine import Link, Machine
+from pycomm.parallel.planning.quantities import ByteRate, MeanBytes, Seconds
+
+__all__ = ["Span", "all_gather", "all_reduce", "all_to_all", "message", "span"]
 
 
 class Span(NamedTuple):
@@ -36,12 +36,12 @@ class Span(NamedTuple):
     outer: Link | None
 
     @property
-    def nodes(self):
+    def nodes(self) -> int:
         return self.ranks // self.inside
 
 
 @functools.lru_cache(maxsize=65536)
-def span(machine, ranks, stride):
+def span(machine: Machine, ranks: int, stride: int) -> Span:
     """The Span of an axis: its neighbours are `stride` ranks apart (the product of the axes inside of it)."""
     node = machine.node
     if len(machine.links) == 1 or node % (ranks * stride) == 0:
@@ -51,11 +51,11 @@ def span(machine, ranks, stride):
     return Span(ranks, inside, machine.links[0], machine.links[1])
 
 
-def all_reduce(where, nbytes):
-    """Seconds. nbytes: of the whole buffer."""
+def all_reduce(where: Span, nbytes: MeanBytes) -> Seconds:
+    """nbytes: of the whole buffer."""
     n = where.ranks
     if n == 1 or not nbytes:
-        return 0.0
+        return Seconds(0.0)
     if where.outer is None:
         return _all_reduce_flat(where.inner, n, nbytes, in_node=True)
     k, nodes = where.inside, where.nodes
@@ -65,34 +65,34 @@ def all_reduce(where, nbytes):
     ring += max(
         2 * (n - 1) / n * nbytes / where.inner.bandwidth, 2 * (n - 1) / n * nbytes / k / where.outer.bandwidth
     )
-    levels = 2 * _half(where.inner, k, nbytes, True) + _all_reduce_flat(where.outer, nodes, nbytes / k, False)
-    return min(ring, levels)
+    across = _all_reduce_flat(where.outer, nodes, MeanBytes(nbytes / k), False)
+    return Seconds(min(ring, 2 * _half(where.inner, k, nbytes, True) + across))
 
 
-def _all_reduce_flat(link, n, nbytes, in_node):
+def _all_reduce_flat(link: Link, n: int, nbytes: MeanBytes, in_node: bool) -> Seconds:
     ring = 2 * (n - 1) * link.latency + 2 * (n - 1) / n * nbytes / link.bandwidth
     tree = 2 * math.ceil(math.log2(n)) * link.latency + 2 * nbytes / link.bandwidth
     best = min(ring, tree)
     if in_node:
         best = min(best, 2 * link.latency + 2 * (n - 1) / n * nbytes / link.bandwidth)
-    return best
+    return Seconds(best)
 
 
-def _half(link, n, nbytes, in_node):
+def _half(link: Link, n: int, nbytes: MeanBytes, in_node: bool) -> Seconds:
     steps = 1 if in_node else n - 1
-    return steps * link.latency + (n - 1) / n * nbytes / _one_way(link)
+    return Seconds(steps * link.latency + (n - 1) / n * nbytes / _one_way(link))
 
 
-def _one_way(link):
-    """Bytes/s of a collective of one direction."""
-    return link.bandwidth * link.one_way
+def _one_way(link: Link) -> ByteRate:
+    """Of a collective of one direction."""
+    return ByteRate(link.bandwidth * link.one_way)
 
 
-def all_gather(where, nbytes):
-    """Seconds, of a reduce_scatter as well. nbytes: of the whole buffer."""
+def all_gather(where: Span, nbytes: MeanBytes) -> Seconds:
+    """Of a reduce_scatter as well. nbytes: of the whole buffer."""
     n = where.ranks
     if n == 1 or not nbytes:
-        return 0.0
+        return Seconds(0.0)
     if where.outer is None:
         return _half(where.inner, n, nbytes, True)
     k, nodes = where.inside, where.nodes
@@ -102,26 +102,26 @@ def all_gather(where, nbytes):
     ring += max(
         (n - 1) / n * nbytes / _one_way(where.inner), (n - 1) / n * nbytes / k / _one_way(where.outer)
     )
-    levels = _half(where.inner, k, nbytes, True) + _half(where.outer, nodes, nbytes / k, False)
-    return min(ring, levels)
+    across = _half(where.outer, nodes, MeanBytes(nbytes / k), False)
+    return Seconds(min(ring, _half(where.inner, k, nbytes, True) + across))
 
 
-def all_to_all(where, nbytes):
-    """Seconds. nbytes: of one rank's buffer, of which each rank gets an equal part."""
+def all_to_all(where: Span, nbytes: MeanBytes) -> Seconds:
+    """nbytes: of one rank's buffer, of which each rank gets an equal part."""
     n, k = where.ranks, where.inside
     if n == 1 or not nbytes:
-        return 0.0
+        return Seconds(0.0)
     inside = (k - 1) / n * nbytes / _one_way(where.inner) + where.inner.latency
     if where.outer is None:
-        return inside
-    return max(inside, (n - k) / n * nbytes / _one_way(where.outer) + where.outer.latency)
+        return Seconds(inside)
+    return Seconds(max(inside, (n - k) / n * nbytes / _one_way(where.outer) + where.outer.latency))
 
 
-def message(where, nbytes):
-    """Seconds of one message from a rank to the next of the group."""
+def message(where: Span, nbytes: MeanBytes) -> Seconds:
+    """Of one message from a rank to the next of the group."""
     if where.ranks == 1:
-        return 0.0
+        return Seconds(0.0)
     link = where.outer if where.outer is not None and where.inside == 1 else where.inner
     if where.outer is not None:  # the slowest boundary decides
         link = where.outer
-    return link.latency + nbytes / link.bandwidth
+    return Seconds(link.latency + nbytes / link.bandwidth)

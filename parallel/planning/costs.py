@@ -26,12 +26,13 @@ from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_request
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.memory import owned_parameters
-from pycomm.parallel.planning.search import predict
+from pycomm.parallel.planning.quantities import MeanBytes
+from pycomm.parallel.planning.search import Request, predict
 
 __all__ = ["sent", "strategies", "table"]
 
 
-def sent(job):
+def sent(job: Job) -> dict[str, tuple[float, MeanBytes]]:
     """{axis: (calls, bytes)} of a rank in the middle of the pipeline; see the table."""
     model, plan, m = job.model, job.plan, job.microbatches
     tokens = job.microbatch_rows * model.sequence / job.parts
@@ -39,50 +40,52 @@ def sent(job):
     hidden = tokens * model.hidden * model.item
     queries = tokens * model.heads * model.head_dim * model.item / plan.tp
     keys = tokens * model.kv_heads * model.head_dim * model.item / plan.tp
-    found = {}
+    found: dict[str, tuple[float, MeanBytes]] = {}
+    calls: float
     if plan.tp > 1:
         calls = 8 if plan.megatron_sp else 4
-        found["tp"] = calls * blocks * again, 8 * _share(plan.tp) * blocks * hidden * again
+        found["tp"] = calls * blocks * again, MeanBytes(8 * _share(plan.tp) * blocks * hidden * again)
     if plan.ulysses > 1:
         nbytes = 2 * _share(plan.ulysses) * blocks * (2 * queries + 2 * keys)
-        found["ulysses"] = 4 * blocks * again, nbytes * again
+        found["ulysses"] = 4 * blocks * again, MeanBytes(nbytes * again)
     if plan.ring > 1:
         calls = (2 + again * 2 - 1) * (plan.ring - 1) * blocks
-        found["ring"] = calls, calls * 2 * keys / plan.ulysses
+        found["ring"] = calls, MeanBytes(calls * 2 * keys / plan.ulysses)
     if plan.ep > 1 and model.experts:
         rows = 4 * blocks * model.experts.top_k * hidden / (plan.tp if plan.megatron_sp else 1)
         forwards = 2 * again - 1  # 1, or 2 with recomputation
         counts = 8 * model.experts.count * blocks * forwards
-        found["ep"] = (3 * forwards + 2) * blocks, _share(plan.ep) * (rows * again + counts)
+        nbytes = _share(plan.ep) * (rows * again + counts)
+        found["ep"] = (3 * forwards + 2) * blocks, MeanBytes(nbytes)
     if plan.pp > 1:
         calls = 2 * m * plan.chunks_per_rank
-        found["pp"] = calls, calls * hidden / (plan.tp if plan.megatron_sp else 1)
+        found["pp"] = calls, MeanBytes(calls * hidden / (plan.tp if plan.megatron_sp else 1))
     data = plan.dp * plan.ep * job.parts
     if data > 1:
         found["data"] = _data(job, data)
     return found
 
 
-def _share(n):
+def _share(n: int) -> float:
     return (n - 1) / n
 
 
-def _data(job, data):
+def _data(job: Job, data: int) -> tuple[float, MeanBytes]:
     plan, m = job.plan, job.microbatches
     dense, experts = owned_parameters(job, plan.pp // 2)
     count = _share(data) * dense + _share(data // plan.ep) * experts  # a rank of ep has its experts alone
     values, gradients = count * job.model.item, count * job.software.summed
     if plan.zero == 0:
-        return 1, 2 * gradients
+        return 1, MeanBytes(2 * gradients)
     if plan.zero == 1:
-        return 2, gradients + values
+        return 2, MeanBytes(gradients + values)
     if plan.zero == 2:
-        return m + 1, m * gradients + values
-    return 3 * m * job.model.layers / plan.pp, m * (gradients + 2 * values)
+        return m + 1, MeanBytes(m * gradients + values)
+    return 3 * m * job.model.layers / plan.pp, MeanBytes(m * (gradients + 2 * values))
 
 
-def strategies(n, long=False, experts=False):
-    """[(name, Plan, rows of a microbatch over all ranks)] of each strategy alone on n ranks."""
+def strategies(n: int, long: bool = False, experts: bool = False) -> list[tuple[str, Plan]]:
+    """Each strategy alone on n ranks, with its name."""
     found = [(f"dp, zero {zero}" if zero else "dp", Plan(dp=n, zero=zero)) for zero in range(4)]
     found += [("tp", Plan(tp=n)), ("tp, sequence parallel", Plan(tp=n, megatron_sp=True))]
     for name in ("gpipe", "1f1b", "zb-h1", "zbv"):
@@ -93,7 +96,7 @@ def strategies(n, long=False, experts=False):
     return found
 
 
-def table(request, n=None):
+def table(request: Request, n: int | None = None) -> list[str]:
     """Markdown lines: every strategy alone on n ranks (a node), for batches of the request's rows."""
     check_request(request)
     n = n or int(min(request.machine.node, request.world))

@@ -23,10 +23,12 @@ process group may be there yet; the default group of a process is the one that i
 forked child.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -38,26 +40,42 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.answers import Answers
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline import handover
+from pycomm.quantities import Bytes
 from pycomm.testing import run_ranks
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Batch
 
 __all__ = ["RankRun", "dry_run"]
 
+MakeOptimizer: TypeAlias = Callable[[Iterable[torch.nn.Parameter]], torch.optim.Optimizer]
+
 
 class RankRun(NamedTuple):
-    """calls: comm.Call of each collective and message of the second step, in order (the first step also
+    """calls: the collectives and messages of the second step, in order (the first step also
     agrees on what is sent). peak: largest number of bytes alive in that step, of the model, the optimizer
     and all tensors; None where it was not asked for.
     """
 
     rank: int
-    calls: tuple
-    peak: int | None
+    calls: tuple[comm.Call, ...]
+    peak: Bytes | None
 
 
-def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, **options):
-    """[RankRun] of these ranks, all if None.
+def dry_run(
+    model: torch.nn.Module,
+    opt: MakeOptimizer,
+    batch: Batch,
+    plan: Plan | str,
+    *,
+    ranks: Iterable[int] | None = None,
+    memory: bool = False,
+    limit: float = 300.0,
+    **options: Any,
+) -> list[RankRun]:
+    """Of these ranks, all if None.
 
-    opt: a function (parameters -> optimizer). plan: Plan or its text. batch, options: as par.step takes them
+    plan: str is its text. batch, options: as par.step takes them
     (loss_fn, microbatches, clip). limit: seconds for all of it. Raises what parallelize and step raise for
     the plan.
     """
@@ -69,7 +87,7 @@ def dry_run(model, opt, batch, plan, *, ranks=None, memory=False, limit=300.0, *
     ranks = range(plan.world_size) if ranks is None else ranks
     given = _Given(model, opt, batch, plan, memory, options)
     # What was freed of another rank's would count, so memory takes a process for each.
-    groups = [(rank,) for rank in ranks] if memory else [tuple(ranks)]
+    groups: list[tuple[int, ...]] = [(rank,) for rank in ranks] if memory else [tuple(ranks)]
     found = (run_ranks(1, _child, given, some, mode="processes", timeout=limit)[0] for some in groups)
     return [run for runs in found for run in runs]
 
@@ -78,15 +96,15 @@ class _Given(NamedTuple):
     """Arguments of dry_run."""
 
     model: torch.nn.Module
-    opt: Callable
-    batch: Any
+    opt: MakeOptimizer
+    batch: Batch
     plan: Plan
     memory: bool
-    options: dict
+    options: dict[str, Any]
 
 
-def _child(_, given, ranks):
-    found = []
+def _child(_: object, given: _Given, ranks: Sequence[int]) -> list[RankRun]:
+    found: list[RankRun] = []
     with _made_up_peers():
         for rank in ranks:
             with _default_group(rank, given.plan.world_size):
@@ -94,21 +112,36 @@ def _child(_, given, ranks):
     return found
 
 
-def _one(rank, given):
-    recorded = contextlib.nullcontext()
-    if given.memory:
-        recorded = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
-    with recorded as events:
+def _one(rank: int, given: _Given) -> RankRun:
+    recorder = profile(activities=[ProfilerActivity.CPU], profile_memory=True) if given.memory else None
+    with recorder or contextlib.nullcontext():
         model = copy.deepcopy(given.model)
         model, optimizer = parallelize(model, given.opt(model.parameters()), given.plan)
         step(model, optimizer, given.batch, **given.options)
         with comm.count_traffic() as traffic, record_function("second step"):
             step(model, optimizer, given.batch, **given.options)
-    peak = peak_of(events.profiler.kineto_results.events()) if given.memory else None
-    return RankRun(rank, tuple(traffic.log), peak)
+    return RankRun(rank, tuple(traffic.log), None if recorder is None else peak_of(events_of(recorder)))
 
 
-def peak_of(events):
+class _Event(Protocol):
+    """Of torch's profiler."""
+
+    def name(self) -> str: ...
+
+    def start_ns(self) -> int: ...
+
+    def duration_ns(self) -> int: ...
+
+    def nbytes(self) -> int: ...
+
+
+def events_of(recorder: profile) -> Sequence[_Event]:
+    assert recorder.profiler is not None and recorder.profiler.kineto_results is not None  # it has run
+    # torch's own type of an event leaves nbytes out
+    return cast("Sequence[_Event]", recorder.profiler.kineto_results.events())
+
+
+def peak_of(events: Sequence[_Event]) -> Bytes:
     """The largest number of bytes alive inside of "second step", of what was made while torch's profiler
     recorded these events.
     """
@@ -120,11 +153,11 @@ def peak_of(events):
         alive += event.nbytes()
         if start <= event.start_ns() <= stop:
             peak = max(peak, alive)
-    return peak
+    return Bytes(peak)
 
 
 @contextlib.contextmanager
-def _default_group(rank, world_size):
+def _default_group(rank: int, world_size: int) -> Iterator[None]:
     if world_size == 1:
         yield
         return
@@ -140,26 +173,50 @@ def _default_group(rank, world_size):
 class _Peers:
     """In the place of torch.distributed in ground/comm.py: answers as the table at the top says."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
 
     @staticmethod
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
+    def all_reduce(
+        tensor: torch.Tensor,
+        op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+        *,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> comm.Done | None:
         if op == dist.ReduceOp.SUM:
             tensor.mul_(group.size())
         return comm.Done() if async_op else None
 
     @staticmethod
-    def broadcast(tensor, group_src=None, group=None, async_op=False):
+    def broadcast(
+        tensor: torch.Tensor,
+        group_src: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        async_op: bool = False,
+    ) -> comm.Done | None:
         return comm.Done() if async_op else None
 
     @staticmethod
-    def gather(tensor, parts, group_dst=None, group=None):
+    def gather(
+        tensor: torch.Tensor,
+        parts: Sequence[torch.Tensor] | None,
+        group_dst: int | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
         for part in parts or ():
             part.copy_(tensor)
 
     @staticmethod
-    def all_to_all_single(output, tensor, output_sizes, input_sizes, group=None, async_op=False):
+    def all_to_all_single(
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_sizes: list[int],
+        input_sizes: list[int],
+        *,
+        group: dist.ProcessGroup,
+        async_op: bool = False,
+    ) -> comm.Done | None:
         output.zero_()
         mine = tensor.split(input_sizes)[group.rank()]
         if not tensor.is_floating_point() and len(set(output_sizes)) == 1:
@@ -167,28 +224,48 @@ class _Peers:
         return comm.Done() if async_op else None
 
     @staticmethod
-    def isend(tensor, group_dst=None, group=None, tag=0):
+    def isend(
+        tensor: torch.Tensor,
+        group_dst: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tag: int = 0,
+    ) -> comm.Done:
         return comm.Done()
 
     @staticmethod
-    def irecv(tensor, group_src=None, group=None, tag=0):
+    def irecv(
+        tensor: torch.Tensor,
+        group_src: int | None = None,
+        group: dist.ProcessGroup | None = None,
+        tag: int = 0,
+    ) -> comm.Done:
         tensor.zero_()
         return comm.Done()
 
 
-def _gathered(output, tensor, group=None, async_op=False):
+def _gathered(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> comm.Done | None:
     own = tensor.clone()
     output.view(group.size(), -1).copy_(own.view(1, -1).expand(group.size(), -1))
     return comm.Done() if async_op else None
 
 
-def _scattered(output, tensor, group=None, async_op=False):
+def _scattered(
+    output: torch.Tensor, tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> comm.Done | None:
     own = tensor.reshape(group.size(), -1)[group.rank()] * group.size()
     output.view(-1).copy_(own)
     return comm.Done() if async_op else None
 
 
-def _tell(self, inputs, find, group, device):
+def _tell(
+    self: handover.Agreement,
+    inputs: Mapping[object, object],
+    find: Callable[[int, Any], Iterable[int]],
+    group: comm.Group,
+    device: torch.device,
+) -> None:
     """Agreement.tell without the other stages: what they would find is found here."""
     for key, given in inputs.items():
         for stage in range(1, len(self.placement)):
@@ -198,17 +275,25 @@ def _tell(self, inputs, find, group, device):
             self.known[stage, key] = tuple(find(stage, given))
 
 
+class _Change(NamedTuple):
+    """For a while `where` has `value` under this name."""
+
+    where: object
+    name: str
+    value: object
+
+
 @contextlib.contextmanager
-def _made_up_peers():
+def _made_up_peers() -> Iterator[None]:
     """For the time of a block; in a child process, so that nothing else sees it."""
-    changes = [
-        (comm, "dist", _Peers()),
-        (comm, "all_gather_flat", _gathered),
-        (comm, "reduce_scatter_flat", _scattered),
-        (handover.Agreement, "tell", _tell),
-        (Answers, "asks", False),  # what made up peers send has no values that could be compared
+    changes: list[_Change] = [
+        _Change(comm, "dist", _Peers()),
+        _Change(comm, "all_gather_flat", _gathered),
+        _Change(comm, "reduce_scatter_flat", _scattered),
+        _Change(handover.Agreement, "tell", _tell),
+        _Change(Answers, "asks", False),  # what made up peers send has no values that could be compared
     ]
-    plain = [(where, name, getattr(where, name)) for where, name, _ in changes]
+    plain = [_Change(where, name, getattr(where, name)) for where, name, _ in changes]
     for where, name, value in changes:
         setattr(where, name, value)
     try:

@@ -10,8 +10,12 @@ not have, so the tokens are dealt evenly.
 What a step really does is more on the ranks whose experts are chosen often.
 """
 
+from __future__ import annotations
+
 import inspect
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -22,20 +26,23 @@ from pycomm.parallel.ground.comm import even_sizes
 __all__ = ["Mixture", "deal_evenly", "mixtures_of"]
 
 
+Enter: TypeAlias = Callable[[str], AbstractContextManager[None]]
+
+
 class Mixture(NamedTuple):
     """fqn: of the module; inside: prefix of what its experts are. stacked: they are in a few parameters."""
 
     fqn: str
     inside: str
     stacked: bool
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
     parameters: int  # of one expert
     top_k: int | None  # of stacked ones what they are called with says it
 
 
-def mixtures_of(model):
-    """[Mixture] of the model, in its order. Raises ValueError for a MoE whose experts lie on ranks."""
-    found = []
+def mixtures_of(model: torch.nn.Module) -> list[Mixture]:
+    """Those of the model, in its order. Raises ValueError for a MoE whose experts lie on ranks."""
+    found: list[Mixture] = []
     for fqn, module in model.named_modules():
         if isinstance(module, MoE):
             if module.is_sharded:
@@ -53,32 +60,32 @@ def mixtures_of(model):
     return found
 
 
-def deal_evenly(shadow, mixtures, enter):
+def deal_evenly(shadow: torch.nn.Module, mixtures: Sequence[Mixture], enter: Enter) -> dict[str, EvenExperts]:
     """Changes the mixtures of a copy of the model. enter(name): a context in which products are those of the
-    module `name`. Returns {fqn of stacked ones: their forward, which knows top_k once it ran}.
+    module `name`. Returns the forwards of stacked ones by their fqn.
     """
-    dealt = {}
+    dealt: dict[str, EvenExperts] = {}
     for mixture in mixtures:
         module = shadow.get_submodule(mixture.fqn)
         if mixture.stacked:
-            module.forward = dealt[mixture.fqn] = _Even(module, mixture.fqn, enter)
-        else:
+            module.forward = dealt[mixture.fqn] = EvenExperts(module, mixture.fqn, enter)
+        elif isinstance(module, MoE):
             module.read_counts = _even_counts
     return dealt
 
 
-def _even_counts(counts, assignments):
+def _even_counts(counts: torch.Tensor, assignments: int) -> list[int]:
     """Of a rank alone: what its tokens choose, and what arrives, which are the same."""
     return 2 * even_sizes(assignments, len(counts) // 2)
 
 
-class _Even:
-    """The forward of stacked experts, on rows of which each expert has as many."""
+class EvenExperts:
+    """The forward of stacked experts, on rows of which each has as many. It knows top_k once it ran."""
 
-    def __init__(self, module, fqn, enter):
+    def __init__(self, module: torch.nn.Module, fqn: str, enter: Enter) -> None:
         self.module, self.fqn, self.enter, self.top_k = module, fqn, enter, 1
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: object, **kwargs: object) -> torch.Tensor:
         given = inspect.signature(type(self.module).forward).bind(self.module, *args, **kwargs).args[1:]
         shapes = [tuple(value.shape) for value in given if isinstance(value, torch.Tensor)]
         if len(given) != 3 or [len(shape) for shape in shapes] != [2, 2, 2] or shapes[1] != shapes[2]:
@@ -95,19 +102,20 @@ class _Even:
         rows = self._linear(rows, DOWN) * weights.reshape(-1, 1)
         return rows.view(-1, self.top_k, x.shape[-1]).sum(1).to(x.dtype)
 
-    def _linear(self, rows, name):
-        own = self.module._parameters
-        weight, bias = own[name][0], own.get(f"{name}_bias")
+    def _linear(self, rows: torch.Tensor, name: str) -> torch.Tensor:
+        weight = self.module.get_parameter(name)[0]
+        bias = self.module._parameters.get(f"{name}_bias")
         weight = weight if getattr(self.module, "is_transposed", False) else weight.t()
         with self.enter(f"{self.fqn}.{name}"):
             rows = rows @ weight.to(rows.dtype)
         return rows if bias is None else rows + bias[0]
 
-    def _act(self, rows, up):
+    def _act(self, rows: torch.Tensor, up: str) -> torch.Tensor:
         act = getattr(self.module, "act_fn", torch.nn.functional.silu)
         if up != UP[0]:
             return act(rows)
-        if hasattr(self.module, "_apply_gate"):
-            return self.module._apply_gate(rows)
+        own_gate = getattr(self.module, "_apply_gate", None)
+        if own_gate is not None:
+            return own_gate(rows)
         gate, straight = rows.chunk(2, -1)
         return act(gate) * straight

@@ -13,52 +13,63 @@ tests/planning/test_events.py compares with schedules that are played whole.
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
-from pycomm.parallel.pipeline.schedules import make_schedule, peak_activations, play
+from pycomm.parallel.pipeline.schedules import Schedule, make_schedule, peak_activations, play
+from pycomm.parallel.planning.quantities import Seconds
 
 __all__ = ["Pipeline", "StageTime", "in_flight", "run_pipeline"]
 
 LIMIT = 6  # microbatches per rank of the pipeline that are played
+AT_ONCE = Seconds(0.0)
+Spans: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]  # of each rank: (start, end) of its actions
 
 
 class StageTime(NamedTuple):
-    """Seconds of one pass of a virtual stage: forward, gradient of the input, of the weights."""
+    """Of one microbatch: forward, gradient of the input, of the weights."""
 
-    forward: float
-    input: float
-    weight: float
+    forward: Seconds
+    input: Seconds
+    weight: Seconds
 
     @property
-    def total(self):
-        return sum(self)
+    def total(self) -> Seconds:
+        return Seconds(sum(self))
 
 
 class Pipeline(NamedTuple):
-    """ends[rank]: when its last pass ends. busy[rank]: seconds in which it computes. spans: (start, end) of
+    """ends[rank]: when its last pass ends. busy[rank]: time in which it computes. spans: of
     every action of `schedule` by rank; of the shorter schedule that was played where `extended` is above 0,
-    the seconds that were added.
+    the time that was added.
     """
 
-    ends: tuple[float, ...]
-    busy: tuple[float, ...]
-    schedule: object
-    spans: tuple
-    extended: float
+    ends: tuple[Seconds, ...]
+    busy: tuple[Seconds, ...]
+    schedule: Schedule
+    spans: Spans
+    extended: Seconds
 
     @property
-    def makespan(self):
+    def makespan(self) -> Seconds:
         return max(self.ends)
 
     @property
-    def bubble(self):
+    def bubble(self) -> float:
         """Share of the passes' time in which the busiest rank is idle."""
         return 1 - max(self.busy) / self.makespan
 
 
-def run_pipeline(name, pp, microbatches, chunks, times, message=0.0):
-    """times: StageTime of every virtual stage, in order of the model. message: seconds between two ranks."""
-    times = tuple(times)
+def run_pipeline(
+    name: str,
+    pp: int,
+    microbatches: int,
+    chunks: int,
+    stages: Iterable[StageTime],
+    message: Seconds = AT_ONCE,
+) -> Pipeline:
+    """stages: the time of every virtual stage, in order of the model. message: between two ranks."""
+    times = tuple(stages)
     low, high = _played(pp, microbatches)
     if high == microbatches:
         schedule, spans = _play(name, pp, microbatches, chunks, times, message)
@@ -73,10 +84,16 @@ def run_pipeline(name, pp, microbatches, chunks, times, message=0.0):
     busy = [
         microbatches * sum(times[stage].total for stage in schedule.stages_of(rank)) for rank in range(pp)
     ]
-    return Pipeline(tuple(ends), tuple(busy), schedule, tuple(map(tuple, spans)), added)
+    return Pipeline(
+        tuple(map(Seconds, ends)),
+        tuple(map(Seconds, busy)),
+        schedule,
+        tuple(tuple(row) for row in spans),
+        Seconds(added),
+    )
 
 
-def _played(pp, microbatches):
+def _played(pp: int, microbatches: int) -> tuple[int, int]:
     """The numbers of microbatches of the two schedules that are played."""
     if microbatches <= LIMIT * pp:
         return microbatches, microbatches
@@ -85,16 +102,18 @@ def _played(pp, microbatches):
 
 
 @functools.lru_cache(maxsize=512)
-def _play(name, pp, microbatches, chunks, times, message):
+def _play(
+    name: str, pp: int, microbatches: int, chunks: int, times: tuple[StageTime, ...], message: Seconds
+) -> tuple[Schedule, list[list[tuple[float, float]]]]:
     schedule = make_schedule(name, pp, microbatches, chunks)
-    table = {}
+    table: dict[tuple[str, int], float] = {}
     for stage, (forward, gradient, weight) in enumerate(times):
         table.update({("F", stage): forward, ("B", stage): gradient, ("W", stage): weight, ("U", stage): 0.0})
     return schedule, play(schedule, lambda action: table[action.kind, action.stage], message)
 
 
 @functools.lru_cache(maxsize=4096)
-def in_flight(name, pp, microbatches, chunks):
+def in_flight(name: str, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Per rank of the pipeline, the largest number of (virtual stage, microbatch) pairs whose activations
     are held. Counted in the runtime's schedule; it stops to grow at a few microbatches per rank, but for
     gpipe.
@@ -106,5 +125,5 @@ def in_flight(name, pp, microbatches, chunks):
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(name, pp, microbatches, chunks):
+def _counted(name: str, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     return tuple(peak_activations(make_schedule(name, pp, microbatches, chunks)))

@@ -1,14 +1,17 @@
 """What is predicted: a model under a plan on a machine, with the program that runs it."""
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.pipeline.placement import cut_blocks
 from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.model import Model
 
-__all__ = ["MEGATRON_2021", "MEGATRON_2022", "PYCOMM", "Job", "Software"]
+__all__ = ["MEGATRON_2021", "MEGATRON_2022", "PYCOMM", "Job", "Recompute", "Software", "recompute_of"]
+
+# nothing, the inside of attention, or each block from its input
+Recompute: TypeAlias = Literal["none", "selective", "full"]
 
 
 class Software(NamedTuple):
@@ -53,37 +56,39 @@ MEGATRON_2022 = Software("Megatron-LM 2022", True, False, True, 4, 4, 12, 58, Tr
 
 
 class Job(NamedTuple):
-    """rows: sequences of a step, over all ranks. microbatches: parts of a data rank's rows. recompute:
-    "none", "selective" (the inside of attention) or "full" (each block from its input).
-    """
+    """rows: sequences of a step, over all ranks. microbatches: parts of a data rank's rows."""
 
     model: Model
     machine: Machine
     plan: Plan
     rows: int
     microbatches: int
-    recompute: str = "none"
+    recompute: Recompute = "none"
     software: Software = PYCOMM
 
     @property
-    def data_ranks(self):
+    def data_ranks(self) -> int:
         """Those among which rows are dealt."""
         return self.plan.dp * self.plan.ep
 
     @property
-    def microbatch_rows(self):
+    def microbatch_rows(self) -> int:
         """Of the largest microbatch of one data rank."""
         return -(-self.rows // (self.data_ranks * self.microbatches))
 
     @property
-    def parts(self):
+    def parts(self) -> int:
         return self.plan.ring * self.plan.ulysses
 
-    def bounds(self):
+    def bounds(self) -> tuple[tuple[int, int], ...]:
         """(first, last + 1) block of every virtual stage, as parallelize() cuts them."""
         return _bounds(self.model.layers, self.plan.virtual_stages, self.plan.stages)
 
 
+def recompute_of(plan: Plan) -> Recompute:
+    return "full" if plan.checkpoint else "none"
+
+
 @functools.lru_cache(maxsize=4096)
-def _bounds(layers, stages, sizes):
+def _bounds(layers: int, stages: int, sizes: tuple[int, ...] | None) -> tuple[tuple[int, int], ...]:
     return tuple(cut_blocks(layers, stages, sizes))

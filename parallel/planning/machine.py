@@ -8,12 +8,16 @@ are the few constants of [reached], see [Note: constants] in time.py for where t
 """
 
 import math
+import sys
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-try:
+from pycomm.parallel.planning.quantities import ByteRate, FlopRate, MeanBytes, Seconds
+
+if sys.version_info >= (3, 11):
     import tomllib
-except ImportError:  # Python 3.10
+else:
     import tomli as tomllib
 
 __all__ = ["Link", "Machine", "Reached", "known", "load_machine"]
@@ -22,16 +26,16 @@ FOLDER = Path(__file__).parent / "machines"
 
 
 class Link(NamedTuple):
-    """ranks: how many of them one such level joins, 0 for any number. bandwidth: bytes/s that one rank sends,
-    while it receives as many, as an all_reduce reaches it; latency: seconds of one message. one_way: share of
+    """ranks: how many of them one such level joins, 0 for any number. bandwidth: what one rank sends,
+    while it receives as many, as an all_reduce reaches it; latency: of one message. one_way: share of
     the bandwidth that all_gather, reduce_scatter and all_to_all reach: less than 1 where ranks share memory,
     and a rank's own part is copied as the others' are.
     """
 
     name: str
     ranks: int
-    bandwidth: float
-    latency: float
+    bandwidth: ByteRate
+    latency: Seconds
     one_way: float = 1.0
 
 
@@ -46,44 +50,43 @@ class Reached(NamedTuple):
     product_half: float
     memory: float
     attention: float
-    launch: float
+    launch: Seconds
     overlap: float
 
-    def both(self, computing, moving):
-        """Seconds of the two beside each other."""
-        return computing + moving - self.overlap * min(computing, moving)
+    def both(self, computing: Seconds, moving: Seconds) -> Seconds:
+        """Of the two beside each other."""
+        return Seconds(computing + moving - self.overlap * min(computing, moving))
 
 
 class Machine(NamedTuple):
-    """peak: FLOP/s of 16-bit products (of 32-bit ones on a CPU); memory: bytes of a device, of which
-    `reserved` are not the model's; bandwidth: of memory, bytes/s; host: bytes/s between device and host
-    memory.
+    """peak: of 16-bit products (of 32-bit ones on a CPU); memory: of a device, of which `reserved` bytes are
+    not the model's; bandwidth: of memory; host: between device and host memory.
     """
 
     name: str
-    peak: float
-    memory: float
-    reserved: float
-    bandwidth: float
-    host: float
+    peak: FlopRate
+    memory: MeanBytes
+    reserved: MeanBytes
+    bandwidth: ByteRate
+    host: ByteRate
     reached: Reached
     links: tuple[Link, ...]
 
     @property
-    def node(self):
+    def node(self) -> float:
         """Ranks of a node."""
         return self.links[0].ranks or math.inf
 
     @property
-    def usable(self):
-        return self.memory - self.reserved
+    def usable(self) -> MeanBytes:
+        return MeanBytes(self.memory - self.reserved)
 
 
-def known():
+def known() -> list[str]:
     return sorted(path.stem for path in FOLDER.glob("*.toml"))
 
 
-def load_machine(name):
+def load_machine(name: str | Path) -> Machine:
     """The Machine in machines/<name>.toml, of which the first part is enough, or in the file of that path."""
     low = str(name).lower()
     near = [key for key in known() if key == low or key.startswith(f"{low}-")]
@@ -100,7 +103,7 @@ def load_machine(name):
         raise ValueError(f"{path}: is no TOML: {error}") from None
 
 
-def from_toml(table, path="<toml>"):
+def from_toml(table: Mapping[str, object], path: str | Path = "<toml>") -> Machine:
     """Raises ValueError that names the file and the key for what is missing, unknown or not above 0."""
     strange = sorted(set(table) - {"name", "device", "reached", "link"})
     if strange:
@@ -114,37 +117,37 @@ def from_toml(table, path="<toml>"):
         raise ValueError(f"{path}: [device] reserved_gib leaves nothing of memory_gib")
     return Machine(
         str(table.get("name", path)),
-        device["peak_tflops"] * 1e12,
-        device["memory_gib"] * 2**30,
-        device["reserved_gib"] * 2**30,
-        device["memory_gb_s"] * 1e9,
-        device["host_gb_s"] * 1e9,
+        FlopRate(device["peak_tflops"] * 1e12),
+        MeanBytes(device["memory_gib"] * 2**30),
+        MeanBytes(device["reserved_gib"] * 2**30),
+        ByteRate(device["memory_gb_s"] * 1e9),
+        ByteRate(device["host_gb_s"] * 1e9),
         Reached(
             reached["product"],
             reached["product_half"],
             reached["memory"],
             reached["attention"],
-            reached["launch_us"] * 1e-6,
+            Seconds(reached["launch_us"] * 1e-6),
             reached["overlap"],
         ),
         _links(table.get("link", []), path),
     )
 
 
-def _links(entries, path):
+def _links(entries: object, path: str | Path) -> tuple[Link, ...]:
     """Inside of a node, and between nodes; one level where all ranks share one node."""
     found = []
     for number, entry in enumerate(entries if isinstance(entries, list) else [entries]):
-        keys = "name ranks gb_s latency_us"
-        keys += " one_way" * (isinstance(entry, dict) and "one_way" in entry)
+        level = entry if isinstance(entry, dict) else {}  # which is refused below
+        keys = "name ranks gb_s latency_us" + " one_way" * ("one_way" in level)
         given = _numbers(entry, f"link {number}", path, keys, zero=("ranks",))
         if given.get("one_way", 1) > 1:
             raise ValueError(f"{path}: link {number} one_way = {given['one_way']!r}: a share is 1 at most")
         if given["ranks"] != int(given["ranks"]):
             raise ValueError(f"{path}: link {number} ranks = {given['ranks']!r}: must be a whole number")
         ranks = int(given["ranks"])
-        bandwidth, latency = given["gb_s"] * 1e9, given["latency_us"] * 1e-6
-        found.append(Link(str(given["name"]), ranks, bandwidth, latency, given.get("one_way", 1.0)))
+        bandwidth, latency = ByteRate(given["gb_s"] * 1e9), Seconds(given["latency_us"] * 1e-6)
+        found.append(Link(str(level["name"]), ranks, bandwidth, latency, given.get("one_way", 1.0)))
     if not 1 <= len(found) <= 2 or found[-1].ranks or (len(found) == 2 and not found[0].ranks):
         raise ValueError(
             f"{path}: needs one [[link]], or two: that of a node with its number of ranks, and that between "
@@ -153,15 +156,17 @@ def _links(entries, path):
     return tuple(found)
 
 
-def _table(table, name, path, keys):
+def _table(table: Mapping[str, object], name: str, path: str | Path, keys: str) -> dict[str, float]:
     if name not in table:
         raise ValueError(f"{path}: has no [{name}]")
     return _numbers(table[name], f"[{name}]", path, keys, zero=("reserved_gib", "overlap"))
 
 
-def _numbers(given, where, path, keys, zero=()):
-    """`given`, checked: exactly these keys, numbers above 0 (or 0 in `zero`), but for names."""
-    keys = keys.split()
+def _numbers(
+    given: object, where: str, path: str | Path, names: str, zero: Container[str] = ()
+) -> dict[str, float]:
+    """Those of `given`, checked: exactly these keys, numbers above 0 (or 0 in `zero`), but for names."""
+    keys = names.split()
     if not isinstance(given, dict):
         raise ValueError(f"{path}: {where} is {given!r}; it must be a table with {', '.join(keys)}")
     wrong = sorted(set(given) ^ set(keys))
@@ -169,10 +174,8 @@ def _numbers(given, where, path, keys, zero=()):
         raise ValueError(
             f"{path}: {where} must have {', '.join(keys)}; missing or unknown: {', '.join(wrong)}"
         )
-    for key in keys:
-        value = given[key]
-        if key == "name":
-            continue
+    found = {key: given[key] for key in keys if key != "name"}
+    for key, value in found.items():
         if (
             isinstance(value, bool)
             or not isinstance(value, (int, float))
@@ -181,4 +184,4 @@ def _numbers(given, where, path, keys, zero=()):
             or not (value or key in zero)
         ):
             raise ValueError(f"{path}: {where} {key} = {value!r}: must be a number above 0")
-    return given
+    return found

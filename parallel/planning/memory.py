@@ -26,9 +26,14 @@ Megatron's interleaved schedule these are p v + p - 1 pairs of L / (p v) blocks:
     update             gradients in fp32, where masters are kept
 """
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Literal, NamedTuple
 
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.events import in_flight
+from pycomm.parallel.planning.job import Job, Recompute
+from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.quantities import MeanBytes, MeanElements, MeanTokens
 
 __all__ = ["Memory", "activations", "owned_parameters", "rank_memory", "states", "worst_rank"]
 
@@ -36,62 +41,90 @@ MASTER = 4
 LOGITS = 4 + 4  # bytes of a logit while the loss runs, beside itself: in fp32, its gradient
 
 
-class Memory(NamedTuple):
-    """Bytes of one rank of the pipeline."""
+class States(NamedTuple):
+    """In bytes."""
 
-    rank: int
     parameters: float
     gradients: float
     optimizer: float
-    activations: float
-    workspace: float
-    update: float
-    host: float
+
+
+class Owned(NamedTuple):
+    """Parameters of a rank of the pipeline after tp, pp and ep, before zero."""
+
+    dense: MeanElements
+    experts: MeanElements
+
+
+class Memory(NamedTuple):
+    """Of one rank of the pipeline."""
+
+    rank: int
+    parameters: MeanBytes
+    gradients: MeanBytes
+    optimizer: MeanBytes
+    activations: MeanBytes
+    workspace: MeanBytes
+    update: MeanBytes
+    host: MeanBytes
 
     @property
-    def states(self):
-        return self.parameters + self.gradients + self.optimizer
+    def states(self) -> MeanBytes:
+        return MeanBytes(self.parameters + self.gradients + self.optimizer)
 
     @property
-    def peak(self):
-        return self.states + max(self.activations + self.workspace, self.update)
+    def peak(self) -> MeanBytes:
+        return MeanBytes(self.states + max(self.activations + self.workspace, self.update))
 
     @property
-    def where(self):
+    def where(self) -> Literal["backward", "update"]:
         """Of the peak."""
         return "backward" if self.activations + self.workspace >= self.update else "update"
 
-    def parts(self):
+    def parts(self) -> dict[str, MeanBytes]:
         found = {name: getattr(self, name) for name in ("parameters", "gradients", "optimizer")}
         if self.where == "backward":
             return {**found, "activations": self.activations, "workspace": self.workspace}
         return {**found, "gradients in fp32": self.update}
 
 
-def states(count, zero=0, ranks=1, *, parameter=2, gradient=2, optimizer=12):
-    """(parameters, gradients, optimizer) in bytes, of `count` parameters that `ranks` would hold several
-    times.
+def states(
+    count: MeanElements,
+    zero: int = 0,
+    ranks: int = 1,
+    *,
+    parameter: int = 2,
+    gradient: int = 2,
+    optimizer: int = 12,
+) -> States:
+    """Of `count` parameters that `ranks` would hold several times. parameter, gradient, optimizer: bytes of
+    each.
     """
     shared = 1 / ranks
-    return (
+    return States(
         count * parameter * (shared if zero >= 3 else 1),
         count * gradient * (shared if zero >= 2 else 1),
         count * optimizer * (shared if zero >= 1 else 1),
     )
 
 
-def activations(model, tokens, tp=1, sequence_parallel=False, recompute="none"):
-    """Bytes that one block keeps from forward to backward for a microbatch of `tokens` on this rank."""
+def activations(
+    model: Model,
+    tokens: MeanTokens,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    recompute: Recompute = "none",
+) -> MeanBytes:
+    """What one block keeps from forward to backward for a microbatch of `tokens` on this rank."""
     whole, cut, scores = model.kept()
     share = tp if sequence_parallel else 1
     if recompute == "full":
-        return tokens * model.item * model.hidden / share
+        return MeanBytes(tokens * model.item * model.hidden / share)
     inside = scores if recompute == "none" else 0
-    return tokens * (whole / share + (cut + inside) / tp)
+    return MeanBytes(tokens * (whole / share + (cut + inside) / tp))
 
 
-def owned_parameters(job, rank):
-    """(dense, experts): parameters of pipeline rank `rank` after tp, pp and ep, before zero."""
+def owned_parameters(job: Job, rank: int) -> Owned:
     model, plan = job.model, job.plan
     whole, cut, _ = model.block_parameters()
     bounds, stages = job.bounds(), _stages_of(plan, rank)
@@ -104,10 +137,10 @@ def owned_parameters(job, rank):
         dense += model.last + (model.vocab * model.hidden if model.tied else model.head) / plan.tp
     if first and last and model.tied:
         dense -= model.vocab * model.hidden / plan.tp
-    return dense, blocks * model.expert_parameters(plan.tp, plan.ep)
+    return Owned(MeanElements(dense), MeanElements(blocks * model.expert_parameters(plan.tp, plan.ep)))
 
 
-def _stages_of(plan, rank):
+def _stages_of(plan: Plan, rank: int) -> list[int]:
     """The virtual stages of a rank, as the schedule places them."""
     if plan.pp == 1:
         return [0]
@@ -116,7 +149,7 @@ def _stages_of(plan, rank):
     return list(range(rank, plan.virtual_stages, plan.pp))
 
 
-def rank_memory(job, rank):
+def rank_memory(job: Job, rank: int) -> Memory:
     """Memory of the ranks at place `rank` of the pipeline."""
     model, plan, software = job.model, job.plan, job.software
     dense, experts = owned_parameters(job, rank)
@@ -126,41 +159,50 @@ def rank_memory(job, rank):
         "gradient": software.gradient,
         "optimizer": software.state,
     }
-    held = [
+    parameters, gradients, optimizer = (
         a + b
         for a, b in zip(
             states(dense, plan.zero, sharing, **bytes_of),
             states(experts, plan.zero, sharing // plan.ep, **bytes_of),
             strict=True,
         )
-    ]
-    owned = held[2] / software.state if software.state else 0.0
+    )
+    owned = optimizer / software.state if software.state else 0.0
     update = owned * MASTER if software.gradient < MASTER <= software.state - 8 else 0.0
     host = 0.0
     if plan.offload:
-        host, held[2] = held[2], 0.0
+        host, optimizer = optimizer, 0.0
         if plan.offload == "parameters":
-            host, held[0], update = host + held[0], 0.0, 0.0
-    kept = _kept(job, rank)
-    return Memory(rank, *held, kept, _workspace(job, rank, dense + experts), update, host)
+            host, parameters, update = host + parameters, 0.0, 0.0
+    workspace = _workspace(job, rank, MeanElements(dense + experts))
+    return Memory(
+        rank,
+        MeanBytes(parameters),
+        MeanBytes(gradients),
+        MeanBytes(optimizer),
+        _kept(job, rank),
+        workspace,
+        MeanBytes(update),
+        MeanBytes(host),
+    )
 
 
-def _kept(job, rank):
+def _kept(job: Job, rank: int) -> MeanBytes:
     model, plan = job.model, job.plan
-    tokens = job.microbatch_rows * model.sequence / job.parts
+    tokens = MeanTokens(job.microbatch_rows * model.sequence / job.parts)
     one = activations(model.dealt(plan.ep), tokens, plan.tp, plan.megatron_sp, job.recompute)
     bounds = job.bounds()
     if plan.pp == 1:
-        return one * model.layers
+        return MeanBytes(one * model.layers)
     longest = max(end - first for first, end in (bounds[stage] for stage in _stages_of(plan, rank)))
     pairs = in_flight(plan.schedule, plan.pp, job.microbatches, plan.chunks_per_rank)[rank]
-    return one * longest * pairs
+    return MeanBytes(one * longest * pairs)
 
 
-def _workspace(job, rank, count):
+def _workspace(job: Job, rank: int, count: MeanElements) -> MeanBytes:
     """What backward holds beside: see the table at the top."""
     model, plan = job.model, job.plan
-    tokens = job.microbatch_rows * model.sequence / job.parts
+    tokens = MeanTokens(job.microbatch_rows * model.sequence / job.parts)
     found = 0.0
     if job.recompute == "full":
         found += activations(model.dealt(plan.ep), tokens, plan.tp, plan.megatron_sp)
@@ -173,13 +215,13 @@ def _workspace(job, rank, count):
         found += block * (2 * model.item + job.software.gradient)
     if plan.zero == 2:
         found += 2 * min(max(plan.bucket_mb * 1e6, 2 * block), count * job.software.gradient / 8)
-    return found
+    return MeanBytes(found)
 
 
-def worst_rank(job):
+def worst_rank(job: Job) -> Memory:
     """The Memory of the pipeline rank with the largest peak. Only the first two and the last can have it,
     where stages are alike.
     """
     pp = job.plan.pp
-    ranks = {0, min(1, pp - 1), pp // 2, pp - 1} if job.plan.stages is None else range(pp)
+    ranks: Iterable[int] = {0, min(1, pp - 1), pp // 2, pp - 1} if job.plan.stages is None else range(pp)
     return max((rank_memory(job, rank) for rank in ranks), key=lambda memory: memory.peak)

@@ -19,22 +19,25 @@ FLOPs count a multiplication and an addition as two; a causal mask saves none, a
 """
 
 import functools
-from typing import NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
-__all__ = ["Experts", "Model", "Module", "Product", "gpt", "llama"]
+from pycomm.parallel.planning.quantities import Flops, MeanElements
+
+__all__ = ["CutDim", "Experts", "Kept", "Model", "Module", "Product", "gpt", "llama"]
 
 HALF = 2  # bytes of an activation
+CutDim: TypeAlias = Literal["n", "k"]
 
 
 class Product(NamedTuple):
-    """x[tokens, k] @ w[k, n]. cut: "n", "k" or None: which dim tp divides. times: as many of them per token,
+    """x[tokens, k] @ w[k, n]. cut: which dim tp divides, or None. times: as many of them per token,
     below 1 for what only some tokens reach. experts: these rows are spread evenly over the experts, each with
     a w of its own.
     """
 
     k: int
     n: int
-    cut: str | None = None
+    cut: CutDim | None = None
     times: float = 1.0
     experts: bool = False
 
@@ -58,10 +61,46 @@ class Experts(NamedTuple):
     does not deal, no others (building/cut.py).
     """
 
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
     top_k: int
     parameters: int
     stacked: bool = True
+
+    def held(self, ep: int) -> int:
+        """Experts of the rank with the most."""
+        return -(-self.count // ep)
+
+
+class BlockParameters(NamedTuple):
+    """Of one block; cut: by tp, whole: not."""
+
+    whole: int
+    cut: int
+    experts: int
+
+
+class BlockFlops(NamedTuple):
+    """Of a forward of one block, per token: products with weights, and those in attention."""
+
+    weights: float
+    attention: float
+
+
+class Kept(NamedTuple):
+    """Bytes that one token of a block keeps for backward. tp divides cut and scores."""
+
+    whole: float
+    cut: float
+    scores: float
+
+
+class ModuleCost(NamedTuple):
+    """flops: of a forward, per token; kept: bytes for backward, per token."""
+
+    name: str
+    parameters: int
+    flops: float
+    kept: float
 
 
 class Model(NamedTuple):
@@ -87,41 +126,38 @@ class Model(NamedTuple):
     item: int = 2
 
     @property
-    def tied(self):
+    def tied(self) -> bool:
         return self.head == 0
 
-    def block_parameters(self):
-        """(whole, cut by tp, in experts) of one block."""
+    def block_parameters(self) -> BlockParameters:
         whole = sum(module.parameters[0] for module in self.block)
         cut = sum(module.parameters[1] for module in self.block)
-        return whole, cut, self.experts.count * self.experts.parameters if self.experts else 0
+        return BlockParameters(
+            whole, cut, self.experts.count * self.experts.parameters if self.experts else 0
+        )
 
-    def dealt(self, ep):
+    def dealt(self, ep: int) -> "Model":
         """The same as tp sees it: what of the experts tp does not cut is whole."""
         return self if self.experts is None or self.cuts_experts(ep) else _whole_experts(self)
 
-    def cuts_experts(self, ep):
+    def cuts_experts(self, ep: int) -> bool:
         """Whether tp divides the experts."""
         return self.experts is not None and self.experts.stacked and ep == 1
 
-    def expert_parameters(self, tp, ep):
+    def expert_parameters(self, tp: int, ep: int) -> MeanElements:
         """Of one block, on the rank with the most."""
         if self.experts is None:
-            return 0
+            return MeanElements(0)
         if self.cuts_experts(ep):
-            return self.experts.count * self.experts.parameters / tp
-        return self.held(ep) * self.experts.parameters
-
-    def held(self, ep):
-        """Experts of the rank with the most."""
-        return -(-self.experts.count // ep)
+            return MeanElements(self.experts.count * self.experts.parameters / tp)
+        return MeanElements(self.experts.held(ep) * self.experts.parameters)
 
     @property
-    def parameters(self):
+    def parameters(self) -> int:
         return self.layers * sum(self.block_parameters()) + self.embedding + self.head + self.last
 
     @property
-    def active_parameters(self):
+    def active_parameters(self) -> int:
         """Those that one token meets."""
         if self.experts is None:
             return self.parameters
@@ -130,38 +166,38 @@ class Model(NamedTuple):
             - self.layers * (self.experts.count - self.experts.top_k) * self.experts.parameters
         )
 
-    def block_flops(self):
-        """Of a forward of one block, per token: (products with weights, products in attention)."""
+    def block_flops(self) -> BlockFlops:
         weights = sum(2 * p.k * p.n * p.times for module in self.block for p in module.products)
-        return weights, 4 * self.sequence * self.heads * self.head_dim
+        return BlockFlops(weights, 4 * self.sequence * self.heads * self.head_dim)
 
-    def flops(self, tokens):
+    def flops(self, tokens: int) -> Flops:
         """Of forward and backward, without recomputation."""
         per_token = self.layers * sum(self.block_flops()) + 2 * self.hidden * self.vocab
-        return 3 * per_token * tokens
+        return Flops(3 * per_token * tokens)
 
-    def kept(self):
-        """Bytes that one token of a block keeps for backward: (whole, cut, scores)."""
+    def kept(self) -> Kept:
         whole, cut = (sum(module.kept[i] for module in self.block) for i in (0, 1))
-        return whole, cut, 0 if self.fused else 5 * self.heads * self.sequence
+        return Kept(whole, cut, 0 if self.fused else 5 * self.heads * self.sequence)
 
-    def modules(self):
-        """(name, parameters, FLOPs of a forward per token, bytes kept per token) of each module, in order."""
-        rows = [("embedding", self.embedding, 0, 0)]
-        attention, scores = self.block_flops()[1], self.kept()[2]
+    def modules(self) -> list[ModuleCost]:
+        """Each module, in order."""
+        rows = [ModuleCost("embedding", self.embedding, 0, 0)]
+        attention, scores = self.block_flops().attention, self.kept().scores
         for module in self.block:
             inside = module.name == "attention"
-            experts = self.block_parameters()[2] if module.experts else 0
+            experts = self.block_parameters().experts if module.experts else 0
             products = sum(2 * p.k * p.n * p.times for p in module.products) + attention * inside
             kept = sum(module.kept) + scores * inside
-            rows.append((f"block.{module.name}", sum(module.parameters) + experts, products, kept))
-        rows.append(("norm", self.last, 0, HALF * self.hidden))
-        rows.append(("head", self.head, 2 * self.hidden * self.vocab, HALF * self.hidden + 4 * self.vocab))
+            parameters = sum(module.parameters) + experts
+            rows.append(ModuleCost(f"block.{module.name}", parameters, products, kept))
+        rows.append(ModuleCost("norm", self.last, 0, HALF * self.hidden))
+        logits = HALF * self.hidden + 4 * self.vocab
+        rows.append(ModuleCost("head", self.head, 2 * self.hidden * self.vocab, logits))
         return rows
 
 
 @functools.lru_cache(maxsize=1024)
-def _whole_experts(model):
+def _whole_experts(model: Model) -> Model:
     block = []
     for module in model.block:
         if module.experts:
@@ -172,11 +208,22 @@ def _whole_experts(model):
     return model._replace(block=tuple(block))
 
 
-def _norm(name, h, parameters):
+def _norm(name: str, h: int, parameters: int) -> Module:
     return Module(name, (parameters, 0), moved=(2 * HALF * h, 0), kept=(HALF * h, 0))
 
 
-def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, tied=True, ffn=None):
+def gpt(
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    *,
+    vocab: int = 51200,
+    sequence: int = 2048,
+    fused: bool = True,
+    tied: bool = True,
+    ffn: int | None = None,
+) -> Model:
     """GPT of Megatron-LM: learned positions, LayerNorm, GELU, biases, dropout."""
     h, f = hidden, ffn or 4 * hidden
     add = HALF * 3 * h + h  # x + dropout(y): two reads, a write, a mask
@@ -196,7 +243,7 @@ def gpt(name, layers, hidden, heads, *, vocab=51200, sequence=2048, fused=True, 
     )
 
 
-def _experts(hidden, ffn, top_k):
+def _experts(hidden: int, ffn: int, top_k: int) -> Module:
     """Module of experts with gates: rows on their way there and back, whole; what is inside, cut."""
     products = Product(hidden, 2 * ffn, "n", top_k, True), Product(ffn, hidden, "k", top_k, True)
     moved = HALF * 2 * 2 * top_k * hidden, HALF * 3 * top_k * ffn
@@ -205,21 +252,21 @@ def _experts(hidden, ffn, top_k):
 
 
 def llama(
-    name,
-    layers,
-    hidden,
-    heads,
-    kv_heads,
-    ffn,
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    ffn: int,
     *,
-    vocab,
-    sequence,
-    head_dim=None,
-    tied=False,
-    experts=None,
-    dense=None,
-    extra=(0, 0),
-):
+    vocab: int,
+    sequence: int,
+    head_dim: int | None = None,
+    tied: bool = False,
+    experts: tuple[int, int] | None = None,
+    dense: int | None = None,
+    extra: tuple[int, int] = (0, 0),
+) -> Model:
     """Rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases, no dropout.
 
     experts: (count, top_k) of experts of width `ffn` each; dense: width of an expert that all tokens meet.
@@ -234,7 +281,7 @@ def llama(
     weights = 3 * h * shared if experts else 3 * h * ffn
     router = h * experts[0] if experts else 0
     wide = shared if experts else ffn
-    products = (Product(h, 2 * wide, "n"), Product(wide, h, "k")) if wide else ()
+    products: tuple[Product, ...] = (Product(h, 2 * wide, "n"), Product(wide, h, "k")) if wide else ()
     if experts:
         products += (Product(h, experts[0]),)
     block = (

@@ -7,7 +7,11 @@ par.step(model, opt, batch, microbatches=plan.microbatches)
 print(par.explain("tp=8,pp=8", "gpt3-175b", batch=512, microbatches=64, machine="h100"))
 """
 
+from __future__ import annotations
+
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -18,14 +22,27 @@ from pycomm.parallel.checks.before import check
 from pycomm.parallel.ground.batch import inputs_and_targets, split_batch
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_job, check_memory, fixed_fields
-from pycomm.parallel.planning.job import PYCOMM, Job
+from pycomm.parallel.planning.job import PYCOMM, Job, Software, recompute_of
 from pycomm.parallel.planning.machine import Machine, load_machine
 from pycomm.parallel.planning.model import Model
 from pycomm.parallel.planning.named import from_config, named
-from pycomm.parallel.planning.report import explain_job
-from pycomm.parallel.planning.search import Request, predict, search
+from pycomm.parallel.planning.quantities import MeanBytes
+from pycomm.parallel.planning.report import Explanation, explain_job
+from pycomm.parallel.planning.search import Prediction, Request, predict, search
 from pycomm.parallel.planning.traced import trace_model
 from pycomm.parallel.run.model_loss import model_loss_of, with_targets
+
+if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from transformers import PretrainedConfig
+
+    from pycomm.parallel.given import Batch
+    from pycomm.parallel.planning.asked import Fixed
+
+    Described: TypeAlias = torch.nn.Module | Model | str | PretrainedConfig | dict[str, object]
+    AnyMachine: TypeAlias = Machine | str | Path | None
+    AnyOptimizer: TypeAlias = torch.optim.Optimizer | type[torch.optim.Optimizer] | None
 
 __all__ = ["ChosenPlan", "auto", "explain", "simulate"]
 
@@ -38,11 +55,13 @@ class ChosenPlan(Plan):
     has none.
     """
 
-    microbatches, prediction, others = 1, None, ()
+    microbatches: int = 1
+    prediction: Prediction | None = None
+    others: tuple[Prediction, ...] = ()
 
     @classmethod
-    def best_of(cls, found: list) -> "ChosenPlan":
-        """found: Predictions, the best first."""
+    def best_of(cls, found: list[Prediction]) -> ChosenPlan:
+        """found: the best first."""
         best, *others = found
         self = cls(**{name: getattr(best.plan, name) for name in cls.__dataclass_fields__})
         told = {"microbatches": best.job.microbatches, "prediction": best, "others": tuple(others)}
@@ -50,15 +69,25 @@ class ChosenPlan(Plan):
             object.__setattr__(self, name, value)
         return self
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         fields = self.__dataclass_fields__
         return isinstance(other, Plan) and all(getattr(self, f) == getattr(other, f) for f in fields)
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return hash(tuple(getattr(self, field) for field in self.__dataclass_fields__))
 
 
-def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed=None, microbatch=16):
+def auto(
+    model: Described,
+    opt: AnyOptimizer = None,
+    *,
+    batch: Batch | int,
+    world: int | None = None,
+    memory: float | None = None,
+    machine: AnyMachine = None,
+    fixed: Fixed | str | None = None,
+    microbatch: int = 16,
+) -> ChosenPlan:
     """The best Plan for these ranks, a ChosenPlan. No communication; equal on all ranks for equal arguments.
 
     Args:
@@ -99,62 +128,89 @@ def auto(model, opt=None, *, batch, world=None, memory=None, machine=None, fixed
     return ChosenPlan.best_of(search(request))
 
 
-def _refusals(model, opt):
+def _refusals(model: Described, opt: AnyOptimizer) -> Callable[[Plan], None]:
     """A function that raises what par.parallelize would raise for a Plan of this model and optimizer. It
     looks at the model once for plans that differ in sizes only.
     """
     if not isinstance(model, torch.nn.Module):
         return lambda plan: None
-    known, opt = {}, opt if isinstance(opt, torch.optim.Optimizer) else None
+    known: dict[tuple[object, ...], ValueError | None] = {}
+    instance = opt if isinstance(opt, torch.optim.Optimizer) else None
 
-    def refuse(plan):
+    def refuse(plan: Plan) -> None:
         data = plan.dp * plan.ep > 1
         axes = tuple(getattr(plan, axis) > 1 for axis in ("tp", "ring", "ulysses"))
         stages = (plan.virtual_stages, plan.stages, plan.schedule == "pipedream")
         options = plan.megatron_sp, plan.checkpoint, plan.zero, plan.precision, plan.blocks
-        key = (data, axes, stages, plan.ep, *options)
+        key: tuple[object, ...] = (data, axes, stages, plan.ep, *options)
         if key not in known:
             try:
-                check(model, opt, plan)
+                check(model, instance, plan)
                 if plan.ep > 1:
-                    note_original(model, opt, plan)  # whether there are experts that it can deal
+                    note_original(model, instance, plan)  # whether there are experts that it can deal
                 known[key] = None
             except ValueError as error:
                 known[key] = error
-        if known[key] is not None:
-            raise known[key]
+        refusal = known[key]
+        if refusal is not None:
+            raise refusal
 
     return refuse
 
 
-def simulate(plan, model, *, batch, microbatches=1, machine=None, opt=None):
-    """The Prediction of one step: .time, .memory, .mfu, .plan. plan: Plan or its text. The other arguments
-    are those of auto().
+def simulate(
+    plan: Plan | str,
+    model: Described,
+    *,
+    batch: Batch | int,
+    microbatches: int = 1,
+    machine: AnyMachine = None,
+    opt: AnyOptimizer = None,
+) -> Prediction:
+    """One step: .time, .memory, .mfu, .plan. plan: str is its text. The other arguments are those of
+    auto().
     """
-    return predict(_job(plan, model, batch, microbatches, (machine, opt)))
+    return predict(_job(Plan.of(plan), model, batch, microbatches, (machine, opt)))
 
 
-def explain(plan, model, *, batch, microbatches=1, machine=None, opt=None, memory=None):
-    """What a plan is predicted to do, and the one change that would help most: an Explanation, to be printed.
-    plan: Plan or its text. The other arguments are those of auto().
+def explain(
+    plan: Plan | str,
+    model: Described,
+    *,
+    batch: Batch | int,
+    microbatches: int = 1,
+    machine: AnyMachine = None,
+    opt: AnyOptimizer = None,
+    memory: float | None = None,
+) -> Explanation:
+    """What a plan is predicted to do, and the one change that would help most, to be printed.
+    plan: str is its text. The other arguments are those of auto().
     """
     check_memory(memory)
-    return explain_job(_job(plan, model, batch, microbatches, (machine, opt)), memory)
+    limit = None if memory is None else MeanBytes(memory)
+    return explain_job(_job(Plan.of(plan), model, batch, microbatches, (machine, opt)), limit)
 
 
-def _job(plan, model, batch, microbatches, rest):
-    (machine, opt), plan = rest, Plan.of(plan)
+def _job(
+    plan: Plan,
+    model: Described,
+    batch: Batch | int,
+    microbatches: int,
+    rest: tuple[AnyMachine, AnyOptimizer],
+) -> Job:
+    machine, opt = rest
     described, rows = _described(model, batch, plan.blocks)
     half = described.item == 2
-    recompute = "full" if plan.checkpoint else "none"
     software = _software(opt, described.item, half)
-    job = Job(described, _machine(machine), plan, rows, microbatches, recompute, software)
+    job = Job(described, _machine(machine), plan, rows, microbatches, recompute_of(plan), software)
     check_job(job)
     _refusals(model, opt)(plan)
     return job
 
 
-def _described(model, batch, blocks):
+def _described(
+    model: Described, batch: Batch | int, blocks: str | tuple[str, str] | None
+) -> tuple[Model, int]:
     """(Model, rows)"""
     if isinstance(batch, int):
         rows = batch
@@ -177,7 +233,7 @@ def _described(model, batch, blocks):
     return from_config(model), rows
 
 
-def _with_own_targets(model, batch):
+def _with_own_targets(model: torch.nn.Module, batch: Batch) -> Batch:
     """The batch as par.step makes it for a model with a loss of its own: an encoder-decoder gets its
     decoder's inputs. What step refuses without a loss_fn may have one.
     """
@@ -188,7 +244,7 @@ def _with_own_targets(model, batch):
         return batch
 
 
-def _machine(machine):
+def _machine(machine: AnyMachine) -> Machine:
     if isinstance(machine, Machine):
         return machine
     if machine is not None and not isinstance(machine, (str, Path)):
@@ -204,7 +260,7 @@ def _machine(machine):
     return load_machine(machine or "cpu-2core")
 
 
-def _software(opt, item, half):
+def _software(opt: AnyOptimizer, item: int, half: bool) -> Software:
     """PYCOMM with the state of this optimizer. Its moments have the dtype of the values that it is given:
     fp32 masters for a model in 16 bits.
     """

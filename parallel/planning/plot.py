@@ -2,8 +2,17 @@
 number of GPUs. Need matplotlib.
 """
 
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
 from pycomm.parallel.pipeline.timeline import Span, Timeline
-from pycomm.parallel.planning.search import NoPlan, divisors, search
+from pycomm.parallel.planning.search import NoPlan, Prediction, Request, divisors, search
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 __all__ = ["heat_map", "over_ranks", "pipeline", "plot_all"]
 
@@ -11,8 +20,8 @@ GIB = 2**30
 BLUE, ORANGE = "#4c78a8", "#e4804a"
 
 
-def plot_all(request, best, folder):
-    """Writes the pictures into `folder`; returns their paths."""
+def plot_all(request: Request, best: Prediction, folder: Path) -> list[Path]:
+    """Writes the pictures into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / "tp_pp.png", folder / "ranks.png"]
     heat_map(request, paths[0])
@@ -23,9 +32,10 @@ def plot_all(request, best, folder):
     return paths
 
 
-def pipeline(found, path):
-    """Stages as rows, as pipeline/timeline.py draws them."""
+def pipeline(found: Prediction, path: Path) -> None:
+    """Stages as rows, as pipeline/timeline.py draws them. Of a plan with pp."""
     ran = found.time.pipeline
+    assert ran is not None
     spans = tuple(
         tuple(Span(action, *times) for action, times in zip(row, rows, strict=True))
         for row, rows in zip(ran.schedule.actions, ran.spans, strict=True)
@@ -34,20 +44,20 @@ def pipeline(found, path):
     Timeline(ran.schedule, spans, work).plot(path)
 
 
-def _figure(width, height):
+def _figure(width: float, height: float) -> tuple[Figure, Axes]:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
     return figure, figure.add_subplot()
 
 
-def heat_map(request, path):
+def heat_map(request: Request, path: Path) -> None:
     """Seconds of the best plan for each tp and pp; empty where none fits."""
     node = int(min(request.machine.node, request.world))
     sizes = divisors(request.world)
     tps = [d for d in sizes if d <= node and request.model.heads % d == 0]
     pps = [d for d in sizes if d <= request.model.layers]
-    values = []
+    values: list[list[float]] = []
     for tp in tps:
         values.append([])
         for pp in pps:
@@ -66,8 +76,8 @@ def heat_map(request, path):
             axes.text(
                 x, y, text, ha="center", va="center", fontsize=8, color="white" if value > middle else "#222"
             )
-    axes.set_xticks(range(len(pps)), pps)
-    axes.set_yticks(range(len(tps)), tps)
+    axes.set_xticks(range(len(pps)), map(str, pps))
+    axes.set_yticks(range(len(tps)), map(str, tps))
     axes.set(xlabel="pp", ylabel="tp")
     axes.set_title(
         f"{request.model.name}, {request.world} ranks: seconds of a step",
@@ -79,10 +89,10 @@ def heat_map(request, path):
     figure.savefig(path, dpi=150)
 
 
-def over_ranks(request, path):
+def over_ranks(request: Request, path: Path) -> None:
     """Time and memory of the best plan, from an eighth to eight times as many ranks, at the same batch."""
     counts = [request.world * 2**i // 8 for i in range(7) if request.world * 2**i % 8 == 0]
-    found = []
+    found: list[tuple[int, Prediction]] = []
     for world in counts:
         try:
             found.append((world, search(request._replace(world=world), 1)[0]))
@@ -100,7 +110,7 @@ def over_ranks(request, path):
         label="if it scaled",
     )
     axes.set(xlabel="ranks", ylabel="s")
-    axes.set_xticks(worlds, worlds)
+    axes.set_xticks(worlds, map(str, worlds))
     axes.minorticks_off()
     other = axes.twinx()
     other.plot(
@@ -109,7 +119,7 @@ def over_ranks(request, path):
     other.axhline(request.limit / GIB, color=ORANGE, linewidth=0.8)
     other.set(ylim=(0, 1.15 * request.limit / GIB), ylabel="GiB")
     lines = [*axes.get_lines(), other.get_lines()[0]]
-    axes.legend(lines, [line.get_label() for line in lines], frameon=False, fontsize=8, loc="lower left")
+    axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, fontsize=8, loc="lower left")
     axes.set_title(f"{request.model.name}, {request.rows} rows", loc="left", fontsize=10, fontweight="bold")
     for each in (axes, other):
         each.spines[["top"]].set_visible(False)

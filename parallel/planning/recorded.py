@@ -5,9 +5,12 @@ Each module is known by its name while it runs, so a forward that reads a value 
 of the module that does.
 """
 
+from __future__ import annotations
+
 import contextlib
 import copy
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -19,9 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from pycomm.parallel.ground.batch import Microbatch
-from pycomm.parallel.planning.even_experts import deal_evenly
+from pycomm.parallel.planning.even_experts import Mixture, deal_evenly
 
-__all__ = ["Seen", "run"]
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
+__all__ = ["Attended", "Entered", "Multiplied", "Recorded", "Scored", "Seen", "run"]
 
 DATA_DEPENDENT = DataDependentOutputException, DynamicOutputShapeException
 
@@ -30,76 +36,130 @@ PRODUCTS = {aten.mm.default: 0, aten.addmm.default: 1}  # operation -> place of 
 BATCHED = {aten.bmm.default, aten.baddbmm.default}
 
 
-class Seen(NamedTuple):
-    """products: (module, m, k, n); scores: (batch x heads, positions, width) of attention; fused: it kept
-    none. kept: {storage: (bytes, module)}.
-    """
+class Multiplied(NamedTuple):
+    """(m, k) by (k, n)."""
 
-    products: list
-    scores: list
-    fused: list
-    kept: dict
+    module: str
+    m: int
+    k: int
+    n: int
+
+
+class Scored(NamedTuple):
+    """Of attention that is written out."""
+
+    batch: int  # x heads
+    positions: int
+    width: int
+
+
+class Attended(NamedTuple):
+    """By a fused attention, which keeps no scores."""
+
+    heads: int
+    kv_heads: int
+    positions: int
+    width: int
+
+
+class Held(NamedTuple):
+    nbytes: int
+    module: str
+
+
+class Seen(NamedTuple):
+    """kept: by storage."""
+
+    products: list[Multiplied]
+    scores: list[Scored]
+    fused: list[Attended]
+    kept: dict[int, Held]
+
+
+class Entered(NamedTuple):
+    """The shape of what enters a block."""
+
+    hidden: int
+    rows: int
+    positions: int
+
+
+class Recorded(NamedTuple):
+    """mixtures: with the top_k that they are called with."""
+
+    seen: Seen
+    shape: Entered
+    mixtures: list[Mixture]
 
 
 class _Recorder(TorchDispatchMode):
     """stack: names of the modules that run. Inside of `name`, the block, what they do is written down."""
 
-    def __init__(self, name):
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.name, self.stack, self.seen = name, [], Seen([], [], [], {})
+        self.name, self.seen = name, Seen([], [], [], {})
+        self.stack: list[str] = []
 
     @property
-    def recording(self):
+    def recording(self) -> bool:
         return self.name in self.stack
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if self.recording:
             if func in PRODUCTS:
                 a, b = args[PRODUCTS[func] : PRODUCTS[func] + 2]
-                self.seen.products.append((self.stack[-1], a.shape[0], a.shape[1], b.shape[1]))
+                self.seen.products.append(Multiplied(self.stack[-1], a.shape[0], a.shape[1], b.shape[1]))
             elif func in BATCHED:
                 a, b = args[-2:]
-                self.seen.scores.append((a.shape[0], a.shape[1], min(a.shape[2], b.shape[2])))
+                self.seen.scores.append(Scored(a.shape[0], a.shape[1], min(a.shape[2], b.shape[2])))
             elif "scaled_dot_product" in str(func):
                 q, k = args[0], args[1]
-                self.seen.fused.append((q.shape[1], k.shape[1], q.shape[2], q.shape[3]))
+                self.seen.fused.append(Attended(q.shape[1], k.shape[1], q.shape[2], q.shape[3]))
         return func(*args, **(kwargs or {}))
 
     @contextlib.contextmanager
-    def inside(self, name):
+    def inside(self, name: str) -> Iterator[None]:
         self.stack.append(name)
         yield
         self.stack.pop()  # not where it raised: then the last name says where
 
 
-def run(model, inputs, name, mixtures):
-    """(Seen of the block `name`, (hidden, rows, positions) of what enters it, the mixtures with what they are
-    called with) by one forward of a fake copy.
-    """
-    shape, recorder = [], _Recorder(name)
+def run(model: torch.nn.Module, inputs: Tree, name: str, mixtures: Sequence[Mixture]) -> Recorded:
+    """What the block `name` does in one forward of a fake copy."""
+    shape, recorder = list[torch.Size](), _Recorder(name)
     with FakeTensorMode() as fake:
+        known: dict[int, torch.Tensor]
         known = {id(p): torch.nn.Parameter(_empty(p), p.requires_grad) for p in model.parameters()}
         known |= {id(b): _empty(b) for b in model.buffers()}
         own = {value.untyped_storage()._cdata for value in known.values()}
         shadow = copy.deepcopy(model, known)
 
-        def keep(tensor):
+        def keep(tensor: torch.Tensor) -> torch.Tensor:
             storage = tensor.untyped_storage()
             if recorder.recording and storage._cdata not in own:
-                recorder.seen.kept.setdefault(storage._cdata, (storage.nbytes(), recorder.stack[-1]))
+                recorder.seen.kept.setdefault(storage._cdata, Held(storage.nbytes(), recorder.stack[-1]))
             return tensor
 
-        def enter(module, args, kwargs, fqn):
+        def enter(given: Iterable[object], fqn: str) -> None:
             recorder.stack.append(fqn)
             if fqn == name:
-                tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)]
+                tensors = [t for t in given if isinstance(t, torch.Tensor)]
                 shape.extend(t.shape for t in tensors if t.dim() >= 2)
+
+        def leave(*_: object) -> None:
+            recorder.stack.pop()
 
         for fqn, module in shadow.named_modules():
             module.register_forward_pre_hook(
-                lambda m, args, kwargs, fqn=fqn: enter(m, args, kwargs, fqn), with_kwargs=True
+                lambda _, args, kwargs, fqn=fqn: enter((*args, *kwargs.values()), fqn), with_kwargs=True
             )
-            module.register_forward_hook(lambda *_: recorder.stack.pop() and None)
+            module.register_forward_hook(leave)
         dealt = deal_evenly(shadow, mixtures, recorder.inside)
         given = tree_map_only(
             torch.Tensor, lambda t: fake.from_tensor(t) if not t.is_meta else _empty(t), inputs
@@ -112,8 +172,9 @@ def run(model, inputs, name, mixtures):
     if not shape:
         raise ValueError(f"the forward did not call {name!r}, or without a tensor of two dimensions or more")
     hidden = shape[0]
-    mixtures = [m._replace(top_k=dealt[m.fqn].top_k) if m.fqn in dealt else m for m in mixtures]
-    return recorder.seen, (hidden[-1], hidden[0], hidden[1] if len(hidden) > 2 else 1), mixtures
+    called = [m._replace(top_k=dealt[m.fqn].top_k) if m.fqn in dealt else m for m in mixtures]
+    entered = Entered(hidden[-1], hidden[0], hidden[1] if len(hidden) > 2 else 1)
+    return Recorded(recorder.seen, entered, called)
 
 
 READ = {
@@ -124,7 +185,7 @@ READ = {
 }
 
 
-def _why(model, stack, error):
+def _why(model: torch.nn.Module, stack: Sequence[str], error: Exception) -> str:
     """What to say of a forward that raised `error` in the last module of the stack."""
     where = f"{stack[-1]!r} ({type(model.get_submodule(stack[-1])).__name__})" if any(stack) else "it"
     if isinstance(error, DATA_DEPENDENT):
@@ -143,5 +204,5 @@ def _why(model, stack, error):
     )
 
 
-def _empty(tensor):
+def _empty(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")

@@ -3,34 +3,41 @@ change of a plan would help most.
 """
 
 import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 from pycomm.parallel.ground.plan import Plan
-from pycomm.parallel.planning.job import Job
-from pycomm.parallel.planning.search import divisors, predict
+from pycomm.parallel.planning.job import Job, Recompute, recompute_of
+from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.quantities import MeanBytes, Seconds
+from pycomm.parallel.planning.search import Prediction, Request, divisors, predict
 from pycomm.parallel.planning.space import microbatches_of
-from pycomm.parallel.planning.time import spans_of
+from pycomm.parallel.planning.time import GroupName, spans_of
 
 __all__ = ["Explanation", "changes", "even_experts", "explain_job", "famous", "reason", "table"]
 
 GIB = 2**30
+Changes: TypeAlias = Iterator[tuple[str, Job]]  # (sentence, the changed job)
+MovedAxis: TypeAlias = Literal["tp", "pp", "dp"]
+INSIDE: tuple[GroupName, ...] = ("tp", "ep", "ulysses", "ring")
 
 
-def size(nbytes):
+def size(nbytes: MeanBytes) -> str:
     """For people: GiB, or MiB below a tenth of one."""
     return f"{nbytes / GIB:.1f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.2f} MiB"
 
 
-def seconds(time):
+def seconds(time: Seconds) -> str:
     return f"{time:.3f} s" if time >= 0.1 else f"{1e3 * time:.3f} ms"
 
 
-def short(plan):
+def short(plan: Plan) -> str:
     """A plan without what says itself: precision, and megatron_sp where there is no tp."""
-    hidden = {"precision": None, "megatron_sp": plan.tp > 1 and plan.megatron_sp}
-    return str(dataclasses.replace(plan, **hidden)).replace("megatron_sp=True", "megatron_sp")
+    shown = dataclasses.replace(plan, precision=None, megatron_sp=plan.tp > 1 and plan.megatron_sp)
+    return str(shown).replace("megatron_sp=True", "megatron_sp")
 
 
-def table(found, limit):
+def table(found: Sequence[Prediction], limit: MeanBytes) -> list[str]:
     """Lines, one per Prediction."""
     rows = [("", "plan", "microbatches", "step", "tokens/s/rank", "MFU", "peak of a rank")]
     for number, each in enumerate(found, 1):
@@ -53,8 +60,8 @@ def table(found, limit):
     ]
 
 
-def reason(found):
-    """One sentence: where the time and the memory of a Prediction go."""
+def reason(found: Prediction) -> str:
+    """One sentence: where the time and the memory go."""
     parts, total = found.time.parts(), found.seconds
     shares = [f"{name} {100 * value / total:.0f}%" for name, value in parts.items() if value > 0.005 * total]
     memory = [
@@ -63,7 +70,7 @@ def reason(found):
     return f"time: {', '.join(shares)}; GiB: {', '.join(memory)}"
 
 
-def even_experts(model):
+def even_experts(model: Model) -> list[str]:
     """What is assumed of a mixture, as a list of one line or none."""
     if model.experts is None:
         return []
@@ -74,14 +81,14 @@ def even_experts(model):
     ]
 
 
-def _link(job, axis):
+def _link(job: Job, axis: GroupName) -> str:
     where = spans_of(job.machine, job.plan).get(axis)
     if where is None:
         return ""
     return where.inner.name if where.outer is None else where.outer.name
 
 
-def loses(found, best, limit):
+def loses(found: Prediction, best: Prediction, limit: MeanBytes) -> str:
     """Why `found` is not the best: out of memory, or the part of its time that exceeds the best's by most."""
     if found.memory.peak > limit:
         name, most = max(found.memory.parts().items(), key=lambda part: part[1])
@@ -93,9 +100,7 @@ def loses(found, best, limit):
     name = max(mine, key=lambda part: mine[part] - its[part])
     text = f"{slower:.0f}% slower: {name} {seconds(mine[name])}, {seconds(its[name])} in the best"
     if name == "collectives in blocks":
-        axis = next(
-            (axis for axis in ("tp", "ep", "ulysses", "ring") if getattr(found.plan, axis) > 1), "data"
-        )
+        axis: GroupName = next((axis for axis in INSIDE if getattr(found.plan, axis) > 1), "data")
         text += f" ({axis} over {_link(found.job, axis)})"
     elif name in ("sums of gradients", "gathering values"):
         text += f" (over {_link(found.job, 'data')})"
@@ -106,7 +111,26 @@ def loses(found, best, limit):
     return text
 
 
-FAMOUS = {
+class Wanted(TypedDict, total=False):
+    """Of a plan that people take first. tp, pp: how many ranks, by name; dp: the rest of them."""
+
+    tp: Literal["node", "nodes"]
+    pp: Literal["all", "fit"]
+    dp: None
+    zero: int
+    checkpoint: bool
+    schedule: str
+
+
+class Famous(NamedTuple):
+    """why: it is not the best. prediction: None where these ranks, blocks and rows do not allow it."""
+
+    name: str
+    prediction: Prediction | None
+    why: str
+
+
+FAMOUS: dict[str, Wanted] = {
     "data parallel alone (DDP)": {"dp": None},
     "ZeRO-3 on all ranks (FSDP)": {"dp": None, "zero": 3},
     "ZeRO-3 with recomputation": {"dp": None, "zero": 3, "checkpoint": True},
@@ -125,26 +149,26 @@ FAMOUS = {
 }
 
 
-def famous(request, best):
-    """[(name, Prediction or None, why it is not the best)] of plans that people take first."""
+def famous(request: Request, best: Prediction) -> list[Famous]:
+    """Of plans that people take first."""
     rows = []
     for name, wanted in FAMOUS.items():
         found = _best_of(request, wanted)
         if found is None:
-            rows.append((name, None, "these ranks, blocks and rows do not allow it"))
+            rows.append(Famous(name, None, "these ranks, blocks and rows do not allow it"))
         else:
-            rows.append((name, found, loses(found, best, request.limit)))
+            rows.append(Famous(name, found, loses(found, best, request.limit)))
     return rows
 
 
-def _best_of(request, wanted):
-    """The Prediction of the best microbatch under the axes that are wanted; the leanest where none fits."""
+def _best_of(request: Request, wanted: Wanted) -> Prediction | None:
+    """That of the best microbatch under the axes that are wanted; the leanest where none fits."""
     tried = []
     for plan in _plans(request, wanted):
         for microbatches in microbatches_of(request, plan.dp * plan.ep):
             if plan.schedule == "interleaved" and microbatches < plan.pp:
                 continue
-            recompute = "full" if plan.checkpoint else "none"
+            recompute = recompute_of(plan)
             job = Job(
                 request.model, request.machine, plan, request.rows, microbatches, recompute, request.software
             )
@@ -155,7 +179,7 @@ def _best_of(request, wanted):
     return min(tried, key=lambda each: each.memory.peak, default=None)
 
 
-def _plans(request, wanted):
+def _plans(request: Request, wanted: Wanted) -> Iterator[Plan]:
     model, world = request.model, request.world
     node = int(min(request.machine.node, world))
     sizes = {
@@ -163,7 +187,6 @@ def _plans(request, wanted):
         "nodes": [d for d in divisors(world) if node < d <= 2 * node and model.heads % d == 0][-1:],
         "all": [max(d for d in divisors(world) if d <= model.layers)],
         "fit": [d for d in divisors(world) if 1 < d <= model.layers],
-        None: [None],
     }
     for tp in sizes[wanted["tp"]] if "tp" in wanted else [1]:
         for pp in sizes[wanted["pp"]] if "pp" in wanted else [1]:
@@ -172,7 +195,9 @@ def _plans(request, wanted):
             dp = world // (tp * pp)
             if dp > request.rows:
                 continue
-            options = {key: value for key, value in wanted.items() if key not in ("tp", "pp", "dp")}
+            options: dict[str, Any] = {
+                key: value for key, value in wanted.items() if key not in ("tp", "pp", "dp")
+            }
             if options.get("schedule") == "interleaved":
                 chunks = [v for v in (4, 3, 2) if model.layers % (pp * v) == 0]
                 if not chunks:
@@ -183,20 +208,22 @@ def _plans(request, wanted):
 
 class Explanation:
     """What explain() returns; str() is the text. prediction: of the plan; better: the one change that helps
-    most, (Prediction, sentence), or None.
+    most, and a sentence of it.
     """
 
-    def __init__(self, prediction, better, limit):
+    def __init__(
+        self, prediction: Prediction, better: tuple[Prediction, str] | None, limit: MeanBytes
+    ) -> None:
         self.prediction, self.better, self.limit = prediction, better, limit
 
-    def __str__(self):
+    def __str__(self) -> str:
         found = self.prediction
         lines = [f"{found.job.model.name} on {found.plan.world_size} ranks of {found.job.machine.name}"]
         lines += table([found], self.limit)
         lines.append(reason(found))
         lines += even_experts(found.job.model)
         if found.memory.peak > self.limit:
-            lines.append(f"does not fit: {size(found.memory.peak - self.limit)} too much")
+            lines.append(f"does not fit: {size(MeanBytes(found.memory.peak - self.limit))} too much")
         if self.better:
             lines.append(f"the one change that helps most: {self.better[1]}")
         else:
@@ -204,35 +231,42 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain_job(job, limit=None):
-    """Explanation of a Job."""
+class _Tried(NamedTuple):
+    """order: (over the limit, by how much), by which the least is the best."""
+
+    order: tuple[bool, float]
+    found: Prediction
+    sentence: str
+
+
+def explain_job(job: Job, limit: MeanBytes | None = None) -> Explanation:
     limit = limit or job.machine.usable
     found = predict(job)
     fits = found.memory.peak <= limit
-    best = None
+    best: _Tried | None = None
     for sentence, other in changes(job):
         each = predict(other)
         if each.memory.peak > limit and (fits or each.memory.peak >= found.memory.peak):
             continue
         over = each.memory.peak > limit
-        value = (over, each.memory.peak if over else each.seconds)
-        if best is None or value < best[0]:
-            best = value, each, sentence
-    if best is None or (fits and best[1].seconds > 0.995 * found.seconds):
+        order = (over, each.memory.peak if over else each.seconds)
+        if best is None or order < best.order:
+            best = _Tried(order, each, sentence)
+    if best is None or (fits and best.found.seconds > 0.995 * found.seconds):
         return Explanation(found, None, limit)
-    _, each, sentence = best
+    each = best.found
     before, after = size(found.memory.peak), size(each.memory.peak)
     gain = f"{seconds(found.seconds)} -> {seconds(each.seconds)}, {before} -> {after}"
-    return Explanation(found, (each, f"{sentence} ({gain})"), limit)
+    return Explanation(found, (each, f"{best.sentence} ({gain})"), limit)
 
 
-def changes(job):
-    """(sentence, Job) for every plan that differs in one option, in the microbatch, or in a factor 2 moved
+def changes(job: Job) -> Changes:
+    """One for every plan that differs in one option, in the microbatch, or in a factor 2 moved
     from one axis to another.
     """
     plan = job.plan
 
-    def other(sentence, microbatches=job.microbatches, **change):
+    def other(sentence: str, microbatches: int = job.microbatches, **change: Any) -> Changes:
         try:
             new = dataclasses.replace(plan, **change)
         except ValueError:
@@ -241,7 +275,9 @@ def changes(job):
             return
         if new.schedule == "interleaved" and microbatches < new.pp:
             return
-        recompute = "full" if new.checkpoint else ("none" if job.recompute == "full" else job.recompute)
+        recompute: Recompute = job.recompute
+        if new.checkpoint or recompute == "full":
+            recompute = recompute_of(new)
         yield sentence, job._replace(plan=new, microbatches=microbatches, recompute=recompute)
 
     share = job.rows // job.data_ranks
@@ -265,18 +301,19 @@ def changes(job):
             if (name, chunks) != (plan.schedule, plan.chunks):
                 text = f"schedule={name}" + (f",chunks={chunks}" if chunks else "")
                 yield from other(text, schedule=name, chunks=chunks)
-    for source in ("tp", "pp", "dp"):
-        for target in {"tp", "pp", "dp"} - {source}:
+    axes: tuple[MovedAxis, ...] = ("tp", "pp", "dp")
+    for source in axes:
+        for target in set(axes) - {source}:
             if getattr(plan, source) % 2 == 0 and (target != "tp" or job.model.heads % (2 * plan.tp) == 0):
                 yield from _moved(job, other, source, target)
 
 
-def _moved(job, other, source, target):
+def _moved(job: Job, other: Callable[..., Changes], source: MovedAxis, target: MovedAxis) -> Changes:
     plan = job.plan
-    sizes = {source: getattr(plan, source) // 2, target: getattr(plan, target) * 2}
+    sizes: dict[MovedAxis, int] = {source: getattr(plan, source) // 2, target: getattr(plan, target) * 2}
     dp = sizes.get("dp", plan.dp)
     share = -(-job.rows // (dp * plan.ep))
-    change = dict(sizes)
+    change: dict[str, object] = dict(sizes.items())
     if sizes.get("pp", plan.pp) == 1:
         change.update(schedule="1f1b", chunks=None)
     if sizes.get("tp", plan.tp) == 1:

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning.asked import check_request, whole
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.memory import Memory, worst_rank
+from pycomm.parallel.planning.quantities import Seconds
 from pycomm.parallel.planning.refusal import NoPlan, why_no_job, why_no_shape
 from pycomm.parallel.planning.space import Request, divisors, ideal_time, jobs_of, shapes_of
 from pycomm.parallel.planning.time import StepTime, step_time
@@ -31,33 +33,34 @@ class Prediction(NamedTuple):
     memory: Memory
 
     @property
-    def plan(self):
+    def plan(self) -> Plan:
         return self.job.plan
 
     @property
-    def seconds(self):
+    def seconds(self) -> Seconds:
         return self.time.total
 
     @property
-    def mfu(self):
+    def mfu(self) -> float:
         """Model FLOPs utilisation: without recomputation, of the machine's peak."""
         job = self.job
         flops = job.model.flops(job.rows * job.model.sequence)
         return flops / (job.plan.world_size * job.machine.peak * self.seconds)
 
     @property
-    def tokens(self):
+    def tokens(self) -> float:
         """Per second and rank."""
         return self.job.rows * self.job.model.sequence / self.seconds / self.job.plan.world_size
 
 
-def predict(job, exact=True):
-    """Prediction of one Job."""
+def predict(job: Job, exact: bool = True) -> Prediction:
     return Prediction(job, step_time(job, exact), worst_rank(job))
 
 
-def search(request, count=10, progress: Callable | None = None):
-    """The best `count` Predictions, best first. progress(done, of_all): called meanwhile. Raises NoPlan, and
+def search(
+    request: Request, count: int = 10, progress: Callable[[int, int], None] | None = None
+) -> list[Prediction]:
+    """The best `count`, best first. progress(done, of_all): called meanwhile. Raises NoPlan, and
     ValueError for a request that has no meaning.
     """
     check_request(request)
@@ -80,18 +83,19 @@ def search(request, count=10, progress: Callable | None = None):
 class _Best:
     """The WIDE jobs with the least time so far."""
 
-    def __init__(self):
-        self.jobs, self.order = [], itertools.count()
+    def __init__(self) -> None:
+        self.jobs: list[tuple[float, int, Job]] = []
+        self.order = itertools.count()
 
-    def add(self, seconds, job):
+    def add(self, seconds: Seconds, job: Job) -> None:
         item = (-seconds, next(self.order), job)
         if len(self.jobs) < WIDE:
             heapq.heappush(self.jobs, item)
         else:
             heapq.heappushpop(self.jobs, item)
 
-    def worst(self):
-        return -self.jobs[0][0] if len(self.jobs) == WIDE else math.inf
+    def worst(self) -> Seconds:
+        return Seconds(-self.jobs[0][0] if len(self.jobs) == WIDE else math.inf)
 
-    def sorted(self):
+    def sorted(self) -> list[Job]:
         return [job for _, _, job in sorted(self.jobs, key=lambda item: -item[0])]

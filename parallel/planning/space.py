@@ -13,15 +13,17 @@ compute time with a full pipeline is above a time that is given.
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 from pycomm.parallel.ground.plan import AXES, Plan
-from pycomm.parallel.planning.asked import unfit
-from pycomm.parallel.planning.job import PYCOMM, Job, Software
+from pycomm.parallel.planning.asked import Fixed, unfit
+from pycomm.parallel.planning.events import AT_ONCE
+from pycomm.parallel.planning.job import PYCOMM, Job, Recompute, Software
 from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.memory import states, worst_rank
 from pycomm.parallel.planning.model import Model
+from pycomm.parallel.planning.quantities import MeanBytes, MeanElements, Seconds
 from pycomm.parallel.planning.time import step_time
 
 __all__ = ["Request", "divisors", "fits", "ideal_time", "jobs_of", "microbatches_of", "plans_of", "shapes_of"]
@@ -30,9 +32,20 @@ LONG = 16384  # positions from which ring and ulysses are tried
 CHUNKS = (2, 3, 4, 6, 8)
 
 
+class Shape(NamedTuple):
+    """Ranks of each axis."""
+
+    tp: int
+    pp: int
+    dp: int
+    ep: int
+    ulysses: int
+    ring: int
+
+
 class Request(NamedTuple):
     """What is wanted. world: ranks; rows: sequences of a step. memory: bytes of a rank that may be used,
-    None: the machine's. fixed: {field of Plan: value} that the plan must have. microbatch: most rows of one
+    None: the machine's. microbatch: most rows of one
     microbatch. check: called with each Plan, raises ValueError for one that the model or its optimizer
     refuse.
     """
@@ -42,28 +55,28 @@ class Request(NamedTuple):
     world: int
     rows: int
     memory: float | None = None
-    fixed: Mapping = {}
+    fixed: Fixed = {}
     microbatch: int = 16
     software: Software = PYCOMM
     precision: str | None = "bf16"
-    check: Callable = lambda plan: None
+    check: Callable[[Plan], None] = lambda plan: None
 
     @property
-    def limit(self):
-        return self.machine.usable if self.memory is None else self.memory
+    def limit(self) -> MeanBytes:
+        return self.machine.usable if self.memory is None else MeanBytes(self.memory)
 
 
-def divisors(number):
+def divisors(number: int) -> list[int]:
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
 
-def shapes_of(request):
-    """(tp, pp, dp, ep, ulysses, ring) of every way to deal the ranks that the fixed axes allow."""
+def shapes_of(request: Request) -> Iterator[Shape]:
+    """Every way to deal the ranks that the fixed axes allow."""
     model, world, fixed = request.model, request.world, request.fixed
     node = min(request.machine.node, world)
 
-    def sizes(axis, tried):
+    def sizes(axis: str, tried: list[int]) -> list[int]:
         return [fixed[axis]] if axis in fixed else tried
 
     inner = [d for d in divisors(world) if d <= node and node % d == 0 and model.heads % d == 0]
@@ -80,29 +93,38 @@ def shapes_of(request):
                             continue
                         dp = world // rest
                         if fixed.get("dp", dp) == dp and dp * ep <= request.rows:
-                            yield tp, pp, dp, ep, ulysses, ring
+                            yield Shape(tp, pp, dp, ep, ulysses, ring)
 
 
-def _long(model):
+def _long(model: Model) -> bool:
     return model.sequence >= LONG
 
 
-def ideal_time(request):
-    """Seconds of the products of a step at the best efficiency, on all ranks."""
-    flops = request.model.flops(request.rows * request.model.sequence)
+def ideal_time(request: Request) -> Seconds:
+    """Of the products of a step at the best efficiency, on all ranks."""
+    flops: float = request.model.flops(request.rows * request.model.sequence)
     if request.model.fused:
-        attention = request.model.block_flops()[1] * request.model.layers
+        attention = request.model.block_flops().attention * request.model.layers
         flops -= 3 * attention / 2 * request.rows * request.model.sequence
-    return flops / (request.world * request.machine.peak * request.machine.reached.product)
+    return Seconds(flops / (request.world * request.machine.peak * request.machine.reached.product))
 
 
-def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
-    """Jobs of these axes that fit. ideal: of ideal_time; worst(): seconds above which nothing is wanted.
+def _never() -> Seconds:
+    return Seconds(math.inf)
+
+
+def jobs_of(
+    request: Request,
+    shape: Shape,
+    ideal: Seconds = AT_ONCE,
+    worst: Callable[[], Seconds] = _never,
+    lean: bool = False,
+) -> Iterator[Job]:
+    """Those of these axes that fit. ideal: of ideal_time; worst(): above it nothing is wanted.
     lean: only with the most microbatches, which hold the least.
     """
-    tp, pp, dp, ep, ulysses, ring = shape
+    tp, pp, dp, ep, *_ = shape
     waste = -(-request.rows // (dp * ep)) * dp * ep / request.rows
-    axes = {"tp": tp, "pp": pp, "dp": dp, "ep": ep, "ulysses": ulysses, "ring": ring}
     if _least_states(request, tp * pp) > request.limit or ideal * waste > worst():
         return
     for microbatches in microbatches_of(request, dp * ep)[: 1 if lean else None]:
@@ -121,14 +143,14 @@ def jobs_of(request, shape, ideal=0.0, worst=lambda: math.inf, lean=False):
                         recompute,
                         request.software,
                     )
-                    for plan in plans_of(request, axes, schedule, chunks, recompute)
+                    for plan in plans_of(request, shape, schedule, chunks, recompute)
                 ]
                 yield from _faster_forms(job for job in jobs if worst_rank(job).peak <= request.limit)
 
 
-def _faster_forms(jobs):
+def _faster_forms(jobs: Iterable[Job]) -> Iterator[Job]:
     """Of jobs that differ in megatron_sp alone the faster one, by closed form; of equals the leaner."""
-    best = {}  # zero -> (seconds, job)
+    best: dict[int, tuple[tuple[float, bool], Job]] = {}  # zero -> ((seconds, leaner), job)
     for job in jobs:
         seconds = step_time(job, exact=False).total if job.plan.tp > 1 else 0.0
         order = seconds, not job.plan.megatron_sp
@@ -137,23 +159,24 @@ def _faster_forms(jobs):
     yield from (job for _, job in best.values())
 
 
-def fits(request):
+def fits(request: Request) -> bool:
     """Whether there is any plan."""
     return any(True for shape in shapes_of(request) for _ in jobs_of(request, shape, lean=True))
 
 
-def _least_states(request, cut):
-    """Bytes that no plan of tp x pp = `cut` goes below: all states shared by all ranks, none in the host."""
+def _least_states(request: Request, cut: int) -> MeanBytes:
+    """What no plan of tp x pp = `cut` goes below: all states shared by all ranks, none in the host."""
     software, offload = request.software, request.fixed.get("offload")
     kept = {
         "parameter": 0 if offload == "parameters" else request.model.item,
         "gradient": software.gradient,
         "optimizer": 0 if offload else software.state,
     }
-    return sum(states(request.model.parameters / cut, 3, request.world // cut, **kept))
+    count = MeanElements(request.model.parameters / cut)
+    return MeanBytes(sum(states(count, 3, request.world // cut, **kept)))
 
 
-def microbatches_of(request, data):
+def microbatches_of(request: Request, data: int) -> list[int]:
     """Numbers of microbatches, most first: each has a row for every data rank, as par.step wants it, and no
     more than request.microbatch.
     """
@@ -165,7 +188,7 @@ def microbatches_of(request, data):
     return sorted(fitting, reverse=True)
 
 
-def _schedules(request, pp, microbatches):
+def _schedules(request: Request, pp: int, microbatches: int) -> list[tuple[str, int]]:
     """(name, chunks) of the schedules to try."""
     fixed, layers = request.fixed, request.model.layers
     name, chunks = fixed.get("schedule"), fixed.get("chunks")
@@ -186,26 +209,33 @@ def _schedules(request, pp, microbatches):
     return [pair for pair in found if layers >= pp * pair[1]]
 
 
-def _recomputations(request):
+def _recomputations(request: Request) -> list[Recompute]:
     if "checkpoint" in request.fixed:
         return ["full" if request.fixed["checkpoint"] else "none"]
     return ["none", "full"]
 
 
-def plans_of(request, axes, schedule, chunks, recompute, refused=None):
-    """Plans of every zero that the fixed fields allow. refused: a list for what Plan says of the others."""
+def plans_of(
+    request: Request,
+    shape: Shape,
+    schedule: str,
+    chunks: int | None,
+    recompute: Recompute,
+    refused: list[ValueError] | None = None,
+) -> Iterator[Plan]:
+    """Those of every zero that the fixed fields allow. refused: a list for what Plan says of the others."""
     fixed = request.fixed
-    sharded = axes["dp"] * axes["ep"] * axes["ulysses"] * axes["ring"] > 1
+    sharded = shape.dp * shape.ep * shape.ulysses * shape.ring > 1
     others = {key: value for key, value in fixed.items() if key not in (*AXES, "zero")}
-    options = {"precision": request.precision, "checkpoint": recompute == "full"}
-    if axes["pp"] > 1:
+    options: dict[str, Any] = {"precision": request.precision, "checkpoint": recompute == "full"}
+    if shape.pp > 1:
         options |= {"schedule": schedule, "chunks": chunks if schedule == "interleaved" else None}
     every = sharded or "offload" in fixed or "zero_group" in fixed
     zeros = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
-    pieces = [True, False] if axes["tp"] > 1 and "megatron_sp" not in fixed else [False]
+    pieces = [True, False] if shape.tp > 1 and "megatron_sp" not in fixed else [False]
     for zero, megatron_sp in itertools.product(zeros, pieces):
         try:
-            plan = Plan(**axes, zero=zero, **{"megatron_sp": megatron_sp, **options, **others})
+            plan = Plan(**shape._asdict(), zero=zero, **{"megatron_sp": megatron_sp, **options, **others})
             request.check(plan)
         except ValueError as error:
             if refused is not None:

@@ -20,38 +20,48 @@ give for this hardware.
 
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Literal, NamedTuple, TypeAlias
 
+from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning import collectives
-from pycomm.parallel.planning.compute import Cut, block_time, head_time, moved_time
+from pycomm.parallel.planning.collectives import Span
+from pycomm.parallel.planning.compute import Cut, InnerAxis, block_time, head_time, moved_time
 from pycomm.parallel.planning.events import Pipeline, StageTime, run_pipeline
+from pycomm.parallel.planning.job import Job
+from pycomm.parallel.planning.machine import Machine
 from pycomm.parallel.planning.memory import owned_parameters
+from pycomm.parallel.planning.quantities import MeanBytes, MeanElements, MeanTokens, Seconds
 
 __all__ = ["StepTime", "closed_form", "spans_of", "stage_times", "step_time"]
 
-AXES = ("tp", "ulysses", "ring", "ep", "dp", "pp")  # inner to outer
+# data: the ranks over which dense gradients are summed; expert: those of experts
+GroupName: TypeAlias = Literal["tp", "ulysses", "ring", "ep", "dp", "pp", "data", "expert"]
+GroupSpans: TypeAlias = Mapping[GroupName, Span]
+AXES: tuple[GroupName, ...] = ("tp", "ulysses", "ring", "ep", "dp", "pp")  # inner to outer
+INSIDE: tuple[InnerAxis, ...] = ("tp", "ulysses", "ring", "ep")
 
 
 class StepTime(NamedTuple):
-    """Seconds. passes: until the last pass of the slowest rank; of these `bubble` are idle on the busiest
+    """passes: until the last pass of the slowest rank; of these `bubble` are idle on the busiest
     rank and `inside` are collectives of tp, ring, ulysses and ep. gradients: sums that backward did not
     hide.
     """
 
-    passes: float
-    bubble: float
-    inside: float
-    gradients: float
-    optimizer: float
-    values: float
+    passes: Seconds
+    bubble: Seconds
+    inside: Seconds
+    gradients: Seconds
+    optimizer: Seconds
+    values: Seconds
     pipeline: Pipeline | None
 
     @property
-    def total(self):
-        return self.passes + self.gradients + self.optimizer + self.values
+    def total(self) -> Seconds:
+        return Seconds(self.passes + self.gradients + self.optimizer + self.values)
 
-    def parts(self):
-        computing = self.passes - self.bubble - self.inside
+    def parts(self) -> dict[str, Seconds]:
+        computing = Seconds(self.passes - self.bubble - self.inside)
         return {
             "compute": computing,
             "collectives in blocks": self.inside,
@@ -62,10 +72,19 @@ class StepTime(NamedTuple):
         }
 
 
+class Rest(NamedTuple):
+    """What a rank of the pipeline does after its passes."""
+
+    gradients: Seconds
+    optimizer: Seconds
+    values: Seconds
+
+
 @functools.lru_cache(maxsize=16384)
-def spans_of(machine, plan):
-    """{axis: Span} of the axes with ranks, and of "data", the ranks over which dense gradients are summed."""
-    found, stride = {}, 1
+def spans_of(machine: Machine, plan: Plan) -> GroupSpans:
+    """Those with ranks."""
+    found: dict[GroupName, Span] = {}
+    stride = 1
     for axis in AXES:
         size = getattr(plan, axis)
         if size > 1:
@@ -81,7 +100,7 @@ def spans_of(machine, plan):
     return found
 
 
-def _cut(job):
+def _cut(job: Job) -> Cut:
     plan, software = job.plan, job.software
     return Cut(
         rows=job.microbatch_rows,
@@ -96,24 +115,23 @@ def _cut(job):
     )
 
 
-def _inside(spans):
-    return tuple((axis, spans[axis]) for axis in ("tp", "ulysses", "ring", "ep") if axis in spans)
+def _inside(spans: GroupSpans) -> tuple[tuple[InnerAxis, Span], ...]:
+    return tuple((axis, spans[axis]) for axis in INSIDE if axis in spans)
 
 
-def _block(job, spans):
-    """(StageTime of one block with what recomputation adds, seconds of collectives in it)."""
+def _block(job: Job, spans: GroupSpans) -> tuple[StageTime, Seconds]:
+    """(one block with what recomputation adds, the collectives in it)."""
     cut, inside = _cut(job), _inside(spans)
     time = block_time(job.machine, job.model, cut, inside)
     again = {"none": 0.0, "selective": time.core, "full": time.forward}[job.recompute]
     alone = block_time(job.machine, job.model, cut)
     talk = time.forward + time.input + time.weight - alone.forward - alone.input - alone.weight
     talk += time.forward - alone.forward if job.recompute == "full" else 0.0
-    talk = max(talk, 0.0)  # of rounding
-    passes = StageTime(time.forward, time.input + again, time.weight)
-    return _with_units(job, spans, passes, talk)
+    passes = StageTime(time.forward, Seconds(time.input + again), time.weight)
+    return _with_units(job, spans, passes, Seconds(max(talk, 0.0)))  # of rounding
 
 
-def _with_units(job, spans, passes, talk):
+def _with_units(job: Job, spans: GroupSpans, passes: StageTime, talk: Seconds) -> tuple[StageTime, Seconds]:
     """ZeRO-3 gathers the values of a block in forward and backward, and sums its gradients; ZeRO-2 the
     latter.
     """
@@ -121,78 +139,77 @@ def _with_units(job, spans, passes, talk):
     if plan.zero < 2 or "data" not in spans:
         return passes, talk
     whole, cut, _ = model.block_parameters()
-    dense, expert = whole + cut / plan.tp, model.expert_parameters(plan.tp, plan.ep)
+    dense, expert = MeanElements(whole + cut / plan.tp), model.expert_parameters(plan.tp, plan.ep)
     sums = _halves(spans, dense, expert, job.software.summed)
-    gather = _halves(spans, dense, expert, model.item) if plan.zero == 3 else 0.0
+    gather = _halves(spans, dense, expert, model.item) if plan.zero == 3 else Seconds(0.0)
     both = job.machine.reached.both
     forward = both(passes.forward, gather)
-    backward = passes.input + passes.weight
-    longer = both(backward, gather + sums)
+    backward = Seconds(passes.input + passes.weight)
+    longer = both(backward, Seconds(gather + sums))
     waited = forward - passes.forward + longer - backward
     share = passes.weight / backward
-    return StageTime(forward, longer * (1 - share), longer * share), talk + waited
+    times = StageTime(forward, Seconds(longer * (1 - share)), Seconds(longer * share))
+    return times, Seconds(talk + waited)
 
 
-def _halves(spans, dense, experts, item):
-    """Seconds of a gather, or of a reduce_scatter, of these parameters."""
-    time = collectives.all_gather(spans["data"], dense * item)
-    return time + (
-        collectives.all_gather(spans["expert"], experts * item) if experts and "expert" in spans else 0.0
-    )
+def _halves(spans: GroupSpans, dense: MeanElements, experts: MeanElements, item: int) -> Seconds:
+    """A gather, or a reduce_scatter, of these parameters. item: bytes of each."""
+    time = collectives.all_gather(spans["data"], MeanBytes(dense * item))
+    if not experts or "expert" not in spans:
+        return time
+    return Seconds(time + collectives.all_gather(spans["expert"], MeanBytes(experts * item)))
 
 
-def stage_times(job):
-    """(StageTime of every virtual stage, seconds of collectives in one block)"""
+def stage_times(job: Job) -> tuple[tuple[StageTime, ...], Seconds]:
+    """(every virtual stage, the collectives in one block)"""
     return _stage_times(job._replace(rows=job.microbatch_rows * job.data_ranks * job.microbatches))
 
 
 @functools.lru_cache(maxsize=4096)
-def _stage_times(job):
+def _stage_times(job: Job) -> tuple[tuple[StageTime, ...], Seconds]:
     spans = spans_of(job.machine, job.plan)
     block, talk = _block(job, spans)
     tokens = job.microbatch_rows * job.model.sequence / job.parts
-    bounds, times = job.bounds(), []
+    bounds, times = job.bounds(), list[StageTime]()
     alone = 1.0 if job.software.waits else 1 - job.machine.reached.overlap
     waits = alone * _message(job, spans) if job.plan.pp > 1 else 0.0
     for number, (first, end) in enumerate(bounds):
         forward, inputs, weights = ((end - first) * part for part in block)
         if number == 0:
-            lookup = moved_time(job.machine, 3 * job.model.item * tokens * job.model.hidden)
+            lookup = moved_time(job.machine, MeanBytes(3 * job.model.item * tokens * job.model.hidden))
             forward, weights = forward + lookup, weights + lookup
         if number == len(bounds) - 1:
             f, i, w = head_time(job.machine, job.model, _cut(job))
             forward, inputs, weights = forward + f, inputs + i, weights + w
-        times.append(StageTime(forward + waits, inputs + waits, weights))
+        times.append(StageTime(Seconds(forward + waits), Seconds(inputs + waits), Seconds(weights)))
     return tuple(times), talk
 
 
-def _message(job, spans):
+def _message(job: Job, spans: GroupSpans) -> Seconds:
     if "pp" not in spans:
-        return 0.0
+        return Seconds(0.0)
     plan = job.plan
-    tokens = job.microbatch_rows * job.model.sequence / job.parts
-    nbytes = job.model.item * tokens * job.model.hidden
+    tokens = MeanTokens(job.microbatch_rows * job.model.sequence / job.parts)
+    nbytes = MeanBytes(job.model.item * tokens * job.model.hidden)
     if not (plan.megatron_sp or job.software.cuts_messages):
         return collectives.message(spans["pp"], nbytes)
-    time = collectives.message(spans["pp"], nbytes / plan.tp)
+    time = collectives.message(spans["pp"], MeanBytes(nbytes / plan.tp))
     if not plan.megatron_sp and "tp" in spans:
-        time += collectives.all_gather(spans["tp"], nbytes)
+        return Seconds(time + collectives.all_gather(spans["tp"], nbytes))
     return time
 
 
-def _rest(job, spans, rank, backward):
-    """(gradients, optimizer, values) in seconds after the passes of a pipeline rank. backward: seconds of
-    the last microbatch's.
-    """
+def _rest(job: Job, spans: GroupSpans, rank: int, backward: Seconds) -> Rest:
+    """backward: of the last microbatch."""
     plan, software, machine = job.plan, job.software, job.machine
     dense, experts = owned_parameters(job, rank)
     sums = values = 0.0
     share = 1
     if "data" in spans:
         share = spans["data"].ranks if plan.zero else 1
-        sums = collectives.all_reduce(spans["data"], dense * software.summed)
+        sums = collectives.all_reduce(spans["data"], MeanBytes(dense * software.summed))
         if experts and "expert" in spans:
-            sums += collectives.all_reduce(spans["expert"], experts * software.summed)
+            sums += collectives.all_reduce(spans["expert"], MeanBytes(experts * software.summed))
         if plan.zero:
             sums = _halves(spans, dense, experts, software.summed)
             values = _halves(spans, dense, experts, job.model.item) if plan.zero < 3 else 0.0
@@ -201,57 +218,63 @@ def _rest(job, spans, rank, backward):
         elif software.hides_dp:
             bucket = plan.bucket_mb * 1e6 / max(dense * software.summed, 1)
             last = sums * min(bucket, 1.0)
-            sums = last + machine.reached.both(backward, sums - last) - backward
+            sums = last + machine.reached.both(backward, Seconds(sums - last)) - backward
     mine = (dense + experts * (plan.ep if plan.zero else 1)) / share
-    optimizer = moved_time(machine, mine * software.update)
+    optimizer: float = moved_time(machine, MeanBytes(mine * software.update))
     if plan.offload:
         optimizer += mine * (software.gradient + job.model.item) / machine.host
-    return sums, optimizer, values
+    return Rest(Seconds(sums), Seconds(optimizer), Seconds(values))
 
 
-def step_time(job, exact=True):
-    """StepTime. exact: the pipeline by events; else by closed_form, which a search ranks by."""
+def step_time(job: Job, exact: bool = True) -> StepTime:
+    """exact: the pipeline by events; else by closed_form, which a search ranks by."""
     spans = spans_of(job.machine, job.plan)
     times, talk = stage_times(job)
     plan, m = job.plan, job.microbatches
     blocks = job.model.layers / plan.pp
+    pipeline = None
     if plan.pp == 1:
-        passes, bubble, pipeline = m * times[0].total, 0.0, None
+        passes, bubble = m * times[0].total, 0.0
     elif exact:
         pipeline = run_pipeline(plan.schedule, plan.pp, m, plan.chunks_per_rank, times, _message(job, spans))
         passes, bubble = pipeline.makespan, pipeline.bubble * pipeline.makespan
     else:
-        pipeline = None
         passes = closed_form(plan, m, times, _message(job, spans))
         bubble = passes - m * max(_per_rank(plan, times))
     rests = []
     for rank in sorted({0, plan.pp - 1}):
         mine = times[rank :: plan.pp] if plan.schedule != "zbv" else (times[rank], times[-1 - rank])
-        rests.append(_rest(job, spans, rank, sum(t.input + t.weight for t in mine)))
+        rests.append(_rest(job, spans, rank, Seconds(sum(t.input + t.weight for t in mine))))
     sums, optimizer, values = (max(part) for part in zip(*rests, strict=True))
     norm = (
-        collectives.all_reduce(collectives.span(job.machine, plan.world_size, 1), 8)
+        collectives.all_reduce(collectives.span(job.machine, plan.world_size, 1), MeanBytes(8))
         if plan.world_size > 1
         else 0
     )
-    sums += norm + _tie(job, spans)
-    return StepTime(passes, bubble, m * blocks * talk, sums, optimizer, values, pipeline)
+    return StepTime(
+        Seconds(passes),
+        Seconds(bubble),
+        Seconds(m * blocks * talk),
+        Seconds(sums + (norm + _tie(job, spans))),
+        optimizer,
+        values,
+        pipeline,
+    )
 
 
-def _tie(job, spans):
-    """Seconds in which the first and the last stage exchange their gradients of a table that is the head too
+def _tie(job: Job, spans: GroupSpans) -> Seconds:
+    """In which the first and the last stage exchange their gradients of a table that is the head too
     (pipeline/ties.py); under zero a part of it each. Of zbv the two are on one rank.
     """
     plan, model = job.plan, job.model
     if "pp" not in spans or not model.tied or plan.schedule == "zbv":
-        return 0.0
+        return Seconds(0.0)
     shared = spans["data"].ranks if plan.zero and "data" in spans else 1
-    return collectives.message(
-        spans["pp"], model.vocab * model.hidden / plan.tp * job.software.summed / shared
-    )
+    nbytes = model.vocab * model.hidden / plan.tp * job.software.summed / shared
+    return collectives.message(spans["pp"], MeanBytes(nbytes))
 
 
-def _per_rank(plan, times):
+def _per_rank(plan: Plan, times: tuple[StageTime, ...]) -> list[float]:
     if plan.pp == 1:
         return [times[0].total]
     if plan.schedule == "zbv":
@@ -259,8 +282,8 @@ def _per_rank(plan, times):
     return [sum(t.total for t in times[rank :: plan.pp]) for rank in range(plan.pp)]
 
 
-def closed_form(plan, microbatches, times, message):
-    """Seconds of the passes, by the bubbles of the table in pipeline/schedules.py at these times: for a
+def closed_form(plan: Plan, microbatches: int, times: tuple[StageTime, ...], message: Seconds) -> Seconds:
+    """Of the passes, by the bubbles of the table in pipeline/schedules.py at these times: for a
     search, which then asks the events about its best. Messages of the first microbatch's way there and back
     are added.
     """
@@ -277,4 +300,4 @@ def closed_form(plan, microbatches, times, message):
     else:
         idle = max(2 * p - 1 - microbatches, 0) * mean / 2 * 0.5
     turns = math.ceil(microbatches / p)
-    return work + idle + 2 * message * (plan.virtual_stages - 1) + (turns - 1) * 2 * message
+    return Seconds(work + idle + 2 * message * (plan.virtual_stages - 1) + (turns - 1) * 2 * message)

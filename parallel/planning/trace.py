@@ -3,51 +3,57 @@ and what comes after the passes.
 """
 
 import json
+from pathlib import Path
+from typing import TypeAlias
 
+from pycomm.parallel.pipeline.schedules import Action
+from pycomm.parallel.pipeline.timeline import Span
+from pycomm.parallel.planning.search import Prediction
 from pycomm.parallel.planning.time import stage_times
 
 __all__ = ["events_of", "write_trace"]
 
+Event: TypeAlias = dict[str, object]  # of the format of chrome://tracing
 NAMES = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "U": "update"}
 
 
-def events_of(found):
-    """Trace events (times in us) of a Prediction. Of a long step what was played, see events.py."""
-    pipeline, events, end = found.time.pipeline, [], 0.0
+def events_of(found: Prediction) -> list[Event]:
+    """Times in us. Of a long step what was played, see events.py."""
+    pipeline, events, end = found.time.pipeline, list[Event](), 0.0
     if pipeline is None:
         (times,), _ = stage_times(found.job)
-        rows = [[]]
+        rows = [list[Span]()]
         for microbatch in range(found.job.microbatches):
             for kind, seconds in zip("FBW", times, strict=True):
-                rows[0].append((kind, 0, microbatch, end, end + seconds))
+                rows[0].append(Span(Action(kind, 0, microbatch), end, end + seconds))
                 end += seconds
     else:
         rows = [
-            [(*action, start, stop) for action, (start, stop) in zip(actions, spans, strict=True)]
+            [Span(action, start, stop) for action, (start, stop) in zip(actions, spans, strict=True)]
             for actions, spans in zip(pipeline.schedule.actions, pipeline.spans, strict=True)
         ]
-        end = max(row[-1][4] for row in rows)
+        end = max(row[-1].end for row in rows)
     for rank, row in enumerate(rows):
-        for kind, stage, microbatch, start, stop in row:
+        for (kind, stage, microbatch), start, stop in row:
             events.append(_box(f"{kind}{microbatch}", NAMES[kind], rank, (start, stop), stage=stage))
         at = end
         for name in ("sums of gradients", "optimizer", "gathering values"):
-            seconds = found.time.parts()[name]
-            if seconds > 0:
-                events.append(_box(name, name, rank, (at, at + seconds)))
-                at += seconds
+            took = found.time.parts()[name]
+            if took > 0:
+                events.append(_box(name, name, rank, (at, at + took)))
+                at += took
     return events
 
 
-def _box(name, category, rank, times, **arguments):
+def _box(name: str, category: str, rank: int, times: tuple[float, float], **arguments: int) -> Event:
     start, stop = times
-    box = {"name": name, "cat": category, "ph": "X", "ts": start * 1e6, "dur": (stop - start) * 1e6}
+    box: Event = {"name": name, "cat": category, "ph": "X", "ts": start * 1e6, "dur": (stop - start) * 1e6}
     return {**box, "pid": 0, "tid": rank, "args": arguments}
 
 
-def write_trace(found, path):
+def write_trace(found: Prediction, path: str | Path) -> None:
     ranks = range(found.plan.pp)
-    names = [
+    names: list[Event] = [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": r, "args": {"name": f"pp rank {r}"}}
         for r in ranks
     ]

@@ -11,20 +11,37 @@ No memory is taken and nothing of the model is changed; modules on meta will do.
 trunk (models/trunk.py); the largest stands for all.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 
 from pycomm.parallel.ground.batch import inputs_and_targets
-from pycomm.parallel.models.trunk import find_trunk
-from pycomm.parallel.planning.even_experts import mixtures_of
-from pycomm.parallel.planning.model import Experts, Model, Module, Product
-from pycomm.parallel.planning.recorded import run
+from pycomm.parallel.models.trunk import Trunk, find_trunk
+from pycomm.parallel.planning.even_experts import Mixture, mixtures_of
+from pycomm.parallel.planning.model import CutDim, Experts, Model, Module, Product
+from pycomm.parallel.planning.recorded import Attended, Entered, Recorded, Seen, run
 from pycomm.parallel.tensor.find import find
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Batch
 
 __all__ = ["trace_model"]
 
 
-def trace_model(model, batch, blocks=None):
-    """Model. batch: as par.step takes it; a row of it is enough. Raises ValueError where the model has no
+class _Same(NamedTuple):
+    """What the products of all experts share. module: its name in an expert."""
+
+    module: str
+    k: int
+    n: int
+    cut: CutDim | None
+
+
+def trace_model(model: torch.nn.Module, batch: Batch, blocks: str | tuple[str, str] | None = None) -> Model:
+    """batch: as par.step takes it; a row of it is enough. Raises ValueError where the model has no
     list of blocks, and for one that reads values, with the module and what it reads.
     """
     trunk = find_trunk(model, blocks)
@@ -36,31 +53,29 @@ def trace_model(model, batch, blocks=None):
     inputs, _ = inputs_and_targets(batch)
     number = max(range(len(trunk.blocks)), key=lambda i: _size(trunk.blocks[i]))
     name = trunk.names[number]
-    mixtures = mixtures_of(model)
-    seen, shape, mixtures = run(model, inputs, name, mixtures)
-    return _as_model(model, trunk, name, seen, shape, mixtures)
+    return _as_model(model, trunk, name, run(model, inputs, name, mixtures_of(model)))
 
 
-def _size(module):
+def _size(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _as_model(model, trunk, name, seen, shape, mixtures):
-    hidden, rows, positions = shape
+def _as_model(model: torch.nn.Module, trunk: Trunk, name: str, recorded: Recorded) -> Model:
+    seen, (hidden, rows, positions), mixtures = recorded
     tokens = rows * positions
     # parallel.MoE is not cut by tp; what is stacked is, where ep does not deal it (building/cut.py).
     rules = {mixture.fqn: "tokens" for mixture in mixtures if not mixture.stacked}
     cuts = find(model, blocks=trunk.lists[0], rules=rules)
-    cut_of = {fqn: "n" for sublayer in cuts.sublayers for fqn in sublayer.columns}
+    cut_of: dict[str, CutDim] = {fqn: "n" for sublayer in cuts.sublayers for fqn in sublayer.columns}
     cut_of |= {sublayer.row: "k" for sublayer in cuts.sublayers}
     item = next((p.element_size() for p in model.parameters() if p.is_floating_point()), None)
     if item is None:
         raise ValueError(f"{type(model).__name__} has no parameters to train")
     here = [mixture for mixture in mixtures if f"{mixture.fqn}.".startswith(f"{name}.")]
     modules = _dense(model, name, seen, (tokens, cut_of), here)
-    modules += [_mixture(mixture, seen, (hidden, tokens, item), cut_of) for mixture in here]
-    outside = [nbytes for nbytes, at in seen.kept.values() if not _within(at, (m.fqn for m in here))]
-    kept = sum(outside) / tokens
+    modules += [_mixture(mixture, seen, recorded.shape, item, cut_of) for mixture in here]
+    dense_bytes = [nbytes for nbytes, at in seen.kept.values() if not _within(at, (m.fqn for m in here))]
+    kept = sum(dense_bytes) / tokens
     # Between blocks and into products that tp cuts, values are whole; what cut layers make is cut.
     dense = [
         (cut_of.get(at), m, k, n) for at, m, k, n in seen.products if not _within(at, (m.fqn for m in here))
@@ -69,7 +84,7 @@ def _as_model(model, trunk, name, seen, shape, mixtures):
     inside = min(kept, inside + sum(m * k for cut, m, k, n in dense if cut == "k") * item / tokens)
     # norms and sums read and write the hidden state, activations what cut layers make
     modules.append(Module("attention", kept=(kept - inside, inside), moved=(8 * item * hidden, 2 * inside)))
-    heads, kv_heads, width = _heads(seen, rows, hidden)
+    heads, kv_heads, _, width = _attention(seen, recorded.shape)
     outside = {id(p): p for p in model.parameters()}
     for each in trunk.blocks:
         for parameter in each.parameters():
@@ -100,9 +115,17 @@ def _as_model(model, trunk, name, seen, shape, mixtures):
     )
 
 
-def _dense(model, name, seen, shape, here):
-    """[Module] of the modules of the block `name` that have parameters or products, without experts."""
-    (tokens, cut_of), modules = shape, []
+def _dense(
+    model: torch.nn.Module,
+    name: str,
+    seen: Seen,
+    shape: tuple[int, Mapping[str, CutDim]],
+    here: Sequence[Mixture],
+) -> list[Module]:
+    """Those of the block `name` that have parameters or products, without experts. shape: (tokens, which dim
+    tp cuts).
+    """
+    (tokens, cut_of), modules = shape, list[Module]()
     for fqn, module in model.get_submodule(name).named_modules(prefix=name):
         if _within(fqn, (mixture.inside for mixture in here)):
             continue
@@ -116,19 +139,21 @@ def _dense(model, name, seen, shape, here):
     return modules
 
 
-def _within(fqn, names):
+def _within(fqn: str, names: Iterable[str]) -> bool:
     return any(f"{fqn}.".startswith(f"{name}.") for name in names)
 
 
-def _mixture(mixture, seen, shape, cut_of):
-    """Module of the experts of one mixture: their products over all of them, and what goes there and back."""
-    hidden, tokens, item = shape
-    rows = {}  # (module of an expert, k, n, cut) -> rows of all experts
+def _mixture(mixture: Mixture, seen: Seen, shape: Entered, item: int, cut_of: Mapping[str, CutDim]) -> Module:
+    """The experts of one mixture: their products over all of them, and what goes there and back. item: bytes
+    of a parameter.
+    """
+    hidden, tokens = shape.hidden, shape.rows * shape.positions
+    rows: dict[_Same, int] = {}  # rows of all experts
     for at, m, k, n in seen.products:
         if _within(at, (mixture.inside,)):
             name = at[len(mixture.inside) + 1 :]
             name = name if mixture.stacked else name.partition(".")[2]
-            key = name, k, n, cut_of.get(at)
+            key = _Same(name, k, n, cut_of.get(at))
             rows[key] = rows.get(key, 0) + m
     products = tuple(Product(k, n, cut, m / tokens, True) for (_, k, n, cut), m in rows.items())
     made = {True: 0.0, False: 0.0}  # by whether tp cuts it
@@ -138,36 +163,38 @@ def _mixture(mixture, seen, shape, cut_of):
         )
     kept = sum(nbytes for nbytes, at in seen.kept.values() if _within(at, (mixture.fqn,))) / tokens
     inside = min(kept, made[True])
+    assert mixture.top_k is not None  # the forward has run
     there_and_back = 4 * item * mixture.top_k * hidden
     moved = there_and_back + 2 * made[False], 2 * made[True]
     return Module(mixture.fqn, (0, 0), products, moved, (kept - inside, inside), True)
 
 
-def _experts(model, here):
-    """Experts of a block, or None."""
+def _experts(model: torch.nn.Module, here: Sequence[Mixture]) -> Experts | None:
+    """Those of a block."""
     if not here:
         return None
-    kinds = {(mixture.count, mixture.top_k, mixture.stacked) for mixture in here}
-    if len(kinds) > 1:
+    first = here[0]
+    if len({(mixture.count, mixture.top_k, mixture.stacked) for mixture in here}) > 1:
         raise ValueError(
             f"{type(model).__name__} has blocks with mixtures of two kinds, {here[0].fqn!r} and "
             f"{here[-1].fqn!r}: the planner knows blocks whose mixtures have as many experts and choices"
         )
-    ((count, top_k, stacked),) = kinds
-    return Experts(count, top_k, sum(mixture.parameters for mixture in here), stacked)
+    assert first.top_k is not None  # the forward has run
+    return Experts(first.count, first.top_k, sum(mixture.parameters for mixture in here), first.stacked)
 
 
-def _heads(seen, rows, hidden):
+def _attention(seen: Seen, shape: Entered) -> Attended:
+    """As it is seen, or of one head."""
     if seen.fused:
-        heads, kv_heads, _, width = seen.fused[0]
-        return heads, kv_heads, width
+        return seen.fused[0]
     if seen.scores:
-        batch, _, width = seen.scores[0]
-        return max(batch // rows, 1), max(batch // rows, 1), width
-    return 1, 1, hidden
+        batch, positions, width = seen.scores[0]
+        heads = max(batch // shape.rows, 1)
+        return Attended(heads, heads, positions, width)
+    return Attended(1, 1, shape.positions, shape.hidden)
 
 
-def _head_of(model, trunk):
+def _head_of(model: torch.nn.Module, trunk: Trunk) -> tuple[torch.nn.Linear, int] | None:
     """(the last Linear outside of the blocks, its outputs), or None."""
     inside = {id(m) for block in trunk.blocks for m in block.modules()}
     found = [m for m in model.modules() if isinstance(m, torch.nn.Linear) and id(m) not in inside]
