@@ -65,7 +65,7 @@ def choose(wanted: tuple[str, str] | None, found: Sequence[Address], routed: str
     Raises ValueError.
     """
     allowed = _allowed(*wanted, found) if wanted else found
-    if not allowed:
+    if wanted and not allowed:
         what = "{}={!r} in the environment: no such interface has an address here".format(*wanted)
         raise ValueError(f"{what}. There are {shown(found)}.")
     for address in allowed:
