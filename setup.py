@@ -233,7 +233,7 @@ def find_cuda() -> Cuda | None:
     if wanted == "0" or (wanted == "auto" and not TORCH.cuda):
         return None
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
-    places = [Path(home, "bin", "nvcc") for home in homes if home]
+    places: list[Path | str | None] = [Path(home, "bin", "nvcc") for home in homes if home]
     places += [shutil.which("nvcc"), "/usr/local/cuda/bin/nvcc"]
     nvcc = next((str(place) for place in places if place and os.access(place, os.X_OK)), None)
     if not nvcc:
@@ -342,7 +342,7 @@ def run_ninja() -> None:
         errors="replace",
         env={**os.environ, "NINJA_STATUS": "@%f %t "},
     ) as process:
-        for line in progress(process.stdout, lambda: time.monotonic() - start):
+        for line in progress(process.stdout or (), lambda: time.monotonic() - start):
             say(line)
     if process.returncode:
         raise SystemExit("pycomm was not built: see the compiler's message above.")
@@ -413,7 +413,10 @@ def required_torch(version: str) -> str:
     """What a wheel requires that was built for torch `version`: torch>=2.13,<2.14 for "2.13.0+cpu". A preview
     ("2.14.0a0+git12") is older than 2.14 for pip, so the range begins before it.
     """
-    major, minor, rest = re.match(r"(\d+)\.(\d+)([^+]*)", version).groups()
+    found = re.match(r"(\d+)\.(\d+)([^+]*)", version)
+    if not found:
+        raise SystemExit(f"torch has the version {version!r}; expected one like 2.13.0")
+    major, minor, rest = found.groups()
     preview = ".0.dev0" if re.search(r"a|b|rc|dev", rest) else ""
     return f"torch>={major}.{minor}{preview},<{major}.{int(minor) + 1}"
 
@@ -441,7 +444,7 @@ def readable_elsewhere(text: str, address: str | None) -> str:
     has no address, the names of the files.
     """
 
-    def changed(found: re.Match) -> str:
+    def changed(found: re.Match[str]) -> str:
         name = found["name"]
         if not name or re.match(r"[a-z]+:|#", name):
             return found[0]  # code, or a link that needs no change
@@ -452,7 +455,7 @@ def readable_elsewhere(text: str, address: str | None) -> str:
     return re.sub(r"```.*?```|`[^`]*`|\[(?P<text>[^]]*)\]\((?P<name>[^)\s]+)\)", changed, text, flags=re.S)
 
 
-def metadata() -> dict:
+def metadata() -> dict[str, object]:
     """Arguments of setup(). A source distribution leaves open which torch it is built for: pip would replace
     the one that is installed. A wheel works with the minor version that it was built for.
     """

@@ -13,7 +13,7 @@ import pycomm
 from pycomm.testing import run_ranks
 
 
-def add_up(comm):
+def add_up(comm: pycomm.Communicator) -> np.ndarray:
     x = np.arange(4, dtype=np.float32) + 10 * comm.rank  # rank 0: 0 1 2 3, rank 1: 10 11 12 13, ...
     return comm.all_reduce(x)  # in place: x is the sum now
 

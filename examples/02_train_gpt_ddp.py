@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -45,6 +45,33 @@ REPEATS = 3  # of a pass with and one without communication, after each validati
 class Text(NamedTuple):
     train: torch.Tensor  # uint8, the bytes of nine files in ten
     validation: torch.Tensor  # uint8, the bytes of every tenth file: whole files that training never sees
+
+
+class Losses(TypedDict):
+    backend: str
+    ranks: int
+    steps: int  # done
+    of_steps: int
+    train_loss_first: float
+    train_loss_last: float
+    validation_loss_first: float
+    validation_loss_last: float
+    train_loss: list[float]
+    validation_loss: dict[int, float]  # steps done: loss
+
+
+class Speed(TypedDict):
+    total_s: float  # with starting the ranks and evaluations
+    tokens: int
+    train_s: float
+    tokens_per_s: float
+    step_ms: float
+    communication_ms: float
+    communication_share: float  # of a forward and backward pass
+
+
+class Figures(Losses, Speed):
+    parameters: int
 
 
 def load_text(max_bytes: int) -> Text:
@@ -85,7 +112,7 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
 class Block(nn.Module):
     """One transformer layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, width: int, heads: int):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
@@ -105,7 +132,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int):
+    def __init__(self, layers: int, width: int, heads: int) -> None:
         super().__init__()
         self.token = nn.Embedding(VOCAB, width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(layers)))
@@ -214,7 +241,7 @@ class Record:
         return f"train {loss:.3f}  validation {validation:.3f}  {speed:,.0f} tokens/s"
 
 
-def train(args: argparse.Namespace, show: Callable[[int, str], None]) -> dict[str, Any]:
+def train(args: argparse.Namespace, show: Callable[[int, str], None]) -> Figures:
     """Trains and returns the figures. show(step, text) reports progress."""
     record = Record(args.began)
     text = load_text(args.text_bytes)
@@ -248,10 +275,10 @@ def train(args: argparse.Namespace, show: Callable[[int, str], None]) -> dict[st
         if stop:
             break
     parameters = sum(p.numel() for p in gpt.parameters())
-    return figures_of(record, args) | {"parameters": parameters} | speed_of(record, tokens_per_step)
+    return {**losses_of(record, args), "parameters": parameters, **speed_of(record, tokens_per_step)}
 
 
-def figures_of(record: Record, args: argparse.Namespace) -> dict[str, Any]:
+def losses_of(record: Record, args: argparse.Namespace) -> Losses:
     done = len(record.losses)
     return {
         "backend": args.backend,
@@ -267,24 +294,24 @@ def figures_of(record: Record, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def speed_of(record: Record, tokens_per_step: int) -> dict[str, float]:
+def speed_of(record: Record, tokens_per_step: int) -> Speed:
     synchronised_ms, local_ms = (
         statistics.median(record.pass_ms[kind]) for kind in ("synchronised", "local")
     )
     communication_ms = max(0.0, synchronised_ms - local_ms)  # noise may make it negative where all is hidden
     tokens, train_s = len(record.losses) * tokens_per_step, sum(record.step_s)
     return {
-        "total_s": time.monotonic() - record.began,  # with starting the ranks and evaluations
+        "total_s": time.monotonic() - record.began,
         "tokens": tokens,
         "train_s": train_s,
         "tokens_per_s": tokens / train_s,
         "step_ms": 1e3 * statistics.median(record.step_s),
         "communication_ms": communication_ms,
-        "communication_share": communication_ms / synchronised_ms,  # of a forward and backward pass
+        "communication_share": communication_ms / synchronised_ms,
     }
 
 
-def early(figures: dict[str, Any]) -> str:
+def early(figures: Figures) -> str:
     """A sentence about a training that --limit ended; empty for one that did all its steps."""
     if figures["steps"] == figures["of_steps"]:
         return ""
@@ -292,7 +319,7 @@ def early(figures: dict[str, Any]) -> str:
     return f"stopped after {figures['total_s']:.0f} s at {steps}: this machine is busy or slow"
 
 
-def plot(figures: dict[str, Any], path: str) -> None:
+def plot(figures: Figures, path: str) -> None:
     """Draws the losses of all steps into a PNG file."""
     from matplotlib.figure import Figure
 
@@ -332,7 +359,7 @@ def plot(figures: dict[str, Any], path: str) -> None:
     fig.savefig(path, dpi=130)
 
 
-def report(f: dict[str, Any], args: argparse.Namespace) -> None:
+def report(f: Figures, args: argparse.Namespace) -> None:
     if stopped := early(f):
         print(stopped)
     print(

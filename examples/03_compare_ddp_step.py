@@ -25,7 +25,8 @@ import json
 import os
 import statistics
 import time
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -41,16 +42,24 @@ gpt_example = importlib.import_module(
 class Variant:
     """A model, its optimizer and its data; `times_ms` collects the duration of its steps."""
 
-    def __init__(self, group, synchronise, text, args):
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        synchronise: bool,
+        batches: Iterator[tuple[torch.Tensor, torch.Tensor]],
+        args: argparse.Namespace,
+    ) -> None:
         torch.manual_seed(args.seed)
         gpt = gpt_example.GPT(args.layers, args.width, args.heads)
         self.model = DistributedDataParallel(gpt, process_group=group, gradient_as_bucket_view=True)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
-        self.batches = gpt_example.random_batches(text, args)
-        self.context = nullcontext if synchronise else self.model.no_sync
-        self.times_ms = []
+        self.batches = batches
+        self.context: Callable[[], AbstractContextManager[None]] = (
+            nullcontext if synchronise else self.model.no_sync
+        )
+        self.times_ms: list[float] = []
 
-    def step(self):
+    def step(self) -> None:
         inputs, targets = next(self.batches)
         start = time.perf_counter()
         with self.context():
@@ -63,7 +72,7 @@ class Variant:
         self.times_ms.append(1e3 * (time.perf_counter() - start))
 
 
-def take_turns(variants, rounds, steps_per_turn):
+def take_turns(variants: list[Variant], rounds: int, steps_per_turn: int) -> None:
     """Runs steps_per_turn steps of each variant in every round; each round starts with another one."""
     for i in range(rounds + 1):
         for variant in variants[i % len(variants) :] + variants[: i % len(variants)]:
@@ -75,24 +84,25 @@ def take_turns(variants, rounds, steps_per_turn):
                 variant.times_ms.clear()
 
 
-def report(variants, compute, args):
+def report(variants: dict[str, Variant], compute: Variant, args: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
     compute_ms = statistics.median(compute.times_ms)
-    figures = {"ranks": dist.get_world_size(), "compute_ms": compute_ms, "backends": {}}
+    backends: dict[str, dict[str, float]] = {}
+    figures = {"ranks": dist.get_world_size(), "compute_ms": compute_ms, "backends": backends}
     title = f"DDP step, {dist.get_world_size()} ranks, medians of {len(compute.times_ms)} steps in turns"
     table = Table("backend", "step ms", "communication ms", "share of the step", "loss", title=title)
     for name, variant in variants.items():
         step_ms = statistics.median(variant.times_ms)
         share = (step_ms - compute_ms) / step_ms
-        figures["backends"][name] = {"step_ms": step_ms, "communication_share": share, "loss": variant.loss}
+        backends[name] = {"step_ms": step_ms, "communication_share": share, "loss": variant.loss}
         table.add_row(
             name, f"{step_ms:.1f}", f"{step_ms - compute_ms:.1f}", f"{share:.1%}", f"{variant.loss:.4f}"
         )
     table.add_row("compute only", f"{compute_ms:.1f}", "", "", "")
     Console().print(table)
-    (first, first_ms), *others = ((name, f["step_ms"]) for name, f in figures["backends"].items())
+    (first, first_ms), *others = ((name, f["step_ms"]) for name, f in backends.items())
     for other, other_ms in others:
         print(
             f"{first} over {other}: {other_ms / first_ms:.3f}x; a perfect backend: "
@@ -103,7 +113,7 @@ def report(variants, compute, args):
         Path(args.json).write_text(json.dumps(figures, indent=1) + "\n")
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -117,9 +127,10 @@ def main():
     dist.init_process_group("gloo")  # for barriers only: each variant talks over a group of its own
     text = gpt_example.load_text(args.text_bytes)
     variants = {
-        name: Variant(dist.new_group(backend=name), True, text, args) for name in args.backends.split(",")
+        name: Variant(dist.new_group(backend=name), True, gpt_example.random_batches(text, args), args)
+        for name in args.backends.split(",")
     }
-    compute = Variant(None, False, text, args)
+    compute = Variant(None, False, gpt_example.random_batches(text, args), args)
     take_turns([*variants.values(), compute], args.rounds, args.steps_per_turn)
     if dist.get_rank() == 0:
         report(variants, compute, args)

@@ -22,16 +22,16 @@ import pycomm.parallel as par
 RANKS = 3
 
 
-def alone_as_a_class():
+def alone_as_a_class() -> list[float]:
     """A plain training loop: only the wrapper and sync_gradients() are new."""
     model, optimizer = make()
-    model = par.data.NaiveDataParallel(model)
+    naive = par.data.NaiveDataParallel(model)
     losses = []
     for inputs, targets in batches():
         inputs, targets = (x.chunk(RANKS)[dist.get_rank()] for x in (inputs, targets))
-        loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(naive(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        model.sync_gradients()  # gradients := their mean over the ranks
+        naive.sync_gradients()  # gradients := their mean over the ranks
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -40,17 +40,17 @@ def alone_as_a_class():
     return losses
 
 
-def by_a_plan():
+def by_a_plan() -> list[float]:
     model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, grad_sync="naive"))
     return [par.step(model, optimizer, batch, clip=1.0).item() for batch in batches()]
 
 
-def main():
+def main() -> None:
     expected = train_alone()
     with par.count_traffic() as traffic:
         losses = alone_as_a_class()
     difference = max(same(losses, expected), same(by_a_plan(), expected))
-    into_rank_0 = [None] * RANKS
+    into_rank_0 = [0] * RANKS
     dist.all_gather_object(into_rank_0, traffic.nbytes("gather") // len(losses))
     say(f"gathered per step: {sum(into_rank_0):,} bytes into rank 0, 0 bytes into each of the others")
     say(f"naive data parallel on {RANKS} ranks equals one process: losses differ by {difference:.0e}")

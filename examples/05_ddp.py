@@ -25,7 +25,7 @@ import pycomm.parallel as par
 RANKS = 2
 
 
-def alone_as_a_class():
+def alone_as_a_class() -> list[float]:
     """As with torch's class of the same name. Two backward passes per step: the first accumulates without
     communication.
     """
@@ -48,12 +48,12 @@ def alone_as_a_class():
     return losses
 
 
-def by_a_plan():
+def by_a_plan() -> list[float]:
     model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, bucket_mb=0.05))
     return [par.step(model, optimizer, batch, microbatches=2, clip=1.0).item() for batch in batches()]
 
 
-def main():
+def main() -> None:
     expected = train_alone()
     with par.count_traffic() as traffic:
         losses = alone_as_a_class()

@@ -13,6 +13,9 @@ A model that is too large for one rank fits on three, but only one of them works
 fills the gaps.
 """
 
+from collections.abc import Callable
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 from common import on_ranks, same, say
@@ -22,16 +25,18 @@ import pycomm.parallel as par
 
 RANKS, BALANCE = 3, [3, 2, 2]
 
+Backward: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # output, targets -> loss
 
-def make_layers():
+
+def make_layers() -> nn.Sequential:
     torch.manual_seed(0)
     widths = [16, 64, 64, 48, 8]
     layers = [nn.Linear(a, b) for a, b in zip(widths[:-1], widths[1:], strict=True)]
     return nn.Sequential(layers[0], nn.GELU(), layers[1], nn.GELU(), layers[2], nn.GELU(), layers[3]).double()
 
 
-def train(model, backward):
-    """The same loop for the whole model and for a rank's part. backward(output, targets) returns the loss."""
+def train(model: nn.Module, backward: Backward) -> list[float]:
+    """The same loop for the whole model and for a rank's part."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses, generator = [], torch.Generator().manual_seed(1)
     for _ in range(4):
@@ -44,8 +49,8 @@ def train(model, backward):
     return losses
 
 
-def main():
-    def backward(output, targets):
+def main() -> None:
+    def backward(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         loss = nn.functional.mse_loss(output, targets)
         loss.backward()
         return loss
@@ -56,7 +61,7 @@ def main():
     with par.count_traffic() as traffic:
         losses = train(model, backward)  # every rank gets the output, so the loop needs no branch
     difference = same(losses, expected)
-    held = [None] * RANKS
+    held = [(0, 0)] * RANKS
     dist.all_gather_object(held, (sum(p.numel() for p in model.parameters()), traffic.calls("send")))
     total = sum(p.numel() for p in whole.parameters())
     say(

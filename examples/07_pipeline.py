@@ -27,7 +27,7 @@ RANKS, MICROBATCHES = 2, 6
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
-def show_schedules(folder):
+def show_schedules(folder: str | None) -> None:
     for name in SCHEDULES:
         schedule = par.pipeline.make_schedule(name, 4, 8)
         timeline = simulate(schedule, forward=1, backward=1, weight=1)
@@ -40,18 +40,17 @@ def show_schedules(folder):
             timeline.plot(Path(folder) / f"{name}.png")
 
 
-def train(schedule):
+def train(schedule: str) -> list[float]:
     """Stages of 2 blocks each, or of 1 where a rank has two; the embedding is tied to the head, so both ends
     hold it.
     """
-    plan = par.Plan(pp=RANKS, schedule=schedule)
-    model, optimizer = par.parallelize(*make(), plan)
+    model, optimizer = par.parallelize(*make(), f"pp={RANKS},schedule={schedule}")
     return [
         par.step(model, optimizer, batch, microbatches=MICROBATCHES, clip=1.0).item() for batch in batches()
     ]
 
 
-def main():
+def main() -> None:
     losses = {schedule: train(schedule) for schedule in SCHEDULES}
     difference = same(losses["1f1b"], train_alone())
     assert all(other == losses["1f1b"] for other in losses.values()), "a schedule changed the result"

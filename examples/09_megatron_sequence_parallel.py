@@ -12,27 +12,36 @@ An all_reduce is a reduce_scatter and an all_gather, so the same bytes travel; a
 attention and MLP take 1/tp of the memory. Use it wherever tp is used on long sequences.
 """
 
+from typing import NamedTuple
+
 import torch
 from common import LENGTH, ROWS, batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.comm import Traffic
 
 RANKS, WIDTH, LAYERS = 2, 24, 4
 
 
-def train(plan):
-    """(losses, traffic of the last step, elements of the hidden state between two blocks on this rank)"""
+class Trained(NamedTuple):
+    losses: list[float]
+    traffic: Traffic  # of the last step
+    elements: int  # of the hidden state between two blocks on this rank
+
+
+def train(plan: par.Plan) -> Trained:
     model, optimizer = par.parallelize(*make(), plan)
-    seen = []
-    model.blocks[1].norm1.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel()))
+    seen: list[int] = []
+    norm = model.get_submodule("blocks.1.norm1")
+    norm.register_forward_pre_hook(lambda module, args: seen.append(args[0].numel()))
     losses = []
     for batch in batches():
         with par.count_traffic() as traffic:
             losses.append(par.step(model, optimizer, batch, clip=1.0).item())
-    return losses, traffic, seen[-1]
+    return Trained(losses, traffic, seen[-1])
 
 
-def main():
+def main() -> None:
     expected = train_alone()
     plain, plain_traffic, plain_elements = train(par.Plan(tp=RANKS))
     cut, cut_traffic, cut_elements = train(par.Plan(tp=RANKS, megatron_sp=True))

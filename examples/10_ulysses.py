@@ -20,11 +20,12 @@ import torch.nn.functional as F
 from common import LENGTH, batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.comm import Traffic
 
 RANKS = 2
 
 
-def attention_alone():
+def attention_alone() -> float:
     """In place of F.scaled_dot_product_attention, on this rank's positions of q, k and v: (batch, heads, T /
     ranks, head size).
     """
@@ -39,7 +40,7 @@ def attention_alone():
     return same(par.sequence.ulysses_attention(q, k, v, is_causal=True), expected)
 
 
-def by_a_plan(expected):
+def by_a_plan(expected: list[float]) -> tuple[float, Traffic]:
     """The model is as it was: its hidden state is cut before the first block, and its calls of attention are
     exchanged.
     """
@@ -51,7 +52,7 @@ def by_a_plan(expected):
     return same(losses, expected), traffic
 
 
-def main():
+def main() -> None:
     difference, traffic = by_a_plan(train_alone())
     difference = max(difference, attention_alone())
     say(

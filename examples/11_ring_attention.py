@@ -26,7 +26,7 @@ from pycomm.parallel.sequence import positions
 RANKS = 3
 
 
-def attention_alone():
+def attention_alone() -> tuple[float, list[int]]:
     """In place of F.scaled_dot_product_attention, on the positions that `positions` says are this rank's."""
     ring = comm.as_group(None, "ring")
     mine = positions(LENGTH, ring, comm.ALONE, zigzag=True)
@@ -37,7 +37,7 @@ def attention_alone():
     return same(par.sequence.ring_attention(q, k, v, ring, is_causal=True), expected), mine.tolist()
 
 
-def by_a_plan(expected):
+def by_a_plan(expected: list[float]) -> tuple[float, comm.Traffic]:
     model, optimizer = par.parallelize(*make(), par.Plan(ring=RANKS))
     losses = []
     for batch in batches():
@@ -46,10 +46,10 @@ def by_a_plan(expected):
     return same(losses, expected), traffic
 
 
-def main():
+def main() -> None:
     difference, traffic = by_a_plan(train_alone())
     other, mine = attention_alone()
-    held = [None] * RANKS
+    held: list[list[int]] = [[]] * RANKS
     dist.all_gather_object(held, mine)
     for rank, places in enumerate(held):
         say(f"rank {rank} holds positions {places}")

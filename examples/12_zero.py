@@ -17,6 +17,8 @@ The result is the same, so the choice is one of memory. Any torch optimizer work
 stay the user's objects.
 """
 
+from typing import NamedTuple
+
 from common import batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
@@ -24,18 +26,25 @@ import pycomm.parallel as par
 RANKS = 3
 
 
-def train(stage):
-    """(losses, bytes sent in the last step, bytes of optimizer state on this rank)"""
-    model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, zero=stage, bucket_mb=0.1))
+class Trained(NamedTuple):
+    losses: list[float]
+    sent: int  # bytes, in the last step
+    state: int  # bytes of optimizer state on this rank
+
+
+def train(stage: int) -> Trained:
+    model, optimizer = par.parallelize(*make(), f"dp={RANKS},zero={stage},bucket_mb=0.1")
     losses = []
     for batch in batches():
         with par.count_traffic() as traffic:
             losses.append(par.step(model, optimizer, batch, clip=1.0).item())
-    moments = (value for state in optimizer.state.values() for name, value in state.items() if name != "step")
-    return losses, traffic.nbytes(group="dp"), sum(value.numel() * value.element_size() for value in moments)
+    states = optimizer.state.values()
+    moments = (value for state in states for name, value in state.items() if name != "step")
+    state = sum(value.numel() * value.element_size() for value in moments)
+    return Trained(losses, traffic.nbytes(group="dp"), state)
 
 
-def main():
+def main() -> None:
     expected = train_alone()
     size = sum(p.numel() * p.element_size() for p in make()[0].parameters())
     difference = 0.0

@@ -22,7 +22,8 @@ import pycomm.parallel as par
 RANKS = 2
 
 
-def train(plan, device):
+def train(plan: par.Plan, device: str) -> tuple[list[float], set[str]]:
+    """The losses, and the kinds of devices on which the optimizer's parameters and state lie."""
     model, optimizer = make()
     model.to(device)
     model, optimizer = par.parallelize(model, optimizer, plan)
@@ -37,16 +38,22 @@ def train(plan, device):
     return losses, places
 
 
-def main():
+def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     expected = train_alone()
     difference = 0.0
-    for offload, stage in ((None, 1), ("optimizer", 1), ("optimizer", 3), ("parameters", 3)):
-        losses, places = train(par.Plan(dp=RANKS, zero=stage, offload=offload), device)
-        assert places == {"cpu" if offload else device}
+    plans = (
+        par.Plan(dp=RANKS, zero=1),
+        par.Plan(dp=RANKS, zero=1, offload="optimizer"),
+        par.Plan(dp=RANKS, zero=3, offload="optimizer"),
+        par.Plan(dp=RANKS, zero=3, offload="parameters"),
+    )
+    for plan in plans:
+        losses, places = train(plan, device)
+        assert places == {"cpu" if plan.offload else device}
         difference = max(difference, same(losses, expected))
         say(
-            f"zero={stage}, offload={offload!s:10}: model on {device}, optimizer and its state on "
+            f"zero={plan.zero}, offload={plan.offload!s:10}: model on {device}, optimizer and its state on "
             f"{', '.join(places)}"
         )
     say(f"offload on {RANKS} ranks equals one process: losses differ by {difference:.0e}")

@@ -11,24 +11,33 @@ Each token goes to its two best experts and gets their weighted sum. No token is
 balance. In one process the very same module is a plain mixture of experts.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from common import batches, make, on_ranks, same, say, train_alone
 from torch import nn
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.comm import Traffic
 
 RANKS, EXPERTS, WIDTH = 2, 5, 24
 
 
-def mixture(group=None):
-    def expert():
+class Trained(NamedTuple):
+    losses: list[float]
+    traffic: Traffic
+    experts: list[int]  # of each layer that this rank holds
+
+
+def mixture(group: dist.ProcessGroup | None = None) -> par.MoE:
+    def expert() -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, 40), nn.GELU(), nn.Linear(40, WIDTH))
 
     return par.MoE(WIDTH, expert, EXPERTS, top_k=2, aux_loss=0.01, group=group)
 
 
-def layer_alone():
+def layer_alone() -> float:
     """The module by itself: with a group, each rank keeps its experts and brings its own tokens."""
     x = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     torch.manual_seed(1)
@@ -39,18 +48,19 @@ def layer_alone():
     return same(layer(x.chunk(RANKS)[mine]), expected.chunk(RANKS)[mine])
 
 
-def train(plan):
+def train(plan: par.Plan) -> Trained:
     model, optimizer = par.parallelize(*make(mlp=mixture), plan)
     with par.count_traffic() as traffic:
         losses = [par.step(model, optimizer, batch, clip=1.0).item() for batch in batches()]
-    return losses, traffic, [len(block.mlp.experts) for block in model.blocks]
+    held = [len(layer.experts) for layer in model.modules() if isinstance(layer, par.MoE)]
+    return Trained(losses, traffic, held)
 
 
-def main():
+def main() -> None:
     expected = train_alone(mlp=mixture)
     losses, traffic, held = train(par.Plan(ep=RANKS))
     difference = max(same(losses, expected), layer_alone())
-    counts = [None] * RANKS
+    counts = [(0, 0)] * RANKS
     dist.all_gather_object(counts, (held[0], traffic.nbytes("all_to_all") // len(losses)))
     for rank, (experts, nbytes) in enumerate(counts):
         say(

@@ -15,14 +15,14 @@ clipping.
 
 import torch
 import torch.nn.functional as F
-from common import GPT, batches, on_ranks, same, say
+from common import GPT, Batch, batches, on_ranks, same, say
 
 import pycomm.parallel as par
 
 RANKS = 2
 
 
-def make():
+def make() -> tuple[GPT, torch.optim.SGD]:
     """SGD on a model without tied weights, whose stages would update them at different times."""
     torch.manual_seed(0)
     model = GPT().double()
@@ -30,11 +30,11 @@ def make():
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-def data():
+def data() -> list[Batch]:
     return [next(batches(1))] * 8  # one batch again and again, so that the loss has somewhere to go
 
 
-def train_alone(microbatches):
+def train_alone(microbatches: int) -> list[float]:
     """Each microbatch is a step of its own, with the latest weights: PipeDream without its delay."""
     model, optimizer = make()
     losses = []
@@ -50,12 +50,12 @@ def train_alone(microbatches):
     return losses
 
 
-def train(microbatches):
+def train(microbatches: int) -> list[float]:
     model, optimizer = par.parallelize(*make(), par.Plan(pp=RANKS, schedule="pipedream"))
     return [par.step(model, optimizer, batch, microbatches=microbatches).item() for batch in data()]
 
 
-def main():
+def main() -> None:
     difference = same(train(1), train_alone(1))
     delayed, latest = train(4), train_alone(4)
     assert delayed[0] != latest[0] and delayed[-1] < delayed[0]

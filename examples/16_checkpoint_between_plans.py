@@ -12,33 +12,42 @@ state by parameter. Every rank writes what it owns and reads what it needs, so n
 """
 
 import tempfile
+from collections.abc import Callable
+from typing import NamedTuple
 
+import torch
 import torch.distributed as dist
-from common import batches, make, on_ranks, same, say, train_alone
+from common import GPT, batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
 
 RANKS = 2
 
 
-def shared_folder():
+class Run(NamedTuple):
+    model: GPT
+    optimizer: torch.optim.Optimizer
+    train: Callable[[], list[float]]
+
+
+def shared_folder() -> str:
     """A folder of rank 0's choice, whose name all ranks know."""
-    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
+    names = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(names)
     return names[0]
 
 
-def run(plan, steps):
+def run(plan: par.Plan, steps: slice) -> Run:
     """A model under a plan and a function that trains it with those of the batches that `steps` names."""
     model, optimizer = par.parallelize(*make(), plan)
 
-    def train():
+    def train() -> list[float]:
         return [par.step(model, optimizer, batch, clip=1.0).item() for batch in list(batches())[steps]]
 
-    return model, optimizer, train
+    return Run(model, optimizer, train)
 
 
-def main():
+def main() -> None:
     expected, path = train_alone(), shared_folder()
     model, optimizer, train = run(par.Plan(dp=RANKS, zero=1), slice(0, 2))
     first = train()

@@ -17,7 +17,7 @@ script prints. Use it where the network is slow, and not before a profile says s
 
 import torch
 import torch.nn.functional as F
-from common import GPT, batches, on_ranks, say
+from common import GPT, Batch, batches, on_ranks, say
 
 import pycomm.parallel as par
 from pycomm.parallel.data.compression import make_compression
@@ -25,18 +25,18 @@ from pycomm.parallel.data.compression import make_compression
 RANKS, STEPS = 2, 20
 
 
-def make():
+def make() -> tuple[GPT, torch.optim.AdamW]:
     torch.manual_seed(0)
     model = GPT()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def data():
+def data() -> list[Batch]:
     """One batch again and again, so that the loss has somewhere to go."""
     return [next(batches(1))] * STEPS
 
 
-def train_alone():
+def train_alone() -> float:
     model, optimizer = make()
     for inputs, targets in data():
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
@@ -46,20 +46,26 @@ def train_alone():
     return loss.item()
 
 
-def train(compression):
-    model, optimizer = par.parallelize(*make(), par.Plan(dp=RANKS, compression=compression))
+def train(plan: par.Plan) -> tuple[float, int]:
+    """The loss after the last step, and the bytes that this rank sends in a step."""
+    model, optimizer = par.parallelize(*make(), plan)
     for batch in data():
         with par.count_traffic() as traffic:
             loss = par.step(model, optimizer, batch)
     return loss.item(), traffic.nbytes(group="dp")
 
 
-def main():
+def main() -> None:
     expected = train_alone()
-    _, whole = train(None)
-    for name in ("bf16", "int8", "powersgd", "topk"):
-        options = {"topk": {"ratio": 0.05}, "powersgd": {"rank": 4}}.get(name, {})
-        loss, nbytes = train(make_compression(name, **options))
+    _, whole = train(par.Plan(dp=RANKS))
+    plans = {
+        "bf16": par.Plan(dp=RANKS, compression="bf16"),
+        "int8": par.Plan(dp=RANKS, compression="int8"),
+        "powersgd": par.Plan(dp=RANKS, compression=make_compression("powersgd", rank=4)),
+        "topk": par.Plan(dp=RANKS, compression=make_compression("topk", ratio=0.05)),
+    }
+    for name, plan in plans.items():
+        loss, nbytes = train(plan)
         assert abs(loss - expected) < 0.2 * expected, f"{name}: loss {loss} and not {expected}"
         say(
             f"{name:9} {nbytes:8,} bytes per step and rank, 1/{whole / nbytes:.1f} of fp32; loss {loss:.3f} "

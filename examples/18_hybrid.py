@@ -14,6 +14,7 @@ the batch.
 """
 
 import argparse
+from collections.abc import Sequence
 
 from common import batches, make, on_ranks, same, say, train_alone
 
@@ -27,7 +28,7 @@ PLANS = (
 )
 
 
-def main(plans):
+def main(plans: Sequence[str]) -> None:
     expected = train_alone(steps=2)
     difference = 0.0
     for plan in map(par.Plan.parse, plans):

@@ -12,6 +12,8 @@ two. The same lines run on CPUs and on GPUs, where the four can be one kernel. W
 pycomm.explain; PYCOMM_FUSED forces it.
 """
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -24,7 +26,14 @@ from pycomm import fused
 RANKS, BATCH, LENGTH, WIDTH, HIDDEN = 2, 3, 13, 16, 64
 
 
-def mlp(x, w, w_bias, v, v_bias, sizes):
+def mlp(
+    x: torch.Tensor,
+    w: torch.Tensor,
+    w_bias: torch.Tensor,
+    v: torch.Tensor,
+    v_bias: torch.Tensor,
+    sizes: list[int],
+) -> torch.Tensor:
     """x: this rank's positions. w, w_bias: its hidden features; v: the columns that take them; v_bias: whole,
     on all ranks.
     """
@@ -32,23 +41,25 @@ def mlp(x, w, w_bias, v, v_bias, sizes):
     return fused.matmul_reduce_scatter(h, v.t(), dim=1, sizes=sizes, bias=v_bias)
 
 
-def alone(x, first, second):
-    """(result, gradients of x and of the four parameters) in one process."""
+def alone(
+    x: torch.Tensor, first: nn.Linear, second: nn.Linear
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The result, and the gradients of x and of the four parameters, in one process."""
     x = x.clone().requires_grad_()
     y = second(F.gelu(first(x)))
     return y, torch.autograd.grad(y.square().sum(), [x, first.weight, first.bias, second.weight, second.bias])
 
 
-def on_this_rank(x, first, second):
+def on_this_rank(x: torch.Tensor, first: nn.Linear, second: nn.Linear) -> float:
     """The largest difference from one process, of this rank's parts of the same."""
     rank = dist.get_rank()
     y, gradients = alone(x, first, second)
 
-    def mine(tensor, dim):
+    def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
         return tensor.detach().tensor_split(RANKS, dim)[rank].clone().requires_grad_()
 
     bias = second.bias.detach().clone().requires_grad_()
-    parts = [mine(x, 1), mine(first.weight, 0), mine(first.bias, 0), mine(second.weight, 1), bias]
+    parts = mine(x, 1), mine(first.weight, 0), mine(first.bias, 0), mine(second.weight, 1), bias
     sizes = [piece.shape[1] for piece in x.tensor_split(RANKS, 1)]  # 13 positions over 2 ranks are 7 and 6
     out = mlp(*parts, sizes)
     found = torch.autograd.grad(out.square().sum(), parts)
@@ -56,16 +67,16 @@ def on_this_rank(x, first, second):
     return max(map(same, [out, *found], [mine(y, 1), *whole, gradients[4]]))
 
 
-def main():
+def main() -> None:
     torch.manual_seed(0)
     first, second = nn.Linear(WIDTH, HIDDEN).double(), nn.Linear(HIDDEN, WIDTH).double()
     difference = on_this_rank(torch.randn(BATCH, LENGTH, WIDTH, dtype=torch.float64), first, second)
     say("On 8 GPUs with one rank each, where nothing was measured yet:")
     # the products of an MLP of 8192 x 28672, of which every rank has 3584 hidden features
-    gpu = {"device": "cuda", "dtype": "bfloat16"}
+    explain_on_gpu = functools.partial(pycomm.explain, device="cuda", dtype="bfloat16")
     for rows in (512, 8192):
-        say(pycomm.explain("all_gather_matmul", (rows, 3584, 8192), 8, activation="gelu", **gpu))
-        say(pycomm.explain("matmul_reduce_scatter", (rows, 8192, 3584), 8, **gpu))
+        say(explain_on_gpu("all_gather_matmul", (rows, 3584, 8192), 8, activation="gelu"))
+        say(explain_on_gpu("matmul_reduce_scatter", (rows, 8192, 3584), 8))
     say("Here:")
     rows, hidden = BATCH * LENGTH, HIDDEN // RANKS
     say(pycomm.explain("all_gather_matmul", (rows, hidden, WIDTH), RANKS, dtype="float64", activation="gelu"))

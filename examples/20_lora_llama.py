@@ -12,7 +12,6 @@ Needs transformers and peft; nothing is downloaded. Losses and adapter are those
 
 import functools
 import tempfile
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -28,20 +27,21 @@ SIZES = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 4, "nu
 LORA = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "up_proj"])
 
 
-def adapted(model):
-    model = get_peft_model(model, LORA).double()
-    return model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.02)
+def adapted(model: LlamaForCausalLM) -> tuple[PeftModel, torch.optim.AdamW]:
+    lora = get_peft_model(model, LORA).double()
+    return lora, torch.optim.AdamW([p for p in lora.parameters() if p.requires_grad], lr=0.02)
 
 
-def batches():
-    generator = torch.Generator().manual_seed(1)  # rows that count up, each from another number on
-    for _ in range(STEPS):
-        tokens = (torch.randint(VOCAB, (ROWS, 1), generator=generator) + torch.arange(LENGTH)) % VOCAB
-        yield {"input_ids": tokens, "labels": tokens}
+def batches() -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    starts = torch.randint(VOCAB, (STEPS, ROWS, 1), generator=generator)
+    rows = (starts + torch.arange(LENGTH)) % VOCAB  # they count up, each from another number on
+    return [{"input_ids": tokens, "labels": tokens} for tokens in rows]
 
 
-def train_alone(folder, state):
-    (model, optimizer), losses = adapted(load(folder)), []
+def train_alone(folder: str, state: dict[str, torch.Tensor]) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model, optimizer = adapted(load(folder))
+    losses: list[torch.Tensor] = []
     model.load_state_dict(adapters_of(state), strict=False)
     for batch in batches():
         logits = model(input_ids=batch["input_ids"]).logits
@@ -52,18 +52,18 @@ def train_alone(folder, state):
     return [loss.item() for loss in losses], adapters_of(model.state_dict())
 
 
-def adapters_of(state):
+def adapters_of(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: value for name, value in state.items() if "lora" in name}
 
 
-def main(plan, folder):
+def main(plan: str, folder: str) -> None:
     with torch.device("meta"):
         made = adapted(LlamaForCausalLM(LlamaConfig.from_pretrained(folder)))
     model, optimizer = par.parallelize(*made, plan, weights=folder)
     expected, right = train_alone(folder, par.full_state_dict(model))
     losses = [par.step(model, optimizer, batch, microbatches=2).item() for batch in batches()]
-    model.save_pretrained(folder / "adapter")
-    saved = adapters_of(PeftModel.from_pretrained(load(folder), folder / "adapter").state_dict())
+    model.save_pretrained(f"{folder}/adapter")
+    saved = adapters_of(PeftModel.from_pretrained(load(folder), f"{folder}/adapter").state_dict())
     difference = max(same(losses, expected), *(same(saved[name], value) for name, value in right.items()))
     say(f"{plan:18} loss {losses[0]:.4f} -> {losses[-1]:.4f}; {len(saved)} adapters trained and saved")
     say(f"{plan:18} equals one process: losses differ by {difference:.0e}")
@@ -76,4 +76,4 @@ if __name__ == "__main__":
         config = LlamaConfig(vocab_size=VOCAB, num_key_value_heads=2, use_cache=False, **SIZES)
         LlamaForCausalLM(config).double().save_pretrained(folder, max_shard_size="300KB")
         for plan in ("dp=2,tp=2", "dp=2,pp=2,zero=1"):
-            on_ranks(4, main, plan, Path(folder))
+            on_ranks(4, main, plan, folder)

@@ -27,22 +27,22 @@ from pycomm.testing import run_ranks
 RANKS, VICTIM, AT_STEP = 4, 1, 2
 
 
-def catch_up(model, optimizer, losses):
+def catch_up(model: torch.nn.Module, optimizer: torch.optim.Optimizer, losses: list[float]) -> list[float]:
     """All take the state of the rank that has finished most steps."""
-    done = [None] * dist.get_world_size()
+    done = [0] * dist.get_world_size()
     dist.all_gather_object(done, len(losses))
-    furthest = done.index(max(done))
     state = [(model.state_dict(), optimizer.state_dict(), losses)]
-    dist.broadcast_object_list(state, furthest)
+    dist.broadcast_object_list(state, done.index(max(done)))
     model.load_state_dict(state[0][0])
     optimizer.load_state_dict(state[0][1])
     return state[0][2]
 
 
-def train():
+def train() -> list[float]:
     model, optimizer = make()
     ddp = DistributedDataParallel(model)
-    data, losses = list(batches()), []
+    data = list(batches())
+    losses: list[float] = []
     while len(losses) < STEPS:
         if len(losses) == AT_STEP and dist.get_rank() == VICTIM and dist.get_world_size() == RANKS:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -65,7 +65,7 @@ def train():
     return losses
 
 
-def main():
+def main() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=0.1)  # imports what an optimizer needs, once for all ranks
     results = run_ranks(RANKS, lambda rank: train(), mode="processes", backend="pycomm", fail=False)
     survivors = [losses for losses in results if isinstance(losses, list)]

@@ -25,14 +25,15 @@ from pycomm.testing import run_ranks
 RANKS, VICTIM, AT_STEP, STEPS = 4, 1, 3, 8
 
 
-def train():
-    """The losses of the steps that this process has taken part in: {number: loss}."""
+def train() -> dict[int, float]:
+    """The losses of the steps that this process has taken part in, by their numbers."""
     model, optimizer = make()
     plan = par.Plan(dp=RANKS, zero=1)
     run = par.resilient(
         model, optimizer, plan, snapshot_every=2, wait=120
     )  # for a replacement, if there can be
-    data, losses = list(batches(STEPS)), {}
+    data = list(batches(STEPS))
+    losses: dict[int, float] = {}
     for number in run.steps(STEPS):
         if number == AT_STEP and dist.get_rank() == VICTIM and run.recoveries == 0:
             os.kill(os.getpid(), signal.SIGKILL)
@@ -44,7 +45,7 @@ def train():
     return losses
 
 
-def main():
+def main() -> None:
     if dist.is_torchelastic_launched():
         train()
         return

@@ -8,20 +8,21 @@ runs: dry_run runs the step of one rank without the others.
 """
 
 import torch
-from common import batches, make, on_ranks, same, say, train_alone
+from common import GPT, Batch, batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
 from pycomm.parallel.planning import dry_run
+from pycomm.parallel.planning.planner import ChosenPlan
 
 RANKS = 2
 
 
-def choose(model, optimizer, batch):
+def choose(model: GPT, optimizer: torch.optim.Optimizer, batch: Batch) -> ChosenPlan:
     """Two data ranks at least, so that there is something to send."""
     return par.auto(model, optimizer, batch=batch, world=RANKS, fixed={"dp": RANKS})
 
 
-def main(predicted):
+def main(predicted: int) -> None:
     expected = train_alone(steps=2)
     model, optimizer = make()
     plan = choose(model, optimizer, next(batches()))
@@ -36,12 +37,13 @@ def main(predicted):
     say(f"the chosen plan equals one process: losses differ by {same(losses, expected):.0e}")
 
 
-def sent_by_rank_0():
+def sent_by_rank_0() -> int:
     """Before there is any process group."""
     model, optimizer = make()
     plan = choose(model, optimizer, next(batches()))
-    options = {"ranks": [0], "microbatches": plan.microbatches, "clip": 1.0}
-    (run,) = dry_run(model, type(optimizer), next(batches()), plan, **options)
+    (run,) = dry_run(
+        model, type(optimizer), next(batches()), plan, ranks=[0], microbatches=plan.microbatches, clip=1.0
+    )
     return sum(call.nbytes for call in run.calls)
 
 

@@ -24,12 +24,12 @@ from pycomm.trace.joined import load
 RANKS, SLOW, DELAY, STEPS = 3, 1, 0.005, 12
 
 
-def main():
+def main() -> None:
     model, optimizer = make()
     if dist.get_rank() == SLOW:
-        model.blocks[1].register_forward_pre_hook(lambda *_: time.sleep(DELAY))
+        model.get_submodule("blocks.1").register_forward_pre_hook(lambda *_: time.sleep(DELAY))
     model, optimizer = par.parallelize(model, optimizer, par.Plan(dp=RANKS))
-    folder = [tempfile.mkdtemp(prefix="trace-", dir=".") if dist.get_rank() == 0 else None]
+    folder = [tempfile.mkdtemp(prefix="trace-", dir=".") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder, 0)
     trace.begin(folder[0])
     for batch in batches(STEPS):

@@ -9,6 +9,9 @@ The model is plain torch and knows nothing of ranks. Numbers are float64, so tha
 TOLERANCE are the same computation and not merely close.
 """
 
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -20,14 +23,17 @@ VOCAB, LENGTH, ROWS, STEPS = 50, 24, 12, 4
 TOLERANCE = 1e-10
 LIMIT = 3600.0  # seconds of an example
 
+Batch: TypeAlias = tuple[torch.Tensor, torch.Tensor]  # inputs and targets, (rows, length)
+Numbers: TypeAlias = torch.Tensor | float | list[float]
+
 
 class Attention(nn.Module):
-    def __init__(self, width, heads):
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.n_head, self.n_embd = heads, width
         self.c_attn, self.c_proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length, width = x.shape
         q, k, v = (
             part.view(batch, length, self.n_head, width // self.n_head).transpose(1, 2)
@@ -42,23 +48,31 @@ class Block(nn.Module):
     of experts.
     """
 
-    def __init__(self, width, heads, mlp=None):
+    def __init__(self, width: int, heads: int, mlp: nn.Module | None = None) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads)
         self.mlp = mlp or nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
 
 
 class GPT(nn.Module):
     """Tokens (batch, T) -> logits (batch, T, vocab). Learned positions; the head is tied to the token
-    embedding.
+    embedding. mlp makes the feed-forward of each block.
     """
 
-    def __init__(self, vocab=VOCAB, length=LENGTH, layers=4, width=24, heads=3, mlp=None):
+    def __init__(
+        self,
+        vocab: int = VOCAB,
+        length: int = LENGTH,
+        layers: int = 4,
+        width: int = 24,
+        heads: int = 3,
+        mlp: Callable[[], nn.Module] | None = None,
+    ) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(vocab, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, mlp() if mlp else None) for _ in range(layers))
@@ -66,57 +80,57 @@ class GPT(nn.Module):
         self.head.weight = self.token.weight
         nn.init.normal_(self.token.weight, std=0.02)
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def make(**options):
+def make(layers: int = 4, mlp: Callable[[], nn.Module] | None = None) -> tuple[GPT, torch.optim.AdamW]:
     """The same model, with its optimizer, on every rank and in every call."""
     torch.manual_seed(0)
-    model = GPT(**options).double()
+    model = GPT(layers=layers, mlp=mlp).double()
     return model, torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def batches(steps=STEPS):
-    """(inputs, targets) of each step, the same on every rank; a step() gives each rank its part."""
+def batches(steps: int = STEPS) -> Iterator[Batch]:
+    """One for each step, the same on every rank; a step() gives each rank its part."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(steps):
         rows = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
         yield rows[:, :-1], rows[:, 1:]
 
 
-def train_alone(clip=1.0, steps=STEPS, **options):
+def train_alone(steps: int = STEPS, mlp: Callable[[], nn.Module] | None = None) -> list[float]:
     """The losses of a plain torch training loop in one process."""
-    model, optimizer = make(**options)
+    model, optimizer = make(mlp=mlp)
     losses = []
     for inputs, targets in batches(steps):
         loss = F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), clip)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
     return losses
 
 
-def same(actual, expected):
+def same(actual: Numbers, expected: Numbers) -> float:
     """The largest difference, relative to the largest number. Raises AssertionError above TOLERANCE."""
-    actual, expected = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (actual, expected))
-    difference = ((actual - expected).abs().max() / expected.abs().max()).item()
+    ours, right = (torch.as_tensor(x, dtype=torch.float64).detach() for x in (actual, expected))
+    difference = ((ours - right).abs().max() / right.abs().max()).item()
     assert difference <= TOLERANCE, f"differs by {difference:.1e} from the single process"
     return difference
 
 
-def say(text):
+def say(text: object) -> None:
     """Prints on rank 0 alone."""
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(text, flush=True)
 
 
-def on_ranks(world_size, main, *args, hosts=None):
+def on_ranks(world_size: int, main: Callable[..., None], *args: object, hosts: str | None = None) -> None:
     """Runs main(*args) on world_size ranks: this process is one of them under torchrun, else they are forked
     from it, on simulated hosts where `hosts` says so ("2x2"). One rank is this process."""
     if world_size == 1:
@@ -125,8 +139,9 @@ def on_ranks(world_size, main, *args, hosts=None):
     if not dist.is_torchelastic_launched():
         # the first optimizer imports half a second of modules: once, and not on every rank
         torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        group = {"backend": "pycomm", "timeout": LIMIT, "hosts": hosts}
-        run_ranks(world_size, _rank, main, args, mode="processes", **group)
+        run_ranks(
+            world_size, _rank, main, args, mode="processes", timeout=LIMIT, backend="pycomm", hosts=hosts
+        )
         return
     dist.init_process_group("pycomm")
     if dist.get_world_size() != world_size:
@@ -135,5 +150,5 @@ def on_ranks(world_size, main, *args, hosts=None):
     dist.destroy_process_group()
 
 
-def _rank(rank, main, args):
+def _rank(rank: int, main: Callable[..., None], args: tuple[object, ...]) -> None:
     main(*args)

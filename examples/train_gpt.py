@@ -14,11 +14,14 @@ import argparse
 import importlib
 import math
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Protocol, TypeAlias
 
 import torch
 import torch.distributed as dist
-from common import GPT, on_ranks
+from common import GPT, Batch, on_ranks
+from torch import nn
 
 import pycomm.parallel as par
 
@@ -27,10 +30,19 @@ text_example = importlib.import_module(
 )  # a module's name may not start with a digit, a file's may
 VOCAB = text_example.VOCAB
 
+History: TypeAlias = dict[str, dict[int, float]]  # "train" or "validation" -> step -> loss
 
-def random_batches(text, args, first):
-    """The whole batch of every step, the same on all ranks; steps before `first` were done by the run that is
-    resumed.
+
+class Text(Protocol):
+    """What 02_train_gpt_ddp.load_text gives."""
+
+    train: torch.Tensor
+    validation: torch.Tensor
+
+
+def random_batches(text: Text, args: argparse.Namespace, first: int) -> Iterator[tuple[int, Batch]]:
+    """The number of every step and its whole batch, the same on all ranks; steps before `first` were done by
+    the run that is resumed.
     """
     for step in range(first, args.steps):
         generator = torch.Generator().manual_seed(1_000_000 * args.seed + step)
@@ -38,7 +50,7 @@ def random_batches(text, args, first):
         yield step, text_example.windows(text.train, starts, args.sequence)
 
 
-def validation_loss(model, text, args):
+def validation_loss(model: nn.Module, text: Text, args: argparse.Namespace) -> float:
     starts = torch.linspace(0, len(text.validation) - args.sequence - 1, args.batch * 4).long().tolist()
     model.eval()
     loss = par.evaluate(
@@ -48,7 +60,7 @@ def validation_loss(model, text, args):
     return loss.item()
 
 
-def learning_rate(step, args):
+def learning_rate(step: int, args: argparse.Namespace) -> float:
     """Linear warm-up over the first twentieth of the steps, then half a cosine down to a twentieth
     of --lr.
     """
@@ -57,10 +69,10 @@ def learning_rate(step, args):
     return args.lr * min((step + 1) / warmup, 0.05 + 0.95 * (1 + math.cos(math.pi * progress)) / 2)
 
 
-def train(args, plan, show):
-    """Trains; returns {"train": {step: loss}, "validation": {step: loss}} and tokens per second. show(step,
-    text) reports progress.
-    """
+def train(
+    args: argparse.Namespace, plan: par.Plan, show: Callable[[int, str], None]
+) -> tuple[History, float]:
+    """Trains; returns the losses and tokens per second. show(step, text) reports progress."""
     text = text_example.load_text(args.text_bytes)
     torch.manual_seed(args.seed)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -68,7 +80,7 @@ def train(args, plan, show):
     model = GPT(VOCAB, args.sequence, args.layers, args.dim, args.heads).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, betas=(0.9, 0.95), weight_decay=0.1)
     model, optimizer = par.parallelize(model, optimizer, plan)
-    history = {"train": {}, "validation": {}}
+    history: History = {"train": {}, "validation": {}}
     if args.resume:
         history = par.load(model, optimizer, args.resume)
     first = max(history["validation"], default=0)
@@ -95,7 +107,7 @@ def train(args, plan, show):
     return history, max(0, args.steps - first) * tokens / max(seconds, 1e-9)
 
 
-def plot(history, args, plan, path):
+def plot(history: History, args: argparse.Namespace, plan: par.Plan, path: str) -> None:
     """Draws the losses into a PNG file."""
     from matplotlib.figure import Figure
 
@@ -123,7 +135,7 @@ def plot(history, args, plan, path):
     figure.savefig(path, dpi=130)
 
 
-def main(args, plan):
+def main(args: argparse.Namespace, plan: par.Plan) -> None:
     if dist.is_initialized() and dist.get_rank():
         train(args, plan, show=lambda step, text: None)
         return
@@ -149,7 +161,7 @@ def main(args, plan):
         print(f"picture          {args.plot}")
 
 
-def parse(argv=None):
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, par.Plan]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

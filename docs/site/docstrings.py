@@ -2,10 +2,12 @@
 a link of Markdown, shape[rank][row], is none.
 """
 
+from typing import Any
+
 import griffe
 
 
 class PlainBrackets(griffe.Extension):
-    def on_object(self, *, obj, **kwargs):
+    def on_object(self, *, obj: griffe.Object, **kwargs: Any) -> None:
         if obj.docstring:
             obj.docstring.value = obj.docstring.value.replace("][", "]\\[")

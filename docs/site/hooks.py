@@ -3,9 +3,12 @@
 import importlib
 import inspect
 import textwrap
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
-from mkdocs.structure.files import File
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
 
 STRATEGIES = ["data", "tensor", "sequence", "pipeline", "expert"]
 
@@ -20,17 +23,18 @@ PAGES = {
 }
 
 
-def on_config(config):
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
     decisions = sorted(Path(config.docs_dir, "decisions").glob("*.md"))
-    for section in config.nav:
+    for section in config.nav or ():
         if "Decisions" in section:
             section["Decisions"] = [f"decisions/{path.name}" for path in decisions]
     return config
 
 
-def on_files(files, config):
+def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, (packages, text) in PAGES.items():
-        content, shown = f"# {packages[0]}\n\n{text}\n\n", set()
+        content = f"# {packages[0]}\n\n{text}\n\n"
+        shown: set[str] = set()
         for package in packages:
             heading = f"\n## {package}\n\n" if package != packages[0] else ""
             content += heading + "\n".join(entries(importlib.import_module(package), shown))
@@ -38,7 +42,7 @@ def on_files(files, config):
     return files
 
 
-def entries(package, shown):
+def entries(package: ModuleType, shown: set[str]) -> Iterator[str]:
     """Markdown of the public names that are not in the set `shown`, which they join. A class or function is
     documented where it is defined.
     """

@@ -17,20 +17,41 @@ Gloo is the one in the torch wheel; pycomm uses its messages between two ranks a
     nccl(store, ..., device, look)      called by the first operation on a CUDA tensor (nccl_engine.py)
 """
 
+from __future__ import annotations
+
 import functools
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycomm import env
 from pycomm.hosts.engine import engines
 from pycomm.hosts.nccl_engine import nccl
 from pycomm.survivors import shrinking
 
-__all__ = ["engines", "makers", "nccl"]
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Backend
+
+    from pycomm import _C
+    from pycomm.hosts.engine import Engines
+    from pycomm.survivors import Point
+
+__all__ = ["Makers", "engines", "makers", "nccl"]
 
 
-def makers():
+class Makers(NamedTuple):
     """What the extension calls where a group spans hosts: csrc/bindings/engines.h."""
-    return functools.partial(engines, shrinker=_shrink), nccl, env.nccl_checks
+
+    engines: Callable[..., Engines]
+    nccl: Callable[..., Backend]
+    checks: Callable[[], str]
 
 
-def _shrink(point, comm, exclude, exactly, timeout):
+def makers() -> Makers:
+    return Makers(functools.partial(engines, shrinker=_shrink), nccl, env.nccl_checks)
+
+
+def _shrink(
+    point: Point, comm: _C.Communicator, exclude: Sequence[int], exactly: bool, timeout: float
+) -> tuple[_C.Communicator, list[int]]:
     return shrinking.shrink(point, comm, exclude, exactly, timeout, makers)

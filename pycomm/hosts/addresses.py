@@ -10,6 +10,8 @@ many machines it resolves to loopback. Where the store is on this machine 2 is o
 happens then is in records.py.
 """
 
+from __future__ import annotations
+
 import array
 import contextlib
 import errno
@@ -18,7 +20,10 @@ import ipaddress
 import socket
 import struct
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 SIOCGIFCONF, SIOCGIFFLAGS, IFF_UP = 0x8912, 0x8913, 1
 IFREQ_BYTES = 40  # of a struct ifreq: 16 of name, a sockaddr_in, padding
@@ -36,32 +41,31 @@ class Address(NamedTuple):
     ip: str
 
     @property
-    def loopback(self):
+    def loopback(self) -> bool:
         return ipaddress.ip_address(self.ip).is_loopback
 
     @property
-    def version(self):
-        """4 or 6."""
+    def version(self) -> Literal[4, 6]:
         return ipaddress.ip_address(self.ip).version
 
 
-def local_addresses():
+def local_addresses() -> list[Address]:
     """All addresses of interfaces that are up, in the system's order, IPv4 before IPv6."""
     return _ipv4() + _ipv6()
 
 
-def choose(wanted, found, routed):
+def choose(wanted: tuple[str, str] | None, found: Sequence[Address], routed: str | None) -> Address:
     """The Address to use.
 
     Args:
-        wanted: (variable, value) that the user has set, or None.
+        wanted: the variable that the user has set, and its value.
         found: all addresses there are.
-        routed: the IP that leads to the store, or None.
+        routed: the IP that leads to the store.
 
     Raises ValueError.
     """
     allowed = _allowed(*wanted, found) if wanted else found
-    if not allowed:
+    if wanted and not allowed:
         what = "{}={!r} in the environment: no such interface has an address here".format(*wanted)
         raise ValueError(f"{what}. There are {shown(found)}.")
     for address in allowed:
@@ -85,7 +89,7 @@ def choose(wanted, found, routed):
     )
 
 
-def _allowed(variable, value, found):
+def _allowed(variable: str, value: str, found: Sequence[Address]) -> Sequence[Address]:
     """Those of `found` that the variable allows, in its order."""
     names = [name.strip() for name in value.removeprefix("^").split(",") if name.strip()]
     if variable == EXACT:
@@ -94,7 +98,7 @@ def _allowed(variable, value, found):
     exact = bool(names) and names[0].startswith("=")
     names = [name.removeprefix("=") for name in names]
 
-    def matches(address, name):
+    def matches(address: Address, name: str) -> bool:
         return address.interface == name if exact else address.interface.startswith(name)
 
     if value.startswith("^"):
@@ -103,15 +107,15 @@ def _allowed(variable, value, found):
     return list(dict.fromkeys(inside))
 
 
-def shown(found):
+def shown(found: Sequence[Address]) -> str:
     """For messages: "eth0 (10.0.0.6, fd00::6), lo (127.0.0.1)"."""
-    by_name = {}
+    by_name: dict[str, list[str]] = {}
     for address in found:
         by_name.setdefault(address.interface, []).append(address.ip)
     return ", ".join(f"{name} ({', '.join(ips)})" for name, ips in by_name.items()) or "no interfaces"
 
 
-def route_to(host, name="the host"):
+def route_to(host: str, name: str = "the host") -> str | None:
     """The local IP from which packets to `host` leave; None where there is no route. name: where the host
     comes from, for the error.
 
@@ -129,12 +133,12 @@ def route_to(host, name="the host"):
     return None
 
 
-def default_route():
-    """The local IP from which packets to the rest of the world leave, or None."""
+def default_route() -> str | None:
+    """The local IP from which packets to the rest of the world leave."""
     return next((ip for ip in map(route_to, ANYWHERE) if ip), None)
 
 
-def network_stack():
+def network_stack() -> str:
     """The kernel's boot and the network namespace: equal for processes that share their addresses."""
     namespace = Path("/proc/thread-self/ns/net")
     with contextlib.suppress(OSError):
@@ -143,7 +147,7 @@ def network_stack():
     return socket.gethostname()
 
 
-def _ipv4():
+def _ipv4() -> list[Address]:
     buffer = array.array("B", bytes(IFREQ_BYTES * MOST_ADDRESSES))
     place, _ = buffer.buffer_info()
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
@@ -158,7 +162,7 @@ def _ipv4():
     return found
 
 
-def _ipv6():
+def _ipv6() -> list[Address]:
     try:
         lines = Path("/proc/thread-self/net/if_inet6").read_text().splitlines()
     except OSError:  # a kernel without IPv6
@@ -172,7 +176,7 @@ def _ipv6():
     return found
 
 
-def _is_up(asked, name):
+def _is_up(asked: socket.socket, name: str) -> bool:
     try:
         answer = fcntl.ioctl(asked, SIOCGIFFLAGS, struct.pack("16s24x", name.encode()))
     except OSError as error:

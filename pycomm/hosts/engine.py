@@ -2,13 +2,14 @@
 the head of the package.
 """
 
+from __future__ import annotations
+
 import contextlib
 import datetime
 import functools
 import threading
 import time
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch.distributed as dist
 
@@ -16,6 +17,23 @@ from pycomm import env
 from pycomm.hosts import forks, probe, records, ucx
 from pycomm.hosts.meeting import SHORTEST_S, Meeting
 from pycomm.survivors import Place, Point
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import Backend
+
+    from pycomm import _C
+    from pycomm.hosts.addresses import Address
+    from pycomm.hosts.meeting import Look
+    from pycomm.hosts.probe import Listener
+    from pycomm.hosts.records import Record
+
+Wire: TypeAlias = "Backend | _C.UcxWire"  # torch's ProcessGroupGloo; with PYCOMM_WIRE=ucx the other
+Wires: TypeAlias = "tuple[Wire, Wire | None]"  # over all ranks, and over the leaders
+# Makes a context of a store, a rank and a number of ranks.
+MakeGloo: TypeAlias = "Callable[[dist.Store, int, int], Backend]"
+Shrinker: TypeAlias = "Callable[..., tuple[_C.Communicator, list[int]]]"  # Point.serve's
 
 # Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
 # one would end in words that name nobody.
@@ -27,7 +45,7 @@ COUNTERS = ("came", "record", "second", "reached", "tied", "ucx", "made")
 class Request(NamedTuple):
     """What the extension asks for.
 
-    store: torch.distributed Store that all ranks share.
+    store: all ranks share it.
     rank: of this process in the group.
     hosts: for each rank the number of its host; hosts are numbered by their lowest rank.
     labels: for each host its name in messages, such as "node-a".
@@ -38,20 +56,23 @@ class Request(NamedTuple):
 
     store: dist.Store
     rank: int
-    hosts: list
-    labels: list
+    hosts: Sequence[int]
+    labels: Sequence[str]
     token: str
     timeout: float
-    look: Callable | None = None
+    look: Look | None = None
 
 
-def engines(*fields, shrinker=None):
-    """What connects the ranks of a group that spans hosts. Collective over them; fields of a Request.
-    shrinker: Point.serve's.
+class Engines(NamedTuple):
+    """What connects the ranks of a group that spans hosts."""
 
-    Returns (data, control, point): torch.distributed.ProcessGroupGloo, or with PYCOMM_WIRE=ucx _C.UcxWire,
-    over all ranks, and over the leaders, the lowest rank of each host, in order of the hosts; None on other
-    ranks; and this rank's pycomm.survivors.Point, which answers from now on.
+    data: Wire  # over all ranks
+    control: Wire | None  # over the leaders, the lowest rank of each host, in order of the hosts
+    point: Point  # this rank's
+
+
+def engines(*fields: Any, shrinker: Shrinker | None = None) -> Engines:
+    """Collective over the ranks; fields of a Request. The point answers from now on.
 
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
     the others add who has seen it.
@@ -62,20 +83,22 @@ def engines(*fields, shrinker=None):
     with contextlib.ExitStack() as opened, contextlib.ExitStack() as points:
         # what is closed tells others that this rank has ended
         try:
-            data, control, point, places = _meet_and_make(meeting, request, opened, points)
+            made, places = _meet_and_make(meeting, request, opened, points)
         except BaseException as error:
             problem = meeting.fail(error)
             if problem is error:
                 raise
             raise problem from None
         points.pop_all()
-    point.serve(request.hosts, request.labels, places, request.store, shrinker)
+    made.point.serve(request.hosts, request.labels, places, request.store, shrinker)
     meeting.leave(COUNTERS)
-    return data, control, point
+    return made
 
 
-def _meet_and_make(meeting, request, opened, points):
-    """(data, control, this rank's Point, the Place of each rank)."""
+def _meet_and_make(
+    meeting: Meeting, request: Request, opened: contextlib.ExitStack, points: contextlib.ExitStack
+) -> tuple[Engines, list[Place]]:
+    """What was made, and the Place of each rank."""
     store, token = request.store, request.token
     leaders = [meeting.hosts.index(host) for host in range(len(meeting.labels))]
     meeting.arrive("came")
@@ -89,16 +112,17 @@ def _meet_and_make(meeting, request, opened, points):
     places = [Place(one.ip, *one.point) for one in everyone]
     _tie(meeting, point, places)
     mine = everyone[meeting.rank]
+    made: Wires
     if mine.wire == "ucx":
         made = ucx.make(meeting, mine.address, leaders)
     else:
         made = _make(meeting, mine.address, leaders)
     meeting.arrive("made")
     meeting.wait_for_all("made", meeting.world_size, "The connections of the other ranks were not made")
-    return *made, point, places
+    return Engines(*made, point), places
 
 
-def _tie(meeting: Meeting, point: Point, places: list) -> None:
+def _tie(meeting: Meeting, point: Point, places: list[Place]) -> None:
     """Collective: each rank has a connection to each other one, by which it learns of a death."""
 
     def pause() -> None:
@@ -112,14 +136,34 @@ def _tie(meeting: Meeting, point: Point, places: list) -> None:
     meeting.tell("tied", True)
 
 
-def _meet(meeting, store, token, opened, points):
-    """(the Record of each rank, this rank's Listener, its Point)."""
+class _Met(NamedTuple):
+    everyone: list[Record]  # of each rank
+    listener: Listener  # this rank's
+    point: Point  # this rank's
+
+
+class _Listening(NamedTuple):
+    """Of this rank."""
+
+    listener: Listener
+    point: Point
+    record: Record
+
+
+def _meet(
+    meeting: Meeting,
+    store: dist.Store,
+    token: str,
+    opened: contextlib.ExitStack,
+    points: contextlib.ExitStack,
+) -> _Met:
     address, chosen = records.own_address(store)
 
-    def listen():
+    def listen() -> _Listening:
         listener = opened.enter_context(contextlib.closing(probe.Listener(address, token, meeting.rank)))
         point = points.enter_context(contextlib.closing(Point(address.ip, token, meeting.rank)))
-        return listener, point, records.make_record(address, listener.port, chosen, point.place[1:])
+        record = records.make_record(address, listener.port, chosen, point.place[1:])
+        return _Listening(listener, point, record)
 
     listener, point, record = listen()
     meeting.tell("record", record)
@@ -133,7 +177,7 @@ def _meet(meeting, store, token, opened, points):
         meeting.tell("second", record)
     for rank, second in meeting.hear("second", again).items():
         everyone[rank] = records.Record(*second)
-    return everyone, listener, point
+    return _Met(everyone, listener, point)
 
 
 # [Note: Gloo's constructor] It publishes this rank's addresses in the store, waits for those of all others,
@@ -146,24 +190,26 @@ def _meet(meeting, store, token, opened, points):
 class _Steps(dist.Store):
     """A part of the meeting's store that never waits inside it."""
 
-    def __init__(self, meeting, part):
+    def __init__(self, meeting: Meeting, part: str) -> None:
         super().__init__()
         self.meeting, self.part, self.given_up = meeting, part, False
-        self.said, self.heard = [], []
+        self.said: list[bytes] = []
+        self.heard: list[bytes] = []
 
-    def set(self, key, value):
+    # torch's stub knows of text only; Gloo gives bytes
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
         self.said.append(bytes(value))
         self.meeting.set(f"{self.part}/{key}", value)
 
-    def get(self, key):
+    def get(self, key: str) -> bytes:
         self.wait([key])
         self.heard.append(bytes(self.meeting.store.get(f"{self.part}/{key}")))
         return self.heard[-1]
 
-    def check(self, keys):
+    def check(self, keys: Sequence[str]) -> bool:
         return self.meeting.store.check([f"{self.part}/{key}" for key in keys])
 
-    def wait(self, keys, timeout=None):
+    def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
         while not self.check(keys):
             if self.given_up or time.monotonic() > self.meeting.deadline:
                 raise RuntimeError("another rank has failed, or has not come")
@@ -173,13 +219,14 @@ class _Steps(dist.Store):
 class _Constructor(threading.Thread):
     """Makes the contexts; `made` or `error` is set at its end."""
 
-    def __init__(self, meeting, address, leaders):
+    def __init__(self, meeting: Meeting, address: Address, leaders: list[int]) -> None:
         super().__init__(name="pycomm Gloo", daemon=True)
         self.meeting, self.address, self.leaders = meeting, address, leaders
         self.stores = [_Steps(meeting, "data"), _Steps(meeting, "control")]
-        self.made = self.error = None
+        self.made: Wires | None = None
+        self.error: Exception | None = None
 
-    def run(self):
+    def run(self) -> None:
         meeting = self.meeting
         try:
             make = _gloo_on(self.address)
@@ -192,13 +239,13 @@ class _Constructor(threading.Thread):
         except Exception as error:
             self.error = error
 
-    def give_up(self):
+    def give_up(self) -> None:
         for store in self.stores:
             store.given_up = True
 
 
-def _make(meeting, address, leaders):
-    """(data, control). Raises RuntimeError, TimeoutError."""
+def _make(meeting: Meeting, address: Address, leaders: list[int]) -> Wires:
+    """Raises RuntimeError, TimeoutError."""
     constructor = _Constructor(meeting, address, leaders)
     meeting.hurry()
     constructor.start()
@@ -209,22 +256,23 @@ def _make(meeting, address, leaders):
                 raise TimeoutError(f"Gloo has not connected all ranks within {meeting.timeout:g} s.")
     finally:
         constructor.give_up()
-    if constructor.error is not None:
+    if constructor.made is None:
         meeting.listen()
         where = f"on {address.ip} ({address.interface})"
         raise RuntimeError(f"Gloo could not connect the ranks {where}: {constructor.error}")
     return constructor.made
 
 
-def _gloo_on(address):
-    """make(store, rank, world_size): a context on one device, a listening socket and the thread that moves
-    the bytes. Where this torch has no such device, the context finds the interface by its name.
+def _gloo_on(address: Address) -> MakeGloo:
+    """The context is on one device, a listening socket and the thread that moves the bytes. Where this torch
+    has no such device, the context finds the interface by its name.
     """
     limit, gloo = datetime.timedelta(seconds=GLOO_TIMEOUT_S), dist.ProcessGroupGloo
-    if not (hasattr(gloo, "create_device") and hasattr(getattr(gloo, "_Options", None), "_devices")):
+    kind = getattr(gloo, "_Options", None)
+    if kind is None or not (hasattr(gloo, "create_device") and hasattr(kind, "_devices")):
         env.use_gloo_interface(address.interface)
         return functools.partial(gloo, timeout=limit)
-    options = gloo._Options()
+    options = kind()
     options._devices, options._threads = [gloo.create_device(hostname=address.ip)], THREADS
     options._timeout = limit
     return lambda store, rank, world_size: gloo(store, rank, world_size, options)

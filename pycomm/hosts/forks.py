@@ -21,10 +21,11 @@ import os
 import socket
 import stat
 import struct
+from typing import Any
 
 __all__ = ["keep_from_children"]
 
-_KEPT = {}  # fd -> inode of its socket, by which a number that was given anew is told from it
+_KEPT: dict[int, int] = {}  # fd -> inode of its socket, by which a number that was given anew is told from it
 
 
 def keep_from_children(own: list[bytes], others: list[bytes]) -> None:
@@ -62,7 +63,8 @@ def _addresses(fd: int) -> tuple[bytes, bytes | None]:
     return local, peer
 
 
-def _packed(family: int, address: tuple) -> bytes:
+def _packed(family: int, address: tuple[Any, ...]) -> bytes:
+    """address: as socket has it, (IP, port) or (IP, port, flow, scope)."""
     if family not in (socket.AF_INET, socket.AF_INET6):
         raise OSError
     port = struct.pack("=H", family) + struct.pack("!H", address[1])

@@ -9,9 +9,20 @@ inside the store: a client of torch's TCPStore that waits keeps all other caller
 Ctrl-C as well.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import time
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    import torch.distributed as dist
+
+# Why no group comes of it, and the rank that this is about or -1; None: nothing is known.
+Look: TypeAlias = "Callable[[], tuple[str, int] | None]"
 
 SHORTEST_S, LONGEST_S = 0.001, 0.05  # between two looks into the store
 STAY_S = 1.0  # after a failure, so that the others hear of it
@@ -20,53 +31,67 @@ STAY_S = 1.0  # after a failure, so that the others hear of it
 class LostRankError(RuntimeError):
     """A rank has died or failed: the extension raises PeerError with lost_rank."""
 
-    def __init__(self, text, lost_rank):
+    def __init__(self, text: str, lost_rank: int) -> None:
         super().__init__(text)
         self.lost_rank = lost_rank
 
 
-KINDS = {kind.__name__: kind for kind in (LostRankError, ValueError, RuntimeError, TimeoutError)}
+KINDS: dict[str, type[Exception]] = {
+    kind.__name__: kind for kind in (LostRankError, ValueError, RuntimeError, TimeoutError)
+}
 
 
 class Meeting:
     """What the ranks of a group that is being made say to each other.
 
     Attributes: rank, world_size; hosts: the number of each rank's host; labels: the name of each host; watch:
-    called at each pause(), may raise. look: () -> None, or (why no group comes of it, the rank that this is
-    about or -1).
+    called at each pause(), may raise. timeout: seconds for all of it.
     """
 
-    def __init__(self, store, rank, hosts, labels, timeout, look=None):
+    def __init__(
+        self,
+        store: dist.Store,
+        rank: int,
+        hosts: Iterable[int],
+        labels: Iterable[str],
+        timeout: float,
+        look: Look | None = None,
+    ) -> None:
         self.store, self.rank, self.hosts, self.labels = store, rank, list(hosts), list(labels)
         self.world_size, self.timeout = len(self.hosts), timeout
         self.deadline = time.monotonic() + timeout
-        self.watch, self._look, self._next_look = None, look, 0.0
-        self._written, self._sleep = [], SHORTEST_S
+        self.watch: Callable[[], object] | None = None
+        self._look, self._next_look = look, 0.0
+        self._written: list[str] = []
+        self._sleep = SHORTEST_S
 
-    def label(self, rank):
+    def label(self, rank: int) -> str:
         return self.labels[self.hosts[rank]]
 
     # --- what is said --------------------
 
-    def tell(self, key, value):
+    def tell(self, key: str, value: object) -> None:
         self.set(f"{key}/{self.rank}", json.dumps(value))
         self.arrive(key)
 
-    def hear(self, key, ranks):
-        """{rank: what it told}. Waits until all have told; raises TimeoutError, in which they are named."""
+    def hear(self, key: str, ranks: Iterable[int]) -> dict[int, Any]:
+        """What each rank told, as JSON has it. Waits until all have told; raises TimeoutError, in which they
+        are named.
+        """
         ranks = list(ranks)
         while not self.all_here(key, len(ranks)):
             if time.monotonic() >= self.deadline:
                 raise TimeoutError(f"{self.missing(key, ranks)} did not come within {self.timeout:g} s.")
             self.pause()
         names = [f"{key}/{rank}" for rank in ranks]
-        values = self.store.multi_get(names) if self.store.has_extended_api() else map(self.store.get, names)
+        at_once = self.store.has_extended_api()  # type: ignore[attr-defined]  # torch's stub lacks it
+        values = self.store.multi_get(names) if at_once else map(self.store.get, names)
         return {rank: json.loads(value) for rank, value in zip(ranks, values, strict=True)}
 
-    def missing(self, key, ranks):
+    def missing(self, key: str, ranks: Iterable[int]) -> str:
         """For messages, those that have not told yet: "Rank 1 (node-a), ranks 4, 5 (node-b)"."""
         missing = [rank for rank in ranks if not self.store.check([f"{key}/{rank}"])]
-        by_host = {}
+        by_host: dict[str, list[int]] = {}
         for rank in missing:
             by_host.setdefault(self.label(rank), []).append(rank)
         names = ", ".join(
@@ -75,17 +100,17 @@ class Meeting:
         )
         return names[:1].upper() + names[1:]
 
-    def set(self, key, value):
+    def set(self, key: str, value: str | bytes) -> None:
         self._written.append(key)
-        self.store.set(key, value)
+        self.store.set(key, value)  # type: ignore[arg-type]  # torch's stub knows of text only
 
-    def arrive(self, key):
+    def arrive(self, key: str) -> int:
         return self.store.add(f"count/{key}", 1)
 
-    def all_here(self, key, number):
+    def all_here(self, key: str, number: int) -> bool:
         return self.store.add(f"count/{key}", 0) >= number
 
-    def wait_for_all(self, key, number, what):
+    def wait_for_all(self, key: str, number: int, what: str) -> None:
         """Until so many have arrived; what: for the TimeoutError."""
         while not self.all_here(key, number):
             if time.monotonic() >= self.deadline:
@@ -95,7 +120,7 @@ class Meeting:
 
     # --- failures --------------------
 
-    def pause(self):
+    def pause(self) -> None:
         """Sleeps for a moment, longer from time to time. Raises what another rank has failed with."""
         self.check()
         if self.watch is not None:
@@ -103,20 +128,20 @@ class Meeting:
         time.sleep(self._sleep)
         self._sleep = min(LONGEST_S, self._sleep * 1.2)
 
-    def listen(self):
+    def listen(self) -> None:
         """After a failure that may be that of another rank: its words come, or a death is seen, soon."""
         end = time.monotonic() + STAY_S
         while time.monotonic() < end:
             self.pause()
 
-    def late(self):
+    def late(self) -> bool:
         return time.monotonic() > self.deadline
 
-    def hurry(self):
+    def hurry(self) -> None:
         """What follows is expected to take no time: the next pauses are short."""
         self._sleep = SHORTEST_S
 
-    def check(self):
+    def check(self) -> None:
         """Raises what another rank has failed with, or what is known of one outside of the meeting."""
         self.raise_failure()
         if self._look is None or time.monotonic() < self._next_look:
@@ -126,7 +151,7 @@ class Meeting:
             text, rank = found
             raise RuntimeError(text) if rank < 0 else LostRankError(text, rank)
 
-    def raise_failure(self):
+    def raise_failure(self) -> None:
         """Raises what another rank has failed with, if one has."""
         if self.store.check(["failure"]):
             failure = json.loads(self.store.get("failure"))
@@ -134,7 +159,7 @@ class Meeting:
                 lost = [] if failure["lost"] is None else [failure["lost"]]
                 raise KINDS[failure["kind"]](f"{failure['text']} (seen by rank {failure['rank']})", *lost)
 
-    def fail(self, error):
+    def fail(self, error: BaseException) -> BaseException:
         """Tells the others why this rank gives up; the first failure of all counts. Returns the exception to
         raise here.
         """
@@ -150,7 +175,7 @@ class Meeting:
             self._stay()
         return error
 
-    def _first_failure(self):
+    def _first_failure(self) -> Exception | None:
         """What another rank has failed with; it may be about to write it."""
         end = time.monotonic() + STAY_S
         while time.monotonic() < end:
@@ -161,7 +186,7 @@ class Meeting:
             time.sleep(SHORTEST_S)
         return None
 
-    def _stay(self):
+    def _stay(self) -> None:
         """Until all who have come know of the failure: the store may be in this process, and end with it."""
         self.arrive("know")
         end = time.monotonic() + STAY_S
@@ -170,7 +195,7 @@ class Meeting:
 
     # --- the end --------------------
 
-    def leave(self, counters):
+    def leave(self, counters: Sequence[str]) -> None:
         """After success: the last rank to come here removes the counters, each rank what it has written."""
         with contextlib.suppress(RuntimeError, NotImplementedError):  # a store that cannot delete
             for key in self._written:

@@ -7,16 +7,22 @@ NCCL's own handling of errors ends the process (torch's TORCH_NCCL_ASYNC_ERROR_H
 The first is switched off here, the second is years: what goes wrong is seen by pycomm, which aborts NCCL.
 """
 
+from __future__ import annotations
+
 import datetime
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from pycomm import env
 from pycomm.hosts.meeting import Meeting
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from torch._C._distributed_c10d import ProcessGroupNCCL
 
 LIMIT_S = 1e8  # NCCL's own limit of an operation; pycomm's are shorter
 COUNTERS = ("came", "made")
@@ -27,17 +33,16 @@ class Request(NamedTuple):
 
     store: dist.Store
     rank: int
-    hosts: list
-    labels: list
+    hosts: Sequence[int]
+    labels: Sequence[str]
     token: str
     timeout: float
     device: int  # index of this rank's
-    look: Callable  # is called now and then, may raise
+    look: Callable[[], object]  # is called now and then, may raise
 
 
-def nccl(*fields):
-    """A torch.distributed Backend over all ranks of a group, for CUDA tensors; fields of a Request.
-    Collective.
+def nccl(*fields: Any) -> ProcessGroupNCCL:
+    """Over all ranks of a group, for CUDA tensors; fields of a Request. Collective.
 
     Raises RuntimeError or TimeoutError. What one rank fails with, all raise; the others add who has seen it.
     """
@@ -56,7 +61,7 @@ def nccl(*fields):
     return made
 
 
-def _meet_and_make(meeting, store, token, device):
+def _meet_and_make(meeting: Meeting, store: dist.Store, token: str, device: int) -> ProcessGroupNCCL:
     meeting.arrive("came")
     maker = _Maker(dist.PrefixStore(f"pycomm.nccl/{token}", store), meeting, torch.device("cuda", device))
     meeting.hurry()
@@ -65,7 +70,7 @@ def _meet_and_make(meeting, store, token, device):
         meeting.pause()
         if meeting.late():
             raise TimeoutError(f"NCCL has not connected all ranks within {meeting.timeout:g} s.")
-    if maker.error is not None:
+    if maker.made is None:
         raise RuntimeError(f"NCCL could not connect the ranks: {maker.error}")
     meeting.arrive("made")
     meeting.wait_for_all("made", meeting.world_size, "The NCCL of the other ranks was not made")
@@ -75,12 +80,13 @@ def _meet_and_make(meeting, store, token, device):
 class _Maker(threading.Thread):
     """`made` or `error` is set at its end."""
 
-    def __init__(self, store, meeting, device):
+    def __init__(self, store: dist.Store, meeting: Meeting, device: torch.device) -> None:
         super().__init__(name="pycomm NCCL", daemon=True)
         self.store, self.meeting, self.device = store, meeting, device
-        self.made = self.error = None
+        self.made: ProcessGroupNCCL | None = None
+        self.error: Exception | None = None
 
-    def run(self):
+    def run(self) -> None:
         try:
             made = process_group(self.store, self.meeting.rank, self.meeting.world_size)
             made.eager_connect_single_device(self.device)  # else the first operation connects
@@ -89,7 +95,7 @@ class _Maker(threading.Thread):
             self.error = error
 
 
-def process_group(store, rank, world_size):
+def process_group(store: dist.Store, rank: int, world_size: int) -> ProcessGroupNCCL:
     """torch's NCCL over these ranks; not connected yet. Raises RuntimeError where there is none."""
     kind = getattr(dist, "ProcessGroupNCCL", None)
     if kind is None:

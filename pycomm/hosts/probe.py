@@ -12,15 +12,24 @@ closes its own after all have made their contexts, or after it has written why i
 told from the store.
 """
 
+from __future__ import annotations
+
 import os
 import selectors
 import socket
 import time
+from typing import TYPE_CHECKING
 
 from pycomm.hosts.addresses import Address
 from pycomm.hosts.meeting import SHORTEST_S, LostRankError
 from pycomm.ports import listen
 from pycomm.survivors.door import WORD, Door, connect, hello_of, is_reply
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from pycomm.hosts.meeting import Meeting
+    from pycomm.hosts.records import Record
 
 AT_ONCE = 64  # connections that a leader begins
 REACH_S = 30.0  # for one that has published its address
@@ -35,7 +44,8 @@ class Listener:
 
     def __init__(self, address: Address, token: str, rank: int) -> None:
         self.socket = listen(address.ip)
-        self.door, self.accepted = Door(self.socket, token, rank, KIND), []
+        self.door = Door(self.socket, token, rank, KIND)
+        self.accepted: list[socket.socket] = []
         self.port = self.socket.getsockname()[1]
 
     def answer(self) -> None:
@@ -51,33 +61,35 @@ class Listener:
 class Probe:
     """The connections of a leader to the ranks of the other hosts; none on other ranks."""
 
-    def __init__(self, meeting, records, leaders, token):
+    def __init__(
+        self, meeting: Meeting, records: Sequence[Record], leaders: Sequence[int], token: str
+    ) -> None:
         self.meeting, self.records, self.token, self.leaders = meeting, records, token, leaders
         self.leading = meeting.rank in leaders
         mine = meeting.hosts[meeting.rank]
         others = [rank for rank, host in enumerate(meeting.hosts) if host != mine]
         self.left = list(reversed(others)) if self.leading else []
         self.selector = selectors.DefaultSelector()
-        self.begun = {}  # rank -> when; those that have not answered
-        self.connections = []
+        self.begun: dict[int, float] = {}  # rank -> when; those that have not answered
+        self.connections: list[socket.socket] = []
 
-    def close(self):
+    def close(self) -> None:
         for connection in self.connections:
             connection.close()
         self.selector.close()
 
-    def look(self):
+    def look(self) -> None:
         """Goes on, without waiting. Raises RuntimeError, which says who cannot be reached, or has died."""
         while self.left and len(self.begun) < AT_ONCE:
             self._begin(self.left.pop())
         for key, _ in self.selector.select(0):
-            self._read(key.fileobj, key.data)
+            self._read(*key.data)
         now, meeting = time.monotonic(), self.meeting
         for rank, begun in self.begun.items():
             if now - begun > REACH_S or now > meeting.deadline:
                 raise self._unreachable(rank, f" within {min(REACH_S, meeting.timeout):g} s")
 
-    def done(self):
+    def done(self) -> bool:
         return not self.left and not self.begun
 
     def _begin(self, rank: int) -> None:
@@ -86,14 +98,15 @@ class Probe:
         self.connections.append(connection)
         if status:
             raise self._unreachable(rank, f" ({os.strerror(status)})")
-        self.selector.register(connection, selectors.EVENT_WRITE, rank)
+        self.selector.register(connection, selectors.EVENT_WRITE, (connection, rank))
         self.begun[rank] = time.monotonic()
 
     def _read(self, connection: socket.socket, rank: int) -> None:
+        said: bytes | OSError
         try:
             if self.selector.get_key(connection).events == selectors.EVENT_WRITE:  # connected, or it failed
                 connection.send(hello_of(self.token, rank, KIND, self.meeting.rank))
-                self.selector.modify(connection, selectors.EVENT_READ, rank)
+                self.selector.modify(connection, selectors.EVENT_READ, (connection, rank))
                 return
             said = connection.recv(WORD)
         except OSError as error:
@@ -111,7 +124,7 @@ class Probe:
         why = said.strerror if isinstance(said, OSError) else "somebody else answers there"
         raise self._unreachable(rank, f" ({why})")
 
-    def _unreachable(self, rank, why):
+    def _unreachable(self, rank: int, why: str) -> RuntimeError:
         me, label, records = self.meeting.rank, self.meeting.label, self.records
         return RuntimeError(
             f"Cannot reach rank {rank} ({label(rank)}, {records[rank].ip}) from rank {me} ({label(me)}, "
@@ -119,7 +132,7 @@ class Probe:
         )
 
 
-def check_reach(meeting, probe, listener):
+def check_reach(meeting: Meeting, probe: Probe, listener: Listener) -> None:
     """Until every leader has reached the ranks of all other hosts. Raises RuntimeError, TimeoutError."""
     looked, told = 0.0, not probe.leading
     while True:

@@ -12,10 +12,17 @@ rank is often special: the store's host routes to itself over loopback. Such ran
 the others, take the one that routes there, and say so in a second record.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycomm import env
 from pycomm.hosts.addresses import Address, choose, default_route, local_addresses, network_stack, route_to
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch.distributed as dist
 
 CHOOSE = "PYCOMM_SOCKET_IFNAME chooses the interface"
 
@@ -27,15 +34,15 @@ class Record(NamedTuple):
     port: int
     chosen: bool
     wire: str
-    point: tuple = ()
+    point: tuple[int, int, str] = (0, 0, "")  # of a Place: port, pid, space
 
     @property
-    def address(self):
+    def address(self) -> Address:
         return Address(self.interface, self.ip)
 
 
-def own_address(store):
-    """(the Address for this rank, whether the user has chosen it). Raises ValueError."""
+def own_address(store: dist.Store) -> tuple[Address, bool]:
+    """The address for this rank, and whether the user has chosen it. Raises ValueError."""
     wanted = env.socket_interface()
     host, name = host_of(store), "The store's host"
     if host is None:
@@ -52,14 +59,14 @@ def own_address(store):
     return choose(wanted, local_addresses(), routed), wanted is not None
 
 
-def host_of(store):
+def host_of(store: dist.Store) -> str | None:
     """The host that a store is on, None where it has none (a FileStore)."""
     while (inner := getattr(store, "underlying_store", None)) is not None:
         store = inner
     return getattr(store, "host", None)
 
 
-def address_towards(records, rank):
+def address_towards(records: Sequence[Record], rank: int) -> Address | None:
     """Another Address for a rank whose first is loopback: the one that leads to the lowest rank elsewhere;
     None where there is none.
     """
@@ -71,15 +78,15 @@ def address_towards(records, rank):
     return None
 
 
-def must_choose_again(records):
+def must_choose_again(records: Sequence[Record]) -> list[int]:
     """The ranks whose address is loopback, not by the user's choice, although there are several stacks."""
     if len({record.stack for record in records}) == 1:
         return []
     return [rank for rank, one in enumerate(records) if one.address.loopback and not one.chosen]
 
 
-def problem(records, label):
-    """Why these addresses cannot work, as a sentence, or None. label(rank): the name of its host."""
+def problem(records: Sequence[Record], label: Callable[[int], str]) -> str | None:
+    """Why these addresses cannot work, as a sentence. label(rank): the name of its host."""
     for rank, record in enumerate(records):
         if record.wire != records[0].wire:
             return (
@@ -94,7 +101,7 @@ def problem(records, label):
                 f"Rank {rank} ({label(rank)}) has the address {record.ip} ({record.interface}), which other "
                 f"hosts cannot reach. Use a MASTER_ADDR that they can reach, too; {CHOOSE}."
             )
-    owners = {}
+    owners: dict[str, int] = {}
     for rank, record in enumerate(records):
         first = owners.setdefault(record.ip, rank)
         if records[first].stack != record.stack:
@@ -113,5 +120,5 @@ def problem(records, label):
     return None
 
 
-def make_record(address, port, chosen, point):
+def make_record(address: Address, port: int, chosen: bool, point: tuple[int, int, str]) -> Record:
     return Record(network_stack(), *address, port, chosen, env.wire(), point)

@@ -9,6 +9,8 @@ UCX chooses among the transports that it finds. It may use the network interface
 (addresses.py), since its own choice may be a bridge that every machine has, and all InfiniBand devices.
 """
 
+from __future__ import annotations
+
 import base64
 import contextlib
 import ctypes
@@ -16,8 +18,18 @@ import importlib.util
 import os
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
 
 from pycomm import _C, env
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+    from pycomm.hosts.addresses import Address
+    from pycomm.hosts.meeting import Meeting
+
+# A rank's version of UCX, and the address of each of its workers.
+Said: TypeAlias = tuple[str, list[str]]
 
 LIBRARY = "libucp.so.0"
 INFINIBAND = Path("/sys/class/infiniband")
@@ -36,8 +48,8 @@ FOR_UCX = {
 SPINS = 50  # looks of a waiter before it sleeps, a microsecond each
 
 
-def make(meeting, address, leaders):
-    """(data, control) as engine.engines() returns them. Raises RuntimeError, TimeoutError."""
+def make(meeting: Meeting, address: Address, leaders: Sequence[int]) -> tuple[_C.UcxWire, _C.UcxWire | None]:
+    """Over all ranks, and over the leaders. Raises RuntimeError, TimeoutError."""
     context = _open(meeting, address)
     spins = SPINS if meeting.hosts.count(meeting.hosts[meeting.rank]) < _cores() else 0
     with contextlib.ExitStack() as opened:
@@ -56,8 +68,7 @@ def make(meeting, address, leaders):
     return data, control
 
 
-def _open(meeting, address):
-    """A _C.UcxContext."""
+def _open(meeting: Meeting, address: Address) -> _C.UcxContext:
     infiniband = infiniband_devices()
     own = FOR_UCX | {"UCX_TCP_AF_PRIO": "inet6,inet" if address.version == 6 else "inet,inet6"}
     if not infiniband:  # no network must know the memory it uses: munmap and its like need not be replaced
@@ -79,7 +90,7 @@ def _open(meeting, address):
         ) from None
 
 
-def find_library():
+def find_library() -> str:
     """What dlopen is to open: the library that this process or the system has, else the wheel's."""
     with contextlib.suppress(OSError):
         ctypes.CDLL(LIBRARY)
@@ -87,7 +98,7 @@ def find_library():
     return str(wheel() or LIBRARY)
 
 
-def wheel():
+def wheel() -> Path | None:
     """The file in the wheel libucx-cu12, or one of its kind; None where there is none."""
     with contextlib.suppress(ImportError, ValueError):
         spec = importlib.util.find_spec("libucx")
@@ -97,18 +108,18 @@ def wheel():
     return None
 
 
-def infiniband_devices():
+def infiniband_devices() -> list[str]:
     """Those of this machine as UCX names them, ["mlx5_0:1", ...]."""
     ports = sorted(INFINIBAND.glob("*/ports/*")) if INFINIBAND.is_dir() else []
     return [f"{port.parent.parent.name}:{port.name}" for port in ports]
 
 
-def _cores():
+def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _exchange(meeting, version, wires):
-    """{rank: (version, [address of each worker])} of all ranks. Raises RuntimeError where versions differ."""
+def _exchange(meeting: Meeting, version: str, wires: Sequence[_C.UcxWire | None]) -> dict[int, Said]:
+    """Of all ranks. Raises RuntimeError where versions differ."""
     addresses = [base64.b64encode(wire.address).decode() if wire is not None else "" for wire in wires]
     meeting.hurry()
     meeting.tell("ucx", (version, addresses))
@@ -122,11 +133,11 @@ def _exchange(meeting, version, wires):
     return said
 
 
-def _address(said, wire):
+def _address(said: Said, wire: int) -> bytes:
     return base64.b64decode(said[1][wire])
 
 
-def _greet(meeting, wire, addresses, ranks):
+def _greet(meeting: Meeting, wire: _C.UcxWire, addresses: Mapping[int, bytes], ranks: Sequence[int]) -> None:
     """Until all peers have greeted. addresses: by the peer's number on this wire; ranks: their ranks."""
     missing = list(addresses)
     try:
@@ -141,6 +152,6 @@ def _greet(meeting, wire, addresses, ranks):
         raise RuntimeError(f"{_not_connected(meeting, ranks, missing)}: {error}.") from None
 
 
-def _not_connected(meeting, ranks, peers):
+def _not_connected(meeting: Meeting, ranks: Sequence[int], peers: Iterable[int]) -> str:
     others = ", ".join(f"rank {ranks[peer]} ({meeting.label(ranks[peer])})" for peer in peers)
     return f"UCX has not connected rank {meeting.rank} ({meeting.label(meeting.rank)}) to {others}"

@@ -21,13 +21,18 @@ started here. emulated.py has hosts for them, of which the machine is but one.
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pycomm.testing.processes import RankProcesses
+    from pycomm.testing.run import RankFailure, run_ranks
 
 __all__ = ["RankFailure", "RankProcesses", "run_ranks"]
 
 _HOME = {"RankFailure": "run", "RankProcesses": "processes", "run_ranks": "run"}
 
 
-def __getattr__(name):
+def __getattr__(name: str) -> object:
     if name not in _HOME:  # the rest need not wait for torch to be imported
         raise AttributeError(f"module 'pycomm.testing' has no attribute '{name}'")
     return getattr(importlib.import_module(f"pycomm.testing.{_HOME[name]}"), name)

@@ -18,6 +18,8 @@ Tests fork ranks that have torch already:
     with Hosts("2x2") as hosts, hosts.ranks(main, limit=60) as ranks: ...
 """
 
+from __future__ import annotations
+
 import argparse
 import contextlib
 import ctypes
@@ -30,8 +32,18 @@ import tempfile
 import time
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from pycomm import env
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+    from multiprocessing.connection import Connection
+    from types import TracebackType
+
+    from pycomm.testing.processes import Args, Main, RankProcesses
+
+Keeper: TypeAlias = "subprocess.Popen[str]"  # the process in the namespaces of a host, or of the switch
 
 PROGRAMS = ("ip", "tc", "unshare", "nsenter", "mount", "hostname", "sh", "cat")
 SKIPPED = 77  # exit status: not permitted here
@@ -56,7 +68,7 @@ class Unavailable(RuntimeError):
     """This system does not permit emulated hosts; the text says what was refused."""
 
 
-def parse_placement(text):
+def parse_placement(text: str) -> list[int]:
     """For each rank the number of its host. Hosts are numbered by their lowest rank.
 
     "2x4": two hosts with four ranks each. "3+5": three ranks, then five. "0101": the host of each rank.
@@ -88,24 +100,30 @@ class Hosts:
     Attributes:
         placement: for each rank the number of its host.
         names: of the hosts, "host0" and so on; they resolve on all of them.
-        keepers: the process (subprocess.Popen) in the namespaces of each host.
+        keepers: of each host.
         by_user: they are in a user namespace, not of root.
     """
 
-    def __init__(self, placement, *, rate=None, ipv6=False):
+    def __init__(self, placement: str, *, rate: str | None = None, ipv6: bool = False) -> None:
         """placement: see parse_placement. rate: of each link, each way, as tc writes it ("1gbit"); None: as
         fast as memory. ipv6: MASTER_ADDR is an IPv6 address; the hosts have both kinds.
         """
         self.placement, self.rate, self.ipv6 = parse_placement(placement), rate, ipv6
         self.names = [f"host{host}" for host in range(max(self.placement) + 1)]
-        self.keepers, self.switch = [], None
+        self.keepers: list[Keeper] = []
+        self._switch: Keeper | None = None
         self._runs, self._opened = 0, contextlib.ExitStack()
         self.by_user = False
 
-    def address(self, host, ipv6=False):
+    @property
+    def switch(self) -> Keeper:
+        assert self._switch is not None, "the hosts are there inside the context only"
+        return self._switch
+
+    def address(self, host: int, ipv6: bool = False) -> str:
         return f"fd77::{host + 1:x}" if ipv6 else f"10.77.0.{host + 1}"
 
-    def __enter__(self):
+    def __enter__(self) -> Hosts:
         try:
             self._make()
         except BaseException:
@@ -113,21 +131,26 @@ class Hosts:
             raise
         return self
 
-    def __exit__(self, *error):
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
-    def close(self):
-        for keeper in (*self.keepers, *filter(None, [self.switch])):
+    def close(self) -> None:
+        for keeper in (*self.keepers, *filter(None, [self._switch])):
             keeper.kill()
             keeper.wait()
-            keeper.stdin.close()
-            keeper.stdout.close()
-        self.keepers, self.switch = [], None
+            for pipe in filter(None, (keeper.stdin, keeper.stdout)):
+                pipe.close()
+        self.keepers, self._switch = [], None
         self._opened.close()
 
     # --- making them --------------------
 
-    def _make(self):
+    def _make(self) -> None:
         user = user_namespace()
         self.by_user = bool(user)
         folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-hosts-")))
@@ -135,7 +158,7 @@ class Hosts:
         for host, name in enumerate(self.names):
             known += [f"{self.address(host)} {name}", f"{self.address(host, True)} {name}"]
         (folder / "hosts").write_text("".join(f"{line}\n" for line in known))
-        self.switch = _keeper(["unshare", *user, "-n", "sh", "-c", "echo ready; exec cat >/dev/null"])
+        self._switch = _keeper(["unshare", *user, "-n", "sh", "-c", "echo ready; exec cat >/dev/null"])
         _run(
             [*self._inside(self.switch, "-n"), "ip", "-batch", "-"], ["link add br0 type bridge", *_up("br0")]
         )
@@ -147,7 +170,7 @@ class Hosts:
             self.keepers.append(_keeper([*into, "unshare", "-nmui", "sh", "-c", KEEPER, "sh", *arguments]))
             self._connect(host)
 
-    def _connect(self, host):
+    def _connect(self, host: int) -> None:
         port, keeper, switch = f"p{host}", self.keepers[host], self._inside(self.switch, "-n")
         made = f"link add {port} type veth peer name eth0 netns {keeper.pid}"
         _run([*switch, "ip", "-batch", "-"], [made, f"link set {port} master br0", *_up(port)])
@@ -162,14 +185,14 @@ class Hosts:
                 _run([*switch, "tc", "qdisc", "add", "dev", port, *bucket])
         self._await_link(host, True)
 
-    def _inside(self, keeper, *kinds):
+    def _inside(self, keeper: Keeper, *kinds: str) -> list[str]:
         """The start of a command that runs in namespaces of a keeper."""
         user = ["-U", "--preserve-credentials"] if self.by_user else []
         return ["nsenter", "-t", str(keeper.pid), *user, *kinds]
 
     # --- using them --------------------
 
-    def environment(self, rank):
+    def environment(self, rank: int) -> dict[str, str]:
         """What torchrun would set for a rank; a PYCOMM_HOST_ID of this process does not count there."""
         host = self.placement[rank]
         return {
@@ -182,7 +205,7 @@ class Hosts:
             "PYCOMM_HOST_ID": "",
         }
 
-    def command(self, host):
+    def command(self, host: int) -> list[str]:
         """The start of a command that runs on a host."""
         return [*self._inside(self.keepers[host], "-n", "-m", "-u", "-i"), f"--wd={os.getcwd()}"]
 
@@ -191,7 +214,7 @@ class Hosts:
         return self._inside(self.switch, "-n")
 
     @contextlib.contextmanager
-    def network_of(self, host):
+    def network_of(self, host: int) -> Iterator[None]:
         """This thread has the network of a host while the context lasts, and what it opens stays there. For
         root, which the processes of apart() are.
         """
@@ -202,7 +225,9 @@ class Hosts:
             finally:
                 set_namespace(mine.fileno())
 
-    def ranks(self, main, *args, limit, ranks=None):
+    def ranks(
+        self, main: Main, *args: object, limit: float, ranks: Sequence[int] | None = None
+    ) -> RankProcesses:
         """RankProcesses that run main(rank, link, *args), each on its host and with its environment().
 
         limit: seconds after which a rank ends itself. ranks: those to start; None: all.
@@ -213,7 +238,7 @@ class Hosts:
         chosen = range(len(self.placement)) if ranks is None else ranks
         return RankProcesses(chosen, _on_its_host, self, main, args, limit=limit)
 
-    def set_link(self, host, up):
+    def set_link(self, host: int, up: bool) -> None:
         """Takes the cable of a host out, or puts it in.
 
         A host asks three times, within 3 s, for a neighbour. Whoever connects after the link is back, while
@@ -224,7 +249,7 @@ class Hosts:
         for keeper in self.keepers if up else ():
             _run([*self._inside(keeper, "-n"), "ip", "neigh", "flush", "dev", "eth0"])
 
-    def _await_link(self, host, up):
+    def _await_link(self, host: int, up: bool) -> None:
         """The kernel tells the two ends of a change after a while."""
         end = time.monotonic() + COMMAND_S
         for keeper, name in ((self.switch, f"p{host}"), (self.keepers[host], "eth0")):
@@ -234,15 +259,15 @@ class Hosts:
                 time.sleep(POLL_S)
 
 
-def _on_its_host(rank, link, hosts, main, args):
+def _on_its_host(rank: int, link: Connection, hosts: Hosts, main: Main, args: Args) -> object:
     enter(hosts.keepers[hosts.placement[rank]].pid, hosts.by_user)
     env.set_place(rank, len(hosts.placement), **hosts.environment(rank))
     return main(rank, link, *args)
 
 
-def enter(keeper, by_user=False):
-    """Moves this process, which must have one thread, to the host of a keeper, for good. by_user: the hosts
-    are not of root.
+def enter(keeper: int, by_user: bool = False) -> None:
+    """Moves this process, which must have one thread, to the host of a keeper, for good. keeper: the number
+    of its process. by_user: the hosts are not of root.
     """
     place = os.getcwd()
     with contextlib.ExitStack() as opened:
@@ -252,7 +277,7 @@ def enter(keeper, by_user=False):
     os.chdir(place)
 
 
-def apart(command):
+def apart(command: Sequence[str]) -> NoReturn:
     """Runs a command in the place of this process, as root of namespaces of its own: all processes in them
     end with the first, and that one with this process. Raises Unavailable.
     """
@@ -261,7 +286,7 @@ def apart(command):
     os.execvp("unshare", [*unshare, *command])
 
 
-def user_namespace():
+def user_namespace() -> list[str]:
     """The options of unshare that give the rights to make hosts: none for root, else a user namespace. Raises
     Unavailable.
     """
@@ -277,17 +302,17 @@ def user_namespace():
     raise Unavailable(f"namespaces are not permitted here: {refused}")
 
 
-def set_namespace(fd):
+def set_namespace(fd: int) -> None:
     """setns(2), which Python has from 3.12 on."""
     if ctypes.CDLL(None, use_errno=True).setns(fd, 0) != 0:
         raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}")
 
 
-def _up(name):
+def _up(name: str) -> list[str]:
     return [f"link set {name} up"]
 
 
-def _run(command, lines=()):
+def _run(command: Sequence[str], lines: Iterable[str] = ()) -> str:
     """Runs a command, with these lines as its input; what it writes. Raises Unavailable."""
     text = "".join(f"{line}\n" for line in lines)
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=COMMAND_S)
@@ -297,10 +322,11 @@ def _run(command, lines=()):
     return done.stdout
 
 
-def _keeper(command):
+def _keeper(command: Sequence[str]) -> Keeper:
     keeper = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+    assert keeper.stdout is not None and keeper.stderr is not None  # pipes
     if keeper.stdout.readline() != "ready\n":
         _, said = keeper.communicate(timeout=COMMAND_S)
         raise Unavailable(f"a namespace could not be made: {said.strip()}")
@@ -311,7 +337,7 @@ def _keeper(command):
 # --- the command --------------------
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command as ranks of emulated hosts. Returns the exit status: that of the first rank that failed,
     77 where hosts cannot be emulated.
     """
@@ -335,7 +361,7 @@ def main(arguments=None):
         return SKIPPED
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pycomm.testing.emulated",
         usage="%(prog)s [-h] [--rate RATE] [--ipv6] placement -- command ...",
@@ -349,9 +375,10 @@ def make_parser():
     return parser
 
 
-def run_everywhere(hosts, command):
+def run_everywhere(hosts: Hosts, command: Sequence[str]) -> int:
     """Runs a command on every rank. When one fails, the others are ended. Returns its exit status, or 0."""
-    running, failed = {}, 0
+    running: dict[int, subprocess.Popen[bytes]] = {}
+    failed = 0
     threads = env.threads_of_ranks(len(hosts.placement))
     try:
         for rank, host in enumerate(hosts.placement):

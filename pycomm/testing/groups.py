@@ -1,9 +1,11 @@
 """The group that a rank of run_ranks is in: a Communicator, or the default group of torch.distributed."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypedDict
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,29 @@ import torch.distributed as dist
 from pycomm import _autoload, env
 from pycomm.communicator import Communicator
 from pycomm.groups import hosts_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from typing_extensions import Unpack
+
+
+class OfCommunicator(TypedDict, total=False):
+    """Options of a Communicator that run_ranks passes on."""
+
+    name: str
+    staging_bytes: int
+    threads: int
+
+
+class Options(OfCommunicator, total=False):
+    """Options of run_ranks that are about the group."""
+
+    backend: str | None
+    devices: Sequence[str] | None
+    hosts: str | Sequence[int] | None
+    wire_delay_us: int
+    operation_timeout: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +50,6 @@ class GroupOptions:
         operation_timeout: seconds of one operation whose peers do not come.
         making_timeout: seconds for making the group, where it is on one host: ranks start late on a busy
             machine, however short their operations may be.
-        communicator: further options of a Communicator: name, staging_bytes, threads.
         in_threads: the ranks are threads of one process.
         hosts: for each rank the number of its simulated host; None: all are on this one.
         wire_delay_us: of messages between simulated hosts of threads, at most.
@@ -35,21 +59,23 @@ class GroupOptions:
     devices: Sequence[str] | None
     operation_timeout: float
     making_timeout: float
-    communicator: dict
+    communicator: OfCommunicator
     in_threads: bool
     hosts: Sequence[int] | None = None
     wire_delay_us: int = 0
 
     @contextlib.contextmanager
-    def join(self, store, rank, world_size):
+    def join(self, store: dist.Store, rank: int, world_size: int) -> Iterator[Communicator | int]:
         """Forms the group, for as long as the context lasts. Its value is what the rank's function gets: the
         Communicator, or this rank's number. Left by an error, it does not wait for the peers.
         """
         host = None if self.hosts is None else f"host{self.hosts[rank]}"
         with self._on_device(rank):
             if self.backend is None:
-                options = {"timeout": self.making_timeout, **self.communicator}
-                with Communicator(store, rank, world_size, _host=host, **options) as comm:
+                making_timeout, options = self.making_timeout, self.communicator
+                with Communicator(
+                    store, rank, world_size, _host=host, timeout=making_timeout, **options
+                ) as comm:
                     comm._set_timeout(self.operation_timeout)
                     yield comm
                 return
@@ -69,7 +95,7 @@ class GroupOptions:
             if dist.is_initialized():  # the function may have done it
                 dist.destroy_process_group()
 
-    def _on_device(self, rank):
+    def _on_device(self, rank: int) -> contextlib.AbstractContextManager[None]:
         if self.devices is not None:
             torch.cuda.set_device(self.devices[rank])
         elif not (self.in_threads and torch.cuda.is_available()):
@@ -77,18 +103,32 @@ class GroupOptions:
         return torch.cuda.stream(torch.cuda.Stream())
 
 
-def make_options(world_size, timeout, *, in_threads, backend=None, devices=None, hosts=None, **others):
-    """GroupOptions of the options of run_ranks. Raises ValueError."""
-    operation_timeout = others.pop("operation_timeout", timeout)
+def make_options(
+    world_size: int,
+    timeout: float,
+    *,
+    in_threads: bool,
+    backend: str | None = None,
+    devices: Sequence[str] | None = None,
+    hosts: str | Sequence[int] | None = None,
+    wire_delay_us: int = 0,
+    operation_timeout: float | None = None,
+    **others: Unpack[OfCommunicator],
+) -> GroupOptions:
+    """Raises ValueError."""
+    if operation_timeout is None:
+        operation_timeout = timeout
     if backend is not None and in_threads:
         raise ValueError(f"backend={backend!r} with threads: a process has one default group")
-    if backend is not None and others:
-        raise ValueError(f"{', '.join(others)}: for a Communicator, not with backend={backend!r}")
+    if backend is not None and (others or wire_delay_us):
+        names = [*others, *(["wire_delay_us"] if wire_delay_us else [])]
+        raise ValueError(f"{', '.join(names)}: for a Communicator, not with backend={backend!r}")
     if devices is not None and len(devices) != world_size:
         raise ValueError(f"devices={devices!r}: one for each of {world_size} ranks")
-    delay = others.pop("wire_delay_us", 0)
-    if delay and not (hosts and in_threads):
-        raise ValueError(f"wire_delay_us={delay!r}: for simulated hosts of threads")
-    hosts = None if hosts is None else hosts_of(hosts, world_size)
-    making = operation_timeout if hosts else max(timeout, operation_timeout)
-    return GroupOptions(backend, devices, operation_timeout, making, others, in_threads, hosts, delay)
+    if wire_delay_us and not (hosts and in_threads):
+        raise ValueError(f"wire_delay_us={wire_delay_us!r}: for simulated hosts of threads")
+    of_ranks = None if hosts is None else hosts_of(hosts, world_size)
+    making = operation_timeout if of_ranks else max(timeout, operation_timeout)
+    return GroupOptions(
+        backend, devices, operation_timeout, making, others, in_threads, of_ranks, wire_delay_us
+    )

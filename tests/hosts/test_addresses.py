@@ -55,6 +55,8 @@ def test_choice_without_a_route():
     assert choose(None, [LO], None) == LO
     with pytest.raises(ValueError, match=r"Cannot tell which .* chooses one of lo \(127.0.0.1\), eth0 \("):
         choose(None, [LO, ETH0, ETH1], None)
+    with pytest.raises(ValueError, match=r"Cannot tell which .* chooses one of no interfaces"):
+        choose(None, [], None)
 
 
 @pytest.mark.parametrize(
