@@ -18,8 +18,8 @@ _Cell: TypeAlias = tuple[str, int, int, int, int, int, int]
 _Counters: TypeAlias = tuple[list[_Cell], list[_Cell]]  # of the host, of the device
 # (communicator of which the members are, their ranks in it)
 _Origin: TypeAlias = tuple[Communicator, Sequence[int]]
-# what the extension calls where a group spans hosts: engines, NCCL, whether NCCL's results are checked
-_Makers: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], Callable[[], bool]]
+# what the extension calls where a group spans hosts: pycomm.hosts.Makers
+_Makers: TypeAlias = tuple[Callable[..., Any], Callable[..., Any], Callable[[], str]]
 
 dtypes: list[str]
 reduce_ops: list[str]

@@ -19,7 +19,7 @@ Parameters that have values keep them, if the files have none for them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -44,8 +44,8 @@ ResultT = TypeVar("ResultT")
 class Source(Protocol):
     """Where values come from."""
 
-    def place(self, name: str) -> int:
-        """In which order to read."""
+    def place(self, name: str) -> Any:
+        """In which order to read: numbers, or texts."""
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
         """A box of a parameter or a buffer."""

@@ -53,5 +53,5 @@ def makers() -> Makers:
 
 def _shrink(
     point: Point, comm: _C.Communicator, exclude: Sequence[int], exactly: bool, timeout: float
-) -> tuple[_C.Communicator, list[int]]:
+) -> shrinking.Shrunk:
     return shrinking.shrink(point, comm, exclude, exactly, timeout, makers)

@@ -106,7 +106,7 @@ class Point:
         labels: Sequence[str],
         places: Sequence[Place],
         store: dist.Store,
-        shrinker: Shrinker,
+        shrinker: Shrinker | None,
     ) -> None:
         """All are known: this point answers from now on. shrinker: as shrink(), with the point before."""
         self.hosts, self.labels, self.places = list(hosts), list(labels), list(places)
