@@ -55,6 +55,7 @@ class Mesh:
         self.device_mesh: DeviceMesh | None = None  # None for one rank
         self.limit: timedelta | None = None  # of the groups
         self.world = ALONE  # all ranks
+        self.store: dist.Store | None = None  # of the default group, where nobody else keeps it
         if plan.world_size > 1 and not dist.is_initialized():
             dist.init_process_group("pycomm")
         world_size = dist.get_world_size() if dist.is_initialized() else 1

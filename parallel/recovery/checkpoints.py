@@ -1,11 +1,18 @@
 """The checkpoint that a run goes back to where its snapshots cannot bring back what was lost."""
 
+from __future__ import annotations
+
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
+
+    from torch import nn
 
 __all__ = ["Checkpoints"]
 
@@ -13,12 +20,10 @@ LOG = logging.getLogger("pycomm.parallel")
 
 
 class Checkpoints:
-    """last: Path of the last one that parallel.save has written or parallel.load has read; None: none."""
+    def __init__(self) -> None:
+        self.last: Path | None = None  # that parallel.save has written or parallel.load has read
 
-    def __init__(self):
-        self.last = None
-
-    def note(self, model: torch.nn.Module) -> "Checkpoints":
+    def note(self, model: nn.Module) -> Checkpoints:
         """Before the model is built anew: a save that is under way ends, with an error where its group has
         lost a rank. Returns this object.
         """
@@ -33,7 +38,7 @@ class Checkpoints:
             self.last = parts.saves.last or self.last
         return self
 
-    def __str__(self):
+    def __str__(self) -> str:
         if self.last is None:
             return "There is no checkpoint to go back to: no parallel.save of this run has ended"
         return f"Go back to the last checkpoint: parallel.load(model, opt, {str(self.last)!r})"

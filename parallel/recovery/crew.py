@@ -20,7 +20,7 @@ up calls Resilient.leave(), and then the others go on at once.
 import contextlib
 import datetime
 import pickle
-from typing import Any
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -36,21 +36,23 @@ BACKEND = "pycomm"
 STAGING = 1 << 18  # bytes per rank: the crew moves little
 FOREVER = 1e8  # seconds: until a word comes, or somebody dies
 JOINING = 30.0  # seconds for processes that wait already to be taken in
+T = TypeVar("T")
 
 
 class Crew:
     """comm: the Communicator; its limit is PYCOMM_TIMEOUT, as a rank that computes comes late. store: where
     replacements ask to be taken in, None: nowhere. timeout: seconds of the operations of torch's groups.
-    hosts: the number of each rank's host, as look() has found it.
     """
 
-    def __init__(self, comm, store, timeout):
-        self.comm, self.store, self.timeout, self.hosts = comm, store, timeout, None
-        self.group_store = None  # of torch's groups; torch holds no more than its C++ part
+    def __init__(self, comm: Communicator, store: dist.Store | None, timeout: float | None) -> None:
+        self.comm, self.store, self.timeout = comm, store, timeout
+        self.hosts: list[int] = []  # the number of each rank's host, as look() has found it
+        # Of torch's groups; torch holds no more than its C++ part.
+        self.group_store: CrewStore | HostsStore | None = None
         self._passed_over = 0  # tickets of processes that did not come
 
     @classmethod
-    def of_all(cls, store, timeout):
+    def of_all(cls, store: dist.Store | None, timeout: float | None) -> "Crew":
         """Collective over all ranks: of torch's default group, which is made where it is not there and a
         launcher has started this process. Raises ValueError for a group of another backend.
         """
@@ -63,7 +65,7 @@ class Crew:
                     'without a rank: init_process_group("pycomm")'
                 )
             shared, rank, size = c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
-            backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+            backend = c10d._get_default_group()._get_backend(torch.device("cpu"))
             if timeout is None:
                 timeout = backend.options._timeout.total_seconds()
             else:  # the groups that a plan makes have that of the default group
@@ -76,8 +78,9 @@ class Crew:
         return cls(comm, store, timeout)
 
     @classmethod
-    def joined(cls, store, timeout):
+    def joined(cls, store: dist.Store | None, timeout: float | None) -> "Crew":
         """This process as a replacement: waits until the crew takes it in."""
+        assert store is not None  # resilient() has seen to it
         while True:
             try:
                 comm = Communicator.replacement(store, timeout=FOREVER)
@@ -89,22 +92,22 @@ class Crew:
             return crew
 
     @property
-    def rank(self):
+    def rank(self) -> int:
         return self.comm.rank
 
     @property
-    def size(self):
+    def size(self) -> int:
         return self.comm.world_size
 
-    def look(self):
+    def look(self) -> None:
         """Collective: who is on which host."""
         self.hosts = numbered(self.exchange(host_mark()))
 
-    def is_here(self, rank):
+    def is_here(self, rank: int) -> bool:
         """Whether a rank is on this one's host."""
         return self.hosts[rank] == self.hosts[self.rank]
 
-    def tell(self, value: object, forever: bool = False) -> Any:
+    def tell(self, value: T, forever: bool = False) -> T:
         """Rank 0's object, on all. Collective. forever: this rank has no part, and waits for a word."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         size = self.comm.broadcast(torch.tensor([data.numel()]), timeout=FOREVER if forever else None)
@@ -112,7 +115,7 @@ class Crew:
             data = torch.empty(int(size), dtype=torch.uint8)
         return pickle.loads(bytes(self.comm.broadcast(data).tolist()))
 
-    def exchange(self, value):
+    def exchange(self, value: T) -> list[T]:
         """An object of every rank. Collective."""
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         longest = self.comm.all_reduce(torch.tensor([data.numel()]), "max")
@@ -120,7 +123,7 @@ class Crew:
         padded[: data.numel()] = data
         return [pickle.loads(bytes(row.tolist())) for row in self.comm.all_gather(padded)]
 
-    def interrupt(self):
+    def interrupt(self) -> None:
         """Whoever waits for this rank in the crew's group comes to shrink(), too."""
         self.comm.abort("a rank is lost: the others agree on who is left")
 
@@ -129,7 +132,7 @@ class Crew:
         while they made the group ends the call on all of them at its time limit; the next one leaves it out.
         Raises what Communicator.shrink() does. See [Note: how long shrink waits].
         """
-        spans_hosts = self.hosts is not None and max(self.hosts) > 0
+        spans_hosts = max(self.hosts, default=0) > 0
         limit = shrink_limit(self.timeout, spans_hosts)
         for left in reversed(range(self.size)):
             try:
@@ -146,17 +149,17 @@ class Crew:
                     )
                 raise
 
-    def waiting(self):
+    def waiting(self) -> int:
         """How many processes wait to be taken in; for rank 0."""
         if self.store is None:
             return 0
         return max(0, Communicator.waiting(self.store) - self._passed_over)
 
-    def grow(self, at_least, timeout=JOINING):
+    def grow(self, at_least: int, timeout: float = JOINING) -> bool:
         """Collective: takes in who waits. Returns whether at least so many came in time."""
         before = self.waiting() if self.rank == 0 else 0
         try:
-            self.comm = self.comm.grow(self.store, at_least=at_least, timeout=timeout)
+            self.comm = self.comm.grow(cast(dist.Store, self.store), at_least=at_least, timeout=timeout)
         except CommTimeoutError:
             self._passed_over += before
             return False
@@ -176,7 +179,7 @@ class Crew:
         if kept is not None:
             kept.close()
 
-    def make_group(self, ranks):
+    def make_group(self, ranks: int) -> None:
         """torch's default group of the first `ranks` of the crew. Collective over the crew, after look()."""
         if max(self.hosts) > 0:
             self.group_store = HostsStore(self.comm)

@@ -12,69 +12,88 @@ there, the last one only in part.
 With two hosts nothing is fetched, as each holds copies of the other's (neighbours.py).
 """
 
+from __future__ import annotations
+
+import contextlib
 import threading
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pycomm.parallel.ground.background import Background
 from pycomm.parallel.recovery.memory import Address, CopyMemory, Memory, OwnMemory
 from pycomm.parallel.recovery.neighbours import Neighbours, holders_of, receive_slot, send_slot
 from pycomm.parallel.recovery.snapshot import Source
 
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    import torch
+
+    from pycomm.parallel.recovery.crew import Crew
+    from pycomm.parallel.recovery.snapshot import Item, Own
+
 __all__ = ["Generation", "Holdings", "Writer"]
 
 
 class Generation(NamedTuple):
-    """The memories of the ranks of one plan.
-
-    tokens: of all of them, by rank. held: {token: Memory} of those that this rank holds. own: this rank's;
-    None: it has no part. neighbours: copies on other hosts.
-    """
+    """The memories of the ranks of one plan."""
 
     serial: int
-    tokens: list
-    held: dict
-    own: OwnMemory | None
-    neighbours: Neighbours
+    tokens: list[bytes]  # of all of them, by rank
+    held: dict[bytes, Memory]  # token -> its memory, of those that this rank holds
+    own: OwnMemory | None  # this rank's; None: it has no part
+    neighbours: Neighbours  # copies on other hosts
+
+
+Held: TypeAlias = tuple[Address, list[int]]  # a memory, and the snapshots that are whole in it
+
+
+class _Told(NamedTuple):
+    """What a rank says of a generation."""
+
+    serial: int
+    tokens: list[bytes]
+    held: dict[bytes, Held]
 
 
 class Holdings:
     """The generations that a rank holds."""
 
-    def __init__(self):
-        self.generations = []
+    def __init__(self) -> None:
+        self.generations: list[Generation] = []
 
     @property
-    def last(self):
+    def last(self) -> Generation:
         return self.generations[-1]
 
-    def clear(self):
+    def clear(self) -> None:
         self.generations = []
 
     def end(self) -> None:
         """No snapshot is written any more. Collective over the ranks that write."""
         self.last.neighbours.end()
 
-    def join(self):
+    def join(self) -> None:
         """After the crew's group has ended: no copy is written any more."""
         for generation in self.generations:
             generation.neighbours.join()
 
-    def make(self, crew, active):
+    def make(self, crew: Crew, active: bool) -> Generation:
         """A new generation, without a snapshot. Collective over the crew."""
         own = OwnMemory() if active else None
         known = max((generation.serial for generation in self.generations), default=0)
         told = crew.exchange((known, None if own is None else own.address))
-        serial, told = 1 + max(known for known, _ in told), [_address(one) for _, one in told]
-        writers = [rank for rank, address in enumerate(told) if address is not None]
-        tokens, holders = [told[rank].token for rank in writers], holders_of(writers, crew.hosts)
-        mine = {writer: told[writer].token for writer, holder in holders.items() if holder == crew.rank}
+        serial = 1 + max(known for known, _ in told)
+        writers = {rank: address for rank, (_, address) in enumerate(told) if address is not None}
+        tokens = [address.token for address in writers.values()]
+        holders = holders_of(list(writers), crew.hosts)
+        mine = {writer: writers[writer].token for writer, holder in holders.items() if holder == crew.rank}
         neighbours = Neighbours(crew.comm, holders.get(crew.rank), mine)
-        held = {} if own is None else {own.token: own}
+        held: dict[bytes, Memory] = {} if own is None else {own.token: own}
         held.update({copy.token: copy for copy in neighbours.copies.values()})
-        there = [told[rank] for rank in writers if crew.is_here(rank)]
+        there = [address for rank, address in writers.items() if crew.is_here(rank)]
         if holders:
             copies = crew.exchange([copy.address for copy in neighbours.copies.values()])
-            there += [_address(one) for r, some in enumerate(copies) if crew.is_here(r) for one in some]
+            there += [one for rank, some in enumerate(copies) if crew.is_here(rank) for one in some]
         for address in there:
             if address.token not in held:
                 held[address.token] = Memory.open(address)
@@ -82,22 +101,23 @@ class Holdings:
         neighbours.begin()
         return self.last
 
-    def let_go(self):
+    def let_go(self) -> None:
         """Of all generations but the last, which is whole."""
         self.generations = self.generations[-1:]
 
-    def choose(self, crew):
+    def choose(self, crew: Crew) -> Source | None:
         """A Source of the last snapshot that is whole, or None. Collective over the crew."""
         told = crew.exchange([self._told(generation) for generation in self.generations])
         serials = sorted({serial for some in told for serial, _, _ in some}, reverse=True)
         for serial in serials:
-            tokens, found = [], {}  # token -> {rank: (its Address, numbers)}
+            tokens: list[bytes] = []
+            found: dict[bytes, dict[int, Held]] = {}  # token -> {rank: its memory}
             for rank, some in enumerate(told):
                 for its, named, held in some:
                     if its == serial:
                         tokens = named
-                        for token, (address, numbers) in held.items():
-                            found.setdefault(token, {})[rank] = _address(address), numbers
+                        for token, memory in held.items():
+                            found.setdefault(token, {})[rank] = memory
             number = _last_whole(tokens, found)
             if number is not None:
                 has = {
@@ -107,12 +127,14 @@ class Holdings:
                 return Source(self._fetch(crew, tokens, has, number), number)
         return None
 
-    def _told(self, generation):
+    def _told(self, generation: Generation) -> _Told:
         held = {token: (memory.address, list(memory.numbers())) for token, memory in generation.held.items()}
-        return generation.serial, generation.tokens, held
+        return _Told(generation.serial, generation.tokens, held)
 
-    def _fetch(self, crew, tokens, has, number):
-        """The memories with these tokens, on this host. has: {token: {rank: Address}}."""
+    def _fetch(
+        self, crew: Crew, tokens: Sequence[bytes], has: dict[bytes, dict[int, Address]], number: int
+    ) -> list[Memory]:
+        """The memories with these tokens, on this host. has: which ranks have them."""
         held = {token: memory for one in self.generations for token, memory in one.held.items()}
         held = {token: memory for token, memory in held.items() if crew.rank in has.get(token, ())}
         transfers = [
@@ -121,7 +143,7 @@ class Holdings:
             for host in dict.fromkeys(crew.hosts)
             if host not in [crew.hosts[rank] for rank in has[token]]
         ]
-        got = {}
+        got: dict[bytes, CopyMemory] = {}
         for src, dst, token in transfers:  # all in the same order: the first that is not done can go on
             if crew.rank == src:
                 send_slot(crew.comm, held[token], number, dst)
@@ -130,29 +152,25 @@ class Holdings:
                 receive_slot(crew.comm, got[token], src)
         if transfers:
             for rank, some in enumerate(crew.exchange([memory.address for memory in got.values()])):
-                for address in map(_address, some):
+                for address in some:
                     has[address.token][rank] = address
         return [held.get(token) or got.get(token) or _open_here(crew, has[token]) for token in tokens]
 
 
-def _address(told):
-    return None if told is None else Address(*told)
-
-
-def _last_whole(tokens, found):
+def _last_whole(tokens: Sequence[bytes], found: Mapping[bytes, Mapping[int, Held]]) -> int | None:
     """The last number that each memory of a generation has somewhere, or None."""
     numbers = [set().union(*[numbers for _, numbers in found.get(token, {}).values()]) for token in tokens]
     return max(set.intersection(*numbers), default=None) if numbers else None
 
 
-def _open_here(crew, addresses):
+def _open_here(crew: Crew, addresses: Mapping[int, Address]) -> Memory:
     return Memory.open(addresses[min(rank for rank in addresses if crew.is_here(rank))])
 
 
 class Writer:
     """Writes snapshots beside the program, and sends copies when they are written."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._background, self._written, self._failed = (
             Background("pycomm snapshot"),
             threading.Event(),
@@ -160,28 +178,37 @@ class Writer:
         )
         self._written.set()
 
-    def start(self, generation, number, own, items):
-        """One snapshot. Waits for the one before, and raises as wait()."""
+    def start(self, generation: Generation, number: int, own: Own, items: Sequence[Item]) -> None:
+        """One snapshot, of a rank with a part. Waits for the one before, and raises as wait()."""
+        memory, neighbours = generation.own, generation.neighbours
+        assert memory is not None
         self.wait()
         self._written.clear()
-        self._background.start(lambda: self._run(generation, number, own, items))
+        self._background.start(lambda: self._run(memory, neighbours, number, own, items))
 
-    def _run(self, generation, number, own, items):
+    def _run(
+        self, memory: OwnMemory, neighbours: Neighbours, number: int, own: Own, items: Sequence[Item]
+    ) -> None:
         self._failed = True
         try:
-            generation.own.write(number, own, items)
+            memory.write(number, own, items)
             self._failed = False
         finally:
             self._written.set()
-        generation.neighbours.send(generation.own, number)
+        neighbours.send(memory, number)
 
-    def wait_written(self):
+    def before_updates(self, opt: torch.optim.Optimizer) -> None:
+        """The optimizer waits until the snapshot of the values that it changes is written."""
+        with contextlib.suppress(AttributeError):
+            opt.register_step_pre_hook(lambda *_: self.wait_written())
+
+    def wait_written(self) -> None:
         """Until the values may change. Raises what the writing raised."""
         self._written.wait()
         if self._failed:
             self._failed = False
             self._background.wait()
 
-    def wait(self):
+    def wait(self) -> None:
         """Until copies are there, too."""
         self._background.wait()

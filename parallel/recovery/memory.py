@@ -31,6 +31,8 @@ one host the neighbour needs no copy, since the memory is not the process's. Ove
 mapping that grows moves.
 """
 
+from __future__ import annotations
+
 import contextlib
 import ctypes
 import os
@@ -38,11 +40,16 @@ import pickle
 import secrets
 import struct
 import zlib
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pycomm.parallel.recovery.store import open_there
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from pycomm.parallel.recovery.snapshot import Item, Own, Piece
 
 __all__ = ["Address", "CopyMemory", "Memory", "OwnMemory", "common"]
 
@@ -61,14 +68,22 @@ class Address(NamedTuple):
     token: bytes
 
 
+class Extent(NamedTuple):
+    """Of a snapshot."""
+
+    slot: int
+    span: tuple[int, int]  # where its values begin, where its catalog ends
+    header: tuple[int, int, int]  # number, catalog's place and bytes
+
+
 class Memory:
     """A rank's snapshots, to be read. fd: of the memory, which this object closes."""
 
-    def __init__(self, fd, token):
+    def __init__(self, fd: int, token: bytes) -> None:
         self.fd, self.token = fd, token
 
     @classmethod
-    def open(cls, address):
+    def open(cls, address: Address) -> Memory:
         """Raises PeerError where its process has ended, OSError where it cannot be opened or is another."""
         fd = open_there(address.pid, address.fd, os.O_RDONLY)
         if os.pread(fd, TOKEN, 0) != address.token:
@@ -77,12 +92,12 @@ class Memory:
         return cls(fd, address.token)
 
     @property
-    def address(self):
+    def address(self) -> Address:
         return Address(os.getpid(), self.fd, self.token)
 
-    def numbers(self):
+    def numbers(self) -> dict[int, int]:
         """{number: slot} of the snapshots that are whole."""
-        found = {}
+        found: dict[int, int] = {}
         for slot in range(SLOTS):
             data = os.pread(self.fd, HEADER.size, _start(slot))
             if len(data) == HEADER.size:
@@ -91,36 +106,35 @@ class Memory:
                     found[number] = slot
         return found
 
-    def catalog(self, number):
+    def catalog(self, number: int) -> tuple[Own, list[tuple[tuple[Piece, int], int]]]:
         """What was given to OwnMemory.write() as `about` with this number, and as its items (key, place)."""
         slot = self.numbers()[number]
         _, place, nbytes, _ = HEADER.unpack(os.pread(self.fd, HEADER.size, _start(slot)))
         return pickle.loads(self.bytes_at(place, nbytes))
 
-    def extent(self, number):
-        """(slot, (where its values begin, where its catalog ends), what its header says) of a snapshot."""
+    def extent(self, number: int) -> Extent:
         slot = self.numbers()[number]
-        header = HEADER.unpack(os.pread(self.fd, HEADER.size, _start(slot)))[:3]
-        return slot, (_start(slot) + VALUES, header[1] + header[2]), header
+        _, place, nbytes, _ = HEADER.unpack(os.pread(self.fd, HEADER.size, _start(slot)))
+        return Extent(slot, (_start(slot) + VALUES, place + nbytes), (number, place, nbytes))
 
-    def bytes_at(self, place, nbytes):
+    def bytes_at(self, place: int, nbytes: int) -> bytes:
         data = bytearray(nbytes)
         _transfer(os.preadv, self.fd, memoryview(data), place)
         return bytes(data)
 
-    def tensor_at(self, place, sizes, dtype):
+    def tensor_at(self, place: int, sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """The values that were written there, in memory of their own."""
         values = torch.empty(sizes, dtype=dtype)
         if values.numel():
             _transfer(os.preadv, self.fd, _bytes_of(values), place)
         return values
 
-    def close(self):
-        if self.fd is not None:
+    def close(self) -> None:
+        if self.fd >= 0:
             os.close(self.fd)
-            self.fd = None
+            self.fd = -1
 
-    def __del__(self):
+    def __del__(self) -> None:
         with contextlib.suppress(Exception):
             self.close()
 
@@ -128,13 +142,13 @@ class Memory:
 class OwnMemory(Memory):
     """This rank's, to be written."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         token = secrets.token_bytes(TOKEN)
         super().__init__(os.memfd_create("pycomm snapshots", os.MFD_CLOEXEC), token)
         os.pwrite(self.fd, token, 0)
 
-    def write(self, number, about, items):
-        """One snapshot. about: any object. items: (key, tensor or bytes). See [Note: whole snapshots]."""
+    def write(self, number: int, about: Own, items: Iterable[Item]) -> None:
+        """One snapshot. See [Note: whole snapshots]."""
         whole = self.numbers()
         slot = 1 - whole[max(whole)] if whole else 0
         start = _start(slot)
@@ -149,7 +163,7 @@ class OwnMemory(Memory):
         header = (number, place, len(catalog))
         os.pwrite(self.fd, HEADER.pack(*header, _checksum(*header)), start)
 
-    def _put(self, value, place):
+    def _put(self, value: torch.Tensor | bytes, place: int) -> int:
         if isinstance(value, torch.Tensor):
             value = value.to("cpu").contiguous()
             data = _bytes_of(value) if value.numel() else memoryview(b"")
@@ -162,41 +176,43 @@ class OwnMemory(Memory):
 class CopyMemory(Memory):
     """The same bytes as another's memory, whose token it has: written by who holds the copy."""
 
-    def __init__(self, token):
+    def __init__(self, token: bytes) -> None:
         super().__init__(os.memfd_create("pycomm snapshots", os.MFD_CLOEXEC), token)
         os.pwrite(self.fd, token, 0)
 
-    def begin(self, slot):
+    def begin(self, slot: int) -> None:
         os.pwrite(self.fd, HEADER.pack(-1, 0, 0, 0), _start(slot))
 
-    def put(self, place, values):
+    def put(self, place: int, values: torch.Tensor) -> None:
         _transfer(os.pwritev, self.fd, _bytes_of(values), place)
 
-    def finish(self, slot, header):
+    def finish(self, slot: int, header: Sequence[int]) -> None:
         """header: as Memory.extent has it."""
         os.pwrite(self.fd, HEADER.pack(*header, _checksum(*header)), _start(slot))
 
 
-def common(memories):
+def common(memories: Iterable[Memory]) -> int | None:
     """The last number that is whole in all of them, or None."""
     numbers = [set(memory.numbers()) for memory in memories]
     return max(set.intersection(*numbers), default=None) if numbers else None
 
 
-def _start(slot):
+def _start(slot: int) -> int:
     return FIRST * (slot + 1)
 
 
-def _checksum(*numbers):
+def _checksum(*numbers: int) -> int:
     return zlib.crc32(struct.pack("=qqq", *numbers))
 
 
-def _bytes_of(tensor):
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
     nbytes = tensor.numel() * tensor.element_size()
     return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def _transfer(call, fd, data, place):
+def _transfer(
+    call: Callable[[int, list[memoryview], int], int], fd: int, data: memoryview, place: int
+) -> None:
     """All of `data`, by preadv or pwritev."""
     while data.nbytes:
         done = call(fd, [data[:LARGEST]], place)

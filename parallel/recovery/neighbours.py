@@ -26,13 +26,22 @@ What can go wrong: the holder dies, or the link. The crew's group breaks, and al
 holder has no memory: it answers so, and the writer raises it.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
+from typing import TYPE_CHECKING, ParamSpec
 
 import torch
 
 from pycomm import CommError
 from pycomm.parallel.recovery.memory import CopyMemory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from pycomm import Communicator
+    from pycomm.parallel.recovery.memory import Memory
 
 __all__ = ["Neighbours", "holders_of", "receive_slot", "send_slot"]
 
@@ -40,16 +49,17 @@ FOREVER = 1e8  # seconds: a snapshot may be far away
 PIECE = 4 << 20  # bytes of a message
 DATA, ANSWER = 71, 72  # tags of the crew's messages
 END = -1  # in the place of a slot
+P = ParamSpec("P")
 
 
-def holders_of(writers, hosts):
+def holders_of(writers: Sequence[int], hosts: Sequence[int]) -> dict[int, int]:
     """{writer: the rank that holds its copy}; empty where there is one host. writers: ranks; hosts: the
     number of each rank's host.
     """
     order = list(dict.fromkeys(hosts))
     if len(order) == 1:
         return {}
-    found = {}
+    found: dict[int, int] = {}
     for host in order:
         following = order[(order.index(host) + 1) % len(order)]
         others = [rank for rank, its in enumerate(hosts) if its == following]
@@ -58,7 +68,7 @@ def holders_of(writers, hosts):
     return found
 
 
-def send_slot(comm, memory, number, dst):
+def send_slot(comm: Communicator, memory: Memory, number: int, dst: int) -> None:
     """The snapshot of this number in a memory, to rank dst. Raises RuntimeError where dst has no memory."""
     slot, (start, end), header = memory.extent(number)
     comm.send(torch.tensor([slot, start, end, *header]), dst, DATA)
@@ -69,13 +79,13 @@ def send_slot(comm, memory, number, dst):
         raise RuntimeError(f"rank {dst} of the crew has no memory for a copy of the snapshot")
 
 
-def _answer(comm, dst) -> bool:
+def _answer(comm: Communicator, dst: int) -> bool:
     answer = torch.zeros(1, dtype=torch.int64)
     comm.recv(answer, dst, ANSWER)
     return bool(answer.item())
 
 
-def receive_slot(comm, copy, src, timeout=None):
+def receive_slot(comm: Communicator, copy: CopyMemory, src: int, timeout: float | None = None) -> bool:
     """One snapshot, into a CopyMemory. The sender gets an error if it fails here. Returns False at the
     end.
     """
@@ -96,10 +106,10 @@ def receive_slot(comm, copy, src, timeout=None):
     return True
 
 
-def _done(call, *args):
+def _done(call: Callable[P, None], *args: P.args, **options: P.kwargs) -> bool:
     """Whether there was memory for it."""
     try:
-        call(*args)
+        call(*args, **options)
     except OSError:
         return False
     return True
@@ -109,15 +119,15 @@ class Neighbours:
     """The copies that a rank holds for others, and where its own goes.
 
     comm: of the crew, which ends the threads when it is closed or aborted. holder: the rank for this one's
-    copy, None: nobody. tokens: {rank: token of its memory} of those whose copies this rank holds.
+    copy, None: nobody. tokens: of the memories of which this rank holds copies, by their ranks.
     """
 
-    def __init__(self, comm, holder, tokens):
+    def __init__(self, comm: Communicator, holder: int | None, tokens: Mapping[int, bytes]) -> None:
         self.comm, self.holder = comm, holder
         self.copies = {rank: CopyMemory(token) for rank, token in tokens.items()}
-        self._threads = []
+        self._threads: list[threading.Thread] = []
 
-    def begin(self):
+    def begin(self) -> None:
         """Copies are taken from now on."""
         for rank, copy in self.copies.items():
             thread = threading.Thread(
@@ -126,12 +136,12 @@ class Neighbours:
             thread.start()
             self._threads.append(thread)
 
-    def _receive(self, rank, copy):
+    def _receive(self, rank: int, copy: CopyMemory) -> None:
         with contextlib.suppress(CommError):  # until the group ends; what that means its next call says
             while receive_slot(self.comm, copy, rank, FOREVER):
                 continue
 
-    def send(self, memory, number):
+    def send(self, memory: Memory, number: int) -> None:
         """This rank's snapshot to its holder."""
         if self.holder is not None:
             send_slot(self.comm, memory, number, self.holder)
@@ -144,7 +154,7 @@ class Neighbours:
             _answer(self.comm, holder)
         self.join()
 
-    def join(self):
+    def join(self) -> None:
         """After end(), or the group has ended: nothing is written any more."""
         for thread in self._threads:
             thread.join()

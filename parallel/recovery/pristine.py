@@ -7,10 +7,16 @@ come from a snapshot. While a model is built again a rank has memory for all of 
 it was built first (not those that were on meta then).
 """
 
+from __future__ import annotations
+
 import copy
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, MutableMapping
 
 __all__ = ["Pristine"]
 
@@ -20,15 +26,15 @@ TAKEN_OVER = ("zero_grad", "add_param_group")  # methods of the optimizer that p
 class Pristine:
     """model, opt: before parallelize(). Raises ValueError for a model that cannot be copied."""
 
-    def __init__(self, model, opt):
+    def __init__(self, model: nn.Module, opt: torch.optim.Optimizer) -> None:
         self.model, self.opt = model, opt
         self.devices = {name: param.device for name, param in model.named_parameters()}
         names = {id(param): name for name, param in model.named_parameters()}
         self.groups = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.methods = {name: opt.__dict__[name] for name in TAKEN_OVER if name in opt.__dict__}
         self.hooks = set(_hooks_of(opt))
-        self.added = None  # hooks of parallelize()
-        memo = {id(model): model, **{id(p): _like(p, "meta") for p in model.parameters()}}
+        self.added: set[int] | None = None  # hooks of parallelize()
+        memo: dict[int, object] = {id(model): model, **{id(p): _like(p, "meta") for p in model.parameters()}}
         try:
             self.state = copy.deepcopy(model.__dict__, memo)
         except Exception as error:
@@ -37,18 +43,18 @@ class Pristine:
                 f"under another plan: {error!r}"
             ) from error
 
-    def note_hooks(self):
+    def note_hooks(self) -> None:
         """After parallelize(): what it has added, which leaves with the next reset()."""
         self.added = set(_hooks_of(self.opt)) - self.hooks
         self.hooks = set(_hooks_of(self.opt)) - self.added
 
-    def reset(self):
+    def reset(self) -> None:
         """Model and optimizer are as before parallelize(), but for values and hyperparameters."""
         modes = {name: module.training for name, module in self.model.named_modules()}
-        params, memo = nn.Module.named_parameters, {id(self.model): self.model}
+        memo: dict[int, object] = {id(self.model): self.model}
         shell = nn.Module()
         shell.__dict__ = self.state
-        for name, param in params(shell):
+        for name, param in nn.Module.named_parameters(shell):
             memo[id(param)] = _like(param, self.devices[name])
         self.model.__dict__ = copy.deepcopy(self.state, memo)
         for name, module in self.model.named_modules():
@@ -65,9 +71,9 @@ class Pristine:
         self.hooks = set(_hooks_of(self.opt))
 
 
-def _hooks_of(opt):
+def _hooks_of(opt: torch.optim.Optimizer) -> MutableMapping[int, Callable[..., None]]:
     return getattr(opt, "_optimizer_step_pre_hooks", {})
 
 
-def _like(param, device):
+def _like(param: torch.Tensor, device: torch.device | str) -> nn.Parameter:
     return nn.Parameter(torch.zeros_like(param, device=device), requires_grad=param.requires_grad)

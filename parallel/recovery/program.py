@@ -26,12 +26,13 @@ A rank that has another part of the model after a loss (of tp, pp, ep, ring or u
 scheduler is right so; an average of parameters is that of the former part, and a WARNING says so.
 """
 
+from __future__ import annotations
+
 import io
 import logging
 import random
 import sys
-from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias, TypedDict, TypeVar, cast
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -39,33 +40,62 @@ from torch.utils._pytree import tree_leaves
 from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.parts import Parallelized
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+    from pycomm.parallel.checks.choice import Count
+    from pycomm.parallel.given import Batch, LossFunction, Tree
+
 __all__ = [
     "Call",
     "Followers",
     "Kept",
     "ProgramState",
     "Stateful",
+    "StepOptions",
     "hyperparameters",
     "set_hyperparameters",
 ]
 
 LOG = logging.getLogger("pycomm.parallel")
 # By parameter group; the last entry is the state of a GradScaler, empty without an enabled one.
-Hyperparameters = list[dict[str, Any]]
+Hyperparameters: TypeAlias = "list[dict[str, Setting]]"
+Setting: TypeAlias = "float | str | torch.Tensor | tuple[float, ...] | None"
+T = TypeVar("T")
 
 
 class Stateful(Protocol):
     """What run.keep() takes."""
 
-    def state_dict(self) -> Any: ...
+    def state_dict(self) -> Tree: ...
 
-    def load_state_dict(self, state: Any) -> Any: ...
+    def load_state_dict(self, state: Tree, /) -> object: ...
+
+
+class Generators(NamedTuple):
+    """Their states."""
+
+    on_cpu: torch.Tensor
+    on_device: torch.Tensor | None  # torch's current one; None: it was not used
+    python: tuple[object, ...]  # of random
+    numpy: dict[str, object] | tuple[object, ...] | None  # None: it was not used
+
+
+class StepOptions(TypedDict, total=False):
+    """What step() takes beside a batch and a loss."""
+
+    microbatches: int
+    clip: float | None
+    count: Count | None
+    sharded: bool
+    update: bool
+    scaler: torch.amp.GradScaler | None
 
 
 class ProgramState(NamedTuple):
-    """Between two steps. generators: of torch, its current device, random and NumPy."""
+    """Between two steps."""
 
-    generators: tuple
+    generators: Generators
     hyperparameters: Hyperparameters
     kept: dict[str, bytes]  # what state_dict() gave, pickled
 
@@ -73,24 +103,25 @@ class ProgramState(NamedTuple):
 class Call(NamedTuple):
     """A step as it was asked for."""
 
-    batch: Any
-    loss_fn: Any
-    options: dict[str, Any]
+    batch: Batch
+    loss_fn: LossFunction | None
+    options: StepOptions
     hyperparameters: Hyperparameters
     program: ProgramState | None  # where a snapshot of the step before is due
 
 
 class Kept:
     """The objects that a program keeps in snapshots, by name. opt: the optimizer, whose hyperparameters a
-    scheduler sets when it is made, and not when it is loaded. scaler: the one of the last step, or None.
+    scheduler sets when it is made, and not when it is loaded.
     """
 
     def __init__(self, opt: torch.optim.Optimizer) -> None:
-        self.opt, self.scaler = opt, None
+        self.opt = opt
+        self.scaler: torch.amp.GradScaler | None = None  # of the last step
         self.objects: dict[str, Stateful] = {}
         self._arrived: dict[str, bytes] = {}  # in the snapshot from which this process has begun
         self._hyperparameters: Hyperparameters = []  # the same
-        self._scaler_state: dict[str, Any] = {}  # the same, until a step has a scaler
+        self._scaler_state: dict[str, Setting] = {}  # the same, until a step has a scaler
 
     def add(self, name: str, thing: Stateful) -> None:
         if name in self.objects:
@@ -104,10 +135,10 @@ class Kept:
             set_hyperparameters(self.opt, self._hyperparameters)
         self.objects[name] = thing
 
-    def use_scaler(self, scaler: object) -> None:
+    def use_scaler(self, scaler: torch.amp.GradScaler | None) -> None:
         """The caller asks for a step with this scaler, or None."""
         self.scaler = scaler
-        if self._scaler_state and hyperparameters(self.opt, scaler)[-1]:
+        if scaler is not None and self._scaler_state and hyperparameters(self.opt, scaler)[-1]:
             scaler.load_state_dict(self._scaler_state)
             self._scaler_state = {}
 
@@ -142,6 +173,15 @@ class Kept:
             )
 
 
+class _Difference(NamedTuple):
+    """Words for a warning."""
+
+    owner: str
+    mine: str
+    leader: int
+    theirs: str
+
+
 class Followers:
     """See [Note: followers]. leader: rank of the plan whose hyperparameters count; None: everybody's own."""
 
@@ -162,7 +202,9 @@ class Followers:
             )
         self.leader = leaders[0] if followers else None
 
-    def agreed(self, parts: Parallelized, number: int, own: Hyperparameters, names: Iterable[str]) -> Any:
+    def agreed(
+        self, parts: Parallelized, number: int, own: Hyperparameters, names: Iterable[str]
+    ) -> Hyperparameters:
         """The hyperparameters of a step. names: of what this rank keeps. Collective over the ranks of the
         plan. Raises ValueError on all where these are others.
         """
@@ -178,7 +220,7 @@ class Followers:
                     f"{found}. A process that takes the place of another must call run.keep() for the same "
                     "names before its first step"
                 )
-        values = told[self.leader][1]
+        values = told[self.leader][1] or own  # the leader has told them
         if not self.strays and not _same(own, values):
             self.strays = True
             LOG.warning(
@@ -190,17 +232,20 @@ class Followers:
         return values
 
 
-def hyperparameters(opt: torch.optim.Optimizer, scaler: object = None) -> Hyperparameters:
+def hyperparameters(
+    opt: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+) -> Hyperparameters:
     """Copies. scaler: as step() was given it, right or not."""
-    groups = [
+    groups: Hyperparameters = [
         {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in opt.param_groups
     ]
-    is_right = isinstance(scaler, torch.amp.GradScaler)
-    return [*groups, scaler.state_dict() if is_right else {}]
+    return [*groups, scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else {}]
 
 
-def set_hyperparameters(opt: torch.optim.Optimizer, values: Hyperparameters, scaler: object = None) -> None:
+def set_hyperparameters(
+    opt: torch.optim.Optimizer, values: Hyperparameters, scaler: torch.amp.GradScaler | None = None
+) -> None:
     """scaler: gets its state, if `values` has one."""
     *groups, state = values
     if state and isinstance(scaler, torch.amp.GradScaler):
@@ -213,51 +258,51 @@ def set_hyperparameters(opt: torch.optim.Optimizer, values: Hyperparameters, sca
                 group[key] = value
 
 
-def _copied(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+def _copied(value: T) -> T:
+    return cast(T, value.detach().clone()) if isinstance(value, torch.Tensor) else value
 
 
 def _same(one: Hyperparameters, other: Hyperparameters) -> bool:
     return not any(_differing(*pair) for pair in zip(one, other, strict=True))
 
 
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> list[str]:
+def _differing(one: Mapping[str, Setting], other: Mapping[str, Setting]) -> list[str]:
     """The keys of which both have another value."""
     return [key for key in one if key in other and not _equal(one[key], other[key])]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _equal(one: Setting, other: Setting) -> bool:
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         one, other = (torch.as_tensor(each).cpu() for each in (one, other))
         return one.shape == other.shape and bool((one == other).all())
     return one == other
 
 
-def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> tuple[str, str, int, str]:
+def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> _Difference:
     for mine, theirs in zip(own, right, strict=True):
         for key in _differing(mine, theirs):
             owner = "GradScaler" if mine is own[-1] else "optimizer"
-            return owner, f"{key}={mine[key]}", leader, f"{key}={theirs[key]}"
-    return "optimizer", "others", leader, "its own"
+            return _Difference(owner, f"{key}={mine[key]}", leader, f"{key}={theirs[key]}")
+    return _Difference("optimizer", "others", leader, "its own")
 
 
 def _kind(name: str, kept: Kept) -> str:
     return type(kept.objects[name]).__name__
 
 
-def _pickled(value: Any) -> bytes:
+def _pickled(value: Tree) -> bytes:
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
 
 
-def _unpickled(data: bytes) -> Any:
+def _unpickled(data: bytes) -> Tree:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
-def _generators() -> tuple:
+def _generators() -> Generators:
     numpy = sys.modules.get("numpy")
-    return (
+    return Generators(
         torch.get_rng_state(),
         torch.cuda.get_rng_state() if torch.cuda.is_available() and torch.cuda.is_initialized() else None,
         random.getstate(),
@@ -265,7 +310,7 @@ def _generators() -> tuple:
     )
 
 
-def _set_generators(states: tuple) -> None:
+def _set_generators(states: Generators) -> None:
     on_cpu, on_device, python, numpy = states
     torch.set_rng_state(on_cpu)
     if on_device is not None:

@@ -6,21 +6,44 @@ dp=2,tp=2        3        tp=2             1        the cut of the model stays, 
 dp=2,tp=2        1        one rank         0        not enough for the cut: it gets smaller, too
 """
 
+from __future__ import annotations
+
 import dataclasses
 import itertools
 import math
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pycomm.parallel.ground.plan import AXES, Plan, ScheduleName
 
-__all__ = ["check_kept", "plan_for"]
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["Plans", "check_kept", "checked_plan", "first_plan", "plan_for"]
 
 REMEMBERING = ("int8", "powersgd", "topk")  # compressions that keep the error of the last sum
 
 
-def plan_for(plan, ranks):
-    """The Plan for `ranks` ranks at most. plan: that of all ranks, or a function from ranks to a Plan or
-    its text.
-    """
+# Of all ranks, or a function from ranks to one for as many at most.
+Plans: TypeAlias = "Plan | Callable[[int], Plan | str | None]"
+
+
+def first_plan(wanted: Plans, ranks: int) -> Plan:
+    """For all ranks. Raises ValueError for a Plan of more."""
+    plan = wanted if isinstance(wanted, Plan) else checked_plan(wanted, ranks)
+    if plan.world_size > ranks:
+        raise ValueError(f"resilient: the plan is for {plan.world_size} ranks, but there are {ranks}")
+    return plan
+
+
+def checked_plan(wanted: Plans, ranks: int) -> Plan:
+    """plan_for(), of which the state is in snapshots."""
+    plan = plan_for(wanted, ranks)
+    check_kept(plan)
+    return plan
+
+
+def plan_for(plan: Plans, ranks: int) -> Plan:
+    """The Plan for `ranks` ranks at most."""
     if callable(plan):
         given = plan(ranks)
         chosen = None if given is None else Plan.of(given)
@@ -36,7 +59,7 @@ def plan_for(plan, ranks):
         if ways <= ranks:
             choices.append((ways, sizes, min(plan.dp, ranks // ways)))
     _, sizes, dp = max(choices)  # the model in as many parts as before, then as many copies as there can be
-    axes = {**dict(zip(cut, sizes, strict=True)), "dp": dp}
+    axes: dict[str, Any] = {**dict(zip(cut, sizes, strict=True)), "dp": dp}
     if axes["pp"] != plan.pp:
         axes["stages"] = None
         if axes["pp"] == 1 and plan.schedule != ScheduleName.PIPEDREAM:
@@ -44,11 +67,11 @@ def plan_for(plan, ranks):
     return dataclasses.replace(plan, **axes)
 
 
-def _divisors(number):
+def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def check_kept(plan):
+def check_kept(plan: Plan) -> None:
     """Raises ValueError for a plan of which a rank has what no snapshot keeps, so that the run would not go
     on as it was.
     """

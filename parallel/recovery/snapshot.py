@@ -14,9 +14,12 @@ optimizer's state. Cost per snapshot and host: the bytes of one checkpoint, in a
 Beside it each rank keeps what is its own: the states of its random streams, and of its program (program.py).
 """
 
+from __future__ import annotations
+
 import io
 import warnings
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -37,7 +40,18 @@ from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.recovery.program import ProgramState
 
-__all__ = ["Dealer", "Own", "Piece", "Source", "own_at", "own_of", "set_streams"]
+if TYPE_CHECKING:
+    import os
+
+    from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+    from pycomm.parallel.checkpoint.boxes import State
+    from pycomm.parallel.checkpoint.files import Catalog
+    from pycomm.parallel.ground.plan import Axis
+    from pycomm.parallel.ground.streams import Stream, StreamState
+    from pycomm.parallel.recovery.memory import Memory
+
+__all__ = ["Dealer", "Own", "Piece", "Source", "own_at", "own_of", "part_of", "set_streams"]
 
 LEAP = 1_000_003  # between seeds of new streams: more than there are ranks
 
@@ -55,20 +69,27 @@ class Piece(NamedTuple):
 class Own(NamedTuple):
     """What belongs to one rank."""
 
-    coordinates: dict  # axis -> this rank's place
-    streams: dict  # the states of RandomStreams
+    coordinates: dict[Axis, int]  # axis -> this rank's place
+    streams: dict[Stream, StreamState]  # of RandomStreams
     program: ProgramState | None  # None: before the first step
 
 
+# What a memory is given: what it is, its bytes, and its value.
+Item: TypeAlias = "tuple[tuple[Piece, int], torch.Tensor | bytes]"
+
+
 class Dealer:
-    """Deals what is to be written. parts: Parallelized."""
+    """Deals what is to be written."""
 
-    def __init__(self, parts):
-        self.parts, self.known, self.mine, self.members = parts, None, (), {}
+    def __init__(self, parts: Parallelized) -> None:
+        self.parts = parts
+        self.known: list[Piece] | None = None
+        self.mine: list[Piece] = []
+        self.members: Mapping[str, int] = {}
 
-    def pieces(self):
+    def pieces(self) -> tuple[dict[Piece, object], bool]:
         """{Piece: its value, a view or an object}, and whether they must be dealt anew."""
-        found = {}
+        found: dict[Piece, object] = {}
         for key, value in to_save(self.parts, self.parts.opt).items():
             if isinstance(value, Boxes):
                 shape = tuple(value.full_shape)
@@ -82,12 +103,12 @@ class Dealer:
                 found[Piece(key, None, (), (), None)] = value
         return found, self.known != list(found)
 
-    def deal(self, pieces):
+    def deal(self, pieces: Iterable[Piece]) -> None:
         """Collective over all ranks."""
         self.known = list(pieces)
-        self.members = whole_model(self.parts)[0] if self.parts.opt is not None else {}
+        self.members = whole_model(self.parts).members if self.parts.opt is not None else {}
         told = exchange(self.parts, self.known)
-        holders = {}
+        holders: dict[Piece, list[int]] = {}
         for rank, held in enumerate(told):
             for piece in held:
                 holders.setdefault(piece, []).append(rank)
@@ -98,18 +119,19 @@ class Dealer:
             writer[piece] = rank
         self.mine = [piece for piece in self.known if writer[piece] == self.parts.mesh.world.rank]
 
-    def to_write(self, pieces):
-        """[((Piece, bytes), tensor or bytes)] of this rank. Tensors are views that change with the next
+    def to_write(self, pieces: Mapping[Piece, object]) -> list[Item]:
+        """The Items of this rank. Tensors are views that change with the next
         update, but for buffers, which a forward changes, and for what comes from a device.
         """
-        items = []
+        items: list[tuple[Piece, torch.Tensor | bytes]] = []
         for piece in self.mine:
             value = pieces[piece]
-            if piece.offsets is None:
-                value = _pickled(value)
+            if not isinstance(value, torch.Tensor):
+                items.append((piece, _pickled(value)))
             elif value.device.type != "cpu" or _is_buffer(self.parts, piece.key):
-                value = value.to("cpu", copy=True)
-            items.append((piece, value))
+                items.append((piece, value.to("cpu", copy=True)))
+            else:
+                items.append((piece, value))
         if self.parts.mesh.world.rank == 0:
             about = about_of(self.parts, self.parts.opt, self.members)
             items += [
@@ -119,22 +141,31 @@ class Dealer:
         return [((piece, _size(value)), value) for piece, value in items]
 
 
-def _is_buffer(parts, key):
+def _is_buffer(parts: Parallelized, key: str) -> bool:
     return key.startswith("model/") and key[len("model/") :] not in parts.original.shapes
 
 
-def _nbytes(piece):
+def _nbytes(piece: Piece) -> int:
     return torch.Size(piece.sizes).numel() * piece.dtype.itemsize if piece.dtype is not None else 1
 
 
-def _size(value):
+def _size(value: torch.Tensor | bytes) -> int:
     return value.numel() * value.element_size() if isinstance(value, torch.Tensor) else len(value)
 
 
-def _pickled(value):
+def _pickled(value: object) -> bytes:
     data = io.BytesIO()
     torch.save(value, data)
     return data.getvalue()
+
+
+class _Place(NamedTuple):
+    """Where a piece lies."""
+
+    memory: Memory
+    place: int
+    nbytes: int
+    piece: Piece
 
 
 class Source(dcp.StorageReader):
@@ -142,42 +173,46 @@ class Source(dcp.StorageReader):
     ranks that wrote it. No communication: every rank reads what it needs.
     """
 
-    def __init__(self, memories, number):
-        self.number, self.owns, self.places, self.catalog = number, [], {}, {}
+    def __init__(self, memories: Sequence[Memory], number: int) -> None:
+        self.number = number
+        self.owns: list[Own] = []  # of the ranks that wrote it
+        self.places: dict[tuple[str, tuple[int, ...] | None], _Place] = {}  # by key and offsets
+        self.catalog: Catalog = {}
         for memory in memories:
             own, written = memory.catalog(number)
             self.owns.append(own)
             for (piece, nbytes), place in written:
                 self._add(memory, piece, nbytes, place)
 
-    def _add(self, memory, piece, nbytes, place):
-        self.places[piece.key, piece.offsets] = memory, place, nbytes, piece
-        if piece.offsets is None:
+    def _add(self, memory: Memory, piece: Piece, nbytes: int, place: int) -> None:
+        self.places[piece.key, piece.offsets] = _Place(memory, place, nbytes, piece)
+        if piece.offsets is None or piece.dtype is None:
             self.catalog[piece.key] = BytesStorageMetadata()
             return
-        if piece.key not in self.catalog:
+        known = self.catalog.get(piece.key)
+        if not isinstance(known, TensorStorageMetadata):
             properties = TensorProperties(dtype=piece.dtype)
-            self.catalog[piece.key] = TensorStorageMetadata(properties, torch.Size(piece.full_shape), [])
-        chunk = ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes))
-        self.catalog[piece.key].chunks.append(chunk)
+            known = TensorStorageMetadata(properties, torch.Size(piece.full_shape), [])
+            self.catalog[piece.key] = known
+        known.chunks.append(ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)))
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"the snapshot after step {self.number}"
 
-    def read(self, state):
+    def read(self, state: State) -> None:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is not needed
             dcp.load(state, storage_reader=self, planner=Loading(), no_dist=True)
 
-    def read_metadata(self):
+    def read_metadata(self) -> Metadata:
         return Metadata(state_dict_metadata=self.catalog)
 
-    def read_data(self, plan, planner):
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
         for item in plan.items:
             index = item.storage_index
-            offsets = None if item.type == LoadItemType.BYTE_IO else tuple(index.offset)
+            offsets = None if item.type == LoadItemType.BYTE_IO else tuple(index.offset or ())
             memory, place, nbytes, piece = self.places[index.fqn, offsets]
-            if offsets is None:
+            if offsets is None or piece.dtype is None:
                 planner.load_bytes(item, io.BytesIO(memory.bytes_at(place, nbytes)))
                 continue
             values = memory.tensor_at(place, piece.sizes, piece.dtype)
@@ -186,24 +221,26 @@ class Source(dcp.StorageReader):
             target = planner.resolve_tensor(item).detach()
             target.copy_(values)
             planner.commit_tensor(item, target)
-        done = torch.futures.Future()
+        done: torch.futures.Future[None] = torch.futures.Future()
         done.set_result(None)
         return done
 
-    def reset(self, checkpoint_id=None):
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Part of the interface."""
 
-    def set_up_storage_reader(self, metadata, is_coordinator, *args, **kwargs):
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None:
         """Part of the interface."""
 
-    def prepare_local_plan(self, plan):
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
 
-    def prepare_global_plan(self, plans):
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id):
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
@@ -213,7 +250,12 @@ def own_of(parts: Parallelized, program: ProgramState | None) -> Own:
     return Own(coordinates, dict(parts.streams.states), program)
 
 
-def own_at(parts: Parallelized, source: "Source") -> Own:
+def part_of(parts: Parallelized) -> tuple[int, ...]:
+    """Which part of the model this rank has."""
+    return tuple(parts.mesh.coordinate(axis) for axis in AXES if axis != "dp")
+
+
+def own_at(parts: Parallelized, source: Source) -> Own:
     """Of the rank that had this rank's place; where there was none, of one that had the same part of the
     model, or the first.
     """
@@ -225,7 +267,7 @@ def own_at(parts: Parallelized, source: "Source") -> Own:
     return source.owns[0]
 
 
-def set_streams(parts, source):
+def set_streams(parts: Parallelized, source: Source) -> None:
     """The model's random streams go on where those of the rank at this place were. Under a plan with places
     that the former one had not, all get new ones, so that the ranks of a tp group still share theirs.
     """

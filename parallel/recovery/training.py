@@ -36,11 +36,13 @@ What lost: restarting all ranks from a checkpoint (torchrun, Elastic Horovod kee
 loses sharded state); a quorum per step with spare replicas (torchft), which is for replicas alone.
 """
 
+from __future__ import annotations
+
 import contextlib
 import gc
 import logging
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -65,29 +67,42 @@ from pycomm.parallel.recovery.program import (
     Kept,
     ProgramState,
     Stateful,
+    StepOptions,
     hyperparameters,
     set_hyperparameters,
 )
-from pycomm.parallel.recovery.smaller import check_kept, plan_for
-from pycomm.parallel.recovery.snapshot import Dealer, own_at, own_of, set_streams
+from pycomm.parallel.recovery.smaller import Plans, check_kept, checked_plan, first_plan
+from pycomm.parallel.recovery.snapshot import Dealer, own_at, own_of, part_of, set_streams
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from torch import nn
+    from typing_extensions import Unpack
+
+    from pycomm.parallel.building.filling import Folder
+    from pycomm.parallel.given import Batch, LossFunction, Tree
+    from pycomm.parallel.recovery.snapshot import Source
 
 __all__ = ["Resilient", "resilient"]
+
+T = TypeVar("T")
 
 LOG = logging.getLogger("pycomm.parallel")
 
 
 def resilient(
-    model,
-    opt,
-    plan=None,
+    model: nn.Module,
+    opt: torch.optim.Optimizer,
+    plan: Plans | str | None = None,
     *,
-    snapshot_every=10,
-    store=None,
-    replaces=None,
-    wait=0.0,
-    weights=None,
-    timeout=None,
-):
+    snapshot_every: int = 10,
+    store: dist.Store | None = None,
+    replaces: bool | None = None,
+    wait: float = 0.0,
+    weights: Folder | None = None,
+    timeout: float | None = None,
+) -> Resilient:
     """parallelize(), for a training that goes on when ranks die. Collective over all ranks.
 
         run = par.resilient(model, opt, "dp=4,zero=1", snapshot_every=10)
@@ -135,14 +150,14 @@ def resilient(
 class _Options(NamedTuple):
     snapshot_every: int
     wait: float
-    weights: object
+    weights: Folder | None
 
 
 class _Joining(NamedTuple):
     """How this process comes to the others."""
 
     replaces: bool
-    store: object
+    store: dist.Store | None
     timeout: float | None
 
 
@@ -161,30 +176,35 @@ class Resilient:
             where a rank died while it wrote a snapshot.
     """
 
-    def __init__(self, model, opt, plan, options, joining):
+    def __init__(
+        self, model: nn.Module, opt: torch.optim.Optimizer, plan: Plans, options: _Options, joining: _Joining
+    ) -> None:
         self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
         self.repeated = 0
         self._options, self._wanted, self._position = options, plan, 0
-        self._log = {}  # number of a step -> Call
-        self._holdings, self._writing, self._dealer, self._ended = Holdings(), Writer(), None, False
-        self._last = None  # number of the last snapshot that was begun
-        self._loss, self._loss_of = None, None  # of the last step that was taken here, and its number
+        self._crew: Crew  # until the end
+        self._dealer: Dealer  # of a rank with a part
+        self._log: dict[int, Call] = {}  # number of a step -> how it was asked for
+        self._holdings, self._writing, self._ended, self._is_open = Holdings(), Writer(), False, True
+        self._last: int | None = None  # number of the last snapshot that was begun
+        self._loss: torch.Tensor | None = None  # of the last step that was taken here
+        self._loss_of: int | None = None  # its number
         self._joining = joining.replaces  # until this process has a part for the first time
         self._kept, self._followers = Kept(opt), Followers()
-        self._between = None  # ProgramState, from steps() until the call of the step
+        self._between: ProgramState | None = None  # from steps() until the call of the step
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
-        _before_update(opt, self._writing.wait_written)
+        self._writing.before_updates(opt)
         if joining.replaces:
             self._crew = Crew.joined(joining.store, joining.timeout)
             self._attempt(lambda: None, rebuild=True)
         else:
             self._begin(joining)
 
-    def _begin(self, joining):
+    def _begin(self, joining: _Joining) -> None:
         """All ranks together, at first."""
         self._crew = Crew.of_all(joining.store, joining.timeout)
         try:
-            self.plan = _first_plan(self._wanted, self._crew.size)
+            self.plan = first_plan(self._wanted, self._crew.size)
             parallelize(self.model, self.opt, self.plan, weights=self._options.weights)
             self._pristine.note_hooks()
             self._crew.look()
@@ -195,7 +215,7 @@ class Resilient:
 
     # --- steps --------------------
 
-    def steps(self, stop):
+    def steps(self, stop: int) -> Iterator[int]:
         """The numbers of the steps from `done` to stop - 1, and then close(). In a process that takes the
         place of another they begin where the others are.
         """
@@ -204,7 +224,9 @@ class Resilient:
             yield self.done
         self.close()
 
-    def step(self, batch, loss_fn=None, **options):
+    def step(
+        self, batch: Batch, loss_fn: LossFunction | None = None, **options: Unpack[StepOptions]
+    ) -> torch.Tensor | None:
         """parallel.step(), and snapshots. Returns the loss; None on a rank that had no part in it."""
         number, scaler = self.done + 1, options.get("scaler")
         self._kept.use_scaler(scaler)
@@ -228,7 +250,7 @@ class Resilient:
         """
         self._kept.add(name, thing)
 
-    def restart(self, done=None):
+    def restart(self, done: int | None = None) -> None:
         """After values were changed by something else than step(), such as parallel.load(): what is there now
         is the state after `done` steps, None: after as many as before. Collective over active ranks, on which
         nothing may fail meanwhile.
@@ -239,14 +261,14 @@ class Resilient:
         self._writing.wait()
         _meet(parts_of(self.model))
 
-    def close(self):
+    def close(self) -> None:
         """The end: waits for all ranks, goes on once more where one dies meanwhile, and lets those without a
         part go. Snapshots are no more. Collective.
         """
-        if self._crew is not None:
+        if self._is_open:
             self._attempt(self._finish)
 
-    def _finish(self):
+    def _finish(self) -> None:
         while not self._ended:
             if not self.active:
                 self._hear()
@@ -262,16 +284,17 @@ class Resilient:
         """This rank gives up while its process lives on: the others learn so at once, and go on without it.
         Not collective. Call it, for example, after an error that the script catches outside of its loop.
         """
-        if self._crew is not None:
+        if self._is_open:
             self._crew.leave_groups(at_once=False)
             self._end()
 
     def _end(self) -> None:
         self._crew.comm.close()
         self._holdings.join()
-        self._crew, self._holdings = None, Holdings()
+        self._is_open, self._holdings = False, Holdings()
+        del self._crew
 
-    def _attempt(self, action, rebuild=False):
+    def _attempt(self, action: Callable[[], T], rebuild: bool = False) -> T:
         """action(), after a recovery for each loss of a rank. rebuild: begin with that."""
         while True:
             try:
@@ -286,7 +309,7 @@ class Resilient:
                 self._lose(error)
                 rebuild = True
 
-    def _advance(self, number):
+    def _advance(self, number: int) -> torch.Tensor | None:
         """Takes the steps up to this one. Returns its loss; None where this rank had no part in it."""
         while self._position < number and not self._ended:
             if not self.active:
@@ -305,13 +328,13 @@ class Resilient:
 
     def _is_due(self) -> bool:
         """Whether the first thing in the call of the next step is a snapshot of the state of now."""
-        is_time = self.active and self._position >= self._last + self._options.snapshot_every
-        return is_time and parts_of(self.model).window.is_empty
+        is_time = self._last is not None and self._position >= self._last + self._options.snapshot_every
+        return self.active and is_time and parts_of(self.model).window.is_empty
 
     def _state_if_due(self) -> ProgramState | None:
         return self._kept.state() if self._is_due() and self._position == self.done else None
 
-    def _hear(self, word=None):
+    def _hear(self, word: str | None = None) -> None:
         """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
         word = self._crew.tell(word, forever=not self.active)
         if word == "end":
@@ -321,21 +344,19 @@ class Resilient:
 
     # --- snapshots --------------------
 
-    def _snapshot(self, program):
-        """Begins to write one. program: a ProgramState. When all ranks have met, all have the one before; see
-        [Note: whole snapshots].
-        """
+    def _snapshot(self, program: ProgramState | None) -> None:
+        """Begins to write one. When all have met, all have the one before; see [Note: whole snapshots]."""
         parts, number = parts_of(self.model), self._position
         self._writing.wait()
         pieces, changed = self._dealer.pieces()
         first = parts.mesh.world.rank == 0
         flags = torch.tensor([int(changed), self._crew.waiting() if first else 0], device=parts.device)
         comm.all_reduce(flags, parts.mesh.world, dist.ReduceOp.MAX)
-        changed, waiting = flags.tolist()
-        if changed:
+        deals, waiting = flags.tolist()
+        if deals:
             self._dealer.deal(pieces)
-        self._forget(self._last)
-        self._last = number
+        whole, self._last = self._last, number  # on all ranks
+        self._log = {n: call for n, call in self._log.items() if whole is None or n > whole}
         items, own = self._dealer.to_write(pieces), own_of(parts, program)
         self._writing.start(self._holdings.last, number, own, items)
         if not hasattr(self.opt, "register_step_pre_hook"):
@@ -345,13 +366,9 @@ class Resilient:
             _meet(parts_of(self.model))
             self._hear("grow" if self._crew.rank == 0 else None)
 
-    def _forget(self, number):
-        """Drops the calls up to the snapshot with this number, which is whole on all ranks."""
-        self._log = {n: call for n, call in self._log.items() if number is None or n > number}
-
-    def _keep(self, number, program):
+    def _keep(self, number: int, program: ProgramState | None) -> None:
         """The ranks of the plan make memory that all of the crew hold, and the snapshot with this number in
-        it; then the former memory is let go of. program: a ProgramState or None. Collective over the crew.
+        it; then the former memory is let go of. Collective over the crew.
         """
         generation = self._holdings.make(self._crew, self.active)
         if self.active:
@@ -367,9 +384,9 @@ class Resilient:
 
     # --- losses --------------------
 
-    def _lose(self, error):
+    def _lose(self, error: Exception) -> None:
         """Leaves all groups. Raises what says that this rank cannot go on."""
-        if self._crew is None or self._ended:
+        if not self._is_open or self._ended:
             raise error
         LOG.warning("step %d: %s", self._position + 1, error)
         self.recoveries += 1
@@ -388,7 +405,7 @@ class Resilient:
             raise
         self._checkpoints.note(self.model)  # may take long, so the others must not wait for it in shrink()
 
-    def _regroup(self):
+    def _regroup(self) -> None:
         """The crew has grown: all begin from the last snapshot, which is that of now."""
         self.recoveries += 1
         self._holdings.join()
@@ -397,7 +414,7 @@ class Resilient:
         with self._checkpoints.after(self._position + 1, self.leave):
             self._rebuild()
 
-    def _rebuild(self):
+    def _rebuild(self) -> None:
         """From the snapshots to a model under the plan for this crew. Collective over the crew."""
         started, crew = time.perf_counter(), self._crew
         missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
@@ -410,21 +427,18 @@ class Resilient:
             raise RuntimeError(
                 "no snapshot is whole: a part was held by lost ranks alone (over hosts: a host and the next)"
             )
-        self.plan = _plan_for(self._wanted, crew.size)
+        self.plan = checked_plan(self._wanted, crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
         program = self._read(source) if self.active else None
         self._keep(source.number, program)
         gc.collect()  # the former model's buffers, which are in circles
-        level = logging.WARNING if crew.rank == 0 else logging.INFO
-        took = 1e3 * (time.perf_counter() - started)
-        text = "step %d: %d ranks go on under Plan(%s) after %.0f ms"
-        LOG.log(level, text, source.number + 1, crew.size, self.plan, took)
+        _say(crew, source.number + 1, self.plan, 1e3 * (time.perf_counter() - started))
 
-    def _read(self, source):
+    def _read(self, source: Source) -> ProgramState | None:
         """The model anew, with the values of the snapshot. Returns the ProgramState of this rank's place."""
         drawn, before = torch.get_rng_state(), self.model.__dict__.get("_parallel")
-        former = before and _part_of(before)
+        former = before and part_of(before)
         before = before and (before.plan, before.checks)  # the rest is large
         self._pristine.reset()
         parallelize_again(self.model, self.opt, self.plan, self._options.weights)
@@ -439,7 +453,7 @@ class Resilient:
         if self._joining or source.number > self.done:  # it had no part in the steps meanwhile
             self._followers.follows |= source.number > 0
             self._kept.begin_from(own.program)
-        elif former != _part_of(parts):
+        elif former != part_of(parts):
             self._kept.note_other_part()
         self._joining = False
         self._followers.choose(parts)
@@ -448,18 +462,10 @@ class Resilient:
         return own.program
 
 
-def _first_plan(wanted: object, ranks: int) -> Plan:
-    """wanted: as resilient() takes it, but for a text. Raises ValueError for a Plan of more ranks."""
-    plan = wanted if isinstance(wanted, Plan) else _plan_for(wanted, ranks)
-    if plan.world_size > ranks:
-        raise ValueError(f"resilient: the plan is for {plan.world_size} ranks, but there are {ranks}")
-    return plan
-
-
-def _plan_for(wanted: object, ranks: int) -> Plan:
-    plan = plan_for(wanted, ranks)
-    check_kept(plan)
-    return plan
+def _say(crew: Crew, step: int, plan: Plan, took: float) -> None:
+    """took: in ms."""
+    level = logging.WARNING if crew.rank == 0 else logging.INFO
+    LOG.log(level, "step %d: %d ranks go on under Plan(%s) after %.0f ms", step, crew.size, plan, took)
 
 
 def _meet(parts: Parallelized) -> None:
@@ -467,33 +473,23 @@ def _meet(parts: Parallelized) -> None:
     comm.all_reduce(torch.zeros(1, device=parts.device), parts.mesh.world)
 
 
-def _part_of(parts: Parallelized) -> tuple[int, ...]:
-    """Which part of the model this rank has."""
-    return tuple(parts.mesh.coordinate(axis) for axis in AXES if axis != "dp")
-
-
 def _take_over_answers(parts: Parallelized, before: tuple[Plan, Answers] | None) -> None:
     """What the checks have found of the same model under the same axes stays, if all ranks have it: not where
     one has joined. Collective over all ranks.
     """
-    plan, answers = before or (None, None)
-    known = plan is not None and all((getattr(plan, a) > 1) == (getattr(parts.plan, a) > 1) for a in AXES)
+    known = before is not None and all(
+        (getattr(before[0], a) > 1) == (getattr(parts.plan, a) > 1) for a in AXES
+    )
     missing = torch.tensor(float(not known), device=parts.device)
     comm.all_reduce(missing, parts.mesh.world)
-    if not missing:
-        parts.checks.take_over(answers)
+    if before is not None and not missing:
+        parts.checks.take_over(before[1])
 
 
-def _add(error, text):
+def _add(error: Exception, text: str) -> None:
     error.args = (f"{error}{text}", *error.args[1:])
 
 
-def _before_update(opt, wait):
-    """The optimizer waits until the snapshot of the values that it changes is written."""
-    with contextlib.suppress(AttributeError):
-        opt.register_step_pre_hook(lambda *_: wait())
-
-
-def _copied(value):
+def _copied(value: Tree) -> Tree:
     """A batch that stays what it is when the caller fills its tensors anew."""
     return value.detach().clone() if isinstance(value, torch.Tensor) else value
