@@ -28,12 +28,13 @@ if TYPE_CHECKING:
     from pycomm.hosts.meeting import Look
     from pycomm.hosts.probe import Listener
     from pycomm.hosts.records import Record
+    from pycomm.survivors.points import Shrinker
 
 Wire: TypeAlias = "Backend | _C.UcxWire"  # torch's ProcessGroupGloo; with PYCOMM_WIRE=ucx the other
 Wires: TypeAlias = "tuple[Wire, Wire | None]"  # over all ranks, and over the leaders
 # Makes a context of a store, a rank and a number of ranks.
 MakeGloo: TypeAlias = "Callable[[dist.Store, int, int], Backend]"
-Shrinker: TypeAlias = "Callable[..., tuple[_C.Communicator, list[int]]]"  # Point.serve's
+
 
 # Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
 # one would end in words that name nobody.
@@ -71,7 +72,7 @@ class Engines(NamedTuple):
     point: Point  # this rank's
 
 
-def engines(*fields: Any, shrinker: Shrinker | None = None) -> Engines:
+def engines(*fields: Any, shrinker: Shrinker) -> Engines:
     """Collective over the ranks; fields of a Request. The point answers from now on.
 
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;
