@@ -12,7 +12,7 @@ the process group. Nothing in it may refer to that object, or neither would ever
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias, overload
+from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias, cast, overload
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,7 @@ class Ranks(NamedTuple):
         """parts[r] = x of rank r. parts: one matrix where all have as many rows, else a list."""
         pg = self.group.pg
         if isinstance(pg, Communicator):
-            work: Any = pg.all_gather(x, parts, async_op=async_op)  # a Work if async_op
+            work = pg.all_gather(x, parts, async_op=async_op)
         elif isinstance(parts, torch.Tensor):
             work = all_gather_flat(parts, x, group=pg, async_op=async_op)
         elif (joined := _joined(parts)) is not None:
@@ -119,7 +119,7 @@ class Ranks(NamedTuple):
             work = all_gather_flat(buffer, pad_pieces([x], max(sizes)), group=pg, async_op=True)
             copies = list(zip(parts, unpad_pieces(buffer, sizes), strict=True))
             return _then(work, copies, async_op)
-        return work if async_op else None
+        return cast("Work", work) if async_op else None
 
     @overload
     def reduce_scatter(self, out: torch.Tensor, parts: Parts, async_op: Literal[True] = True) -> Work: ...
@@ -131,7 +131,7 @@ class Ranks(NamedTuple):
         """out = the sum over all ranks of their parts[this rank]. parts: as in all_gather."""
         pg = self.group.pg
         if isinstance(pg, Communicator):
-            work: Any = pg.reduce_scatter(parts, out, async_op=async_op)  # a Work if async_op
+            work = pg.reduce_scatter(parts, out, async_op=async_op)
         elif isinstance(parts, torch.Tensor):
             work = reduce_scatter_flat(out, parts, group=pg, async_op=async_op)
         elif (joined := _joined(parts)) is not None:
@@ -143,7 +143,7 @@ class Ranks(NamedTuple):
             buffer = out.new_empty(longest, out.shape[1])
             work = reduce_scatter_flat(buffer, pad_pieces(parts, longest), group=pg, async_op=True)
             return _then(work, [(out, buffer[: out.shape[0]])], async_op)
-        return work if async_op else None
+        return cast("Work", work) if async_op else None
 
     @overload
     def all_reduce(self, x: torch.Tensor, async_op: Literal[True] = True) -> Work: ...
@@ -155,10 +155,10 @@ class Ranks(NamedTuple):
         """x = the sum of all ranks' x, in place."""
         pg = self.group.pg
         if isinstance(pg, Communicator):
-            work: Any = pg.all_reduce(x, async_op=async_op)  # a Work if async_op
+            work = pg.all_reduce(x, async_op=async_op)
         else:
             work = dist.all_reduce(x, group=pg, async_op=async_op)
-        return work if async_op else None
+        return cast("Work", work) if async_op else None
 
     def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Collective: a flat tensor in memory that all ranks have mapped. Only where there is a

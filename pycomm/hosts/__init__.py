@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from pycomm import _C
     from pycomm.hosts.engine import Engines
     from pycomm.survivors import Point
+    from pycomm.survivors.shrinking import Shrunk
 
 __all__ = ["Makers", "engines", "makers", "nccl"]
 
@@ -53,5 +54,5 @@ def makers() -> Makers:
 
 def _shrink(
     point: Point, comm: _C.Communicator, exclude: Sequence[int], exactly: bool, timeout: float
-) -> shrinking.Shrunk:
+) -> Shrunk:
     return shrinking.shrink(point, comm, exclude, exactly, timeout, makers)

@@ -35,6 +35,7 @@ Wires: TypeAlias = "tuple[Wire, Wire | None]"  # over all ranks, and over the le
 # Makes a context of a store, a rank and a number of ranks.
 MakeGloo: TypeAlias = "Callable[[dist.Store, int, int], Backend]"
 
+
 # Gloo's own limit of an operation, in seconds. pycomm's limits are shorter: an operation that reached this
 # one would end in words that name nobody.
 GLOO_TIMEOUT_S = 1e8
@@ -71,7 +72,7 @@ class Engines(NamedTuple):
     point: Point  # this rank's
 
 
-def engines(*fields: Any, shrinker: Shrinker | None = None) -> Engines:
+def engines(*fields: Any, shrinker: Shrinker) -> Engines:
     """Collective over the ranks; fields of a Request. The point answers from now on.
 
     Raises ValueError, RuntimeError or TimeoutError. What one rank fails with, all raise, in the same words;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from typing_extensions import Unpack
+
+    from pycomm import _C
 
 
 class OfCommunicator(TypedDict, total=False):
@@ -65,7 +67,9 @@ class GroupOptions:
     wire_delay_us: int = 0
 
     @contextlib.contextmanager
-    def join(self, store: dist.Store, rank: int, world_size: int) -> Iterator[Communicator | int]:
+    def join(
+        self, store: dist.Store | _C.LocalStore, rank: int, world_size: int
+    ) -> Iterator[Communicator | int]:
         """Forms the group, for as long as the context lasts. Its value is what the rank's function gets: the
         Communicator, or this rank's number. Left by an error, it does not wait for the peers.
         """
@@ -85,8 +89,9 @@ class GroupOptions:
             making, of_operations = (
                 datetime.timedelta(seconds=limit) for limit in (self.making_timeout, self.operation_timeout)
             )
+            of_processes = cast("dist.Store", store)  # threads have a Communicator
             dist.init_process_group(
-                self.backend, store=store, rank=rank, world_size=world_size, timeout=making
+                self.backend, store=of_processes, rank=rank, world_size=world_size, timeout=making
             )
             if self.backend != _autoload.NAME:
                 dist.barrier()  # of Gloo, whoever ends while peers still connect makes them fail

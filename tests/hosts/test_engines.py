@@ -53,7 +53,7 @@ def run(body, hosts=TWO_AND_TWO, ranks=None, store="tcp", tmp_path=None):
 
 def make(rank, store, hosts, token="first", timeout=TIMEOUT):
     labels = [f"node-{chr(ord('a') + host)}" for host in range(max(hosts) + 1)]
-    data, control, point = hosts_package.engines(store, rank, hosts, labels, token, timeout)
+    data, control, point = hosts_package.makers().engines(store, rank, hosts, labels, token, timeout)
     point.close()
     return data, control
 
