@@ -41,6 +41,7 @@ import torch.distributed as dist
 from adopted import adopting
 from recovery_cases import (
     RANKS,
+    SAVING,
     STEPS,
     Case,
     Victim,
@@ -204,7 +205,7 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
             os.kill(os.getpid(), blow)
 
         arm(case.victims[slot], strike)
-    loss = None
+    loss = save = None
     for number in run.steps(STEPS):
         if case.lingers and number == STEPS - 1:
             await_woken(slot, case, board, 0.8 * SILENT)
@@ -215,7 +216,10 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
             beside.step(loss)
         if number + 1 == case.save and run.active:
             with contextlib.suppress(dist.DistError):  # another has written it, and died already
-                par.save(model, opt, f"{folder}/saved", extra=case.save, asynchronous=True)
+                save = par.save(model, opt, f"{folder}/saved", extra=case.save, asynchronous=True)
+    if save is not None:
+        with contextlib.suppress(Exception):  # said by the recovery, too
+            save.wait()
     try:
         return Result(
             *at_the_end(slot, run, loss, beside), (witness.losses, witness.recoveries, witness.most_repeated)
@@ -334,7 +338,7 @@ def went_well(slot: int, outcome: Outcome, case: Case, kinds: dict[int, str]) ->
 
 def check_results(case: Case, results: dict[int, Result], reference: Ended) -> None:
     ends = {slot: result for slot, result in results.items() if result.state is not None}
-    late = any(victim.delay for victim in case.victims.values())
+    late = any(victim.delay or victim.event in SAVING for victim in case.victims.values())
     assert ends or late, "nobody has the parameters"
     for result in ends.values():
         for name, value in reference.parameters.items():
@@ -376,11 +380,12 @@ def check_noticed(case: Case, recovery: Recovery, board: Board, kinds: dict[int,
 
 def check_saved(case: Case, board: Board, path: Path) -> None:
     """What is on the disk is whole, the one before or the new one, and the next one takes its place."""
-    struck = {case.victims[slot].event for slot in board.those("struck") if not case.victims[slot].delay}
+    struck = [case.victims[slot] for slot in board.those("struck")]
+    killed = {victim.event for victim in struck if not victim.delay and not victim.stops}
     steps = {0, case.save}
-    if not board.those("struck") or "remove" in struck:
+    if not struck or "remove" in killed:
         steps = {case.save}
-    elif struck & {"begun", "write", "rename"}:
+    elif killed & {"begun", "write", "rename"}:
         steps = {0}
     model, opt = par.parallelize(*make())
     step = par.load(model, opt, path)
