@@ -189,8 +189,9 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
     plan = par.Plan.parse(case.plan)
     run = par.resilient(model, opt, plan, snapshot_every=case.every, wait=case.wait, **options)
     run.keep("beside", beside := Beside(opt))
-    if case.save:
+    if case.save and slot < RANKS:
         par.save(model, opt, f"{folder}/saved", extra=0)
+    if case.save:
         before_each(saving.dcp.FileSystemWriter, "write_data", lambda _: time.sleep(case.pause))
     if case.forked:
         fork = multiprocessing.get_context("fork").Process
@@ -214,7 +215,7 @@ def train(slot: int, case: Case, board: Board, folder: str, **options: object) -
             loss = run.step(batch(number), clip=1.0, microbatches=2)
         if loss is not None:
             beside.step(loss)
-        if number + 1 == case.save and run.active:
+        if number + 1 == case.save and run.active and not run.repeats:
             with contextlib.suppress(dist.DistError):  # another has written it, and died already
                 save = par.save(model, opt, f"{folder}/saved", extra=case.save, asynchronous=True)
     if save is not None:

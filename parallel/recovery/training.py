@@ -159,11 +159,12 @@ class Resilient:
         recoveries: how often the ranks have gone on after deaths or with replacements.
         repeated: how many steps were taken again, in all recoveries: in each snapshot_every at most, and one
             where a rank died while it wrote a snapshot.
+        repeats: whether the others had left the last step already: no parallel.save or evaluate after it.
     """
 
     def __init__(self, model, opt, plan, options, joining):
         self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
-        self.repeated = 0
+        self.repeated, self._ahead = 0, -1  # steps that some had left before the last recovery
         self._options, self._wanted, self._position = options, plan, 0
         self._log = {}  # number of a step -> Call
         self._holdings, self._dealer, self._ended = Holdings(), None, False
@@ -193,6 +194,10 @@ class Resilient:
         except BaseException:
             self._crew.comm.close()
             raise
+
+    @property
+    def repeats(self) -> bool:
+        return self.done <= self._ahead
 
     # --- steps --------------------
 
@@ -235,6 +240,7 @@ class Resilient:
         nothing may fail meanwhile.
         """
         self.done = self._position = self.done if done is None else done
+        self._ahead = -1
         self._log.clear()
         self._snapshot(self._kept.state())
         self._writing.wait()
@@ -401,6 +407,7 @@ class Resilient:
             crew.grow(missing, self._options.wait)
         self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
         crew.look()
+        self._ahead = max(crew.exchange(self.done))
         source = self._holdings.choose(crew)
         if source is None:
             raise RuntimeError(
@@ -412,10 +419,7 @@ class Resilient:
         program = self._read(source) if self.active else None
         self._keep(source.number, program)
         gc.collect()  # the former model's buffers, which are in circles
-        level = logging.WARNING if crew.rank == 0 else logging.INFO
-        took = 1e3 * (time.perf_counter() - started)
-        text = "step %d: %d ranks go on under Plan(%s) after %.0f ms"
-        LOG.log(level, text, source.number + 1, crew.size, self.plan, took)
+        _say(crew, source.number, self.plan, time.perf_counter() - started)
 
     def _read(self, source):
         """The model anew, with the values of the snapshot. Returns the ProgramState of this rank's place."""
@@ -442,6 +446,12 @@ class Resilient:
         self.repeated += max(0, self._position - source.number)
         self._position, self.done = source.number, max(self.done, source.number)
         return own.program
+
+
+def _say(crew: Crew, number: int, plan: Plan, took: float) -> None:
+    text = "step %d: %d ranks go on under Plan(%s) after %.0f ms"
+    level = logging.WARNING if crew.rank == 0 else logging.INFO
+    LOG.log(level, text, number + 1, crew.size, plan, 1e3 * took)
 
 
 def _first_plan(wanted: object, ranks: int) -> Plan:

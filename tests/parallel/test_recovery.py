@@ -54,6 +54,12 @@ def test_a_killed_rank_changes_nothing(case):
 
 
 @tier(slow=1)
+def test_a_replacement_saves_no_step_that_the_others_have_left() -> None:
+    """It comes in the fourth step, and repeats those from the first on; all have saved the second."""
+    kills.check(kills.Case("dp=4", 4, True, 60.0, victims(r1=("step", 4, 0.0)), save=2), alone())
+
+
+@tier(slow=1)
 @pytest.mark.parametrize(
     "case",
     [
