@@ -59,6 +59,26 @@ def test_a_replacement_saves_no_step_that_the_others_have_left() -> None:
     kills.check(kills.Case("dp=4", 4, True, 60.0, victims(r1=("step", 4, 0.0)), save=2), alone())
 
 
+def test_who_goes_back_to_a_checkpoint_repeats_nothing() -> None:
+    """After a recovery. No rank has left these steps, as all have gone back."""
+
+    def rank_main(rank: int) -> list[bool]:
+        model, opt = kills.make()
+        run, found = par.resilient(model, opt, par.Plan(dp=2), snapshot_every=2), []
+        for number in range(4):
+            if number == 3 and rank == 0:
+                dist.group.WORLD.abort()
+            run.step(kills.batch(number))
+            found.append(run.repeats)
+        assert run.recoveries == 1
+        run.restart(1)
+        found.append(run.repeats)
+        run.close()
+        return found
+
+    assert run_ranks(2, rank_main, mode="processes", backend="pycomm", timeout=LIMIT) == [[False] * 5] * 2
+
+
 @tier(slow=1)
 @pytest.mark.parametrize(
     "case",
