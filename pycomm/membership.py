@@ -224,8 +224,8 @@ class Membership(Exchanges, Rooted):
         return terms
 
     def _meet(self, is_over: bool) -> bool:
-        """While rank 0 looks for others all wait for all, and see who dies. is_over: on rank 0, whether it looks
-        no more; elsewhere False. Returns it, on all ranks.
+        """While rank 0 looks for others all wait for all, and see who dies. is_over: on rank 0, whether it
+        looks no more; elsewhere False. Returns it, on all ranks.
         """
         return bool(self.all_reduce(torch.tensor([float(is_over)]), "max"))
 
