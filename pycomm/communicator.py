@@ -31,7 +31,6 @@ from pycomm.arrays import A, Array, call_in_stream
 from pycomm.membership import Membership
 from pycomm.observed import Observed
 from pycomm.options import seconds, transport_options
-from pycomm.reductions import Reductions
 
 T_co = TypeVar("T_co", covariant=True)
 Self = TypeVar("Self", bound="Communicator")
@@ -82,7 +81,7 @@ class Work(_C.Work, Generic[T_co]):
         return self._source()
 
 
-class Communicator(Reductions, Membership, Observed):
+class Communicator(Membership, Observed):
     """A group of ranks, on one node or several, and the collectives among them.
 
     Args:

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from pycomm.errors import CommTimeoutError
 from pycomm.exchanges import Exchanges
+from pycomm.reductions import Reductions
 from pycomm.rooted import Rooted
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ __all__ = ["Membership"]
 
 _PREFIX = "pycomm/grow/"
 _COUNT_EVERY = 0.02  # seconds
+_MEET_EVERY = 0.2  # seconds
 _ALIVE_WITHIN = 0.5  # seconds in which a living process has counted on
 
 
@@ -50,7 +52,7 @@ class Terms(TypedDict):
     timeout: float
 
 
-class Membership(Exchanges, Rooted):
+class Membership(Reductions, Exchanges, Rooted):
     """The part of a Communicator that makes others of it."""
 
     former_ranks: list[int]
@@ -141,6 +143,8 @@ class Membership(Exchanges, Rooted):
                 terms = self._invite(store, at_least, limit)
             except Exception as failure:  # whatever the store raises; the others must not wait for it
                 error = failure
+        while not self._meet(self.rank == 0):
+            pass
         said = [json.dumps(terms) if error is None else None, str(error)]
         agreed, text = self._tell(said)
         if agreed is None:
@@ -186,7 +190,7 @@ class Membership(Exchanges, Rooted):
 
     def _invite(self, store: dist.Store, at_least: int, limit: float) -> Terms:
         """On rank 0: gives all processes that wait their places."""
-        deadline = time.monotonic() + limit
+        deadline, next_meeting = time.monotonic() + limit, 0.0
         first = store.add(f"{_PREFIX}served", 0) + 1
         # by ticket: the last count, and when it has risen
         counts: dict[int, int] = {}
@@ -202,6 +206,9 @@ class Membership(Exchanges, Rooted):
             # all have been looked at twice, some time apart: who lives has counted on
             if len(waiting) >= at_least and len(counts) == last - first + 1:
                 break
+            if now >= next_meeting:
+                self._meet(False)
+                next_meeting = now + _MEET_EVERY
             if now > deadline:
                 raise _TooFew(f"{len(waiting)} of {at_least} wait within the timeout of {limit:g} s")
             time.sleep(2 * _COUNT_EVERY)
@@ -216,6 +223,12 @@ class Membership(Exchanges, Rooted):
             store.set(f"{_PREFIX}place/{ticket}", json.dumps({**terms, "rank": self.world_size + place}))
         store.add(f"{_PREFIX}served", last - first + 1)
         return terms
+
+    def _meet(self, is_over: bool) -> bool:
+        """While rank 0 looks for others all wait for all, and see who dies. is_over: on rank 0, whether it
+        looks no more; elsewhere False. Returns it, on all ranks.
+        """
+        return bool(self.all_reduce(torch.tensor([float(is_over)]), "max"))
 
     def _tell(self, texts: Sequence[str | None]) -> list[str | None]:
         """What rank 0 says, on all ranks."""

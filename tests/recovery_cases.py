@@ -87,7 +87,7 @@ def with_save(case: Case, seed: int) -> Case:
         event = draws.choice(events if not victims else (*events, "shrink", "rebuild"))
         victims[rank] = victim._replace(event=event, count=1)
     save, pause = draws.randrange(1, STEPS - 1), draws.choice([0.0, draws.uniform(0, 0.3)])
-    return case._replace(victims=victims, save=save, pause=pause, replaced=False, wait=0.0)
+    return case._replace(victims=victims, save=save, pause=pause)
 
 
 def with_stops(case: Case, seed: int) -> Case:

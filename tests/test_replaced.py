@@ -133,7 +133,7 @@ def test_all_that_is_kept_comes_back(tmp_path, early, plan):
     assert sum(each["new"] for each in found) == 1 and "came later" not in err
 
 
-@tier(slow=1 / 3)
+@tier(deep=1)
 @pytest.mark.parametrize("seed", [2, 4, 10])
 def test_random_kills(seed: int) -> None:
     recovery_launched.check(recovery_launched.draw_launched(seed), kills.alone())

@@ -335,6 +335,32 @@ def test_nobody_waits():
     assert run_ranks(2, rank_main, mode="processes") == [[2.0] * 5] * 2
 
 
+def test_growing_waits_longer_than_an_operation() -> None:
+    """Rank 0 looks for others until its limit; the other ranks wait for it, and blame nobody."""
+    store = dist.HashStore()
+
+    def rank_main(comm: pycomm.Communicator) -> list[float]:
+        with pytest.raises(pycomm.CommTimeoutError, match="grow: 0 of 1 wait within the timeout of 1.5 s"):
+            comm.grow(store, timeout=1.5)
+        return sum_of_ranks(comm, 1.0)
+
+    assert run_ranks(2, rank_main, operation_timeout=0.5) == [[2.0] * 5] * 2
+
+
+def test_a_death_ends_the_wait_for_others() -> None:
+    def rank_main(comm: pycomm.Communicator) -> tuple[float, int | None]:
+        store = dist.HashStore()
+        if comm.rank == 2:
+            kill_self_after(0.3)
+        begun = time.monotonic()
+        with pytest.raises(pycomm.PeerError, match="rank 2 died") as caught:
+            comm.grow(store, timeout=LIMIT)
+        return time.monotonic() - begun, caught.value.peer
+
+    for took, peer in survivors_of(run_ranks(3, rank_main, mode="processes", fail=False)):
+        assert took < LIMIT / 3 and peer == 2, (took, peer)
+
+
 def test_no_group_grows():
     store = dist.HashStore()
     with pytest.raises(pycomm.CommTimeoutError, match="no group has grown within the timeout of 0.1 s"):

@@ -174,13 +174,14 @@ class Resilient:
         recoveries: how often the ranks have gone on after deaths or with replacements.
         repeated: how many steps were taken again, in all recoveries: in each snapshot_every at most, and one
             where a rank died while it wrote a snapshot.
+        repeats: whether the others had left the last step already: no parallel.save or evaluate after it.
     """
 
     def __init__(
         self, model: nn.Module, opt: torch.optim.Optimizer, plan: Plans, options: _Options, joining: _Joining
     ) -> None:
         self.model, self.opt, self.done, self.active, self.recoveries = model, opt, 0, True, 0
-        self.repeated = 0
+        self.repeated, self._ahead = 0, -1  # steps that some had left before the last recovery
         self._options, self._wanted, self._position = options, plan, 0
         self._crew: Crew  # until the end
         self._dealer: Dealer  # of a rank with a part
@@ -212,6 +213,10 @@ class Resilient:
         except BaseException:
             self._crew.comm.close()
             raise
+
+    @property
+    def repeats(self) -> bool:
+        return self.done <= self._ahead
 
     # --- steps --------------------
 
@@ -256,6 +261,7 @@ class Resilient:
         nothing may fail meanwhile.
         """
         self.done = self._position = self.done if done is None else done
+        self._ahead = -1
         self._log.clear()
         self._snapshot(self._kept.state())
         self._writing.wait()
@@ -422,6 +428,7 @@ class Resilient:
             crew.grow(missing, self._options.wait)
         self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
         crew.look()
+        self._ahead = max(crew.exchange(self.done))
         source = self._holdings.choose(crew)
         if source is None:
             raise RuntimeError(

@@ -54,6 +54,33 @@ def test_a_killed_rank_changes_nothing(case):
 
 
 @tier(slow=1)
+def test_a_replacement_saves_no_step_that_the_others_have_left() -> None:
+    """It comes in the fourth step, and repeats those from the first on; all have saved the second."""
+    kills.check(kills.Case("dp=4", 4, True, 60.0, victims(r1=("step", 4, 0.0)), save=2), alone())
+
+
+@tier(slow=1)
+def test_who_goes_back_to_a_checkpoint_repeats_nothing() -> None:
+    """After a recovery. No rank has left these steps, as all have gone back."""
+
+    def rank_main(rank: int) -> list[bool]:
+        model, opt = kills.make()
+        run, found = par.resilient(model, opt, par.Plan(dp=2), snapshot_every=2), []
+        for number in range(4):
+            if number == 3 and rank == 0:
+                dist.group.WORLD.abort()
+            run.step(kills.batch(number))
+            found.append(run.repeats)
+        assert run.recoveries == 1
+        run.restart(1)
+        found.append(run.repeats)
+        run.close()
+        return found
+
+    assert run_ranks(2, rank_main, mode="processes", backend="pycomm", timeout=LIMIT) == [[False] * 5] * 2
+
+
+@tier(slow=1)
 @pytest.mark.parametrize(
     "case",
     [
@@ -66,6 +93,7 @@ def test_a_rank_that_stops_while_the_others_recover(case: kills.Case) -> None:
     kills.check(case, alone())
 
 
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
     ("op", "again"), [(None, True), ("shrink", False)], ids=["while it is made", "nobody comes"]
 )
@@ -96,13 +124,13 @@ def test_an_agreement_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, op
         assert result == [3, 3] if again else isinstance(result, pycomm.CommTimeoutError), results
 
 
-@tier(slow=1 / 4)
+@tier(slow=1 / 6)
 @pytest.mark.parametrize("seed", range(9001, 9007))
 def test_random_kills(seed):
     kills.check(kills.draw(seed), alone())
 
 
-@tier(slow=1 / 3)
+@tier(slow=2 / 9)
 @pytest.mark.parametrize("seed", [1000, 1015, 1018])
 @pytest.mark.parametrize("change", [kills.with_children, kills.with_save, kills.with_stops])
 def test_random_kills_that_are_more_than_kills(change: Callable, seed: int) -> None:

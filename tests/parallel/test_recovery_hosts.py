@@ -62,13 +62,13 @@ def test_killed_ranks_and_hosts_change_nothing(one):
     kills.check(one, alone())
 
 
-@tier(slow=1 / 4)
+@tier(slow=1 / 8)
 @pytest.mark.parametrize("seed", range(9001, 9009))
 def test_random_kills(seed):
     kills.check(kills.draw_over_hosts(seed), alone())
 
 
-@tier(slow=1 / 3)
+@tier(slow=1 / 6)
 @pytest.mark.parametrize("seed", [1010, 1013])
 @pytest.mark.parametrize("change", [kills.with_children, kills.with_save, kills.with_stops])
 def test_random_kills_that_are_more_than_kills(change: Callable, seed: int) -> None:
