@@ -197,8 +197,7 @@ class _Steps(dist.Store):
         self.said: list[bytes] = []
         self.heard: list[bytes] = []
 
-    # torch's stub knows of text only; Gloo gives bytes
-    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]
+    def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # bytes come; a stub for text
         self.said.append(bytes(value))
         self.meeting.set(f"{self.part}/{key}", value)
 
