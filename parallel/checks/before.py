@@ -41,7 +41,7 @@ def check(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Plan) -> Tr
     _check_embeddings(model, plan)
     if opt is not None:
         _check_optimizer(model, opt, plan)
-    if plan.pp > 1:
+    if plan.pp > 1 and trunk is not None:
         _check_hooks(trunk, plan)
         _check_shared(model, trunk, cut_blocks(len(trunk.blocks), plan.virtual_stages, plan.stages))
     if plan.schedule == ScheduleName.PIPEDREAM:
@@ -96,7 +96,7 @@ def _check_shared(model: nn.Module, trunk: Trunk, bounds: list[tuple[int, int]])
     """Raises ValueError for a module with values that blocks of two stages share, or a block and the model
     around it: a weight can be tied, a module is on one stage.
     """
-    users = {}  # id of a module -> (stage, where it is)
+    users: dict[int, tuple[int | None, str]] = {}  # id of a module -> (stage, where it is)
     blocks = {id(block) for block in trunk.blocks}
     places = [
         (stage, f"block {index}", module)

@@ -7,14 +7,19 @@ positions    all, unless these rows would be more than a microbatch: then a wind
              most in how many targets count
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pycomm.parallel.checks.outputs import tensors_in
 from pycomm.parallel.ground.batch import count_targets
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
 
 __all__ = [
     "Window",
@@ -28,7 +33,7 @@ __all__ = [
     "window_of",
 ]
 
-Count = Callable[[Any], Any]
+Count: TypeAlias = "Callable[[Tree], torch.Tensor | float]"  # of targets: how many of them count
 
 SCORES = 5
 MORE_ROWS = 6
@@ -36,7 +41,7 @@ FEW_TOKENS, MOST_TOKENS = 256, 1024  # rows times positions: always run, and nev
 MOST_OF_SQUARES = 1e-9  # relative: what rounding makes of counts that are fractions and alike
 
 
-def first_of(targets: Any) -> torch.Tensor:
+def first_of(targets: Tree) -> torch.Tensor:
     """The tensor of the targets that is counted. Raises ValueError where there is none."""
     found = next((leaf for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor)), None)
     if found is None:
@@ -44,12 +49,12 @@ def first_of(targets: Any) -> torch.Tensor:
     return found
 
 
-def taken(tree: Any, index: list[int]) -> Any:
+def taken(tree: Tree, index: list[int]) -> Tree:
     """The tree with copies of these rows of its tensors."""
     return tree_map(lambda leaf: leaf[index] if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def rows_differ(inputs: Any) -> bool:
+def rows_differ(inputs: Tree) -> bool:
     """Whether there are two rows that are not the same."""
     return any(bool((leaf[1:] != leaf[:1]).any()) for leaf in tensors_in(inputs))
 
@@ -57,7 +62,7 @@ def rows_differ(inputs: Any) -> bool:
 # Rows ------------------------------------------------------------------------------
 
 
-def scores_of(targets: Any, counter: Count) -> torch.Tensor:
+def scores_of(targets: Tree, counter: Count) -> torch.Tensor:
     """(rows, SCORES): how many targets count, are negative, are not positive (of real numbers: how many
     count, are none, 0), and the means of two further targets, such as masks. On the CPU, in fp64.
     """
@@ -78,12 +83,13 @@ def scores_of(targets: Any, counter: Count) -> torch.Tensor:
     return torch.stack([each.double().cpu() for each in (counts, *others, *more)], 1)
 
 
-def span_of(targets: Any) -> tuple[float, float]:
+def span_of(targets: Tree) -> tuple[float, float]:
     """The smallest and the largest of the first targets, where these are whole numbers."""
     first = first_of(targets)
     if first.is_floating_point() or first.is_complex() or not first.numel():
         return 0.0, 0.0
-    return tuple(float(each) for each in first.long().aminmax())
+    low, high = first.long().aminmax()
+    return float(low), float(high)
 
 
 def _sums(chosen: torch.Tensor) -> torch.Tensor:
@@ -95,7 +101,7 @@ def are_uneven(rows: torch.Tensor, sums: torch.Tensor, squares: torch.Tensor) ->
     return tuple((rows * squares - sums.square() > MOST_OF_SQUARES * sums.square()).tolist())
 
 
-def chosen_rows(inputs: Any, targets: Any, scores: torch.Tensor, number: int) -> list[int]:
+def chosen_rows(inputs: Tree, targets: Tree, scores: torch.Tensor, number: int) -> list[int]:
     """`number` indices; rows come again where there are fewer."""
     rows, found = len(scores), []
     for column in scores.unbind(1):
@@ -133,10 +139,10 @@ class Window(NamedTuple):
     start: int
     width: int
 
-    def of(self, tree: Any) -> Any:
+    def of(self, tree: Tree) -> Tree:
         """Each dim behind the first that has the length is cut."""
 
-        def cut(leaf: Any) -> Any:
+        def cut(leaf: Tree) -> Tree:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             for dim in range(1, leaf.dim()):
@@ -147,7 +153,7 @@ class Window(NamedTuple):
         return tree_map(cut, tree)
 
 
-def window_of(inputs: Any, targets: Any, tokens: int, least: int = 1) -> Window | None:
+def window_of(inputs: Tree, targets: Tree, tokens: int, least: int = 1) -> Window | None:
     """Of rows, so that there are no more than `tokens` of their positions, within FEW_TOKENS and MOST_TOKENS,
     but `least` of each row. None: all positions, or there are none.
     """

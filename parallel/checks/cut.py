@@ -14,12 +14,14 @@ Cost: 5 forwards of k or 2 k rows without gradients, and one all_reduce; with ro
 more, of these rows. Later a look into a dict.
 """
 
+from __future__ import annotations
+
 import functools
 import operator
 import types
 import zlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -28,6 +30,7 @@ from pycomm.parallel.checkpoint.whole import zeros_of
 from pycomm.parallel.checks.agree import agreed
 from pycomm.parallel.checks.choice import (
     SCORES,
+    Count,
     are_uneven,
     chosen_rows,
     first_of,
@@ -48,12 +51,16 @@ from pycomm.parallel.ground.same_batch import differ, powers
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.tensor import cross_entropy
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
 __all__ = ["COUNTERS", "TOLD", "BatchCheck"]
 
 ROWS = 4  # of a group
 TOLD = 5 + 2 * SCORES  # numbers that are told
 COUNTERS = 3  # that may be candidates
 WATCHED = 100  # batches: those of which all is looked at, behind them whether rows differ in what counts
+_NOT_ASKED = torch.zeros(0, SCORES, dtype=torch.float64)
 _BY_RANKS = "the ranks have batches of other shapes"
 _ADVICE = (
     "par.verify compares the plan with one process. If each row is computed from itself, and losses are "
@@ -61,16 +68,16 @@ _ADVICE = (
 )
 
 
-def shifted_targets(targets: Any) -> torch.Tensor:
+def shifted_targets(targets: Tree) -> torch.Tensor:
     """Of each row all but the first."""
     return (first_of(targets)[:, 1:] != -100).sum()
 
 
-def rows_of(targets: Any) -> torch.Tensor:
+def rows_of(targets: Tree) -> torch.Tensor:
     return torch.tensor(len(first_of(targets)))
 
 
-COUNTED = {
+COUNTED: dict[Count, str] = {
     count_targets: "targets",
     shifted_targets: "targets without the first of each row",
     rows_of: "rows",
@@ -86,8 +93,8 @@ class BatchCheck:
         self,
         parts: Parallelized,
         run: Runs,
-        measures: dict[str, Measure] | None,
-        count: Callable | None,
+        measures: Mapping[str, Measure] | None,
+        count: Count | None,
         cuts: Cuts,
     ) -> None:
         self.parts, self.run, self.measures, self.cuts = parts, run, measures, cuts
@@ -108,13 +115,14 @@ class BatchCheck:
         is_old = parts.checks.batches.get(self.key, 0) >= WATCHED
         is_known = known is not None and (all(known.uneven) or is_old and known.uneven[0])
         self.is_watched = self.is_watched and not is_known
-        self.candidates: tuple = (count or count_targets,)
+        self.candidates: tuple[Count, ...] = (count or count_targets,)
         self.chosen = dict.fromkeys(measures or (), 0)
         if known:
             self.candidates = tuple(dict.fromkeys(known.counters)) or self.candidates
             places = (self.candidates.index(each) for each in known.counters)
             self.chosen = dict(zip(measures or (), places, strict=True))
-        self.uneven, self.alike, self.differ, self.scores = (False,) * SCORES, True, False, None
+        self.uneven: tuple[bool, ...] = (False,) * SCORES
+        self.alike, self.differ, self.scores = True, False, _NOT_ASKED
         self.span, self.is_new = (0.0, 0.0), False
 
     def _is_of(self, known: Asked) -> bool:
@@ -122,12 +130,12 @@ class BatchCheck:
         same = zip(measures, known.measures, strict=True)
         return is_same(self.count, known.count) and all(is_same(one, other) for one, other in same)
 
-    def counter_of(self, name: str) -> Callable:
+    def counter_of(self, name: str) -> Count:
         return self.candidates[self.chosen[name]]
 
     # What travels with the counts ----------------------------------------------------
 
-    def told(self, inputs: Any, targets: Any) -> list[float]:
+    def told(self, inputs: Tree, targets: Tree) -> list[float]:
         """Numbers of these rows, to be summed over the data ranks."""
         if not self.is_watched:
             return []
@@ -158,8 +166,8 @@ class BatchCheck:
         if sums:
             rows, *scores = torch.tensor(sums[: 1 + 2 * SCORES], dtype=torch.float64).unbind()
             self.uneven = are_uneven(rows, torch.stack(scores[:SCORES]), torch.stack(scores[SCORES:]))
-            *marks, differs, is_new = sums[1 + 2 * SCORES :]
-            self.alike = not differ(*marks, ranks)
+            total, squares, differs, is_new = sums[1 + 2 * SCORES :]
+            self.alike = not differ(total, squares, ranks)
             self.differ, self.is_new = differs > 0, is_new > 0
 
     @property
@@ -175,13 +183,14 @@ class BatchCheck:
 
     # Asking ----------------------------------------------------------------------------
 
-    def ask(self, inputs: Any, targets: Any) -> None:
+    def ask(self, inputs: Tree, targets: Tree) -> None:
         """inputs, targets: the whole batch, or this rank's rows. Collective over all ranks."""
         if not self.is_wanted:
             return
         if self.agrees_first and agreed(self.parts, not self.cuts.others)[0]:
             return
-        parts, why = self.parts, _BY_RANKS
+        parts = self.parts
+        why: str | None = _BY_RANKS
         if self.alike or not self._is_collective():
             unweighted = self.asks_loss and self.count is None
             asked = Asking(
@@ -201,7 +210,9 @@ class BatchCheck:
                     break
             if why is RAISES and parts.units is None and parts.deferred is None:
                 k, is_whole = self._attempts(len(self.scores))[0]
-                why = exchange.ask(*self._few(inputs, targets, k, is_whole), k, graph=True)
+                batch = self._few(inputs, targets, k, is_whole)
+                if batch is not None:
+                    why = exchange.ask(*batch, k, graph=True)
             if why is RAISES and exchange.error is not None:
                 why = f"{RAISES} ({type(exchange.error).__name__}: {str(exchange.error)[:200]})"
             self.chosen = {name: at or 0 for name, at in exchange.chosen.items()}
@@ -270,7 +281,7 @@ class BatchCheck:
         whole = [] if self.parts.split is not None else [(k, True) for k in sizes]
         return [(k, False) for k in sizes] + whole
 
-    def _few(self, inputs: Any, targets: Any, k: int, is_whole: bool) -> tuple[Any, Any] | None:
+    def _few(self, inputs: Tree, targets: Tree, k: int, is_whole: bool) -> tuple[Tree, Tree] | None:
         """2 k rows; None where they are those of an attempt before. Collective where ranks have rows of their
         own.
         """
@@ -278,7 +289,7 @@ class BatchCheck:
         is_shared = self.cuts.sharded and self.alike
         if is_shared:
             own = -(-own // self.parts.mesh.rows[0])
-        batch = taken((inputs, targets), chosen_rows(inputs, targets, self.scores, own))
+        batch: tuple[Tree, Tree] = taken((inputs, targets), chosen_rows(inputs, targets, self.scores, own))
         if is_shared:
             batch = self._shared(batch, own, 2 * k)
         length = next((x.shape[1] for x in tensors_in(inputs) if x.dim() > 1), 1)
@@ -289,7 +300,7 @@ class BatchCheck:
             return None if is_whole else batch
         return batch if is_whole else window.of(batch)
 
-    def _shared(self, batch: Any, own: int, rows: int) -> Any:
+    def _shared(self, batch: tuple[Tree, Tree], own: int, rows: int) -> tuple[Tree, Tree]:
         """`rows` rows, of each data rank `own`, in the order of their counts. Collective over them."""
         parts, (_, part) = self.parts, self.parts.mesh.rows
         leaves, tree = tree_flatten(batch)
@@ -308,32 +319,32 @@ class BatchCheck:
         return taken((inputs, targets), chosen_rows(inputs, targets, scores, rows))
 
 
-def is_same(one: Any, other: Any, deep: int = 3) -> bool:
+def is_same(one: object, other: object, deep: int = 3) -> bool:
     """Also what was made anew: a function or partial from the same source with the same values in it, a
     method of the same object, a module of the same class with the same attributes.
     """
     if one is other or not deep or type(one) is not type(other):
         return one is other
-    if isinstance(one, types.FunctionType):
+    if isinstance(one, types.FunctionType) and isinstance(other, types.FunctionType):
         return one.__code__ is other.__code__ and _same_values(_held_by(one), _held_by(other), deep)
-    if isinstance(one, types.MethodType):
+    if isinstance(one, types.MethodType) and isinstance(other, types.MethodType):
         return one.__self__ is other.__self__ and one.__func__ is other.__func__
-    if isinstance(one, functools.partial):
-        pairs = [[each.func, each.args, each.keywords] for each in (one, other)]
-        return _same_values(*pairs, deep)
-    if isinstance(one, (list, tuple)):
+    if isinstance(one, functools.partial) and isinstance(other, functools.partial):
+        mine, others = ([each.func, each.args, each.keywords] for each in (one, other))
+        return _same_values(mine, others, deep)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return _same_values(one, other, deep)
-    if isinstance(one, dict):
+    if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and _same_values(list(one.values()), list(other.values()), deep)
     if isinstance(one, (bool, int, float, str, bytes)):
         return one == other
     return isinstance(one, torch.nn.Module) and is_same(vars(one), vars(other), deep)
 
 
-def _same_values(one: Any, other: Any, deep: int) -> bool:
+def _same_values(one: Sequence[object], other: Sequence[object], deep: int) -> bool:
     return len(one) == len(other) and all(is_same(a, b, deep - 1) for a, b in zip(one, other, strict=True))
 
 
-def _held_by(function: types.FunctionType) -> list:
+def _held_by(function: types.FunctionType) -> list[object]:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

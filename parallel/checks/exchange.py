@@ -7,15 +7,17 @@
 Each time ends with one all_reduce of flags.
 """
 
+from __future__ import annotations
+
 import contextlib
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pycomm.parallel.checks.agree import agreed, raise_together
-from pycomm.parallel.checks.choice import taken
+from pycomm.parallel.checks.choice import Count, taken
 from pycomm.parallel.checks.means import fault_of_loss, makes_whole
 from pycomm.parallel.checks.measures import (
     Group,
@@ -33,6 +35,9 @@ from pycomm.parallel.checks.tolerances import rounding_of
 from pycomm.parallel.data.gather_rows import RowsGathered
 from pycomm.parallel.models import drawn
 from pycomm.parallel.parts import Parallelized
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
 
 __all__ = ["GATHERED", "RAISES", "ZERO", "Asking", "Cuts", "Exchange"]
 
@@ -60,12 +65,15 @@ class Cuts(NamedTuple):
 class Asking(NamedTuple):
     """What is asked."""
 
-    measures: dict[str, Measure] | None  # {name: (output, targets) -> number}; None: the output is the result
-    counters: tuple[Callable, ...]  # of targets
+    measures: Mapping[str, Measure] | None  # by name; None: the output is the result
+    counters: tuple[Count, ...]
     model: bool  # whether the model is judged
     loss: bool  # whether the measures are
     unweighted: bool  # whether weights of classes are refused
     alike: bool  # whether rows do not tell counters apart
+
+
+_Faults = dict[str | tuple[str, int], Fault | None]  # of the model, and of (measure, counter)
 
 
 class Exchange:
@@ -75,18 +83,18 @@ class Exchange:
         self.parts, self.run, self.cuts, self.asked = parts, run, cuts, asked
         self.measures, self.counters = asked.measures, asked.counters
         self.asks_model, self.asks_loss = asked.model, asked.loss
-        self.chosen = dict.fromkeys(asked.measures or (), 0)
-        self.found: dict[Any, Fault | None] = {}
+        self.chosen: dict[str, int | None] = dict.fromkeys(asked.measures or (), 0)
+        self.found: _Faults = {}
         self.wide: dict[str, int] = {}
         self.error: Exception | None = None
 
-    def ask(self, inputs: Any, targets: Any, k: int, graph: bool = False) -> str | None:
+    def ask(self, inputs: Tree, targets: Tree, k: int, graph: bool = False) -> str | None:
         """Why the answer is not known, or None where all held. graph: gradients are recorded, as some models
         ask for them in their forward. Raises ValueError on all ranks.
         """
         number, most, draws, is_rough = 0, 1, False, False
         self.found, self.error, self.graph = {}, None, graph
-        self.outputs = []
+        self.outputs: list[Tree] = []
         while True:
             few = 2 if number > 1 and draws else None
             rans = self._five(inputs, targets, groups_of(k, few), number)
@@ -109,7 +117,7 @@ class Exchange:
                 raise_together(self.parts, self._sentence(of_model))
             number += 1
 
-    def _five(self, inputs: Any, targets: Any, groups: list[list[int]], number: int) -> list[Ran]:
+    def _five(self, inputs: Tree, targets: Tree, groups: list[list[int]], number: int) -> list[Ran]:
         """A, B, A', B', AB; in a repetition A again."""
         rans: list[Ran] = []
         self.outputs = []
@@ -122,7 +130,7 @@ class Exchange:
                 break
         return rans
 
-    def _take(self, targets: Any, output: Any) -> Seen:
+    def _take(self, targets: Tree, output: Tree) -> Seen:
         split, pieces = self.parts.split, 0
         if split is not None and self.measures is not None:  # else they are numbers of rows
             targets = split.cut_targets(targets)
@@ -135,7 +143,8 @@ class Exchange:
             self.outputs.append(output)
             if len(self.outputs) == len(FIVE):
                 with contextlib.suppress(Exception):  # of a measure that takes no such outputs
-                    joined = put_together(*self.outputs[:2], output)
+                    first, second = self.outputs[:2]
+                    joined = put_together(first, second, output)
                     seen = seen._replace(measured=measured(joined, group, self.wide).measured)
             return seen
 
@@ -151,8 +160,9 @@ class Exchange:
         is_rough = is_rough or len({ran.work for ran in rans[:4]}) > 1
         if rans[0].result is None:
             return [False, sends, by_value, False, False, False, *nothing, False, False, is_rough, drew]
-        seen = [ran.result for ran in rans]
-        ignored, values_differ, not_finite = set(), False, self._not_finite(seen)
+        seen: list[Seen] = [ran.result for ran in rans]
+        ignored: set[str] = set()
+        values_differ, not_finite = False, self._not_finite(seen)
         if number:
             ignored, any_bit = differ_for_the_same(seen[0], seen[5])
             values_differ = any(
@@ -162,21 +172,22 @@ class Exchange:
             is_rough = is_rough or any_bit
         rounding = rounding_of(self._dtypes(), is_rough, draws or drew)
         rounding = rounding._replace(loss_draws=any(ran.loss_draws for ran in rans))
-        found = {"model": fault_of_model(seen, rounding, ignored, rows) if self.asks_model else None}
+        found: _Faults = {"model": fault_of_model(seen, rounding, ignored, rows) if self.asks_model else None}
         for name, at in names:
             found[name, at] = fault_of_loss(seen, name, at, rounding) if self.asks_loss else None
         for name in self.measures or () if self.asks_loss else ():
             self._tell_apart(seen, name, found)
-        found = {each: fault and (not number or self.found[each] and fault) for each, fault in found.items()}
+        found = {each: fault if not number or self.found[each] else None for each, fault in found.items()}
         self.found = found
         other = bool(ignored or values_differ) and not found["model"]
         return [
             *(False, sends, by_value, other, not_finite, self._shows_nothing(seen)),
-            *(bool(found[each]) for each in ("model", *names)),
+            found["model"] is not None,
+            *(found[each] is not None for each in names),
             *(False, False, is_rough, drew),
         ]
 
-    def _tell_apart(self, seen: list[Seen], name: str, found: dict) -> None:
+    def _tell_apart(self, seen: list[Seen], name: str, found: _Faults) -> None:
         """Of counters that rows of one length do not tell apart: that by which halves of the positions make
         the whole (halves that share one, for shifted labels); else rows.
         """
@@ -191,8 +202,9 @@ class Exchange:
             found.update({(name, at): fault for at in left if at != holds[0]})
 
     def _not_finite(self, seen: list[Seen]) -> bool:
-        found = [each for one in seen for each in one.measured.values() if each.gradients and each.counts[0]]
-        return self.asks_loss and not all(abs(each.value) < torch.inf for each in found)
+        judged = [each for one in seen for each in one.measured.values() if each.gradients and each.counts[0]]
+        values = [each.value for each in judged if each.value is not None]
+        return self.asks_loss and not all(abs(value) < torch.inf for value in values)
 
     def _shows_nothing(self, seen: list[Seen]) -> bool:
         """Whether a loss is zero for all rows, or a metric the same number, or none."""
@@ -201,8 +213,9 @@ class Exchange:
             values = {each.value for each in five}
             if any(each.gradients for each in five):
                 return values == {0.0}
-            return None not in values and (
-                len(values) == 1 or not all(abs(each) < torch.inf for each in values)
+            numbers = [each for each in values if each is not None]
+            return len(numbers) == len(values) and (
+                len(values) == 1 or not all(abs(each) < torch.inf for each in numbers)
             )
 
         names = self.measures or () if self.asks_loss else ()
@@ -224,18 +237,19 @@ class Exchange:
 
     def _sentence(self, of_model: bool) -> str | None:
         data, microbatches = self.parts.mesh.data.size, self.cuts.microbatches
-        cuts = [
+        ways = [
             *([f"over {data} ranks"] if data > 1 else []),
             *([f"into {microbatches} microbatches"] if microbatches > 1 else []),
         ]
-        cuts = f"The batch is cut {' and '.join(cuts) or 'into calls'}"
+        cuts = f"The batch is cut {' and '.join(ways) or 'into calls'}"
         end = "" if self.measures is None else " No parameter was changed"
         if of_model:
             fault = self.found.get("model")
-            return fault and _of_model(fault, cuts, end)
+            return None if fault is None else _of_model(fault, cuts, end)
         for name in self.measures or ():
-            faults = [self.found.get((name, at)) for at in range(len(self.counters))]
-            if all(faults):
+            found = (self.found.get((name, at)) for at in range(len(self.counters)))
+            faults = [each for each in found if each is not None]
+            if len(faults) == len(self.counters):
                 fault = min(faults, key=lambda each: each.size)
                 return _of_loss(name, fault, cuts, end)
         return None

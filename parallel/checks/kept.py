@@ -32,8 +32,8 @@ import functools
 import random
 import types
 import weakref
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, MutableSequence
+from typing import TypeAlias, TypeVar, cast
 
 import torch
 from torch import nn
@@ -41,6 +41,8 @@ from torch import nn
 from pycomm.parallel.pipeline.absent import Absent
 
 __all__ = ["kept"]
+
+Value: TypeAlias = object  # whatever a module holds
 
 _DEEP = 4
 _LONG = 10_000  # entries of a container, which is then filled again as a whole
@@ -55,7 +57,7 @@ _OF_PARAMETER = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 @contextlib.contextmanager
-def kept(model: nn.Module, *others: Any) -> Iterator[None]:
+def kept(model: nn.Module, *others: Value) -> Iterator[None]:
     """See the head of the file. others: losses, of which the same is kept, but for large tensors."""
     modules = list(model.modules())
     held = _Held(modules, others)
@@ -67,17 +69,21 @@ def kept(model: nn.Module, *others: Any) -> Iterator[None]:
         held.restore()
 
 
+K = TypeVar("K")
+_Container = dict[Value, Value] | set[Value] | list[Value] | collections.deque[Value]
+
+
 class _Held:
     """Places and what they held."""
 
-    def __init__(self, modules: list[nn.Module], others: tuple = ()) -> None:
+    def __init__(self, modules: list[nn.Module], others: tuple[Value, ...] = ()) -> None:
         kinds = [each if isinstance(each, types.FunctionType) else type(each) for each in (*modules, *others)]
         self.packages = {_package_of(kind) for kind in kinds} - _APART | {"__main__"}
-        self.largest = None  # elements of a tensor that is copied; None: any
-        self.undo = []  # functions that fill a place, called from the last to the first
+        self.largest: int | None = None  # elements of a tensor that is copied; None: any
+        self.undo: list[Callable[[], None]] = []  # each fills a place, called from the last to the first
         # id of a value -> (the value, what stands in its place meanwhile)
-        self.known = {id(module): (module, module) for module in modules}
-        self.others = []  # modules that are no children of the model, and wait
+        self.known: dict[int, tuple[Value, Value]] = {id(module): (module, module) for module in modules}
+        self.others: list[nn.Module] = []  # modules that are no children of the model, and wait
         self.left = _MOST
 
     def restore(self) -> None:
@@ -90,7 +96,7 @@ class _Held:
             self._modules(modules)
             modules, self.others = self.others, []
 
-    def of_others(self, others: tuple) -> None:
+    def of_others(self, others: tuple[Value, ...]) -> None:
         self.largest = _LARGE
         for each in others:
             self._of(each, _DEEP)
@@ -100,8 +106,7 @@ class _Held:
     def _modules(self, modules: list[nn.Module]) -> None:
         for is_table in (False, True):
             for module in modules:
-                space = _attributes(module)
-                names = [name for name in space if (name in _TABLES) is is_table]
+                names = [name for name in vars(module) if (name in _TABLES) is is_table]
                 self._namespace(module, [name for name in names if name not in _NOT_LOOKED_AT], _DEEP)
         for parameter in (each for module in modules for each in module._parameters.values()):
             if type(parameter) is nn.Parameter:
@@ -117,17 +122,22 @@ class _Held:
             else:
                 self.undo.append(functools.partial(_take_away, parameter, name))
 
-    def _namespace(self, owner: Any, names: list[str], deep: int) -> None:
-        """Of the attributes of something."""
-        space, kind = _attributes(owner), type(owner)
+    def _namespace(self, owner: Value, names: list[str], deep: int) -> None:
+        """Of the attributes of something that has a dict of them."""
+        space, kind = vars(owner), type(owner)
         before = dict(space)
-        self.undo.append(lambda: (_refill(space, before, dict), _give_class(owner, kind)))
+
+        def put_back() -> None:
+            _refill(space, before, dict)
+            _give_class(owner, kind)
+
+        self.undo.append(put_back)
         for name in names:
             own = self._of(before[name], deep)
             if own is not before[name]:
                 space[name] = own
 
-    def _of(self, value: Any, deep: int) -> Any:
+    def _of(self, value: Value, deep: int) -> Value:
         """What stands in the place of a value: most often itself, when what it holds has been noted."""
         if isinstance(value, _SAME) or not deep or type(value) in weakref.ProxyTypes:
             return value
@@ -141,7 +151,7 @@ class _Held:
             self.known.setdefault(id(own), (own, own))
         return self.known[id(value)][1]
 
-    def _noted(self, value: Any, deep: int) -> Any:
+    def _noted(self, value: Value, deep: int) -> Value:
         if isinstance(value, nn.Module):
             self.others.append(value)
         elif isinstance(value, (dict, list, collections.deque, set)):
@@ -163,32 +173,44 @@ class _Held:
         elif isinstance(value, _COPIED) or _package_of(type(value)) == "numpy":
             return _copy_of(value)
         elif _attributes(value) is not None and self._is_ours(value):
-            self._namespace(value, list(_attributes(value)), deep)
+            self._namespace(value, list(vars(value)), deep)
         return value
 
-    def _is_ours(self, value: Any) -> bool:
+    def _is_ours(self, value: Value) -> bool:
         return isinstance(value, types.SimpleNamespace) or _package_of(type(value)) in self.packages
 
-    def _container(self, value: Any, deep: int) -> None:
+    def _container(self, value: _Container, deep: int) -> None:
         if isinstance(value, dict):
-            kind = collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict
-            before = _entries(value, kind)
-            self.undo.append(lambda: _refill(value, before, kind))
-            for key, own in self._instead(before, deep):
-                kind.__setitem__(value, key, own)
+            self._mapping(value, deep)
         elif isinstance(value, set):
-            before = set(value)
-            self.undo.append(lambda: _refill_set(value, before))
+            self.undo.append(functools.partial(_refill_set, value, set(value)))
         else:
-            kind = list if isinstance(value, list) else collections.deque
-            before = list(value)
-            self.undo.append(lambda: (kind.clear(value), kind.extend(value, before)))
-            for place, own in self._instead(dict(enumerate(before)) if len(before) <= _LONG else {}, deep):
-                kind.__setitem__(value, place, own)
-        if _attributes(value) is not None and _attributes(value) is not value:
-            self._namespace(value, list(_attributes(value)), deep)
+            self._row(value, list if isinstance(value, list) else collections.deque, deep)
+        space = _attributes(value)
+        if space is not None and space is not value:
+            self._namespace(value, list(space), deep)
 
-    def _instead(self, entries: dict, deep: int) -> list[tuple[Any, Any]]:
+    def _mapping(self, value: dict[Value, Value], deep: int) -> None:
+        is_ordered = isinstance(value, collections.OrderedDict)
+        kind: type[dict[Value, Value]] = collections.OrderedDict if is_ordered else dict
+        before = _entries(value, kind)
+        self.undo.append(functools.partial(_refill, value, before, kind))
+        for key, own in self._instead(before, deep):
+            kind.__setitem__(value, key, own)
+
+    def _row(self, value: MutableSequence[Value], kind: type[MutableSequence[Value]], deep: int) -> None:
+        """kind: list or deque, whatever the class of the value does."""
+        before = list(value)
+
+        def put_back() -> None:
+            kind.clear(value)
+            kind.extend(value, before)
+
+        self.undo.append(put_back)
+        for place, own in self._instead(dict(enumerate(before)) if len(before) <= _LONG else {}, deep):
+            kind.__setitem__(value, place, own)
+
+    def _instead(self, entries: Mapping[K, Value], deep: int) -> list[tuple[K, Value]]:
         """[(key, what stands in its place)] where that is something else."""
         self.left -= len(entries)
         if len(entries) > _LONG or self.left < 0:
@@ -196,19 +218,22 @@ class _Held:
         pairs = [(key, each, self._of(each, deep)) for key, each in entries.items()]
         return [(key, own) for key, each, own in pairs if own is not each]
 
-    def _made_anew(self, value: tuple, deep: int) -> tuple:
+    def _made_anew(self, value: tuple[Value, ...], deep: int) -> tuple[Value, ...]:
         items = [self._of(each, deep) for each in value]
         if all(own is each for own, each in zip(items, value, strict=True)):
             return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        made: Callable[..., tuple[Value, ...]] = type(value)
+        return made(*items) if hasattr(value, "_fields") else made(items)
 
-    def _partial(self, value: functools.partial, deep: int) -> functools.partial:
+    def _partial(self, value: functools.partial[Value], deep: int) -> functools.partial[Value]:
         before = [value.func, *value.args, *value.keywords.values()]
         own = [self._of(each, deep) for each in before]
         if all(one is each for one, each in zip(own, before, strict=True)):
             return value
         count = 1 + len(value.args)
-        return functools.partial(*own[:count], **dict(zip(value.keywords, own[count:], strict=True)))
+        function, *args = own[:count]
+        keywords = dict(zip(value.keywords, own[count:], strict=True))
+        return functools.partial(cast("Callable[..., Value]", function), *args, **keywords)
 
     def _function(self, value: types.FunctionType, deep: int) -> None:
         for each in (*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()):
@@ -224,18 +249,18 @@ class _Held:
                     cell.cell_contents = own
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
+def _attributes(value: Value) -> dict[str, Value] | None:
     """The dict of its attributes, or None."""
     found = getattr(value, "__dict__", None)
     return found if isinstance(found, dict) else None
 
 
-def _entries(mapping: dict, kind: type[dict]) -> dict:
+def _entries(mapping: dict[K, Value], kind: type[dict[K, Value]]) -> dict[K, Value]:
     """Whatever its class gives at an access."""
     return {key: dict.__getitem__(mapping, key) for key in kind.__iter__(mapping)}
 
 
-def _refill(mapping: dict, before: dict, kind: type[dict]) -> None:
+def _refill(mapping: dict[K, Value], before: dict[K, Value], kind: type[dict[K, Value]]) -> None:
     """Without a moment in which what stays is not there, as another thread may read it."""
     now = _entries(mapping, kind)
     for key in now.keys() - before.keys():
@@ -249,14 +274,14 @@ def _refill(mapping: dict, before: dict, kind: type[dict]) -> None:
             kind.__setitem__(mapping, key, value)
 
 
-def _refill_set(value: set, before: set) -> None:
+def _refill_set(value: set[Value], before: set[Value]) -> None:
     """One that is as before stays untouched: its order would be another one."""
     if set.symmetric_difference(value, before):
         set.clear(value)
         set.update(value, before)
 
 
-def _give_class(owner: Any, kind: type) -> None:
+def _give_class(owner: Value, kind: type) -> None:
     if type(owner) is not kind:
         owner.__class__ = kind
 
@@ -266,7 +291,7 @@ def _take_away(parameter: nn.Parameter, name: str) -> None:
         setattr(parameter, name, None)
 
 
-def _copy_of(value: Any) -> Any:
+def _copy_of(value: Value) -> Value:
     if isinstance(value, (nn.Parameter, Absent)) or type(value).__name__ == "memmap":
         return value
     if isinstance(value, torch.Tensor):

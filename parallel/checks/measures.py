@@ -5,9 +5,11 @@ gradients stop there: no parameter gets one. What a measure without gradients us
 it: each output is negated, and made nan.
 """
 
+from __future__ import annotations
+
 import contextlib
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,10 @@ from torch.utils._pytree import tree_map
 from pycomm.parallel.checks.outputs import named_tensors, part_of, replaced
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.tensor.cut_logits import CutLogits
+
+if TYPE_CHECKING:
+    from pycomm.parallel.checks.choice import Count
+    from pycomm.parallel.given import Tree
 
 __all__ = [
     "LARGEST",
@@ -33,8 +39,15 @@ __all__ = [
 
 LARGEST = 1 << 21  # values of a tensor that are compared
 
-Measure = Callable[[Any, Any], Any]
+Measure: TypeAlias = "Callable[[Tree, Tree], torch.Tensor | float]"  # of (output, targets): a loss or metric
 Leaves = dict[str, torch.Tensor]
+
+
+class Half(NamedTuple):
+    """A loss of a half of the positions."""
+
+    counts: tuple[float, ...]
+    value: float
 
 
 class Measured(NamedTuple):
@@ -45,7 +58,7 @@ class Measured(NamedTuple):
     gradients: dict[str, torch.Tensor] = {}  # by the outputs that it uses
     used: frozenset[str] = frozenset()  # outputs that it uses, without a gradient too
     wide: torch.dtype = torch.float64  # in which it was computed
-    halves: tuple[tuple[tuple[float, ...], float], ...] = ()  # (counts, value) of halves of the positions
+    halves: tuple[Half, ...] = ()
 
 
 class Seen(NamedTuple):
@@ -54,19 +67,19 @@ class Seen(NamedTuple):
     shapes: dict[str, torch.Size]
     leaves: Leaves  # of real numbers, at most LARGEST values of each
     measured: dict[str, Measured]
-    halves: dict[str, Any] = {}  # Halves of each measure that takes them
+    halves: dict[str, Halves] = {}  # of each measure that takes them
 
 
 class Group(NamedTuple):
     """Rows of a run. targets: of this rank's positions."""
 
-    targets: Any
-    measures: dict[str, Measure] | None  # None: the outputs themselves are what is asked for
-    counters: tuple[Callable, ...]
+    targets: Tree
+    measures: Mapping[str, Measure] | None  # None: the outputs themselves are what is asked for
+    counters: tuple[Count, ...]
     pieces: int = 0  # positions of this rank, where the sequence is cut
 
 
-def measured(output: Any, group: Group, wide: dict[str, int]) -> Seen:
+def measured(output: Tree, group: Group, wide: dict[str, int]) -> Seen:
     """wide: name of a measure -> in which of _WIDTHS it was computed before. Raises what measures raise."""
     found = {
         name: _measure(measure, output, group, name, wide) for name, measure in (group.measures or {}).items()
@@ -79,17 +92,18 @@ def measured(output: Any, group: Group, wide: dict[str, int]) -> Seen:
 
 
 class Halves(NamedTuple):
-    """(counts, value) of a loss for the halves of positions, and for halves that share one position."""
+    """Of a loss: for the halves of positions, and for halves that share one position."""
 
-    apart: tuple
-    sharing: tuple
+    apart: tuple[Half, ...]
+    sharing: tuple[Half, ...]
 
 
-def halves_of(output: Any, group: Group, wide: dict[str, int]) -> dict[str, Halves]:
+def halves_of(output: Tree, group: Group, wide: dict[str, int]) -> dict[str, Halves]:
     """Of the measures that take them; none where positions are not dim 1 of the only targets. Targets are
     never changed: a kernel may read with them where there is no memory.
     """
-    found, targets = {}, group.targets
+    found: dict[str, Halves] = {}
+    targets = group.targets
     if not isinstance(targets, torch.Tensor) or targets.dim() < 2 or targets.shape[1] in (1, len(targets)):
         return found
     group = group._replace(pieces=targets.shape[1])
@@ -100,7 +114,7 @@ def halves_of(output: Any, group: Group, wide: dict[str, int]) -> dict[str, Halv
     return found
 
 
-def _measure(measure: Measure, output: Any, group: Group, name: str, wide: dict[str, int]) -> Measured:
+def _measure(measure: Measure, output: Tree, group: Group, name: str, wide: dict[str, int]) -> Measured:
     counts = tuple(float(counter(group.targets)) for counter in group.counters)
     if measure is cross_entropy:
         logits = output if isinstance(output, torch.Tensor) else output.logits
@@ -124,7 +138,7 @@ def _measure(measure: Measure, output: Any, group: Group, name: str, wide: dict[
 _WIDTHS = (torch.float64, torch.float32, None)
 
 
-def _in(dtype: torch.dtype | None, leaf: Any) -> Any:
+def _in(dtype: torch.dtype | None, leaf: Tree) -> Tree:
     """A real number in a wider dtype, at most that one."""
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return leaf
@@ -133,7 +147,7 @@ def _in(dtype: torch.dtype | None, leaf: Any) -> Any:
 
 
 def _computed(
-    measure: Measure, output: Any, targets: Any, counts: tuple[float, ...], dtype: torch.dtype | None
+    measure: Measure, output: Tree, targets: Tree, counts: tuple[float, ...], dtype: torch.dtype | None
 ) -> Measured:
     leaves: Leaves = {}
 
@@ -150,7 +164,7 @@ def _computed(
         value = torch.as_tensor(measure(replaced(output, leaf_of), targets))
         if value.dim() or value.is_complex():
             raise ValueError("a mean is a number")
-        gradients = [None] * len(leaves)
+        gradients: Sequence[torch.Tensor | None] = [None] * len(leaves)
         if value.requires_grad:
             gradients = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     found = {
@@ -173,7 +187,7 @@ def _width_of(value: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return width
 
 
-def _used(measure: Measure, output: Any, targets: Any, leaves: Leaves, value: torch.Tensor) -> set[str]:
+def _used(measure: Measure, output: Tree, targets: Tree, leaves: Leaves, value: torch.Tensor) -> set[str]:
     """What plays a part in a measure without gradients (an argmax): other values of it change the measure."""
 
     def changes(where: str, make: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -194,8 +208,10 @@ def _used(measure: Measure, output: Any, targets: Any, leaves: Leaves, value: to
     }
 
 
-def _halves(measure: Measure, output: Any, group: Group, dtype: torch.dtype | None, shared: int = 0) -> tuple:
-    """Of this rank's positions, where the sequence is cut: (counts, value) of both halves."""
+def _halves(
+    measure: Measure, output: Tree, group: Group, dtype: torch.dtype | None, shared: int = 0
+) -> tuple[Half, ...]:
+    """Of this rank's positions, where the sequence is cut."""
     length, found = group.pieces, []
     if length < 2:
         return ()
@@ -217,7 +233,7 @@ def _halves(measure: Measure, output: Any, group: Group, dtype: torch.dtype | No
         )
         counts = tuple(float(counter(targets)) for counter in group.counters)
         value = float(measure(replaced(output, cut), targets)) if any(counts) else 0.0
-        found.append((counts, value))
+        found.append(Half(counts, value))
     return tuple(found)
 
 
@@ -231,7 +247,13 @@ class Refused(ValueError):
 class Unweighted(TorchFunctionMode):
     """Around a loss of a part of the targets: the mean that is weighted by class is none over targets."""
 
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        types: Collection[type[torch.Tensor]],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         if func in (F.cross_entropy, F.nll_loss):
             given = {**dict(zip(_NAMES, args, strict=False)), **kwargs}

@@ -4,9 +4,11 @@ A leaf that is no tensor may be an object whose attributes are some (an output o
 pytree does not know): it is looked into, and copied when a tensor in it is replaced.
 """
 
+from __future__ import annotations
+
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
@@ -14,16 +16,19 @@ from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leave
 from pycomm.parallel.pipeline.absent import Absent
 from pycomm.parallel.tensor.cut_logits import CutLogits
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
 __all__ = ["named_tensors", "part_of", "replaced", "tensors_in"]
 
 Named = list[tuple[str, torch.Tensor]]
 
 
-def tensors_in(tree: Any) -> list[torch.Tensor]:
+def tensors_in(tree: Tree) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def named_tensors(tree: Any) -> Named:
+def named_tensors(tree: Tree) -> Named:
     """[(where, tensor)] in the order of the tree, without those that only earlier stages have."""
     found = []
     for where, leaf in _named_leaves(tree):
@@ -34,21 +39,21 @@ def named_tensors(tree: Any) -> Named:
     return [(where, leaf) for where, leaf in found if not isinstance(leaf, Absent)]
 
 
-def _named_leaves(tree: Any) -> list[tuple[str, Any]]:
+def _named_leaves(tree: Tree) -> list[tuple[str, object]]:
     try:
         return [("".join(map(str, path)), leaf) for path, leaf in tree_flatten_with_path(tree)[0]]
     except ValueError:  # a kind of node that was registered without the names of its children
         return [(f"<{number}>", leaf) for number, leaf in enumerate(tree_flatten(tree)[0])]
 
 
-def _attributes(leaf: Any) -> Named:
+def _attributes(leaf: object) -> Named:
     space = getattr(leaf, "__dict__", None)
     if not isinstance(space, dict) or isinstance(leaf, torch.nn.Module):
         return []
     return [(name, value) for name, value in space.items() if isinstance(value, torch.Tensor)]
 
 
-def replaced(tree: Any, make: Callable[[str, torch.Tensor], torch.Tensor]) -> Any:
+def replaced(tree: Tree, make: Callable[[str, torch.Tensor], torch.Tensor]) -> Tree:
     """The tree with make(where, tensor) in the place of each tensor."""
     leaves, spec = tree_flatten(tree)
     made = []

@@ -22,11 +22,13 @@ Not seen: what few positions do not show (windows and lengths beyond them), what
 alone, less than 5% of a position in 16 bits, numbers that the loss of the first call does not read.
 """
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
@@ -44,9 +46,14 @@ from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.sequence.sequence_split import MOST_WHOLE, SequenceSplit
 from pycomm.parallel.sequence.split import positions
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
 __all__ = ["check_whole", "try_positions"]
 
-Loss = Callable[[Any, Microbatch], torch.Tensor]  # of (output, microbatch): its part of the mean
+Loss: TypeAlias = (
+    "Callable[[Tree, Microbatch], torch.Tensor]"  # of (output, microbatch): its part of the mean
+)
 
 ROWS, FIRST_ROWS = 2, 8
 _ELSEWHERE = "on another rank"
@@ -60,11 +67,11 @@ RETURNS_PIECE = (
 
 
 class _Seen(NamedTuple):
-    given: tuple  # what each stage of this rank gave
+    given: tuple[Tree, ...]  # what each stage of this rank gave
     loss: torch.Tensor | None  # of this rank's positions; on the ranks of the last stage
 
 
-def check_whole(split: SequenceSplit | None, output: Any) -> None:
+def check_whole(split: SequenceSplit | None, output: Tree) -> None:
     """Not part of the experiment: run/loss.py calls it after loss_fn has raised. Raises ValueError if the
     output is that of a piece.
     """
@@ -82,10 +89,12 @@ def try_positions(parts: Parallelized, microbatch: Microbatch, run: Runs, loss: 
     notes the answer, and raises if it is BROKEN.
     """
     split, length = parts.split, _length_of(microbatch)
+    assert split is not None  # else nobody asks
     few = 4 * split.degree * (split.tp.size if split.megatron else 1) + 1
     while True:
         is_more = few < min(length, MOST_WHOLE)
-        trial = _Trial(parts, _small(microbatch, min(few, length, MOST_WHOLE), length), run, loss)
+        batch = _small(microbatch, min(few, length, MOST_WHOLE), length)
+        trial = _Trial(parts, split, batch, run, loss)
         error = trial.run_off()
         fails, more, *marks = agreed(parts, error is not None, is_more, *trial.marks(), error=error)
         if any(high != -low for high, low in zip(marks[::2], marks[1::2], strict=True)):
@@ -105,11 +114,15 @@ def try_positions(parts: Parallelized, microbatch: Microbatch, run: Runs, loss: 
 class _Trial:
     """batch: of few rows and positions."""
 
-    def __init__(self, parts: Parallelized, batch: Microbatch, run: Runs, loss: Loss | None) -> None:
-        self.parts, self.split, self.batch = parts, parts.split, batch
-        self.run, self.loss = run, loss
-        self.off = self.on = None  # _Seen
-        self.has_loss, self.loss_error = loss is not None, None
+    off: _Seen  # from run_off() on
+    on: _Seen  # from run_on() on
+
+    def __init__(
+        self, parts: Parallelized, split: SequenceSplit, batch: Microbatch, run: Runs, loss: Loss | None
+    ) -> None:
+        self.parts, self.split, self.batch = parts, split, batch
+        self.run, self.loss = run, loss  # None from an error of it on
+        self.loss_error: Exception | None = None
         self.rows = len(tensors_in(batch.inputs)[0])
         kinds = {p.dtype for p in parts.model.parameters() if p.is_floating_point()}
         if torch.is_autocast_enabled(parts.device.type):
@@ -126,14 +139,14 @@ class _Trial:
 
     def run_off(self, number: int = 0) -> Exception | None:
         """Without the axis; returns what the model has raised. number: of the random numbers."""
-        losses = []
+        losses: list[torch.Tensor | None] = []
 
-        def take(output: Any) -> None:
+        def take(output: Tree) -> None:
             targets = tree_map(self._here, self.batch.targets)
             try:
                 losses.append(self._loss(tree_map(self._here, output), targets))
             except Exception as raised:  # of a loss that does not take such rows, or such an output
-                self.has_loss, self.loss_error = False, raised
+                self.loss, self.loss_error = None, raised
 
         with self.split.whole(self.noise if number else 0.0):
             given, error = self._run(number, take)
@@ -142,18 +155,18 @@ class _Trial:
 
     def run_on(self) -> Exception | None:
         """With the axis; the same."""
-        losses = []
+        losses: list[torch.Tensor | None] = []
         given, error = self._run(0, lambda output: losses.append(self._loss(output, self.batch.targets)))
         self.on = _Seen(given, losses[0] if losses else None)
         return error
 
-    def _run(self, number: int, take: Callable[[Any], None]) -> tuple[tuple, Exception | None]:
+    def _run(self, number: int, take: Callable[[Tree], None]) -> tuple[tuple[Tree, ...], Exception | None]:
         with torch.no_grad(), _awake(self.parts):
             ran = self.run(self.batch.inputs, take, number, in_eval=True)
         return ran.given, ran.error
 
-    def _loss(self, output: Any, targets: Any) -> torch.Tensor | None:
-        if not self.has_loss:
+    def _loss(self, output: Tree, targets: Tree) -> torch.Tensor | None:
+        if self.loss is None:
             return None
         total = float(self.batch.count_of(self.batch.targets)) or 1.0
         return self.loss(output, dataclasses.replace(self.batch, targets=targets, total=total))
@@ -172,9 +185,9 @@ class _Trial:
             return Answer(State.NOT_TRIED, why) if no_loss else Answer(State.HELD)
         fails = self.run_off(1) is not None
         moved = torch.inf if fails else max(self._largest(off, self.off)[1], 0.0)
-        is_found = found[1] > self.most and not found[1] <= 3 * moved
-        is_found, fails = agreed(self.parts, is_found, fails)
-        if is_found and not fails:
+        is_sure = found[1] > self.most and not found[1] <= 3 * moved
+        is_found, some_fail = agreed(self.parts, is_sure, fails)
+        if is_found and not some_fail:
             return Answer(State.BROKEN, _differs(self.split, *found) if found[1] > self.most else "")
         return Answer(State.NOT_TRIED, "it draws random numbers in eval mode, or chooses by narrow margins")
 
@@ -184,12 +197,13 @@ class _Trial:
         for stage, a, b in zip(self.parts.stages.mine, one.given, other.given, strict=True):
             where = "what it returns" if stage == last else f"what stage {stage} hands on"
             found += [(where, _apart(*pair)) for pair in self._pairs(a, b)]
-        if self.has_loss:
-            sums = [0.0 if each.loss is None else float(each.loss) for each in (one, other)]
-            sums = torch.tensor(sums, dtype=torch.float64, device=self.parts.device)
+        if self.loss is not None:
+            values = [0.0 if each.loss is None else float(each.loss) for each in (one, other)]
+            sums = torch.tensor(values, dtype=torch.float64, device=self.parts.device)
             for group in (self.split.ring, self.split.ulysses):
                 comm.all_reduce(sums, group)
-            found.append(("the loss", _apart(*sums[:, None, None])))
+            off, on = sums[:, None, None]
+            found.append(("the loss", _apart(off, on)))
         return max(found, key=lambda each: each[1])
 
     def _returns_piece(self) -> bool:
@@ -199,10 +213,10 @@ class _Trial:
         pairs = self._pairs(self.off.given[-1], self.on.given[-1])
         return bool(pairs) and all(piece.shape[1] != sum(self.split.sizes) for _, piece in pairs)
 
-    def _pairs(self, whole: Any, pieces: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, whole: Tree, pieces: Tree) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """(expected, found) of the tensors that have positions, these as dim 1."""
-        pairs = zip(tensors_in(whole), tensors_in(pieces), strict=False)
-        pairs = [self._aligned(*pair) for pair in pairs if pair[0].is_floating_point()]
+        both = zip(tensors_in(whole), tensors_in(pieces), strict=False)
+        pairs = [self._aligned(*pair) for pair in both if pair[0].is_floating_point()]
         return [pair for pair in pairs if pair is not None]
 
     def _aligned(self, whole: torch.Tensor, piece: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -220,7 +234,7 @@ class _Trial:
             here = comm.split_dim(here, 1, self.split.sizes, self.split.tp)
         return (here, piece) if piece.shape == here.shape else None
 
-    def _here(self, leaf: Any) -> Any:
+    def _here(self, leaf: Tree) -> Tree:
         """This rank's positions, of ring and ulysses, of a tensor of the whole."""
         split, length = self.split, self.split.length
         if not isinstance(leaf, torch.Tensor) or split.ring.size * split.ulysses.size == 1:
@@ -287,7 +301,7 @@ def _length_of(batch: Microbatch) -> int:
 def _small(batch: Microbatch, few: int, length: int) -> Microbatch:
     """Two of the first rows, those with the most targets that count, and few of the positions."""
 
-    def cut(leaf: Any) -> Any:
+    def cut(leaf: Tree) -> Tree:
         if isinstance(leaf, torch.Tensor):
             for dim in range(1, leaf.dim()):
                 leaf = leaf.narrow(dim, 0, few) if leaf.shape[dim] == length else leaf
@@ -306,7 +320,7 @@ def _small(batch: Microbatch, few: int, length: int) -> Microbatch:
     )
 
 
-def _row(leaf: Any, row: int) -> Any:
+def _row(leaf: Tree, row: int) -> Tree:
     return leaf[row : row + 1] if isinstance(leaf, torch.Tensor) else leaf
 
 

@@ -36,7 +36,9 @@ Not judged: a model that draws as many random numbers as its values say, gives o
 (a generator of its own), or sends something itself, as it may compute over all ranks.
 """
 
-from typing import Any, NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -44,6 +46,9 @@ from pycomm.parallel.checks.measures import Seen
 from pycomm.parallel.checks.outputs import named_tensors, replaced
 from pycomm.parallel.checks.tolerances import STRICT, Rounding, coarse
 from pycomm.parallel.tensor.cut_logits import CutLogits
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
 
 __all__ = ["Fault", "differ_for_the_same", "distance", "fault_of_model", "groups_of", "put_together"]
 
@@ -69,12 +74,12 @@ def fault_of_model(seen: list[Seen], rounding: Rounding, ignored: set[str], rows
     ignored: outputs that are other ones for the same rows.
     """
     for where, leaf in seen[0].leaves.items():
-        four = [each.leaves.get(where) for each in seen[:4]]
-        is_alike = all(each is not None and each.shape == leaf.shape for each in four)
+        four = [each.leaves[where] for each in seen[:4] if where in each.leaves]
+        is_alike = len(four) == 4 and all(each.shape == leaf.shape for each in four)
         if not is_alike or where in ignored:
             continue
         shape = seen[0].shapes[where]
-        dims = _grown(shape, seen[4].shapes.get(where, ()))
+        dims = _grown(shape, seen[4].shapes.get(where, torch.Size()))
         if not dims:
             continue
         if len(dims) > 1:
@@ -92,7 +97,7 @@ def fault_of_model(seen: list[Seen], rounding: Rounding, ignored: set[str], rows
 
 def _by_number(seen: list[Seen], where: str, dim: int, rows: int) -> float:
     """How far the rows of AB are from those of A and B, relative; 0 where some of them only are at hand."""
-    a, b, both = (seen[at].leaves.get(where) for at in (0, 1, 4))
+    a, b, both = seen[0].leaves[where], seen[1].leaves[where], seen[4].leaves.get(where)
     shape, whole = seen[0].shapes[where], seen[4].shapes[where]
     if both is None or whole[dim] != 2 * shape[dim] or both.numel() != whole.numel():
         return 0.0
@@ -108,7 +113,7 @@ def _by_number(seen: list[Seen], where: str, dim: int, rows: int) -> float:
     return worst
 
 
-def put_together(a: Any, b: Any, both: Any) -> Any:
+def put_together(a: Tree, b: Tree, both: Tree) -> Tree:
     """The outputs of A and B as one of all their rows. both: of AB, which tells where the rows are, and has
     what the model computes of all rows.
     """
@@ -116,7 +121,9 @@ def put_together(a: Any, b: Any, both: Any) -> Any:
 
     def joined(where: str, leaf: torch.Tensor) -> torch.Tensor:
         one, other = first.get(where), second.get(where)
-        dims = _grown(one.shape, leaf.shape) if one is not None and other is not None else ()
+        if one is None or other is None:
+            return leaf
+        dims = _grown(one.shape, leaf.shape)
         if len(dims) != 1 or isinstance(leaf, CutLogits):
             return leaf
         (dim,) = dims
@@ -176,13 +183,11 @@ def differ_for_the_same(one: Seen, again: Seen) -> tuple[set[str], bool]:
     found, any_bit = set(), False
     for where, leaf in one.leaves.items():
         other = again.leaves.get(where)
-        if (
-            other is None
-            or other.shape != leaf.shape
-            or not torch.equal(leaf.nan_to_num(), other.nan_to_num())
-        ):
+        if other is None or other.shape != leaf.shape:
             any_bit = True
-            far = other is None or other.shape != leaf.shape
-            if far or distance([leaf, leaf, other, other]) > coarse(leaf.dtype):
+            found.add(where)
+        elif not torch.equal(leaf.nan_to_num(), other.nan_to_num()):
+            any_bit = True
+            if distance([leaf, leaf, other, other]) > coarse(leaf.dtype):
                 found.add(where)
     return found, any_bit

@@ -1,7 +1,12 @@
 """A run of the model aside, as every experiment asks for it. run/aside.py makes it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
 
 __all__ = ["Ran", "Runs"]
 
@@ -11,11 +16,11 @@ class Ran(NamedTuple):
 
     result: Any = None
     error: Exception | None = None
-    drawn: tuple = ()  # what had been drawn at its end
+    drawn: tuple[object, ...] = ()  # what had been drawn at its end
     draws: bool = False  # whether it has drawn some
     sends: bool = False  # whether the model's own code has sent something
     loss_draws: bool = False  # whether `take` has
-    given: tuple = ()  # what each stage of this rank gave
+    given: tuple[Tree, ...] = ()  # what each stage of this rank gave
     work: int = 0  # a mark of its operations and their shapes; 0: not watched
     all_know: bool = False  # of the error, all stages
 
@@ -31,8 +36,8 @@ class Runs(Protocol):
 
     def __call__(
         self,
-        inputs: Any,
-        take: Callable[[Any], Any],
+        inputs: Tree,
+        take: Callable[[Tree], object],
         number: int,
         failed: bool = False,
         in_eval: bool = False,

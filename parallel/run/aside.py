@@ -118,8 +118,8 @@ class _Seen:
     def __init__(self, parts: Parallelized, take: Callable[[Tree], object], number: int, watch: bool) -> None:
         self.parts, self.take, self.number, self.watches = parts, take, number, watch
         self.result: object = None
-        self.before: list[torch.Tensor] = []
-        self.after: list[torch.Tensor] = []
+        self.before: list[object] = []  # see drawn.drawn()
+        self.after: list[object] = []
         self.given: list[Tree] = []
         self.sends, self.work, self.loss_draws = False, 0, False
 
@@ -166,9 +166,9 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self,
         func: Callable[..., T],
-        types: Sequence[type],
-        args: tuple[object, ...] = (),
-        kwargs: dict[str, object] | None = None,
+        types: Sequence[type[torch.Tensor]],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
     ) -> T:
         self.calls += getattr(func, "namespace", "") in _FOREIGN and "recv" not in str(func)  # as comm counts
         shapes = tuple(tuple(each.shape) for each in args if isinstance(each, torch.Tensor))

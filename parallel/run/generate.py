@@ -79,7 +79,7 @@ def _generate(
             return loop.run(lambda: generate(*args, **kwargs))
 
 
-def _check(parts: Parallelized, group: Group, args: Sequence[object], kwargs: Mapping[str, object]) -> None:
+def _check(parts: Parallelized, group: Group, args: Sequence[Tree], kwargs: Mapping[str, Tree]) -> None:
     """Raises ValueError for what cannot be done under the plan."""
     module, plan = parts.model, parts.plan
     given = (

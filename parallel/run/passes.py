@@ -139,7 +139,7 @@ def recomputing(parts: Parallelized, length: int | None, key: Hashable) -> Itera
     (building/recompute.py).
     """
     with contextlib.ExitStack() as stack:
-        if parts.split is not None and parts.split.attention is not None:
+        if parts.split is not None and parts.split.attention is not None and length is not None:
             parts.split.begin(length)
             stack.enter_context(parts.split.attention)
         if parts.deferred is not None:

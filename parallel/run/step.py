@@ -15,6 +15,7 @@ Every loss is counted by one rank of those that hold the same one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from pycomm import MismatchError, trace
@@ -36,20 +37,24 @@ from pycomm.parallel.zero.optimizer import step_optimizer
 
 if TYPE_CHECKING:
     from pycomm.parallel.given import Batch
+    from pycomm.parallel.ground.batch import Microbatch
     from pycomm.parallel.ground.losses import Result
+    from pycomm.parallel.run.router_loss import Loss
+
+    MakePasses = Callable[[Parallelized, Sequence[Microbatch], Loss, Updates], StagePasses]
 
 __all__ = ["run_step"]
 
 
 def run_step(
-    parts: Parallelized, batch: Batch, options: Options, make_passes: type[StagePasses] = StagePasses
+    parts: Parallelized, batch: Batch, options: Options, make_passes: MakePasses = StagePasses
 ) -> Result:
     """After a step that raised on all ranks the model is as before."""
     with trace.span("step"):
         return _run(parts, batch, options, make_passes)
 
 
-def _run(parts: Parallelized, batch: Batch, options: Options, make_passes: type[StagePasses]) -> Result:
+def _run(parts: Parallelized, batch: Batch, options: Options, make_passes: MakePasses) -> Result:
     updates = _updates_of(parts, options)
     try:
         if _compares_now(parts):

@@ -32,9 +32,13 @@ are those of the whole sequence (mask.py). Source: the mode is torch.overrides; 
 USP, 2024.
 """
 
+from __future__ import annotations
+
 import contextlib
 import threading
 import types
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, NoReturn, TypedDict, cast
 
 import torch
 import torch.nn.functional as F
@@ -43,23 +47,40 @@ from torch.overrides import TorchFunctionMode
 from pycomm.parallel.sequence.mask import checked
 from pycomm.parallel.sequence.ring import ring_ulysses_attention
 
+if TYPE_CHECKING:
+    from typing_extensions import Required
+
+    from pycomm.parallel.given import Tree
+    from pycomm.parallel.ground.comm import Group
+
 __all__ = ["UNASKING", "SequenceAttention"]
 
 
-def _unasking(function):
+class Options(TypedDict, total=False):
+    """Of F.scaled_dot_product_attention (the first two) and of ring_ulysses_attention."""
+
+    dropout_p: Required[float]
+    enable_gqa: Required[bool]
+    is_causal: Required[bool]
+    scale: Required[float | None]
+    softcap: float | None
+    sinks: torch.Tensor | None
+
+
+def _unasking(function: Callable[..., Tree]) -> Callable[..., Tree]:
     """A copy of a Python function of torch to which no mode and no tensor subclass is ever active."""
     names = {name: lambda *tensors: False for name in ("has_torch_function", "has_torch_function_unary")}
+    written = cast(types.FunctionType, function)
     copy = types.FunctionType(
-        function.__code__, {**function.__globals__, **names}, function.__name__, function.__defaults__
+        written.__code__, {**written.__globals__, **names}, written.__name__, written.__defaults__
     )
-    copy.__kwdefaults__ = function.__kwdefaults__
+    copy.__kwdefaults__ = written.__kwdefaults__
     return copy
 
 
 ATTENTION, MULTI_HEAD = F.scaled_dot_product_attention, F.multi_head_attention_forward
-UNASKING = {
-    f: _unasking(f) for f in (MULTI_HEAD, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-}
+_ASKING = (MULTI_HEAD, torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+UNASKING: dict[Callable[..., Tree], Callable[..., Tree]] = {each: _unasking(each) for each in _ASKING}
 
 
 class _PerThread(threading.local):
@@ -73,14 +94,14 @@ class _Again:
     make torch recompute twice.
     """
 
-    def __init__(self, mode, length):
+    def __init__(self, mode: SequenceAttention, length: int | None) -> None:
         self.mode, self.length = mode, length
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self.before, self.mode.length = self.mode.length, self.length
         self.mode.__enter__()
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.mode.__exit__(*error)
         self.mode.length = self.before
 
@@ -89,8 +110,8 @@ class SequenceAttention(TorchFunctionMode):
     """While active, F.scaled_dot_product_attention attends over the whole sequence that the ranks of ring x
     ulysses hold pieces of.
 
-    ring, ulysses: comm.Group, of one rank where unused. zigzag: the ring's cut (split.py); without effect in
-    a ring of one.
+    ring, ulysses: of one rank where unused. zigzag: the ring's cut (split.py); without effect in a ring of
+    one.
     length: the whole length of the sequence of the coming forward; set by the caller. calls: how many
     attentions were computed so far.
 
@@ -99,14 +120,20 @@ class SequenceAttention(TorchFunctionMode):
     (B, H, T, D) or (H, T, D).
     """
 
-    def __init__(self, ring, ulysses, zigzag):
+    def __init__(self, ring: Group, ulysses: Group, zigzag: bool) -> None:
         super().__init__()
         self.ring, self.ulysses, self.zigzag = ring, ulysses, zigzag
-        self.length = None
+        self.length: int | None = None
         self.calls = 0
         self._thread = _PerThread()
 
-    def __torch_function__(self, func, classes, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        classes: Collection[type[torch.Tensor]],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         kwargs = kwargs or {}
         if self._thread.inside:
             # Active twice (see [Note: recomputation]): the outer one has done the work.
@@ -120,13 +147,15 @@ class SequenceAttention(TorchFunctionMode):
                 return UNASKING[func](*args, **kwargs)
         return func(*args, **kwargs)
 
-    def context_fn(self):
+    def context_fn(
+        self,
+    ) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
         """For torch.utils.checkpoint's argument of this name: (context of the forward, context of the
         recomputation).
         """
         return contextlib.nullcontext(), _Again(self, self.length)
 
-    def _refuse(self, what):
+    def _refuse(self, what: str) -> NoReturn:
         ring, ulysses = (
             f"rank {group.rank}/{group.size} of {group.name}" for group in (self.ring, self.ulysses)
         )
@@ -134,17 +163,34 @@ class SequenceAttention(TorchFunctionMode):
 
     # signature of F.scaled_dot_product_attention
     def _attention(
-        self, query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False
-    ):
-        options = {"dropout_p": dropout_p, "is_causal": is_causal, "enable_gqa": enable_gqa, "scale": scale}
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> torch.Tensor:
+        options: Options = {
+            "dropout_p": dropout_p,
+            "is_causal": is_causal,
+            "enable_gqa": enable_gqa,
+            "scale": scale,
+        }
         return self.attend(query, key, value, attn_mask, options)
 
-    def attend(self, query, key, value, attn_mask, options):
-        """Attention of this rank's queries over the whole sequence. options: dropout_p and enable_gqa as of
-        F.scaled_dot_product_attention; is_causal, scale, softcap and sinks of ring_ulysses_attention.
-        """
-        options = dict(options)
-        dropout_p, enable_gqa = options.pop("dropout_p"), options.pop("enable_gqa")
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        options: Options,
+    ) -> torch.Tensor:
+        """Attention of this rank's queries over the whole sequence."""
+        dropout_p, is_causal = options["dropout_p"], options["is_causal"]
         if dropout_p:
             self._refuse(
                 f"dropout of attention weights (dropout_p={dropout_p}) is not supported; set it to 0 (that "
@@ -161,25 +207,36 @@ class SequenceAttention(TorchFunctionMode):
                 f"query {tuple(query.shape)}, key {tuple(key.shape)}; both must be (batch, heads, T, D) or "
                 "(heads, T, D)"
             )
-        if query.shape[-3] != key.shape[-3] != 1 and not enable_gqa:  # one alone is for all by broadcast
+        # A head alone is for all by broadcast.
+        if query.shape[-3] != key.shape[-3] != 1 and not options["enable_gqa"]:
             self._refuse(f"{query.shape[-3]} query heads and {key.shape[-3]} key heads; pass enable_gqa=True")
         if torch.is_autocast_enabled(query.device.type) and query.dtype != torch.float64:
             dtype = torch.get_autocast_dtype(query.device.type)
             query, key, value = (x.to(dtype) for x in (query, key, value))
-        options = {**options, "zigzag": self.zigzag, "length": self.length}
         batch = query.dim() == 4
         query, key, value = (x if batch else x.unsqueeze(0) for x in (query, key, value))
         if attn_mask is not None and not batch and attn_mask.dim() == 3:
             attn_mask = attn_mask.unsqueeze(0)
         try:
-            mask = checked(attn_mask, query, options["is_causal"], self.length)
+            mask = checked(attn_mask, query, is_causal, self.length)
         except ValueError as error:
             self._refuse(str(error))
         self.calls += 1
         self._thread.inside = True
         try:
             out = ring_ulysses_attention(
-                query, key, value, self.ring, self.ulysses, **options, attn_mask=mask
+                query,
+                key,
+                value,
+                self.ring,
+                self.ulysses,
+                is_causal=is_causal,
+                scale=options["scale"],
+                zigzag=self.zigzag,
+                length=self.length,
+                attn_mask=mask,
+                softcap=options.get("softcap"),
+                sinks=options.get("sinks"),
             )
         finally:
             self._thread.inside = False

@@ -17,13 +17,21 @@ What can go wrong: attention weights are not there (None), so a model that is as
 Source: transformers' AttentionInterface, documented for functions of one's own.
 """
 
-import sys
+from __future__ import annotations
 
+import sys
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+import torch
 from torch import nn
 from torch.overrides import _get_current_function_mode_stack
 
 from pycomm.parallel.models.config_view import ConfigView
-from pycomm.parallel.sequence.attention import SequenceAttention
+from pycomm.parallel.sequence.attention import Options, SequenceAttention
+
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
 
 __all__ = ["serve_eager"]
 
@@ -31,7 +39,7 @@ NAME = "pycomm_split_sequence"
 KEY = "_attn_implementation"
 
 
-def serve_eager(blocks):
+def serve_eager(blocks: Iterable[nn.Module]) -> None:
     """Lets the modules in `blocks` that would call their eager function call attend()."""
     found = [
         module
@@ -48,7 +56,7 @@ def serve_eager(blocks):
         module.__dict__["config"] = ConfigView(module.config, {KEY: NAME})
 
 
-def _own_function(module):
+def _own_function(module: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]] | None:
     """The eager function beside the class of a module of transformers, or beside a class that it is made of;
     None where there is none.
     """
@@ -61,17 +69,26 @@ def _own_function(module):
     return None
 
 
-def attend(module, query, key, value, attention_mask, **given):
+def attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **given: Tree,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As transformers calls it: query (batch, heads, T, D), and the result (batch, T, heads, D)."""
     modes = _get_current_function_mode_stack()
     mode = next((mode for mode in reversed(modes) if isinstance(mode, SequenceAttention)), None)
     if mode is None:
-        return _own_function(module)(module, query, key, value, attention_mask, **given)
+        own = _own_function(module)
+        assert own is not None  # serve_eager() has looked
+        return own(module, query, key, value, attention_mask, **given)
     if given.get("output_attentions") or getattr(module.config, "output_attentions", False):
         raise ValueError("attention weights (output_attentions) are in pieces where the sequence is cut")
     if given.get("position_bias") is not None:
         raise ValueError("a learned bias of positions needs a gradient, which would be in pieces")
-    options = {
+    options: Options = {
         "dropout_p": given.get("dropout", 0.0) if module.training else 0.0,
         "is_causal": False,  # the eager function knows no mask but the one that it is given
         "enable_gqa": query.shape[1] != key.shape[1],

@@ -31,16 +31,16 @@ class Mask(NamedTuple):
     values: torch.Tensor
 
 
-def looks_like_mask(value, length):
+def looks_like_mask(value: torch.Tensor, length: int) -> bool:
     """Whether a tensor that a block is given has a value for each pair of positions, or for each key, in four
     dimensions.
     """
     return value.dim() == 4 and value.shape[3] == length and value.shape[2] in (1, length)
 
 
-def checked(mask, q, is_causal, length):
-    """The Mask of a tensor, None for none. q: (batch, all query heads, ...). Raises ValueError for one that
-    attention over `length` positions cannot take.
+def checked(mask: torch.Tensor | Mask | None, q: torch.Tensor, is_causal: bool, length: int) -> Mask | None:
+    """q: (batch, all query heads, ...). Raises ValueError for a mask that attention over `length` positions
+    cannot take.
     """
     if mask is None or isinstance(mask, Mask):
         return mask
@@ -69,15 +69,15 @@ def checked(mask, q, is_causal, length):
     return Mask(mask.reshape(aside))
 
 
-def of_heads(mask, heads):
-    """The rank's query heads (start, stop) of a Mask, as a Mask."""
+def of_heads(mask: Mask, heads: split.Span) -> Mask:
+    """The rank's query heads (start, stop) of it."""
     values = mask.values
     return Mask(values[:, heads[0] : heads[1]]) if values.shape[1] > 1 else mask
 
 
-def block_of(mask, q_spans, k_spans):
-    """A Mask's part, a tensor, for the queries at some positions and the keys at others. None where nobody
-    sees anything, which only truth values on a CPU tell.
+def block_of(mask: Mask, q_spans: split.Spans, k_spans: split.Spans) -> torch.Tensor | None:
+    """Its part for the queries at some positions and the keys at others. None where nobody sees anything,
+    which only truth values on a CPU tell.
     """
     values = mask.values
     rows = values if values.shape[2] == 1 else split.cut(values, 2, q_spans)

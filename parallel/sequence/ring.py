@@ -41,8 +41,11 @@ Source: Liu et al., Ring Attention, 2023; zigzag: see split.py; Brandon et al., 
 the alternative: it balances as well but every block then needs a triangular mask.
 """
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -51,6 +54,11 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import block, split
 from pycomm.parallel.sequence.mask import Mask, block_of, checked, of_heads
 from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pycomm.parallel.ground.comm import Group
 
 __all__ = ["ring_attention", "ring_ulysses_attention"]
 
@@ -66,16 +74,15 @@ class Tile(NamedTuple):
     causal: bool
 
 
-def tiles(q_spans, k_spans, causal):
-    """What must be computed of a block: a list of Tile, none of them empty. Spans of two ranks are equal or
-    disjoint.
-    """
+def tiles(q_spans: split.Spans, k_spans: split.Spans, causal: bool) -> list[Tile]:
+    """What must be computed of a block, none of it empty. Spans of two ranks are equal or disjoint."""
     rows, keys = (sum(stop - start for start, stop in spans) for spans in (q_spans, k_spans))
     if not rows or not keys:
         return []
     if not causal or q_spans == k_spans:
         return [Tile(0, rows, keys, causal)]
-    out, offset = [], 0
+    out: list[Tile] = []
+    offset = 0
     for start, stop in q_spans:
         seen = sum(last - first for first, last in k_spans if last <= start)
         if seen and out and out[-1].stop == offset and out[-1].keys == seen:
@@ -87,20 +94,20 @@ def tiles(q_spans, k_spans, causal):
 
 
 class _RingSpec(NamedTuple):
-    """spans: of every ring rank. mask: of the whole sequence, or None."""
+    """spans: of every ring rank. mask: of the whole sequence."""
 
     group: comm.Group
-    spans: tuple
+    spans: tuple[split.Spans, ...]
     causal: bool
     made: block.Scores
     mask: Mask | None = None
 
-    def source(self, step):
+    def source(self, step: int) -> int:
         """Whose block is here in this step."""
         return (self.group.rank - step) % self.group.size
 
-    def tiles(self, source):
-        """[(Tile, mask of its rows and keys or None)]"""
+    def tiles(self, source: int) -> list[tuple[Tile, torch.Tensor | None]]:
+        """Each with the mask of its rows and keys."""
         mine, theirs = self.spans[self.group.rank], self.spans[source]
         found = tiles(mine, theirs, self.causal)
         if self.mask is None or not found:
@@ -108,16 +115,16 @@ class _RingSpec(NamedTuple):
         mask = block_of(self.mask, mine, theirs)  # without causal there is one tile, of all
         return [] if mask is None else [(found[0], mask)]
 
-    def length(self, source):
+    def length(self, source: int) -> int:
         return sum(stop - start for start, stop in self.spans[source])
 
 
-def _width(k, v):
+def _width(k: torch.Tensor, v: torch.Tensor) -> int:
     """Elements of k and v at one position."""
     return k.shape[0] * k.shape[1] * (k.shape[3] + v.shape[3])
 
 
-def _pack(k, v):
+def _pack(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """k and v as one flat tensor: one message."""
     flat = k.new_empty(k.numel() + v.numel())
     flat[: k.numel()].view(k.shape).copy_(k)
@@ -125,15 +132,17 @@ def _pack(k, v):
     return flat
 
 
-def _unpack(flat, k, v, length):
+def _unpack(
+    flat: torch.Tensor, k: torch.Tensor, v: torch.Tensor, length: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """k and v of a block of `length`, as views; k, v: tensors of the same shapes but for the length."""
     k_shape, v_shape = (torch.Size((*x.shape[:2], length, x.shape[3])) for x in (k, v))
     return flat[: k_shape.numel()].view(k_shape), flat[k_shape.numel() :].view(v_shape)
 
 
-def _pass_on(flat, count, group):
-    """Starts to send `flat` to the next rank and to receive `count` elements from the one before. Returns
-    (works, what will have come).
+def _pass_on(flat: torch.Tensor, count: int, group: Group) -> tuple[list[dist.Work], torch.Tensor]:
+    """Starts to send `flat` to the next rank and to receive `count` elements from the one before. Returns the
+    works, and what will have come.
     """
     incoming = flat.new_empty(count)
     works = []
@@ -145,16 +154,17 @@ def _pass_on(flat, count, group):
     return works, incoming
 
 
-def _wait(works):
+def _wait(works: Iterable[dist.Work]) -> None:
     for work in works:
         work.wait()
 
 
-def _blocks(k, v, spec):
-    """Yields (source, flat block) of every step; the next block travels between one yield and the next."""
+def _blocks(k: torch.Tensor, v: torch.Tensor, spec: _RingSpec) -> Iterator[tuple[int, torch.Tensor]]:
+    """(source, flat block) of every step; the next block travels between one yield and the next."""
     flat = _pack(k, v)
     for step in range(spec.group.size):
-        works, incoming = (), None
+        works: Sequence[dist.Work] = ()
+        incoming = flat  # in the last step nothing comes
         if step + 1 < spec.group.size:
             works, incoming = _pass_on(flat, _width(k, v) * spec.length(spec.source(step + 1)), spec.group)
         yield spec.source(step), flat
@@ -162,7 +172,9 @@ def _blocks(k, v, spec):
         flat = incoming
 
 
-def _forward(q, k, v, spec):
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spec: _RingSpec
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, lse) in the accumulation type."""
     wide = block.wide_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -187,11 +199,13 @@ def _forward(q, k, v, spec):
     return out, lse
 
 
-def _backward(rows, k, v, spec):
-    """(dq, dk, dv) in the accumulation type. rows: block.Rows, all of this rank."""
+def _backward(rows: block.Rows, k: torch.Tensor, v: torch.Tensor, spec: _RingSpec) -> block.Gradients:
+    """In the accumulation type. rows: all of this rank."""
     wide, group = rows.q.dtype, spec.group
-    dq, own = torch.zeros_like(rows.q), None
-    works, incoming = (), None
+    dq = torch.zeros_like(rows.q)
+    own: torch.Tensor | None = None
+    works: Sequence[dist.Work] = ()
+    incoming: torch.Tensor | None = None
     for step, (source, flat) in enumerate(_blocks(k, v, spec)):
         k_block, v_block = _unpack(flat, k, v, spec.length(source))
         grads = torch.zeros_like(flat, dtype=wide)
@@ -213,28 +227,46 @@ def _backward(rows, k, v, spec):
         outgoing = grads
         works, incoming = _pass_on(outgoing, _width(k, v) * spec.length(spec.source(step + 1)), group)
     _wait(works)
+    assert own is not None  # from the first step on
     if incoming is not None:
         own += incoming
-    return dq, *_unpack(own, k, v, k.shape[2])
+    return block.Gradients(dq, *_unpack(own, k, v, k.shape[2]))
 
 
-def _add_sinks(out, lse, sinks):
-    """In place, of (heads,) or None."""
+def _add_sinks(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor | None) -> None:
+    """In place. sinks: (heads,)."""
     if sinks is not None:
         total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
         out.mul_((lse - total).exp_().unsqueeze(-1))
         lse.copy_(total)
 
 
-def _grad_of_sinks(rows, sinks):
+def _grad_of_sinks(rows: block.Rows, sinks: torch.Tensor) -> torch.Tensor:
     """The gradient of the share that sinks take of all rows, (heads,)."""
     share = (sinks.to(rows.lse.dtype).unsqueeze(-1) - rows.lse).exp_()
     return -((rows.dout * rows.out).sum(-1) * share).sum((0, 2))
 
 
+T = torch.Tensor
+
+
+class _Context(Protocol):
+    spec: _RingSpec
+    saved_tensors: tuple[T, T, T, T | None, T, T, T]
+
+    def save_for_backward(self, *tensors: T | None) -> None: ...
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, sinks, spec):
+    def forward(
+        ctx: _Context,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        sinks: torch.Tensor | None,
+        spec: _RingSpec,
+    ) -> torch.Tensor:
         with torch.autocast(q.device.type, enabled=False):  # the products here are in the accumulation type
             out, lse = _forward(q, k, v, spec)
             _add_sinks(out, lse, sinks)
@@ -246,7 +278,7 @@ class _Ring(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, dout):
+    def backward(ctx: _Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse, _ = ctx.saved_tensors
         wide = block.wide_dtype(q.dtype)
         with torch.autocast(q.device.type, enabled=False):
@@ -257,26 +289,26 @@ class _Ring(torch.autograd.Function):
 
 
 def ring_attention(
-    q,
-    k,
-    v,
-    group=None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group | dist.ProcessGroup | None = None,
     *,
-    is_causal=False,
-    scale=None,
-    zigzag=None,
-    length=None,
-    attn_mask=None,
-    softcap=None,
-    sinks=None,
-):
+    is_causal: bool = False,
+    scale: float | None = None,
+    zigzag: bool | None = None,
+    length: int | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention over the sequence whose pieces the ranks of `group` hold, as split.positions(length, group,
     one rank, zigzag) says.
 
     q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a
     multiple of Hkv; B, heads and D equal on all ranks. Returns (B, Hq, T_local, Dv). Collective on the group;
     so is its backward.
-    group: comm.Group, process group or None (default group). scale: of the scores, 1/sqrt(D) by default.
+    group: None: the default group. scale: of the scores, 1/sqrt(D) by default.
     zigzag: how the pieces are cut; by default as is_causal, since only a causal mask needs the balance.
     length: of the whole sequence; without it one all_gather of 8 bytes asks for the pieces, and the host
     waits. attn_mask: of the whole sequence, the same on all ranks, (T, T) or (1 or B, 1 or Hq, T or 1, T):
@@ -286,15 +318,15 @@ def ring_attention(
     ValueError: shapes or dtypes that do not fit, pieces of other lengths than split.py gives. Source: Liu et
     al. 2023.
     """
-    group = comm.as_group(group, "ring")
+    ring = comm.as_group(group, "ring")
     zigzag = is_causal if zigzag is None else zigzag
-    split.check_pieces(q, k, v, group)
+    split.check_pieces(q, k, v, ring)
     if length is None:
-        sizes = split.exchange_lengths(q.shape[2], group, q.device)
+        sizes = split.exchange_lengths(q.shape[2], ring, q.device)
         length = sum(sizes)
-        expected = [row[0] for row in split.lengths(length, group, comm.ALONE, zigzag)]
+        expected = [row[0] for row in split.lengths(length, ring, comm.ALONE, zigzag)]
         if sizes != expected:
-            who = f"[rank {group.rank}/{group.size} of {group.name}] ring_attention"
+            who = f"[rank {ring.rank}/{ring.size} of {ring.name}] ring_attention"
             way = (
                 "contiguous pieces"
                 if not zigzag
@@ -304,29 +336,29 @@ def ring_attention(
                 f"{who}: the ranks hold {sizes} positions, a sequence of {length} is cut into {expected}; "
                 f"use {way}"
             )
-    split.check_pieces(q, k, v, group, split.local_length(length, group, comm.ALONE, zigzag))
-    spans = tuple(split.ring_spans(length, group.size, rank, zigzag) for rank in range(group.size))
+    split.check_pieces(q, k, v, ring, split.local_length(length, ring, comm.ALONE, zigzag))
+    spans = tuple(split.ring_spans(length, ring.size, rank, zigzag) for rank in range(ring.size))
     mask = checked(attn_mask, q, is_causal, length)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    spec = _RingSpec(group, spans, is_causal, block.Scores(scale, softcap), mask)
+    spec = _RingSpec(ring, spans, is_causal, block.Scores(scale, softcap), mask)
     return _Ring.apply(q, k, v, sinks, spec)
 
 
 def ring_ulysses_attention(
-    q,
-    k,
-    v,
-    ring=None,
-    ulysses=None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    ring: Group | dist.ProcessGroup | None = None,
+    ulysses: Group | dist.ProcessGroup | None = None,
     *,
-    is_causal=False,
-    scale=None,
-    zigzag=None,
-    length=None,
-    attn_mask=None,
-    softcap=None,
-    sinks=None,
-):
+    is_causal: bool = False,
+    scale: float | None = None,
+    zigzag: bool | None = None,
+    length: int | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Attention over a sequence cut over ring x ulysses (split.positions): all-to-all inside `ulysses`,
     blocks around `ring`.
 
@@ -335,24 +367,35 @@ def ring_ulysses_attention(
     hide behind compute.
     Source: Fang and Zhao, USP, 2024.
     """
-    ring = comm.ALONE if ring is None else comm.as_group(ring, "ring")
-    ulysses = comm.ALONE if ulysses is None else comm.as_group(ulysses, "ulysses")
+    outer = comm.ALONE if ring is None else comm.as_group(ring, "ring")
+    inner = comm.ALONE if ulysses is None else comm.as_group(ulysses, "ulysses")
     zigzag = is_causal if zigzag is None else zigzag
     if length is None:
-        inside = sum(split.exchange_lengths(q.shape[-2], ulysses, q.device))
-        length = sum(split.exchange_lengths(inside, ring, q.device))
-    sizes = split.ulysses_sizes(length, ring, ulysses, zigzag)
-    if ring.size == 1 and softcap is None and sinks is None:
+        inside = sum(split.exchange_lengths(q.shape[-2], inner, q.device))
+        length = sum(split.exchange_lengths(inside, outer, q.device))
+    sizes = split.ulysses_sizes(length, outer, inner, zigzag)
+    if outer.size == 1 and softcap is None and sinks is None:
         return ulysses_attention(
-            q, k, v, ulysses, is_causal=is_causal, scale=scale, sizes=sizes, attn_mask=attn_mask
+            q, k, v, inner, is_causal=is_causal, scale=scale, sizes=sizes, attn_mask=attn_mask
         )
-    split.check_pieces(q, k, v, ulysses, sizes[ulysses.rank])
-    options = {"is_causal": is_causal, "scale": scale, "zigzag": zigzag, "length": length, "softcap": softcap}
+    split.check_pieces(q, k, v, inner, sizes[inner.rank])
     mask = checked(attn_mask, q, is_causal, length)
 
-    def around(q, k, v, heads, enable_gqa):
-        part = None if mask is None else of_heads(mask, heads)
-        of_heads_here = None if sinks is None else sinks[heads[0] : heads[1]]
-        return ring_attention(q, k, v, ring, **options, attn_mask=part, sinks=of_heads_here)
+    def around(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: split.Span, enable_gqa: bool
+    ) -> torch.Tensor:
+        return ring_attention(
+            q,
+            k,
+            v,
+            outer,
+            is_causal=is_causal,
+            scale=scale,
+            zigzag=zigzag,
+            length=length,
+            attn_mask=None if mask is None else of_heads(mask, heads),
+            softcap=softcap,
+            sinks=None if sinks is None else sinks[heads[0] : heads[1]],
+        )
 
-    return through_heads(q, k, v, ulysses, around, sizes)
+    return through_heads(q, k, v, inner, around, sizes)

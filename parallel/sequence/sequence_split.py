@@ -18,9 +18,12 @@ of what they get (they see the local length), and results that mix positions aft
 a dimension of length T are refused for that reason.
 """
 
+from __future__ import annotations
+
 import contextlib
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -35,9 +38,20 @@ from pycomm.parallel.sequence import split
 from pycomm.parallel.sequence.attention import SequenceAttention
 from pycomm.parallel.sequence.mask import looks_like_mask
 
+if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
+
 __all__ = ["SequenceSplit"]
 
 MOST_WHOLE = 1024  # positions of a forward in which nothing is cut
+
+
+class Entered(NamedTuple):
+    """What a block is given: its arguments, and the hidden state among them."""
+
+    args: Sequence[Tree]
+    kwargs: Mapping[str, Tree]
+    hidden: torch.Tensor
 
 
 class LocalShapes(TorchFunctionMode):
@@ -49,11 +63,17 @@ class LocalShapes(TorchFunctionMode):
     SequenceSplit.own_targets().
     """
 
-    def __init__(self, split):
+    def __init__(self, split: SequenceSplit) -> None:
         super().__init__()
         self.split = split
 
-    def __torch_function__(self, func, types, args=(), kwargs=None):
+    def __torch_function__(
+        self,
+        func: Callable[..., Tree],
+        types: Collection[type[torch.Tensor]],
+        args: tuple[Tree, ...] = (),
+        kwargs: dict[str, Tree] | None = None,
+    ) -> Tree:
         if func in (torch.Tensor.view, torch.Tensor.reshape) and not kwargs and args[0].dim() > 2:
             shape = list(args[1]) if len(args) == 2 and isinstance(args[1], (tuple, list)) else list(args[1:])
             length, piece = self.split.length, self.split.piece
@@ -65,7 +85,7 @@ class LocalShapes(TorchFunctionMode):
             return func(**self._of_own_targets(*args, **(kwargs or {})))
         return func(*args, **(kwargs or {}))
 
-    def _of_own_targets(self, *args, **kwargs):
+    def _of_own_targets(self, *args: Tree, **kwargs: Tree) -> dict[str, Tree]:
         names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
         kwargs.update(zip(names, args, strict=False))
         kwargs["target"] = self.split.own_targets(kwargs["input"], kwargs["target"])
@@ -73,7 +93,7 @@ class LocalShapes(TorchFunctionMode):
 
 
 class SequenceSplit:
-    """The cut of one plan. ring, ulysses, tp: Groups; megatron: whether tp cuts the sequence too.
+    """The cut of one plan. megatron: whether tp cuts the sequence too.
 
     `sizes`: lengths of the pieces of all ranks of tp, for the tensor parallel layers; `is_whole`: whether
     nothing is cut at the moment, see whole(). `sides`: {name: Side} of modules outside the blocks. `modes()`:
@@ -90,10 +110,11 @@ class SequenceSplit:
         self.is_whole, self.noise = False, 0.0  # see whole()
         self.length = 0  # of the whole sequence of the forward that runs
         self.sizes = [0] * self.tp.size
-        self.inputs = []  # tensors (batch, T) that the model was given in this forward
-        self._cuts = {}  # id of a tensor that blocks were given in this forward -> (it, this rank's part)
+        self.inputs: list[torch.Tensor] = []  # tensors (batch, T) that the model was given in this forward
+        # id of a tensor that blocks were given in this forward -> (it, this rank's part)
+        self._cuts: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def begin(self, length):
+    def begin(self, length: int) -> None:
         """A forward over `length` positions starts."""
         if self.is_whole and length > MOST_WHOLE:
             raise ValueError(f"{length} positions are too many to be run whole on each rank")
@@ -133,12 +154,12 @@ class SequenceSplit:
         change = torch.randn(tuple(hidden.shape), generator=generator).mul_(self.noise).add_(1)
         return hidden * change.to(hidden)
 
-    def note_inputs(self, inputs):
+    def note_inputs(self, inputs: Tree) -> None:
         """What the model is called with."""
         leaves = tree_leaves(inputs)
         self.inputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() == 2]
 
-    def own_targets(self, logits, target):
+    def own_targets(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         """This rank's part of targets that the model compares with logits of this rank's positions. Only what
         is an input as it was given, (batch, T) or flat, is known to be in the order of the positions. Raises
         ValueError for other targets of the whole length.
@@ -161,33 +182,41 @@ class SequenceSplit:
             "not an input of it as it was given. Compute the loss in loss_fn: (output, targets) -> mean"
         )
 
-    def modes(self):
+    def modes(self) -> list[TorchFunctionMode]:
         """Contexts for a forward."""
         if self.is_whole:
             return []
-        return [LocalShapes(self)] + ([self.attention] if self.attention else [])
+        own: list[TorchFunctionMode] = [LocalShapes(self)]
+        return own + ([self.attention] if self.attention else [])
 
     @property
-    def piece(self):
+    def piece(self) -> int:
         """Length of the hidden state inside the trunk on this rank."""
         if self.is_whole:
             return self.length
         return self.sizes[self.tp.rank] if self.megatron else sum(self.sizes)
 
-    def local_length(self, length):
+    def local_length(self, length: int) -> int:
         """The same, of an input of `length` positions."""
         self.begin(length)
         return self.piece
 
-    def cut(self, tensor, dim=1):
+    def cut(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """This rank's positions (ring and ulysses) along `dim`."""
         if self.degree == 1:
             return tensor
         held = split.positions(self.length, self.ring, self.ulysses, self.zigzag, device=tensor.device)
         return tensor.index_select(dim, held)
 
-    def enter(self, first, cut_hidden, args, kwargs, hidden):
-        """args and kwargs of a block with their tensors cut, and the hidden state.
+    def enter(
+        self,
+        first: bool,
+        cut_hidden: bool,
+        args: Sequence[Tree],
+        kwargs: Mapping[str, Tree],
+        hidden: torch.Tensor,
+    ) -> Entered:
+        """What a block is given, with its tensors cut.
 
         first: the first block of this pass. cut_hidden: the hidden state is whole (block 0 of the model).
         """
@@ -199,13 +228,14 @@ class SequenceSplit:
         else:
             piece = hidden
         if self.degree == 1:
-            return *replace_hidden(args, kwargs, hidden, piece), piece
+            args, kwargs = replace_hidden(args, kwargs, hidden, piece)
+            return Entered(args, kwargs, piece)
         args, kwargs = tree_map(
             lambda value: piece if value is hidden else self._cut_other(value), (tuple(args), dict(kwargs))
         )
-        return args, kwargs, piece
+        return Entered(args, kwargs, piece)
 
-    def leave(self, out):
+    def leave(self, out: Tree) -> Tree:
         """megatron_sp, where the model ends with its blocks: the result with the positions of all ranks of
         tp.
         """
@@ -216,7 +246,7 @@ class SequenceSplit:
             out,
         )
 
-    def _cut_other(self, value):
+    def _cut_other(self, value: Tree) -> Tree:
         if not isinstance(value, torch.Tensor) or self.length not in value.shape:
             return value
         if looks_like_mask(value, self.length):
@@ -233,14 +263,14 @@ class SequenceSplit:
             self._cuts[id(value)] = value, self.cut(value, dim)  # the tensor is kept: its id stays its own
         return self._cuts[id(value)][1]
 
-    def cut_targets(self, targets):
-        """Targets (a tree of tensors) for this rank's positions. Raises ValueError for one that does not have
-        a value per position.
+    def cut_targets(self, targets: Tree) -> Tree:
+        """Targets for this rank's positions. Raises ValueError for some that do not have a value per
+        position.
         """
         if self.degree == 1:
             return targets
 
-        def cut(value):
+        def cut(value: Tree) -> Tree:
             if not isinstance(value, torch.Tensor):
                 return value
             if value.dim() < 2 or value.shape[1] != self.length:

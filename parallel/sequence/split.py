@@ -24,11 +24,17 @@ Source: zigzag is Zhu, ring-flash-attention, 2024 (its issue
 2), also in Llama 3 (Dubey et al. 2024, 3.3.2); ring over Ulysses is Fang and Zhao, USP, 2024.
 """
 
+from __future__ import annotations
+
 import itertools
+from typing import TYPE_CHECKING
 
 import torch
 
 from pycomm.parallel.ground import comm
+
+if TYPE_CHECKING:
+    from pycomm.parallel.ground.comm import Group
 
 __all__ = [
     "cut",
@@ -42,7 +48,11 @@ __all__ = [
 ]
 
 
-def _cut_spans(spans_, start, stop):
+Span = tuple[int, int]  # positions [start, stop)
+Spans = tuple[Span, ...]  # in increasing order
+
+
+def _cut_spans(spans_: Spans, start: int, stop: int) -> Spans:
     """The spans of the local indices start..stop of a piece that is made of spans_."""
     out, offset = [], 0
     for first, last in spans_:
@@ -53,18 +63,16 @@ def _cut_spans(spans_, start, stop):
     return tuple(out)
 
 
-def _total(spans_):
+def _total(spans_: Spans) -> int:
     return sum(stop - start for start, stop in spans_)
 
 
-def ring_spans(length, size, rank, zigzag):
-    """Spans of rank `rank` of a ring of `size`: a tuple of (start, stop), increasing, none empty, adjacent
-    ones joined.
-    """
+def ring_spans(length: int, size: int, rank: int, zigzag: bool) -> Spans:
+    """Of rank `rank` of a ring of `size`: none empty, adjacent ones joined."""
     chunks = comm.even_sizes(length, 2 * size if zigzag else size)
     edges = [0, *itertools.accumulate(chunks)]
     held = [rank, 2 * size - 1 - rank] if zigzag else [rank]
-    out = []
+    out: list[Span] = []
     for chunk in held:
         start, stop = edges[chunk], edges[chunk + 1]
         if out and out[-1][1] == start:
@@ -74,16 +82,23 @@ def ring_spans(length, size, rank, zigzag):
     return tuple(span for span in out if span[0] < span[1])
 
 
-def ulysses_sizes(length, ring, ulysses, zigzag, ring_rank=None):
-    """How many positions each ulysses rank holds in ring rank `ring_rank` (this rank's own by default): a
-    list of ulysses.size.
-    """
+def ulysses_sizes(
+    length: int, ring: Group, ulysses: Group, zigzag: bool, ring_rank: int | None = None
+) -> list[int]:
+    """How many positions each ulysses rank holds in ring rank `ring_rank` (this rank's own by default)."""
     ring_rank = ring.rank if ring_rank is None else ring_rank
     return comm.even_sizes(_total(ring_spans(length, ring.size, ring_rank, zigzag)), ulysses.size)
 
 
-def spans(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None):
-    """Spans that a rank holds, by default this one: a tuple of (start, stop)."""
+def spans(
+    length: int,
+    ring: Group,
+    ulysses: Group,
+    zigzag: bool,
+    ring_rank: int | None = None,
+    ulysses_rank: int | None = None,
+) -> Spans:
+    """That a rank holds, by default this one."""
     ring_rank = ring.rank if ring_rank is None else ring_rank
     ulysses_rank = ulysses.rank if ulysses_rank is None else ulysses_rank
     sizes = ulysses_sizes(length, ring, ulysses, zigzag, ring_rank)
@@ -91,7 +106,16 @@ def spans(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None):
     return _cut_spans(ring_spans(length, ring.size, ring_rank, zigzag), start, start + sizes[ulysses_rank])
 
 
-def positions(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None, *, device=None):
+def positions(
+    length: int,
+    ring: Group,
+    ulysses: Group,
+    zigzag: bool,
+    ring_rank: int | None = None,
+    ulysses_rank: int | None = None,
+    *,
+    device: torch.device | str | None = None,
+) -> torch.Tensor:
     """Positions in the full sequence that a rank (by default this one) holds, in local order: int64, (local
     length,).
     """
@@ -99,18 +123,25 @@ def positions(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None, 
     return torch.cat([torch.arange(*span, device=device) for span in held or ((0, 0),)])
 
 
-def local_length(length, ring, ulysses, zigzag, ring_rank=None, ulysses_rank=None):
+def local_length(
+    length: int,
+    ring: Group,
+    ulysses: Group,
+    zigzag: bool,
+    ring_rank: int | None = None,
+    ulysses_rank: int | None = None,
+) -> int:
     """How many positions a rank (by default this one) holds."""
     ulysses_rank = ulysses.rank if ulysses_rank is None else ulysses_rank
     return ulysses_sizes(length, ring, ulysses, zigzag, ring_rank)[ulysses_rank]
 
 
-def lengths(length, ring, ulysses, zigzag):
+def lengths(length: int, ring: Group, ulysses: Group, zigzag: bool) -> list[list[int]]:
     """How many positions every rank holds: lengths(...)[ring rank][ulysses rank]."""
     return [ulysses_sizes(length, ring, ulysses, zigzag, ring_rank) for ring_rank in range(ring.size)]
 
 
-def cut(tensor, dim, held):
+def cut(tensor: torch.Tensor, dim: int, held: Spans) -> torch.Tensor:
     """The part of a full tensor at the spans `held` along `dim`: a view where there is one span, else a copy.
     Differentiable.
     """
@@ -118,9 +149,9 @@ def cut(tensor, dim, held):
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
 
 
-def exchange_lengths(local, group, device):
-    """The number `local` of every rank of the group, as a list. Collective: one all_gather of 8 bytes, and
-    the host waits for it.
+def exchange_lengths(local: int, group: Group, device: torch.device) -> list[int]:
+    """The number `local` of every rank of the group. Collective: one all_gather of 8 bytes, and the host
+    waits for it.
     """
     if group.size == 1:
         return [local]
@@ -129,7 +160,9 @@ def exchange_lengths(local, group, device):
     return out.tolist()
 
 
-def check_pieces(q, k, v, group, local=None):
+def check_pieces(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, local: int | None = None
+) -> None:
     """ValueError unless q, k, v are what a sequence-parallel attention takes; local: length that this rank
     must hold, None for any.
 

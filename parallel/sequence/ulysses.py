@@ -29,7 +29,10 @@ caller knows them (`sizes`).
 Source: Jacobs et al., DeepSpeed Ulysses, 2023.
 """
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -37,7 +40,12 @@ from torch.autograd.function import once_differentiable
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.sequence import split
-from pycomm.parallel.sequence.mask import checked, of_heads
+from pycomm.parallel.sequence.mask import Mask, checked, of_heads
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+    from pycomm.parallel.ground.comm import Group
 
 __all__ = ["ulysses_attention"]
 
@@ -48,12 +56,24 @@ class _Cut(NamedTuple):
     """
 
     group: comm.Group
-    sizes: list
-    heads: tuple
+    sizes: list[int]
+    heads: tuple[split.Spans, ...]
 
 
-def _head_ranges(q_heads, k_heads, parts):
-    """((start, stop) of each rank's query heads, and of the key heads that these use)."""
+class _Kernel(Protocol):
+    """Attention of this rank's heads over whole sequences."""
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: split.Span, enable_gqa: bool
+    ) -> torch.Tensor:
+        """heads: (start, stop) of the queries'."""
+
+
+_Shape = tuple[int, ...]
+
+
+def _head_ranges(q_heads: int, k_heads: int, parts: int) -> tuple[split.Spans, split.Spans]:
+    """Of each rank's query heads, and of the key heads that these use."""
     shared = q_heads // k_heads
     q_ranges, k_ranges, start = [], [], 0
     for count in comm.even_sizes(q_heads, parts):
@@ -63,18 +83,18 @@ def _head_ranges(q_heads, k_heads, parts):
     return tuple(q_ranges), tuple(k_ranges)
 
 
-def _views(flat, shapes):
+def _views(flat: torch.Tensor, shapes: Sequence[_Shape]) -> list[torch.Tensor]:
     """The flat tensor as consecutive tensors of the given shapes."""
     counts = [torch.Size(shape).numel() for shape in shapes]
     return [piece.view(shape) for piece, shape in zip(flat.split(counts), shapes, strict=True)]
 
 
-def _head_shapes(tensors, cut):
+def _head_shapes(tensors: Sequence[torch.Tensor], cut: _Cut) -> tuple[list[list[_Shape]], list[list[_Shape]]]:
     """Shapes of what rank r's heads have at this rank's positions, for all r, and of what this rank's heads
     have at theirs.
     """
 
-    def shapes(ranges, size):
+    def shapes(ranges: Sequence[split.Span], size: int) -> list[_Shape]:
         return [
             (t.shape[0], stop - start, size, t.shape[3])
             for t, (start, stop) in zip(tensors, ranges, strict=True)
@@ -85,42 +105,42 @@ def _head_shapes(tensors, cut):
     return away, here
 
 
-def _counts(shapes):
+def _counts(shapes: Iterable[Iterable[_Shape]]) -> list[int]:
     return [sum(torch.Size(shape).numel() for shape in of_rank) for of_rank in shapes]
 
 
-def _flat(shapes):
+def _flat(shapes: Iterable[Iterable[_Shape]]) -> list[_Shape]:
     return [shape for of_rank in shapes for shape in of_rank]
 
 
-def _to_heads(tensors, cut):
+def _to_heads(tensors: Sequence[torch.Tensor], cut: _Cut) -> list[torch.Tensor]:
     """(B, all heads, my positions, D_i) -> (B, my heads, all positions, D_i), for all tensors in one call."""
     away, here = _head_shapes(tensors, cut)
     rows = tensors[0].new_empty(sum(_counts(away)))
-    parts = iter(_views(rows, _flat(away)))
+    sent = iter(_views(rows, _flat(away)))
     for by_rank in zip(*cut.heads, strict=True):
         for tensor, (start, stop) in zip(tensors, by_rank, strict=True):
-            next(parts).copy_(tensor[:, start:stop])
+            next(sent).copy_(tensor[:, start:stop])
     parts = _views(comm.all_to_all(rows, _counts(away), _counts(here), cut.group), _flat(here))
     number = len(tensors)
     return [torch.cat(parts[i::number], dim=2) for i in range(number)]
 
 
-def _to_sequence(tensors, cut):
+def _to_sequence(tensors: Sequence[torch.Tensor], cut: _Cut) -> list[torch.Tensor]:
     """The converse; heads that several ranks hold are summed in order of rank."""
     away, here = _head_shapes(tensors, cut)
     rows = tensors[0].new_empty(sum(_counts(here)))
-    parts = iter(_views(rows, _flat(here)))
+    sent = iter(_views(rows, _flat(here)))
     edges = [sum(cut.sizes[:rank]) for rank in range(cut.group.size)]
     for start, size in zip(edges, cut.sizes, strict=True):
         for tensor in tensors:
-            next(parts).copy_(tensor[:, :, start : start + size])
+            next(sent).copy_(tensor[:, :, start : start + size])
     parts = _views(comm.all_to_all(rows, _counts(here), _counts(away), cut.group), _flat(away))
     number = len(tensors)
     return [_join_heads(parts[i::number], ranges) for i, ranges in enumerate(cut.heads)]
 
 
-def _join_heads(parts, ranges):
+def _join_heads(parts: list[torch.Tensor], ranges: split.Spans) -> torch.Tensor:
     heads = max(stop for _, stop in ranges)
     if sum(stop - start for start, stop in ranges) == heads:  # every head is somewhere, so none is twice
         return torch.cat(parts, dim=1)
@@ -132,15 +152,22 @@ def _join_heads(parts, ranges):
     return out.to(like.dtype)
 
 
+class _Context(Protocol):
+    cut: _Cut
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
 class _ToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, cut, *tensors):
+    def forward(ctx: _Context, cut: _Cut, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.cut = cut
         return tuple(_to_heads(tensors, cut))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, *grads):
+    def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *_to_sequence(grads, ctx.cut)
 
 
@@ -152,19 +179,19 @@ class _ToSequence(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, cut, tensor):
+    def forward(ctx: _Context, cut: _Cut, tensor: torch.Tensor) -> torch.Tensor:
         ctx.cut = cut
         ctx.save_for_backward(tensor.new_empty(0))
         return _to_sequence([tensor], cut)[0]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018
         return None, _to_heads([grad], ctx.cut)[0]
 
 
-def _repeat(tensor, repeats):
+def _repeat(tensor: torch.Tensor, repeats: Iterable[int]) -> torch.Tensor:
     """Head i of dim 1, repeats[i] times. By cat, whose gradient is summed in a fixed order on every
     device.
     """
@@ -173,16 +200,18 @@ def _repeat(tensor, repeats):
     )
 
 
-def nothing(q, k, v):
+def nothing(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The result for no heads or no positions, joined to the graph: this rank must take part in backward's
     exchanges too.
     """
     return q.new_zeros((*q.shape[:3], v.shape[3])) + (q.sum() + k.sum() + v.sum())
 
 
-def through_heads(q, k, v, group, kernel, sizes):
-    """kernel(q, k, v, heads=, enable_gqa=) on this rank's heads, (start, stop) of the queries', and the
-    positions of all ranks of the group, in order of rank; sizes: of each.
+def through_heads(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, group: Group, kernel: _Kernel, sizes: list[int]
+) -> torch.Tensor:
+    """The kernel on this rank's heads and the positions of all ranks of the group, in order of rank; sizes:
+    of each.
     """
     q_ranges, k_ranges = _head_ranges(q.shape[1], k.shape[1], group.size)
     shared = q.shape[1] // k.shape[1]
@@ -202,14 +231,23 @@ def through_heads(q, k, v, group, kernel, sizes):
 
 
 def ulysses_attention(
-    q, k, v, group=None, *, is_causal=False, scale=None, attention=None, sizes=None, attn_mask=None
-):
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    group: Group | dist.ProcessGroup | None = None,
+    *,
+    is_causal: bool = False,
+    scale: float | None = None,
+    attention: Callable[..., torch.Tensor] | None = None,
+    sizes: list[int] | None = None,
+    attn_mask: torch.Tensor | Mask | None = None,
+) -> torch.Tensor:
     """Attention over the sequence whose contiguous pieces the ranks of `group` hold, in order of rank.
 
     q: (B, Hq, T_local, D), k: (B, Hkv, T_local, D), v: (B, Hkv, T_local, Dv), of one floating dtype, Hq a
     multiple of Hkv; B, heads and D equal on all ranks, T_local free. Returns (B, Hq, T_local, Dv). Collective
     on the group; so is its backward.
-    group: comm.Group, process group or None (default group). scale: of the scores, 1/sqrt(D) by default.
+    group: None: the default group. scale: of the scores, 1/sqrt(D) by default.
     attention: function (q, k, v, is_causal=, scale=, enable_gqa=) for whole sequences, by default
     F.scaled_dot_product_attention.
     sizes: T_local of every rank; without it one all_gather of 8 bytes asks for them, and the host waits.
@@ -217,18 +255,20 @@ def ulysses_attention(
     numbers to add (mask.py); not with is_causal. `attention` then takes it as attn_mask=.
     ValueError: shapes or dtypes that do not fit. Source: Jacobs et al. 2023; the head cut is described above.
     """
-    group = comm.as_group(group, "ulysses")
-    attention = F.scaled_dot_product_attention if attention is None else attention
-    split.check_pieces(q, k, v, group, None if sizes is None else sizes[group.rank])
-    sizes = split.exchange_lengths(q.shape[2], group, q.device) if sizes is None else sizes
+    ranks = comm.as_group(group, "ulysses")
+    attend: Callable[..., torch.Tensor] = F.scaled_dot_product_attention if attention is None else attention
+    split.check_pieces(q, k, v, ranks, None if sizes is None else sizes[ranks.rank])
+    sizes = split.exchange_lengths(q.shape[2], ranks, q.device) if sizes is None else sizes
     mask = checked(attn_mask, q, is_causal, sum(sizes))
 
-    def whole(q, k, v, heads, enable_gqa):
+    def whole(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, heads: split.Span, enable_gqa: bool
+    ) -> torch.Tensor:
         if not q.shape[2]:
             return nothing(q, k, v)
-        options = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
+        options: dict[str, object] = {"is_causal": is_causal, "scale": scale, "enable_gqa": enable_gqa}
         if mask is not None:
             options["attn_mask"] = of_heads(mask, heads).values
-        return attention(q, k, v, **options)
+        return attend(q, k, v, **options)
 
-    return through_heads(q, k, v, group, whole, sizes)
+    return through_heads(q, k, v, ranks, whole, sizes)

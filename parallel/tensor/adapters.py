@@ -29,6 +29,7 @@ from pycomm.parallel.tensor.narrow import plain
 from pycomm.parallel.tensor.sublayers import Unfit
 
 if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
     from pycomm.parallel.tensor.cut_sublayer import Cutter
     from pycomm.parallel.tensor.edges import SublayerInput, SumEdge
     from pycomm.parallel.tensor.slices import Slices
@@ -101,7 +102,7 @@ class AdapterForward:
     ) -> None:
         self.inner, self.base, self.enters, self.output = inner, base, enters, output
 
-    def __call__(self, x: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, *args: Tree, **kwargs: Tree) -> torch.Tensor:
         if self.enters is not None:
             return self.inner(self.enters(x), *args, **kwargs)
         assert self.output is not None  # one of both

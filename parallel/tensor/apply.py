@@ -22,7 +22,7 @@ from torch import nn
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.layout import Layout, whole
 from pycomm.parallel.tensor.cut_sublayer import Cutter, cut_sublayer, swap
-from pycomm.parallel.tensor.find import find
+from pycomm.parallel.tensor.find import Ties, find
 from pycomm.parallel.tensor.heads import split_heads
 from pycomm.parallel.tensor.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from pycomm.parallel.tensor.modules import base_of, is_linear, within
@@ -270,7 +270,7 @@ def parallelize_tensor(
     rules: Mapping[str, str] | None = None,
     blocks: str | None = None,
     sequence: CutSequence | None = None,
-    ties: Mapping[str, object] | None = None,
+    ties: Ties | None = None,
 ) -> TensorParallel:
     """Cuts a plain torch model over `group`, in place.
 

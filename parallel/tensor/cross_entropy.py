@@ -19,7 +19,7 @@ Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,12 +34,22 @@ if TYPE_CHECKING:
 __all__ = ["cross_entropy"]
 
 
+class _Context(Protocol):
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
 class _ShardedSum(torch.autograd.Function):
     """Sum over targets != ignore_index; logits (N, columns), targets (N,)."""
 
     @staticmethod
     def forward(
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, shard: VocabShard, ignore_index: int
+        ctx: _Context,
+        logits: torch.Tensor,
+        targets: torch.Tensor,
+        shard: VocabShard,
+        ignore_index: int,
     ) -> torch.Tensor:
         x = logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
         rows, columns = x.shape
@@ -58,7 +68,7 @@ class _ShardedSum(torch.autograd.Function):
         return torch.where(counts, log_sum - parts[1], 0).sum().to(logits.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits, log_sum, index, here, counts = ctx.saved_tensors
         out = (logits.to(log_sum.dtype) - log_sum[:, None]).exp_()
         if logits.shape[1]:

@@ -38,7 +38,7 @@ K = TypeVar("K", bound="CutLogits")
 _SHAPE = operator.attrgetter("shape.__get__")(T)  # a new object at each access, which is equal
 
 
-def _asked(names: str) -> list[Callable[..., object]]:
+def _asked(names: str) -> list[Callable[..., Tree]]:
     """What torch hands to __torch_function__ for attributes."""
     return [getattr(T, name).__get__ for name in names.split()]
 
@@ -108,7 +108,7 @@ class CutLogits(torch.Tensor):
     def __torch_function__(
         cls,
         func: Callable[..., Tree],
-        types: Collection[type],
+        types: Collection[type[torch.Tensor]],
         args: tuple[Tree, ...] = (),
         kwargs: dict[str, Tree] | None = None,
     ) -> Tree:
@@ -136,7 +136,11 @@ class CutLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's own is no method
-        cls, func: object, types: Iterable[type], args: Tree = (), kwargs: Tree = None
+        cls,
+        func: Callable[..., Tree],
+        types: Iterable[type[torch.Tensor]],
+        args: Tree = (),
+        kwargs: Tree = None,
     ) -> NoReturn:
         raise _unseen(f"a scripted function, torch.vmap, an autograd.Function ({func})")
 
@@ -149,7 +153,7 @@ def _unseen(what: str) -> ValueError:
     )
 
 
-def _has_tensor(args: Iterable[object], kwargs: Mapping[str, object]) -> bool:
+def _has_tensor(args: Iterable[Tree], kwargs: Mapping[str, Tree]) -> bool:
     return any(isinstance(value, T) for value in [*args, *kwargs.values()])
 
 

@@ -44,6 +44,7 @@ from pycomm.parallel.tensor.tables import is_table
 __all__ = ["find"]
 
 RULES: tuple[Rule, ...] = get_args(Rule)
+Ties = Mapping[str, str | int]  # name of a parameter -> what is equal for names of one parameter
 
 
 def find(
@@ -51,7 +52,7 @@ def find(
     *,
     rules: Mapping[str, str] | None = None,
     blocks: str | None = None,
-    ties: Mapping[str, object] | None = None,
+    ties: Ties | None = None,
 ) -> Cuts:
     """What can be cut. rules: {glob of module names: rule}; blocks: name of the trunk; ties: {name of a
     parameter: first name of the same one}, or None to compare the parameters themselves.
@@ -104,14 +105,14 @@ class Finder:
         modules: Mapping[str, nn.Module],
         rules: Mapping[str, str],
         blocks: str | None,
-        ties: Mapping[str, object],
+        ties: Ties,
     ) -> None:
         known = known_rules(modules, rules)
         if blocks is not None and blocks not in modules:
             raise ValueError(f"tensor parallelism: the model has no module {blocks!r} that blocks= names")
         self.modules = modules  # by name
         self.blocks = blocks  # name of the trunk
-        self.ties = ties  # name of a parameter -> what is equal for names of one parameter
+        self.ties = ties
         self.rules = {fqn: rule for fqn in modules if (rule := rule_of(fqn, known)) is not None}
         self.taken: set[str] = set()  # modules that are part of what was found
         self.cuts = Cuts([], {}, [], [], set(self.rules.items()), [])
@@ -198,7 +199,7 @@ class Finder:
     def _cut_vocabulary(self, table: str, head: str, outside: set[str]) -> None:
         """A table, its head, and the tables and heads that share a weight with one of them: all or none."""
         shared = {self.ties[name] for fqn in (table, head) for name in self._parameters_of(fqn)}
-        holders: dict[str, set[object]] = {}  # module -> which of these it has
+        holders: dict[str, set[str | int]] = {}  # module -> which of these it has
         for fqn in self.modules:
             if found := {self.ties[name] for name in self._parameters_of(fqn)} & shared:
                 holders[fqn] = found
@@ -218,7 +219,7 @@ class Finder:
                 self._note(fqn, "vocab", rows + (f", tied to {', '.join(tied)}" if tied else ""))
 
     def _followers(
-        self, holders: Mapping[str, set[object]], head: str, outside: set[str]
+        self, holders: Mapping[str, set[str | int]], head: str, outside: set[str]
     ) -> list[tuple[str, str]]:
         """(module, name) of vectors that are the head's bias too, in modules that only hold them (BERT)."""
         bias = self.ties.get(join(head, "bias"))

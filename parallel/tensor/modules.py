@@ -41,19 +41,19 @@ class Adapter(Protocol):
     def _modules(self) -> dict[str, nn.Module | None]: ...
 
 
-def is_transposed(linear: object) -> bool:
+def is_transposed(linear: nn.Module) -> bool:
     """Whether the weight is (in, out), as in the Conv1D of transformers."""
     return type(linear).__name__ == "Conv1D" and hasattr(linear, "nf")
 
 
-def is_linear(module: object) -> TypeGuard[nn.Linear]:
+def is_linear(module: nn.Module | None) -> TypeGuard[nn.Linear]:
     plain = (nn.Linear, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    if not isinstance(module, nn.Module) or type(module) not in plain and not is_transposed(module):
+    if module is None or type(module) not in plain and not is_transposed(module):
         return False
     return module._parameters.get("weight") is not None  # not one that a hook computes (weight_norm)
 
 
-def is_adapter(module: object) -> TypeGuard[Adapter]:
+def is_adapter(module: nn.Module | None) -> TypeGuard[Adapter]:
     """Whether it wraps a Linear and adds products of low rank to it (peft's lora.Linear)."""
     parts = getattr(module, "_modules", {})
     return all(isinstance(parts.get(name), nn.ModuleDict) for name in ("lora_A", "lora_B")) and is_linear(
@@ -61,7 +61,7 @@ def is_adapter(module: object) -> TypeGuard[Adapter]:
     )
 
 
-def is_projection(module: object) -> TypeGuard[nn.Module]:
+def is_projection(module: nn.Module | None) -> TypeGuard[nn.Module]:
     """A Linear, or one with an adapter."""
     return is_linear(module) or is_adapter(module)
 

@@ -184,7 +184,7 @@ class NarrowView(torch.Tensor):
     def __torch_function__(
         cls,
         func: Callable[..., Tree],
-        types: Collection[type],
+        types: Collection[type[torch.Tensor]],
         args: tuple[Tree, ...] = (),
         kwargs: dict[str, Tree] | None = None,
     ) -> Tree:

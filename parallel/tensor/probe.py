@@ -38,6 +38,7 @@ from pycomm.parallel.tensor.modules import base_of, linear_sizes
 from pycomm.parallel.tensor.slices import cut
 
 if TYPE_CHECKING:
+    from pycomm.parallel.given import Tree
     from pycomm.parallel.tensor.edges import SublayerOutput, SumEdge
     from pycomm.parallel.tensor.sublayers import Rows, Sublayer
 
@@ -87,11 +88,11 @@ class Give:
 
 def arguments(
     module: nn.Module, sublayer: Sublayer, x: torch.Tensor, generator: torch.Generator
-) -> dict[str, object]:
+) -> dict[str, Tree]:
     """{name: value} of what the forward of an owner asks for beside x, where its name tells what it is."""
     parameters = list(inspect.signature(module.forward).parameters.values())[1:]
     needed = {p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD}
-    made: dict[str, object] = {"residual": x, "attention_mask": None}
+    made: dict[str, Tree] = {"residual": x, "attention_mask": None}
     if sublayer.counts is not None:
         heads, dim = sublayer.counts.q_heads, sublayer.counts.head_dim
         made["position_embeddings"] = tuple(
@@ -102,7 +103,7 @@ def arguments(
     return {name: made[name] for name in wanted if name in made}
 
 
-def run(module: nn.Module, x: torch.Tensor, others: Mapping[str, object]) -> torch.Tensor:
+def run(module: nn.Module, x: torch.Tensor, others: Mapping[str, Tree]) -> torch.Tensor:
     out = module(x, **others)
     return out[0] if isinstance(out, (tuple, list)) else out
 
@@ -191,7 +192,7 @@ def _possible(sublayer: Sublayer, twin: nn.Module) -> tuple[Rows, ...]:
 
 class _Case(NamedTuple):
     x: torch.Tensor
-    others: Mapping[str, object]  # other arguments
+    others: Mapping[str, Tree]  # other arguments
     expected: torch.Tensor
 
 

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -142,18 +142,18 @@ def _postpones(x: torch.Tensor) -> bool:
     return any(isinstance(mode, DeferWeights) for mode in torch.overrides._get_current_function_mode_stack())
 
 
-class _CopyGradients(NamedTuple):
-    x: torch.Tensor | None
-    weight: torch.Tensor | None
-    bias: torch.Tensor | None
-    group: None = None
-    shards: None = None
+class _Context(Protocol):
+    rest: tuple[Group, Sequence[int]]  # and the shards
+    saved_tensors: tuple[torch.Tensor, torch.Tensor]  # x, weight
+    needs_input_grad: tuple[bool, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
 
 class _CopyLinear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
+        ctx: _Context,
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -166,7 +166,7 @@ class _CopyLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> _CopyGradients:
+    def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (x, weight), (group, shards), needed = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
         flat = grad.flatten(0, -2)
         grad_x = None
@@ -174,7 +174,7 @@ class _CopyLinear(torch.autograd.Function):
             _record_all_reduce(comm.nbytes_of(x), group)
             grad_x = fused.matmul_all_reduce(grad, weight, group.pg, shards=shards)
         grad_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
-        return _CopyGradients(grad_x, grad_weight, flat.sum(0) if needed[2] else None)
+        return grad_x, grad_weight, flat.sum(0) if needed[2] else None, None, None
 
 
 def _record_all_reduce(nbytes: int, group: Group) -> None:

@@ -188,7 +188,7 @@ class _Guarded(nn.Parameter):
     def __torch_function__(
         cls,
         func: Callable[..., Tree],
-        types: Collection[type],
+        types: Collection[type[torch.Tensor]],
         args: tuple[Tree, ...] = (),
         kwargs: dict[str, Tree] | None = None,
     ) -> Tree:

@@ -29,7 +29,7 @@ __all__ = ["cut_table", "is_table"]
 ROWS = 7  # of a trial
 
 
-def is_table(module: object) -> TypeGuard[nn.Embedding]:
+def is_table(module: nn.Module) -> TypeGuard[nn.Embedding]:
     """Whether it is an embedding whose rows may be cut."""
     if not isinstance(module, nn.Embedding) or module.max_norm is not None:
         return False

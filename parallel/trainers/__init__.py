@@ -3,7 +3,7 @@ module needs a package that pycomm does without.
 
 transformers.py    PlanTrainer, a transformers.Trainer
 lightning.py       PlanStrategy, for lightning's Trainer
-rows.py            what both do with batches of few rows
+rows.py            what both do with batches of few rows, and ask of a loader
 
 Accelerate and Lightning Fabric need no module: docs/trainers.md.
 """
