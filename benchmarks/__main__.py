@@ -2,6 +2,7 @@
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 COMMANDS = {  # the first word -> the module whose main(arguments) runs; any other one: an operation
     "strategies": "strategies.command",
@@ -15,7 +16,7 @@ COMMANDS = {  # the first word -> the module whose main(arguments) runs; any oth
 }
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command. Returns the exit status: 0, 1 when a rank failed or a result was wrong, 2 without a
     GPU; argparse exits with 2.
     """

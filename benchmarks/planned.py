@@ -7,23 +7,34 @@ predicted over measured, less 1. Order: of the pairs of plans whose measured ste
 those that are predicted in the other order.
 """
 
+from __future__ import annotations
+
 import itertools
 import statistics
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from pycomm.benchmarks.common import report
 from pycomm.benchmarks.common.options import add_files, new_parser
 from pycomm.benchmarks.common.ranks import RankError
-from pycomm.benchmarks.common.report import Page, Table
+from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
 from pycomm.benchmarks.strategies import measure
 from pycomm.benchmarks.strategies.command import add_sizes, plan_specs, size_of
 from pycomm.benchmarks.strategies.model import Size, make_batch, make_model, make_optimizer
 from pycomm.parallel import Plan
 from pycomm.parallel.planning import simulate
 from pycomm.parallel.planning.calibrate import calibrate
-from pycomm.parallel.planning.machine import from_toml, load_machine, tomllib
+from pycomm.parallel.planning.machine import Machine, from_toml, load_machine, tomllib
+
+if TYPE_CHECKING:
+    import argparse
+
+    from matplotlib.figure import Figure
+
+    from pycomm.parallel.planning.search import Prediction
 
 __all__ = ["main", "misplaced"]
 
@@ -35,7 +46,14 @@ SIZE = Size(dim=256, layers=8, vocab=1024, rows=16, length=128)
 APART = 1.1  # steps that differ by more have an order
 
 
-def misplaced(rows):
+class Compared(NamedTuple):
+    """machine: TOML text, or the file it came from."""
+
+    rows: list[Content]
+    machine: str
+
+
+def misplaced(rows: Sequence[Content]) -> list[tuple[str, str]]:
     """Pairs of plans whose measured steps are APART, and whose predicted ones are the other way round."""
     return [
         (a["plan"], b["plan"])
@@ -44,8 +62,8 @@ def misplaced(rows):
     ]
 
 
-def predicted(text, size, machine):
-    """The Prediction of one plan."""
+def predicted(text: str, size: Size, machine: Machine) -> Prediction:
+    """text: a plan."""
     plan = Plan.parse(text)
     model = make_model(size)
     microbatches = size.microbatches if plan.pp > 1 else 1
@@ -54,24 +72,23 @@ def predicted(text, size, machine):
     return simulate(plan, model, batch=batch, microbatches=microbatches, machine=machine, opt=opt)
 
 
-def run(options):
-    """(rows of the report, TOML text of the machine or the file it came from)."""
+def run(options: argparse.Namespace) -> Compared:
     torch.set_num_threads(1)
     specs = plan_specs(options.plans or PLANS, options.ranks)
     source = options.machine or calibrate(options.ranks)
     machine = load_machine(source) if options.machine else from_toml(tomllib.loads(source))
     settings = measure.Settings(options.rounds, options.steps)
     timed = measure.measure_time(specs, options.size, options.ranks, settings, timeout=options.timeout)
-    rows = []
+    rows: list[Content] = []
     for text in (spec.name for spec in specs):
         found, seconds = predicted(text, options.size, machine), timed[text].seconds
         parts = {name: 1e3 * part for name, part in found.time.parts().items()}
         row = {"plan": text, "measured_ms": 1e3 * seconds, "predicted_ms": 1e3 * found.seconds}
         rows.append(row | {"error": found.seconds / seconds - 1, "parts_ms": parts})
-    return rows, source
+    return Compared(rows, source)
 
 
-def table(content):
+def table(content: Content) -> Table:
     parts = list(content["rows"][0]["parts_ms"])
     lines = []
     for row in content["rows"]:
@@ -80,7 +97,7 @@ def table(content):
     return Table(None, ["plan", "measured ms", "predicted ms", "error", *parts], lines)
 
 
-def summary(content):
+def summary(content: Content) -> str:
     errors = [abs(row["error"]) for row in content["rows"]]
     wrong = misplaced(content["rows"])
     told = "; ".join(f"{first} before {second}" for first, second in wrong)
@@ -90,13 +107,13 @@ def summary(content):
     )
 
 
-def page(content):
+def page(content: Content) -> Page:
     size = ", ".join(f"{name} {value}" for name, value in content["size"].items())
     intro = [f"Steps of par on {content['ranks']} ranks, GPT: {size}.", "", summary(content)]
     return Page(intro, [table(content)], ["```", *content["machine_file"].splitlines(), "```"])
 
 
-def draw(content, pyplot):
+def draw(content: Content, pyplot: Pyplot) -> Figure:
     """Measured and predicted ms of every plan, the predicted ones by their parts."""
     rows = content["rows"]
     figure, axes = pyplot.subplots(figsize=(10, 0.8 + 0.55 * len(rows)), layout="constrained")
@@ -119,7 +136,7 @@ def draw(content, pyplot):
     return figure
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     """Returns the exit status: 0, 1 when a rank failed, 2 for a wrong argument."""
     parser = new_parser("python -m pycomm.benchmarks planned", __doc__)
     add = parser.add_argument

@@ -3,7 +3,9 @@
 import argparse
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from pycomm.benchmarks.common import report
 
@@ -16,11 +18,11 @@ COLUMNS = {  # kind of a report -> the module whose page(content) and draw(conte
 }
 
 
-def columns_of(content):
-    return importlib.import_module(COLUMNS[content["kind"]])
+def columns_of(content: report.Content) -> report.Columns:
+    return cast(report.Columns, importlib.import_module(COLUMNS[content["kind"]]))
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     """The sub-command. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m pycomm.benchmarks plot", description=__doc__)
     parser.add_argument("results", help="what --json of a benchmark has written")

@@ -12,6 +12,8 @@ windows of 128, 16 rows.
 import argparse
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,37 +27,56 @@ __all__ = ["measure"]
 VOCAB, ROWS, LENGTH, LAYERS, LIMIT = 256, 16, 128, 4, 3600.0
 
 
+class Spent(NamedTuple):
+    """Seconds of a turn."""
+
+    wall: float
+    processor: float  # of all threads
+
+
+class Measured(NamedTuple):
+    """The turns, and the bytes of the state."""
+
+    with_snapshots: list[Spent]
+    without: list[Spent]
+    nbytes: int
+
+
 class Decoder(nn.Module):
-    def __init__(self, width):
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.token, self.position = nn.Embedding(VOCAB, width), nn.Embedding(LENGTH, width)
-        options = {"nhead": 4, "dim_feedforward": 4 * width, "dropout": 0.0}
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, batch_first=True, norm_first=True, **options)
+            nn.TransformerEncoderLayer(
+                width, nhead=4, dim_feedforward=4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
             for _ in range(LAYERS)
         )
         self.head = nn.Linear(width, VOCAB, bias=False)
 
-    def forward(self, tokens):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.token(tokens) + self.position(torch.arange(tokens.shape[1], device=tokens.device))
         for block in self.blocks:
             x = block(x)
         return self.head(x)
 
 
-def make(width):
+def make(width: int) -> tuple[Decoder, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Decoder(width)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
 
 
-def measure(rank, options):
-    """(seconds and processor seconds of the turns with snapshots, those without, bytes of the state)."""
+def measure(rank: int, options: argparse.Namespace) -> Measured:
     plan = par.Plan.parse(options.plan)
-    model, opt = par.parallelize(*make(options.width), plan)
-    run = par.recovery.resilient(*make(options.width), plan, snapshot_every=options.every)
-    generator, times, losses = torch.Generator().manual_seed(1), ([], []), ([], [])
-    takes = (run.step, lambda batch: par.step(model, opt, batch))
+    plain, its_optimizer = make(options.width)
+    model, opt = par.parallelize(plain, its_optimizer, plan)
+    plain, its_optimizer = make(options.width)
+    run = par.recovery.resilient(plain, its_optimizer, plan, snapshot_every=options.every)
+    generator = torch.Generator().manual_seed(1)
+    times: tuple[list[Spent], list[Spent]] = ([], [])
+    losses: tuple[list[float], list[float]] = ([], [])
+    takes: tuple[Callable[..., torch.Tensor], ...] = (run.step, lambda batch: par.step(model, opt, batch))
     for turn in range(options.turns + 1):
         rows = torch.randint(VOCAB, (options.every, ROWS, LENGTH + 1), generator=generator)
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -63,32 +84,34 @@ def measure(rank, options):
             start, used = time.perf_counter(), time.process_time()
             for batch in rows:
                 loss = takes[which]((batch[:, :-1], batch[:, 1:]))
-            times[which].append((time.perf_counter() - start, time.process_time() - used))
+            times[which].append(Spent(time.perf_counter() - start, time.process_time() - used))
             losses[which].append(loss.item())
     assert losses[0] == losses[1], "the losses differ"
     count = sum(param.numel() for param in make(options.width)[0].parameters())
     run.close()
-    return times[0][1:], times[1][1:], 12 * count  # the first turn makes the optimizer's state
+    return Measured(times[0][1:], times[1][1:], 12 * count)  # the first turn makes the optimizer's state
 
 
-def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--plan", default="dp=2,zero=1")
     parser.add_argument("--every", type=int, default=10)
     parser.add_argument("--turns", type=int, default=20)
     parser.add_argument("--width", type=int, default=256)
     options = parser.parse_args(arguments)
     ranks = par.Plan.parse(options.plan).world_size
-    how = {"mode": "processes", "backend": "pycomm", "timeout": LIMIT}
-    with_snapshots, without, nbytes = run_ranks(ranks, measure, options, **how)[0]
+    found: Measured = run_ranks(ranks, measure, options, mode="processes", backend="pycomm", timeout=LIMIT)[0]
+    with_snapshots, without, nbytes = found
     turns = list(zip(with_snapshots, without, strict=True))
     quotients = [statistics.median(a[kind] / b[kind] for a, b in turns) for kind in (0, 1)]
     step = [
-        1e3 * statistics.median(t for t, _ in times) / options.every for times in (with_snapshots, without)
+        1e3 * statistics.median(turn.wall for turn in times) / options.every
+        for times in (with_snapshots, without)
     ]
     print(f"Plan({options.plan}), a snapshot of {nbytes / 1e6:.1f} MB every {options.every} steps:")
     print(f"  {step[0]:.1f} ms a step, without {step[1]:.1f} ms")
     print(f"  quotient of turns, median: time {quotients[0]:.3f}, processor time {quotients[1]:.3f}")
+    return 0
 
 
 if __name__ == "__main__":

@@ -15,7 +15,11 @@ many equal layers run on one row, so that activations and what is in use at one 
 gathered layers, the gradient of one bucket in fp32) are small beside the rest; how small is what is measured.
 """
 
+from __future__ import annotations
+
 import argparse
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,76 +29,78 @@ from torch.profiler import ProfilerActivity, profile
 import pycomm.parallel as par
 from pycomm.benchmarks.common import ranks as on_ranks
 from pycomm.benchmarks.common import report
-from pycomm.benchmarks.common.report import Page, Table
+from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
 from pycomm.parallel.data.bucket import BufferedBucket
 from pycomm.parallel.parts import parts_of
+from pycomm.parallel.planning.dry_run import events_of, peak_of
 from pycomm.parallel.zero.flat import FlatShards
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from pycomm.parallel.parts import Parallelized
 
 __all__ = ["closed_form", "measure"]
 
 
-def closed_form(zero, ranks):
+class Trained(NamedTuple):
+    """peak: bytes in the second step; parameters: how many."""
+
+    peak: int
+    parameters: int
+
+
+def closed_form(zero: int, ranks: int) -> float:
     """Bytes per parameter and rank."""
     return {0: 16, 1: 4 + 12 / ranks, 2: 2 + 14 / ranks, 3: 16 / ranks}[zero]
 
 
-def _registered(parts):
+def _registered(parts: Parallelized) -> int:
     """Bytes of registered buffers, which torch's allocator does not see. In a group of one there are none."""
-    held = []
+    held: list[torch.Tensor] = []
     for shards in parts.all_shards:
         if shards.bucket.group.size > 1:
-            if isinstance(shards.bucket, BufferedBucket):
+            if isinstance(shards.bucket, BufferedBucket) and shards.bucket.flat is not None:
                 held.append(shards.bucket.flat)
             if isinstance(shards, FlatShards):
                 held.append(shards.values)
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _train(zero, layers, dim):
-    """(peak bytes in the second step, number of parameters) of this rank."""
+def _train(zero: int, layers: int, dim: int) -> Trained:
+    """On this rank."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         torch.manual_seed(0)
         model = nn.Sequential(*(nn.Linear(dim, dim) for _ in range(layers)))
         count = sum(parameter.numel() for parameter in model.parameters())
-        opt = torch.optim.Adam(model.parameters(), lr=1e-3)
         bucket_mb = 2.01 * count / layers * 2 / 1e6  # two layers
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        model, opt = par.parallelize(
-            model, opt, par.Plan(dp=ranks, zero=zero, precision="bf16", bucket_mb=bucket_mb)
-        )
+        plan = par.Plan(dp=ranks, zero=zero, precision="bf16", bucket_mb=bucket_mb)
+        trained, opt = par.parallelize(model, torch.optim.Adam(model.parameters(), lr=1e-3), plan)
         batch = torch.randn(ranks, dim), torch.randn(ranks, dim)
-        par.step(model, opt, batch, nn.functional.mse_loss)
+        par.step(trained, opt, batch, nn.functional.mse_loss)
         with torch.profiler.record_function("second step"):
-            par.step(model, opt, batch, nn.functional.mse_loss)
-    events = recorded.profiler.kineto_results.events()
-    window = next(event for event in events if event.name() == "second step")
-    start, stop = window.start_ns(), window.start_ns() + window.duration_ns()
-    alive = peak = 0
-    for event in sorted(
-        (event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns()
-    ):
-        alive += event.nbytes()
-        if start <= event.start_ns() <= stop:
-            peak = max(peak, alive)
-    return peak + _registered(parts_of(model)), count
+            par.step(trained, opt, batch, nn.functional.mse_loss)
+    return Trained(peak_of(events_of(recorded)) + _registered(parts_of(trained)), count)
 
 
-def _on_rank(_, zero, layers, dim):
+def _on_rank(_: object, zero: int, layers: int, dim: int) -> Trained:
     return _train(zero, layers, dim)
 
 
-def measure(ranks, zero, layers=96, dim=128):
+def measure(ranks: int, zero: int, layers: int = 96, dim: int = 128) -> tuple[float, float]:
     """(largest measured bytes per parameter over the ranks, closed form)."""
-    group = {"backend": "pycomm"} if ranks > 1 else {}  # one rank trains without torch.distributed
+    # one rank trains without torch.distributed
+    group: dict[str, Any] = {"backend": "pycomm"} if ranks > 1 else {}
     results = on_ranks.run(ranks, _on_rank, zero, layers, dim, mode="processes", timeout=120.0, **group)
-    return max(peak / count for peak, count in results), closed_form(zero, ranks)
+    return max(peak / parameters for peak, parameters in results), closed_form(zero, ranks)
 
 
 # --- report --------------------
 
 
-def table(content, title=None):
-    lines = []
+def table(content: Content, title: str | None = None) -> Table:
+    lines: list[list[str]] = []
     for row in content["rows"]:
         measured, expected = row["measured"], row["closed_form"]
         cells = [f"{measured:.3f}", f"{expected:.3f}", f"{measured / expected:.3f}"]
@@ -102,12 +108,12 @@ def table(content, title=None):
     return Table(title, ["ranks", "zero", "measured", "closed form", "ratio"], lines)
 
 
-def page(content):
+def page(content: Content) -> Page:
     size = f"{content['layers']} layers of {content['dim']} x {content['dim']}"
     return Page([f"Peak bytes per parameter and rank in a step, {size}."], [table(content)], [])
 
 
-def draw(content, pyplot):
+def draw(content: Content, pyplot: Pyplot) -> Figure:
     figure, axes = pyplot.subplots(figsize=(8, 4.5), layout="constrained")
     rows, width = content["rows"], 0.2
     ranks = sorted({row["ranks"] for row in rows})
@@ -128,9 +134,9 @@ def draw(content, pyplot):
     return figure
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m pycomm.benchmarks.zero_memory", description=__doc__.split("\n")[0]
+        prog="python -m pycomm.benchmarks.zero_memory", description=(__doc__ or "").split("\n")[0]
     )
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks (default %(default)s)")
     parser.add_argument("--layers", type=int, default=96)
@@ -140,7 +146,7 @@ def main(arguments=None):
     parser.add_argument("--markdown", metavar="FILE", help="page to write")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    content = {
+    content: Content = {
         **report.context("zero_memory"),
         "layers": given.layers,
         "dim": given.dim,
@@ -153,6 +159,7 @@ def main(arguments=None):
             content["rows"].append(row)
     report.write(content, given, page, draw)
     report.show([table(content, "bytes per parameter and rank, peak of a step")])
+    return 0
 
 
 if __name__ == "__main__":

@@ -19,15 +19,29 @@ With --groups the world is cut into groups of consecutive ranks, which are all a
 world_size are those in the group, where the operations run, and only barrier() is of the world.
 """
 
+from __future__ import annotations
+
 import abc
 import datetime
 import importlib
 import importlib.util
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from pycomm import env
-from pycomm.benchmarks.collectives.cases import FORMS, OPS
+from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case, Form, OpName
 from pycomm.benchmarks.common import data, device
+from pycomm.quantities import GlobalRank
 
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import Buffer, DtypeName
+
+Call: TypeAlias = Callable[[], object]
+Forms: TypeAlias = tuple[Call | None, Call | None]  # as FORMS has them
 UCX = "pycomm:ucx"
 HOST_ONLY = "its ranks have host memory only here"
 CUDA_ONLY = "it takes CUDA tensors only (--device cuda)"
@@ -37,41 +51,51 @@ class Unsupported(Exception):
     """This backend cannot do what was asked (dtype, reduction); the others go on without it."""
 
 
+class Neighbours(NamedTuple):
+    """after, before: in the ring of send_recv; partner: in the pairs of pingpong."""
+
+    after: int
+    before: int
+    partner: int
+
+
 class Adapter(abc.ABC):
     """What the benchmark wants of a backend. rank and world_size, in the group, are set by start()."""
 
     device = "cpu"
     group, global_rank = 0, 0  # number of the group; rank in the world
+    rank: int
+    world_size: int
 
     @abc.abstractmethod
-    def start(self, spec): ...
+    def start(self, spec: Spec) -> None: ...
 
     @abc.abstractmethod
-    def version(self): ...
+    def version(self) -> str: ...
 
     @abc.abstractmethod
-    def calls(self, case, send, recv):
-        """{op: (out of place, in place)}, at least for case.op."""
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
+        """At least those of case.op. send, recv: of the adapter's own memory."""
 
     @abc.abstractmethod
-    def barrier(self): ...
+    def barrier(self) -> None: ...
 
     @abc.abstractmethod
-    def close(self): ...
+    def close(self) -> None: ...
 
-    def make_call(self, case, form, send, recv):
+    def make_call(self, case: Case, form: Form, send: Buffer, recv: Buffer) -> Call | None:
         return self.calls(case, send, recv)[case.op][FORMS.index(form)]
 
-    def make_memory(self):
+    def make_memory(self) -> data.HostMemory | data.DeviceMemory:
         return data.DeviceMemory("cuda") if self.device == "cuda" else data.HostMemory()
 
-    def host_barrier(self):
+    def host_barrier(self) -> None:
         """A barrier in which no kernel waits on the GPU: a rank may be making a graph, which waits for the
         kernels that run.
         """
         self.barrier()
 
-    def settle(self):
+    def settle(self) -> None:
         """Waits for what was enqueued on this rank's stream, then for all ranks. See [Note: ranks that share
         a GPU].
         """
@@ -79,24 +103,24 @@ class Adapter(abc.ABC):
             device.synchronize()
             self.barrier()
 
-    def enter_group(self, global_rank, spec):
+    def enter_group(self, global_rank: GlobalRank, spec: Spec) -> None:
         """Where this rank is."""
         self.global_rank, self.world_size = global_rank, spec["ranks"] // spec["groups"]
         self.group, self.rank = divmod(global_rank, self.world_size)
 
-    def enter_device(self, spec):
+    def enter_device(self, spec: Spec) -> None:
         """The rank's group, and with CUDA its GPU and stream."""
         self.enter_group(spec["rank"], spec)
         self.device, self.gpu = spec["device"], spec["rank"] // spec["ranks_per_gpu"]
         if self.device == "cuda":
             device.enter(self.gpu)
 
-    def neighbours(self):
-        """(next, previous, partner) of this rank: of the ring of send_recv, and of the pairs of pingpong."""
-        return (self.rank + 1) % self.world_size, (self.rank - 1) % self.world_size, self.rank ^ 1
+    def neighbours(self) -> Neighbours:
+        n = self.world_size
+        return Neighbours((self.rank + 1) % n, (self.rank - 1) % n, self.rank ^ 1)
 
 
-def make_adapter(name):
+def make_adapter(name: str) -> Adapter:
     """The adapter for a name as the user writes it. Raises ValueError."""
     if name in ("pycomm", UCX):
         return PycommAdapter("ucx" if name == UCX else None)
@@ -109,7 +133,7 @@ def make_adapter(name):
     raise ValueError(f"backend {name!r}: must be {names}.")
 
 
-def why_not(name, on, sharing, groups=1):
+def why_not(name: str, on: str, sharing: int, groups: int = 1) -> str | None:
     """Why a backend cannot take part in a run on "cpu" or "cuda", with `sharing` ranks per GPU and so many
     groups at once; None if it can.
     """
@@ -130,43 +154,44 @@ def why_not(name, on, sharing, groups=1):
 
         there = dist.is_available() and dist.is_nccl_available()
         return None if there else "this torch is built without NCCL"
-    there = importlib.util.find_spec("nccl")
-    return None if there else "nccl4py is not installed (pip install 'pycomm-runtime[nccl]')"
+    if importlib.util.find_spec("nccl"):
+        return None
+    return "nccl4py is not installed (pip install 'pycomm-runtime[nccl]')"
 
 
-def can_be_threads(name):
+def can_be_threads(name: str) -> bool:
     """torch.distributed and MPI have one rank per process."""
     return name == "pycomm"
 
 
-def is_mpi(name):
+def is_mpi(name: str) -> bool:
     return name == "mpi" or name.startswith("mpi:")
 
 
-def is_ours(name):
+def is_ours(name: str) -> bool:
     return name.startswith("pycomm")
 
 
-def both(call):
+def both(call: Call) -> Forms:
     """The same call in both forms: what differs is the buffers."""
     return call, call
 
 
-def pingpong(rank, send, recv):
+def pingpong(rank: int, send: Call, recv: Call) -> Forms:
     """The forms of a round trip; the even rank of a pair begins."""
 
-    def even():
+    def even() -> None:
         send()
         recv()
 
-    def odd():
+    def odd() -> None:
         recv()
         send()
 
     return both(odd if rank % 2 else even)
 
 
-def open_store(spec):
+def open_store(spec: Spec) -> dist.Store:
     import torch.distributed as dist
 
     host, port = spec["store"]
@@ -175,7 +200,7 @@ def open_store(spec):
     return dist.PrefixStore(f"benchmark/{spec['backend']}", store)
 
 
-def tensor_of(buffer, dtype):
+def tensor_of(buffer: Buffer, dtype: DtypeName) -> torch.Tensor:
     """A buffer of data.py as a tensor."""
     import torch
 
@@ -188,10 +213,10 @@ def tensor_of(buffer, dtype):
 class PycommAdapter(Adapter):
     """wire: what PYCOMM_WIRE is to say, None: as it is set."""
 
-    def __init__(self, wire=None):
+    def __init__(self, wire: str | None = None) -> None:
         self.wire = wire
 
-    def start(self, spec):
+    def start(self, spec: Spec) -> None:
         import torch
 
         import pycomm
@@ -208,22 +233,22 @@ class PycommAdapter(Adapter):
         if spec["groups"] > 1:
             self.comm = world.split(self.group, self.rank)
 
-    def version(self):
+    def version(self) -> str:
         wire = self.world.describe()["wire"]
         return f"pycomm {self.pycomm.__version__}" + (f" over {wire}" if wire else "")
 
-    def make_memory(self):
+    def make_memory(self) -> data.HostMemory | data.DeviceMemory:
         if not self.registered:
             return super().make_memory()
         return data.DeviceMemory(
             "cuda", lambda count, dtype: self.comm.empty(max(1, count), dtype, device="cuda")[:count]
         )
 
-    def calls(self, case, send, recv):
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
         comm, root, op, (after, before, partner) = self.comm, case.root, case.redop, self.neighbours()
         x, out = tensor_of(send, case.dtype), tensor_of(recv, case.dtype)
 
-        def send_recv():
+        def send_recv() -> None:
             work = comm.send(x, after, async_op=True)
             comm.recv(out, before)
             work.wait()
@@ -242,22 +267,22 @@ class PycommAdapter(Adapter):
             "barrier": both(comm.barrier),
         }
 
-    def barrier(self):
+    def barrier(self) -> None:
         self.world.barrier()
 
-    def host_barrier(self):
+    def host_barrier(self) -> None:
         self.world.all_reduce(self.word)
 
-    def close(self):
+    def close(self) -> None:
         self.comm.close()
         self.world.close()
 
 
 class TorchAdapter(Adapter):
-    def __init__(self, backend):
+    def __init__(self, backend: str) -> None:
         self.backend = backend
 
-    def start(self, spec):
+    def start(self, spec: Spec) -> None:
         import torch
         import torch.distributed as dist
 
@@ -267,34 +292,34 @@ class TorchAdapter(Adapter):
         torch.set_num_threads(1)
         self.enter_device(spec)
         self.dist, self.groups = dist, groups
-        options = {"timeout": datetime.timedelta(seconds=spec["timeout"])}
-        if self.backend == "nccl":
-            options["device_id"] = torch.device("cuda", self.gpu)
-        place = {"rank": self.global_rank, "world_size": spec["ranks"]}
-        dist.init_process_group(self.backend, store=open_store(spec), **place, **options)
+        dist.init_process_group(
+            self.backend,
+            store=open_store(spec),
+            rank=self.global_rank,
+            world_size=spec["ranks"],
+            timeout=datetime.timedelta(seconds=spec["timeout"]),
+            device_id=torch.device("cuda", self.gpu) if self.backend == "nccl" else None,
+        )
         self.among = dist.new_subgroups(self.world_size)[0] if spec["groups"] > 1 else None
 
-    def version(self):
+    def version(self) -> str:
         import torch
 
         return f"torch {torch.__version__}, backend {self.backend}"
 
-    def calls(self, case, send, recv):
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
         dist = self.dist
         if self.backend == "gloo" and case.redop == "avg":
             raise Unsupported("Gloo has no avg")
-        base, group = (
-            self.group * self.world_size,
-            self.among,
-        )  # torch names ranks by their number in the world
-        root, (after, before, partner) = base + case.root, (base + rank for rank in self.neighbours())
+        group = self.among
+        root, after, before, partner = (self.in_world(rank) for rank in (case.root, *self.neighbours()))
         x, out, is_root = tensor_of(send, case.dtype), tensor_of(recv, case.dtype), self.rank == case.root
         op = getattr(dist.ReduceOp, case.redop.upper()) if OPS[case.op].reduces else None
         reduce_scatter, all_gather = self.groups.reduce_scatter_flat, self.groups.all_gather_flat
         ins = list(x.chunk(self.world_size)) if is_root and case.op == "scatter" else None
         outs = list(out.chunk(self.world_size)) if is_root and case.op == "gather" else None
 
-        def send_recv():
+        def send_recv() -> None:
             work = dist.isend(x, after, group)
             dist.recv(out, before, group)
             work.wait()
@@ -315,8 +340,12 @@ class TorchAdapter(Adapter):
             "barrier": both(lambda: dist.barrier(group)),
         }
 
-    def barrier(self):
+    def in_world(self, rank: int) -> GlobalRank:
+        """By which torch names ranks. rank: in the group."""
+        return GlobalRank(self.group * self.world_size + rank)
+
+    def barrier(self) -> None:
         self.dist.barrier()
 
-    def close(self):
+    def close(self) -> None:
         self.dist.destroy_process_group()

@@ -26,11 +26,18 @@ L2 cache. The copy counts what it reads and what it writes, too. Caches serve so
 sizes all of them, so a fraction can exceed 1.
 """
 
-from pycomm.benchmarks.collectives.cases import GB
+from typing import NamedTuple
+
+from pycomm.benchmarks.collectives.cases import GB, Case, OpName, Timing
 from pycomm.benchmarks.common.data import ITEMSIZE
 
 
-def device_floor(op, n, k, in_place=False):
+class Fractions(NamedTuple):
+    of_bound: float
+    of_floor: float
+
+
+def device_floor(op: OpName, n: int, k: int, in_place: bool = False) -> int:
     """Bytes that any algorithm must read and write for n ranks on one GPU with chunks of k bytes."""
     match op:
         case "all_reduce" | "gather" | "scatter" | "send_recv":
@@ -50,8 +57,8 @@ def device_floor(op, n, k, in_place=False):
     raise AssertionError(op)
 
 
-def device_traffic(op, n, k, in_place=False):
-    """Bytes that each algorithm of pycomm reads and writes, {name: bytes}."""
+def device_traffic(op: OpName, n: int, k: int, in_place: bool = False) -> dict[str, int]:
+    """Bytes that each algorithm of pycomm reads and writes, by name."""
     match op:
         case "all_reduce":
             return {"two_shot": 2 * n * k, "ring": (6 * n - 4) * k, "one_shot": n * (4 * n - 2) * k}
@@ -64,8 +71,8 @@ def device_traffic(op, n, k, in_place=False):
     return {"move": device_floor(op, n, k, in_place)}
 
 
-def fractions(case, n, timing, copy_gbps, in_place):
-    """(of bound, of floor): the least time that the bytes need at copy_gbps over the measured one. None for
+def fractions(case: Case, n: int, timing: Timing, copy_gbps: float, in_place: bool) -> Fractions | None:
+    """The least time that the bytes need at copy_gbps over the measured one. None for
     one rank, and for barrier.
     """
     k = case.count * ITEMSIZE[case.dtype]
@@ -74,4 +81,4 @@ def fractions(case, n, timing, copy_gbps, in_place):
     seconds = timing.time_us / 1e6
     bound = min(device_traffic(case.op, n, k, in_place).values())
     floor = device_floor(case.op, n, k, in_place)
-    return tuple(nbytes / (copy_gbps * GB) / seconds for nbytes in (bound, floor))
+    return Fractions(*(nbytes / (copy_gbps * GB) / seconds for nbytes in (bound, floor)))

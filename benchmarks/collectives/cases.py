@@ -22,37 +22,53 @@ bytes of f32 on 4 ranks are 16.
 """
 
 import re
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Literal, NamedTuple, TypeAlias
 
 from pycomm.benchmarks.common import turns
-from pycomm.benchmarks.common.data import ITEMSIZE
+from pycomm.benchmarks.common.data import ITEMSIZE, DtypeName
+from pycomm.benchmarks.common.turns import Rounds
 
 GB = 1e9
 UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
-REDOPS = ("sum", "avg", "product", "min", "max")
-FORMS = ("out_of_place", "in_place")
+OpName: TypeAlias = Literal[
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "reduce",
+    "send_recv",
+    "pingpong",
+    "gather",
+    "scatter",
+    "barrier",
+]
+Redop: TypeAlias = Literal["sum", "avg", "product", "min", "max", "none"]  # none: it reduces nothing
+Form: TypeAlias = Literal["out_of_place", "in_place"]
+Chunks: TypeAlias = Literal["one", "all"] | None  # of a buffer: one, or one for each rank
+REDOPS: tuple[Redop, ...] = ("sum", "avg", "product", "min", "max")
+FORMS: tuple[Form, ...] = ("out_of_place", "in_place")
 
 
 class Op(NamedTuple):
     """What the benchmark must know of an operation."""
 
-    busbw_factor: object  # world size -> float
-    send: str | None  # elements that a rank puts in: "one" chunk, "all" n chunks, None
-    recv: str | None  # elements that it gets
+    busbw_factor: Callable[[int], float]  # of the world size
+    send: Chunks  # that a rank puts in
+    recv: Chunks  # that it gets
     reduces: bool = False
-    in_place: str | None = (
-        None  # the buffer of the in-place form: "send", "recv"; None: there is no such form
-    )
+    in_place: Literal["send", "recv"] | None = None  # the buffer of the in-place form, if there is one
     transfers: int = 1  # messages after each other in one call; the time of one is reported
     min_ranks: int = 1
     in_pairs: bool = False  # the world size must be even
 
 
-def _link(n):
+def _link(n: int) -> float:
     return (n - 1) / n
 
 
-OPS = {
+OPS: dict[OpName, Op] = {
     "all_reduce": Op(lambda n: 2 * _link(n), "one", "one", reduces=True, in_place="recv"),
     "reduce_scatter": Op(_link, "all", "one", reduces=True, in_place="send"),
     "all_gather": Op(_link, "one", "all", in_place="recv"),
@@ -65,27 +81,39 @@ OPS = {
     "scatter": Op(_link, "all", "one"),
     "barrier": Op(lambda n: 0, None, None),
 }
-MAIN_OPS = ("all_reduce", "reduce_scatter", "all_gather", "all_to_all", "broadcast", "send_recv")  # `all`
-OTHER_NAMES = {"all": MAIN_OPS, "sendrecv": ("send_recv",)}
+# `all`
+MAIN_OPS: tuple[OpName, ...] = (
+    "all_reduce",
+    "reduce_scatter",
+    "all_gather",
+    "all_to_all",
+    "broadcast",
+    "send_recv",
+)
+OTHER_NAMES: dict[str, tuple[str, ...]] = {"all": MAIN_OPS, "sendrecv": ("send_recv",)}
 
 
 class Case(NamedTuple):
     """One line of the table, the same for all backends."""
 
-    op: str
-    count: int
-    dtype: str
-    redop: str
+    op: OpName
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    dtype: DtypeName
+    redop: Redop
     root: int
 
-    def send_count(self, n):
-        return self.count * {None: 0, "one": 1, "all": n}[OPS[self.op].send]
+    def send_count(self, n: int) -> int:
+        return self.count * _chunks(OPS[self.op].send, n)
 
-    def recv_count(self, n):
-        return self.count * {None: 0, "one": 1, "all": n}[OPS[self.op].recv]
+    def recv_count(self, n: int) -> int:
+        return self.count * _chunks(OPS[self.op].recv, n)
 
-    def nbytes(self, n):
+    def nbytes(self, n: int) -> int:
         return max(self.send_count(n), self.recv_count(n)) * ITEMSIZE[self.dtype]
+
+
+def _chunks(which: Chunks, n: int) -> int:
+    return {None: 0, "one": 1, "all": n}[which]
 
 
 class Timing(NamedTuple):
@@ -99,16 +127,16 @@ class Timing(NamedTuple):
     spread: float  # largest over smallest median of a round
 
 
-def parse_ops(text):
+def parse_ops(text: str) -> list[OpName]:
     """Operations with commas. Raises ValueError."""
-    ops = [op for name in text.split(",") for op in OTHER_NAMES.get(name, (name,))]
-    for op in ops:
-        if op not in OPS:
-            raise ValueError(f"operation {op!r}: must be all or of {', '.join(OPS)}.")
-    return list(dict.fromkeys(ops))
+    names = dict.fromkeys(op for name in text.split(",") for op in OTHER_NAMES.get(name, (name,)))
+    for name in names:
+        if name not in OPS:
+            raise ValueError(f"operation {name!r}: must be all or of {', '.join(OPS)}.")
+    return [op for name in names for op in OPS if op == name]
 
 
-def make_case(op, nbytes, dtype, redop, root, n):
+def make_case(op: OpName, nbytes: int, dtype: DtypeName, redop: Redop, root: int, n: int) -> Case:
     """The case whose buffer has about nbytes. Raises ValueError if the operation needs more ranks or the root
     is none of them.
     """
@@ -124,8 +152,8 @@ def make_case(op, nbytes, dtype, redop, root, n):
     return Case(op, count, dtype, redop if spec.reduces else "none", root)
 
 
-def summarize(case, n, rounds, wrong):
-    """Turns rounds (lists of seconds per operation, one for each batch) into a Timing."""
+def summarize(case: Case, n: int, rounds: Rounds, wrong: int) -> Timing:
+    """rounds: of seconds per operation, one for each batch."""
     samples, medians = turns.samples_of(rounds), turns.medians(rounds)
     seconds = turns.medians([samples])[0]
     algbw = case.nbytes(n) / seconds / GB
@@ -139,7 +167,7 @@ def summarize(case, n, rounds, wrong):
     )
 
 
-def parse_nbytes(text):
+def parse_nbytes(text: str) -> int:
     """ "64K" -> 65536. Raises ValueError."""
     match = re.fullmatch(r"(\d{1,12})([KMG]?)B?", text.strip().upper(), re.ASCII)
     if not match or int(match[1]) == 0:
@@ -149,7 +177,7 @@ def parse_nbytes(text):
     return int(match[1]) << UNITS[match[2]]
 
 
-def parse_sizes(text, factor=2):
+def parse_sizes(text: str, factor: int = 2) -> list[int]:
     """ "8:1K" -> [8, 16, ... 1024]; "8,4K" -> [8, 4096]; both may be mixed. factor is the step of a range.
     Raises ValueError.
     """
@@ -167,7 +195,7 @@ def parse_sizes(text, factor=2):
     return sorted(set(sizes))
 
 
-def format_nbytes(nbytes):
+def format_nbytes(nbytes: int) -> str:
     """65536 -> "64K"; a number without a whole unit stays as it is."""
     for unit, shift in reversed(UNITS.items()):
         if nbytes >= 1 << shift and nbytes % (1 << shift) == 0:

@@ -9,31 +9,35 @@ import json
 import select
 import socket
 import time
+from collections.abc import Iterable
+from typing import Any, TypeAlias
 
 from pycomm.benchmarks.common.ranks import GRACE_S, RankError
+
+Message: TypeAlias = Any  # what JSON holds
 
 
 class Channel:
     """One side of a connection. Close it to tell the other side to end."""
 
-    def __init__(self, sock, label=""):
+    def __init__(self, sock: socket.socket, label: str = "") -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock, self.label, self._received = sock, label, b""
 
-    def fileno(self):
+    def fileno(self) -> int:
         return self.sock.fileno()
 
-    def send(self, message):
+    def send(self, message: Message) -> None:
         self.sock.sendall(json.dumps(message).encode() + b"\n")
 
-    def recv(self, timeout=None):
+    def recv(self, timeout: float | None = None) -> Message:
         """The next message. Raises EOFError when the other side ended, TimeoutError after timeout seconds."""
         self.sock.settimeout(timeout)
         while (message := self.poll()) is None:
             pass
         return message
 
-    def poll(self):
+    def poll(self) -> Message | None:
         """Reads once; returns a message when it is complete, else None."""
         if b"\n" not in self._received:
             data = self.sock.recv(1 << 16)
@@ -46,24 +50,27 @@ class Channel:
         self._received = rest
         return json.loads(line)
 
-    def close(self):
+    def close(self) -> None:
         self.sock.close()
 
 
-def connect(address, timeout):
+def connect(address: tuple[str, int], timeout: float) -> Channel:
     """The rank's side of a channel."""
-    return Channel(socket.create_connection(tuple(address), timeout=timeout))
+    host, port = address
+    return Channel(socket.create_connection((host, port), timeout=timeout))
 
 
-def gather(channels, timeout, doing):
+def gather(channels: Iterable[Channel], timeout: float, doing: str) -> list[Message]:
     """One reply from each channel, in their order. A reply is {"ok": value} or {"error": text}; doing is for
     messages.
 
     Raises RankError with the errors of all ranks that reported one, or named those that ended or did not
     answer in time.
     """
-    replies, errors, deadline = {}, [], time.monotonic() + timeout
-    waiting = list(channels)
+    replies: dict[Channel, Message] = {}
+    errors, deadline = list[str](), time.monotonic() + timeout
+    asked = list(channels)
+    waiting = list(asked)
     while waiting and time.monotonic() < deadline:
         ready, _, _ = select.select(waiting, [], [], max(0, deadline - time.monotonic()))
         for channel in ready:
@@ -86,4 +93,4 @@ def gather(channels, timeout, doing):
         raise RankError(
             f"{doing}: no answer within {timeout:g} s from {', '.join(channel.label for channel in waiting)}."
         )
-    return [replies[channel] for channel in channels]
+    return [replies[channel] for channel in asked]

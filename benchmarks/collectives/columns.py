@@ -1,12 +1,19 @@
 """The columns of nccl-tests, the comparison of backends, and the picture. Rows are those of
 runner.as_record."""
 
+from __future__ import annotations
+
 import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from pycomm.benchmarks.collectives.backends import is_ours
-from pycomm.benchmarks.collectives.cases import FORMS, format_nbytes
+from pycomm.benchmarks.collectives.cases import FORMS, Form, format_nbytes
 from pycomm.benchmarks.common import report
-from pycomm.benchmarks.common.report import Page, Table
+from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 NOISY = 2.0  # rounds that differ by more than this are marked ~
 BOUND_LEGEND = (
@@ -19,25 +26,27 @@ SPREAD_LEGEND = f"the medians of the rounds differ by more than {NOISY:g} times"
 COMPARED = "the faster form of each backend"
 
 
-def best(row, field="time_us", choose=min):
-    """A figure of the better form of a row: what comparisons use, since not every backend has both."""
+def best(row: Content, field: str = "time_us", choose: Callable[[Sequence[float]], float] = min) -> float:
+    """A figure of the better form of a row, of which it has one at least: what comparisons use, since not
+    every backend has both.
+    """
     values = [row.get(f"{form}_{field}") for form in FORMS]
-    return choose((value for value in values if value is not None), default=None)
+    return choose([value for value in values if value is not None])
 
 
-def compare(rows):
+def compare(rows: Sequence[Content]) -> list[Content]:
     """For each case and each backend of ours: its time, the best peer, and the ratios."""
-    cases, lines = {}, []
+    cases, lines = dict[tuple[Any, ...], list[Content]](), list[Content]()
     for row in rows:
         key = tuple(row[name] for name in ("op", "size", "count", "type", "redop", "root"))
         cases.setdefault(key, []).append(row)
     for beside in cases.values():
         peers = {row["backend"]: best(row) for row in beside if not is_ours(row["backend"])}
-        quickest = min(peers, key=peers.get, default=None)
+        quickest = min(peers, key=lambda name: peers[name], default=None)
         for row in beside:
             if is_ours(row["backend"]) and quickest:
                 ours = best(row)
-                line = {name: row[name] for name in ("op", "size", "type", "backend")}
+                line: Content = {name: row[name] for name in ("op", "size", "type", "backend")}
                 line |= {"time_us": ours, "best_peer": quickest, "best_peer_us": peers[quickest]}
                 line |= {
                     "of_best_peer": ours / peers[quickest],
@@ -50,13 +59,13 @@ def compare(rows):
 # --- tables --------------------
 
 
-def place(row):
+def place(row: Content) -> str:
     """Where a row was measured."""
     groups = row.get("groups", 1)
     return f"{row['ranks']} ranks" if groups == 1 else f"{groups} groups of {row['ranks']} ranks at once"
 
 
-def of_op(rows, title):
+def of_op(rows: Sequence[Content], title: str) -> Table:
     """The table of one operation. title has {op} and {place} to fill in."""
     head = ["time us", "p99 us", "algbw", "busbw", "#wrong"]
     titles = ["size", "count", "type", "redop", "backend", *head, *(f"{name}\nin place" for name in head)]
@@ -71,7 +80,7 @@ def of_op(rows, title):
     return Table(title.format(**rows[0], place=place(rows[0])), titles, lines)
 
 
-def _timing_cells(row, form):
+def _timing_cells(row: Content, form: Form) -> list[str]:
     if row[f"{form}_time_us"] is None:
         return ["n/a"] * 5
     time_us, p99_us, algbw, busbw, wrong, spread = (
@@ -81,15 +90,15 @@ def _timing_cells(row, form):
     return [f"{time_us:.2f}{mark}", f"{p99_us:.2f}", f"{algbw:.3g}", f"{busbw:.3g}", str(wrong)]
 
 
-def _bound_cells(row):
+def _bound_cells(row: Content) -> list[str]:
     cells = [f"{row['copy_gbps']:.0f}" if row.get("copy_gbps") else "n/a"]
     fractions = [row.get(f"{form}_{field}") for form in FORMS for field in ("of_bound", "of_floor")]
     return cells + ["n/a" if value is None else f"{value:.2f}" for value in fractions]
 
 
-def comparison(lines, title):
+def comparison(lines: Sequence[Content], title: str) -> Table:
     titles = ["op", "size", "backend", "time us", "best peer", "its time us", "time / best peer"]
-    cells = []
+    cells: list[list[str]] = []
     for line in lines:
         gloo = line["faster_than_gloo"]
         cells.append([line["op"], format_nbytes(line["size"]), line["backend"], f"{line['time_us']:.2f}"])
@@ -98,13 +107,13 @@ def comparison(lines, title):
     return Table(title, [*titles, "times faster than gloo"], cells)
 
 
-def by_op(rows, fields=("op",)):
+def by_op(rows: Sequence[Content], fields: Sequence[str] = ("op",)) -> list[list[Content]]:
     """[rows of one operation], in the order of the run; with "type" of one dtype, too."""
     keys = [tuple(row[field] for field in fields) for row in rows]
     return [[row for row, of in zip(rows, keys, strict=True) if of == key] for key in dict.fromkeys(keys)]
 
 
-def page(content):
+def page(content: Content) -> Page:
     rows, lines = content["rows"], content["comparison"]
     tables = [of_op(beside, "{op}, {place}") for beside in by_op(rows)]
     if lines:
@@ -115,7 +124,7 @@ def page(content):
     return Page(versions, tables, [*legend, f"`~`: {SPREAD_LEGEND}. GB = 1e9.", *content["notes"]])
 
 
-def hosts_line(content):
+def hosts_line(content: Content) -> list[str]:
     """Where the ranks were, if not on one host."""
     settings = content["settings"]
     if not settings.get("hosts"):
@@ -124,10 +133,13 @@ def hosts_line(content):
     return [f"emulated hosts {settings['hosts']} on this machine, {rate}"]
 
 
-def show(content, backends):
+def show(content: Content, backends: Mapping[str, str]) -> None:
     """In the terminal. backends: their versions by name."""
     rows, lines = content["rows"], content["comparison"]
-    shown = [report.machine_line(content), *(f"{name}: {version}" for name, version in backends.items())]
+    shown: list[str | Table] = [
+        report.machine_line(content),
+        *(f"{name}: {version}" for name, version in backends.items()),
+    ]
     shown += hosts_line(content)
     title = "{op}, {place}; GB/s, GB = 1e9; median and 99th percentile"
     shown += [of_op(beside, title) for beside in by_op(rows)]
@@ -148,7 +160,7 @@ def show(content, backends):
 # --- picture --------------------
 
 
-def draw(content, pyplot):
+def draw(content: Content, pyplot: Pyplot) -> Figure:
     """busbw over size, one line per backend, one picture per operation; log-log."""
     tables = [rows for rows in by_op(content["rows"], ("op", "type")) if rows[0]["op"] != "barrier"]
     columns = min(3, max(1, len(tables)))

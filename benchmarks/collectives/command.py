@@ -1,7 +1,11 @@
 """python -m pycomm.benchmarks OPERATION: the command line. See --help."""
 
+from __future__ import annotations
+
 import math
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from pycomm import env
 from pycomm.benchmarks.collectives import backends, cases, columns, runner
@@ -10,6 +14,11 @@ from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.options import add_files, add_place, chosen, new_parser
 from pycomm.benchmarks.common.ranks import RankError
 from pycomm.testing import emulated
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pycomm.benchmarks.common.report import Content
 
 INSIDE = "--inside-emulated-hosts"  # said by the command to itself
 BACKENDS = {"cpu": "pycomm,gloo", "cuda": "pycomm,pycomm-torch,nccl"}  # unless --backends says otherwise
@@ -61,7 +70,7 @@ what is timed
 """
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a result was wrong, 2 without a
     GPU, 77 where hosts cannot be emulated; argparse exits with 2.
     """
@@ -98,7 +107,9 @@ def main(arguments):
     return 1 if wrong else 0
 
 
-def show(results, options, given=None):
+def show(
+    results: runner.Results, options: runner.Options, given: argparse.Namespace | None = None
+) -> Content:
     """Writes the files that were asked for, prints the tables, and returns the report."""
     rows = [runner.as_record(row) for row in results.rows]
     names = (
@@ -125,7 +136,7 @@ def show(results, options, given=None):
     return content
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m pycomm.benchmarks", DESCRIPTION)
     add, default = parser.add_argument, "(default %(default)s)"
     add("op", help=f"{', '.join(cases.OPS)}; several with commas; all: {', '.join(cases.MAIN_OPS)}")
@@ -162,8 +173,8 @@ def make_parser():
     return parser
 
 
-def make_options(given):
-    """The parsed command line as Options. Raises ValueError."""
+def make_options(given: argparse.Namespace) -> runner.Options:
+    """The parsed command line. Raises ValueError."""
     ops, cuda = cases.parse_ops(given.op), given.device == "cuda"
     names = tuple(dict.fromkeys((given.backends or BACKENDS[given.device]).split(",")))
     for name in names:
@@ -186,7 +197,7 @@ def make_options(given):
     return runner.Options(**{**kept, **computed})
 
 
-def hosts_of(given):
+def hosts_of(given: argparse.Namespace) -> dict[str, Any]:
     """What --hosts says of the options. Raises ValueError."""
     if given.hosts is None:
         if given.rate is not None:

@@ -7,15 +7,25 @@ DeepSpeed has no kernel it calls torch's all_reduce instead; that would be Gloo 
 refused here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import subprocess
 import sys
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 from pycomm import env
-from pycomm.benchmarks.collectives.backends import TorchAdapter, Unsupported, tensor_of
+from pycomm.benchmarks.collectives.backends import Adapter, Forms, TorchAdapter, Unsupported, tensor_of
+from pycomm.benchmarks.collectives.cases import Case, OpName
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import Buffer, DtypeName
 
 BUILD_TIMEOUT_S = 600.0
-DTYPES = {"f32": 1, "f16": 2, "bf16": 2}  # dtype -> the vector_kernel_level() that it needs
+# dtype -> the vector_kernel_level() that it needs
+DTYPES: dict[DtypeName, int] = {"f32": 1, "f16": 2, "bf16": 2}
 HOST = {"DS_ACCELERATOR": "cpu"}
 PROGRAM = """
 from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
@@ -23,29 +33,29 @@ ShareMemCommBuilder().load()
 """
 
 
-def build():
+def build() -> None:
     """Compiles the kernel, if that has not been done. Raises ValueError."""
-    command, told = [sys.executable, "-c", PROGRAM], {"capture_output": True, "text": True}
+    command, child_env = [sys.executable, "-c", PROGRAM], env.for_child(**HOST)
     try:
-        done = subprocess.run(command, env=env.for_child(**HOST), timeout=BUILD_TIMEOUT_S, **told)
+        done = subprocess.run(command, env=child_env, timeout=BUILD_TIMEOUT_S, capture_output=True, text=True)
     except subprocess.TimeoutExpired:
         raise ValueError(f"deepspeed: its kernel was not compiled in {BUILD_TIMEOUT_S:g} s.") from None
     if done.returncode:
         raise ValueError(f"deepspeed: its kernel cannot be compiled here.\n{done.stderr[-2000:]}")
 
 
-def make_adapter():
+def make_adapter() -> Adapter:
     return DeepSpeedAdapter()
 
 
 class DeepSpeedAdapter(TorchAdapter):
     """The group is Gloo's; inputs, barriers and checks are as there."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__("gloo")
         self.level = 0
 
-    def start(self, spec):
+    def start(self, spec: Spec) -> None:
         super().start(spec)
         host, port = spec["store"]
         # LOCAL_SIZE makes the kernel set itself up, address and port name its shared memory
@@ -59,10 +69,10 @@ class DeepSpeedAdapter(TorchAdapter):
         if getattr(backend, "shm_comm_op", None) is not None:
             self.level = backend.shm_vector_kernel_level
 
-    def version(self):
+    def version(self) -> str:
         return f"DeepSpeed {self.deepspeed.__version__}, inference_all_reduce"
 
-    def calls(self, case, send, recv):
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
         if case.op != "all_reduce" or case.redop != "sum" or case.dtype not in DTYPES:
             raise Unsupported(f"its kernel has all_reduce alone, of sums of {', '.join(DTYPES)}")
         if self.level < DTYPES[case.dtype]:

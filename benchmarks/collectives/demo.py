@@ -24,6 +24,7 @@ def bandwidth_demo(out_png: str, ranks: int = 2, limit: float = 40.0) -> runner.
         limit=limit,
     )
     results = runner.run(options, progress=lambda text: None)
+    assert results is not None  # no launcher has started this process
     report.draw(command.show(results, options), columns.draw, out_png)
     if wrong := sum(row.wrong for row in results.rows):
         raise RankError(f"all_reduce: {wrong} elements are wrong.")

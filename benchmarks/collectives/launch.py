@@ -12,6 +12,8 @@ ranks are then started by mpiexec on that node. Ranks are told where the control
 store, through `spec` (worker.main); only processes that were started here are ended here.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import multiprocessing
@@ -21,14 +23,23 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, cast
 
 from pycomm import env
 from pycomm.benchmarks.collectives import deepspeed_shm, mpi, worker
 from pycomm.benchmarks.collectives.backends import can_be_threads, is_mpi
-from pycomm.benchmarks.collectives.channel import Channel, gather
+from pycomm.benchmarks.collectives.channel import Channel, Message, gather
 from pycomm.benchmarks.common.ranks import RankError
 from pycomm.testing import RankProcesses
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from pycomm.benchmarks.collectives.runner import Options
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.testing import emulated
 
 # for all ranks to import, connect and form groups; many ranks on few cores are slow
 START_TIMEOUT_S, START_TIMEOUT_OF_RANK_S = 90.0, 2.0
@@ -40,10 +51,10 @@ END_TIMEOUT_S = 15.0  # for ranks to end by themselves
 class Team:
     """The ranks of one backend."""
 
-    def __init__(self, name, version, channels):
+    def __init__(self, name: str, version: str, channels: Sequence[Channel]) -> None:
         self.name, self.version, self.channels = name, version, channels
 
-    def ask(self, timeout, doing, command, *arguments):
+    def ask(self, timeout: float, doing: str, command: str, *arguments: Message) -> list[Message]:
         """Sends a command to every rank and returns their replies by rank. Raises RankError."""
         try:
             for channel in self.channels:
@@ -58,10 +69,11 @@ class Ranks:
     torchrun.
     """
 
-    def __init__(self):
-        self.teams, self.commands = [], []
+    def __init__(self) -> None:
+        self.teams: list[RankProcesses] = []
+        self.commands: list[subprocess.Popen[bytes]] = []
 
-    def start(self, spec, ranks):
+    def start(self, spec: Spec, ranks: Iterable[int]) -> None:
         """The ranks of a backend of torch's or ours."""
         if spec["threads"]:
             ranks = [0]
@@ -71,7 +83,7 @@ class Ranks:
         method = "spawn" if fresh else "forkserver"
         self.teams.append(RankProcesses(ranks, worker.main, spec, method=method))
 
-    def start_mpi(self, spec, found):
+    def start_mpi(self, spec: Spec, found: mpi.Mpi) -> None:
         text = json.dumps({**spec, "site": found.site})
         command = [*found.before, found.mpiexec, *found.flags, "-n", str(spec["ranks"])]
         command += [sys.executable, "-m", worker.__name__, text]
@@ -80,7 +92,7 @@ class Ranks:
             subprocess.Popen(command, env=child_env, stdin=subprocess.DEVNULL, stdout=sys.stderr)
         )
 
-    def failed(self):
+    def failed(self) -> list[str]:
         """What ended with an error so far."""
         found = [
             f"rank process {process.pid} (exit status {process.exitcode})"
@@ -89,20 +101,23 @@ class Ranks:
             if process.exitcode
         ]
         return found + [
-            f"{Path(p.args[0]).name} {p.pid} (exit status {p.returncode})" for p in self.commands if p.poll()
+            f"{Path(cast(list[str], p.args)[0]).name} {p.pid} (exit status {p.returncode})"
+            for p in self.commands
+            if p.poll()
         ]
 
-    def join(self, timeout=None):
+    def join(self, timeout: float | None = None) -> None:
         """Waits until all have ended, for timeout seconds at most."""
         deadline = None if timeout is None else time.monotonic() + timeout
-        waits = [team.join for team in self.teams] + [process.wait for process in self.commands]
+        waits: list[Callable[[float | None], object]] = [team.join for team in self.teams]
+        waits += [process.wait for process in self.commands]
         for wait in waits:
             try:
                 wait(None if deadline is None else max(0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 pass
 
-    def end(self):
+    def end(self) -> None:
         """Ends those that are still there; mpiexec gently at first: it passes SIGTERM on to its ranks."""
         for team in self.teams:
             team.close()
@@ -117,40 +132,49 @@ class Ranks:
 class Controller:
     """Has all teams. A context manager: leaving it ends every rank."""
 
-    def __init__(self, options, host, store, ranks, *, tell=lambda spec: None, hosts=None):
-        """Listens on host; store is (host, port) of torch's; ranks are those to start here; tell(spec) lets
+    start_limit: float
+
+    def __init__(
+        self,
+        options: Options,
+        host: str,
+        store: tuple[str, int],
+        ranks: Iterable[int],
+        *,
+        tell: Callable[[Spec], object] = lambda spec: None,
+        hosts: emulated.Hosts | None = None,
+    ) -> None:
+        """Listens on host; store is torch's; ranks are those to start here; tell(spec) lets
         others start theirs; hosts: emulated ones for the ranks, or None.
         """
         self.hosts, self.opened = hosts, contextlib.ExitStack()
         self.options, self.ranks_here = options, ranks
-        self.ranks, self.teams = Ranks(), []
-        self.pending = []  # channels of ranks that have not said who they are
-        self.found = {name: {} for name in options.backends}  # backend -> rank -> channel
-        self.versions = {}
+        self.ranks, self.teams = Ranks(), list[Team]()
+        self.pending: list[Channel] = []  # of ranks that have not said who they are
+        # backend -> rank -> channel
+        self.found: dict[str, dict[int, Channel]] = {name: {} for name in options.backends}
+        self.versions: dict[str, str] = {}
         self.listener = socket.create_server((host, 0))
-        self.spec = {
+        self.spec: Spec = {
             "address": self.listener.getsockname()[:2],
             "token": secrets.token_hex(16),
             "store": store,
             "threads": False,
             "site": None,
-            "keepers": hosts and [hosts.keepers[host].pid for host in hosts.placement],
-            "hosts": hosts and [hosts.names[host] for host in hosts.placement],
+            "keepers": None if hosts is None else [hosts.keepers[host].pid for host in hosts.placement],
+            "hosts": None if hosts is None else [hosts.names[host] for host in hosts.placement],
+            "ranks": options.ranks,
+            "groups": options.groups,
+            "timeout": options.timeout,
+            "sessions": options.sessions,
+            "device": options.device,
+            "ranks_per_gpu": options.sharing,
+            "registered": options.registered,
+            "graph": options.graph,
         }
-        for name in (
-            "ranks",
-            "groups",
-            "timeout",
-            "sessions",
-            "device",
-            "ranks_per_gpu",
-            "registered",
-            "graph",
-        ):
-            self.spec[name] = getattr(options, name)
         tell(self.spec)
 
-    def __enter__(self):
+    def __enter__(self) -> Controller:
         try:
             self._start()
         except BaseException:
@@ -158,17 +182,17 @@ class Controller:
             raise
         return self
 
-    def _start(self):
+    def _start(self) -> None:
         names, options = self.options.backends, self.options
         installations = {name: mpi.find_mpi(name, options.mpi_root) for name in names if is_mpi(name)}
-        if self.hosts is not None:
+        hosts = self.hosts
+        if hosts is not None:
             installations = {
-                name: mpi.over_hosts(found, self.hosts, self.folder())
-                for name, found in installations.items()
+                name: mpi.over_hosts(found, hosts, self.folder()) for name, found in installations.items()
             }
         for name in names:
             threads = options.ranks_as == "threads" and can_be_threads(name)
-            spec = {**self.spec, "backend": name, "threads": threads}
+            spec: Spec = {**self.spec, "backend": name, "threads": threads}
             if name == "deepspeed":
                 deepspeed_shm.build()
             if name in installations:
@@ -184,11 +208,11 @@ class Controller:
             for name, channels in self.found.items()
         ]
 
-    def folder(self):
+    def folder(self) -> str:
         """For what an MPI must read; gone with the controller."""
         return self.opened.enter_context(tempfile.TemporaryDirectory(prefix="pycomm-mpi-"))
 
-    def _accept(self, deadline):
+    def _accept(self, deadline: float) -> None:
         """Takes ranks in. A rank connects before it forms its group, so its hello may be far behind."""
         self.pending += self._connected()
         for channel in list(self.pending):
@@ -215,14 +239,14 @@ class Controller:
         if missing and time.monotonic() > deadline:
             raise RankError(f"not there after {self.start_limit:g} s: {names}.")
 
-    def _connected(self):
+    def _connected(self) -> list[Channel]:
         self.listener.settimeout(0.05)
         try:
             return [Channel(self.listener.accept()[0])]
         except TimeoutError:
             return []
 
-    def _welcome(self, channel, hello):
+    def _welcome(self, channel: Channel, hello: Mapping[str, Message]) -> None:
         name = hello["backend"]
         if "error" in hello:
             raise RankError(f"{name}: a rank could not start.\n{hello['error']}")
@@ -231,7 +255,10 @@ class Controller:
         self.found[name][hello["rank"]] = channel
         self.versions[name] = hello["version"]
 
-    def __exit__(self, *error):
+    def __exit__(
+        self,
+        *error: type[BaseException] | BaseException | TracebackType | None,
+    ) -> None:
         connected = [channel for channels in self.found.values() for channel in channels.values()]
         for channel in self.pending + connected:
             channel.close()

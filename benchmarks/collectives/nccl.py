@@ -4,19 +4,28 @@ nccl4py 0.6.0. One rank per GPU.
 The unique id of the group travels through torch's store, as in any program that starts NCCL by itself.
 """
 
-from pycomm.benchmarks.collectives.backends import Adapter, Unsupported, both, open_store, pingpong
-from pycomm.benchmarks.collectives.cases import OPS
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, cast
+
+from pycomm.benchmarks.collectives.backends import Adapter, Forms, Unsupported, both, open_store, pingpong
+from pycomm.benchmarks.collectives.cases import OPS, Case, OpName
 from pycomm.benchmarks.common import device
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import Buffer
 
 NAMES = {"sum": "SUM", "avg": "AVG", "product": "PROD", "min": "MIN", "max": "MAX"}
 
 
-def make_adapter():
+def make_adapter() -> Adapter:
     return Nccl4pyAdapter()
 
 
 class Nccl4pyAdapter(Adapter):
-    def start(self, spec):
+    def start(self, spec: Spec) -> None:
         import nccl.core
         import torch
 
@@ -24,23 +33,24 @@ class Nccl4pyAdapter(Adapter):
         self.enter_device(spec)
         self.nccl, store = nccl.core, open_store(spec)
         if self.rank == 0:
-            store.set("unique_id", bytes(self.nccl.get_unique_id()))
+            # torch's stub has str alone; the store takes both
+            store.set("unique_id", cast(str, bytes(self.nccl.get_unique_id())))
         unique_id = self.nccl.UniqueId.from_bytes(bytes(store.get("unique_id")))
         self.comm = self.nccl.Communicator.init(self.world_size, self.rank, unique_id)
         self.stream = torch.cuda.current_stream().cuda_stream
         self.token = torch.zeros(1, device="cuda")
 
-    def version(self):
+    def version(self) -> str:
         return f"nccl4py {self.nccl.__version__}"
 
-    def calls(self, case, send, recv):
+    def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
         if case.op == "barrier":
             raise Unsupported("NCCL has no barrier")
         comm, root, (after, before, partner) = self.comm, case.root, self.neighbours()
         op = getattr(self.nccl, NAMES[case.redop]) if OPS[case.op].reduces else None
         here = {"stream": self.stream}
 
-        def send_recv():
+        def send_recv() -> None:
             self.nccl.group_start()
             comm.send(send, after, **here)
             comm.recv(recv, before, **here)
@@ -61,9 +71,9 @@ class Nccl4pyAdapter(Adapter):
             ),
         }
 
-    def barrier(self):
+    def barrier(self) -> None:
         self.comm.allreduce(self.token, self.token, self.nccl.SUM, stream=self.stream)
         device.synchronize()
 
-    def close(self):
+    def close(self) -> None:
         self.comm.destroy()

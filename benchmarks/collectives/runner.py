@@ -10,6 +10,8 @@
 While one team measures, the others sleep (channel.py).
 """
 
+from __future__ import annotations
+
 import itertools
 import json
 import math
@@ -17,16 +19,26 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 from pycomm import env
 from pycomm.benchmarks.collectives import backends, bounds, cases
-from pycomm.benchmarks.collectives.cases import FORMS, OPS
+from pycomm.benchmarks.collectives.cases import FORMS, OPS, Form
 from pycomm.benchmarks.collectives.launch import Controller, Ranks, Team
 from pycomm.benchmarks.common import device, memory, turns
 from pycomm.benchmarks.common.data import ITEMSIZE
 from pycomm.benchmarks.common.ranks import RankError
 from pycomm.testing import emulated
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.collectives.channel import Message
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import DtypeName
+    from pycomm.benchmarks.common.report import Content
+    from pycomm.benchmarks.common.turns import Rounds
+
+Progress: TypeAlias = Callable[[str], object]
+RanksAs: TypeAlias = Literal["processes", "threads"]
 
 # A batch lasts at least this long: reading the clock costs nothing then. On a GPU it is longer, since ranks
 # that are threads begin their batches as much as a few milliseconds apart.
@@ -43,37 +55,43 @@ STORE_PREFIX = "pycomm.benchmarks"
 class Options(NamedTuple):
     """What the command line says."""
 
-    ops: list
-    sizes: list  # bytes
-    dtypes: tuple = ("f32",)
-    redop: str = "sum"
+    ops: list[cases.OpName]
+    sizes: list[int]  # bytes
+    dtypes: tuple[DtypeName, ...] = ("f32",)
+    redop: cases.Redop = "sum"
     root: int = 0
     ranks: int = 2  # of all groups together
     groups: int = 1  # of consecutive ranks, all at work at once
-    backends: tuple = ("pycomm", "gloo")
+    backends: tuple[str, ...] = ("pycomm", "gloo")
     rounds: int = 5
     seconds: float = 0.05  # of measuring, for each backend, size, form and round
     limit: float = math.inf  # seconds for all cases together: see [Note: time limit]
     timeout: float = 120.0  # seconds for one command to the ranks
-    over_ranks: str = "mean"  # how the ranks' times become one: "mean" as nccl-tests by default, or "max"
+    over_ranks: Literal["mean", "max"] = "mean"  # how the ranks' times become one: nccl-tests takes the mean
     sessions: bool = False  # every rank in a session of its own, as torchrun does
     mpi_root: str = ".mpi"
-    device: str = "cpu"  # or "cuda"
+    device: Literal["cpu", "cuda"] = "cpu"
     ranks_per_gpu: int | None = None  # GPU of rank r is r // ranks_per_gpu; None: as few as possible
-    ranks_as: str | None = None  # "processes", or "threads" of the backends that can; None: see resolve
+    ranks_as: RanksAs | None = None  # threads: of the backends that can; None: see resolve
     registered: bool = False  # buffers by comm.empty, of pycomm
     graph: bool = False  # a batch is one replay of a CUDA graph
     hosts: str | None = None  # emulated ones: where the ranks are, as pycomm.testing.emulated takes it
     rate: str | None = None  # of the link of each host, as tc takes it
 
     @property
-    def group_ranks(self):
+    def group_ranks(self) -> int:
         return self.ranks // self.groups
 
     @property
-    def one_gpu(self):
+    def sharing(self) -> int:
+        """ranks_per_gpu, which resolve has filled in."""
+        assert self.ranks_per_gpu is not None
+        return self.ranks_per_gpu
+
+    @property
+    def one_gpu(self) -> bool:
         """All ranks share one GPU, so [Note: bytes of one GPU] in bounds.py holds."""
-        return self.device == "cuda" and self.ranks_per_gpu >= self.ranks
+        return self.device == "cuda" and self.sharing >= self.ranks
 
 
 class Row(NamedTuple):
@@ -89,30 +107,39 @@ class Row(NamedTuple):
     groups: int = 1  # of so many ranks, at work at once
 
     @property
-    def timings(self):
+    def timings(self) -> list[cases.Timing]:
         return [timing for timing in (self.out_of_place, self.in_place) if timing]
 
     @property
-    def best_us(self):
+    def best_us(self) -> float:
         return min(timing.time_us for timing in self.timings)
 
     @property
-    def wrong(self):
+    def wrong(self) -> int:
         return sum(timing.wrong for timing in self.timings)
 
 
 class Results(NamedTuple):
-    rows: list
-    versions: dict  # backend -> what it is
-    notes: list  # what a backend could not do
+    rows: list[Row]
+    versions: dict[str, str]  # backend -> what it is
+    notes: list[str]  # what a backend could not do
 
 
-def as_record(row):
+class Batches(NamedTuple):
+    """calls: in a batch; batches: in a round; warmup: calls before."""
+
+    calls: int
+    batches: int
+    warmup: int
+
+
+def as_record(row: Row) -> Content:
     """A row of the report: the case, then out_of_place_* and in_place_* (None where the backend has no such
     form), and with one GPU the copy and the fractions of bounds.py.
     """
     op, count, dtype, redop, root = row.case
-    record = {"backend": row.backend, "op": op, "ranks": row.ranks, "size": row.nbytes, "count": count}
+    record: Content = {"backend": row.backend, "op": op, "ranks": row.ranks}
+    record |= {"size": row.nbytes, "count": count}
     record |= {"type": dtype, "redop": redop, "root": root}
     if row.groups > 1:
         record["groups"] = row.groups
@@ -131,8 +158,8 @@ def as_record(row):
     return record
 
 
-def run(options, progress=None):
-    """Measures as options say and returns Results; under torchrun, None on all but rank 0.
+def run(options: Options, progress: Progress | None = None) -> Results | None:
+    """Measures as options say; under torchrun, None on all but rank 0.
 
     progress(text) is told each finished size. Raises RankError when a rank fails, ends or hangs, ValueError
     for wrong options.
@@ -143,15 +170,16 @@ def run(options, progress=None):
     options, left_out = leave_out(resolve(options, launch, devices))
     if not options.backends:
         return Results([], {}, left_out)
+    results: Results | None
     if options.hosts is not None:
-        results = _run_on_hosts(options, progress)
+        results = _run_on_hosts(options, options.hosts, progress)
     else:
         results = _run_launched(options, launch, progress) if launch else _run_alone(options, progress)
     return results and results._replace(notes=left_out + results.notes)
 
 
-def resolve(options, launch, devices):
-    """Fills in what depends on the machine: launch is torchrun's description or None, devices the number of
+def resolve(options: Options, launch: env.Launch | None, devices: int | None) -> Options:
+    """Fills in what depends on the machine: launch is torchrun's description, devices the number of
     GPUs (None: not used).
 
     Raises ValueError.
@@ -161,15 +189,15 @@ def resolve(options, launch, devices):
     if options.ranks % options.groups:
         raise ValueError(f"--groups {options.groups}: {options.ranks} ranks cannot be cut into equal groups.")
     sharing = 1 if devices is None else device.ranks_per_gpu(options.ranks, devices, options.ranks_per_gpu)
-    ranks_as = options.ranks_as or ("threads" if sharing > 1 else "processes")
+    ranks_as: RanksAs = options.ranks_as or ("threads" if sharing > 1 else "processes")
     return options._replace(ranks_per_gpu=sharing, ranks_as=ranks_as)
 
 
-def leave_out(options):
+def leave_out(options: Options) -> tuple[Options, list[str]]:
     """(options with the backends that can take part, a note for each other one)."""
     able, notes = [], []
     for name in options.backends:
-        reason = backends.why_not(name, options.device, options.ranks_per_gpu, options.groups)
+        reason = backends.why_not(name, options.device, options.sharing, options.groups)
         if reason or (reason := why_not_on_hosts(name, options.hosts)):
             notes.append(f"{name} is left out: {reason}.")
         else:
@@ -180,7 +208,7 @@ def leave_out(options):
     return options._replace(backends=tuple(able)), notes
 
 
-def why_not_on_hosts(name, hosts):
+def why_not_on_hosts(name: str, hosts: str | None) -> str | None:
     """Why a backend cannot take part on emulated hosts, or None."""
     placement = emulated.parse_placement(hosts) if hosts else []
     if backends.is_mpi(name) and placement != sorted(placement):
@@ -192,14 +220,14 @@ def why_not_on_hosts(name, hosts):
     return None
 
 
-def under_launcher():
+def under_launcher() -> env.Launch | None:
     """The launcher's description of this process, or None when the ranks are ours to start. Raises ValueError
     if it is incomplete.
     """
     return env.set_launch() if "RANK" in env.for_child() or env.launched() else None
 
 
-def _run_alone(options, progress):
+def _run_alone(options: Options, progress: Progress) -> Results:
     import torch.distributed as dist
 
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -207,23 +235,23 @@ def _run_alone(options, progress):
         return measure_all(options, controller.teams, progress)
 
 
-def _run_on_hosts(options, progress):
+def _run_on_hosts(options: Options, placement: str, progress: Progress) -> Results:
     """The controller talks to the ranks, and they meet, on the first of the emulated hosts. This process was
     started by emulated.apart().
     """
     import torch.distributed as dist
 
-    with emulated.Hosts(options.hosts, rate=options.rate) as hosts:
+    with emulated.Hosts(placement, rate=options.rate) as hosts:
         address = hosts.address(0)
         with hosts.network_of(0):
             server = dist.TCPStore(address, 0, is_master=True, wait_for_workers=False)
-            place = address, (address, server.port), range(options.ranks)
-            controller = Controller(options, *place, hosts=hosts)
+            at = address, server.port
+            controller = Controller(options, address, at, range(options.ranks), hosts=hosts)
         with controller:
             return measure_all(options, controller.teams, progress)
 
 
-def _run_launched(options, launch, progress):
+def _run_launched(options: Options, launch: env.Launch, progress: Progress) -> Results | None:
     """This process starts its own rank of each torch backend; the one with rank 0 leads, and says through the
     store where it listens.
     """
@@ -233,10 +261,14 @@ def _run_launched(options, launch, progress):
     store = dist.PrefixStore(STORE_PREFIX, store)
     address = (launch.master_addr, launch.master_port)
     if launch.rank == 0:
-        tell = lambda spec: store.set("spec", json.dumps(spec))  # noqa: E731
+
+        def tell(spec: Spec) -> None:
+            store.set("spec", json.dumps(spec))
+
         with Controller(options, launch.master_addr, address, [0], tell=tell) as controller:
             return measure_all(options, controller.teams, progress)
-    spec, ranks = json.loads(store.get("spec")), Ranks()
+    spec: Spec = json.loads(store.get("spec"))
+    ranks = Ranks()
     try:
         for name in options.backends:
             if not backends.is_mpi(name):
@@ -250,19 +282,21 @@ def _run_launched(options, launch, progress):
     return None
 
 
-def measure_all(options: Options, teams: list[Team], progress: Callable[[str], None]) -> Results:
+def measure_all(options: Options, teams: list[Team], progress: Progress) -> Results:
     """[Note: time limit] A busy machine may need a hundred times as long for a call. The time that is left is
     divided equally among the cases that are left. A case that has used up its part ends after the round that
     it is in; after the limit no case begins, but for the first. Notes say which rounds and cases are missing.
     So measuring exceeds the limit by one case of one round at most.
     """
-    rows, notes, n = [], [], options.group_ranks
+    rows, notes, n = list[Row](), list[str](), options.group_ranks
     wanted = [
         cases.make_case(op, nbytes, dtype, options.redop, options.root, n)
         for op, dtype in itertools.product(options.ops, options.dtypes)
         for nbytes in options.sizes
     ]
-    remaining, end, shorter, omitted = list(dict.fromkeys(wanted)), time.monotonic() + options.limit, {}, []
+    remaining, end = list(dict.fromkeys(wanted)), time.monotonic() + options.limit
+    shorter: dict[int, list[str]] = {}
+    omitted: list[str] = []
     while remaining:
         left_s = end - time.monotonic()
         deadline = time.monotonic() + left_s / len(remaining)
@@ -295,7 +329,7 @@ def _why_less(options: Options, shorter: dict[int, list[str]], omitted: list[str
     return f"The limit of {options.limit:g} s was reached, so these were measured less: {'; '.join(parts)}."
 
 
-def too_large(case, options, teams):
+def too_large(case: cases.Case, options: Options, teams: int) -> str | None:
     """A note where the buffers of all ranks of all backends, which are there at once, do not fit into the
     machine's memory; None where they do.
     """
@@ -322,7 +356,7 @@ def _measure_case(
             notes += [note] if note not in notes else []
         else:
             parts.append(part)
-    copies, rounds = [], 0
+    copies, rounds = list[float](), 0
     for number, part in enumerate(turns.rotated(parts, options.rounds), 1):
         part.measure_round()
         if number % len(parts) == 0:
@@ -336,18 +370,18 @@ def _measure_case(
 class Part:
     """One team's part in one case."""
 
-    def __init__(self, options, team, case):
+    def __init__(self, options: Options, team: Team, case: cases.Case) -> None:
         self.options, self.team, self.case = options, team, case
         self.nbytes = case.nbytes(options.group_ranks)
-        self.wrong = {}  # form -> elements
-        self.rounds = {}  # form -> [seconds of the batches of a round]
-        self.batches = {}  # form -> (calls in a batch, batches in a round, calls to warm up)
+        self.wrong: dict[Form, int] = {}  # elements
+        self.rounds: dict[Form, Rounds] = {}
+        self.batches: dict[Form, Batches] = {}
 
-    def _ask(self, *command):
+    def _ask(self, command: str, *arguments: Message) -> list[Message]:
         doing = f"{self.case.op} {cases.format_nbytes(self.nbytes)} {self.case.dtype}"
-        return self.team.ask(self.options.timeout, doing, *command)
+        return self.team.ask(self.options.timeout, doing, command, *arguments)
 
-    def prepare(self):
+    def prepare(self) -> str | None:
         """Checks the results. Returns why the team cannot do this, or None."""
         replies = self._ask("prepare", self.case, 1)
         refusal = next((reply for reply in replies if isinstance(reply, str)), None)
@@ -357,13 +391,15 @@ class Part:
             self.batches = {form: self._choose_batches(form) for form in self.wrong}
         return refusal
 
-    def _sample(self, form, iters, batches, warmup):
+    def _sample(self, form: Form, iters: int, batches: int, warmup: int) -> list[float]:
         """Seconds of one operation, a number for each batch."""
         replies = self._ask("measure", form, iters, batches, warmup)
-        merge = max if self.options.over_ranks == "max" else lambda values: sum(values) / len(values)
+        merge: Callable[[tuple[float, ...]], float] = (
+            max if self.options.over_ranks == "max" else lambda values: sum(values) / len(values)
+        )
         return [merge(values) / OPS[self.case.op].transfers for values in zip(*replies, strict=True)]
 
-    def _choose_batches(self, form):
+    def _choose_batches(self, form: Form) -> Batches:
         """From a trial; a quick operation is tried again with more calls."""
         iters, transfers = 1, OPS[self.case.op].transfers
         for _ in range(2):
@@ -373,26 +409,34 @@ class Part:
             if iters == 1:
                 break
         batches = int(min(MAX_BATCHES, max(MIN_BATCHES, self.options.seconds / (iters * one_call))))
-        return iters, batches, max(1, int(WARMUP_SECONDS / one_call))
+        return Batches(iters, batches, max(1, int(WARMUP_SECONDS / one_call)))
 
-    def measure_round(self):
+    def measure_round(self) -> None:
         for form, amounts in self.batches.items():
             self.rounds[form].append(self._sample(form, *amounts))
 
-    def measure_copy(self):
+    def measure_copy(self) -> list[float]:
         """GB/s of a copy as large as what all ranks hold together."""
         return self._ask("measure_copy", self.nbytes * self.options.ranks, COPY_BATCHES)[0]
 
-    def finish(self, copy_gbps):
+    def finish(self, copy_gbps: float | None) -> Row:
         """Checks once more with other inputs, and returns the Row."""
         for reply in self._ask("verify", 2):
             for form, wrong in reply.items():
                 self.wrong[form] += wrong
-        timings = [
-            cases.summarize(self.case, self.options.group_ranks, self.rounds[form], self.wrong[form])
-            if form in self.wrong
-            else None
-            for form in FORMS
-        ]
-        place = self.options.group_ranks, self.nbytes
-        return Row(self.team.name, self.case, *place, *timings, copy_gbps, self.options.groups)
+        out_of_place, in_place = map(self._timing, FORMS)
+        return Row(
+            self.team.name,
+            self.case,
+            self.options.group_ranks,
+            self.nbytes,
+            out_of_place,
+            in_place,
+            copy_gbps,
+            self.options.groups,
+        )
+
+    def _timing(self, form: Form) -> cases.Timing | None:
+        if form not in self.wrong:
+            return None
+        return cases.summarize(self.case, self.options.group_ranks, self.rounds[form], self.wrong[form])

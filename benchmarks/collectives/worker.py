@@ -11,6 +11,8 @@ together, at a gate (device.Gate). Ranks are processes, or with --ranks-as threa
 (main), each with its own channel: to the controller both are the same.
 """
 
+from __future__ import annotations
+
 import faulthandler
 import json
 import os
@@ -19,14 +21,23 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
 
 from pycomm import env
-from pycomm.benchmarks.collectives.backends import Unsupported, make_adapter
-from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case
-from pycomm.benchmarks.collectives.channel import connect
+from pycomm.benchmarks.collectives.backends import Adapter, Call, Unsupported, make_adapter
+from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case, Form
+from pycomm.benchmarks.collectives.channel import Channel, connect
 from pycomm.benchmarks.common import data, device, oracle
 from pycomm.benchmarks.common.ranks import GRACE_S
+from pycomm.quantities import GlobalRank
 from pycomm.testing import emulated
+
+if TYPE_CHECKING:
+    import torch
+
+    from pycomm.benchmarks.collectives.spec import Spec
+    from pycomm.benchmarks.common.data import Buffer
 
 SALT_OF_GROUP = 1000
 GRAPH_CALLS = 100  # in a graph, at most; a longer batch replays it several times
@@ -35,17 +46,25 @@ GRAPH_CALLS = 100  # in a graph, at most; a longer batch replays it several time
 class Rank:
     """The rank's buffers and calls. Public methods are the commands; what they return must be JSON."""
 
-    def __init__(self, adapter, graph=False, gate=None):
-        self.adapter, self.graph, self.gate = adapter, graph, gate
-        self.memory = adapter.make_memory()
-        self.case, self.calls, self.buffers = None, {}, {}
-        self.graphs = {}  # (form, calls in it) -> replay
+    case: Case
 
-    def prepare(self, case, salt):
+    def __init__(self, adapter: Adapter, graph: bool = False, gate: device.Gate | None = None) -> None:
+        self.adapter, self.graph, self.gate = adapter, graph, gate
+        # its buffers are those of this memory, whichever it is
+        self.memory = cast(data.Memory[Any], adapter.make_memory())
+        self._forget()
+
+    def _forget(self) -> None:
+        self.calls: dict[Form, Call] = {}
+        self.buffers: dict[Form, tuple[Buffer, Buffer]] = {}
+        self.graphs: dict[tuple[Form, int], torch.cuda.CUDAGraph] = {}  # by the calls in one, too
+
+    def prepare(self, case: Sequence[Any], salt: int) -> dict[Form, int] | str:
         """Makes the buffers and calls of a case and checks each form. Returns what verify() does, or as text
         why it cannot.
         """
-        self.case, self.calls, self.buffers, self.graphs = Case(*case), {}, {}, {}
+        self.case = Case(*case)
+        self._forget()
         op, rank, n = OPS[self.case.op], self.adapter.rank, self.adapter.world_size
         k, inside = self.case.count, slice(rank * self.case.count, (rank + 1) * self.case.count)
         send = self.memory.empty(self.case.send_count(n), self.case.dtype)
@@ -65,9 +84,10 @@ class Rank:
             return str(error)
         return self.verify(salt)
 
-    def verify(self, salt):
-        """Runs each form once on fresh inputs. Returns {form: wrong elements on this rank}."""
-        wrong, case, rank, n = {}, self.case, self.adapter.rank, self.adapter.world_size
+    def verify(self, salt: int) -> dict[Form, int]:
+        """Runs each form once on fresh inputs. Returns the wrong elements on this rank."""
+        wrong: dict[Form, int] = {}
+        case, rank, n = self.case, self.adapter.rank, self.adapter.world_size
         salt += SALT_OF_GROUP * self.adapter.group  # so that groups that mix their data are found
         for form, call in self.calls.items():
             send, recv = self.buffers[form]
@@ -82,7 +102,7 @@ class Rank:
             wrong[form] = self.memory.count_wrong(recv, oracle.expected(case, rank, n), case, n, salt)
         return wrong
 
-    def measure(self, form, iters, batches, warmup):
+    def measure(self, form: Form, iters: int, batches: int, warmup: int) -> list[float]:
         """Seconds of one call for each batch, after warmup calls."""
         call, barrier = self.calls[form], self.adapter.barrier
         if form == "in_place" and OPS[self.case.op].reduces:
@@ -103,17 +123,17 @@ class Rank:
             samples = time_on_host(call, iters, batches, barrier)
         return [seconds / per_call for seconds in samples]
 
-    def _replay(self, form, iters):
+    def _replay(self, form: Form, iters: int) -> Call:
         if (form, iters) not in self.graphs:
             self.graphs[form, iters] = device.capture(self.calls[form], iters)
         return self.graphs[form, iters].replay
 
-    def measure_copy(self, nbytes, batches):
+    def measure_copy(self, nbytes: int, batches: int) -> list[float]:
         """GB/s of the GPU's own copy, on rank 0 alone. See device.copy_gbps."""
         return device.copy_gbps(nbytes, batches) if self.adapter.rank == 0 else []
 
 
-def time_on_host(call, iters, batches, barrier):
+def time_on_host(call: Call, iters: int, batches: int, barrier: Callable[[], None]) -> list[float]:
     """Seconds of one call for each batch."""
     clock, samples = time.perf_counter_ns, []
     for _ in range(batches):
@@ -130,23 +150,23 @@ class Watchdog:
     timeout. One for all its ranks.
     """
 
-    def __init__(self, seconds):
+    def __init__(self, seconds: float) -> None:
         self.seconds, self.busy, self.lock = seconds, 0, threading.Lock()
 
-    def start(self):
+    def start(self) -> None:
         with self.lock:
             self.busy += 1
             if self.busy == 1:
                 faulthandler.dump_traceback_later(self.seconds, exit=True)
 
-    def stop(self):
+    def stop(self) -> None:
         with self.lock:
             self.busy -= 1
             if self.busy == 0:
                 faulthandler.cancel_dump_traceback_later()
 
 
-def serve(channel, spec, watchdog, gate=None):
+def serve(channel: Channel, spec: Spec, watchdog: Watchdog, gate: device.Gate | None = None) -> None:
     """Answers commands until the controller closes the channel. gate: a device.Gate that the ranks of this
     process share, or None.
     """
@@ -169,7 +189,7 @@ def serve(channel, spec, watchdog, gate=None):
     watchdog.stop()
 
 
-def serve_or_die(spec, watchdog, gate=None):
+def serve_or_die(spec: Spec, watchdog: Watchdog, gate: device.Gate | None = None) -> None:
     """Connects and serves. An error is told to the controller and ends the process: an orderly exit would
     wait for peers.
     """
@@ -189,14 +209,13 @@ def serve_or_die(spec, watchdog, gate=None):
         os._exit(1)
 
 
-def main(rank, link, spec):
-    """Runs a rank, or all ranks of a backend as threads. spec: address and token of the controller, store
-    (host, port), backend, ranks, groups, threads, device, ranks_per_gpu, registered, graph, timeout,
-    sessions, site, hosts and keepers (name and process of the emulated host of each rank; None: this host).
+def main(rank: GlobalRank | None, link: object, spec: Spec) -> None:
+    """Runs a rank, or all ranks of a backend as threads. rank: None under mpiexec, which knows it.
     link: to the process that started this one; not used.
     """
-    if spec["keepers"] and rank is not None:  # mpiexec has started its ranks where they belong
-        emulated.enter(spec["keepers"][rank])
+    keepers = spec["keepers"]
+    if keepers and rank is not None:  # mpiexec has started its ranks where they belong
+        emulated.enter(keepers[rank])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the controller, which ends us
     if spec["sessions"] and os.getsid(0) != os.getpid():
         if os.getpgrp() == os.getpid():  # the leader of a process group must leave it first
@@ -204,14 +223,14 @@ def main(rank, link, spec):
         os.setsid()
     watchdog = Watchdog(spec["timeout"])
     if not spec["threads"]:
-        serve_or_die({**spec, "rank": rank}, watchdog)
+        serve_or_die(spec if rank is None else {**spec, "rank": rank}, watchdog)
         return
     if spec["device"] == "cuda":
         env.allow_thread_ranks()
     gate = device.Gate() if spec["device"] == "cuda" and spec["graph"] else None
     ranks = [
-        threading.Thread(target=serve_or_die, args=({**spec, "rank": rank}, watchdog, gate))
-        for rank in range(spec["ranks"])
+        threading.Thread(target=serve_or_die, args=({**spec, "rank": number}, watchdog, gate))
+        for number in range(spec["ranks"])
     ]
     for thread in ranks:
         thread.start()

@@ -14,14 +14,37 @@ has no bf16; such an array holds the bits as uint16. On a GPU a buffer is a torc
 the pattern crosses from the host, and one number back.
 """
 
+from __future__ import annotations
+
+import abc
 import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
+if TYPE_CHECKING:
+    import numpy.typing as npt
+    import torch
+
+    from pycomm.benchmarks.common.oracle import Case, Piece
+
+    Array: TypeAlias = npt.NDArray[Any]
+    Buffer: TypeAlias = Array | torch.Tensor
+
+B = TypeVar("B", "Array", "torch.Tensor")
+DtypeName: TypeAlias = Literal["i8", "u8", "f16", "bf16", "i32", "f32", "i64", "f64"]
 PERIOD = 1021
 ALIGNMENT = 64  # bytes, what torch gives its tensors
 POISON = 0xA5  # fills results before a check; no pattern has these bytes
-DTYPES = {  # short name -> torch's
+FOLDS: dict[str, Callable[..., Array]] = {
+    "sum": np.sum,
+    "avg": np.mean,
+    "product": np.prod,
+    "min": np.min,
+    "max": np.max,
+}
+DTYPES: dict[DtypeName, str] = {  # short name -> torch's
     "i8": "int8",
     "u8": "uint8",
     "f16": "float16",
@@ -33,7 +56,7 @@ DTYPES = {  # short name -> torch's
 }
 
 
-def storage(dtype):
+def storage(dtype: DtypeName) -> np.dtype[Any]:
     """The NumPy dtype of a host buffer."""
     return np.dtype("uint16" if dtype == "bf16" else DTYPES[dtype])
 
@@ -41,7 +64,7 @@ def storage(dtype):
 ITEMSIZE = {dtype: storage(dtype).itemsize for dtype in DTYPES}
 
 
-def encode(values, dtype):
+def encode(values: Array, dtype: DtypeName) -> Array:
     """Whole numbers as an array that holds them in dtype; integers wrap."""
     if dtype == "bf16":  # the upper half of an f32; exact for the values here
         return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
@@ -50,7 +73,7 @@ def encode(values, dtype):
 
 
 @functools.lru_cache(maxsize=64)
-def numbers(redop, n, source, salt):
+def numbers(redop: str, n: int, source: int, salt: int) -> Array:
     """One period of a rank's input, as whole numbers."""
     drawn = np.random.default_rng([salt, source]).integers(0, 5, PERIOD)
     if redop == "product":
@@ -58,45 +81,45 @@ def numbers(redop, n, source, salt):
     return drawn * n if redop == "avg" else drawn  # the mean of multiples of n is whole
 
 
-def pattern(case, n, source, salt):
+def pattern(case: Case, n: int, source: int | None, salt: int) -> Array:
     """The pattern of a rank's input, or (source None) of the reduction over all n ranks."""
     if source is not None:
         return encode(numbers(case.redop, n, source, salt), case.dtype)
     rows = np.stack([numbers(case.redop, n, rank, salt) for rank in range(n)])
-    fold = {"sum": np.sum, "avg": np.mean, "product": np.prod, "min": np.min, "max": np.max}[case.redop]
-    return encode(fold(rows, axis=0), case.dtype)
+    return encode(FOLDS[case.redop](rows, axis=0), case.dtype)
 
 
-class HostMemory:
-    """Buffers as NumPy arrays. Slices and len() are the buffer's own, here and in DeviceMemory."""
+class Memory(abc.ABC, Generic[B]):
+    """Slices and len() are the buffer's own."""
 
-    block = 512 * PERIOD  # elements compared at once: temporaries stay small
+    block: int | None = None  # elements compared at once, None: everything
 
-    def empty(self, count, dtype):
+    @abc.abstractmethod
+    def empty(self, count: int, dtype: DtypeName) -> B:
         """An uninitialised buffer of count elements, aligned."""
-        kind = storage(dtype)
-        raw = np.empty(count * kind.itemsize + ALIGNMENT, np.uint8)
-        skip = -raw.ctypes.data % ALIGNMENT
-        return raw[skip : skip + count * kind.itemsize].view(kind)
 
-    def poison(self, buffer):
-        buffer.view(np.uint8).fill(POISON)
+    @abc.abstractmethod
+    def poison(self, buffer: B) -> None: ...
 
-    def zero(self, buffer):
+    @abc.abstractmethod
+    def _beside(self, period: Array, buffer: B) -> B:
+        """A pattern where the buffer is."""
+
+    def zero(self, buffer: B) -> None:
         buffer[:] = 0
 
-    def fill(self, buffer, period):
+    def fill(self, buffer: B, numbers: Array) -> None:
         """Writes a pattern over the whole buffer."""
-        period, whole = self._beside(period, buffer), len(buffer) // PERIOD * PERIOD
+        period, whole = self._beside(numbers, buffer), len(buffer) // PERIOD * PERIOD
         buffer[:whole].reshape(-1, PERIOD)[:] = period
         buffer[whole:] = period[: len(buffer) - whole]
 
-    def count_wrong(self, buffer, pieces, case, n, salt):
+    def count_wrong(self, buffer: B, pieces: Iterable[Piece], case: Case, n: int, salt: int) -> int:
         """How many elements of the buffer differ from what the pieces say."""
         wrong = 0
         for piece in pieces:
-            period = np.roll(pattern(case, n, piece.source, salt), -(piece.offset % PERIOD))
-            period = self._beside(period, buffer)
+            numbers = np.roll(pattern(case, n, piece.source, salt), -(piece.offset % PERIOD))
+            period = self._beside(numbers, buffer)
             end, block = piece.start + piece.length, self.block or max(PERIOD, piece.length)
             for start in range(piece.start, end, block // PERIOD * PERIOD):
                 part = buffer[start : min(end, start + block // PERIOD * PERIOD)]
@@ -105,29 +128,43 @@ class HostMemory:
                 wrong += int((part[whole:] != period[: len(part) - whole]).sum())
         return wrong
 
-    def _beside(self, period, buffer):
-        """A pattern where the buffer is."""
+
+class HostMemory(Memory["Array"]):
+    """Buffers as NumPy arrays."""
+
+    block = 512 * PERIOD  # temporaries stay small
+
+    def empty(self, count: int, dtype: DtypeName) -> Array:
+        kind = storage(dtype)
+        raw = np.empty(count * kind.itemsize + ALIGNMENT, np.uint8)
+        skip = -raw.ctypes.data % ALIGNMENT
+        return raw[skip : skip + count * kind.itemsize].view(kind)
+
+    def poison(self, buffer: Array) -> None:
+        buffer.view(np.uint8).fill(POISON)
+
+    def _beside(self, period: Array, buffer: Array) -> Array:
         return period
 
 
-class DeviceMemory(HostMemory):
+class DeviceMemory(Memory["torch.Tensor"]):
     """Buffers as tensors on `device` (anything torch knows). allocate(count, torch dtype) replaces
     torch.empty where buffers must be registered."""
 
-    block = None  # everything at once
-
-    def __init__(self, device, allocate=None):
+    def __init__(
+        self, device: str, allocate: Callable[[int, torch.dtype], torch.Tensor] | None = None
+    ) -> None:
         import torch  # a rank under MPI, which has host memory, does without torch
 
         self.torch, self.device = torch, device
         self.allocate = allocate or (lambda count, dtype: torch.empty(count, dtype=dtype, device=device))
 
-    def empty(self, count, dtype):
+    def empty(self, count: int, dtype: DtypeName) -> torch.Tensor:
         return self.allocate(count, getattr(self.torch, DTYPES[dtype]))
 
-    def poison(self, buffer):
+    def poison(self, buffer: torch.Tensor) -> None:
         buffer.view(self.torch.uint8).fill_(POISON)
 
-    def _beside(self, period, buffer):
-        period = self.torch.from_numpy(np.ascontiguousarray(period))
-        return (period.view(buffer.dtype) if buffer.dtype == self.torch.bfloat16 else period).to(self.device)
+    def _beside(self, period: Array, buffer: torch.Tensor) -> torch.Tensor:
+        found = self.torch.from_numpy(np.ascontiguousarray(period))
+        return (found.view(buffer.dtype) if buffer.dtype == self.torch.bfloat16 else found).to(self.device)

@@ -9,8 +9,15 @@ device where it is made, while no kernel waits: its first replay would do that o
 a peer's replay may be waiting already. Between making and the first replay lies a barrier on the host.
 """
 
+from __future__ import annotations
+
 import ctypes
 import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 # A gate stays closed so long; threads that take turns at the interpreter enqueue meanwhile.
 GATE_SECONDS = 20e-3
@@ -19,7 +26,7 @@ CYCLES_PER_SECOND = 2e9  # of torch.cuda._sleep, about
 _capturing = threading.Lock()  # torch's allocator and generators know of one capture at a time
 
 
-def why_no_torch():
+def why_no_torch() -> str | None:
     """One line that says what is missing, or None."""
     try:
         import torch
@@ -32,7 +39,7 @@ def why_no_torch():
     )
 
 
-def why_no_cuda():
+def why_no_cuda() -> str | None:
     """One line that says what is missing, or None when torch can use a GPU."""
     if missing := why_no_torch():
         return missing
@@ -45,13 +52,13 @@ def why_no_cuda():
     return None
 
 
-def count_devices():
+def count_devices() -> int:
     import torch
 
     return torch.cuda.device_count()
 
 
-def ranks_per_gpu(ranks, devices, given=None):
+def ranks_per_gpu(ranks: int, devices: int, given: int | None = None) -> int:
     """How many ranks share a GPU: as given, else as few as possible. Raises ValueError if the GPUs are too
     few.
     """
@@ -65,15 +72,15 @@ def ranks_per_gpu(ranks, devices, given=None):
     return given
 
 
-def synchronize():
+def synchronize() -> None:
     """Waits for what was enqueued on the current stream."""
     import torch
 
     torch.cuda.current_stream().synchronize()
 
 
-def enter(index):
-    """Makes GPU `index` and a new stream the current ones of this thread. Returns the stream."""
+def enter(index: int) -> torch.cuda.Stream:
+    """Makes GPU `index` and a new stream the current ones of this thread."""
     import torch
 
     torch.cuda.set_device(index)
@@ -91,14 +98,14 @@ class Gate:
     finds the gate open: then the figure is too large, never too small. To be made before any rank is at work.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         import torch
 
         self.stream, self.open = torch.cuda.Stream(), torch.cuda.Event()
         self.close()  # loads the kernel
         self.stream.synchronize()
 
-    def close(self):
+    def close(self) -> None:
         """By one rank, before a barrier of all."""
         import torch
 
@@ -106,14 +113,21 @@ class Gate:
             torch.cuda._sleep(int(GATE_SECONDS * CYCLES_PER_SECOND))
             self.open.record(self.stream)
 
-    def enter(self):
+    def enter(self) -> None:
         """By every rank, after that barrier."""
         import torch
 
         torch.cuda.current_stream().wait_event(self.open)
 
 
-def time_batches(call, iters, batches, barrier, gate=None, closes=False):
+def time_batches(
+    call: Callable[[], object],
+    iters: int,
+    batches: int,
+    barrier: Callable[[], object],
+    gate: Gate | None = None,
+    closes: bool = False,
+) -> list[float]:
     """Seconds of one call for each batch, between two events on the current stream. gate: a Gate that all
     ranks share; `closes` is true on one of them.
     """
@@ -138,7 +152,7 @@ def time_batches(call, iters, batches, barrier, gate=None, closes=False):
     return samples
 
 
-def capture(call, iters):
+def capture(call: Callable[[], object], iters: int) -> torch.cuda.CUDAGraph:
     """A CUDA graph with `iters` calls on the current stream. Not run yet, but on the device; the calls must
     have been run once before. To be followed by a barrier on the host where ranks share a GPU.
     """
@@ -157,7 +171,7 @@ def capture(call, iters):
     return graph
 
 
-def _upload(graph):
+def _upload(graph: torch.cuda.CUDAGraph) -> None:
     """See [Note: ranks that share a GPU]. Where this torch does not show the graph, its first replay does
     it.
     """
@@ -172,7 +186,7 @@ def _upload(graph):
     stream.synchronize()
 
 
-def copy_gbps(nbytes, batches):
+def copy_gbps(nbytes: int, batches: int) -> list[float]:
     """GB/s of a copy of nbytes inside the current GPU's memory, bytes read and bytes written both counted; a
     number for each batch.
     """
@@ -189,7 +203,7 @@ def copy_gbps(nbytes, batches):
     ]
 
 
-def describe():
+def describe() -> dict[str, str | int | float | None]:
     """The GPU, for reports."""
     import torch
 

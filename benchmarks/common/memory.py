@@ -3,7 +3,7 @@
 from pathlib import Path
 
 
-def available_bytes():
+def available_bytes() -> int | None:
     """What can be allocated without swapping, as the kernel estimates it; None where it does not say."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()

@@ -1,6 +1,30 @@
 """What each rank must hold after a collective: pieces of the inputs of the ranks, or of their reduction."""
 
-from typing import NamedTuple
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.common.data import DtypeName
+
+
+class Case(Protocol):
+    """What is called. count: elements of one chunk."""
+
+    @property
+    def op(self) -> str: ...
+
+    @property
+    def count(self) -> int: ...
+
+    @property
+    def dtype(self) -> DtypeName: ...
+
+    @property
+    def redop(self) -> str: ...
+
+    @property
+    def root(self) -> int: ...
 
 
 class Piece(NamedTuple):
@@ -14,9 +38,8 @@ class Piece(NamedTuple):
     offset: int
 
 
-def expected(case, rank, n):
-    """The pieces that `rank` of n must hold; none where it gets nothing. case: op, root and count, the
-    elements of one chunk."""
+def expected(case: Case, rank: int, n: int) -> list[Piece]:
+    """What `rank` of n must hold; nothing where it gets nothing."""
     k, root = case.count, case.root
     everyone = [Piece(source * k, k, source, 0) for source in range(n)]
     match case.op:

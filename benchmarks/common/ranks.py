@@ -1,7 +1,10 @@
 """A function on every rank, by pycomm.testing, for benchmarks whose ranks end when it returns."""
 
 import traceback
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 GRACE_S = 1.0  # to collect the errors of further ranks: the first to fail need not be the one to blame
 
 
@@ -9,7 +12,9 @@ class RankError(Exception):
     """A rank failed, ended or did not answer; the text says which and how."""
 
 
-def run(world_size, body, *args, timeout=600.0, **options):
+def run(
+    world_size: int, body: Callable[..., T], *args: object, timeout: float = 600.0, **options: Any
+) -> list[T]:
     """body(joined, *args) on every rank, as run_ranks calls it; the results by rank. timeout: for all, in s;
     options: of run_ranks.
 
@@ -26,9 +31,9 @@ def run(world_size, body, *args, timeout=600.0, **options):
     raise RankError("\n".join(failed or hang))
 
 
-def _hangs(error, rank):
+def _hangs(error: BaseException, rank: int) -> bool:
     return isinstance(error, TimeoutError) and str(error).startswith(f"rank {rank} did not finish")
 
 
-def told(error):
+def told(error: BaseException) -> str:
     return "".join(traceback.format_exception(error)).strip()

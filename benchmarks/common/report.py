@@ -7,6 +7,8 @@ a page or a picture can be made again from a JSON file. What is shown is up to t
 a column without any figure is not shown (with_figures).
 """
 
+from __future__ import annotations
+
 import csv
 import datetime
 import importlib.metadata
@@ -15,11 +17,19 @@ import os
 import platform
 import shlex
 import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
 
 from pycomm.benchmarks.common import device
 
+if TYPE_CHECKING:
+    import argparse
+
+    from matplotlib.figure import Figure
+
+Content: TypeAlias = dict[str, Any]  # a report, or a row of it: what JSON holds
+DrawFigure: TypeAlias = "Callable[[Content, Pyplot], Figure]"
 TABLE_WIDTH = 150  # columns of the terminal; a narrower one wraps lines
 LEFT = ("type", "redop", "backend", "op", "best peer")  # columns that are not aligned to the right
 MISSING = "n/a"  # the cell of a figure that was not measured, in the tables of all benchmarks
@@ -27,22 +37,36 @@ MISSING = "n/a"  # the cell of a figure that was not measured, in the tables of 
 
 class Table(NamedTuple):
     title: str | None
-    columns: list  # a line break in one: two lines in a terminal
-    lines: list  # of cells, text
+    columns: list[str]  # a line break in one: two lines in a terminal
+    lines: list[list[str]]  # of cells
 
 
 class Page(NamedTuple):
     """What a page of Markdown shows below machine and command, in this order."""
 
-    intro: list
-    tables: list
-    remarks: list
+    intro: list[str]
+    tables: list[Table]
+    remarks: list[str]
+
+
+class Pyplot(Protocol):
+    """matplotlib.pyplot, as pictures use it."""
+
+    def subplots(self, nrows: int = 1, ncols: int = 1, **options: Any) -> tuple[Figure, Any]: ...
+
+
+class Columns(Protocol):
+    """A module that shows the reports of one kind."""
+
+    def page(self, content: Content) -> Page: ...
+
+    def draw(self, content: Content, pyplot: Pyplot) -> Figure: ...
 
 
 # --- what the figures depend on --------------------
 
 
-def machine():
+def machine() -> dict[str, str | int | float | None]:
     cpu = next((line.split(":", 1)[1].strip() for line in _read("/proc/cpuinfo") if "model name" in line), "")
     memory = next((int(line.split()[1]) for line in _read("/proc/meminfo") if "MemTotal" in line), 0)
     return {
@@ -54,7 +78,12 @@ def machine():
     }
 
 
-def context(kind, on="cpu", packages=("torch",), versions=None):
+def context(
+    kind: str,
+    on: str = "cpu",
+    packages: Iterable[str] = ("torch",),
+    versions: Mapping[str, str] | None = None,
+) -> Content:
     """Everything but settings and rows. on: "cpu" or "cuda"; versions: further ones, name -> text."""
     found = {name: importlib.metadata.version(name) for name in packages}
     return {
@@ -66,7 +95,7 @@ def context(kind, on="cpu", packages=("torch",), versions=None):
     }
 
 
-def machine_line(content):
+def machine_line(content: Content) -> str:
     cpu = content["machine"]
     size = f"{cpu['cores']} cores, {cpu['memory_gib']} GiB"
     if "gpu" in cpu:
@@ -74,7 +103,7 @@ def machine_line(content):
     return f"{cpu['cpu']}, {size}, Linux {cpu['kernel']}, load {cpu['load_average']:.1f}, {content['date']}"
 
 
-def _read(path):
+def _read(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError:
@@ -84,9 +113,13 @@ def _read(path):
 # --- files --------------------
 
 
-def write(content, given, page, draw_figure):
-    """The files that the command line names: json, csv, markdown, plot. page(content) -> Page;
-    draw_figure(content, pyplot) -> figure."""
+def write(
+    content: Content,
+    given: argparse.Namespace | None,
+    page: Callable[[Content], Page],
+    draw_figure: DrawFigure,
+) -> None:
+    """The files that the command line names: json, csv, markdown, plot."""
     wanted = {kind: getattr(given, kind, None) for kind in ("json", "csv", "markdown", "plot")}
     if wanted["json"]:
         write_json(wanted["json"], content)
@@ -101,7 +134,7 @@ def write(content, given, page, draw_figure):
         draw(content, draw_figure, wanted["plot"])
 
 
-def draw(content, draw_figure, path):
+def draw(content: Content, draw_figure: DrawFigure, path: str | Path) -> None:
     """A picture as a file."""
     import matplotlib  # not needed by those who only measure
 
@@ -113,11 +146,11 @@ def draw(content, draw_figure, path):
     pyplot.close(figure)
 
 
-def write_json(path, content):
+def write_json(path: str | Path, content: Content) -> None:
     Path(path).write_text(as_json(content))
 
 
-def as_json(content):
+def as_json(content: Content) -> str:
     """JSON with a line for each row, so that two runs can be compared line by line."""
     lines = []
     for key, value in content.items():
@@ -129,7 +162,7 @@ def as_json(content):
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
-def markdown(content, page):
+def markdown(content: Content, page: Page) -> list[str]:
     """A page, as lines."""
     lines = [machine_line(content), "", f"`{content['command']}`", "", *page.intro]
     for table in page.tables:
@@ -152,7 +185,7 @@ def with_figures(columns: list[str], lines: list[list[str]]) -> tuple[list[str],
 # --- terminal --------------------
 
 
-def show(lines: list[str | Table]) -> None:
+def show(lines: Sequence[str | Table]) -> None:
     """Prints lines of text and Tables."""
     from rich.console import Console
     from rich.markup import escape

@@ -5,81 +5,102 @@ matmul_reduce_scatter's and matmul_all_reduce's K is a rank's part of the inner 
 the result (swiglu has twice as many in b).
 """
 
+from __future__ import annotations
+
 import re
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 
 from pycomm.benchmarks.common import data
 
-OPS = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
-BARE = "bare"  # neither bias nor activation; "none": a bias alone
-EPILOGUES = (BARE, "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu")
-DTYPES = {name: data.DTYPES[name] for name in ("f32", "f16", "bf16")}
+if TYPE_CHECKING:
+    import torch
+
+OpName: TypeAlias = Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
+Activation: TypeAlias = Literal["relu", "silu", "gelu", "gelu_tanh", "swiglu"]
+# bare: neither bias nor activation; none: a bias alone
+Epilogue: TypeAlias = Literal["bare", "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu"]
+DtypeName: TypeAlias = Literal["f32", "f16", "bf16"]
+OPS: tuple[OpName, ...] = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+BARE: Final = "bare"
+EPILOGUES: tuple[Epilogue, ...] = (BARE, "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu")
+DTYPES: dict[DtypeName, str] = {
+    "f32": data.DTYPES["f32"],
+    "f16": data.DTYPES["f16"],
+    "bf16": data.DTYPES["bf16"],
+}
 # Largest difference from the exact result, over its largest entry. Partial sums travel in the dtype: every
 # rank adds a rounding.
-TOLERANCES = {"f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}
+TOLERANCES: dict[DtypeName, float] = {"f32": 2e-5, "f16": 5e-3, "bf16": 4e-2}
 
 
-class Case(NamedTuple):
-    op: str
+class Shape(NamedTuple):
     m: int
     n: int
     k: int
-    dtype: str  # a key of DTYPES
-    epilogue: str  # of EPILOGUES
+
+
+class Case(NamedTuple):
+    op: OpName
+    m: int
+    n: int
+    k: int
+    dtype: DtypeName
+    epilogue: Epilogue
 
     @property
-    def activation(self):
-        return None if self.epilogue in (BARE, "none") else self.epilogue
+    def activation(self) -> Activation | None:
+        return None if self.epilogue == BARE or self.epilogue == "none" else self.epilogue
 
     @property
-    def bias(self):
+    def bias(self) -> bool:
         return self.epilogue != BARE
 
     @property
-    def columns(self):
+    def columns(self) -> int:
         """Of b."""
         return 2 * self.n if self.epilogue == "swiglu" else self.n
 
     @property
-    def flops(self):
+    def flops(self) -> int:
         """Of one rank's product."""
         return 2 * self.m * self.columns * self.k
 
     @property
-    def shape(self):
+    def shape(self) -> str:
         return f"{self.m}x{self.n}x{self.k}"
 
-    def world_size(self, ranks):
+    def world_size(self, ranks: int) -> int:
         return 1 if self.op == "matmul" else ranks
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"{self.op} {self.shape} {self.dtype} {self.epilogue}"
 
 
 class Tensors(NamedTuple):
-    a: object
-    b: object
-    bias: object  # or None
-    weights: object  # gradient of the result, for the backward pass
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    weights: torch.Tensor  # gradient of the result, for the backward pass
 
-    def to(self, dtype):
-        return Tensors(*(None if x is None else x.to(dtype) for x in self))
+    def to(self, dtype: torch.dtype) -> Tensors:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        return Tensors(self.a.to(dtype), self.b.to(dtype), bias, self.weights.to(dtype))
 
 
-def parse_shapes(text):
-    """ "512x1024x2048,..." as [(M, N, K)]. Raises ValueError."""
-    found = []
+def parse_shapes(text: str) -> list[Shape]:
+    """Of "512x1024x2048,...", M x N x K. Raises ValueError."""
+    found: list[Shape] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})x(\d{1,7})x(\d{1,7})", part.strip())
         if not match or "0" in match.groups():
             raise ValueError(
                 f"--shapes {part!r}: must be MxNxK, whole numbers from 1 on, with commas between shapes"
             )
-        found.append(tuple(map(int, match.groups())))
+        found.append(Shape(*map(int, match.groups())))
     return found
 
 
-def make_tensors(case, world_size, rank, device):
+def make_tensors(case: Case, world_size: int, rank: int, device: torch.device) -> Tensors:
     """This rank's. Values around 1, the product's too; b is the transpose of a weight (columns, K), as
     torch.nn.Linear has it.
     """
@@ -88,7 +109,7 @@ def make_tensors(case, world_size, rank, device):
     dtype, rows = getattr(torch, DTYPES[case.dtype]), case.m // world_size
     generator = torch.Generator(device).manual_seed(1 + rank)
 
-    def draw(*shape):
+    def draw(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
     a = draw(rows if case.op == "all_gather_matmul" else case.m, case.k)

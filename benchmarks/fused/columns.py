@@ -1,11 +1,22 @@
 """From the records of the ranks to rows, and the columns of the table and the picture."""
 
+from __future__ import annotations
+
 import statistics
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pycomm.benchmarks.common import report, turns
-from pycomm.benchmarks.common.report import Page, Table
-from pycomm.benchmarks.fused.cases import TOLERANCES
+from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
+from pycomm.benchmarks.common.turns import Rounds
+from pycomm.benchmarks.fused.cases import TOLERANCES, Case
+
+if TYPE_CHECKING:
+    import argparse
+
+    from matplotlib.figure import Figure
+
+    from pycomm.benchmarks.fused.measure import CaseRecord, Measured
 
 BASE = "plain"
 LEGEND = (
@@ -19,33 +30,34 @@ COLUMNS = ["shape", "dtype", "epilogue", "variant", "us", "p10", "p90", "GFLOP/s
 
 
 class Results(NamedTuple):
-    rows: list  # of the report
-    notes: list
+    rows: list[Content]  # of the report
+    notes: list[str]
     stopped: str  # why not all cases were measured, or ""
 
 
-def merge(cases, world_size, by_rank, products=1):
-    """Rows, and what stopped the ranks or "". by_rank: what measure.measure_cases returned on each; products:
-    in a call, 3 with the backward pass.
-    """
+def merge(
+    cases: Sequence[Case], world_size: int, by_rank: Sequence[Measured], products: int = 1
+) -> tuple[list[Content], str]:
+    """Rows, and what stopped the ranks or "". products: in a call, 3 with the backward pass."""
     reached = min(len(found) for found, _ in by_rank)
-    rows = []
+    rows: list[Content] = []
     for number, case in enumerate(cases[:reached]):
         rows += _rows_of(case, world_size, [found[number] for found, _ in by_rank], products)
     stopped = [f"rank {rank}/{world_size}: {text}" for rank, (_, text) in enumerate(by_rank) if text]
     return rows, next(iter(stopped), "")
 
 
-def _rows_of(case, world_size, records, products):
+def _rows_of(case: Case, world_size: int, records: Sequence[CaseRecord], products: int) -> list[Content]:
     variants = records[0]["variants"]
     rounds = {
         name: turns.slowest([record["variants"][name]["rounds"] for record in records])
         for name, found in variants.items()
         if "missing" not in found
     }
-    rows = []
+    rows: list[Content] = []
     for name, found in variants.items():
-        row = {**case._asdict(), "ranks": world_size, "variant": name, "choice": records[0]["choice"]}
+        row: Content = {**case._asdict(), "ranks": world_size, "variant": name}
+        row["choice"] = records[0]["choice"]
         row["missing"] = found.get("missing")
         if name in rounds:
             error = max(record["variants"][name]["error"] for record in records)
@@ -57,7 +69,7 @@ def _rows_of(case, world_size, records, products):
     return rows
 
 
-def _figures(case, world_size, rounds, error, products):
+def _figures(case: Case, world_size: int, rounds: Rounds, error: float, products: int) -> Content:
     samples = turns.samples_of(rounds)
     seconds = statistics.median(samples)
     return {
@@ -71,11 +83,11 @@ def _figures(case, world_size, rounds, error, products):
     }
 
 
-def title_of(row):
+def title_of(row: Content) -> str:
     return f"{row['op']} {row['m']}x{row['n']}x{row['k']} {row['dtype']} {row['epilogue']}"
 
 
-def cells(row):
+def cells(row: Content) -> list[str]:
     """A line under COLUMNS."""
     line = ["x".join(str(row[field]) for field in "mnk"), row["dtype"], row["epilogue"], row["variant"]]
     if row["missing"] is not None:
@@ -86,7 +98,7 @@ def cells(row):
     return [*line, *times, f"{row['gflops']:.4g}", speed, f"{row['error']:.0e}{' WRONG' * row['wrong']}"]
 
 
-def remarks(rows):
+def remarks(rows: Sequence[Content]) -> list[str]:
     """What pycomm.fused chose for each case, then why a variant was not run."""
     lines = [
         f"chosen for {title_of(row)}: {row['choice']}" for row in rows if row["variant"] == "pycomm.fused"
@@ -95,13 +107,13 @@ def remarks(rows):
     return lines + list(dict.fromkeys(reasons))
 
 
-def headline(op, settings):
+def headline(op: str, settings: Mapping[str, Any]) -> str:
     ranks = 1 if op == "matmul" else settings["ranks"]
     passes = "forward and backward" if settings["backward"] else "forward"
     return f"{op}, {ranks} rank{'s' * (ranks > 1)}, {passes}; M x N x K of one rank's product"
 
 
-def make_report(results, options):
+def make_report(results: Results, options: argparse.Namespace) -> Content:
     names = ("ranks", "device", "ranks_as", "backward", "graph", "rounds", "seconds")
     return {
         **report.context("fused", options.device),
@@ -112,7 +124,7 @@ def make_report(results, options):
     }
 
 
-def page(content):
+def page(content: Content) -> Page:
     rows, settings = content["rows"], content["settings"]
     tables = [
         Table(headline(op, settings), COLUMNS, [cells(row) for row in rows if row["op"] == op])
@@ -124,10 +136,10 @@ def page(content):
     return Page(intro, tables, [LEGEND, "", *(f"- {line}" for line in lines)])
 
 
-def draw(content, pyplot):
+def draw(content: Content, pyplot: Pyplot) -> Figure:
     """Times faster than plain over the cases, a bar for each variant, a picture for each operation."""
     rows = [row for row in content["rows"] if row["missing"] is None]
-    ops = {}
+    ops: dict[str, dict[str, int]] = {}
     for row in rows:
         ops.setdefault(row["op"], {}).setdefault(title_of(row), len(ops[row["op"]]))
     size = (9, sum(0.8 + 0.75 * len(titles) for titles in ops.values()))

@@ -1,7 +1,11 @@
 """python -m pycomm.benchmarks fused: the command line. See --help."""
 
+from __future__ import annotations
+
 import os
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pycomm import env
 from pycomm.benchmarks.common import device as gpu
@@ -9,6 +13,11 @@ from pycomm.benchmarks.common import report
 from pycomm.benchmarks.common.options import add_files, add_place, chosen, new_parser
 from pycomm.benchmarks.common.ranks import RankError
 from pycomm.benchmarks.fused.cases import BARE, DTYPES, EPILOGUES, OPS, Case, parse_shapes
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pycomm.benchmarks.fused.columns import Results
 
 SHAPES = {"cpu": "64x1024x1024,512x1024x1024,4096x1024x1024", "cuda": "512x8192x1024,8192x8192x1024"}
 DESCRIPTION = """\
@@ -33,7 +42,7 @@ forces pycomm.fused itself.
 """
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0; 1 when a rank failed, a result is wrong or not all was
     measured; 2 without a GPU.
     """
@@ -58,7 +67,7 @@ def main(arguments):
     return show(results, options)
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m pycomm.benchmarks fused", DESCRIPTION)
     add, default = parser.add_argument, "(default %(default)s)"
     add("--op", default=",".join(OPS), help="with commas (default: all)")
@@ -78,11 +87,11 @@ def make_parser():
     return parser
 
 
-def make_cases(options):
+def make_cases(options: argparse.Namespace) -> list[Case]:
     """Checks the options, completes them, and returns the cases. Raises ValueError."""
     cuda = options.device == "cuda"
     ops = chosen(options.op, OPS, "--op")
-    dtypes = chosen(options.dtype or ("bf16" if cuda else "f32"), tuple(DTYPES), "--dtype")
+    dtypes = chosen(options.dtype or ("bf16" if cuda else "f32"), DTYPES, "--dtype")
     epilogues = chosen(options.activation, EPILOGUES, "--activation")
     shapes = parse_shapes(options.shapes or SHAPES[options.device])
     if options.rounds < 1 or not min(options.seconds, options.limit, options.timeout) > 0:
@@ -99,7 +108,7 @@ def make_cases(options):
             "could be checked"
         )
     cases = [
-        Case(op, *shape, dtype, epilogue)
+        Case(op, shape.m, shape.n, shape.k, dtype, epilogue)
         for op in ops
         for shape in shapes
         for dtype in dtypes
@@ -118,8 +127,8 @@ def make_cases(options):
     return cases
 
 
-def run(cases, options):
-    """Results. Raises RankError."""
+def run(cases: Sequence[Case], options: argparse.Namespace) -> Results:
+    """Raises RankError."""
     import torch  # the message that there is none comes before this
 
     from pycomm.benchmarks.fused import columns, measure, peers
@@ -127,8 +136,10 @@ def run(cases, options):
     torch.set_num_threads(1)  # in this process, too: its threads would not outlive a fork
     everything = options.limit + 2 * options.timeout
     place = peers.Place(options.ranks_as, options.device, options.per_gpu, options.timeout, everything)
-    settings = {name: getattr(options, name) for name in ("rounds", "seconds", "limit", "backward", "graph")}
-    load, rows, stopped = os.getloadavg()[0], [], ""
+    settings = measure.Settings(
+        options.rounds, options.seconds, options.limit, options.backward, options.graph
+    )
+    load, rows, stopped = os.getloadavg()[0], list[report.Content](), ""
     for world_size in sorted({case.world_size(options.ranks) for case in cases}):
         mine = [case for case in cases if case.world_size(options.ranks) == world_size]
         by_rank = peers.run(world_size, place, measure.measure_cases, mine, settings)
@@ -140,7 +151,7 @@ def run(cases, options):
     return columns.Results(rows, [said], stopped)
 
 
-def show(results, options):
+def show(results: Results, options: argparse.Namespace) -> int:
     from pycomm.benchmarks.fused import columns
 
     content = columns.make_report(results, options)

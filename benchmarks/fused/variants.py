@@ -6,21 +6,31 @@ A variant that cannot run here raises Unavailable with the reason, on all ranks 
 single process.
 """
 
+from __future__ import annotations
+
 import importlib.util
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 import torch.nn.functional as F
 
 import pycomm
 from pycomm import env, fused
-from pycomm.benchmarks.fused.cases import DTYPES
-from pycomm.benchmarks.fused.peers import Apart
+from pycomm.benchmarks.fused.cases import DTYPES, Case, Tensors
+from pycomm.benchmarks.fused.peers import Apart, Collectives, Peers
 from pycomm.fused import form as fused_form
 from pycomm.fused import machine
 from pycomm.fused.choice import FORCED_CHUNKS, Choice
 from pycomm.fused.problem import Problem
 from pycomm.fused.ranks import of
 from pycomm.groups import even_sizes
+
+if TYPE_CHECKING:
+    from pycomm.fused.ranks import Ranks
+
+Results: TypeAlias = tuple[torch.Tensor, ...]  # the result; with the backward pass the gradients, too
+Variant: TypeAlias = Callable[[], Results]
 
 EXACT_FLOPS = {"cpu": 4e10, "cuda": 2e12}  # of the product; above, float64 takes too long
 
@@ -29,7 +39,7 @@ class Unavailable(Exception):
     """Why a variant cannot run."""
 
 
-def names(case, peers):
+def names(case: Case, peers: Peers) -> list[str]:
     """All variants of a case, the one that ratios refer to first."""
     found = ["plain", "pycomm.fused"]
     if case.op != "matmul":
@@ -39,8 +49,8 @@ def names(case, peers):
     return found
 
 
-def make(name, case, tensors, peers, backward=False):
-    """The variant as a function. Raises Unavailable."""
+def make(name: str, case: Case, tensors: Tensors, peers: Peers, backward: bool = False) -> Variant:
+    """Raises Unavailable."""
     if name == "plain":
         return lambda: by_hand(case, tensors, peers.ours, backward)
     if name.startswith("torch, "):
@@ -54,16 +64,16 @@ def make(name, case, tensors, peers, backward=False):
     )
 
 
-def exact(case, tensors, peers, backward=False):
+def exact(case: Case, tensors: Tensors, peers: Peers, backward: bool = False) -> Results:
     """The results of this rank, in float64 or float32."""
     return by_hand(case, tensors.to(_exact_dtype(case, peers)), peers.ours, backward)
 
 
-def _exact_dtype(case, peers):
+def _exact_dtype(case: Case, peers: Peers) -> torch.dtype:
     return torch.float64 if case.flops <= EXACT_FLOPS[peers.device.type] else torch.float32
 
 
-def load_kernels(case, tensors, peers, backward=False):
+def load_kernels(case: Case, tensors: Tensors, peers: Peers, backward: bool = False) -> None:
     """Runs what a rank computes by itself, so that no kernel is loaded later while another rank waits in a
     collective on the same GPU. See
     [Note: ranks that share a GPU] in device.py."""
@@ -74,7 +84,7 @@ def load_kernels(case, tensors, peers, backward=False):
 # --- by hand --------------------
 
 
-def activate(case, z):
+def activate(case: Case, z: torch.Tensor) -> torch.Tensor:
     match case.activation:
         case None:
             return z
@@ -87,11 +97,11 @@ def activate(case, z):
             return getattr(F, name)(z)
 
 
-def linear(a, b, bias):
+def linear(a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     return torch.matmul(a, b) if bias is None else torch.addmm(bias, a, b)
 
 
-def by_hand(case, tensors, group, backward):
+def by_hand(case: Case, tensors: Tensors, group: Collectives, backward: bool) -> Results:
     """(result,) or (result, gradients of a, b and, if there is one, bias)."""
     a, b, bias, weights = tensors
     gathered = a
@@ -115,7 +125,10 @@ def by_hand(case, tensors, group, backward):
     return (out, *gradients(case, tensors, gathered, dz, group))
 
 
-def preactivation_gradient(case, z, weights):
+def preactivation_gradient(
+    case: Case, z: torch.Tensor, weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the result, the gradient of z)"""
     if case.activation is None:
         return z, weights
     z.requires_grad_()
@@ -123,7 +136,9 @@ def preactivation_gradient(case, z, weights):
     return out.detach(), torch.autograd.grad(out, z, weights)[0]
 
 
-def gradients(case, tensors, gathered, dz, group):
+def gradients(
+    case: Case, tensors: Tensors, gathered: torch.Tensor, dz: torch.Tensor, group: Collectives
+) -> Results:
     """The gathered input of the forward pass is kept for this one."""
     a, b, bias, _ = tensors
     if case.op == "matmul_reduce_scatter":
@@ -139,12 +154,12 @@ def gradients(case, tensors, gathered, dz, group):
 # --- pycomm.fused --------------------
 
 
-def public(case, tensors, peers, backward):
+def public(case: Case, tensors: Tensors, peers: Peers, backward: bool) -> Variant:
     a, b, bias, weights = tensors
     group = () if case.op == "matmul" else (peers.ours.handle,)
     inputs = [x.detach().requires_grad_(backward) for x in (a, b, bias) if x is not None]
 
-    def call():
+    def call() -> Results:
         out = getattr(fused, case.op)(
             *inputs[:2], *group, bias=inputs[2] if case.bias else None, activation=case.activation
         )
@@ -153,7 +168,7 @@ def public(case, tensors, peers, backward):
     return call
 
 
-def problem_of(case, peers):
+def problem_of(case: Case, peers: Peers) -> Problem:
     """As pycomm.fused sees it."""
     pieces = (
         tuple(even_sizes(case.m, peers.size))
@@ -177,11 +192,11 @@ def problem_of(case, peers):
     )
 
 
-def ranks_of(peers):
+def ranks_of(peers: Peers) -> Ranks:
     return of(peers.ours.handle, peers.device)
 
 
-def choice_of(case, peers):
+def choice_of(case: Case, peers: Peers) -> str:
     """What pycomm.fused chooses, in a line: by measurement, which its first call on CUDA takes, else by its
     tables.
     """
@@ -199,7 +214,7 @@ def choice_of(case, peers):
     return said.partition(": ")[2]
 
 
-def measured_choice(case, peers):
+def measured_choice(case: Case, peers: Peers) -> Choice | None:
     if peers.device.type != "cuda" or importlib.util.find_spec("triton") is None or env.fused() != "auto":
         return None
     from pycomm.fused import tuner
@@ -208,11 +223,11 @@ def measured_choice(case, peers):
     return tuner.lookup(problem_of(case, peers), peers.device, here.ranks_on_device)
 
 
-def chunked(case, tensors, peers):
+def chunked(case: Case, tensors: Tensors, peers: Peers) -> Variant:
     return forced(case, tensors, peers, Choice("chunked", FORCED_CHUNKS, None, "forced"))
 
 
-def kernel(case, tensors, peers):
+def kernel(case: Case, tensors: Tensors, peers: Peers) -> Variant:
     """The Triton kernel: as it was tuned, else in its default configuration."""
     if peers.device.type != "cuda":
         raise Unavailable("the kernels need a GPU")
@@ -226,7 +241,7 @@ def kernel(case, tensors, peers):
     )
 
 
-def forced(case, tensors, peers, form):
+def forced(case: Case, tensors: Tensors, peers: Peers, form: Choice) -> Variant:
     problem, ranks = problem_of(case, peers), ranks_of(peers)
     return lambda: (fused_form.run(problem, form, *tensors[:3], ranks).out,)
 
@@ -234,7 +249,7 @@ def forced(case, tensors, peers, form):
 # --- torch's --------------------
 
 
-def symmetric(case, tensors, peers):
+def symmetric(case: Case, tensors: Tensors, peers: Peers) -> Variant:
     """Neither has a bias or an activation; matmul_all_reduce has no counterpart."""
     if not peers.own_gpu or "nccl" not in peers.others:
         raise Unavailable("needs a GPU for each rank, and NCCL")
@@ -246,7 +261,7 @@ def symmetric(case, tensors, peers):
     enable_symm_mem_for_group(group)
     a, b, bias, _ = tensors
 
-    def call():
+    def call() -> Results:
         if case.op == "all_gather_matmul":
             z = torch.ops.symm_mem.fused_all_gather_matmul(a, [b], 0, group, return_A=False)[1][0]
         else:
@@ -256,9 +271,9 @@ def symmetric(case, tensors, peers):
     return call
 
 
-def addmm_activation(case, tensors, peers):
+def addmm_activation(case: Case, tensors: Tensors, peers: Peers) -> Variant:
     """On CUDA its gelu is the one by tanh."""
-    if case.epilogue not in ("relu", "gelu_tanh"):
-        raise Unavailable("it has relu and gelu_tanh only")
     a, b, bias, _ = tensors
+    if bias is None or case.epilogue not in ("relu", "gelu_tanh"):
+        raise Unavailable("it has relu and gelu_tanh only")
     return lambda: (torch._addmm_activation(bias, a, b, use_gelu=case.epilogue == "gelu_tanh"),)

@@ -1,13 +1,21 @@
 """Each plan beside torch's own strategy that does the same: rows, the columns of the tables, the picture."""
 
+from __future__ import annotations
+
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from pycomm.benchmarks.common import report, turns
-from pycomm.benchmarks.common.report import Page, Table
+from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
 from pycomm.benchmarks.strategies.measure import Memory, Timed
 from pycomm.benchmarks.strategies.variants import Spec
 from pycomm.parallel import Plan
+
+if TYPE_CHECKING:
+    import argparse
+
+    from matplotlib.figure import Figure
 
 FASTER_THAN_GLOO = 1.3  # what pycomm.parallel is to be, at least
 LEGEND = (
@@ -32,12 +40,12 @@ class Result(NamedTuple):
 
 
 class Results(NamedTuple):
-    rows: list
+    rows: list[Result]
     parameter_bytes: int  # of the whole model
-    notes: list
+    notes: list[str]
 
 
-def counterpart(plan):
+def counterpart(plan: Plan) -> str | None:
     """The key in torch_variants.STRATEGIES of what torch has for a plan, or None; plan: of one axis."""
     axes = {axis for axis in ("dp", "tp", "pp", "ep", "ring", "ulysses") if getattr(plan, axis) > 1}
     if axes == {"dp"}:
@@ -49,7 +57,7 @@ def counterpart(plan):
     return "tp" if axes == {"tp"} else None
 
 
-def loss_error(losses, expected):
+def loss_error(losses: Sequence[float], expected: Sequence[float]) -> float:
     errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True)]
     return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
@@ -57,7 +65,7 @@ def loss_error(losses, expected):
 # --- report --------------------
 
 
-def pairs(rows):
+def pairs(rows: Sequence[Result]) -> list[Content]:
     """Records of each plan beside torch's strategy over each backend: time and memory of ours over theirs."""
     ours = [row for row in rows if row.spec.family == "pycomm.parallel"]
     theirs = [row for row in rows if row.spec.family == "torch"]
@@ -69,8 +77,8 @@ def pairs(rows):
     ]
 
 
-def _pair(row, other):
-    backend, both = other.spec.backend, row.memory and other.memory
+def _pair(row: Result, other: Result) -> Content:
+    backend, mine, its = other.spec.backend, row.memory, other.memory
     return {
         "plan": row.spec.name,
         "torch": other.spec.name,
@@ -78,18 +86,22 @@ def _pair(row, other):
         "times_faster": turns.times_faster(row.timed.rounds, other.timed.rounds)[0],
         "cpu_ratio": row.timed.cpu / other.timed.cpu,
         "aim": FASTER_THAN_GLOO if backend == "gloo" else 1.0,
-        "peak_ratio": row.memory.peak / other.memory.peak if both else None,
+        "peak_ratio": mine.peak / its.peak if mine and its else None,
     }
 
 
-def as_record(row):
+def as_record(row: Result) -> Content:
     rounds_ms = [seconds * 1e3 for seconds in turns.medians(row.timed.rounds)]
-    record = {**row.spec._asdict(), "step_ms": row.timed.seconds * 1e3, "cpu_ms": row.timed.cpu * 1e3}
+    record: Content = {
+        **row.spec._asdict(),
+        "step_ms": row.timed.seconds * 1e3,
+        "cpu_ms": row.timed.cpu * 1e3,
+    }
     record |= {"rounds_ms": rounds_ms, "loss_error": row.loss_error, "losses": row.timed.losses}
     return record | {f"{field}_bytes": getattr(row.memory, field, None) for field in Memory._fields}
 
 
-def make_report(results, options):
+def make_report(results: Results, options: argparse.Namespace) -> Content:
     return {
         **report.context("strategies"),
         **{name: getattr(options, name) for name in ("ranks", "rounds", "steps")},
@@ -101,18 +113,18 @@ def make_report(results, options):
     }
 
 
-def variants_table(rows, title=None):
+def variants_table(rows: Sequence[Content], title: str | None = None) -> Table:
     titles = ["variant", "by", "ms", "cpu ms", "peak MB", "held MB", "process MB", "loss differs by"]
     lines = []
     for row in rows:
-        sizes = [row[f"{field}_bytes"] for field in Memory._fields]
-        sizes = ["n/a" if nbytes is None else f"{nbytes / 1e6:.1f}" for nbytes in sizes]
+        nbytes = [row[f"{field}_bytes"] for field in Memory._fields]
+        sizes = ["n/a" if each is None else f"{each / 1e6:.1f}" for each in nbytes]
         times = [f"{row['step_ms']:.1f}", f"{row['cpu_ms']:.1f}"]
         lines.append([row["name"], row["family"], *times, *sizes, f"{row['loss_error']:.0e}"])
     return Table(title, titles, lines)
 
 
-def pairs_table(found):
+def pairs_table(found: Sequence[Content]) -> Table:
     titles = ["plan", "torch", "times faster", "aim", "cpu / torch's cpu", "peak / torch's peak"]
     lines = []
     for pair in found:
@@ -122,7 +134,7 @@ def pairs_table(found):
     return Table(BESIDE_TORCH, titles, lines)
 
 
-def headline(content):
+def headline(content: Content) -> str:
     size = content["size"]
     return (
         f"{content['ranks']} ranks, GPT of {content['parameter_bytes'] / 4e6:.1f} M parameters (fp32, dim "
@@ -131,20 +143,20 @@ def headline(content):
     )
 
 
-def page(content):
+def page(content: Content) -> Page:
     intro = [f"torch {content['versions']['torch']}. {headline(content)}"]
     tables = [variants_table(content["rows"]), pairs_table(content["pairs"])]
     return Page(intro, tables, [*content["notes"], LEGEND])
 
 
-def show(content):
+def show(content: Content) -> None:
     """In the terminal."""
     first = variants_table(content["rows"], headline(content))
-    shown = [report.machine_line(content), first, pairs_table(content["pairs"])]
+    shown: list[str | Table] = [report.machine_line(content), first, pairs_table(content["pairs"])]
     report.show([*shown, *content["notes"], LEGEND])
 
 
-def draw(content, pyplot):
+def draw(content: Content, pyplot: Pyplot) -> Figure:
     """Bars: times faster than torch over each backend, and peak memory over torch's; a line marks
     each aim.
     """

@@ -1,13 +1,22 @@
 """python -m pycomm.benchmarks strategies: the command line. See --help."""
 
+from __future__ import annotations
+
 import argparse
 import importlib.util
 import sys
 import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from pycomm.benchmarks.common import report
-from pycomm.benchmarks.common.options import add_files
+from pycomm.benchmarks.common.options import Add, add_files
 from pycomm.benchmarks.common.ranks import RankError
+
+if TYPE_CHECKING:
+    from pycomm.benchmarks.strategies.columns import Result, Results
+    from pycomm.benchmarks.strategies.model import Size
+    from pycomm.benchmarks.strategies.variants import Spec
 
 PLANS = (
     "dp={n};dp={n},zero=1;dp={n},zero=2;dp={n},zero=3;tp={n};"
@@ -24,7 +33,7 @@ all variants are compared with those of one process.
 """
 
 
-def main(arguments):
+def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a loss is wrong; argparse exits
     with 2.
     """
@@ -49,7 +58,7 @@ def main(arguments):
     return show(results, options)
 
 
-def show(results, options):
+def show(results: Results, options: argparse.Namespace) -> int:
     from pycomm.benchmarks.strategies import columns
 
     content = columns.make_report(results, options)
@@ -61,7 +70,7 @@ def show(results, options):
     return 1 if wrong else 0
 
 
-def make_parser(size):
+def make_parser(size: Size) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pycomm.benchmarks strategies", description=DESCRIPTION)
     add = parser.add_argument
     add("--ranks", type=int, default=2, help="processes (default %(default)s)")
@@ -82,7 +91,7 @@ def make_parser(size):
     return parser
 
 
-def add_sizes(add, size):
+def add_sizes(add: Add, size: Size) -> None:
     """Options for the fields of a Size, whose values are the defaults."""
     for name, meaning in (
         ("dim", "width of the model"),
@@ -95,7 +104,7 @@ def add_sizes(add, size):
         add(f"--{name}", type=int, default=getattr(size, name), help=f"{meaning} (default %(default)s)")
 
 
-def size_of(options, parser):
+def size_of(options: argparse.Namespace, parser: argparse.ArgumentParser) -> Size:
     """The Size that was asked for; refused by the parser where there is none."""
     from pycomm.benchmarks.strategies.model import HEAD_DIM, Size
 
@@ -105,7 +114,7 @@ def size_of(options, parser):
     return size
 
 
-def plan_specs(plans, ranks):
+def plan_specs(plans: str, ranks: int) -> list[Spec]:
     """Variants of pycomm.parallel. plans: with ; between them and {n} for the ranks. Raises ValueError."""
     from pycomm.benchmarks.strategies.variants import Spec
     from pycomm.parallel import Plan
@@ -118,7 +127,7 @@ def plan_specs(plans, ranks):
     return specs
 
 
-def make_specs(options):
+def make_specs(options: argparse.Namespace) -> list[Spec]:
     """The variants of the first launch, one process first. Raises ValueError."""
     from pycomm.benchmarks.strategies.torch_variants import STRATEGIES
     from pycomm.benchmarks.strategies.variants import Spec
@@ -135,8 +144,8 @@ def make_specs(options):
     return specs
 
 
-def run(options, specs):
-    """Results of all variants, DeepSpeed's in launches of their own. Raises RankError."""
+def run(options: argparse.Namespace, specs: Sequence[Spec]) -> Results:
+    """Those of all variants, DeepSpeed's in launches of their own. Raises RankError."""
     import torch
 
     from pycomm.benchmarks.strategies.columns import Results
@@ -154,12 +163,12 @@ def run(options, specs):
     return Results(rows, sum(parameter.numel() * parameter.element_size() for parameter in parameters), notes)
 
 
-def launch(options, backend, specs):
+def launch(options: argparse.Namespace, backend: str, specs: Sequence[Spec]) -> list[Result]:
     """Rows of variants that take turns in the same processes; the first one is one process."""
     from pycomm.benchmarks.strategies import measure
     from pycomm.benchmarks.strategies.columns import Result, loss_error
 
-    memories, where = {}, (options.size, options.ranks)
+    memories, where = dict[str, measure.Memory](), (options.size, options.ranks)
     if not options.no_memory:
         memories = {spec.name: measure.measure_memory(spec, *where, backend) for spec in specs}
     settings = measure.Settings(options.rounds, options.steps)
@@ -171,7 +180,7 @@ def launch(options, backend, specs):
     ]
 
 
-def deepspeed(backend):
+def deepspeed(backend: str) -> list[Spec]:
     from pycomm.benchmarks.strategies.variants import Spec
 
     return [

@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from pycomm import env
-from pycomm.benchmarks.strategies.model import loss_of, make_model, make_optimizer
-from pycomm.benchmarks.strategies.variants import Variant
+from pycomm.benchmarks.strategies.model import Batch, Size, loss_of, make_model, make_optimizer
+from pycomm.benchmarks.strategies.variants import Spec, Variant
 
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
     False  # its own kernel for inference: compiled at first use, a minute
@@ -20,7 +20,7 @@ BUCKET = 6_250_000  # elements: 25 MB, as the others have; by default its buffer
 class DeepSpeed(Variant):
     """spec.strategy: "zero=1", 2 or 3."""
 
-    def __init__(self, spec, size, group):
+    def __init__(self, spec: Spec, size: Size, group: dist.ProcessGroup) -> None:
         super().__init__(spec, size, group)
         env.set_place(dist.get_rank(), dist.get_world_size())
         deepspeed.init_distributed(dist_backend=spec.backend, auto_mpi_discovery=False, verbose=False)
@@ -44,7 +44,7 @@ class DeepSpeed(Variant):
             model=model, optimizer=make_optimizer(model.parameters()), config=config, dist_init_required=False
         )[0]
 
-    def step(self, batch):
+    def step(self, batch: Batch) -> float:
         inputs, targets = map(self.rows, batch)
         loss = loss_of(self.engine(inputs), targets)
         self.engine.backward(loss)

@@ -24,6 +24,8 @@ from torch's allocator.
 
 import ctypes
 import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -39,11 +41,18 @@ class LiveBytes(TorchDispatchMode):
     largest seen since reset().
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.storages, self.peak = {}, 0
+        self.storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.peak = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
         if any(kind not in (*PLAIN, FakeTensor) for kind in types):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
@@ -54,7 +63,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = max(self.peak, self.now())
         return out
 
-    def now(self):
+    def now(self) -> int:
         total = 0
         for key, reference in list(self.storages.items()):
             storage = reference()
@@ -64,21 +73,21 @@ class LiveBytes(TorchDispatchMode):
                 total += storage.nbytes()
         return total
 
-    def reset(self):
+    def reset(self) -> None:
         self.peak = self.now()
 
 
-def steady_heap():
+def steady_heap() -> None:
     """Blocks from 64 KiB on are mapped on their own and unmapped when they are freed."""
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, OWN_MAPPING)
 
 
-def reset_resident_peak():
+def reset_resident_peak() -> None:
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")
 
 
-def resident_peak():
+def resident_peak() -> int:
     """Bytes."""
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))

@@ -10,11 +10,13 @@ tp               parallelize_module, column and row parallel, logits cut by voca
 """
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -24,8 +26,16 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from pycomm.benchmarks.strategies.model import LEARNING_RATE, loss_of, make_model, make_optimizer
-from pycomm.benchmarks.strategies.variants import Variant
+from pycomm.benchmarks.strategies.model import (
+    GPT,
+    LEARNING_RATE,
+    Batch,
+    Size,
+    loss_of,
+    make_model,
+    make_optimizer,
+)
+from pycomm.benchmarks.strategies.variants import Spec, Variant
 
 CPU = torch.device("cpu")
 
@@ -33,7 +43,10 @@ CPU = torch.device("cpu")
 class DataParallel(Variant):
     """What is common to DDP and FSDP2: each rank takes its rows; subclasses set model and opt."""
 
-    def step(self, batch):
+    model: nn.Module
+    opt: torch.optim.Optimizer
+
+    def step(self, batch: Batch) -> float:
         inputs, targets = map(self.rows, batch)
         self.opt.zero_grad()
         loss = loss_of(self.model(inputs), targets)
@@ -43,19 +56,19 @@ class DataParallel(Variant):
 
 
 class DDP(DataParallel):
-    def __init__(self, spec, size, group):
+    def __init__(self, spec: Spec, size: Size, group: dist.ProcessGroup) -> None:
         super().__init__(spec, size, group)
         self.model = DistributedDataParallel(
             make_model(size), process_group=group, gradient_as_bucket_view=True
         )
         self.opt = self.make_optimizer()
 
-    def make_optimizer(self):
+    def make_optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.model.parameters())
 
 
 class DDPZero1(DDP):
-    def make_optimizer(self):
+    def make_optimizer(self) -> torch.optim.Optimizer:
         return ZeroRedundancyOptimizer(
             self.model.parameters(),
             optimizer_class=torch.optim.AdamW,
@@ -68,13 +81,13 @@ class DDPZero1(DDP):
 class FSDP2(DataParallel):
     reshard = True
 
-    def __init__(self, spec, size, group):
+    def __init__(self, spec: Spec, size: Size, group: dist.ProcessGroup) -> None:
         super().__init__(spec, size, group)
         mesh = DeviceMesh.from_group(group, "cpu")
-        self.model = make_model(size)
-        for block in self.model.blocks:
+        self.model = model = make_model(size)
+        for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.reshard)
-        fully_shard(self.model, mesh=mesh, reshard_after_forward=self.reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=self.reshard)
         self.opt = make_optimizer(self.model.parameters())
 
 
@@ -85,13 +98,14 @@ class FSDP2Zero2(FSDP2):
 class Stage(nn.Module):
     """Some blocks; the first stage has the embedding, the last the norm and the head."""
 
-    def __init__(self, model, first, last, blocks):
+    def __init__(self, model: GPT, first: bool, last: bool, blocks: nn.ModuleList) -> None:
         super().__init__()
         self.embed = model.embed if first else nn.Identity()
         self.blocks = blocks
-        self.norm, self.head = (model.norm, model.head) if last else (nn.Identity(), nn.Identity())
+        self.norm = model.norm if last else nn.Identity()
+        self.head = model.head if last else nn.Identity()
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
         for block in self.blocks:
             x = block(x)
@@ -99,24 +113,26 @@ class Stage(nn.Module):
 
 
 class GPipe(Variant):
-    schedule_class = ScheduleGPipe
+    schedule_class: type[PipelineScheduleSingle] = ScheduleGPipe
 
-    def __init__(self, spec, size, group):
+    def __init__(self, spec: Spec, size: Size, group: dist.ProcessGroup) -> None:
         super().__init__(spec, size, group)
         model, n, rank = make_model(size), self.world_size, self.rank
         bounds = [stage * size.layers // n for stage in range(n + 1)]
         stage = Stage(model, rank == 0, rank == n - 1, model.blocks[bounds[rank] : bounds[rank + 1]])
         self.opt = make_optimizer(stage.parameters())
-        stage = PipelineStage(stage, rank, n, CPU, group=group)
-        self.schedule = self.schedule_class(stage, size.microbatches, loss_fn=loss_of)
+        placed = PipelineStage(stage, rank, n, CPU, group=group)
+        self.schedule = self.schedule_class(placed, size.microbatches, loss_fn=loss_of)
 
-    def step(self, batch):
+    def step(self, batch: Batch) -> float:
         inputs, targets = batch
         self.opt.zero_grad()
-        losses, last = [], self.rank == self.world_size - 1
-        self.schedule.step(
-            *([inputs] if self.rank == 0 else []), **({"target": targets, "losses": losses} if last else {})
-        )
+        losses, last = list[torch.Tensor](), self.rank == self.world_size - 1
+        given = [inputs] if self.rank == 0 else []
+        if last:
+            self.schedule.step(*given, target=targets, losses=losses)
+        else:
+            self.schedule.step(*given)
         self.opt.step()
         return self.mean(
             torch.stack([loss.detach() for loss in losses]).mean() if last else torch.zeros(()), 1.0
@@ -128,7 +144,7 @@ class OneFOneB(GPipe):
 
 
 class TP(Variant):
-    def __init__(self, spec, size, group):
+    def __init__(self, spec: Spec, size: Size, group: dist.ProcessGroup) -> None:
         super().__init__(spec, size, group)
         mesh = DeviceMesh.from_group(group, "cpu")
         self.model = make_model(size)
@@ -149,7 +165,7 @@ class TP(Variant):
             self.model.parameters(), LEARNING_RATE, foreach=False
         )  # foreach cannot mix DTensors and tensors
 
-    def step(self, batch):
+    def step(self, batch: Batch) -> float:
         inputs, targets = batch
         self.opt.zero_grad()
         with loss_parallel():
@@ -159,7 +175,7 @@ class TP(Variant):
         return loss.full_tensor().item() if hasattr(loss, "full_tensor") else loss.item()
 
 
-STRATEGIES = {
+STRATEGIES: dict[str, type[Variant]] = {
     "ddp": DDP,
     "ddp-zero1": DDPZero1,
     "fsdp2-zero2": FSDP2Zero2,

@@ -1,14 +1,24 @@
 """python -m pycomm.benchmarks tune: the command line. See --help."""
 
+from __future__ import annotations
+
 import datetime
 import os
 import sys
 import time
+from collections.abc import Sequence
 from statistics import median
+from typing import TYPE_CHECKING, TypedDict
 
 from pycomm import env
 from pycomm.benchmarks.common import memory, ranks, report
 from pycomm.benchmarks.common.options import chosen, new_parser
+
+if TYPE_CHECKING:
+    import argparse
+
+    from pycomm.benchmarks.tune.choose import Choice
+    from pycomm.benchmarks.tune.measure import Access, Found, OpName
 
 SIZES = [(12 << 10) << step for step in range(13)]  # from just above the payload of a header to 48 MiB
 BUFFERS = 4  # of a rank, two of them registered
@@ -27,7 +37,17 @@ PYCOMM_TUNED=0 does without the file. Stop other work on the machine meanwhile.
 """
 
 
-def main(arguments):
+class Row(TypedDict):
+    """Of the file."""
+
+    ranks: int
+    cores: int
+    access: Access
+    op: OpName
+    choices: list[Choice]
+
+
+def main(arguments: Sequence[str]) -> int:
     """Runs the command. Returns the exit status: 0, 1 when a rank failed or a result was wrong."""
     parser = make_parser()
     given = parser.parse_args(arguments)
@@ -47,7 +67,7 @@ def main(arguments):
     env.use_built_in_table()
     if os.getloadavg()[0] > cores / 2:
         print(f"Other work is running (load {os.getloadavg()[0]:.1f}); the figures are of this state.")
-    rows, lines = [], []
+    rows, lines = list[Row](), list[list[str]]()
     try:
         for n in worlds:
             found = measure_group(n, ops, given.seconds * n / sum(worlds))
@@ -59,13 +79,13 @@ def main(arguments):
     report.show([report.Table("Beside the built-in table", COLUMNS, lines)])
     today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     tuned.write(path, rows, today)
-    found = str(path) in (named, str(tuned.default_path()))
-    use = "groups that are made from now on use it" if found else f"PYCOMM_TUNED={path} makes groups use it"
+    used = str(path) in (named, str(tuned.default_path()))
+    use = "groups that are made from now on use it" if used else f"PYCOMM_TUNED={path} makes groups use it"
     print(f"Written to {path}; {use}.")
     return 0
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = new_parser("python -m pycomm.benchmarks tune", DESCRIPTION)
     add, default = parser.add_argument, "(default %(default)s)"
     add(
@@ -78,7 +98,7 @@ def make_parser():
     return parser
 
 
-def parse_ranks(text):
+def parse_ranks(text: str) -> list[int]:
     """ "2,4" -> [2, 4]. Raises ValueError."""
     found = text.split(",")
     if not all(part.strip().isdecimal() and 2 <= int(part) <= 256 for part in found):
@@ -86,7 +106,7 @@ def parse_ranks(text):
     return sorted({int(part) for part in found})
 
 
-def usual_ranks(cores):
+def usual_ranks(cores: int) -> list[int]:
     """Powers of two as far as ranks have a core each, and beyond that as people try things on small
     machines.
     """
@@ -95,7 +115,7 @@ def usual_ranks(cores):
     return sorted({*powers, *([cores] if 2 <= cores <= 256 else [])})
 
 
-def measure_group(n, ops, seconds):
+def measure_group(n: int, ops: Sequence[OpName], seconds: float) -> Found:
     """What the ranks of a group of n found. Raises RankError, ValueError."""
     from pycomm.benchmarks.tune.measure import measure
 
@@ -112,8 +132,7 @@ def measure_group(n, ops, seconds):
     return found
 
 
-def rows_of(found, n):
-    """The rows for the file."""
+def rows_of(found: Found, n: int) -> list[Row]:
     from pycomm.benchmarks.tune.choose import choices
     from pycomm.benchmarks.tune.measure import built_in
 
@@ -134,7 +153,7 @@ def rows_of(found, n):
 COLUMNS = ["op", "ranks", "access", "choices: up to bytes", "times as fast", "most, at"]
 
 
-def lines_of(found, n, rows):
+def lines_of(found: Found, n: int, rows: Sequence[Row]) -> list[list[str]]:
     """What changes beside the built-in table: for each row how many times as fast, as a mean and at most."""
     from pycomm.benchmarks.tune.choose import chosen as chosen_at
     from pycomm.benchmarks.tune.measure import built_in, geometric_mean
@@ -143,11 +162,13 @@ def lines_of(found, n, rows):
     for row in rows:
         if row["ranks"] != n:
             continue
-        gains = {}
+        gains: dict[int, float] = {}
         for size, times in found.times[row["op"], row["access"]].items():
             before = times[built_in(row["op"], size, n, found.cores, row["access"])]
-            gains[size] = median(before) / median(times[chosen_at(row["choices"], size)])
-        most = max(gains, key=gains.get)
+            best = chosen_at(row["choices"], size)
+            assert best is not None  # the last choice reaches beyond the largest size
+            gains[size] = median(before) / median(times[best])
+        most = max(gains, key=lambda size: gains[size])
         told = ", ".join(f"{name} {until >> 10}K" for until, name in row["choices"])
         cells = [row["op"], str(n), row["access"], told]
         lines.append([*cells, f"{geometric_mean(gains.values()):.2f}", f"{gains[most]:.2f} at {most >> 10}K"])

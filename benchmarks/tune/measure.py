@@ -9,20 +9,41 @@ which all of them know. The first call of each algorithm is on fresh inputs and 
 are timed on zeros.
 """
 
+from __future__ import annotations
+
+import functools
 import math
 import time
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch
 
 from pycomm import _C
 from pycomm.benchmarks.common import data, oracle, turns
 
+if TYPE_CHECKING:
+    from pycomm.benchmarks.common.data import DtypeName
+    from pycomm.benchmarks.tune.choose import Times
+    from pycomm.communicator import Communicator
+
+OpName: TypeAlias = Literal[
+    "all_reduce",
+    "reduce",
+    "broadcast",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "gather",
+    "scatter",
+]
+Access: TypeAlias = Literal["staging", "kernel", "mapped"]  # how ranks get at each other's buffers
+ByAlgorithm: TypeAlias = dict[str, list[float]]  # seconds by round
 SAMPLE_SECONDS, MOST_CALLS = 2e-3, 100  # of one algorithm in a round; one call where it takes longer
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 WHOLE = ("all_reduce", "reduce", "broadcast")  # in place, on a whole buffer
 SMALL = 256 << 10  # above, one_shot reads too much to be tried
-CANDIDATES = {  # without the ring for sums, which has last bits of its own
+CANDIDATES: dict[OpName, tuple[str, ...]] = {  # without the ring for sums, which has last bits of its own
     "all_reduce": ("one_shot", "two_shot", "direct"),
     "reduce": ("two_shot", "direct"),
     "broadcast": ("staged", "direct"),
@@ -37,9 +58,9 @@ CANDIDATES = {  # without the ring for sums, which has last bits of its own
 class Case(NamedTuple):
     """What is called, as data.py and oracle.py want it: count is of one rank's part, or of the whole."""
 
-    op: str
-    count: int
-    dtype: str = "f32"
+    op: OpName
+    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    dtype: DtypeName = "f32"
     redop: str = "sum"
     root: int = 0
 
@@ -48,23 +69,31 @@ class Found(NamedTuple):
     """What a group has measured."""
 
     cores: int
-    times: dict  # (op, access) -> size -> algorithm -> seconds by round, of the slowest rank
+    times: dict[tuple[OpName, Access], Times]  # of the slowest rank
     rounds: int
 
 
-def measure(comm, ops, sizes, seconds):
-    """Found, the same on every rank. sizes: bytes of a rank's whole buffer. Raises RuntimeError on all ranks
+class Cell(NamedTuple):
+    """What is measured together. size: bytes of a rank's whole buffer."""
+
+    op: OpName
+    registered: bool
+    size: int
+
+
+def measure(comm: Communicator, ops: Sequence[OpName], sizes: Sequence[int], seconds: float) -> Found:
+    """The same on every rank. sizes: bytes of a rank's whole buffer. Raises RuntimeError on all ranks
     where a result is wrong.
     """
     began, group = time.perf_counter(), Group(comm, max(sizes))
-    cells = {}  # (op, registered, size) -> {algorithm: call without arguments}
-    first = {}
+    cells: dict[Cell, dict[str, Call]] = {}  # by algorithm
+    first: dict[Cell, dict[str, float]] = {}
     for op in ops:
         for registered in (False, True):
             for size in group.sizes(op, registered, sizes):
-                calls = group.calls(op, registered, size)
-                cells[op, registered, size] = calls
-                first[op, registered, size] = {name: group.first(op, call) for name, call in calls.items()}
+                cell, calls = Cell(op, registered, size), group.calls(op, registered, size)
+                cells[cell] = calls
+                first[cell] = {name: group.first(op, call) for name, call in calls.items()}
     numbers = {
         cell: {name: calls_in(SAMPLE_SECONDS, t) for name, t in found.items()}
         for cell, found in first.items()
@@ -72,38 +101,36 @@ def measure(comm, ops, sizes, seconds):
     cost = sum(numbers[cell][name] * first[cell][name] for cell in cells for name in cells[cell])
     left = seconds - group.slowest([time.perf_counter() - began])[0]
     rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(left / cost)))
-    times = {}
+    times: dict[tuple[OpName, Access], Times] = {}
     for cell, calls in cells.items():
-        samples = group.samples(calls, numbers[cell], rounds, zero=cell[0] in WHOLE)
-        for access, names in group.rows(cell[1], samples):
-            times.setdefault((cell[0], access), {})[cell[2]] = names
+        samples = group.samples(calls, numbers[cell], rounds, zero=cell.op in WHOLE)
+        for access, names in group.rows(cell.registered, samples):
+            times.setdefault((cell.op, access), {})[cell.size] = names
     return Found(comm.describe()["cores"], times, rounds)
 
 
-def calls_in(seconds, one_call):
+def calls_in(seconds: float, one_call: float) -> int:
     return max(1, min(MOST_CALLS, round(seconds / max(1e-9, one_call))))
 
 
 class Group:
     """A rank's communicator, its buffers and its clock."""
 
-    def __init__(self, comm, most_bytes):
+    def __init__(self, comm: Communicator, most_bytes: int) -> None:
         self.comm, self.memory = comm, data.DeviceMemory("cpu")
         self.kernel = comm.describe()["reach"] == "process_vm_readv"
         count = most_bytes // 4
         ordinary = torch.zeros(count), torch.zeros(count)
         self.buffers = {False: ordinary, True: (comm.empty(count), comm.empty(count))}
 
-    def sizes(self, op, registered, sizes):
+    def sizes(self, op: OpName, registered: bool, sizes: Sequence[int]) -> list[int]:
         """Those at which there is something to choose: small data travel with the header."""
-        access = "mapped" if registered else "staging"
+        access: Access = "mapped" if registered else "staging"
         n, cores = self.comm.world_size, self.comm.describe()["cores"]
         return [size for size in sizes if built_in(op, size, n, cores, access) != "payload"]
 
-    def calls(self, op, registered, size):
-        """{algorithm: a call of the operation on a rank's `size` bytes}; its attribute check() says how many
-        elements of a fresh result are wrong.
-        """
+    def calls(self, op: OpName, registered: bool, size: int) -> dict[str, Call]:
+        """By algorithm, on a rank's `size` bytes."""
         n, rank = self.comm.world_size, self.comm.rank
         part = max(1, size // 4 // n)
         x, y = (buffer[: part * n] for buffer in self.buffers[registered])
@@ -121,7 +148,7 @@ class Group:
         ]
         return {name: Call(self, case, (x, y), name, rank, n) for name in names}
 
-    def first(self, op, call):
+    def first(self, op: OpName, call: Call) -> float:
         """Seconds of a second call, when the first one was right."""
         wrong = torch.tensor([call.check()])
         self.comm.all_reduce(wrong)
@@ -130,7 +157,7 @@ class Group:
             raise RuntimeError(f"{op} by {call.algorithm}, {size} bytes: {wrong.item()} elements are wrong")
         return self.slowest([self.time(call, 1)])[0]
 
-    def time(self, call, calls):
+    def time(self, call: Call, calls: int) -> float:
         """Seconds of one call on this rank."""
         self.comm.barrier()
         start = time.perf_counter()
@@ -138,37 +165,45 @@ class Group:
             call()
         return (time.perf_counter() - start) / calls
 
-    def slowest(self, values):
-        """The largest of the ranks' figures, which are lists."""
+    def slowest(self, values: Sequence[float]) -> list[float]:
+        """The largest of the ranks' figures."""
         x = torch.tensor(values, dtype=torch.float64)
         return self.comm.all_reduce(x, "max").tolist()
 
-    def samples(self, calls, numbers, rounds, zero):
-        """{algorithm: seconds by round}."""
+    def samples(
+        self, calls: Mapping[str, Call], numbers: Mapping[str, int], rounds: int, zero: bool
+    ) -> ByAlgorithm:
         if zero:
             next(iter(calls.values())).x.zero_()
-        samples = turns.take(
-            rounds, {name: lambda name=name: self.time(calls[name], numbers[name]) for name in calls}
-        )
+        take = {name: functools.partial(self.time, calls[name], numbers[name]) for name in calls}
+        samples = turns.take(rounds, take)
         return {name: self.slowest(samples[name]) for name in calls}
 
-    def rows(self, registered, samples):
+    def rows(self, registered: bool, samples: ByAlgorithm) -> list[tuple[Access, ByAlgorithm]]:
         """(access, samples of the algorithms that it allows), for each access."""
         if registered:
             return [("mapped", samples)]
-        staging = ("staging", {name: times for name, times in samples.items() if name != "direct"})
-        return [staging, ("kernel", samples)] if self.kernel else [staging]
+        staging = {name: times for name, times in samples.items() if name != "direct"}
+        return [("staging", staging), ("kernel", samples)] if self.kernel else [("staging", staging)]
 
 
 class Call:
     """One algorithm of one operation on these buffers."""
 
-    def __init__(self, group, case, buffers, algorithm, rank, n):
+    def __init__(
+        self,
+        group: Group,
+        case: Case,
+        buffers: tuple[torch.Tensor, torch.Tensor],
+        algorithm: str,
+        rank: int,
+        n: int,
+    ) -> None:
         self.group, self.case, self.algorithm, self.rank, self.n = group, case, algorithm, rank, n
         self.x, self.y = buffers
         function = getattr(group.comm, case.op)
-        x, y, how = *buffers, {"algorithm": algorithm}
-        self.run = {
+        (x, y), how = buffers, {"algorithm": algorithm}
+        self.run: Callable[[], object] = {
             "all_reduce": lambda: function(x, **how),
             "reduce": lambda: function(x, 0, **how),
             "broadcast": lambda: function(x, 0, **how),
@@ -176,10 +211,10 @@ class Call:
             "scatter": lambda: function(x, y, 0, **how),
         }.get(case.op, lambda: function(x, y, **how))
 
-    def __call__(self):
+    def __call__(self) -> None:
         self.run()
 
-    def check(self):
+    def check(self) -> int:
         """Wrong elements of this rank's result, on fresh inputs."""
         memory, case = self.group.memory, self.case
         if self.y is not self.x:
@@ -191,7 +226,7 @@ class Call:
         return memory.count_wrong(self.y, oracle.expected(case, self.rank, self.n), case, self.n, 1)
 
 
-def built_in(op, size, n, cores, access):
+def built_in(op: OpName, size: int, n: int, cores: int, access: Access) -> str:
     """The algorithm that the built-in table takes."""
     nbytes = size if op in WHOLE else size // n
     code = _C.kinds.index(op)
@@ -199,5 +234,5 @@ def built_in(op, size, n, cores, access):
     return _C.choose(code, nbytes, n, *reach, 0, None)[0]
 
 
-def geometric_mean(ratios):
+def geometric_mean(ratios: Collection[float]) -> float:
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
