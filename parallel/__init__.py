@@ -65,5 +65,5 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
-def __dir__():
+def __dir__() -> list[str]:
     return sorted([*__all__, *(folder.__name__.rpartition(".")[2] for folder in _FOLDERS)])

@@ -19,7 +19,7 @@ import secrets
 import shutil
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
 
 import torch.distributed.checkpoint as dcp
 
@@ -49,6 +49,7 @@ __all__ = [
 METADATA = ".metadata"  # the file with which torch.distributed.checkpoint ends a checkpoint
 RENAME_EXCHANGE, HERE = 2, -100  # of renameat2: exchange the names; AT_FDCWD
 
+What: TypeAlias = Literal["save", "load"]
 Catalog: TypeAlias = "dict[str, STORAGE_TYPES]"  # key -> what torch.distributed.checkpoint knows of it
 
 
@@ -73,7 +74,7 @@ class Folder(NamedTuple):
         )
 
 
-def check_path(parts: Parallelized, what: str, path: Path) -> str:
+def check_path(parts: Parallelized, what: What, path: Path) -> str:
     """Returns a word of this call, the same on all ranks. Raises ValueError where they have other paths."""
     told = exchange(parts, (str(path), secrets.token_hex(8)))
     paths = {one for one, _ in told}
@@ -145,7 +146,7 @@ def catalog_of(path: Path) -> Catalog:
     return catalog
 
 
-def transfer(world: Group, what: str, path: Path, call: Callable[..., Metadata | None]) -> None:
+def transfer(world: Group, what: What, path: Path, call: Callable[..., Metadata | None]) -> None:
     """Runs a function of torch.distributed.checkpoint, which is collective and tells every rank of
     a failure. world: Group of all ranks.
     """

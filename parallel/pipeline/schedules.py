@@ -40,9 +40,10 @@ leaves after both.
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast
+from typing import Literal, NamedTuple, TypeAlias, TypeVar, cast, get_args
 
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.plan import Schedule as Name
 from pycomm.parallel.ground.plan import ScheduleName
 
 __all__ = [
@@ -56,7 +57,7 @@ __all__ = [
     "validate",
 ]
 
-NAMES = tuple(name.value for name in ScheduleName)
+NAMES: tuple[Name, ...] = get_args(Name)
 # Forward, gradient of the input, gradient of the weights, update.
 Kind: TypeAlias = Literal["F", "B", "W", "U"]
 UNIT: dict[Kind, int] = {"F": 1, "B": 1, "W": 1, "U": 1}
@@ -77,7 +78,7 @@ class Schedule(NamedTuple):
     split: W may leave its B.
     """
 
-    name: str
+    name: Name | ScheduleName
     pp: int
     chunks: int
     microbatches: int
@@ -220,7 +221,7 @@ _GENERATORS: dict[str, Callable[[_Row, int, int, int, int], None]] = {  # of row
 }
 
 
-def _checked_chunks(name: str, pp: int, microbatches: int, chunks: int | None) -> int:
+def _checked_chunks(name: Name | ScheduleName, pp: int, microbatches: int, chunks: int | None) -> int:
     if name not in NAMES:
         raise ValueError(f"schedule {name!r} is not known; choose one of {', '.join(NAMES)}")
     if pp < 1 or microbatches < 1:
@@ -243,14 +244,20 @@ def _checked_chunks(name: str, pp: int, microbatches: int, chunks: int | None) -
     return only
 
 
-@functools.lru_cache(maxsize=256)
-def make_schedule(name: str, pp: int, microbatches: int, chunks: int | None = None) -> Schedule:
+def make_schedule(
+    name: Name | ScheduleName, pp: int, microbatches: int, chunks: int | None = None
+) -> Schedule:
     """The schedule `name` (see NAMES) for pp ranks and any number of microbatches >= 1, also fewer than
     stages.
 
     chunks: virtual stages per rank; only "interleaved" leaves a choice (>= 2, default 2). Raises ValueError
     for what cannot be.
     """
+    return _made(name, pp, microbatches, chunks)
+
+
+@functools.lru_cache(maxsize=256)
+def _made(name: Name | ScheduleName, pp: int, microbatches: int, chunks: int | None) -> Schedule:
     chunks = _checked_chunks(name, pp, microbatches, chunks)
     rows = []
     for rank in range(pp):

@@ -42,7 +42,7 @@ import contextlib
 import gc
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -87,6 +87,7 @@ if TYPE_CHECKING:
 __all__ = ["Resilient", "resilient"]
 
 T = TypeVar("T")
+Word: TypeAlias = Literal["grow", "end"]
 
 LOG = logging.getLogger("pycomm.parallel")
 
@@ -340,7 +341,7 @@ class Resilient:
     def _state_if_due(self) -> ProgramState | None:
         return self._kept.state() if self._is_due() and self._position == self.done else None
 
-    def _hear(self, word: str | None = None) -> None:
+    def _hear(self, word: Word | None = None) -> None:
         """A word of rank 0 to all: "grow", "end". Ranks without a part wait here."""
         word = self._crew.tell(word, forever=not self.active)
         if word == "end":
