@@ -24,7 +24,7 @@ import pycomm.parallel as par
 from pycomm.parallel.pipeline import peak_activations, simulate
 
 RANKS, MICROBATCHES = 2, 6
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+SCHEDULES = tuple(name for name in par.pipeline.NAMES if name != "pipedream")
 
 
 def show_schedules(folder: str | None) -> None:
