@@ -19,6 +19,8 @@ torch's conventions, from its folder:
     par.planning    simulate, dry_run, load_machine, trace_model
 """
 
+from typing import TYPE_CHECKING, NoReturn
+
 from pycomm.parallel import data, expert, pipeline, planning, recovery, sequence, tensor
 from pycomm.parallel.api import evaluate, grad_norm, predict, sampler, step
 from pycomm.parallel.building import describe, parallelize
@@ -58,11 +60,13 @@ __all__ = [
 _FOLDERS = (data, expert, pipeline, planning, recovery, sequence, tensor)
 
 
-def __getattr__(name: str) -> object:
-    """Names of the folders are found in the folders only; the error says where."""
-    homes = [folder.__name__ for folder in _FOLDERS if name in folder.__all__]
-    hint = f": write {' or '.join(f'{home}.{name}' for home in homes)}" if homes else ""
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
+if not TYPE_CHECKING:  # for which a module with this function has every name
+
+    def __getattr__(name: str) -> NoReturn:
+        """Names of the folders are found in the folders only; the error says where."""
+        homes = [folder.__name__ for folder in _FOLDERS if name in folder.__all__]
+        hint = f": write {' or '.join(f'{home}.{name}' for home in homes)}" if homes else ""
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

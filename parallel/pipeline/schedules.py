@@ -49,6 +49,7 @@ from pycomm.parallel.ground.plan import ScheduleName
 __all__ = [
     "NAMES",
     "Action",
+    "Kind",
     "Schedule",
     "make_schedule",
     "peak_activations",
