@@ -139,10 +139,10 @@ class Crew:
                 self.comm = self.comm.shrink(timeout=limit)
                 return
             except CommTimeoutError as error:
-                if error.op != "shrink" and left:
+                text, absent, _ = str(error).partition(". Call shrink() again")  # one lives and did not come
+                if left and not absent and error.op != "shrink":
                     continue
-                if error.op == "shrink":  # one lives and did not come
-                    text = str(error).partition(". Call shrink() again")[0]
+                if absent:
                     error.args = (
                         f"{text}. It hangs, or gave up the training without run.leave(); if it was only "
                         "busy, give par.resilient(timeout=) more seconds",

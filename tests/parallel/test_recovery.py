@@ -95,19 +95,21 @@ def test_a_rank_that_stops_while_the_others_recover(case: kills.Case) -> None:
 
 @tier(quick=1 / 2)
 @pytest.mark.parametrize(
-    ("op", "again"), [(None, True), ("shrink", False)], ids=["while it is made", "nobody comes"]
+    ("said", "again"),
+    [("rank 0 did not", True), ("rank 0 lives. Call shrink() again", False)],
+    ids=["while it is made", "nobody comes"],
 )
-def test_an_agreement_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, op: str, again: bool) -> None:
+def test_an_agreement_that_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch, said: str, again: bool) -> None:
     """It is tried again where a rank was stopped between its word and the group, as all raise it; not where
     one lives and does not come.
     """
     shrink, tries = pycomm.Communicator.shrink, []
 
-    def shrink_late(comm: pycomm.Communicator) -> pycomm.Communicator:
+    def shrink_late(comm: pycomm.Communicator, timeout: float) -> pycomm.Communicator:
         tries.append(comm.world_size)
         if len(tries) == 1:
-            raise pycomm.CommTimeoutError("rank 0 did not", op=op)
-        return shrink(comm)
+            raise pycomm.CommTimeoutError(said)
+        return shrink(comm, timeout=timeout)
 
     def rank_main(rank: int) -> list[int]:
         monkeypatch.setattr(pycomm.Communicator, "shrink", shrink_late)

@@ -4,6 +4,8 @@ ends with the scale, the growth tracker and the parameters of one undisturbed pr
 
 import functools
 import logging
+import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -104,7 +106,7 @@ def rank_main(asked, rank, link, case, folder, replaces):
     if asked.keeps:
         run.keep("scaler", scaler)
     if rank in case.victims and not replaces:
-        kills.arm(case.victims[rank])
+        kills.arm(case.victims[rank], functools.partial(os.kill, os.getpid(), signal.SIGKILL))
     for number in run.steps(kills.STEPS):
         if change is not None and number == CHANGED and not replaces:
             scaler.set_growth_interval(1)
