@@ -303,18 +303,19 @@ class Resilient:
 
     def _attempt(self, action: Callable[[], T], rebuild: bool = False) -> T:
         """action(), after a recovery for each loss of a rank. rebuild: begin with that."""
+        lost = False
         while True:
             try:
                 if rebuild:
                     with self._checkpoints.after(self._position + 1, self.leave):
-                        self._rebuild()
+                        self._rebuild(lost)
                     rebuild = False
                 return action()
             except MismatchError:
                 raise
             except dist.DistError as error:
                 self._lose(error)
-                rebuild = True
+                rebuild = lost = True
 
     def _advance(self, number: int) -> torch.Tensor | None:
         """Takes the steps up to this one. Returns its loss; None where this rank had no part in it."""
@@ -419,13 +420,13 @@ class Resilient:
         self._checkpoints.note(self.model)
         self._crew.leave_groups()
         with self._checkpoints.after(self._position + 1, self.leave):
-            self._rebuild()
+            self._rebuild(False)
 
-    def _rebuild(self) -> None:
-        """From the snapshots to a model under the plan for this crew. Collective over the crew."""
+    def _rebuild(self, lost: bool) -> None:
+        """From the snapshots to a model under the plan for this crew. Collective over its ranks. lost: one."""
         started, crew = time.perf_counter(), self._crew
         missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
-        if self._options.wait and crew.store is not None and missing > 0 and not self._joining:
+        if lost and self._options.wait and crew.store is not None and missing > 0:
             crew.grow(missing, self._options.wait)
         self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
         crew.look()
@@ -438,8 +439,7 @@ class Resilient:
         self.plan = checked_plan(self._wanted, crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
-        program = self._read(source) if self.active else None
-        self._keep(source.number, program)
+        self._keep(source.number, self._read(source) if self.active else None)
         gc.collect()  # the former model's buffers, which are in circles
         _say(crew, source.number + 1, self.plan, 1e3 * (time.perf_counter() - started))
 
