@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,7 @@ from pycomm.benchmarks.common import ranks as on_ranks
 from pycomm.benchmarks.common import report
 from pycomm.benchmarks.common.report import Content, Page, Pyplot, Table
 from pycomm.parallel.data.bucket import BufferedBucket
+from pycomm.parallel.ground.plan import Zero
 from pycomm.parallel.parts import parts_of
 from pycomm.parallel.planning.dry_run import events_of, peak_of
 from pycomm.parallel.zero.flat import FlatShards
@@ -67,7 +68,7 @@ def _registered(parts: Parallelized) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _train(zero: int, layers: int, dim: int) -> Trained:
+def _train(zero: Zero, layers: int, dim: int) -> Trained:
     """On this rank."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         torch.manual_seed(0)
@@ -84,11 +85,11 @@ def _train(zero: int, layers: int, dim: int) -> Trained:
     return Trained(peak_of(events_of(recorded)) + _registered(parts_of(trained)), count)
 
 
-def _on_rank(_: object, zero: int, layers: int, dim: int) -> Trained:
+def _on_rank(_: object, zero: Zero, layers: int, dim: int) -> Trained:
     return _train(zero, layers, dim)
 
 
-def measure(ranks: int, zero: int, layers: int = 96, dim: int = 128) -> tuple[float, float]:
+def measure(ranks: int, zero: Zero, layers: int = 96, dim: int = 128) -> tuple[float, float]:
     """(largest measured bytes per parameter over the ranks, closed form)."""
     # one rank trains without torch.distributed
     group: dict[str, Any] = {"backend": "pycomm"} if ranks > 1 else {}
@@ -153,7 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     content["rows"] = []
     for ranks in map(int, given.ranks.split(",")):
-        for zero in range(4):
+        for zero in get_args(Zero):
             measured, expected = measure(ranks, zero, given.layers, given.dim)
             row = {"ranks": ranks, "zero": zero, "measured": measured, "closed_form": expected}
             content["rows"].append(row)

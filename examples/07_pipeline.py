@@ -21,10 +21,11 @@ from pathlib import Path
 from common import batches, make, on_ranks, same, say, train_alone
 
 import pycomm.parallel as par
+from pycomm.parallel.ground.plan import Schedule
 from pycomm.parallel.pipeline import peak_activations, simulate
 
 RANKS, MICROBATCHES = 2, 6
-SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
+SCHEDULES: tuple[Schedule, ...] = ("gpipe", "1f1b", "interleaved", "zb-h1", "zbv")
 
 
 def show_schedules(folder: str | None) -> None:

@@ -11,7 +11,7 @@ from pycomm import _C, env, tuned
 from pycomm._over_hosts import explain_over_hosts
 from pycomm.fused.choice import choose
 from pycomm.fused.form import has_triton
-from pycomm.fused.problem import ACTIVATIONS, OPS, Problem
+from pycomm.fused.problem import ACTIVATIONS, OPS, Op, Problem
 from pycomm.groups import even_sizes, hosts_of
 from pycomm.quantities import Bytes
 
@@ -99,8 +99,8 @@ def explain(
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device={device!r}: must be 'cpu' or 'cuda'")
     placement = _several(hosts, world_size, op in OPS or device == "cuda")
-    if op in OPS:
-        return _explain_fused(op, size, world_size, device, dtype, activation)
+    if (fused := next((one for one in OPS if one == op), None)) is not None:
+        return _explain_fused(fused, size, world_size, device, dtype, activation)
     if op not in _COLLECTIVES:
         raise ValueError(f"unknown op {op!r}; expected one of {', '.join((*_COLLECTIVES, *OPS))}")
     cores = cores or len(os.sched_getaffinity(0))
@@ -153,7 +153,7 @@ def _built_in(known: tuned.Tuned, world_size: int, cores: int) -> str:
 
 
 def _explain_fused(
-    op: str, size: object, world_size: int, device: Device, dtype: str, activation: str | None
+    op: Op, size: object, world_size: int, device: Device, dtype: str, activation: str | None
 ) -> str:
     if not isinstance(size, (tuple, list)) or len(size) != 3:
         raise ValueError(f"size={size!r}: {op} takes (M, N, K)")

@@ -23,6 +23,7 @@ import json
 import os
 import platform
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypedDict
 
@@ -43,18 +44,6 @@ class Machine(TypedDict):
 
     cpu: str
     cores: int
-
-
-class Choices(TypedDict):
-    """A row: the choices of an operation for so many ranks on so many cores, by the size up to which they
-    count.
-    """
-
-    ranks: int
-    cores: int
-    access: str
-    op: str
-    choices: list[tuple[int, str]]  # bytes, algorithm
 
 
 class Tuned(NamedTuple):
@@ -104,8 +93,8 @@ def load() -> Tuned:
     return found
 
 
-def write(path: str | os.PathLike[str], rows: list[Choices], measured: object) -> None:
-    """Writes a file, by rename. of a file of this
+def write(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]], measured: object) -> None:
+    """Writes a file, by rename. rows: {"ranks", "cores", "access", "op", "choices"}; of a file of this
     machine and version that is there, the rows of other ranks and cores stay.
     """
     path = Path(path)
@@ -114,7 +103,7 @@ def write(path: str | os.PathLike[str], rows: list[Choices], measured: object) -
         kept = [row for row in _checked(path)["rows"] if (row["ranks"], row["cores"]) not in new]
     except (OSError, ValueError, KeyError, TypeError):  # damaged: nothing of it is kept
         kept = []
-    rows = sorted(kept + rows, key=lambda row: (row["ranks"], row["cores"]))
+    rows = sorted([*kept, *rows], key=lambda row: (row["ranks"], row["cores"]))
     head = {"format": FORMAT, "pycomm": pycomm.__version__, "machine": machine(), "measured": measured}
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
     text = json.dumps(head)[:-1] + ', "rows": [\n' + lines + "\n]}\n"

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pycomm import env
 from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case, Form, OpName
 from pycomm.benchmarks.common import data, device
+from pycomm.options import ReduceName
 from pycomm.quantities import GlobalRank
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def tensor_of(buffer: Buffer, dtype: DtypeName) -> torch.Tensor:
 class PycommAdapter(Adapter):
     """wire: what PYCOMM_WIRE is to say, None: as it is set."""
 
-    def __init__(self, wire: str | None = None) -> None:
+    def __init__(self, wire: env.Wire | None = None) -> None:
         self.wire = wire
 
     def start(self, spec: Spec) -> None:
@@ -231,7 +232,9 @@ class PycommAdapter(Adapter):
         self.word = torch.zeros(1)
         self.world = self.comm = world
         if spec["groups"] > 1:
-            self.comm = world.split(self.group, self.rank)
+            part = world.split(self.group, self.rank)
+            assert part is not None  # every rank has a group
+            self.comm = part
 
     def version(self) -> str:
         wire = self.world.describe()["wire"]
@@ -245,7 +248,8 @@ class PycommAdapter(Adapter):
         )
 
     def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
-        comm, root, op, (after, before, partner) = self.comm, case.root, case.redop, self.neighbours()
+        comm, root, (after, before, partner) = self.comm, case.root, self.neighbours()
+        op: ReduceName = "sum" if case.redop == "none" else case.redop
         x, out = tensor_of(send, case.dtype), tensor_of(recv, case.dtype)
 
         def send_recv() -> None:

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Literal, cast
 
 from pycomm import env
 from pycomm.benchmarks.collectives import deepspeed_shm, mpi, worker
@@ -80,7 +80,7 @@ class Ranks:
         # torch is imported once, in a process that has no threads yet
         multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "numpy"])
         fresh = spec["threads"] or spec["device"] == "cuda"
-        method = "spawn" if fresh else "forkserver"
+        method: Literal["spawn", "forkserver"] = "spawn" if fresh else "forkserver"
         self.teams.append(RankProcesses(ranks, worker.main, spec, method=method))
 
     def start_mpi(self, spec: Spec, found: mpi.Mpi) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from pycomm.parallel.given import Tree
+    from pycomm.parallel.models.drawn import Drawn
 
 __all__ = ["Ran", "Runs"]
 
@@ -16,7 +17,7 @@ class Ran(NamedTuple):
 
     result: Any = None
     error: Exception | None = None
-    drawn: tuple[object, ...] = ()  # what had been drawn at its end
+    drawn: Drawn = ()  # what had been drawn at its end
     draws: bool = False  # whether it has drawn some
     sends: bool = False  # whether the model's own code has sent something
     loss_draws: bool = False  # whether `take` has

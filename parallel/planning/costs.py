@@ -22,7 +22,10 @@ the sums of a few numbers at the end of a step and of balance losses, vocabulary
 parameters lie in several buckets. dry_run has all of it.
 """
 
-from pycomm.parallel.ground.plan import Plan
+from typing import get_args
+
+from pycomm.parallel.ground.plan import Plan, Zero
+from pycomm.parallel.ground.plan import Schedule as ScheduleWord
 from pycomm.parallel.planning.asked import check_request
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.memory import owned_parameters
@@ -86,9 +89,10 @@ def _data(job: Job, data: int) -> tuple[float, MeanBytes]:
 
 def strategies(n: int, long: bool = False, experts: bool = False) -> list[tuple[str, Plan]]:
     """Each strategy alone on n ranks, with its name."""
-    found = [(f"dp, zero {zero}" if zero else "dp", Plan(dp=n, zero=zero)) for zero in range(4)]
+    found = [(f"dp, zero {zero}" if zero else "dp", Plan(dp=n, zero=zero)) for zero in get_args(Zero)]
     found += [("tp", Plan(tp=n)), ("tp, sequence parallel", Plan(tp=n, megatron_sp=True))]
-    for name in ("gpipe", "1f1b", "zb-h1", "zbv"):
+    names: tuple[ScheduleWord, ...] = ("gpipe", "1f1b", "zb-h1", "zbv")
+    for name in names:
         found.append((f"pp, {name}", Plan(pp=n, schedule=name)))
     found.append(("pp, interleaved 2", Plan(pp=n, schedule="interleaved", chunks=2)))
     found += [("ulysses, zero 3", Plan(ulysses=n, zero=3)), ("ring, zero 3", Plan(ring=n, zero=3))] * long

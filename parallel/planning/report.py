@@ -198,12 +198,13 @@ def _plans(request: Request, wanted: Wanted) -> Iterator[Plan]:
             options: dict[str, Any] = {
                 key: value for key, value in wanted.items() if key not in ("tp", "pp", "dp")
             }
+            options["precision"] = request.precision
             if options.get("schedule") == "interleaved":
                 chunks = [v for v in (4, 3, 2) if model.layers % (pp * v) == 0]
                 if not chunks:
                     continue
                 options["chunks"] = chunks[0]
-            yield Plan(tp=tp, pp=pp, dp=dp, megatron_sp=tp > 1, precision=request.precision, **options)
+            yield Plan(tp=tp, pp=pp, dp=dp, megatron_sp=tp > 1, **options)
 
 
 class Explanation:

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from pycomm.parallel.ground.plan import AXES, Plan
+from pycomm.parallel.ground.plan import AXES, Plan, Zero
 from pycomm.parallel.planning.asked import Fixed, unfit
 from pycomm.parallel.planning.events import AT_ONCE
 from pycomm.parallel.planning.job import PYCOMM, Job, Recompute, Software
@@ -231,7 +231,7 @@ def plans_of(
     if shape.pp > 1:
         options |= {"schedule": schedule, "chunks": chunks if schedule == "interleaved" else None}
     every = sharded or "offload" in fixed or "zero_group" in fixed
-    zeros = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
+    zeros: list[Zero] = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
     pieces = [True, False] if shape.tp > 1 and "megatron_sp" not in fixed else [False]
     for zero, megatron_sp in itertools.product(zeros, pieces):
         try:

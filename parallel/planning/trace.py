@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TypeAlias
 
-from pycomm.parallel.pipeline.schedules import Action
+from pycomm.parallel.pipeline.schedules import Action, Kind
 from pycomm.parallel.pipeline.timeline import Span
 from pycomm.parallel.planning.search import Prediction
 from pycomm.parallel.planning.time import stage_times
@@ -24,7 +24,8 @@ def events_of(found: Prediction) -> list[Event]:
         (times,), _ = stage_times(found.job)
         rows = [list[Span]()]
         for microbatch in range(found.job.microbatches):
-            for kind, seconds in zip("FBW", times, strict=True):
+            kinds: tuple[Kind, ...] = ("F", "B", "W")
+            for kind, seconds in zip(kinds, times, strict=True):
                 rows[0].append(Span(Action(kind, 0, microbatch), end, end + seconds))
                 end += seconds
     else:

@@ -105,8 +105,8 @@ class Holdings:
         """Of all generations but the last, which is whole."""
         self.generations = self.generations[-1:]
 
-    def choose(self, crew: Crew) -> Source | None:
-        """A Source of the last snapshot that is whole, or None. Collective over the crew."""
+    def choose(self, crew: Crew) -> Source:
+        """The last snapshot that is whole. Collective over the crew. Raises RuntimeError where none is."""
         told = crew.exchange([self._told(generation) for generation in self.generations])
         serials = sorted({serial for some in told for serial, _, _ in some}, reverse=True)
         for serial in serials:
@@ -125,7 +125,9 @@ class Holdings:
                     for token, ranks in found.items()
                 }
                 return Source(self._fetch(crew, tokens, has, number), number)
-        return None
+        raise RuntimeError(
+            "no snapshot is whole: a part was held by lost ranks alone (over hosts: a host and the next)"
+        )
 
     def _told(self, generation: Generation) -> _Told:
         held = {token: (memory.address, list(memory.numbers())) for token, memory in generation.held.items()}

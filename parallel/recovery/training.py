@@ -363,10 +363,10 @@ class Resilient:
         deals, waiting = flags.tolist()
         if deals:
             self._dealer.deal(pieces)
-        whole, self._last = self._last, number  # on all ranks
-        self._log = {n: call for n, call in self._log.items() if whole is None or n > whole}
-        items, own = self._dealer.to_write(pieces), own_of(parts, program)
-        self._writing.start(self._holdings.last, number, own, items)
+        whole, self._last = self._last or 0, number  # on all ranks
+        self._log = {n: call for n, call in self._log.items() if n > whole}
+        own = own_of(parts, program)
+        self._writing.start(self._holdings.last, number, own, self._dealer.to_write(pieces))
         if not hasattr(self.opt, "register_step_pre_hook"):
             self._writing.wait_written()
         if waiting:
@@ -383,8 +383,8 @@ class Resilient:
             self._dealer, self._last = Dealer(parts_of(self.model)), None
             pieces, _ = self._dealer.pieces()
             self._dealer.deal(pieces)
-            items, own = self._dealer.to_write(pieces), own_of(parts_of(self.model), program)
-            self._writing.start(generation, number, own, items)
+            own = own_of(parts_of(self.model), program)
+            self._writing.start(generation, number, own, self._dealer.to_write(pieces))
             self._writing.wait()
         self._last = number
         self._crew.comm.barrier()
@@ -432,10 +432,6 @@ class Resilient:
         crew.look()
         self._ahead = max(crew.exchange(self.done))
         source = self._holdings.choose(crew)
-        if source is None:
-            raise RuntimeError(
-                "no snapshot is whole: a part was held by lost ranks alone (over hosts: a host and the next)"
-            )
         self.plan = checked_plan(self._wanted, crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)

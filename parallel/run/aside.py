@@ -118,8 +118,8 @@ class _Seen:
     def __init__(self, parts: Parallelized, take: Callable[[Tree], object], number: int, watch: bool) -> None:
         self.parts, self.take, self.number, self.watches = parts, take, number, watch
         self.result: object = None
-        self.before: list[object] = []  # see drawn.drawn()
-        self.after: list[object] = []
+        self.before: list[torch.Tensor | tuple[object, ...]] = []  # see drawn.drawn()
+        self.after: list[torch.Tensor | tuple[object, ...]] = []
         self.given: list[Tree] = []
         self.sends, self.work, self.loss_draws = False, 0, False
 

@@ -95,8 +95,8 @@ def run_prediction(parts: Parallelized, inputs: Tree, microbatches: int = 1) -> 
                 each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))
     told = exchange(parts, _told(parts, pieces, outputs, rows, mark))
     _check(parts, told)
-    part = next(part for part in told if part.kinds is not None)
-    flat, views = zeros_of([(number, *kind) for number, kind in enumerate(part.kinds)], parts.device)
+    part, kinds = next((part, part.kinds) for part in told if part.kinds is not None)
+    flat, views = zeros_of([(number, *kind) for number, kind in enumerate(kinds)], parts.device)
     if outputs and parts.mesh.coordinate("tp") == 0:
         for piece, output in zip(pieces, outputs, strict=True):
             _put(parts, piece, _tensors(output), views)

@@ -26,6 +26,7 @@ from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.same_batch import differ, mark_of, powers
 from pycomm.parallel.parts import Parallelized
 from pycomm.parallel.zero.kinds import kind_of
+from pycomm.parallel.zero.streamed import StreamedShards
 
 __all__ = ["compare_replicas"]
 
@@ -77,9 +78,10 @@ def _is_held_twice(parts: Parallelized, tied: list[str]) -> bool:
 
 def _marks_of(parts: Parallelized) -> Marks:
     """Of the values that the model computes with; of zero=3 while they exist. Collective in its groups."""
-    marks = {}
+    marks: Marks = {}
     if kind_of(parts.plan).by_unit:
         for shards in parts.all_shards:
+            assert isinstance(shards, StreamedShards)  # by unit
             shards.start_gather()
             shards.finish_gather()
             try:

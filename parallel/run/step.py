@@ -113,8 +113,11 @@ def _updates_of(parts: Parallelized, options: Options) -> Updates:
     if parts.plan.schedule != ScheduleName.PIPEDREAM:
         return OneUpdate(parts, options)
 
+    opt = parts.opt
+    assert opt is not None  # a step has one
+
     def take_step(stage: int) -> None:
-        step_optimizer(parts.opt, parts.shards[stage])
+        step_optimizer(opt, parts.shards[stage])
 
     return PipeDreamUpdates(parts.reducers, take_step, parts.mesh, parts.device, options)
 

@@ -191,7 +191,9 @@ class OneUpdate:
         if self._factor != 1.0:
             one = torch.ones((), dtype=torch.float64, device=self.parts.device)
             factor = (one if factor is None else factor) * self._factor
-        step_optimizer(self.parts.opt, self.parts.all_shards, factor, unused)
+        opt = self.parts.opt
+        assert opt is not None  # a step has one
+        step_optimizer(opt, self.parts.all_shards, factor, unused)
 
     def _used(self) -> torch.Tensor:
         """1 for each parameter of the model that got a gradient on this rank, in the order of the names."""

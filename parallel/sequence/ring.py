@@ -140,7 +140,7 @@ def _unpack(
     return flat[: k_shape.numel()].view(k_shape), flat[k_shape.numel() :].view(v_shape)
 
 
-def _pass_on(flat: torch.Tensor, count: int, group: Group) -> tuple[list[dist.Work], torch.Tensor]:
+def _pass_on(flat: torch.Tensor, count: int, group: Group) -> tuple[list[comm.Work], torch.Tensor]:
     """Starts to send `flat` to the next rank and to receive `count` elements from the one before. Returns the
     works, and what will have come.
     """
@@ -154,7 +154,7 @@ def _pass_on(flat: torch.Tensor, count: int, group: Group) -> tuple[list[dist.Wo
     return works, incoming
 
 
-def _wait(works: Iterable[dist.Work]) -> None:
+def _wait(works: Iterable[comm.Work]) -> None:
     for work in works:
         work.wait()
 
@@ -163,7 +163,7 @@ def _blocks(k: torch.Tensor, v: torch.Tensor, spec: _RingSpec) -> Iterator[tuple
     """(source, flat block) of every step; the next block travels between one yield and the next."""
     flat = _pack(k, v)
     for step in range(spec.group.size):
-        works: Sequence[dist.Work] = ()
+        works: Sequence[comm.Work] = ()
         incoming = flat  # in the last step nothing comes
         if step + 1 < spec.group.size:
             works, incoming = _pass_on(flat, _width(k, v) * spec.length(spec.source(step + 1)), spec.group)
@@ -204,7 +204,7 @@ def _backward(rows: block.Rows, k: torch.Tensor, v: torch.Tensor, spec: _RingSpe
     wide, group = rows.q.dtype, spec.group
     dq = torch.zeros_like(rows.q)
     own: torch.Tensor | None = None
-    works: Sequence[dist.Work] = ()
+    works: Sequence[comm.Work] = ()
     incoming: torch.Tensor | None = None
     for step, (source, flat) in enumerate(_blocks(k, v, spec)):
         k_block, v_block = _unpack(flat, k, v, spec.length(source))

@@ -156,8 +156,8 @@ def narrow_attributes(module: nn.Module, counts: HeadCounts) -> dict[str, object
         names = set(attributes(config)) | {
             n for n in ("n_head", "n_embd", "hidden_size") if is_int(getattr(config, n, None))
         }
-        values = {n: counts.local(n, getattr(config, n)) for n in names}
-        values = {n: value for n, value in values.items() if value is not None}
+        found = {n: counts.local(n, getattr(config, n)) for n in names}
+        values: dict[str, object] = {n: value for n, value in found.items() if value is not None}
         if values:
             module.__dict__[name] = ConfigView(config, values)
     return {name: value for name, value in before.items() if module.__dict__[name] is not value}

@@ -164,7 +164,8 @@ def _leave_uncompiled(model: nn.Module) -> None:
     """
     for module in model.modules():
         forward = module.__dict__.get("forward")
-        if isinstance(forward, SublayerForward) or getattr(forward, "func", None) is _as_parameters:
+        is_cut = isinstance(forward, SublayerForward) or getattr(forward, "func", None) is _as_parameters
+        if forward is not None and is_cut:
             module.forward = uncompiled(forward)
 
 

@@ -113,7 +113,7 @@ class PlanStrategy(DDPStrategy):
     ) -> None:
         super().__init__(**{"process_group_backend": "pycomm", **options})
         self.plan, self.microbatches, self.name = par.Plan.of(plan), microbatches, model
-        self._planned: nn.Module | None = None  # the model that has been through parallelize
+        self._set_up: nn.Module | None = None  # the model that has been through parallelize
         self._stepped = False  # since training_step began
 
     def step(
@@ -144,6 +144,11 @@ class PlanStrategy(DDPStrategy):
         options["microbatches"] = fewer_microbatches(batch, self.microbatches, self.plan)
         return par.evaluate(self._planned, batch, loss_fn, **options)
 
+    @property
+    def _planned(self) -> nn.Module:
+        assert self._set_up is not None  # Lightning calls setup() first
+        return self._set_up
+
     def _check_loss(self, loss_fn: LossFunction | None) -> None:
         if loss_fn is None and self.name is None:
             raise ValueError(
@@ -160,16 +165,16 @@ class PlanStrategy(DDPStrategy):
         trainer._accelerator_connector.use_distributed_sampler = False
         model = attrgetter(self.name)(self.lightning_module) if self.name else self.lightning_module
         fits = trainer.state.fn == TrainerFn.FITTING
-        if self._planned is model and not fits:
+        if self._set_up is model and not fits:
             return  # validate() after fit()
         self.precision_plugin.convert_module(self.model)
-        if self._planned is not model:
+        if self._set_up is not model:
             self.model_to_device()
         if fits:
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         par.parallelize(model, self.optimizers[0] if fits else None, self.plan)
-        self._planned = model
+        self._set_up = model
 
     def process_dataloader(self, dataloader: L) -> L:
         """Workers draw the same numbers on all ranks."""

@@ -30,7 +30,7 @@ import contextlib
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -124,7 +124,7 @@ class Units:
         self.units: list[Unit] = []
         self.always: list[Unit] = []  # those that are gathered from the beginning of every pass to its end
         self.phase = Phase.IDLE
-        self.orders: dict[tuple[Phase, int], list[Unit]] = {}  # (phase, stage) -> in order of use
+        self.orders: dict[tuple[Phase, Hashable], list[Unit]] = {}  # (phase, stage) -> in order of use
         self.order: list[Unit] = []  # that of the pass that is running
         self.position = 0  # how many of `order` have been used
         self.recording = False  # this is the first pass of its kind: it writes `order`
@@ -139,7 +139,7 @@ class Units:
         for module in modules:
             module.forward = uncompiled(functools.partial(self._call, unit, module.forward))
 
-    def begin(self, phase: Phase, stage: int = 0) -> None:
+    def begin(self, phase: Phase, stage: Hashable = 0) -> None:
         self.phase, self.active, self.inside = phase, None, []
         key = self.phase, stage
         self.recording = key not in self.orders
