@@ -303,19 +303,18 @@ class Resilient:
 
     def _attempt(self, action: Callable[[], T], rebuild: bool = False) -> T:
         """action(), after a recovery for each loss of a rank. rebuild: begin with that."""
-        lost = False
         while True:
             try:
                 if rebuild:
                     with self._checkpoints.after(self._position + 1, self.leave):
-                        self._rebuild(lost)
+                        self._rebuild(self.recoveries > 0)
                     rebuild = False
                 return action()
             except MismatchError:
                 raise
             except dist.DistError as error:
                 self._lose(error)
-                rebuild = lost = True
+                rebuild = True
 
     def _advance(self, number: int) -> torch.Tensor | None:
         """Takes the steps up to this one. Returns its loss; None where this rank had no part in it."""
@@ -423,11 +422,10 @@ class Resilient:
             self._rebuild(False)
 
     def _rebuild(self, lost: bool) -> None:
-        """From the snapshots to a model under the plan for this crew. Collective over its ranks. lost: one."""
+        """From the snapshots to a model under the plan for this crew. Collective over it. lost: a rank is."""
         started, crew = time.perf_counter(), self._crew
-        missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
-        if lost and self._options.wait and crew.store is not None and missing > 0:
-            crew.grow(missing, self._options.wait)
+        if lost and isinstance(self._wanted, Plan):
+            crew.grow_to(self._wanted.world_size, self._options.wait)
         self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
         crew.look()
         self._ahead = max(crew.exchange(self.done))
