@@ -152,6 +152,7 @@ def arm(victim: Victim, strike: Callable[[], None]) -> None:
         "piece": [(OwnMemory, "_put"), (CopyMemory, "put"), (OwnMemory, "bytes_at")],
         "shrink": [(Crew, "shrink")],
         "rebuild": [(Resilient, "_rebuild")],
+        "group": [(Crew, "make_group")],
         "begun": [(saving._Writer, "write")],
         "write": [(saving.dcp.FileSystemWriter, "write_data")],
         "rename": [(saving, "put_in_place")],

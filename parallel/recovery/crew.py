@@ -179,6 +179,11 @@ class Crew:
         if kept is not None:
             kept.close()
 
+    def grow_to(self, size: int, wait: float) -> None:
+        """Collective: all wait for as many as are missing, a replacement too that is here already."""
+        if wait and self.store is not None and size > self.size:
+            self.grow(size - self.size, wait)
+
     def make_group(self, ranks: int) -> None:
         """torch's default group of the first `ranks` of the crew. Collective over the crew, after look()."""
         if max(self.hosts) > 0:

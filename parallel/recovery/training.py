@@ -307,7 +307,7 @@ class Resilient:
             try:
                 if rebuild:
                     with self._checkpoints.after(self._position + 1, self.leave):
-                        self._rebuild()
+                        self._rebuild(self.recoveries > 0)
                     rebuild = False
                 return action()
             except MismatchError:
@@ -419,14 +419,13 @@ class Resilient:
         self._checkpoints.note(self.model)
         self._crew.leave_groups()
         with self._checkpoints.after(self._position + 1, self.leave):
-            self._rebuild()
+            self._rebuild(False)
 
-    def _rebuild(self) -> None:
-        """From the snapshots to a model under the plan for this crew. Collective over the crew."""
+    def _rebuild(self, lost: bool) -> None:
+        """From the snapshots to a model under the plan for this crew. Collective over it. lost: a rank is."""
         started, crew = time.perf_counter(), self._crew
-        missing = self._wanted.world_size - crew.size if isinstance(self._wanted, Plan) else 0
-        if self._options.wait and crew.store is not None and missing > 0 and not self._joining:
-            crew.grow(missing, self._options.wait)
+        if lost and isinstance(self._wanted, Plan):
+            crew.grow_to(self._wanted.world_size, self._options.wait)
         self._checkpoints.last = crew.tell(self._checkpoints.last if crew.rank == 0 else None)
         crew.look()
         self._ahead = max(crew.exchange(self.done))
@@ -434,8 +433,7 @@ class Resilient:
         self.plan = checked_plan(self._wanted, crew.size)
         self.active = crew.rank < self.plan.world_size
         crew.make_group(self.plan.world_size)
-        program = self._read(source) if self.active else None
-        self._keep(source.number, program)
+        self._keep(source.number, self._read(source) if self.active else None)
         gc.collect()  # the former model's buffers, which are in circles
         _say(crew, source.number + 1, self.plan, 1e3 * (time.perf_counter() - started))
 

@@ -60,6 +60,13 @@ def test_a_replacement_saves_no_step_that_the_others_have_left() -> None:
 
 
 @tier(slow=1)
+def test_a_death_while_a_replacement_joins() -> None:
+    """It is in the crew, and has no part yet: it looks for the next replacement with the others."""
+    dies = victims(r1=("step", 4, 0.0), r2=("group", 1, 0.0))
+    kills.check(kills.Case("dp=4", 2, True, 60.0, dies), alone())
+
+
+@tier(slow=1)
 def test_who_goes_back_to_a_checkpoint_repeats_nothing() -> None:
     """After a recovery. No rank has left these steps, as all have gone back."""
 

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import signal
+import time
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ import recovery_kills as kills
 import torch
 import torch.distributed as dist
 from odd_models import cross
+from recovery_witness import Board, Witness
 from tiers import tier
 
 import pycomm.parallel as par
@@ -84,7 +86,9 @@ class Asked(NamedTuple):
 
 def rank_main(asked, rank, link, case, folder, replaces):
     """As in recovery_kills."""
-    change = asked.change
+    change, slot = asked.change, rank + kills.RANKS * replaces
+    board = Board(Path(folder) / "board")
+    witness = Witness(slot, board)
     store = dist.FileStore(f"{folder}/replacements", -1)
     if not replaces:
         first = dist.FileStore(f"{folder}/first", kills.RANKS)
@@ -106,16 +110,21 @@ def rank_main(asked, rank, link, case, folder, replaces):
     if asked.keeps:
         run.keep("scaler", scaler)
     if rank in case.victims and not replaces:
-        kills.arm(case.victims[rank], functools.partial(os.kill, os.getpid(), signal.SIGKILL))
+
+        def strike():
+            board.note("struck", slot, time.monotonic())
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        kills.arm(case.victims[rank], strike)
     for number in run.steps(kills.STEPS):
         if change is not None and number == CHANGED and not replaces:
             scaler.set_growth_interval(1)
-        loss = run.step(kills.batch(number), loss_of(number), clip=1.0, microbatches=2, scaler=scaler)
-    if not run.active:
-        return None, None, [], 0
-    state = {name: value.numpy() for name, value in par.full_state_dict(model).items()}
-    state |= {name: value.numpy() for name, value in state_of(scaler).items()}
-    return state, None if loss is None else (loss.item(), 0.0), [], 0
+        with witness.watch(run):
+            loss = run.step(kills.batch(number), loss_of(number), clip=1.0, microbatches=2, scaler=scaler)
+    state, last, members = kills.at_the_end(slot, run, loss, kills.Ended({}, 0.0, 0.0))
+    if state is not None:
+        state |= {name: value.numpy() for name, value in state_of(scaler).items()}
+    return kills.Result(state, last, members, (witness.losses, witness.recoveries, witness.most_repeated))
 
 
 def play(monkeypatch, case, **options):
