@@ -102,7 +102,7 @@ def check_job(job: Job) -> None:
     whole("microbatches", job.microbatches)
     if job.plan.rules:
         raise ValueError(NO_RULES)
-    axes = {axis: getattr(job.plan, axis) for axis in AXES}
+    axes: dict[str, int] = {axis: getattr(job.plan, axis) for axis in AXES}
     why = unfit(job.model, axes)
     if why:
         raise ValueError(f"Plan({job.plan}) and {job.model.name}: {why}")

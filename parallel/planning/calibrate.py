@@ -97,7 +97,7 @@ def calibrate(ranks: int) -> str:
     found = run_ranks(ranks, measure, mode="processes", backend="pycomm", timeout=300.0)
     medians = found[0]._replace(
         **{name: statistics.median(getattr(each, name) for each in found) for name in Measured._fields[1:]},
-        products={size: statistics.median(each.products[size] for each in found) for size in SIZES},
+        products={size: FlopRate(statistics.median(each.products[size] for each in found)) for size in SIZES},
     )
     expected = _expected_attention(from_toml(tomllib.loads(_toml(medians, ranks, 1.0))))
     return _toml(medians, ranks, min(expected / medians.attention, 1.0))

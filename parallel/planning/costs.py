@@ -22,7 +22,7 @@ the sums of a few numbers at the end of a step and of balance losses, vocabulary
 parameters lie in several buckets. dry_run has all of it.
 """
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.plan import Plan, Zero
 from pycomm.parallel.planning.asked import check_request
 from pycomm.parallel.planning.job import Job
 from pycomm.parallel.planning.memory import owned_parameters
@@ -30,6 +30,8 @@ from pycomm.parallel.planning.quantities import MeanBytes
 from pycomm.parallel.planning.search import Request, predict
 
 __all__ = ["sent", "strategies", "table"]
+
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 def sent(job: Job) -> dict[str, tuple[float, MeanBytes]]:
@@ -86,7 +88,7 @@ def _data(job: Job, data: int) -> tuple[float, MeanBytes]:
 
 def strategies(n: int, long: bool = False, experts: bool = False) -> list[tuple[str, Plan]]:
     """Each strategy alone on n ranks, with its name."""
-    found = [(f"dp, zero {zero}" if zero else "dp", Plan(dp=n, zero=zero)) for zero in range(4)]
+    found = [(f"dp, zero {zero}" if zero else "dp", Plan(dp=n, zero=zero)) for zero in ZEROS]
     found += [("tp", Plan(tp=n)), ("tp, sequence parallel", Plan(tp=n, megatron_sp=True))]
     for name in ("gpipe", "1f1b", "zb-h1", "zbv"):
         found.append((f"pp, {name}", Plan(pp=n, schedule=name)))

@@ -16,6 +16,8 @@ import functools
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 
+from pycomm.parallel.ground.plan import Schedule as ScheduleWord
+from pycomm.parallel.ground.plan import ScheduleName
 from pycomm.parallel.pipeline.schedules import Schedule, make_schedule, peak_activations, play
 from pycomm.parallel.planning.quantities import Seconds
 
@@ -23,6 +25,7 @@ __all__ = ["Pipeline", "StageTime", "in_flight", "run_pipeline"]
 
 LIMIT = 6  # microbatches per rank of the pipeline that are played
 AT_ONCE = Seconds(0.0)
+AnyName: TypeAlias = ScheduleWord | ScheduleName
 Spans: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]  # of each rank: (start, end) of its actions
 
 
@@ -61,7 +64,7 @@ class Pipeline(NamedTuple):
 
 
 def run_pipeline(
-    name: str,
+    name: AnyName,
     pp: int,
     microbatches: int,
     chunks: int,
@@ -103,7 +106,12 @@ def _played(pp: int, microbatches: int) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=512)
 def _play(
-    name: str, pp: int, microbatches: int, chunks: int, times: tuple[StageTime, ...], message: Seconds
+    name: AnyName,
+    pp: int,
+    microbatches: int,
+    chunks: int,
+    times: tuple[StageTime, ...],
+    message: Seconds,
 ) -> tuple[Schedule, list[list[tuple[float, float]]]]:
     schedule = make_schedule(name, pp, microbatches, chunks)
     table: dict[tuple[str, int], float] = {}
@@ -113,7 +121,7 @@ def _play(
 
 
 @functools.lru_cache(maxsize=4096)
-def in_flight(name: str, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+def in_flight(name: AnyName, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     """Per rank of the pipeline, the largest number of (virtual stage, microbatch) pairs whose activations
     are held. Counted in the runtime's schedule; it stops to grow at a few microbatches per rank, but for
     gpipe.
@@ -125,5 +133,5 @@ def in_flight(name: str, pp: int, microbatches: int, chunks: int) -> tuple[int, 
 
 
 @functools.lru_cache(maxsize=4096)
-def _counted(name: str, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
+def _counted(name: AnyName, pp: int, microbatches: int, chunks: int) -> tuple[int, ...]:
     return tuple(peak_activations(make_schedule(name, pp, microbatches, chunks)))

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from pycomm.parallel.ground.plan import AXES, Plan
+from pycomm.parallel.ground.plan import AXES, Plan, Precision, Schedule, Zero
 from pycomm.parallel.planning.asked import Fixed, unfit
 from pycomm.parallel.planning.events import AT_ONCE
 from pycomm.parallel.planning.job import PYCOMM, Job, Recompute, Software
@@ -58,7 +58,7 @@ class Request(NamedTuple):
     fixed: Fixed = {}
     microbatch: int = 16
     software: Software = PYCOMM
-    precision: str | None = "bf16"
+    precision: Precision | None = "bf16"
     check: Callable[[Plan], None] = lambda plan: None
 
     @property
@@ -188,14 +188,17 @@ def microbatches_of(request: Request, data: int) -> list[int]:
     return sorted(fitting, reverse=True)
 
 
-def _schedules(request: Request, pp: int, microbatches: int) -> list[tuple[str, int]]:
+def _schedules(request: Request, pp: int, microbatches: int) -> list[tuple[Schedule, int]]:
     """(name, chunks) of the schedules to try."""
     fixed, layers = request.fixed, request.model.layers
     name, chunks = fixed.get("schedule"), fixed.get("chunks")
     if pp == 1:
         return [(name or "1f1b", chunks or 1)]
+    found: list[tuple[Schedule, int]]
     if chunks and name in (None, "interleaved"):
-        found = [("interleaved", chunks)] + [("zbv", 2)] * (name is None and chunks == 2)
+        found = [("interleaved", chunks)]
+        if name is None and chunks == 2:
+            found.append(("zbv", 2))
     elif name == "interleaved" and microbatches < pp:
         found = [(name, 2)]
     else:
@@ -218,7 +221,7 @@ def _recomputations(request: Request) -> list[Recompute]:
 def plans_of(
     request: Request,
     shape: Shape,
-    schedule: str,
+    schedule: Schedule,
     chunks: int | None,
     recompute: Recompute,
     refused: list[ValueError] | None = None,
@@ -231,7 +234,7 @@ def plans_of(
     if shape.pp > 1:
         options |= {"schedule": schedule, "chunks": chunks if schedule == "interleaved" else None}
     every = sharded or "offload" in fixed or "zero_group" in fixed
-    zeros = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
+    zeros: list[Zero] = [fixed["zero"]] if "zero" in fixed else ([0, 1, 2, 3] if every else [0])
     pieces = [True, False] if shape.tp > 1 and "megatron_sp" not in fixed else [False]
     for zero, megatron_sp in itertools.product(zeros, pieces):
         try:

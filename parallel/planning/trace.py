@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import TypeAlias
 
-from pycomm.parallel.pipeline.schedules import Action
+from pycomm.parallel.pipeline.schedules import Action, Kind
 from pycomm.parallel.pipeline.timeline import Span
 from pycomm.parallel.planning.search import Prediction
 from pycomm.parallel.planning.time import stage_times
@@ -14,6 +14,7 @@ from pycomm.parallel.planning.time import stage_times
 __all__ = ["events_of", "write_trace"]
 
 Event: TypeAlias = dict[str, object]  # of the format of chrome://tracing
+KINDS: tuple[Kind, ...] = ("F", "B", "W")
 NAMES = {"F": "forward", "B": "gradient of the input", "W": "gradient of the weights", "U": "update"}
 
 
@@ -24,7 +25,7 @@ def events_of(found: Prediction) -> list[Event]:
         (times,), _ = stage_times(found.job)
         rows = [list[Span]()]
         for microbatch in range(found.job.microbatches):
-            for kind, seconds in zip("FBW", times, strict=True):
+            for kind, seconds in zip(KINDS, times, strict=True):
                 rows[0].append(Span(Action(kind, 0, microbatch), end, end + seconds))
                 end += seconds
     else:
