@@ -76,7 +76,10 @@ def measure(rank: int, options: argparse.Namespace) -> Measured:
     generator = torch.Generator().manual_seed(1)
     times: tuple[list[Spent], list[Spent]] = ([], [])
     losses: tuple[list[float], list[float]] = ([], [])
-    takes: tuple[Callable[..., torch.Tensor], ...] = (run.step, lambda batch: par.step(model, opt, batch))
+    takes: tuple[Callable[..., torch.Tensor | None], ...] = (
+        run.step,
+        lambda batch: par.step(model, opt, batch),
+    )
     for turn in range(options.turns + 1):
         rows = torch.randint(VOCAB, (options.every, ROWS, LENGTH + 1), generator=generator)
         for which in (0, 1) if turn % 2 else (1, 0):
@@ -85,6 +88,7 @@ def measure(rank: int, options: argparse.Namespace) -> Measured:
             for batch in rows:
                 loss = takes[which]((batch[:, :-1], batch[:, 1:]))
             times[which].append(Spent(time.perf_counter() - start, time.process_time() - used))
+            assert loss is not None  # no rank is left out of the plan
             losses[which].append(loss.item())
     assert losses[0] == losses[1], "the losses differ"
     count = sum(param.numel() for param in make(options.width)[0].parameters())

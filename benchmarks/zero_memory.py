@@ -38,9 +38,13 @@ from pycomm.parallel.zero.flat import FlatShards
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from pycomm.parallel.ground.plan import Zero
     from pycomm.parallel.parts import Parallelized
 
 __all__ = ["closed_form", "measure"]
+
+
+ZEROS: tuple[Zero, ...] = (0, 1, 2, 3)
 
 
 class Trained(NamedTuple):
@@ -67,7 +71,7 @@ def _registered(parts: Parallelized) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
 
-def _train(zero: int, layers: int, dim: int) -> Trained:
+def _train(zero: Zero, layers: int, dim: int) -> Trained:
     """On this rank."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         torch.manual_seed(0)
@@ -84,11 +88,11 @@ def _train(zero: int, layers: int, dim: int) -> Trained:
     return Trained(peak_of(events_of(recorded)) + _registered(parts_of(trained)), count)
 
 
-def _on_rank(_: object, zero: int, layers: int, dim: int) -> Trained:
+def _on_rank(_: object, zero: Zero, layers: int, dim: int) -> Trained:
     return _train(zero, layers, dim)
 
 
-def measure(ranks: int, zero: int, layers: int = 96, dim: int = 128) -> tuple[float, float]:
+def measure(ranks: int, zero: Zero, layers: int = 96, dim: int = 128) -> tuple[float, float]:
     """(largest measured bytes per parameter over the ranks, closed form)."""
     # one rank trains without torch.distributed
     group: dict[str, Any] = {"backend": "pycomm"} if ranks > 1 else {}
@@ -153,7 +157,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     content["rows"] = []
     for ranks in map(int, given.ranks.split(",")):
-        for zero in range(4):
+        for zero in ZEROS:
             measured, expected = measure(ranks, zero, given.layers, given.dim)
             row = {"ranks": ranks, "zero": zero, "measured": measured, "closed_form": expected}
             content["rows"].append(row)

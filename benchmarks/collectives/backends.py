@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from pycomm.benchmarks.collectives.spec import Spec
     from pycomm.benchmarks.common.data import Buffer, DtypeName
-
+    from pycomm.options import ReduceName
 Call: TypeAlias = Callable[[], object]
 Forms: TypeAlias = tuple[Call | None, Call | None]  # as FORMS has them
 UCX = "pycomm:ucx"
@@ -213,7 +213,7 @@ def tensor_of(buffer: Buffer, dtype: DtypeName) -> torch.Tensor:
 class PycommAdapter(Adapter):
     """wire: what PYCOMM_WIRE is to say, None: as it is set."""
 
-    def __init__(self, wire: str | None = None) -> None:
+    def __init__(self, wire: env.Wire | None = None) -> None:
         self.wire = wire
 
     def start(self, spec: Spec) -> None:
@@ -231,7 +231,9 @@ class PycommAdapter(Adapter):
         self.word = torch.zeros(1)
         self.world = self.comm = world
         if spec["groups"] > 1:
-            self.comm = world.split(self.group, self.rank)
+            mine = world.split(self.group, self.rank)
+            assert mine is not None  # every rank gives the number of a group
+            self.comm = mine
 
     def version(self) -> str:
         wire = self.world.describe()["wire"]
@@ -245,7 +247,8 @@ class PycommAdapter(Adapter):
         )
 
     def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
-        comm, root, op, (after, before, partner) = self.comm, case.root, case.redop, self.neighbours()
+        comm, root, (after, before, partner) = self.comm, case.root, self.neighbours()
+        op: ReduceName = "sum" if case.redop == "none" else case.redop  # none: what reduces is not called
         x, out = tensor_of(send, case.dtype), tensor_of(recv, case.dtype)
 
         def send_recv() -> None:

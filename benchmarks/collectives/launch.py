@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from pycomm.benchmarks.collectives.runner import Options
     from pycomm.benchmarks.collectives.spec import Spec
     from pycomm.testing import emulated
-
+    from pycomm.testing.processes import Method
 # for all ranks to import, connect and form groups; many ranks on few cores are slow
 START_TIMEOUT_S, START_TIMEOUT_OF_RANK_S = 90.0, 2.0
 # after a rank's own limit (worker.serve): it prints where it hangs before the controller gives up
@@ -80,7 +80,7 @@ class Ranks:
         # torch is imported once, in a process that has no threads yet
         multiprocessing.get_context("forkserver").set_forkserver_preload(["torch", "numpy"])
         fresh = spec["threads"] or spec["device"] == "cuda"
-        method = "spawn" if fresh else "forkserver"
+        method: Method = "spawn" if fresh else "forkserver"
         self.teams.append(RankProcesses(ranks, worker.main, spec, method=method))
 
     def start_mpi(self, spec: Spec, found: mpi.Mpi) -> None:

@@ -207,7 +207,7 @@ def choice_of(case: Case, peers: Peers) -> str:
         case.op,
         (case.m, case.n, case.k),
         peers.size,
-        device=peers.device.type,
+        device="cuda" if peers.device.type == "cuda" else "cpu",
         dtype=dtype,
         activation=case.activation,
     )

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from pycomm import env
 from pycomm.benchmarks.common import memory, ranks, report
@@ -17,8 +17,8 @@ from pycomm.benchmarks.common.options import chosen, new_parser
 if TYPE_CHECKING:
     import argparse
 
-    from pycomm.benchmarks.tune.choose import Choice
-    from pycomm.benchmarks.tune.measure import Access, Found, OpName
+    from pycomm.benchmarks.tune.measure import Found, OpName
+    from pycomm.tuned import Choices
 
 SIZES = [(12 << 10) << step for step in range(13)]  # from just above the payload of a header to 48 MiB
 BUFFERS = 4  # of a rank, two of them registered
@@ -35,16 +35,6 @@ choice of the built-in table stays. A group with another number of ranks, or on 
 the built-in table; measuring again adds to the file. `pycomm.explain` says which table decides, and
 PYCOMM_TUNED=0 does without the file. Stop other work on the machine meanwhile.
 """
-
-
-class Row(TypedDict):
-    """Of the file."""
-
-    ranks: int
-    cores: int
-    access: Access
-    op: OpName
-    choices: list[Choice]
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -67,12 +57,13 @@ def main(arguments: Sequence[str]) -> int:
     env.use_built_in_table()
     if os.getloadavg()[0] > cores / 2:
         print(f"Other work is running (load {os.getloadavg()[0]:.1f}); the figures are of this state.")
-    rows, lines = list[Row](), list[list[str]]()
+    rows, lines = list[tuned.Choices](), list[list[str]]()
     try:
         for n in worlds:
             found = measure_group(n, ops, given.seconds * n / sum(worlds))
-            rows += rows_of(found, n)
-            lines += lines_of(found, n, rows)
+            new = rows_of(found, n)
+            rows += new
+            lines += lines_of(found, n, new)
     except (ranks.RankError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -132,7 +123,7 @@ def measure_group(n: int, ops: Sequence[OpName], seconds: float) -> Found:
     return found
 
 
-def rows_of(found: Found, n: int) -> list[Row]:
+def rows_of(found: Found, n: int) -> list[Choices]:
     from pycomm.benchmarks.tune.choose import choices
     from pycomm.benchmarks.tune.measure import built_in
 
@@ -142,7 +133,9 @@ def rows_of(found: Found, n: int) -> list[Row]:
             "cores": found.cores,
             "access": access,
             "op": op,
-            "choices": choices(times, {size: built_in(op, size, n, found.cores, access) for size in times}),
+            "choices": [
+                *choices(times, {size: built_in(op, size, n, found.cores, access) for size in times})
+            ],
         }
         for (op, access), times in found.times.items()
     ]
@@ -153,23 +146,23 @@ def rows_of(found: Found, n: int) -> list[Row]:
 COLUMNS = ["op", "ranks", "access", "choices: up to bytes", "times as fast", "most, at"]
 
 
-def lines_of(found: Found, n: int, rows: Sequence[Row]) -> list[list[str]]:
-    """What changes beside the built-in table: for each row how many times as fast, as a mean and at most."""
+def lines_of(found: Found, n: int, rows: Sequence[Choices]) -> list[list[str]]:
+    """What changes beside the built-in table: for each row how many times as fast, as a mean and at most.
+    rows: of rows_of.
+    """
     from pycomm.benchmarks.tune.choose import chosen as chosen_at
     from pycomm.benchmarks.tune.measure import built_in, geometric_mean
 
     lines = []
-    for row in rows:
-        if row["ranks"] != n:
-            continue
+    for ((op, access), by_size), row in zip(found.times.items(), rows, strict=True):
         gains: dict[int, float] = {}
-        for size, times in found.times[row["op"], row["access"]].items():
-            before = times[built_in(row["op"], size, n, found.cores, row["access"])]
+        for size, times in by_size.items():
+            before = times[built_in(op, size, n, found.cores, access)]
             best = chosen_at(row["choices"], size)
             assert best is not None  # the last choice reaches beyond the largest size
             gains[size] = median(before) / median(times[best])
         most = max(gains, key=lambda size: gains[size])
         told = ", ".join(f"{name} {until >> 10}K" for until, name in row["choices"])
-        cells = [row["op"], str(n), row["access"], told]
+        cells = [op, str(n), access, told]
         lines.append([*cells, f"{geometric_mean(gains.values()):.2f}", f"{gains[most]:.2f} at {most >> 10}K"])
     return lines
