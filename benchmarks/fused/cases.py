@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, TypeAlias
 if TYPE_CHECKING:
     import torch
 
-OpName: TypeAlias = Literal["matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"]
-Activation: TypeAlias = Literal["relu", "silu", "gelu", "gelu_tanh", "swiglu"]
+    from pycomm.fused.problem import Activation, Op
+
 # bare: neither bias nor activation; none: a bias alone
 Epilogue: TypeAlias = Literal["bare", "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu"]
 DtypeName: TypeAlias = Literal["f32", "f16", "bf16"]
-OPS: tuple[OpName, ...] = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
+OPS: tuple[Op, ...] = ("matmul", "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce")
 BARE: Final = "bare"
 EPILOGUES: tuple[Epilogue, ...] = (BARE, "none", "relu", "silu", "gelu", "gelu_tanh", "swiglu")
 DTYPES: dict[DtypeName, Literal["float32", "float16", "bfloat16"]] = {
@@ -38,7 +38,7 @@ class Shape(NamedTuple):
 
 
 class Case(NamedTuple):
-    op: OpName
+    op: Op
     m: int
     n: int
     k: int

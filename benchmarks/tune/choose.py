@@ -82,6 +82,6 @@ def _drop_one(ranges: list[_Range], times: Times) -> None:
     ranges[:] = merged
 
 
-def chosen(found: Sequence[Choice], size: int) -> str | None:
+def chosen(found: Sequence[tuple[int, str]], size: int) -> str | None:
     """What choices say of a size; None above the last."""
     return next((name for until, name in found if size <= until), None)

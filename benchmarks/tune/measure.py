@@ -232,7 +232,7 @@ def built_in(op: OpName, size: int, n: int, cores: int, access: Access) -> str:
     nbytes = Bytes(size if op in WHOLE else size // n)
     code = _C.kinds.index(op)
     reach = cores, _C.kernel_ahead(), access == "mapped", access == "kernel"
-    return _C.choose(code, nbytes, n, *reach, 0, None)[0]
+    return _C.choose(code, Bytes(nbytes), n, *reach, 0, None)[0]
 
 
 def geometric_mean(ratios: Collection[float]) -> float:

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
-from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.ground.plan import Plan, Schedule, Zero
 from pycomm.parallel.planning.job import Job, Recompute, recompute_of
 from pycomm.parallel.planning.model import Model
 from pycomm.parallel.planning.quantities import MeanBytes, Seconds
@@ -117,9 +117,9 @@ class Wanted(TypedDict, total=False):
     tp: Literal["node", "nodes"]
     pp: Literal["all", "fit"]
     dp: None
-    zero: int
+    zero: Zero
     checkpoint: bool
-    schedule: str
+    schedule: Schedule
 
 
 class Famous(NamedTuple):
