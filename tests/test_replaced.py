@@ -20,7 +20,6 @@ SCRIPT = """
     import torch, torch.distributed as dist
     import pycomm.parallel as par
     import recovery_kills as kills
-import recovery_launched
 
     torch.set_num_threads(1)
     keeps, early, plan = json.loads(sys.argv[1])

@@ -31,7 +31,6 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 from pycomm import env
 from pycomm.benchmarks.collectives.cases import FORMS, OPS, Case, Form, OpName
 from pycomm.benchmarks.common import data, device
-from pycomm.options import ReduceName
 from pycomm.quantities import GlobalRank
 
 if TYPE_CHECKING:
@@ -40,6 +39,7 @@ if TYPE_CHECKING:
 
     from pycomm.benchmarks.collectives.spec import Spec
     from pycomm.benchmarks.common.data import Buffer, DtypeName
+    from pycomm.options import ReduceName
 
 Call: TypeAlias = Callable[[], object]
 Forms: TypeAlias = tuple[Call | None, Call | None]  # as FORMS has them

@@ -26,12 +26,20 @@ SPREAD_LEGEND = f"the medians of the rounds differ by more than {NOISY:g} times"
 COMPARED = "the faster form of each backend"
 
 
-def best(row: Content, field: str = "time_us", choose: Callable[[Sequence[float]], float] = min) -> float:
-    """A figure of the better form of a row, of which it has one at least: what comparisons use, since not
-    every backend has both.
+def best(row: Content, field: str, choose: Callable[[Sequence[float]], float]) -> float | None:
+    """A figure of the better form of a row: what comparisons use, since not every backend has both. None: the
+    row has no such figure.
     """
     values = [row.get(f"{form}_{field}") for form in FORMS]
-    return choose([value for value in values if value is not None])
+    found = [value for value in values if value is not None]
+    return choose(found) if found else None
+
+
+def best_time(row: Content) -> float:
+    """In us, of the faster form; every row has one."""
+    found = best(row, "time_us", min)
+    assert found is not None
+    return found
 
 
 def compare(rows: Sequence[Content]) -> list[Content]:
@@ -41,11 +49,11 @@ def compare(rows: Sequence[Content]) -> list[Content]:
         key = tuple(row[name] for name in ("op", "size", "count", "type", "redop", "root"))
         cases.setdefault(key, []).append(row)
     for beside in cases.values():
-        peers = {row["backend"]: best(row) for row in beside if not is_ours(row["backend"])}
+        peers = {row["backend"]: best_time(row) for row in beside if not is_ours(row["backend"])}
         quickest = min(peers, key=lambda name: peers[name], default=None)
         for row in beside:
             if is_ours(row["backend"]) and quickest:
-                ours = best(row)
+                ours = best_time(row)
                 line: Content = {name: row[name] for name in ("op", "size", "type", "backend")}
                 line |= {"time_us": ours, "best_peer": quickest, "best_peer_us": peers[quickest]}
                 line |= {
