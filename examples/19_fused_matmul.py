@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from common import on_ranks, same, say
-from torch import nn
+from torch import Tensor, nn
 
 import pycomm
 from pycomm import fused
@@ -26,36 +26,25 @@ from pycomm import fused
 RANKS, BATCH, LENGTH, WIDTH, HIDDEN = 2, 3, 13, 16, 64
 
 
-def mlp(
-    x: torch.Tensor,
-    w: torch.Tensor,
-    w_bias: torch.Tensor,
-    v: torch.Tensor,
-    v_bias: torch.Tensor,
-    sizes: list[int],
-) -> torch.Tensor:
-    """x: this rank's positions. w, w_bias: its hidden features; v: the columns that take them; v_bias: whole,
-    on all ranks.
-    """
+def mlp(x: Tensor, w: Tensor, w_bias: Tensor, v: Tensor, v_bias: Tensor, sizes: list[int]) -> Tensor:
+    """x: positions of this rank. w, w_bias: its hidden features; v: their columns; v_bias: whole."""
     h = fused.all_gather_matmul(x, w.t(), dim=1, sizes=sizes, bias=w_bias, activation="gelu")
     return fused.matmul_reduce_scatter(h, v.t(), dim=1, sizes=sizes, bias=v_bias)
 
 
-def alone(
-    x: torch.Tensor, first: nn.Linear, second: nn.Linear
-) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+def alone(x: Tensor, first: nn.Linear, second: nn.Linear) -> tuple[Tensor, tuple[Tensor, ...]]:
     """The result, and the gradients of x and of the four parameters, in one process."""
     x = x.clone().requires_grad_()
     y = second(F.gelu(first(x)))
     return y, torch.autograd.grad(y.square().sum(), [x, first.weight, first.bias, second.weight, second.bias])
 
 
-def on_this_rank(x: torch.Tensor, first: nn.Linear, second: nn.Linear) -> float:
+def on_this_rank(x: Tensor, first: nn.Linear, second: nn.Linear) -> float:
     """The largest difference from one process, of this rank's parts of the same."""
     rank = dist.get_rank()
     y, gradients = alone(x, first, second)
 
-    def mine(tensor: torch.Tensor, dim: int) -> torch.Tensor:
+    def mine(tensor: Tensor, dim: int) -> Tensor:
         return tensor.detach().tensor_split(RANKS, dim)[rank].clone().requires_grad_()
 
     bias = second.bias.detach().clone().requires_grad_()
@@ -81,8 +70,9 @@ def main() -> None:
     rows, hidden = BATCH * LENGTH, HIDDEN // RANKS
     say(pycomm.explain("all_gather_matmul", (rows, hidden, WIDTH), RANKS, dtype="float64", activation="gelu"))
     say(pycomm.explain("matmul_reduce_scatter", (rows, WIDTH, hidden), RANKS, dtype="float64"))
-    what = f"fused products on {RANKS} ranks equal one process"
-    say(f"{what}: outputs and gradients differ by {difference:.0e}")
+    say(
+        f"fused products on {RANKS} ranks equal one process: outputs and gradients differ by {difference:.0e}"
+    )
 
 
 if __name__ == "__main__":
