@@ -126,3 +126,24 @@ def check_torch(r, n):
 
 def test_torch():
     spawn(3, check_torch)
+
+
+@pytest.mark.parametrize("mode", ["threads", "processes"])
+def test_an_asynchronous_rank_is_not_needed_twice(mode):
+    """Rank 0 passes no sizes, does not wait, and blocks in another group, where rank 1 comes after it."""
+
+    def body(comm):
+        n, other = 204, comm.split(0)
+        if comm.rank == 0:
+            x = torch.arange(2.0 * n)
+            work = comm.all_to_all(x, async_op=True)
+            other.barrier(timeout=20)
+            return work.wait().tolist() == [*range(n), *range(1000, 1000 + n)]
+        out = comm.all_to_all(torch.arange(n + 1.0) + 1000, torch.empty(n + 1), **both([n, 1]))
+        other.barrier(timeout=20)
+        return out.tolist() == [*range(n, 2 * n), 1000 + n]
+
+    def both(sizes):
+        return {"in_splits": sizes, "out_splits": sizes}
+
+    assert run_ranks(2, body, mode=mode, timeout=60) == [True, True]
