@@ -76,7 +76,7 @@ class Adapter(abc.ABC):
 
     @abc.abstractmethod
     def calls(self, case: Case, send: Buffer, recv: Buffer) -> Mapping[OpName, Forms]:
-        """At least those of case.op. send, recv: of the adapter's own memory."""
+        """What runs each operation; case.op is among them. The adapter allocated send and recv."""
 
     @abc.abstractmethod
     def barrier(self) -> None: ...

@@ -97,7 +97,7 @@ class Case(NamedTuple):
     """One line of the table, the same for all backends."""
 
     op: OpName
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     dtype: DtypeName
     redop: Redop
     root: int

@@ -50,7 +50,7 @@ class Rank:
 
     def __init__(self, adapter: Adapter, graph: bool = False, gate: device.Gate | None = None) -> None:
         self.adapter, self.graph, self.gate = adapter, graph, gate
-        # its buffers are those of this memory, whichever it is
+        # the rank takes all its buffers from this memory, on the host or on a device
         self.memory = cast(data.Memory[Any], adapter.make_memory())
         self._forget()
 

@@ -145,7 +145,7 @@ def make_specs(options: argparse.Namespace) -> list[Spec]:
 
 
 def run(options: argparse.Namespace, specs: Sequence[Spec]) -> Results:
-    """Those of all variants, DeepSpeed's in launches of their own. Raises RankError."""
+    """Measures all variants. DeepSpeed's run in separate launches. Raises RankError."""
     import torch
 
     from pycomm.benchmarks.strategies.columns import Results

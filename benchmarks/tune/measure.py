@@ -44,7 +44,7 @@ SAMPLE_SECONDS, MOST_CALLS = 2e-3, 100  # of one algorithm in a round; one call 
 LEAST_ROUNDS, MOST_ROUNDS = 3, 15
 WHOLE = ("all_reduce", "reduce", "broadcast")  # in place, on a whole buffer
 SMALL = 256 << 10  # above, one_shot reads too much to be tried
-CANDIDATES: dict[OpName, tuple[str, ...]] = {  # without the ring for sums, which has last bits of its own
+CANDIDATES: dict[OpName, tuple[str, ...]] = {  # no ring for sums: its last bits differ
     "all_reduce": ("one_shot", "two_shot", "direct"),
     "reduce": ("two_shot", "direct"),
     "broadcast": ("staged", "direct"),
@@ -60,7 +60,7 @@ class Case(NamedTuple):
     """What is called, as data.py and oracle.py want it: count is of one rank's part, or of the whole."""
 
     op: OpName
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     dtype: DtypeName = "f32"
     redop: str = "sum"
     root: int = 0

@@ -35,7 +35,7 @@ class Mixture(NamedTuple):
     fqn: str
     inside: str
     stacked: bool
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     parameters: int  # of one expert
     top_k: int | None  # of stacked ones what they are called with says it
 

@@ -61,7 +61,7 @@ class Experts(NamedTuple):
     does not deal, no others (building/cut.py).
     """
 
-    count: int  # type: ignore[assignment]  # hides tuple.count, which nobody calls here
+    count: int  # type: ignore[assignment]  # hides tuple.count, which is not used
     top_k: int
     parameters: int
     stacked: bool = True

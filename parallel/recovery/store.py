@@ -45,7 +45,7 @@ class _Watched(dist.Store):  # names of methods: signature of torch.distributed'
     _values: dist.Store  # until close()
 
     def _look(self) -> None:
-        """Raises PeerError where a member has died."""
+        """Raises PeerError where a member has died. Each subclass has its own."""
         raise NotImplementedError
 
     def check(self, keys: list[str]) -> bool:
