@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -163,11 +164,10 @@ def _extension() -> Extension:
         from pycomm import _C  # imports torch
     except Exception as error:
         return Extension(f"{type(error).__name__}: {error}")
-    from pycomm import _build_info  # exists where the extension does
-
-    architectures = getattr(_build_info, "CUDA_ARCHITECTURES", ())  # older builds do not say
+    built = importlib.import_module("pycomm._build_info")  # the build writes it beside the extension
+    architectures = getattr(built, "CUDA_ARCHITECTURES", ())  # older builds do not say
     return Extension(
-        None, _build_info.TORCH_VERSION, str(_C.simd_level()), _C.built_with_cuda(), list(architectures)
+        None, built.TORCH_VERSION, str(_C.simd_level()), _C.built_with_cuda(), list(architectures)
     )
 
 
