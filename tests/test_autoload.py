@@ -51,7 +51,7 @@ ours = sorted(name for name in sys.modules if name.startswith("pycomm"))
 default = dist.Backend.default_device_backend_map["cpu"]
 print(dist.is_backend_available("pycomm"), dist.Backend("PyComm"), default, ours)
 """
-    assert result(code) == "True pycomm gloo ['pycomm', 'pycomm._autoload', 'pycomm.env']"
+    assert result(code) == "True pycomm gloo ['pycomm', 'pycomm._autoload', 'pycomm.env', 'pycomm.values']"
 
 
 def test_autoload_imports_four_small_modules_and_nothing_else():

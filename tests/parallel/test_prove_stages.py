@@ -169,7 +169,9 @@ def run(rank, world_size, text, microbatches):
 @tier(slow=1 / 4)
 @pytest.mark.parametrize("text", PLANS)
 def test_through_the_stages(text):
-    for rank, found in enumerate(spawn(par.Plan.parse(text).world_size, run, text, PLANS[text])):
+    several = 600  # seconds: one spawn has all cases
+    ranks = spawn(par.Plan.parse(text).world_size, run, text, PLANS[text], limit=several)
+    for rank, found in enumerate(ranks):
         for name, (make, loss_fn, expected) in CASES.items():
             (stepped, evaluated, predicted), losses = found[name]
             if expected is None:
