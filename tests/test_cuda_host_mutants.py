@@ -19,7 +19,7 @@ from tiers import tier
 
 pytestmark = pytest.mark.timeout(900)  # of which most is for compilers on a busy machine
 SECONDS = 150  # of a run; what takes longer hangs
-EVERY = 4  # faults of which `make test-slow` has one
+EVERY = 6  # faults of which `make test-slow` has one
 TRIES = 8
 
 

@@ -94,7 +94,7 @@ def test_deaths(server, victim):
     server.run("cuda_hosts_cases.killed", victim)
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 6)
 @pytest.mark.parametrize("seed", range(6))
 def test_random_deaths(server, seed):
     server.run("cuda_hosts_ends.random_death", seed)

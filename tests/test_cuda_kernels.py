@@ -120,9 +120,8 @@ CASES = {
     "weak": ["forms 4 1", "mutants 1 60", "mutants 2 60", "rings 1 20", "faults", "streams 1", "records 1"],
     "address": [*(f"forms {n} {n}" for n in (4, 3, 2, 1)), *(f"random {seed} 60" for seed in (11, 12, 13)),
                 "rings 2 30", "faults", "streams 1", "streams 2", "records 2"],
-    "thread": ["forms 8 5", "forms 4 3", "forms 3 2", "forms 2 1",
-               *(f"mutants {seed} 60" for seed in (1, 2, 3)), "random 21 25", "random 22 25", "rings 3 15",
-               "faults", "streams 1", "records 3"],
+    "thread": ["forms 4 3", "forms 3 2", "mutants 1 60", "random 21 25", "rings 3 15", "faults",
+               "streams 1", "records 3"],
 }  # fmt: skip
 # Many more seeds, for changes of the kernels.
 MANY_CASES = {
@@ -130,7 +129,8 @@ MANY_CASES = {
     "weak": [f"{suite} {seed} 150" for suite in ("mutants", "random") for seed in range(100, 110)],
     "address": [f"random {seed} 200" for seed in range(100, 110)],
     "thread": [f"mutants {seed} 200" for seed in range(100, 110)]
-    + [f"forms {n} {100 + n}" for n in (5, 6, 7, 8)],
+    + [f"forms {n} {100 + n}" for n in (2, 5, 6, 7, 8)]
+    + [f"random {seed} 25" for seed in (22, 23, 24)],
 }
 
 

@@ -44,12 +44,14 @@ def test_operations_in_processes(server, world_size, devices, protocol, settings
     server.run("cuda_native_cases.operations_in_processes", world_size, devices, protocol, **settings)
 
 
+@tier(quick=2 / 3, slow=1 / 2)
 @pytest.mark.parametrize("name", [case.__name__ for case in native.STREAMS])
 @pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
 def test_streams(server, name, kind, settings):
     server.run(f"cuda_native_cases.in_{kind}", name, **settings)
 
 
+@tier(quick=2 / 3, slow=1 / 2)
 @pytest.mark.parametrize("name", [case.__name__ for case in native.ERRORS])
 @pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
 def test_errors(server, name, kind, settings):
@@ -94,6 +96,7 @@ def test_killed_rank(server, protocol, settings):
     server.run("cuda_native_cases.killed", protocol, **settings)
 
 
+@tier(quick=2 / 3, slow=1 / 2)
 @pytest.mark.parametrize("name", [case.__name__ for case in backend.CASES])
 @pytest.mark.parametrize("settings", [{}, MPS], ids=["stream_ordered", "resident"])
 def test_torch_distributed(server, name, settings):

@@ -231,7 +231,7 @@ def caught(call, wait):
     return info.value
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 6, slow=1 / 2)
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("name", CASES)

@@ -28,7 +28,7 @@ def check(totals):
     assert totals.operations > 10 * totals.programs, totals
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 4, slow=1 / 3)
 @pytest.mark.parametrize("first", range(0, PROGRAMS, 20))
 def test_programs(first):
     """The same programs in every run."""

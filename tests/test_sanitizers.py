@@ -212,7 +212,7 @@ def test_place_of_a_planted_fault(fault):
 
 @tier(slow=1)
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[pytest.mark.slow] * (name != "message")) for name in FAULTS]
+    "fault", [pytest.param(name, marks=[pytest.mark.deep] * (name == "filled")) for name in FAULTS]
 )
 def test_planted_fault_is_reported(stress, fault, tmp_path):
     """The check that the checker sees: with one release weakened to relaxed, ThreadSanitizer must find a data

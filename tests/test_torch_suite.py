@@ -42,9 +42,9 @@ def workers():
 
 
 def cases():
-    """Every tenth test, and those that once failed, in `make test-slow`; all in `make test-deep`."""
+    """Every twentieth test, and those that once failed, in `make test-slow`; all in `make test-deep`."""
     for number, case in enumerate(read_passes()):
-        slow = (number % 10 == 0 or case.name in ONCE_FAILED) and case.name not in SLOW
+        slow = (number % 20 == 0 or case.name in ONCE_FAILED) and case.name not in SLOW
         marks = [] if slow else [pytest.mark.deep]
         if case.name in SLOW:
             marks.append(pytest.mark.torch_suite)
@@ -69,7 +69,7 @@ def test_profiler_events(workers, case):
     assert result["outcome"] == "passed", f"{result['outcome']}: {result['reason']}"
 
 
-@tier(slow=1 / 8)
+@tier(slow=1 / 16)
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "case", [case for case in read_passes() if case.conditions == "gloo"], ids=lambda case: case.name

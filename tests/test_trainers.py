@@ -128,7 +128,7 @@ def check_state(state, expected):
         ["dp=2,zero=3", "tp=2"],
         ["dp=2,pp=2,zero=1"],
         pytest.param(["tp=2,megatron_sp", "pp=2,schedule=zb-h1", "ulysses=2"], marks=pytest.mark.slow),
-        pytest.param(["dp=2,tp=2,pp=2,zero=1"], marks=pytest.mark.slow),
+        pytest.param(["dp=2,tp=2,pp=2,zero=1"], marks=pytest.mark.deep),
     ],
     ids=lambda texts: " ".join(texts) or "one process",
 )

@@ -172,11 +172,18 @@ def test_sdist_holds_real_files(sdist):
     assert not [name for name in members if name.endswith(".so") or "_build_info" in name]
 
 
+def installed(wheel, folder):
+    """The Python of a fresh environment: installed with what it requires and nothing else; the torch that it
+    was built for is the pinned one.
+    """
+    venv.create(folder / "env", with_pip=True)
+    python = folder / "env" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-test.txt", wheel, cwd=folder)
+    return python
+
+
 def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
-    """Installed with what it requires and nothing else; the torch that it was built for is the pinned one."""
-    venv.create(tmp_path / "env", with_pip=True)
-    python = tmp_path / "env" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-test.txt", wheel, cwd=tmp_path)
+    python = installed(wheel, tmp_path)
     packages = run(python, "-c", SMOKE, cwd=tmp_path).split()[-2:]
     assert all(Path(folder).is_relative_to(tmp_path / "env") for folder in packages)
     run(python, "-m", "pip", "check", cwd=tmp_path)  # the torch that is there is the one that it asks for
@@ -184,12 +191,19 @@ def test_wheel_works_in_a_fresh_environment(wheel, tmp_path):
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     run(python, *launcher, "script.py", cwd=tmp_path)
     assert run(python, "-m", "pycomm.doctor", cwd=tmp_path).endswith("pycomm can be used here.\n")
+    license_files = list((tmp_path / "env").rglob("pycomm_runtime-*.dist-info/licenses/LICENSE"))
+    assert len(license_files) == 1
+
+
+@tier(
+    deep=1
+)  # mypy reads all of torch; the same programs are checked in the source tree by test_user_types.py
+def test_types_are_in_the_wheel(wheel, tmp_path):
+    python = installed(wheel, tmp_path)
     run(python, "-m", "pip", "install", "--quiet", "-c", ROOT / "requirements-test.txt", "mypy", "numpy")
     programs = [shutil.copy(program, tmp_path) for program in PROGRAMS]
     said = checked([Path(program) for program in programs], folder=tmp_path, python=python)
     assert [text for program in PROGRAMS for text in judge(said[program.name], program)] == []
-    license_files = list((tmp_path / "env").rglob("pycomm_runtime-*.dist-info/licenses/LICENSE"))
-    assert len(license_files) == 1
 
 
 def test_sdist_holds_all_sources(sdist):

@@ -28,9 +28,11 @@ LONG = [
     "fused/test_aot.py",
     "test_torch_suite.py",
     "test_sanitizers.py",
+    "test_wheel.py",
     "hosts/test_split_brain.py",
     "test_cuda_kernels.py",
     "test_cuda_mutants.py",
+    "test_cuda_host_mutants.py",
     "parallel/test_equality.py",
     "fused/test_kernels.py",
     "model_families/test_model_families.py",
@@ -41,6 +43,12 @@ LONG = [
     "test_faults.py",
     "test_random_programs.py",
     "test_gpu_check.py",
+    "parallel/test_strategy_examples.py",
+    "hosts/test_shrink_hosts.py",
+    "hosts/test_two_levels.py",
+    "parallel/test_recovery_hosts.py",
+    "test_torch_versions.py",
+    "test_nvcc.py",
 ]
 SPLIT = "fused/test_aot.py"
 
@@ -56,6 +64,13 @@ class FilesOnce(LoadFileScheduling):
                     self.workqueue.move_to_end(scope, last=False)
                     break
         super()._assign_work_unit(node)
+
+    def _reschedule(self, node):
+        """A worker is given a file when it has one test left, not two as in xdist: the file could wait behind
+        minutes, while other workers have nothing. The last test does not begin before the worker has more.
+        """
+        if not self.workqueue or self._pending_of(self.assigned_work[node]) < 2:
+            super()._reschedule(node)
 
     def remove_node(self, node):
         """Returns the test during which the worker ended, or None."""

@@ -108,6 +108,8 @@ def by_resilient(rank: int, size: int, cut: Callable[[], None]) -> list[int]:
     return found
 
 
+# Every cut and every way; the other pairs are deep.
+SLOW = [("1+1", "resilient"), ("2+2", "shrink"), ("1+1+1", "shrink_group"), ("3+1", "shrink_group")]
 WAYS = {"shrink": by_shrink, "shrink_group": by_shrink_group, "resilient": by_resilient}
 
 
@@ -203,8 +205,14 @@ def test_a_firewall_that_rejects(placement: str, way: str) -> None:
 
 @tier(slow=1)
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("placement", CUTS)
+@pytest.mark.parametrize(
+    ("placement", "way"),
+    [
+        pytest.param(placement, way, marks=[pytest.mark.deep] * ((placement, way) not in SLOW))
+        for placement in CUTS
+        for way in WAYS
+    ],
+)
 def test_one_side_at_most_goes_on(placement: str, way: str, deep: bool) -> None:
     """shrink_group and resilient shrink as shrink() does, and take more processor: without --deep each of
     their three runs has a third of the plays.

@@ -67,7 +67,7 @@ def test_four_hosts_of_five():
     check(20, [(name, 331, "dense", seed, {}) for seed, name in enumerate(CHECKS)], hosts=hosts)
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("delay", [0, 300], ids=["prompt", "late"])
 def test_every_placement_of_up_to_four_hosts_of_five(delay, some):

@@ -14,7 +14,7 @@ def test_the_page_has_them_all():
         assert row.keys() == {text for text in AXES + MORE if FAMILIES[name].takes(text)}, name
 
 
-@tier(slow=1 / 12)
+@tier(slow=1 / 18)
 @pytest.mark.parametrize("name", families())
 def test_family(name):
     found = outcomes(name, AXES)

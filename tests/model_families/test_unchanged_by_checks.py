@@ -70,7 +70,7 @@ def check(name):
 without_vision = pytest.mark.skipif(not have_vision(), reason="timm, torchvision: see `make test-models`")
 
 
-@tier(slow=1 / 4)
+@tier(slow=1 / 8)
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "name",

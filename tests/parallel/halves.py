@@ -1,10 +1,13 @@
-"""Which cases of a table run in `make test`; the others run in `make test-slow`."""
+"""Which cases of a table run in `make test`, and which in `make test-deep` alone; the others run in
+`make test-slow`.
+"""
 
 import pytest
 
 __all__ = ["quick"]
 
 
-def quick(cases, *chosen):
-    """Parameters of a test."""
-    return [case if case in chosen else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+def quick(cases, *chosen, deep=()):
+    """Parameters of a test: `chosen` may be quick, `deep` are deep."""
+    marks = {case: pytest.mark.deep if case in deep else pytest.mark.slow for case in cases}
+    return [case if case in chosen else pytest.param(case, marks=marks[case]) for case in cases]

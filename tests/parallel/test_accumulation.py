@@ -107,7 +107,7 @@ CASES = {
 }
 
 
-@tier(quick=1 / 8, slow=1 / 2)
+@tier(quick=1 / 8, slow=1 / 3)
 @pytest.mark.parametrize("name", quick(CASES, "gpt dp", "gpt tp", "gpt pp", "llama sequence"))
 def test_calls_are_one_batch(name):
     kind, texts = name.split()[0], CASES[name]
@@ -136,8 +136,9 @@ def drop(how, model, opt, path):
     elif how == "load":
         par.load(model, opt, path)
     else:
-        with pytest.raises(ValueError, match="cannot be cut into 9 microbatches"):
-            par.step(model, opt, next(batches(5)), microbatches=9)
+        x, y = next(batches(5))
+        with pytest.raises(ValueError, match="a batch of 0 rows"):
+            par.step(model, opt, (x[:0], y[:0]), microbatches=9)
 
 
 def dropped(rank, world_size, texts, path):

@@ -115,7 +115,7 @@ def train(rank, world_size, plan):
 PLANS = ["pp=2,schedule=1f1b", "pp=2,schedule=zb-h1", "pp=2,schedule=zbv", "pp=4", "dp=2,pp=2,zero=2"]
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 3, slow=1 / 2)
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2,megatron_sp", "tp=2,pp=2,megatron_sp"])
 def test_training(plan):
     plan = par.Plan.parse(plan)

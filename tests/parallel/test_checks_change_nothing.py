@@ -376,7 +376,7 @@ def test_of_some(world_size):
 
 
 @tier(slow=1)
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.deep), 2])
 def test_of_all(world_size):
     check(world_size, list(MODELS))
 

@@ -54,6 +54,7 @@ FAULTS = [
     ("pp=2,zero=3", "tok.weight", ("rank 0", "rank 1")),
     ("ulysses=2", "norm.bias", ("rank 0", "rank 1")),
 ]
+DEEP = ("dp=3", "tp=2,zero=3", "dp=2,tp=2")  # what they compare, others here do, too
 
 
 def drift(parts: Any, name: str) -> None:
@@ -73,7 +74,10 @@ def drifting(rank: int, world_size: int, plan: str, name: str, at: int) -> list[
 
 
 @tier(quick=1 / 3)
-@pytest.mark.parametrize(("plan", "name", "sides"), FAULTS, ids=[fault[0] for fault in FAULTS])
+@pytest.mark.parametrize(
+    ("plan", "name", "sides"),
+    [pytest.param(*fault, marks=[pytest.mark.deep] * (fault[0] in DEEP), id=fault[0]) for fault in FAULTS],
+)
 def test_a_parameter_that_one_rank_changes(plan: str, name: str, sides: tuple[str, str]) -> None:
     """It is found in the second step, the first that compares, and nothing is found without compare_every."""
     world_size = par.Plan.parse(plan).world_size
@@ -104,19 +108,15 @@ SOUND = [
     "dp=2",
     "tp=2",
     "pp=2",
-    "dp=2,zero=1,precision=bf16",
     "dp=2,zero=2,offload=optimizer",
     "dp=2,zero=3,offload=parameters",
-    "tp=2,zero=3",
     "tp=2,megatron_sp",
-    "pp=2,zero=3",
     "pp=2,schedule=zbv",
     "ring=2",
     "ulysses=2,zero=1",
     "dp=2,compression=powersgd",
-    "dp=2,tp=2",
-    "dp=2,pp=2,zero=1",
 ]
+COMBINED = ["dp=2,zero=1,precision=bf16", "tp=2,zero=3", "pp=2,zero=3", "dp=2,tp=2", "dp=2,pp=2,zero=1"]
 
 
 def undisturbed(rank: int, world_size: int, plan: str) -> list[float | str]:
@@ -124,7 +124,7 @@ def undisturbed(rank: int, world_size: int, plan: str) -> list[float | str]:
 
 
 @tier(quick=1 / 5)
-@pytest.mark.parametrize("plan", SOUND)
+@pytest.mark.parametrize("plan", [*SOUND, *(pytest.param(plan, marks=pytest.mark.deep) for plan in COMBINED)])
 def test_nothing_is_found_in_sound_plans(plan: str) -> None:
     """And losses are the same to the bit as without the comparison."""
     world_size = par.Plan.parse(plan).world_size

@@ -152,9 +152,14 @@ def beside_torch(rank, world_size):
     return worst
 
 
-@tier(quick=1 / 5)
+@tier(quick=1 / 3)
 @pytest.mark.parametrize(
-    ("world_size", "backend"), [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (2, "gloo")]
+    ("world_size", "backend"),
+    [
+        (3, "pycomm"),
+        (2, "gloo"),
+        *(pytest.param(world_size, "pycomm", marks=pytest.mark.deep) for world_size in (1, 2, 4)),
+    ],
 )
 def test_beside_torch(world_size, backend):
     for found in spawn(world_size, beside_torch, backend=backend):

@@ -123,13 +123,17 @@ class Translator(nn.Module):
         return self.head(self.transformer(self.tok(idx), self.tok(idx.flip(1))))
 
 
-@tier(slow=1 / 2)
-@pytest.mark.parametrize("make", [Changed, Skip, SkipByName, SkipToTheEnd, Memory], ids=lambda m: m.__name__)
+@tier(slow=1)
+@pytest.mark.parametrize(
+    "make",
+    [Changed, SkipByName, *(pytest.param(m, marks=pytest.mark.deep) for m in (Skip, SkipToTheEnd, Memory))],
+    ids=lambda m: m.__name__,
+)
 def test_equal_to_one_process(make):
     against_one.check_equal(make, *PLANS)
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize("text", ["pp=4,schedule=zb-h1", "dp=2,pp=2,zero=3,checkpoint"])
 def test_passed_on_by_stages_between(text):
     against_one.check_equal(Memory, text)
@@ -148,7 +152,7 @@ class TiedBlocks(Base):
             block.mlp[0].weight = self.blocks[0].mlp[0].weight
 
 
-@tier(slow=1)
+@tier(slow=1 / 2)
 @pytest.mark.parametrize(
     "texts", [("pp=2,schedule=interleaved", "pp=2,schedule=zbv"), ("dp=2,pp=4",)], ids=lambda texts: texts[0]
 )
@@ -206,7 +210,7 @@ def check_lists(make, blocks, *texts):
 ALL = ["pp=2,schedule=gpipe", *PLANS[2:], "pp=2,schedule=zbv,checkpoint"]
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize(
     ("make", "texts"), [(t5, ALL), pytest.param(bart, ALL, marks=pytest.mark.slow), (Translator, ALL[:2])]
 )

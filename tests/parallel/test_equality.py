@@ -19,7 +19,7 @@ CASES = equality.ALONE + equality.HYBRIDS
 QUICK_FP32 = ("gpt", "dp=2")
 
 
-@tier(quick=1 / 30, slow=1 / 12)
+@tier(quick=1 / 30, slow=1 / 18)
 @pytest.mark.parametrize(
     "case, dtype",
     [

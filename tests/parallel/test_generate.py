@@ -70,7 +70,7 @@ CASES = {
 }
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 2, slow=1 / 2)
 @pytest.mark.parametrize("name", quick(CASES, "llama 2", "gpt2 2"))
 def test_tokens_of_one_process(name):
     kind, texts = name.split()[0], CASES[name]

@@ -88,7 +88,7 @@ CASES = {  # `both`: the encoder's blocks are in stages, too
 }
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("name", quick(CASES, "bart 2 quick"))
 def test_tokens_of_one_process(name):
     kind, size = name.split()[:2]

@@ -95,7 +95,7 @@ CASES = [
 _alone = {}
 
 
-@tier(quick=1 / 12, slow=1 / 2)
+@tier(quick=1 / 12, slow=1 / 4)
 @pytest.mark.parametrize("kind, text", CASES, ids=lambda value: value)
 def test_transformers_model(kind, text):
     if kind not in _alone:
@@ -121,7 +121,7 @@ def save_and_load(rank, world_size, kind, text, folder):
     return [name for name in own if not torch.equal(own[name], right[name])]
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 4, slow=1 / 2)
 @pytest.mark.parametrize(
     ("kind", "plan"),
     [("llama", "tp=2"), ("llama-tied", "pp=2"), ("gpt2", "dp=2,zero=3"), ("llama", "dp=2,pp=2,zero=2")],

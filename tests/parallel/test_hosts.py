@@ -137,7 +137,7 @@ CASES = [
 ]
 
 
-@tier(quick=1 / 6, slow=1 / 6)
+@tier(quick=1 / 6, slow=1 / 14)
 @pytest.mark.parametrize("case", quick(CASES, *CASES[1:4], CASES[5], CASES[9], CASES[13]), ids=" ".join)
 @pytest.mark.parametrize("dtype", quick([torch.float32, torch.float64], torch.float64))
 def test_equal_to_one_process(case, dtype):
@@ -180,7 +180,7 @@ def accumulated(rank, world_size, zero):
     return found
 
 
-@tier(slow=1)
+@tier(slow=1 / 3)
 @pytest.mark.parametrize("zero", quick([1, 2, 3], 2))
 def test_calls_that_wait(zero):
     """Their gradients go across once, with the call that updates."""

@@ -68,7 +68,7 @@ PLANS = {
 }
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 6, slow=1 / 3)
 @pytest.mark.parametrize("make", [Named, whole])
 @pytest.mark.parametrize("world_size", PLANS)
 def test_equal_to_one_process(make, world_size):

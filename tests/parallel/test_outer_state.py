@@ -121,7 +121,7 @@ def test_what_two_stages_of_a_rank_write_is_refused(make):
     assert any(re.search(TWICE[make], text) for text in found), found
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 8, slow=1 / 2)
 @pytest.mark.parametrize(
     "plan", ["pp=2", "pp=2,schedule=zb-h1", "pp=2,schedule=interleaved", "pp=2,checkpoint"]
 )

@@ -74,7 +74,7 @@ def train(rank, world_size, text, microbatches):
     return losses, par.full_state_dict(model)
 
 
-@tier(quick=1 / 12, slow=1 / 2)
+@tier(quick=1 / 12, slow=1 / 4)
 @pytest.mark.parametrize("text", ["pp=1", "pp=2", "pp=3", "pp=4", "pp=2,dp=2", "pp=2,tp=2"])
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_updates_are_the_ones_of_the_rule(text, microbatches):

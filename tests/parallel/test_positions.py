@@ -33,6 +33,11 @@ from pycomm.parallel.parts import parts_of
 
 PLANS = ["ring=2", "ulysses=2", "tp=2,megatron_sp", "ring=2,zero=3", "dp=2,ring=2", "pp=2,ring=2"]
 MORE_PLANS = ["tp=2,ring=2,megatron_sp", "dp=2,tp=2,zero=3,megatron_sp", "pp=2,ring=2,schedule=zbv"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NOT_DEEP = {  # one type of a plan, and one plan of a kind
+    **dict.fromkeys(["ring=2", "ulysses=2", "ring=2,zero=3"], "fp32"),
+    **dict.fromkeys(["tp=2,megatron_sp", "pp=2,ring=2"], "bf16"),
+}
 LOOKS_AROUND = {
     **{
         name: functools.partial(Plain, block, 4)
@@ -74,8 +79,16 @@ def answers(rank, world_size, cases, text, dtype, loss_fn=cross):
 
 
 @tier(quick=1 / 4)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("text", PLANS + MORE_PLANS)
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        pytest.param(
+            text, dtype, marks=[pytest.mark.deep] * (NOT_DEEP.get(text) != name), id=f"{text}-{name}"
+        )
+        for text in PLANS + MORE_PLANS
+        for name, dtype in DTYPES.items()
+    ],
+)
 def test_what_looks_at_other_positions_is_refused(text, dtype):
     cases = {**LOOKS_AROUND, "plain": functools.partial(Plain, layers=4)}
     found = spawn(par.Plan.parse(text).world_size, answers, cases, text, dtype)

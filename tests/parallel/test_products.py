@@ -221,7 +221,7 @@ PLANS = [
 ]
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 8, slow=1 / 2)
 @pytest.mark.parametrize("text, again, per_block, of_head", PLANS)
 @pytest.mark.parametrize("form", ["plain", "chunked"])
 def test_plans_go_through_fused(monkeypatch, text, again, per_block, of_head, form):

@@ -42,7 +42,7 @@ def first_step(rank, world_size, name, text):
 PLANS = ("ring=2", "ulysses=2", "tp=2,megatron_sp")
 
 
-@tier(quick=1 / 21)
+@tier(quick=1 / 21, slow=2 / 5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize(
     "name", [name for name in MODELS if name not in ("llama", "plain", "gpt2", "mixtral")]
@@ -55,7 +55,7 @@ def test_what_looks_at_other_positions(name, plan):
         )
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 8, slow=1 / 2)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["convolution", "shift", "positions", "average", "asleep"])
 def test_refused(name, plan):
@@ -63,14 +63,14 @@ def test_refused(name, plan):
         assert "the model does not compute from pieces of the sequence" in str(found), found
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 12, slow=1 / 2)
 @pytest.mark.parametrize("plan", [*PLANS, "tp=2", "ring=2,zero=3", "pp=2"])
 @pytest.mark.parametrize("name", ["llama", "plain"])
 def test_plain_blocks_are_right(name, plan):
     assert spawn(2, first_step, name, plan) == [True, True]
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 6, slow=3 / 5)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_blocks_that_keep_keys_and_blocks_that_need_fp32_are_right(name, plan):

@@ -62,7 +62,7 @@ def outcomes(text, kind, training):
     return spawn(par.Plan.parse(text).world_size, results, text, kind, training)
 
 
-@tier(quick=1 / 20, slow=1 / 2)
+@tier(quick=1 / 20, slow=1 / 3)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)

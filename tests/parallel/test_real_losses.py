@@ -13,7 +13,7 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 
 # (text of a plan, microbatches)
-PLANS = [("dp=1", 2), ("dp=2", 1), ("dp=2", 2), ("dp=2,zero=2", 2)]
+PLANS = [("dp=1", 2), ("dp=2", 1), ("dp=2,zero=2", 2), pytest.param("dp=2", 2, marks=pytest.mark.slow)]
 STEPS = 2
 
 

@@ -40,7 +40,7 @@ def case(plan, hosts, every=2, **victims):
 IN_STEP, IN_COPY = ("step", 4, 0.0), ("piece", 75, 0.0)
 
 
-@tier(quick=1 / 12)
+@tier(quick=1 / 12, slow=1 / 2)
 @pytest.mark.parametrize(
     "one",
     [

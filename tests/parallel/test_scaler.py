@@ -90,7 +90,7 @@ CASES = {
 }
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("name", quick(CASES, "gpt 2", "llama 2"))
 def test_a_step_is_left_out_on_all_ranks(name):
     kind, texts = name.split()[0], CASES[name]
@@ -243,7 +243,7 @@ AUTOCAST = {
 }
 
 
-@tier(slow=1 / 2)
+@tier(slow=1 / 4)
 @pytest.mark.parametrize("name", AUTOCAST)
 def test_autocast(name):
     """Sums in other orders round otherwise: 8 bits of bf16, 11 of fp16."""

@@ -47,8 +47,11 @@ def train(rank, world_size, kind, texts):
     return found
 
 
+DEEP = ("mixtral 3", "mixtral 4", "qwen2-moe 4", "gpt-oss 4")
+
+
 @tier(quick=1 / 3)
-@pytest.mark.parametrize("name", quick(CASES, "mixtral 2", "qwen2-moe 2", "gpt-oss 2"))
+@pytest.mark.parametrize("name", quick(CASES, "mixtral 2", "qwen2-moe 2", "gpt-oss 2", deep=DEEP))
 def test_equal_to_one_process(name):
     kind, texts = name.rpartition(" ")[0], CASES[name]
     losses, parameters = foreign.alone(kind)

@@ -81,14 +81,14 @@ def held(layout):
 
 
 def cases():
-    """The first of a model; the others in the slow half."""
-    seen = set()
+    """The first of a model; the others are deep, as are models of which another test has a case."""
+    seen = {"bert", "mixtral", "qwen2-moe"}
     for kind, texts in CASES:
-        yield pytest.param(kind, texts, marks=[pytest.mark.slow] * (kind in seen))
+        yield pytest.param(kind, texts, marks=[pytest.mark.deep] * (kind in seen))
         seen.add(kind)
 
 
-@tier(quick=1 / 12, slow=1 / 2)
+@tier(quick=1 / 12)
 @pytest.mark.parametrize("kind, texts", list(cases()), ids=lambda value: str(value)[:40])
 def test_equal_to_one_process(kind, texts):
     (losses, parameters), limit = expected(kind), LIMITS.get(kind, 1e-11)
@@ -115,7 +115,7 @@ def load_one(rank, world_size, kind, text, folder):
     return [step(model, opt, 1)], par.full_state_dict(model)
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 5, slow=1 / 2)
 @pytest.mark.parametrize(
     "kind, saved, loaded",
     [

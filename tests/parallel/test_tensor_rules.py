@@ -125,9 +125,15 @@ def complete(case):
     return build, kwargs, {"vocab": vocab, "blocks": blocks, **options}
 
 
-@tier(quick=1 / 3)
+@tier(quick=1 / 2)
 @pytest.mark.parametrize(
-    "world_size, backend", [(1, "pycomm"), (2, "pycomm"), (3, "pycomm"), (4, "pycomm"), (3, "gloo")]
+    "world_size, backend",
+    [
+        (1, "pycomm"),
+        (3, "gloo"),
+        (4, "pycomm"),
+        *(pytest.param(world_size, "pycomm", marks=pytest.mark.deep) for world_size in (2, 3)),
+    ],
 )
 def test_models_equal_one_process(world_size, backend):
     cases = [complete(case) for case in CASES]

@@ -32,10 +32,15 @@ FAULTS = [  # model, plan, microbatches, first module, first parameter of backwa
     ("scaled", "dp=2", 1, None, "blocks.1.mlp.2.bias"),
     ("scaled", "pp=2,zero=1", 3, None, "blocks.1.mlp.2.bias"),
 ]
+# Each kind and each axis is in others, too.
+DEEP = [("centred", "dp=2"), ("rows", "pp=2,dp=2"), ("columns", "tp=2"), ("scaled", "pp=2,zero=1")]
 
 
 @tier(quick=1 / 12)
-@pytest.mark.parametrize(("kind", "plan", "microbatches", "module", "parameter"), FAULTS)
+@pytest.mark.parametrize(
+    ("kind", "plan", "microbatches", "module", "parameter"),
+    [pytest.param(*fault, marks=[pytest.mark.deep] * (fault[:2] in DEEP)) for fault in FAULTS],
+)
 def test_planted_fault(kind, plan, microbatches, module, parameter):
     results = spawn(par.Plan.parse(plan).world_size, verify, kind, plan, microbatches)
     assert len(set(results)) == 1
@@ -132,7 +137,7 @@ def failing(rank, world_size, kind, plan):
     return found, par.step(model, opt, batch, cross, microbatches=2).item()
 
 
-@tier(quick=1 / 6)
+@tier(quick=1 / 6, slow=3 / 5)
 @pytest.mark.parametrize("plan", ["dp=2", "pp=2", "dp=2,zero=3"])
 @pytest.mark.parametrize(("kind", "error"), [("raising", "RuntimeError"), ("refusing", "ValueError")])
 def test_failure_of_one_rank(kind, error, plan):

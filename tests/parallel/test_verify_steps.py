@@ -24,7 +24,7 @@ PLANS = [  # model, plan, microbatches
 ]
 
 
-@tier(quick=1 / 8)
+@tier(quick=1 / 8, slow=2 / 3)
 @pytest.mark.parametrize(("kind", "plan", "microbatches"), PLANS)
 def test_three_steps_are_equal(kind, plan, microbatches):
     one, _ = spawn(2, verify, kind, plan, microbatches)

@@ -121,7 +121,7 @@ def test_all_to_all_of_even_tokens():
     assert dealt.input - alone.input == pytest.approx(2 * once)
 
 
-@tier(quick=1 / 7)
+@tier(quick=1 / 7, slow=1 / 2)
 @pytest.mark.parametrize(
     ("kind", "text", "parts"),
     [("moe", "ep=2", 2), ("moe", "tp=2", 1), ("moe", "ep=2,tp=2", 2), ("Mixtral", "tp=2", 2)]
@@ -147,7 +147,7 @@ def test_what_a_rank_holds(kind, text, parts):
     assert spawn(plan.world_size, left)[0] == experts
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 4, slow=1 / 2)
 @pytest.mark.parametrize("kind", MAKE)
 @pytest.mark.parametrize("fixed", [{}, {"ep": 2}, {"tp": 2}, {"pp": 2}], ids=str)
 def test_a_plan_of_a_mixture_trains(kind, fixed):

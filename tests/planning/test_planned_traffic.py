@@ -73,7 +73,7 @@ def marks(case):
     return [pytest.mark.deep if CASES.index(case) % 3 else pytest.mark.slow]
 
 
-@tier(quick=1 / 5, slow=1 / 2)
+@tier(quick=1 / 5, slow=2 / 5)
 @pytest.mark.parametrize("case", [pytest.param(case, marks=marks(case), id=":".join(case)) for case in CASES])
 def test_calls_and_bytes_are_those_of_the_run(case):
     world_size = par.Plan.parse(case[1]).world_size

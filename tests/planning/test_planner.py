@@ -9,6 +9,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[1] / "parallel")]
 
+from halves import quick  # noqa: E402
 from models import GPT, Llama  # noqa: E402
 from torch_ranks import spawn  # noqa: E402
 
@@ -215,7 +216,7 @@ def measured(rank, world_size, text):
 
 
 @pytest.mark.parametrize(
-    "text", [pytest.param(t, marks=[pytest.mark.slow] * (t != "dp=2,zero=2")) for t in MEMORY]
+    "text", quick(MEMORY, "dp=2,zero=2", deep=("dp=2", "tp=2", "pp=2", "dp=2,tp=2,zero=3"))
 )
 def test_memory_within_five_percent(text):
     plan = par.Plan.parse(text)
