@@ -12,7 +12,7 @@ Whether they recompute may be changed after parallelize(), too: those methods of
 """
 
 import functools
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TypeAlias
 
@@ -22,16 +22,18 @@ from torch.utils.checkpoint import checkpoint
 
 from pycomm.parallel.given import Tree
 from pycomm.parallel.ground.plan import Plan
+from pycomm.parallel.models.keys import forget_keys
 from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.models.trunk import Trunk
 
-__all__ = ["forget_keys", "recompute_blocks"]
+__all__ = ["recompute_blocks"]
 
 _FUNCTION = "_gradient_checkpointing_func"
 _ENABLE = ("gradient_checkpointing_enable", "activation_checkpointing_enable")
 _DISABLE = ("gradient_checkpointing_disable", "activation_checkpointing_disable")
 
 
+Owned: TypeAlias = Mapping[str, "torch.Tensor | None"]  # a module's own parameters
 Forward: TypeAlias = Callable[..., Tree]
 # around a forward, and around its recomputation
 Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[object], AbstractContextManager[object]]]
@@ -80,17 +82,8 @@ def recompute_blocks(model: nn.Module, trunk: Trunk, plan: Plan, contexts: Conte
         setattr(module, name, functools.partial(switch.turned, getattr(module, name)))
     if switch.on or methods:
         for block in trunk.blocks:
-            block.forward = uncompiled(functools.partial(_recomputed, switch, contexts, block.forward))
-
-
-def forget_keys(model: nn.Module) -> None:
-    """A model of transformers keeps the keys of its forward (use_cache), to which a recomputation, or a run
-    for shapes or for a proof, would add them once more. Its own checkpoints switch that off, too.
-    """
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if config is not None and getattr(config, "use_cache", None) is True:
-            config.use_cache = False
+            own = [module._parameters for module in block.modules() if module._parameters]
+            block.forward = uncompiled(functools.partial(_recomputed, switch, contexts, own, block.forward))
 
 
 def _contains(module: nn.Module, trunk: Trunk) -> bool:
@@ -98,14 +91,23 @@ def _contains(module: nn.Module, trunk: Trunk) -> bool:
     return any(block in parts for block in trunk.blocks)
 
 
-def _recomputed(switch: _Switch, contexts: Contexts, forward: Forward, *args: Tree, **kwargs: Tree) -> Tree:
-    if not (switch.on and torch.is_grad_enabled()):
+def _recomputed(
+    switch: _Switch, contexts: Contexts, own: Sequence[Owned], forward: Forward, *args: Tree, **kwargs: Tree
+) -> Tree:
+    if not (switch.on and torch.is_grad_enabled()) or _borrowed(own):
         return forward(*args, **kwargs)
     return _checkpointed(contexts, forward, *args, **kwargs)
 
 
 def _checkpointed(contexts: Contexts, forward: Forward, *args: Tree, **kwargs: Tree) -> Tree:
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _borrowed(own: Sequence[Owned]) -> bool:
+    """Whether the block runs with tensors in the place of its parameters (torch.func.functional_call): they
+    are gone when it would be recomputed.
+    """
+    return any(not isinstance(each, nn.Parameter) and each is not None for of in own for each in of.values())
 
 
 def _outside(

@@ -30,13 +30,14 @@ class RowsGathered(Exception):
 
 
 class _Step(NamedTuple):
-    """The step, evaluation or prediction that runs. refusal: why rows cannot be gathered in it. given: what
-    was gathered in it.
+    """The step, evaluation or prediction that runs. refusal: why rows cannot be gathered in it. counts: this
+    rank has rows in it. given: what was gathered in it.
     """
 
     group: comm.Group
     refusal: str | None
     is_check: bool
+    counts: bool
     given: list[torch.Tensor]
 
 
@@ -44,9 +45,13 @@ _running: contextvars.ContextVar[_Step | None] = contextvars.ContextVar("pycomm 
 
 
 @contextlib.contextmanager
-def gathering(group: comm.Group, refusal: str | None = None, is_check: bool = False) -> Iterator[None]:
-    """Around the passes of a step. group: the data ranks. refusal: see _Step. is_check: in a run aside."""
-    token = _running.set(_Step(group, refusal, is_check, []))
+def gathering(
+    group: comm.Group, refusal: str | None = None, is_check: bool = False, counts: bool = True
+) -> Iterator[None]:
+    """Around the passes of a step. group: the data ranks. refusal, counts: see _Step. is_check: in a run
+    aside.
+    """
+    token = _running.set(_Step(group, refusal, is_check, counts, []))
     try:
         yield
     finally:
@@ -73,6 +78,7 @@ def gather_rows(x: torch.Tensor) -> torch.Tensor:
         raise ValueError(f"gather_rows: {step.refusal}")
     if x.dim() == 0:
         raise ValueError("gather_rows: x needs rows (dim 0); it has no dimensions")
+    x = x if step.counts else x[:0]
     own = torch.tensor([x.shape[0]], device=x.device)
     sizes = torch.zeros(step.group.size, dtype=own.dtype, device=x.device)
     comm.all_gather(sizes, own, step.group)

@@ -15,14 +15,21 @@ In gather_from and gather_sum the forward is the same; they differ in what the r
 is meant cannot be seen from the tensor, and the wrong one gives gradients that are wrong by a factor, so each
 has its name. tensor/products.py has them joined with the matrix product before or after them.
 
+[Note: twice] The backward of each is the forward of another in this table, whose backward is again the
+forward of the first. So where the gradient itself is differentiated (create_graph=True: forces of a
+potential, a gradient penalty) a backward is written as that other function, which autograd records, and
+derivatives of any order are right. The ordinary backward runs without grad mode and records nothing. Code
+with a gradient of its own that is not written so has `once`: it refuses instead of giving a constant.
+
 `sizes` is the list of lengths along `dim`, one per rank of the group, equal on all ranks; they may differ
 from each other. All functions return their input for a group of one.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch.autograd.function import FunctionCtx
@@ -36,6 +43,7 @@ __all__ = [
     "gather_from",
     "gather_sum",
     "in_graph",
+    "once",
     "reduce_from",
     "reduce_scatter",
     "scatter_to",
@@ -44,6 +52,8 @@ __all__ = [
 
 Along: TypeAlias = Callable[[torch.Tensor, int, Sequence[int], Group], torch.Tensor]  # dim, sizes
 ValueT = TypeVar("ValueT")
+CtxT = TypeVar("CtxT")
+GradsP = ParamSpec("GradsP")
 
 
 if TYPE_CHECKING:  # what a forward keeps for its backward
@@ -52,7 +62,7 @@ if TYPE_CHECKING:  # what a forward keeps for its backward
         group: Group
 
     class _OfDim(FunctionCtx):
-        rest: tuple[int, list[int], Group, Along]
+        rest: tuple[int, list[int], Group, Along, Along]
 
     class _OfSizes(FunctionCtx):
         rest: tuple[list[int], list[int], Group]
@@ -66,6 +76,8 @@ class _CopyTo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: _OfGroup, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if torch.is_grad_enabled():  # [Note: twice], here and below
+            return _ReduceFrom.apply(grad, ctx.group), None
         grad = grad.clone(
             memory_format=torch.contiguous_format
         )  # autograd may hold the same tensor for another branch
@@ -75,14 +87,15 @@ class _CopyTo(torch.autograd.Function):
 
 class _ReduceFrom(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: FunctionCtx, x: torch.Tensor, group: Group) -> torch.Tensor:
+    def forward(ctx: _OfGroup, x: torch.Tensor, group: Group) -> torch.Tensor:
+        ctx.group = group
         x = x.clone(memory_format=torch.contiguous_format)
         comm.all_reduce(x, group)
         return x
 
     @staticmethod
-    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
+    def backward(ctx: _OfGroup, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _CopyTo.apply(grad, ctx.group) if torch.is_grad_enabled() else grad, None
 
 
 def _with_own_memory(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -105,13 +118,17 @@ class _Dim(torch.autograd.Function):
         forward: Along,
         backward: Along,
     ) -> torch.Tensor:
-        ctx.rest = dim, sizes, group, backward
+        ctx.rest = dim, sizes, group, forward, backward
         return _with_own_memory(forward(x, dim, sizes, group).contiguous(), x)
 
     @staticmethod
     def backward(ctx: _OfDim, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        dim, sizes, group, backward = ctx.rest
-        return backward(grad, dim, sizes, group).contiguous(), None, None, None, None, None
+        dim, sizes, group, forward, backward = ctx.rest
+        if torch.is_grad_enabled():
+            grad = _Dim.apply(grad, dim, sizes, group, backward, forward)
+        else:
+            grad = backward(grad, dim, sizes, group).contiguous()
+        return grad, None, None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -125,7 +142,34 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _OfSizes, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         input_sizes, output_sizes, group = ctx.rest
-        return comm.all_to_all(grad, output_sizes, input_sizes, group), None, None, None
+        move = _AllToAll.apply if torch.is_grad_enabled() else comm.all_to_all
+        return move(grad, output_sizes, input_sizes, group), None, None, None
+
+
+def once(
+    what: str, instead: str
+) -> Callable[[Callable[Concatenate[CtxT, GradsP], ValueT]], Callable[Concatenate[CtxT, GradsP], ValueT]]:
+    """For the backward of a torch.autograd.Function that has no second derivative: a ValueError where one is
+    asked for (create_graph=True), before any rank waits for another.
+
+    what: has no second derivative. instead: what to do, the end of the sentence.
+    """
+
+    def mark(
+        backward: Callable[Concatenate[CtxT, GradsP], ValueT],
+    ) -> Callable[Concatenate[CtxT, GradsP], ValueT]:
+        @functools.wraps(backward)
+        def checked(ctx: CtxT, *grads: GradsP.args, **none: GradsP.kwargs) -> ValueT:
+            if torch.is_grad_enabled():
+                raise ValueError(
+                    f"a gradient is to be differentiated again (create_graph=True), and {what} has no second "
+                    f"derivative: {instead}"
+                )
+            return backward(ctx, *grads, **none)
+
+        return checked
+
+    return mark
 
 
 def in_graph(value: ValueT) -> ValueT:

@@ -23,8 +23,8 @@ freed by then (ZeRO-3), or be of another version (PipeDream). The weight is save
 autograd would, so that saved-tensor hooks, version checks and a `.data` that was exchanged behave as they do
 without the mode.
 
-Gradient hooks of a parameter do not see what is postponed; `on_grad` of the store is called instead. Double
-backward is not supported. Calls with `out=`, alpha or beta, weights that are subclasses (DTensor), a bias
+Gradient hooks of a parameter do not see what is postponed; `on_grad` of the store is called instead. A second
+derivative is refused. Calls with `out=`, alpha or beta, weights that are subclasses (DTensor), a bias
 that is no leaf, and embeddings that are sparse, renormalised or scaled by frequency are left to autograd.
 
 Source: the split is that of Qi et al. 2024 (zero bubble pipelines).
@@ -41,9 +41,10 @@ from typing import TYPE_CHECKING, TypeAlias, TypeGuard
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.given import Tree
+from pycomm.parallel.ground.differentiable import once
 
 __all__ = ["DeferWeights", "WeightStore", "accumulate_grad"]
 
@@ -156,6 +157,9 @@ def _embedding_grad(
     return torch.ops.aten.embedding_dense_backward(dy, indices, num_rows, padding_idx, False).to(dtype)
 
 
+_once = once("a backward in two parts (zb-h1, zbv)", "use a plan with pp=1")
+
+
 class _Product(torch.autograd.Function):
     """x @ weight, or x @ weight.T where `transposed`, plus bias, by the function that the model called."""
 
@@ -177,7 +181,7 @@ class _Product(torch.autograd.Function):
         return torch.matmul(x, weight) if bias is None else torch.addmm(bias, x, weight)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(
         ctx: _OfProduct, dy: torch.Tensor
     ) -> tuple[torch.Tensor | None, None, None, None, None, None]:
@@ -213,7 +217,7 @@ class _Embedding(torch.autograd.Function):
         return F.embedding(indices, weight, None if padding_idx < 0 else padding_idx)
 
     @staticmethod
-    @once_differentiable
+    @_once
     def backward(ctx: _OfEmbedding, dy: torch.Tensor) -> tuple[None, None, None, None, None]:
         (indices,) = ctx.saved_tensors
         num_rows, padding_idx, store, microbatch = ctx.rest

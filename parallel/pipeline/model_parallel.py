@@ -49,6 +49,7 @@ from torch.autograd.function import FunctionCtx
 
 from pycomm.parallel.ground import comm
 from pycomm.parallel.ground.comm import Group
+from pycomm.parallel.ground.differentiable import once
 
 __all__ = ["ModelParallel"]
 
@@ -114,6 +115,9 @@ class _Context(FunctionCtx):
     saved_tensors: tuple[torch.Tensor, ...]
 
 
+_once = once("ModelParallel", "use parallelize() with a plan that has pp=1")
+
+
 class _Send(torch.autograd.Function):
     """h -> a token. `start` is a scalar that needs a gradient, so that the token does even where h
     does not.
@@ -126,6 +130,7 @@ class _Send(torch.autograd.Function):
         return torch.zeros_like(start)
 
     @staticmethod
+    @_once
     def backward(ctx: _Context, _: torch.Tensor) -> tuple[torch.Tensor | None, None, None]:
         shape, group = ctx.shape, ctx.group
         if not carries_gradient(shape.dtype):
@@ -146,6 +151,7 @@ class _Recv(torch.autograd.Function):
         return h
 
     @staticmethod
+    @_once
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[None, None, None]:
         send(grad, ctx.group.rank - 1, ctx.group)
         return None, None, None
@@ -162,6 +168,7 @@ class _Show(torch.autograd.Function):
         return values.view_as(values)
 
     @staticmethod
+    @_once
     def backward(ctx: _Context, _: torch.Tensor) -> tuple[torch.Tensor, None]:
         (token,) = ctx.saved_tensors
         return torch.zeros_like(token), None

@@ -48,9 +48,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.sequence import block, split
 from pycomm.parallel.sequence.mask import Mask, block_of, checked, of_heads
 from pycomm.parallel.sequence.ulysses import through_heads, ulysses_attention
@@ -277,7 +276,7 @@ class _Ring(torch.autograd.Function):
         return out.to(q.dtype)
 
     @staticmethod
-    @once_differentiable
+    @differentiable.once("ring attention", "use a plan without ring, as tp")
     def backward(ctx: _Context, dout: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, out, lse, _ = ctx.saved_tensors
         wide = block.wide_dtype(q.dtype)

@@ -36,9 +36,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.sequence import split
 from pycomm.parallel.sequence.mask import Mask, checked, of_heads
 
@@ -166,7 +165,7 @@ class _ToHeads(torch.autograd.Function):
         return tuple(_to_heads(tensors, cut))
 
     @staticmethod
-    @once_differentiable
+    @differentiable.once("ulysses attention", "use a plan without ulysses, as tp")
     def backward(ctx: _Context, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return None, *_to_sequence(grads, ctx.cut)
 
@@ -185,7 +184,7 @@ class _ToSequence(torch.autograd.Function):
         return _to_sequence([tensor], cut)[0]
 
     @staticmethod
-    @once_differentiable
+    @differentiable.once("ulysses attention", "use a plan without ulysses, as tp")
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         ctx.saved_tensors  # noqa: B018
         return None, _to_heads([grad], ctx.cut)[0]

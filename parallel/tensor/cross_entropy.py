@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.tensor.cut_logits import CutLogits, VocabShard
 
 if TYPE_CHECKING:
@@ -36,6 +36,7 @@ __all__ = ["cross_entropy"]
 
 class _Context(Protocol):
     saved_tensors: tuple[torch.Tensor, ...]
+    shard: VocabShard
 
     def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
 
@@ -65,16 +66,34 @@ class _ShardedSum(torch.autograd.Function):
         log_sum = parts[0].log()
         counts = targets != ignore_index
         ctx.save_for_backward(logits, top + log_sum, index, here, counts)
+        ctx.shard = shard
         return torch.where(counts, log_sum - parts[1], 0).sum().to(logits.dtype)
 
     @staticmethod
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            return _differentiable_gradient(ctx, grad), None, None, None
         logits, log_sum, index, here, counts = ctx.saved_tensors
         out = (logits.to(log_sum.dtype) - log_sum[:, None]).exp_()
         if logits.shape[1]:
             out.scatter_add_(1, index[:, None], -here[:, None].to(out.dtype))
         out.mul_((counts * grad)[:, None])
         return out.to(logits.dtype), None, None, None
+
+
+def _differentiable_gradient(ctx: _Context, grad: torch.Tensor) -> torch.Tensor:
+    """Of the logits, for a second derivative: in functions that autograd records. One more all_reduce of N
+    numbers, for log_sum as a function of the logits of all ranks.
+    """
+    logits, known, index, here, counts = ctx.saved_tensors
+    group = ctx.shard.group
+    x = logits.to(known.dtype)
+    total = differentiable.reduce_from((x - known[:, None]).exp().sum(1), group)  # 1, but for rounding
+    log_sum = differentiable.copy_to(known + total.log(), group)
+    out = (x - log_sum[:, None]).exp()
+    if logits.shape[1]:
+        out = out.scatter_add(1, index[:, None], -here[:, None].to(out.dtype))
+    return (out * (counts * differentiable.copy_to(grad, group))[:, None]).to(logits.dtype)
 
 
 def cross_entropy(

@@ -39,7 +39,6 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from pycomm import fused
@@ -165,16 +164,24 @@ class _CopyLinear(torch.autograd.Function):
         return F.linear(x, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (x, weight), (group, shards), needed = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
-        flat = grad.flatten(0, -2)
-        grad_x = None
-        if needed[0]:
-            _record_all_reduce(comm.nbytes_of(x), group)
-            grad_x = fused.matmul_all_reduce(grad, weight, group.pg, shards=shards)
-        grad_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
-        return grad_x, grad_weight, flat.sum(0) if needed[2] else None, None, None
+        with torch._C.DisableTorchFunctionSubclass():  # in a loss the weight may not be read (reads.py)
+            return _gradients_of_copy_linear(ctx, grad)
+
+
+def _gradients_of_copy_linear(ctx: _Context, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    (x, weight), (group, shards), needed = ctx.saved_tensors, ctx.rest, ctx.needs_input_grad
+    flat = grad.flatten(0, -2)
+    if torch.is_grad_enabled():  # for a second derivative: in functions that autograd records
+        of_x = differentiable.reduce_from(grad @ weight, group) if needed[0] else None
+        of_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
+        return of_x, of_weight, flat.sum(0) if needed[2] else None, None, None
+    grad_x = None
+    if needed[0]:
+        _record_all_reduce(comm.nbytes_of(x), group)
+        grad_x = fused.matmul_all_reduce(grad, weight, group.pg, shards=shards)
+    grad_weight = flat.t() @ x.flatten(0, -2) if needed[1] else None
+    return grad_x, grad_weight, flat.sum(0) if needed[2] else None, None, None
 
 
 def _record_all_reduce(nbytes: int, group: Group) -> None:

@@ -35,6 +35,7 @@ from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 import torch
 from torch import nn
 
+from pycomm.parallel.ground.asked import ASKING, LIKE_ITS_DTYPE, first_of, size_asked
 from pycomm.parallel.ground.layout import Layout
 from pycomm.parallel.models.modes import uncompiled
 from pycomm.parallel.tensor.adapters import AdapterForward
@@ -49,23 +50,11 @@ __all__ = ["Reads"]
 P = ParamSpec("P")
 R = TypeVar("R")
 T = torch.Tensor
-# Not by what they hold.
-_ATTRIBUTES = (
-    *("dtype", "device", "layout", "requires_grad", "is_leaf", "grad_fn", "is_cuda", "is_cpu", "is_meta"),
-    *("is_sparse", "is_quantized", "is_nested", "is_mkldnn", "itemsize", "_version", "output_nr"),
-    *("retains_grad", "name"),
-)
 _ASKING = {
-    *(getattr(T, name).__get__ for name in _ATTRIBUTES),
-    *(T.is_floating_point, torch.is_floating_point, T.is_complex, torch.is_complex, T.element_size),
-    *(T.get_device, T.is_inference, torch.is_inference, T.is_contiguous, T.data_ptr, T.register_hook),
-    *(T.register_post_accumulate_grad_hook, T.__hash__, T.requires_grad_, T.__repr__, T.__format__),
-    *(T.new_zeros, T.new_ones, T.new_empty, T.new_full, T.new_tensor),
+    *ASKING,
+    *(T.__repr__, T.__format__),
     operator.attrgetter("data.__set__")(T),  # zero/streamed.py gathers and frees with it
 }
-_LIKE_ITS_DTYPE = {T.to, T.type_as}  # as their second argument
-# New objects at each access, which are equal.
-_SHAPE, _NDIM = (getattr(T, name).__get__ for name in ("shape", "ndim"))
 
 
 class _Note(NamedTuple):
@@ -195,12 +184,12 @@ class _Guarded(nn.Parameter):
     ) -> Tree:
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if func in _ASKING or func in _LIKE_ITS_DTYPE and not isinstance(args[0], _Guarded):
+            if func in _ASKING or func in LIKE_ITS_DTYPE and not isinstance(args[0], _Guarded):
                 return func(*args, **kwargs)
-            parameter = _first((args, kwargs))
+            parameter = first_of(_Guarded, (args, kwargs))
             assert parameter is not None  # one of them is why torch asks
             note = type(parameter).notes[id(parameter)]
-            size = _size(func, note.shape or parameter.shape, args, kwargs)
+            size = size_asked(func, note.shape or parameter.shape, args, kwargs)
             if size is not None:
                 inside = any(forward.running for forward in note.sublayers)
                 return func(*args, **kwargs) if inside else size
@@ -218,29 +207,3 @@ def _way_out(note: _Note) -> str:
     if note.why is _PARTIAL:
         return "leave it out, or use a plan without megatron_sp, or with tp=1"
     return "leave it out, or use a plan with ep=1"
-
-
-def _first(value: Tree) -> _Guarded | None:
-    if isinstance(value, _Guarded):
-        return value
-    if isinstance(value, dict):
-        value = value.values()
-    if isinstance(value, (list, tuple, type({}.values()))):
-        return next((found for found in map(_first, value) if found is not None), None)
-    return None
-
-
-def _size(
-    func: Callable[..., Tree], shape: torch.Size, args: tuple[Tree, ...], kwargs: dict[str, Tree]
-) -> torch.Size | int | None:
-    """What `func` asks for, a size, of a tensor of this shape; None: it does something else."""
-    if func == _SHAPE:
-        return shape
-    if func is T.size:
-        dim = args[1] if len(args) > 1 else kwargs.get("dim")
-        return shape if dim is None else shape[dim]
-    if func in (T.numel, T.nelement, torch.numel):
-        return shape.numel()
-    if func is T.dim or func == _NDIM:
-        return len(shape)
-    return shape[0] if func is T.__len__ else None

@@ -13,6 +13,7 @@ the reduction. All functions have gradients. In one form a result has the same b
 all ranks get it, on all ranks.
 
     api.py        the functions, gradients; arguments.py, problem.py (one call as numbers)
+    twice.py      gradients that are differentiated again
     dispatch.py   chooses the form that runs: choice.py (a table), tuner.py (what was measured), machine.py
     form.py       runs one form: plain.py, ranks.py (product plus collective) or
     kernels/      the Triton kernels: launch.py launches them, context.py has the memory, config.py the tiles

@@ -11,7 +11,7 @@ a piece, G and S the whole gathered from, and summed and cut among, the ranks:
 
 So the backward pass of one of the two in the middle is the other one, fused like it. all_gather_matmul
 gathers a again instead of keeping it (Megatron's sequence parallelism, Korthikanti et al. 2022), while the
-product for grad_a runs.
+product for grad_a runs. Second derivatives: twice.py.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ import threading
 from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
-from torch.autograd.function import once_differentiable
 
-from pycomm.fused import dispatch
+from pycomm.fused import dispatch, twice
 from pycomm.fused.arguments import DTYPES, plan
 from pycomm.fused.plain import activation_backward, product
 from pycomm.fused.problem import join_rows
@@ -297,9 +296,12 @@ class _Matmul(torch.autograd.Function):
     forward = staticmethod(_forward)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():
+            found = twice.gradients(ctx.problem, ctx.ranks, a, b, grad)
+            needed = zip(found, (need_a, need_b, need_bias), strict=True)
+            return *(each if need else None for each, need in needed), None, None, None
         dz = activation_backward(ctx.problem, grad, z)
         grad_b = _gradient_of_b(a, b, dz) if need_b else None
         return product(dz, b.t()) if need_a else None, grad_b, _bias_gradient(dz, need_bias), None, None, None
@@ -309,10 +311,10 @@ class _AllGatherMatmul(torch.autograd.Function):
     forward = staticmethod(_forward)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
+        twice.refuse(problem, ranks)
         dz = activation_backward(problem, grad, z)
         grad_a = grad_b = None
         if need_b:
@@ -333,10 +335,10 @@ class _MatmulReduceScatter(torch.autograd.Function):
     forward = staticmethod(_forward)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: _Call, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (a, b, z), (need_a, need_b, need_bias) = _saved(ctx), ctx.needs_input_grad[:3]
         problem, ranks = ctx.problem, ctx.ranks
+        twice.refuse(problem, ranks)
         dz = activation_backward(problem, grad, z)
         grad_a = None
         if need_a:

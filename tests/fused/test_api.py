@@ -13,7 +13,7 @@ from torch_ranks import spawn
 
 import pycomm
 from pycomm import fused
-from pycomm.fused import api, dispatch, machine, ranks
+from pycomm.fused import api, dispatch, machine, ranks, twice
 from pycomm.testing import run_ranks
 
 A, B = torch.ones(6, 5, 64), torch.ones(64, 8)
@@ -186,10 +186,46 @@ def test_a_lazy_negation_is_carried_out():
 
 
 def test_second_derivatives_are_refused():
-    a, b = draw(0, 2, 3).requires_grad_(), draw(1, 3, 2)
-    (grad,) = torch.autograd.grad(fused.matmul(a, b, activation="silu").square().sum(), a, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    def body(comm):
+        a, b = draw(0, 2, 3).requires_grad_(), draw(1, 3, 2)
+        for function, options in (
+            (fused.matmul, {"activation": "silu"}),
+            (fused.matmul_all_reduce, {"group": comm, "activation": "relu"}),
+            (fused.all_gather_matmul, {"group": comm}),
+            (fused.matmul_reduce_scatter, {"group": comm}),
+        ):
+            total = function(a, b, **options).square().sum()
+            with pytest.raises(ValueError, match="create_graph=True"):
+                torch.autograd.grad(total, a, create_graph=True)
+
+    run_ranks(2, body)
+
+
+def test_second_derivatives_of_a_sum_over_ranks():
+    """As one process has them, of the sum of both ranks' products."""
+
+    def second(products, leaves):
+        first = torch.autograd.grad(products.pow(3).sum(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in first), leaves)
+
+    parts = [(draw(r, 4, 3).requires_grad_(), draw(5 + r, 3, 2).requires_grad_()) for r in range(2)]
+    bias = draw(9, 2).requires_grad_()
+    whole = second(sum(a @ b for a, b in parts) + bias, [x for pair in parts for x in pair] + [bias])
+
+    def body(comm):
+        a, b = (x.detach().requires_grad_() for x in parts[comm.rank])
+        its = bias.detach().requires_grad_()
+        first = torch.autograd.grad(
+            fused.matmul_all_reduce(a, b, comm, bias=its).pow(3).sum(), (a, b, its), create_graph=True
+        )
+        # of each rank's own part here, and of what both have once
+        own = sum(g.square().sum() for g in first[:2])
+        total = twice._Sum.apply(own, ranks.of(comm)) + first[2].square().sum()
+        found = torch.autograd.grad(total, (a, b, its))
+        for value, right in zip(found, (*whole[2 * comm.rank : 2 * comm.rank + 2], whole[4]), strict=True):
+            torch.testing.assert_close(value, right, rtol=1e-4, atol=1e-5)
+
+    run_ranks(2, body)
 
 
 def test_the_callers_tensors_are_unchanged():
