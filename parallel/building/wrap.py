@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from pycomm.parallel.building.cut import Cut
-from pycomm.parallel.building.recompute import forget_keys, recompute_blocks
+from pycomm.parallel.building.recompute import recompute_blocks
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.split_backward import WeightStore
 from pycomm.parallel.ground.streams import RandomStreams, Stream
+from pycomm.parallel.models.keys import forget_keys
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.tensor.narrow import SublayerForward
 from pycomm.parallel.tensor.stream_edges import switch_at_edges
