@@ -21,8 +21,11 @@ TABLE below lists every assumption; docs/limits.md shows it. What was found of a
         kept.py           it leaves no trace in the model
         run/questions.py  when they are asked, in a step, an evaluation and a prediction
     guards        look at what happens anyway, run nothing, and cannot be trusted: the other rows of TABLE
-                  but "sublayers", which parallelize() runs itself; column `how` names their files
+                  but "sublayers" and "optimizer", which parallelize() tries; column `how` names their files
 
+    optimizers.py   does an optimizer take a number over all parameters: tried by parallelize(), noted there
+    gradient_hooks.py  is a hook of a parameter linear: tried by the step that meets it first
+    copied.py       copies of what a user has made, which are tried in its place
     before.py       what does not fit together in a model, an optimizer and a plan: refused before anything
                   is changed, and not in TABLE
     agree.py        how ranks agree, and raise alike
@@ -59,6 +62,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from pycomm.parallel.ground.plan import TRUSTED, Plan
+from pycomm.parallel.zero.kinds import kind_of
 
 __all__ = ["TABLE", "Assumption", "as_markdown", "assumptions_of"]
 
@@ -170,6 +174,31 @@ TABLE = (
         "each is run whole and in parts (tensor/probe.py, tables.py, experts.py, expert/stacked.py)",
         "1e-3 of what it adds",
         "what a rule names is cut as it says",
+    ),
+    Assumption(
+        "optimizer",
+        "an optimizer takes no number over all parameters (a norm, a learning rate); under tp, none over the "
+        "elements of one",
+        "zero, pp, ep; tp",
+        lambda plan: kind_of(plan).divided != "" or plan.pp * plan.ep * plan.tp > 1,
+        "parallelize",
+        "a copy of it takes 12 steps on small tensors, over all and over each half; torch's own are known "
+        "(checks/optimizers.py). Under tp those of torch that are element-wise are known, and others refused "
+        "(zero/optimizer.py)",
+        "1e-7 of what a parameter has moved by",
+        "what 12 steps on small tensors do not show; an optimizer without a copy, which raises for small "
+        "tensors, or draws random numbers",
+    ),
+    Assumption(
+        "gradient hooks",
+        "a hook of a parameter's gradient gives for a sum of gradients the sum of what it gives for each; "
+        "under tp, for a piece of a parameter that piece of what it gives",
+        "all with dp, ep, ring, ulysses, tp, and several microbatches or calls",
+        _always,
+        "the first step with the hook",
+        "a copy of the hook is given 7 random gradients (checks/gradient_hooks.py)",
+        "1e-9, 1e-3, 5e-2 (fp64, fp32, 16 bits)",
+        "hooks on other tensors and on modules; a hook without a copy",
     ),
     Assumption(
         "router loss",

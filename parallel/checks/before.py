@@ -7,6 +7,8 @@ anything is changed.
     cut at blocks                   a model without a list of blocks
     cut by rows or the sequence     BatchNorm, embeddings that look at all rows
     pp                              backward hooks of blocks, modules that two stages share
+    tp                              an optimizer that is not known to be element-wise
+    zero, pp, ep                    an optimizer that takes a number over all parameters (optimizers.py)
 
 What can go wrong: it sees what is registered, not what a forward does. The first passes show that (the other
 files of this folder).
@@ -18,6 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from pycomm.parallel.checks.optimizers import try_optimizer
+from pycomm.parallel.ground.answers import State
 from pycomm.parallel.ground.plan import Plan, ScheduleName
 from pycomm.parallel.models.modes import is_compiled
 from pycomm.parallel.models.norms import batch_norms
@@ -32,8 +36,13 @@ __all__ = ["check"]
 
 def check(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Plan) -> Trunk | None:
     """Raises ValueError for what does not fit together. Returns the Trunk; None where none is needed."""
-    if "_parallel" in model.__dict__:
-        raise ValueError(f"this model is parallelized already, by Plan({model.__dict__['_parallel'].plan})")
+    for name, module in model.named_modules():
+        parts = module.__dict__.get("_parallel")
+        if parts is not None:
+            which, so = (
+                (f"{name!r} of this model", ": parallelize the whole alone") if name else ("this model", "")
+            )
+            raise ValueError(f"{which} is parallelized already, by Plan({parts.plan}){so}")
     _check_meta(model)
     _check_compiled(model, plan)
     trunk = _trunk_for(model, plan)
@@ -216,3 +225,6 @@ def _check_optimizer(model: nn.Module, opt: torch.optim.Optimizer, plan: Plan) -
             f"Plan(tp={plan.tp}): {type(opt).__name__} looks at whole parameters, which tensor "
             "parallelism cuts"
         )
+    answer = try_optimizer(opt, plan)
+    if answer is not None and answer.state is State.BROKEN:
+        raise ValueError(answer.why)

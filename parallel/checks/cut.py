@@ -140,19 +140,24 @@ class BatchCheck:
         if not self.is_watched:
             return []
         first = first_of(targets)
-        only_known = all(each is cross_entropy for each in (self.measures or {}).values())
-        if self.count is None and self.asks_loss and not only_known and not first.is_floating_point():
-            shifted = (shifted_targets,) if first.dim() > 1 else ()
-            wanted = (count_targets, *shifted, rows_of)
-            chosen = {name: wanted.index(self.candidates[at]) for name, at in self.chosen.items()}
-            self.candidates, self.chosen = wanted, chosen
+        self._take_candidates(first)
         self.parts.checks.batches[self.key] = self.parts.checks.batches.get(self.key, 0) + 1
+        if not len(first):  # another rank has some, which are of another shape
+            return [0.0] * TOLD
         self.scores, self.span = scores_of(targets, self.count or count_targets), span_of(targets)
         shapes = [(leaf.dtype, leaf.shape) for leaf in tensors_in((inputs, targets))]
         mark = zlib.crc32(repr((tree_flatten((inputs, targets))[1], shapes)).encode()) % (1 << 20)
         sums = [*self.scores.sum(0).tolist(), *self.scores.square().sum(0).tolist()]
         differ = rows_differ(inputs if self.measures is None else (inputs, targets))
         return [float(len(self.scores)), *sums, *powers(mark), float(differ), float(self._is_wider())]
+
+    def _take_candidates(self, first: torch.Tensor) -> None:
+        only_known = all(each is cross_entropy for each in (self.measures or {}).values())
+        if self.count is None and self.asks_loss and not only_known and not first.is_floating_point():
+            shifted = (shifted_targets,) if first.dim() > 1 else ()
+            wanted = (count_targets, *shifted, rows_of)
+            chosen = {name: wanted.index(self.candidates[at]) for name, at in self.chosen.items()}
+            self.candidates, self.chosen = wanted, chosen
 
     def _is_wider(self) -> bool:
         """Whether there are targets unlike those that were asked with: an ignored 255, say."""
@@ -190,6 +195,8 @@ class BatchCheck:
         if self.agrees_first and agreed(self.parts, not self.cuts.others)[0]:
             return
         parts = self.parts
+        if not len(self.scores):  # a row of another rank
+            self.scores = scores_of(targets, self.count or count_targets)
         why: str | None = _BY_RANKS
         if self.alike or not self._is_collective():
             unweighted = self.asks_loss and self.count is None

@@ -166,7 +166,7 @@ class Exchange:
         if number:
             ignored, any_bit = differ_for_the_same(seen[0], seen[5])
             values_differ = any(
-                seen[0].measured[name].value != seen[5].measured[name].value and not any_bit
+                _is_other(seen[0].measured[name].value, seen[5].measured[name].value) and not any_bit
                 for name in self.measures or ()
             )
             is_rough = is_rough or any_bit
@@ -253,6 +253,11 @@ class Exchange:
                 fault = min(faults, key=lambda each: each.size)
                 return _of_loss(name, fault, cuts, end)
         return None
+
+
+def _is_other(one: float | None, again: float | None) -> bool:
+    """A mean over nothing is not a number, again and again."""
+    return one != again and not (one != one and again != again)
 
 
 def _of_model(fault: Fault, cuts: str, end: str) -> str:
