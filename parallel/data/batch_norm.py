@@ -14,6 +14,11 @@ The layer stays what it is, a torch module with its buffers; only its forward ch
 compute statistics. Buffers are then equal on all ranks. The collectives have a group of their own: the order
 of their calls is that of the layers, the same on all ranks, while a bucket of gradients may become complete
 before or after a layer's backward. Half precision is computed in fp32.
+
+What is kept is x, not (x - mean) r: a second derivative needs it (_differentiable_gradients), and it is no
+larger.
+
+Rows that stand in for none ([Note: no rows] in ground/batch.py) are normalized, and are in no sum.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.function import FunctionCtx
 
-from pycomm.parallel.ground import comm
+from pycomm.parallel.ground import comm, differentiable
 from pycomm.parallel.models.norms import batch_norms
 
 if TYPE_CHECKING:
@@ -34,12 +39,14 @@ if TYPE_CHECKING:
     from pycomm.parallel.ground.mesh import Mesh
 
     class _OfNorm(FunctionCtx):
-        saved_tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]
+        saved_tensors: tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]
         needs_input_grad: tuple[bool, ...]
         group: comm.Group
         count: float
+        eps: float
         rows: list[int]
         view: list[int]
+        counted: bool
 
         def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
@@ -55,17 +62,23 @@ def synchronize(model: torch.nn.Module, mesh: Mesh) -> None:
     group = mesh.apart("dp", "ep")
     for layer in layers.values():
         module: torch.nn.Module = layer
-        module.forward = functools.partial(_forward, layer, layer.forward, group)
+        module.forward = functools.partial(_forward, layer, layer.forward, group, mesh=mesh)
 
 
 def _forward(
-    module: _BatchNorm, plain: Callable[[torch.Tensor], torch.Tensor], group: comm.Group, input: torch.Tensor
+    module: _BatchNorm,
+    plain: Callable[[torch.Tensor], torch.Tensor],
+    group: comm.Group,
+    input: torch.Tensor,
+    mesh: Mesh | None = None,
 ) -> torch.Tensor:
+    """mesh: says whether the rows are counted."""
     x = input  # which is its name in torch, for callers that give it by name
     if not module.training and module.running_mean is not None:
         return plain(x)
     module._check_input_dim(x)
-    y, mean, var, count = _BatchNormOverRanks.apply(x, module.weight, module.bias, module.eps, group)
+    counted = mesh is None or mesh.counts_rows
+    y, mean, var, count = _BatchNormOverRanks.apply(x, module.weight, module.bias, module.eps, group, counted)
     if module.training and module.track_running_stats:
         _track(module, mean, var, count)
     return y
@@ -83,6 +96,11 @@ def _track(module: _BatchNorm, mean: torch.Tensor, var: torch.Tensor, count: flo
     variances.mul_(1 - part).add_(unbiased.to(variances.dtype), alpha=part)
 
 
+def _if(counted: bool, values: torch.Tensor) -> torch.Tensor:
+    """values, or zeros that depend on them in autograd: collectives of a backward are called all the same."""
+    return values if counted else values.masked_fill(values.new_ones((), dtype=torch.bool), 0.0)
+
+
 class _BatchNormOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -92,13 +110,14 @@ class _BatchNormOverRanks(torch.autograd.Function):
         bias: torch.Tensor | None,
         eps: float,
         group: comm.Group,
+        counted: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]:
         channels = x.shape[1]
         view = [1, channels] + [1] * (x.dim() - 2)
         rows = [dim for dim in range(x.dim()) if dim != 1]
         exact = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         number = torch.full((1,), x.numel() // max(channels, 1), device=x.device)
-        sums = torch.cat([exact.sum(rows).double(), number.double()])
+        sums = _if(counted, torch.cat([exact.sum(rows).double(), number.double()]))
         comm.all_reduce(sums, group)
         count = float(sums[-1])
         if count <= 1:
@@ -108,13 +127,14 @@ class _BatchNormOverRanks(torch.autograd.Function):
             )
         mean = (sums[:-1] / count).to(exact.dtype)
         centered = exact - mean.view(view)
-        var = centered.square().sum(rows)
+        var = _if(counted, centered.square().sum(rows))
         comm.all_reduce(var, group)
         var /= count
         scale = (var + eps).rsqrt()
         normal = centered.mul_(scale.view(view))
-        ctx.save_for_backward(normal, weight, scale)
-        ctx.group, ctx.count, ctx.rows, ctx.view = group, count, rows, view
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.group, ctx.count, ctx.eps, ctx.counted = group, count, eps, counted
+        ctx.rows, ctx.view = rows, view
         ctx.mark_non_differentiable(mean, var)
         y = normal
         if weight is not None:
@@ -124,18 +144,48 @@ class _BatchNormOverRanks(torch.autograd.Function):
         return y.to(x.dtype, copy=y is normal), mean, var, count
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(
         ctx: _OfNorm, dy: torch.Tensor, *_: object
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None]:
-        normal, weight, scale = ctx.saved_tensors
-        exact = dy.to(normal.dtype)
-        own = torch.stack([exact.sum(ctx.rows), (exact * normal).sum(ctx.rows)])
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, None, None, None]:
+        if torch.is_grad_enabled():
+            return *_differentiable_gradients(ctx, dy), None, None, None
+        x, weight, mean, scale = ctx.saved_tensors
+        centered = x.to(scale.dtype) - mean.view(ctx.view)
+        exact = dy.to(centered.dtype)
+        own = torch.stack([exact.sum(ctx.rows), (exact * centered).sum(ctx.rows) * scale])
+        own = _if(ctx.counted, own)
         total = own.clone()
         comm.all_reduce(total, ctx.group)
         a, b = (total / ctx.count).unbind()
-        dx = exact - a.view(ctx.view) - normal * b.view(ctx.view)
+        dx = (exact - a.view(ctx.view)).addcmul_(centered, (b * scale).view(ctx.view), value=-1)
+        dx = _if(ctx.counted, dx)
         dx = dx.mul_((scale if weight is None else scale * weight.to(scale.dtype)).view(ctx.view))
         dw = own[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
-        db = own[0].to(normal.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
-        return dx.to(dy.dtype), dw, db, None, None
+        db = own[0].to(mean.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+        return dx.to(dy.dtype), dw, db, None, None, None
+
+
+def _differentiable_gradients(
+    ctx: _OfNorm, dy: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    """Of x, weight and bias, for a second derivative: the formulas at the head of this file in functions that
+    autograd records, from x on.
+    """
+
+    def over_ranks(part: torch.Tensor) -> torch.Tensor:
+        """The sum, which each rank uses for its own rows: so gradients are summed, too."""
+        part = _if(ctx.counted, part)
+        return differentiable.copy_to(differentiable.reduce_from(part, ctx.group), ctx.group)
+
+    x, weight, mean, _ = ctx.saved_tensors
+    exact, grad = x.to(mean.dtype), dy.to(mean.dtype)
+    centered = exact - (over_ranks(exact.sum(ctx.rows)) / ctx.count).view(ctx.view)
+    scale = (over_ranks(centered.square().sum(ctx.rows)) / ctx.count + ctx.eps).rsqrt()
+    normal = centered * scale.view(ctx.view)
+    own = _if(ctx.counted, torch.stack([grad.sum(ctx.rows), (grad * normal).sum(ctx.rows)]))
+    a, b = (over_ranks(own) / ctx.count).unbind()
+    dx = _if(ctx.counted, grad - a.view(ctx.view) - normal * b.view(ctx.view))
+    dx = dx * (scale if weight is None else scale * weight.to(scale.dtype)).view(ctx.view)
+    dw = own[1].to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+    db = own[0].to(mean.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None
+    return dx.to(dy.dtype), dw, db

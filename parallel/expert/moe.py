@@ -95,7 +95,8 @@ class MoE(nn.Module):
 
     Parameters: `gate.weight` (num_experts, dim), `experts.<global index>.<name>`.
     State: `last_aux`, the load-balance loss of the last forward in training mode (a scalar without gradient,
-    equal on all ranks; None before), and `aux_scale`, the factor of its gradient (float, 1.0).
+    equal on all ranks; None before), `aux_scale`, the factor of its gradient (float, 1.0), and `is_counted`:
+    False while the rows are no rows of this rank ([Note: no rows] in ground/batch.py), of which none is sent.
     Raises ValueError for numbers that do not fit. Source: Shazeer et al. 2017; Fedus et al. 2021.
     """
 
@@ -123,7 +124,7 @@ class MoE(nn.Module):
                 f"MoE: top_k={top_k} of num_experts={num_experts}; needs 1 <= top_k <= num_experts"
             )
         self.dim, self.num_experts, self.top_k = dim, num_experts, top_k
-        self.aux_loss, self.aux_scale = aux_loss, 1.0
+        self.aux_loss, self.aux_scale, self.is_counted = aux_loss, 1.0, True
         self.last_aux: torch.Tensor | None = None
         self.renormalize = top_k > 1 if renormalize is None else renormalize
         self.gate = nn.Linear(dim, num_experts, bias=False)
@@ -191,6 +192,8 @@ class MoE(nn.Module):
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()  # see [Note: equal graphs]
         tokens = x.reshape(-1, self.dim)
+        if not self.is_counted:
+            left_out, tokens = tokens, tokens[:0]
         probabilities, weights, chosen = self.choose(tokens)
         routes, counts = dispatch.make_routes(chosen, self.held, self.group, self.read_counts)
         balanced = self.aux_loss != 0 and self.training
@@ -208,6 +211,8 @@ class MoE(nn.Module):
         if balanced:
             work.wait()
             out = _AddGradient.apply(out, self._balance(over_ranks, sums), self.aux_scale)
+        if not self.is_counted:
+            out = torch.cat([out, torch.zeros_like(left_out)])
         return out.view(x.shape)
 
     def _balance(self, over_ranks: torch.Tensor, sums: torch.Tensor) -> torch.Tensor:

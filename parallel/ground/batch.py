@@ -13,6 +13,13 @@ ranks or microbatches have different numbers of those, so each microbatch's loss
 / (count of the whole batch), and gradients are summed. Counted are targets other than ignore_index (-100)
 where they are whole numbers, and elements where they are real numbers; `count` of step() replaces that, and
 may give fractions: the sum of weights, for a mean over weights.
+
+[Note: no rows] A batch of few rows is cut into as many microbatches as it has rows. A data rank may then have
+no row of a microbatch. A forward that others wait in must run all the same, and many models take no batch
+without rows (x.view(len(x), -1)): so that rank runs a row of the batch once more (stand_in), and nothing of
+it counts. Its loss is a zero whose gradients are zeros (run/loss.py), and modules that compute over all rows
+leave it out (uncounted() of run/passes.py). As the row is one of the batch, it gives a number where one
+process gets one.
 """
 
 import dataclasses
@@ -31,7 +38,10 @@ __all__ = [
     "check_microbatches",
     "count_targets",
     "inputs_and_targets",
+    "row_of",
+    "rows_in",
     "split_batch",
+    "stand_in",
 ]
 
 
@@ -60,6 +70,7 @@ class Microbatch:
     total: float = 1.0  # how many targets the mean of the batch runs over, on all ranks
     count_of: CountFunction = count_targets
     share: float = 1.0  # of what counts for each microbatch alike
+    counts: bool = True  # False: its row stands in for none, see [Note: no rows]
 
     def call(self, model: Callable[..., Tree]) -> Tree:
         """The model's result for the inputs."""
@@ -95,11 +106,32 @@ def check_microbatches(microbatches: int) -> None:
         raise ValueError(f"microbatches={microbatches!r}: a whole number, 1 or more")
 
 
-def split_batch(batch: Batch, microbatches: int, parts: int, part: int) -> list[Microbatch]:
-    """The Microbatches of data rank `part` of `parts`.
+def rows_in(batch: Batch | Tree) -> int:
+    """Of the first tensor with dimensions; 0 where there is none."""
+    leaves = tree_leaves(dict(batch) if hasattr(batch, "keys") else batch)
+    return next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
 
-    Raises ValueError, on every rank alike, when some microbatch has fewer rows than there are data ranks or
-    tensors differ in rows.
+
+def row_of(batch: Tree) -> Tree:
+    """The last row of all tensors."""
+    return tree_map(_rows(-1, None), batch)
+
+
+def stand_in(piece: Microbatch, row: tuple[Tree, Tree]) -> Microbatch:
+    """row: (inputs, targets) to run where the piece has none, see [Note: no rows]."""
+    if rows_in((piece.inputs, piece.targets)):
+        return piece
+    return dataclasses.replace(piece, inputs=row[0], targets=row[1], counts=False)
+
+
+def split_batch(
+    batch: Batch, microbatches: int, parts: int, part: int, takes_none: bool = False
+) -> list[Microbatch]:
+    """The Microbatches of data rank `part` of `parts`: as many as the batch has rows, at most. Some may be
+    without rows here.
+
+    takes_none: all `microbatches` of them, and a batch without rows too, if others have some. Raises
+    ValueError, on every rank alike, for a batch without rows, or where tensors differ in rows.
     """
     inputs, targets = inputs_and_targets(batch)
     leaves = [leaf for leaf in tree_leaves((inputs, targets)) if isinstance(leaf, torch.Tensor)]
@@ -113,13 +145,10 @@ def split_batch(batch: Batch, microbatches: int, parts: int, part: int) -> list[
         raise ValueError(
             f"the tensors of a batch differ in rows (dim 0): {sorted({leaf.shape[0] for leaf in leaves})}"
         )
-    if rows < microbatches * parts:
-        raise ValueError(
-            f"a batch of {rows} rows cannot be cut into {microbatches} microbatches for {parts} data ranks "
-            "(dp x ep)"
-        )
+    if not rows and not takes_none:
+        raise ValueError("a batch of 0 rows: it has no loss. Leave it out")
     result, start = [], 0
-    for size in comm.even_sizes(rows, microbatches):
+    for size in comm.even_sizes(rows, microbatches if takes_none else min(rows, microbatches)):
         sizes = comm.even_sizes(size, parts)
         first = start + sum(sizes[:part])
         pieces = tree_map(_rows(first, first + sizes[part]), (inputs, targets))
@@ -128,5 +157,5 @@ def split_batch(batch: Batch, microbatches: int, parts: int, part: int) -> list[
     return result
 
 
-def _rows(start: int, stop: int) -> Callable[[Tree], Tree]:
+def _rows(start: int, stop: int | None) -> Callable[[Tree], Tree]:
     return lambda leaf: leaf[start:stop] if isinstance(leaf, torch.Tensor) else leaf

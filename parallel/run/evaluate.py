@@ -43,6 +43,13 @@ def run_evaluation(
     """metrics: {name: (output, targets) -> mean}. Returns the loss and the metrics, in order: float64 tensors
     without dimensions, on every rank.
     """
+    with parts.writes.inside("evaluate"):
+        return _evaluated(parts, batch, options, metrics)
+
+
+def _evaluated(
+    parts: Parallelized, batch: Batch, options: Options, metrics: Mapping[str, Measure] | None
+) -> list[torch.Tensor]:
     questions = Questions(parts, Cuts(options.microbatches, options.sharded), options, metrics)
     counted = prepare(parts, batch, options, questions.rows)
     questions.ask(*counted.batch, counted.first)
@@ -58,11 +65,16 @@ def run_evaluation(
                 for name, each in measures.items():
                     found[name].append(microbatch_loss(parts, output, pieces[name][number], each))
 
-            with gathering_in(parts, options.microbatches):
+            with gathering_in(parts, microbatches):
                 each_stage(parts, number, microbatch, measure)
-    losses = torch.stack([own_loss(values, parts.mesh, parts.device) for values in found.values()])
-    comm.all_reduce(losses, parts.mesh.world)
-    return [each.clone() for each in losses]
+    losses = [own_loss(values, parts.mesh, parts.device) for values in found.values()]
+    losing = torch.full_like(losses[0], parts.writes.problem is not None)
+    numbers = torch.stack([*losses, losing])
+    comm.all_reduce(numbers, parts.mesh.world)
+    *losses, losing = [each.clone() for each in numbers]
+    if losing:
+        parts.writes.refuse("evaluate", parts.mesh.world.rank)
+    return losses
 
 
 def each_stage(

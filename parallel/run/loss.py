@@ -13,6 +13,7 @@ from pycomm.parallel.checks.measures import Unweighted
 from pycomm.parallel.checks.positions import check_whole
 from pycomm.parallel.data.gather_rows import take_gathered
 from pycomm.parallel.ground.batch import Microbatch, count_targets
+from pycomm.parallel.pipeline.refused import NoGradients
 from pycomm.parallel.run.router_loss import Loss, RouterLoss, plain_loss
 from pycomm.parallel.tensor import cross_entropy
 
@@ -42,7 +43,7 @@ def microbatch_loss(parts: Parallelized, output: Tree, microbatch: Microbatch, l
     """The microbatch's part of the global mean, a 0-dim tensor that requires grad."""
     value = _of_targets(parts, output, microbatch, plain_loss(loss_fn))
     if isinstance(loss_fn, RouterLoss):
-        value = value + microbatch.share * loss_fn.of_routers(output, microbatch.inputs, parts.mesh.data)
+        value = value + microbatch.share * loss_fn.of_routers(output, microbatch, parts.mesh.data)
     return value
 
 
@@ -50,11 +51,11 @@ def _of_targets(
     parts: Parallelized, output: Tree, microbatch: Microbatch, loss_fn: LossFunction
 ) -> torch.Tensor:
     targets = microbatch.targets if parts.split is None else parts.split.cut_targets(microbatch.targets)
-    count = float(microbatch.count_of(targets))
+    count = float(microbatch.count_of(targets)) if microbatch.counts else 0.0
     if count == 0 and parts.checks.gathers:
         return _zero_of_gathered(output, targets, loss_fn)
     if count == 0:
-        return _zero_of(output, targets, loss_fn)
+        return _zero_of(output, targets, loss_fn, stands_in=not microbatch.counts)
     dtype = parts.compute_dtype
     if dtype is not None:
         output = tree_map(lambda leaf: _precise(leaf, dtype), output)
@@ -65,32 +66,48 @@ def _of_targets(
         is_part = count < microbatch.total and microbatch.count_of is count_targets
         with Unweighted() if is_part else contextlib.nullcontext():
             value = _called(parts, loss_fn, output, targets)
-    if not isinstance(value, torch.Tensor) or value.dim() > 0:
-        raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
+    _check_mean(value)
     if parts.stage_model is not None:
         parts.stage_model.check_loss(value)
     return value * (count / microbatch.total)
 
 
+def _check_mean(value: object) -> None:
+    if not isinstance(value, torch.Tensor) or value.dim() > 0:
+        raise ValueError(f"loss_fn must return a mean, a tensor without dimensions; got {_describe(value)}")
+
+
 def _called(parts: Parallelized, loss_fn: LossFunction, output: Tree, targets: Tree) -> torch.Tensor:
     try:
-        return loss_fn(output, targets)
+        with NoGradients() if parts.stages.last else contextlib.nullcontext():
+            return loss_fn(output, targets)
     except (ValueError, RuntimeError, IndexError):
         check_whole(parts.split, output)
         raise
 
 
-def _zero_of(output: Tree, targets: Tree, loss_fn: LossFunction) -> torch.Tensor:
+def _zero_of(output: Tree, targets: Tree, loss_fn: LossFunction, stands_in: bool = False) -> torch.Tensor:
     """A zero where no target counts. Its graph is that of the loss on other ranks: backward goes through the
     same modules, which may wait for each other there, and all gradients in it are zero.
+
+    stands_in: output and targets are those of a row that counts elsewhere, for which the loss raises what it
+    raises there; and it is called without gradients too, as it may gather rows.
     """
     if loss_fn is cross_entropy and not isinstance(output, torch.Tensor):
         output = output.logits
-    elif loss_fn is not cross_entropy and torch.is_grad_enabled():
+    elif loss_fn is not cross_entropy and (stands_in or torch.is_grad_enabled()):
+        take_gathered()
+        value, error = None, None
         try:
-            value = loss_fn(tree_map(_without_values, output), targets)
-        except Exception:  # a mean over nothing, in whatever way it says so
-            value = None
+            value = loss_fn(tree_map(_without_gradient if stands_in else _without_values, output), targets)
+        except Exception as raised:  # a mean over nothing, in whatever way it says so
+            error = raised
+        if given := take_gathered():
+            return sum(_without_values(each).sum() for each in given if each.is_floating_point())
+        if stands_in:
+            if error is not None:
+                raise error
+            _check_mean(value)
         if isinstance(value, torch.Tensor) and value.dim() == 0 and value.requires_grad:
             return _Zero.apply(value)
     leaves = [x for x in tree_leaves(output) if isinstance(x, torch.Tensor) and x.is_floating_point()]
@@ -118,6 +135,23 @@ def _without_values(leaf: Tree) -> Tree:
     if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
         return leaf
     return leaf.masked_fill(torch.ones_like(leaf, dtype=torch.bool), 0.0)
+
+
+def _without_gradient(leaf: Tree) -> Tree:
+    """As it is; any gradient, NaN too, is zero."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+        return leaf
+    return _Uncounted.apply(leaf)
+
+
+class _Uncounted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, grad: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(grad)
 
 
 class _Zero(torch.autograd.Function):

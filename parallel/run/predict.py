@@ -1,7 +1,7 @@
 """What the model returns for a batch, whole on every rank.
 
     rows             0 1 2   3 4          of a microbatch, over the data ranks (dp, ep); where these are
-                                          more, the last row is repeated, and left out again
+                                          more, some run a row that is left out again
     positions      a b | c d          over ring and ulysses, as the sequence is cut
     last stage     has the output     the ranks before it have none
     ranks of tp    have the same      the first counts
@@ -24,7 +24,14 @@ from pycomm.parallel.checkpoint.agree import exchange
 from pycomm.parallel.checkpoint.whole import zeros_of
 from pycomm.parallel.checks.exchange import Cuts
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.batch import Microbatch, check_microbatches, split_batch
+from pycomm.parallel.ground.batch import (
+    Microbatch,
+    check_microbatches,
+    row_of,
+    rows_in,
+    split_batch,
+    stand_in,
+)
 from pycomm.parallel.ground.plan import AXES
 from pycomm.parallel.ground.same_batch import mark_of
 from pycomm.parallel.run.evaluate import each_stage
@@ -58,9 +65,10 @@ class _Kind(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """What a rank tells of its outputs. None in all but `mark` on ranks that do not have the last stage."""
+    """What a rank tells of its outputs; those without the last stage tell `mark` and `lost` alone."""
 
     mark: int  # of the inputs
+    lost: str | None = None  # a write of the user's
     problem: str | None = None
     tree: Tree = None  # the output, with _Slots in the place of tensors
     kinds: list[_Kind] | None = None  # of the tensors
@@ -68,57 +76,43 @@ class _Part(NamedTuple):
     found: int = 0  # mark of the values, where there are several tensors
 
 
-class _Pieces(NamedTuple):
-    wanted: int  # rows
-    rows: int  # the same with those that are repeated
-    pieces: list[Microbatch]  # of this rank; the targets are the numbers of their rows
-
-
 @torch.no_grad()
 def run_prediction(parts: Parallelized, inputs: Tree, microbatches: int = 1) -> Tree:
     """Returns the output's tree on every rank. Raises ValueError on all of them."""
+    with parts.writes.inside("predict"):
+        return _predicted(parts, inputs, microbatches)
+
+
+def _predicted(parts: Parallelized, inputs: Tree, microbatches: int) -> Tree:
     check_microbatches(microbatches)
     inputs = dict(inputs) if isinstance(inputs, Mapping) else inputs
     if isinstance(inputs, dict):
         inputs.pop("labels", None)
     mark = mark_of(inputs)
     inputs, _ = place(parts, (inputs, None))
-    wanted, rows, pieces = _pieces(parts, inputs, microbatches)
-    outputs, numbers = [], torch.arange(wanted, device=parts.device)
+    rows = rows_in(inputs)
+    outputs, numbers = [], torch.arange(rows, device=parts.device)
+    split = split_batch((inputs, numbers), microbatches, *parts.mesh.rows)
+    pieces = [stand_in(piece, row_of((inputs, numbers))) for piece in split]  # targets: numbers of the rows
     questions = Questions(parts, Cuts(microbatches, sharded=False), None, None)
     questions.rows.heard(questions.rows.told(inputs, numbers))
     questions.ask(inputs, numbers, pieces[0])
     agree(parts, pieces)
     with sharded_logits(parts.tensor.head, None):
         for number, piece in enumerate(pieces):
-            with gathering_in(parts, microbatches):
+            with gathering_in(parts, pieces):
                 each_stage(parts, number, piece, lambda out: outputs.append(_result_of(out)))
-    told = exchange(parts, _told(parts, pieces, outputs, rows, mark))
+    told = exchange(parts, _told(parts, pieces, outputs, rows, mark)._replace(lost=parts.writes.problem))
+    parts.writes.refuse_told("predict", parts.mesh.world.rank, [part.lost for part in told])
     _check(parts, told)
     part, kinds = next((part, part.kinds) for part in told if part.kinds is not None)
     flat, views = zeros_of([(number, *kind) for number, kind in enumerate(kinds)], parts.device)
     if outputs and parts.mesh.coordinate("tp") == 0:
         for piece, output in zip(pieces, outputs, strict=True):
-            _put(parts, piece, _tensors(output), views)
+            if piece.counts:
+                _put(parts, piece, _tensors(output), views)
     comm.all_reduce(flat, parts.mesh.world)
-    return tree_map(lambda leaf: views[leaf.number][:wanted] if isinstance(leaf, _Slot) else leaf, part.tree)
-
-
-def _pieces(parts: Parallelized, inputs: Tree, microbatches: int) -> _Pieces:
-    first = next((leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)), None)
-    wanted = rows = first.shape[0] if first is not None and first.dim() else 0
-    missing = microbatches * parts.mesh.rows[0] - rows
-    if rows and missing > 0 and not parts.model.training:  # in training, rows may change each other
-        inputs = tree_map(lambda leaf: _repeat_last(leaf, missing), inputs)
-        rows += missing
-    batch = inputs, torch.arange(rows, device=parts.device)
-    return _Pieces(wanted, rows, split_batch(batch, microbatches, *parts.mesh.rows))
-
-
-def _repeat_last(leaf: Tree, times: int) -> Tree:
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
-        return leaf
-    return torch.cat([leaf, leaf[-1:].expand(times, *leaf.shape[1:])])
+    return tree_map(lambda leaf: views[leaf.number] if isinstance(leaf, _Slot) else leaf, part.tree)
 
 
 def _result_of(output: Tree) -> Tree:
@@ -139,20 +133,22 @@ def _told(
     strange = [leaf for leaf in tree_leaves(outputs[0]) if not isinstance(leaf, (torch.Tensor, *_KEPT))]
     if strange:
         kind = type(strange[0]).__name__
-        return _Part(mark, f"the model returns a {kind}; let it return tensors (use_cache=False)")
+        return _Part(mark, None, f"the model returns a {kind}; let it return tensors (use_cache=False)")
     try:
         kinds = [_kinds(parts, piece, each, rows) for piece, each in zip(pieces, outputs, strict=True)]
     except ValueError as error:
-        return _Part(mark, str(error))
+        return _Part(mark, None, str(error))
     if not kinds[0] or any(each != kinds[0] for each in kinds):
         shown = [[tuple(kind) for kind in each] for each in kinds]
-        return _Part(mark, f"the model returns no tensors, or other shapes for some microbatches: {shown}")
+        return _Part(
+            mark, None, f"the model returns no tensors, or other shapes for some microbatches: {shown}"
+        )
     mesh = parts.mesh
     of = tuple(mesh.coordinate(axis) for axis in AXES if axis != "tp")
     found = mark_of([_tensors(each) for each in outputs]) if len(kinds[0]) > 1 else 0
     slots = map(_Slot, itertools.count())
     tree = tree_map(lambda leaf: next(slots) if isinstance(leaf, torch.Tensor) else leaf, outputs[0])
-    return _Part(mark, None, tree, kinds[0], of, found)
+    return _Part(mark, None, None, tree, kinds[0], of, found)
 
 
 def _kinds(parts: Parallelized, piece: Microbatch, output: Tree, rows: int) -> list[_Kind]:

@@ -29,7 +29,16 @@ if TYPE_CHECKING:
     from pycomm.parallel.given import LossFunction, Tree
     from pycomm.parallel.run.router_loss import Loss
 
-__all__ = ["Reference", "chunks_of", "copies_of", "double", "run_alone", "depends_on_rows", "without_dropout"]
+__all__ = [
+    "Reference",
+    "chunks_of",
+    "copies_of",
+    "double",
+    "rows_of",
+    "run_alone",
+    "depends_on_rows",
+    "without_dropout",
+]
 
 
 def copies_of(model: nn.Module | Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
@@ -117,14 +126,14 @@ def chunks_of(
         groups = [[piece for group in groups for piece in group]]
     rows = []
     for number, group in enumerate(groups):
-        counts = [_rows(piece) for piece in group]
+        counts = [rows_of(piece) for piece in group]
         rows += [Rows(number, sum(counts), sum(counts[:at]), count) for at, count in enumerate(counts)]
     ranks = len(pieces)
     chunks = [Microbatch(_joined([p.inputs for p in g]), _joined([p.targets for p in g])) for g in groups]
     return chunks, [rows[start : start + ranks] for start in range(0, len(rows), ranks)]
 
 
-def _rows(piece: Microbatch) -> int:
+def rows_of(piece: Microbatch) -> int:
     leaves = tree_leaves((piece.inputs, piece.targets))
     return next(leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor))
 
@@ -190,7 +199,7 @@ def run_alone(
         if len(chunks) > 1:
             value = value * (targets / (sum(counts) or 1.0))
         if isinstance(loss_fn, RouterLoss):
-            value = value + loss_fn.of_routers(result, chunk.inputs) / len(chunks)
+            value = value + loss_fn.of_routers(result, chunk) / len(chunks)
         value.backward()
         loss += float(value.detach().double())
     for hook in hooks:

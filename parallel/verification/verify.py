@@ -265,7 +265,9 @@ def _pieces(
     if told is None:
         return [split_batch(batch, microbatches, count, part) for part in range(count)]
     batches = dict(told)
-    return [split_batch(batches[part], microbatches, 1, 0) for part in range(count)]
+    pieces = [split_batch(batches[part], microbatches, 1, 0, takes_none=True) for part in range(count)]
+    used = [any(map(alone.rows_of, group)) for group in zip(*pieces, strict=True)]
+    return [[piece for piece, use in zip(own, used, strict=True) if use] for own in pieces]
 
 
 def _on(values: Tree, device: torch.device | str) -> Tree:

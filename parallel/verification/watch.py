@@ -72,7 +72,7 @@ class Watch:
         self._see(name, output)
 
     def _see(self, name: str, output: Tree) -> None:
-        if self.running is None:
+        if self.running is None or not self.running.size:
             return
         call = self.calls[name] = self.calls.get(name, -1) + 1
         try:

@@ -15,7 +15,8 @@ from mean_losses import (
     shifted_targets,
     total,
 )
-from odd_models import Plain
+from odd_models import Plain, tokens
+from tiers import tier
 from torch_ranks import spawn
 
 import pycomm.parallel as par
@@ -233,3 +234,41 @@ def test_a_loss_that_is_made_anew_in_each_step(make):
         counts.append(len(CALLS))
         CALLS.clear()
     assert counts[1] == counts[3] == 2 < min(counts[0], counts[2]), counts
+
+
+def by_itself(out, y):
+    """Always 1, with the gradient of a logarithm."""
+    value = mean(out, y)
+    return value / value.detach()
+
+
+def refused(rank, world_size, texts):
+    """(whether refused, whether the parameters are as before) of each."""
+    found = []
+    for text, microbatches in texts:
+        torch.manual_seed(0)
+        model = Plain().double()
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), text)
+        before, said = par.full_state_dict(model), ""
+        try:
+            par.step(model, opt, tokens(0), by_itself, microbatches=microbatches)
+        except ValueError as error:
+            said = str(error)
+        after = par.full_state_dict(model)
+        is_same = all(torch.equal(before[key], after[key]) for key in before)
+        found.append(("is no mean over the targets" in said, is_same))
+    return found
+
+
+@tier(quick=1, slow=1)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        [("dp=2", 1), ("tp=2,megatron_sp", 2)],
+        pytest.param([("dp=2,zero=3", 1), ("pp=2", 2), ("ring=2", 1)], marks=pytest.mark.slow),
+        pytest.param([("dp=2,zero=1", 1), ("tp=2", 2), ("ulysses=2", 1)], marks=pytest.mark.deep),
+    ],
+)
+def test_a_loss_divided_by_its_own_value(texts):
+    for found in spawn(2, refused, texts):
+        assert found == [(True, True)] * len(texts)
