@@ -20,6 +20,7 @@ import torch
 
 from pycomm.parallel.data.flat import FlatSpec, Piece
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.elsewhere import plain
 from pycomm.parallel.ground.layout import Layout
 
 __all__ = ["Bucket", "BufferedBucket", "ParamInfo", "cut_into_buckets"]
@@ -127,6 +128,7 @@ class Bucket:
         self.flat: torch.Tensor | None = None  # the buffer: this rank's gradients, (spec.numel,)
         self.views: list[torch.Tensor] | None = None  # `flat` as one view per parameter
         self.in_flight: list[SumUnderWay] = []
+        self.aside: torch.Tensor | None = None  # see put_aside()
 
     # What each kind answers.
 
@@ -158,6 +160,29 @@ class Bucket:
     def gradient(self) -> torch.Tensor:
         """The summed gradients that this rank owns, flat, see own()."""
         raise NotImplementedError
+
+    # In a loop of the user's own, where a gradient stays until it is cleared (run/own_loop.py).
+
+    def put_aside(self) -> None:
+        """Before a backward: what earlier ones have left waits for the sum of this one. A parameter whose
+        .grad is None has left nothing.
+        """
+        raise NotImplementedError
+
+    def take_mean(self, ranks: int) -> None:
+        """After wait(): gradient() is the sum over `ranks` divided by their number, and what was put aside
+        is added.
+        """
+        raise NotImplementedError
+
+    def scale(self, factor: torch.Tensor) -> None:
+        """Multiplies the summed gradients by a 0-dim tensor."""
+        gradient = self.gradient()
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+    def clear(self) -> None:
+        """The summed gradients are zeros."""
+        self.gradient().zero_()
 
     # What this rank owns: the whole buffer, or its chunk of it where the kind is sharded.
 
@@ -279,3 +304,38 @@ class BufferedBucket(Bucket):
         if self.work is not None:
             self.work.wait()
             self.work = None
+
+    def restore(self) -> list[ParamInfo]:
+        """A param.grad that someone has set anew is in the buffer, and a view of it, again. Returns those
+        that were.
+        """
+        replaced = []
+        for info, view in zip(self.infos, self.views, strict=True):
+            grad = info.param.grad
+            if grad is not None and plain(grad).data_ptr() != view.data_ptr() and info.numel:
+                info.param.grad = plain(grad)
+                self.collect(info.param)
+                replaced.append(info)
+        return replaced
+
+    def put_aside(self) -> None:
+        self.aside = None
+        self.restore()
+        if all(info.param.grad is None for info in self.infos):
+            return
+        self._clear_gaps()
+        self.aside = self.flat.clone()
+        for info in self.infos:
+            info.param.grad = None
+
+    def take_mean(self, ranks: int) -> None:
+        self.flat.div_(ranks)
+        if self.aside is not None:
+            self.flat.add_(self.aside)
+            self.aside = None
+
+    def scale(self, factor: torch.Tensor) -> None:
+        self.flat.mul_(factor.to(self.device, self.dtype))
+
+    def clear(self) -> None:
+        self.flat.zero_()

@@ -21,6 +21,11 @@ starts, so that the link works while backward goes on:
     bucket 0      ready | sum inside |     sum across |
     bucket 1                     ready | sum inside |     sum across |
 
+[Note: kept apart] A parameter that begins to be trained between two steps is in no bucket yet, and in the
+first step only the end tells whether all ranks train it (zero/trained.py). Until then its gradient is added
+up in `apart`, and add() brings it into the new bucket. A parameter that is frozen stays in its bucket, which
+does not wait for it.
+
 What can go wrong: a parameter used twice (autograd calls its hook once, after it has summed); a rank that
 would skip a bucket (finish_microbatch starts all that are left); two stages of one rank that start theirs in
 an order that other ranks do not have (the schedule is the same on all of them).
@@ -29,7 +34,7 @@ an order that other ranks do not have (the schedule is the same on all of them).
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from pycomm import trace
@@ -37,6 +42,7 @@ from pycomm.parallel.data.bucket import Bucket
 
 if TYPE_CHECKING:
     import torch
+    from torch.utils.hooks import RemovableHandle
 
 __all__ = ["Reducer", "weak_hook"]
 
@@ -89,7 +95,7 @@ class Reducer:
     """
 
     def __init__(self, buckets: Sequence[Bucket], eager: bool = True) -> None:
-        self.buckets = buckets
+        self.buckets: list[Bucket] = []
         self.eager = eager
         self.sync = False  # this microbatch is the last of the step
         # How many of the gradients of each are still to come; empty outside a backward.
@@ -97,34 +103,95 @@ class Reducer:
         self.queues: dict[tuple[str, str], _Queue] = {}  # by the names of the groups that sum
         self.params: list[torch.nn.Parameter] = []
         self.places: dict[int, _Place] = {}  # by the id of a parameter
+        self.expected: dict[Bucket, int] = {}  # of how many parameters a backward brings gradients
+        self.used: set[int] = set()  # ids of the parameters that got a gradient since zero_grad()
+        # By id, see [Note: kept apart]; None: no gradient yet.
+        self.apart: dict[int, torch.Tensor | None] = {}
+        self.hooks: dict[int, RemovableHandle] = {}  # by the id of a parameter
+        # Called before a gradient that comes while no microbatch is open, if there is one: run/own_loop.py.
+        self.stray: Callable[[], None] | None = None
+        self.add(buckets)
+
+    def add(self, buckets: Iterable[Bucket]) -> None:
+        """They come after those that are there. What was kept apart of their gradients moves into them."""
         for bucket in buckets:
+            self.buckets.append(bucket)
             queue = self.queues.setdefault(bucket.infos[0].ranks, _Queue())
             place = _Place(bucket, queue, len(queue.buckets))
             queue.buckets.append(bucket)
             self.params += [info.param for info in bucket.infos]
             self.places.update((id(info.param), place) for info in bucket.infos)
-        self.used: set[int] = set()  # ids of the parameters that got a gradient since zero_grad()
-        ready = weak_hook(self.ready)
-        self.hooks = [param.register_post_accumulate_grad_hook(ready) for param in self.params]
+            for info in bucket.infos:
+                grad = self.apart.pop(id(info.param), None)
+                if grad is not None:
+                    bucket.accumulate(info.param, grad)
+                    bucket.collect(info.param)
+        self.note_trained()
+
+    def expect(self, param: torch.nn.Parameter) -> None:
+        """It is trained from now on, and in no bucket: see [Note: kept apart]."""
+        self.apart.setdefault(id(param), None)
+        self._hook(param)
+
+    def note_trained(self) -> None:
+        """Some of the parameters may be frozen now, others no longer."""
+        self.expected = {
+            bucket: sum(info.param.requires_grad for info in bucket.infos) for bucket in self.buckets
+        }
+        for param in self.params:
+            self._hook(param)
+
+    def _hook(self, param: torch.nn.Parameter) -> None:
+        if id(param) not in self.hooks and param.requires_grad:  # else autograd takes none
+            self.hooks[id(param)] = param.register_post_accumulate_grad_hook(weak_hook(self.ready))
+
+    def has(self, param: torch.nn.Parameter) -> bool:
+        """Whether its gradients come here."""
+        return id(param) in self.places or id(param) in self.apart
+
+    def catch_up(self, buckets: Iterable[Bucket], sync: bool) -> None:
+        """Sums buckets that were added after the passes of a call; blocking. sync: as of these passes."""
+        for bucket in buckets:
+            if sync or bucket.sums_each_microbatch:
+                bucket.launch()
+                bucket.wait()
+            if sync:
+                bucket.launch_across()
+                bucket.wait()
 
     def zero_grad(self) -> None:
         self.used.clear()
+        self.apart = dict.fromkeys(self.apart)
         for bucket in self.buckets:
             bucket.zero_grad()
 
     def begin_microbatch(self, sync: bool) -> None:
         self.sync = sync
         self._restart_queues()
-        self.missing = {bucket: len(bucket.infos) for bucket in self.buckets}
+        self.missing = self.expected.copy()
 
     def accumulate(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
         """For gradients that autograd does not accumulate itself; followed by ready(param)."""
-        self.places[id(param)].bucket.accumulate(param, grad)
+        if id(param) in self.apart:
+            self._keep_apart(param, grad)
+        else:
+            self.places[id(param)].bucket.accumulate(param, grad)
+
+    def _keep_apart(self, param: torch.nn.Parameter, grad: torch.Tensor) -> None:
+        before = self.apart[id(param)]
+        self.apart[id(param)] = grad if before is None else before.add_(grad)
 
     def ready(self, param: torch.nn.Parameter) -> None:
         """The gradient of this microbatch is complete."""
+        if not self.missing and self.stray is not None:
+            self.stray()
         key = id(param)
         self.used.add(key)
+        if key not in self.places:
+            if param.grad is not None:
+                self._keep_apart(param, param.grad)
+                param.grad = None
+            return
         bucket, queue, turn = self.places[key]
         follows_order = self.eager and self.missing
         if follows_order and turn < queue.started:

@@ -25,6 +25,7 @@ from pycomm.parallel.data.compression import MakeCompression, make_compression
 from pycomm.parallel.data.flat import Piece
 from pycomm.parallel.data.naive import gather_and_broadcast
 from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.elsewhere import plain
 from pycomm.parallel.ground.plan import CompressionName
 
 __all__ = ["LocalBucket", "MakeSum", "ReplicatedBucket", "way_to_sum"]
@@ -68,16 +69,6 @@ class ReplicatedBucket(BufferedBucket):
     def gradient(self) -> torch.Tensor:
         return self.flat
 
-    def restore(self) -> None:
-        """Before a backward: a param.grad that the user has replaced is a view again."""
-        for info in self.infos:
-            if info.param.grad is not None:
-                self.collect(info.param)
-
-    def scale(self, factor: torch.Tensor) -> None:
-        """Multiplies the summed gradients by a 0-dim tensor."""
-        self.flat.mul_(factor.to(self.device, self.dtype))
-
     def _norm_parts(self) -> list[tuple[Piece, torch.Tensor]]:
         """All ranks of the group hold everything, so parameters are dealt to them by number."""
         return [
@@ -89,6 +80,10 @@ class ReplicatedBucket(BufferedBucket):
 
 class LocalBucket(Bucket):
     """Gradients that no other rank has a part of: nothing is summed."""
+
+    def __init__(self, infos: Sequence[ParamInfo], whole: bool = False) -> None:
+        super().__init__(infos, whole)
+        self.kept: list[torch.Tensor | None] = [None] * len(infos)  # see put_aside()
 
     @staticmethod
     def fits(infos: Sequence[ParamInfo]) -> bool:
@@ -103,17 +98,36 @@ class LocalBucket(Bucket):
 
     def gradient(self) -> torch.Tensor:
         """A copy, with zeros for parameters that got no gradient."""
-        grads = (
-            torch.zeros_like(info.param) if info.param.grad is None else info.param.grad
-            for info in self.infos
-        )
-        return torch.cat([grad.reshape(-1) for grad in grads])
+        grads = zip(self._grads(), self.infos, strict=True)
+        whole = (torch.zeros_like(info.param) if grad is None else grad for grad, info in grads)
+        return torch.cat([grad.reshape(-1) for grad in whole])
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return [None if info.param.grad is None else plain(info.param.grad) for info in self.infos]
 
     def scale(self, factor: torch.Tensor) -> None:
-        grads = [info.param.grad for info in self.infos if info.param.grad is not None]
+        grads = [grad for grad in self._grads() if grad is not None]
         if grads:
             torch._foreach_mul_(grads, factor.to(self.device, self.dtype))
 
+    def put_aside(self) -> None:
+        self.kept = self._grads()
+        self.zero_grad()
+
+    def take_mean(self, ranks: int) -> None:
+        for info, kept in zip(self.infos, self.kept, strict=True):
+            grad = info.param.grad
+            if grad is not None and ranks > 1:
+                grad.div_(ranks)
+            info.param.grad = kept if grad is None else grad if kept is None else kept.add_(grad)
+        self.kept = [None] * len(self.infos)
+
+    def clear(self) -> None:
+        for grad in self._grads():
+            if grad is not None:
+                grad.zero_()
+
     def _norm_parts(self) -> list[tuple[Piece, torch.Tensor]]:
-        parts = [(piece, self.infos[piece.index].param.grad) for piece in self.owned]
+        grads = self._grads()
+        parts = [(piece, grads[piece.index]) for piece in self.owned]
         return [(piece, grad) for piece, grad in parts if grad is not None]

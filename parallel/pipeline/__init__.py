@@ -15,6 +15,7 @@ templates.py         the shapes of what absent modules return
 handover.py          what a stage hands on to the next one
 assumptions.py       what later stages take for granted of a block, compared with its result
 outer_state.py       what the model's own forward writes outside of its blocks
+refused.py           torch.autograd.grad, whose graph other stages have
 ties.py              weights that several stages hold
 updates.py           PipeDream's updates, after every microbatch
 pipedream.py         PipeDream's versions of weights

@@ -13,7 +13,7 @@ ends. Both are refused by assign_stages, on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -27,7 +27,7 @@ from pycomm.parallel.pipeline.schedules import make_schedule
 if TYPE_CHECKING:
     from pycomm.parallel.data.reducer import Reducer
 
-__all__ = ["assign_stages", "defer_weights", "splits_backward"]
+__all__ = ["assign_stages", "defer_weights", "not_to_train", "splits_backward"]
 
 
 def assign_stages(
@@ -47,16 +47,33 @@ def assign_stages(
 
 
 def _check_around(owners: Sequence[tuple[str, nn.Module, Side]], plan: Plan) -> None:
-    """Raises ValueError, on every rank, for a parameter that two stages of one rank would share."""
+    """Raises ValueError, on every rank, for a trained parameter that two stages of one rank would share."""
     for name, module, side in owners:
-        own = module._parameters.items()
-        trained = [key for key, parameter in own if parameter is not None and parameter.requires_grad]
-        if side is Side.AROUND and trained:
-            raise ValueError(
-                f"Plan({plan}): the first and the last stage are on one rank, and {trained[0]!r} "
-                f"lies in {name or 'the model'!r}, which contains the blocks, so both may use it. Put it "
-                "into a module of its own, or choose another schedule"
-            )
+        for key, parameter in module._parameters.items() if side is Side.AROUND else ():
+            if parameter is not None and parameter.requires_grad:
+                raise ValueError(_around(key, name, plan))
+
+
+def _around(key: str, owner: str, plan: Plan) -> str:
+    return (
+        f"Plan({plan}): the first and the last stage are on one rank, and {key!r} lies in "
+        f"{owner or 'the model'!r}, which contains the blocks, so both may use it. Put it into a module of "
+        "its own, or choose another schedule"
+    )
+
+
+def not_to_train(
+    names: Iterable[str], sides: Mapping[str, Side], stages: Stages, plan: Plan
+) -> dict[str, str]:
+    """Of the names of parameters those that may be frozen only -> why. sides: by name of a module."""
+    if stages.last == 0 or stages.placement[0] != stages.placement[-1]:
+        return {}
+    split = {name: name.rpartition(".") for name in names}
+    return {
+        name: _around(key, owner, plan)
+        for name, (owner, _, key) in split.items()
+        if sides.get(owner) is Side.AROUND
+    }
 
 
 def splits_backward(plan: Plan) -> bool:
@@ -68,8 +85,11 @@ def defer_weights(reducers: Mapping[int, Reducer], plan: Plan) -> WeightStore | 
     """The WeightStore of a split backward, whose gradients go to the reducers (stage -> Reducer)."""
     if not splits_backward(plan):
         return None
-    reducer_of = {param: reducer for reducer in reducers.values() for param in reducer.params}
+
+    def reducer_of(param: nn.Parameter) -> Reducer:
+        return next(reducer for reducer in reducers.values() if reducer.has(param))
+
     return WeightStore(
-        accumulate=lambda param, grad: reducer_of[param].accumulate(param, grad),
-        on_grad=lambda param: reducer_of[param].ready(param),
+        accumulate=lambda param, grad: reducer_of(param).accumulate(param, grad),
+        on_grad=lambda param: reducer_of(param).ready(param),
     )

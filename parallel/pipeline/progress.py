@@ -77,9 +77,9 @@ class Progress:
                 "cut them: take it out, and use Plan(checkpoint=True)"
             )
         if self.place is Place.IDLE:
-            raise RuntimeError(
-                "this model is cut into pipeline stages or along the sequence: call it through parallel.step "
-                "or parallel.evaluate"
+            raise ValueError(
+                "this model is cut into pipeline stages or along the sequence, and a part of it is called by "
+                "itself: call it through parallel.step or parallel.evaluate"
             )
 
     def check_order(self, index: int) -> None:

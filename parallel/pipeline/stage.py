@@ -41,6 +41,7 @@ from pycomm.parallel.pipeline.handover import Agreement, Deliveries, Wanted, abs
 from pycomm.parallel.pipeline.outer_state import OuterState
 from pycomm.parallel.pipeline.pieces import Cut, Pieces
 from pycomm.parallel.pipeline.progress import Place, Progress, in_backward
+from pycomm.parallel.pipeline.refused import NoGradients, explained
 
 __all__ = ["StageModel"]
 
@@ -85,6 +86,7 @@ class StageModel:
         self.agreement = Agreement(self.stages.placement)
         self.assumptions = Assumptions(self.trunk, absent.templates, split)
         self.eager = contextlib.ExitStack()  # around what runs in front of a stage's blocks
+        self.looked = False  # for gradients that the forward takes, see refused.py
         self.outside = OuterState(model, self.trunk.blocks)
         self._wrap(model)
 
@@ -116,8 +118,12 @@ class StageModel:
         """
         self._begin(stage, received)
         try:
+            looks = not self.looked and 0 < stage == self.stages.last and torch.is_grad_enabled()
             with self.outside.written_once(stage, self.stages.mine):
-                return self._call(call, places)
+                with NoGradients() if looks else contextlib.nullcontext():
+                    out = self._call(call, places)
+            self.looked = self.looked or looks
+            return out
         finally:
             self.progress.end()
             self.received = None
@@ -133,12 +139,12 @@ class StageModel:
             args, kwargs = self.deliveries.present(left.given)
             return taken(args, kwargs, places(), f"block {end}")
         except RuntimeError as error:
-            if self.pieces is None:
+            why: Exception | None = explained(error) if self.stages.last else None
+            if why is None and self.pieces is not None:
+                why = self.pieces.explained(error, progress.at, progress.in_block)
+            if why is None or why is error:
                 raise
-            explained = self.pieces.explained(error, progress.at, progress.in_block)
-            if explained is error:
-                raise
-            raise explained from error
+            raise why from error
         if progress.stage < self.stages.last:
             raise ValueError(f"the forward never reached block {end} of {self.trunk.name!r}")
         return out

@@ -11,6 +11,7 @@ Refused are what needs the whole gradient at one time, or weights that are equal
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 from pycomm.parallel.ground.losses import Result, sum_losses
@@ -49,6 +50,7 @@ class PipeDreamUpdates:
 
     separate = True
     weight = scale = 1.0  # of the loss
+    microbatches: int  # from begin() on
 
     def __init__(
         self,
@@ -75,10 +77,14 @@ class PipeDreamUpdates:
             )
         self.reducers, self.take_step = reducers, take_step
         self.mesh, self.device = mesh, device
-        self.microbatches = options.microbatches
-        self.stashes = {stage: WeightStash(reducer.params) for stage, reducer in reducers.items()}
 
-    def begin(self, same: SameBatch, targets: float) -> None:
+    @functools.cached_property
+    def stashes(self) -> dict[int, WeightStash]:
+        """Made by the first pass."""
+        return {stage: WeightStash(reducer.params) for stage, reducer in self.reducers.items()}
+
+    def begin(self, same: SameBatch, targets: float, microbatches: int) -> None:
+        self.microbatches = microbatches
         same.start()
         same.check()
 

@@ -10,17 +10,31 @@ it was built first (not those that were on meta then).
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import nn
+
+from pycomm.parallel.parts import parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, MutableMapping
 
 __all__ = ["Pristine"]
 
-TAKEN_OVER = ("zero_grad", "add_param_group")  # methods of the optimizer that parallelize() changes
+# Of the optimizer: methods that parallelize() changes, and where it registers hooks.
+TAKEN_OVER = ("zero_grad", "add_param_group", "state_dict", "load_state_dict")
+HOOKS = (
+    "_optimizer_step_pre_hooks",
+    "_optimizer_state_dict_post_hooks",
+    "_optimizer_load_state_dict_pre_hooks",
+)
+
+_NO_AVERAGES = (
+    "this model belongs to parallel.resilient, whose snapshots do not contain averages: the part of a rank "
+    "that dies would be lost. Use parallel.parallelize with parallel.save and parallel.load, or average the "
+    "values of parallel.full_state_dict(model) on every rank, and give that average to run.keep"
+)
 
 
 class Pristine:
@@ -32,8 +46,9 @@ class Pristine:
         names = {id(param): name for name, param in model.named_parameters()}
         self.groups = [[names[id(p)] for p in group["params"]] for group in opt.param_groups]
         self.methods = {name: opt.__dict__[name] for name in TAKEN_OVER if name in opt.__dict__}
-        self.hooks = set(_hooks_of(opt))
+        self.hooks = _hooks_of(opt)
         self.added: set[int] | None = None  # hooks of parallelize()
+        self.trained: dict[str, bool] = {}  # which parameters were, before reset()
         memo: dict[int, object] = {id(model): model, **{id(p): _like(p, "meta") for p in model.parameters()}}
         try:
             self.state = copy.deepcopy(model.__dict__, memo)
@@ -44,12 +59,21 @@ class Pristine:
             ) from error
 
     def note_hooks(self) -> None:
-        """After parallelize(): what it has added, which leaves with the next reset()."""
-        self.added = set(_hooks_of(self.opt)) - self.hooks
-        self.hooks = set(_hooks_of(self.opt)) - self.added
+        """After parallelize(): what it has added, which leaves with the next reset(). What was frozen or
+        unfrozen before the last reset() is so again.
+        """
+        if "add_param_group" in self.opt.__dict__:
+            self.opt.__dict__["add_param_group"] = _refuse_group
+        if self.trained:
+            parts_of(self.model).trained.set(self.trained)
+        parts_of(self.model).averages.refusal = _NO_AVERAGES
+        self.added = _hooks_of(self.opt) - self.hooks
+        self.hooks = _hooks_of(self.opt) - self.added
 
     def reset(self) -> None:
         """Model and optimizer are as before parallelize(), but for values and hyperparameters."""
+        former = self.model.__dict__.get("_parallel")
+        self.trained = former.trained.now() if former is not None else {}
         modes = {name: module.training for name, module in self.model.named_modules()}
         memo: dict[int, object] = {id(self.model): self.model}
         shell = nn.Module()
@@ -66,13 +90,26 @@ class Pristine:
         for name in TAKEN_OVER:
             self.opt.__dict__.pop(name, None)
         self.opt.__dict__.update(self.methods)
-        for hook in set(_hooks_of(self.opt)) & (self.added or set()):
-            del _hooks_of(self.opt)[hook]
-        self.hooks = set(_hooks_of(self.opt))
+        for kind in _kinds_of(self.opt):
+            for hook in kind.keys() & (self.added or set()):
+                del kind[hook]
+        self.hooks = _hooks_of(self.opt)
 
 
-def _hooks_of(opt: torch.optim.Optimizer) -> MutableMapping[int, Callable[..., None]]:
-    return getattr(opt, "_optimizer_step_pre_hooks", {})
+def _refuse_group(param_group: dict[str, object]) -> NoReturn:
+    raise ValueError(
+        "add_param_group: after a loss the optimizer is made again with the groups that it had at first. "
+        "Give par.resilient all groups, with what is to wait frozen, or in a group with lr=0"
+    )
+
+
+def _kinds_of(opt: torch.optim.Optimizer) -> list[MutableMapping[int, Callable[..., object]]]:
+    return [getattr(opt, kind, {}) for kind in HOOKS]
+
+
+def _hooks_of(opt: torch.optim.Optimizer) -> set[int]:
+    """torch numbers the hooks of all kinds together."""
+    return {hook for kind in _kinds_of(opt) for hook in kind}
 
 
 def _like(param: torch.Tensor, device: torch.device | str) -> nn.Parameter:

@@ -1,5 +1,5 @@
 """What belongs to the program of a rank and not to the plan: its generators of random numbers, what it keeps
-(run.keep), the hyperparameters that it gives to the optimizer, and its GradScaler.
+(run.keep), the hyperparameters that it gives to the optimizer, which parameters it trains, its GradScaler.
 
     caller       run.step(b12)  scheduler.step()          next(loader)  run.step(b13)  scheduler.step()
                                                  ^ steps() gives 12     ^
@@ -22,6 +22,8 @@ call records the state that the scaler has when the caller asks for the step. Be
 first or a repetition, this state is loaded into the scaler. So a repeated step skips the optimizer exactly if
 the first try did. A replacement has a new scaler; it loads the state in the snapshot before its first step.
 
+[Note: requires_grad] The same holds for what requires_grad_() has frozen or unfrozen since parallelize().
+
 A rank that has another part of the model after a loss (of tp, pp, ep, ring or ulysses) keeps what it has. A
 scheduler is right so; an average of parameters is that of the former part, and a WARNING says so.
 """
@@ -38,7 +40,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from pycomm.parallel.checkpoint.agree import exchange
-from pycomm.parallel.parts import Parallelized
+from pycomm.parallel.parts import Parallelized, parts_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
@@ -58,7 +60,8 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("pycomm.parallel")
-# By parameter group; the last entry is the state of a GradScaler, empty without an enabled one.
+# By parameter group; then which parameters are trained, by name, empty where that is not known; then the
+# state of a GradScaler, empty without an enabled one.
 Hyperparameters: TypeAlias = "list[dict[str, Setting]]"
 Setting: TypeAlias = "float | str | torch.Tensor | tuple[float, ...] | None"
 T = TypeVar("T")
@@ -233,21 +236,30 @@ class Followers:
 
 
 def hyperparameters(
-    opt: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None = None
+    opt: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None = None,
+    model: torch.nn.Module | None = None,
 ) -> Hyperparameters:
-    """Copies. scaler: as step() was given it, right or not."""
+    """Copies. scaler: as step() was given it, right or not. model: of which it is known what is trained."""
+    parts: Parallelized | None = None if model is None else model.__dict__.get("_parallel")
     groups: Hyperparameters = [
         {key: _copied(value) for key, value in group.items() if key not in ("params", "param_names")}
         for group in opt.param_groups
     ]
-    return [*groups, scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else {}]
+    trained: dict[str, Setting] = {} if parts is None else {**parts.trained.now()}
+    return [*groups, trained, scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else {}]
 
 
 def set_hyperparameters(
-    opt: torch.optim.Optimizer, values: Hyperparameters, scaler: torch.amp.GradScaler | None = None
+    opt: torch.optim.Optimizer,
+    values: Hyperparameters,
+    scaler: torch.amp.GradScaler | None = None,
+    model: torch.nn.Module | None = None,
 ) -> None:
-    """scaler: gets its state, if `values` has one."""
-    *groups, state = values
+    """scaler: gets its state, if `values` has one. model: its parameters are frozen, or not, as they were."""
+    *groups, trained, state = values
+    if trained and model is not None:
+        parts_of(model).trained.set({name: bool(flag) for name, flag in trained.items()})
     if state and isinstance(scaler, torch.amp.GradScaler):
         scaler.load_state_dict(state)
     for group, those in zip(opt.param_groups, groups, strict=True):
@@ -281,8 +293,9 @@ def _equal(one: Setting, other: Setting) -> bool:
 def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> _Difference:
     for mine, theirs in zip(own, right, strict=True):
         for key in _differing(mine, theirs):
-            owner = "GradScaler" if mine is own[-1] else "optimizer"
-            return _Difference(owner, f"{key}={mine[key]}", leader, f"{key}={theirs[key]}")
+            owner = "GradScaler" if mine is own[-1] else "model" if mine is own[-2] else "optimizer"
+            what = f"requires_grad of {key!r}" if owner == "model" else key
+            return _Difference(owner, f"{what}={mine[key]}", leader, f"{what}={theirs[key]}")
     return _Difference("optimizer", "others", leader, "its own")
 
 

@@ -237,8 +237,8 @@ class Resilient:
         number, scaler = self.done + 1, options.get("scaler")
         self._kept.use_scaler(scaler)
         program, self._between = self._between or self._state_if_due(), None
-        batch = tree_map(_copied, batch)
-        self._log[number] = Call(batch, loss_fn, options, hyperparameters(self.opt, scaler), program)
+        asked = hyperparameters(self.opt, scaler, self.model)
+        self._log[number] = Call(tree_map(_copied, batch), loss_fn, options, asked, program)
         try:
             loss = self._attempt(lambda: self._advance(number))
         except Exception:
@@ -328,7 +328,7 @@ class Resilient:
                 continue
             parts, own = parts_of(self.model), call.hyperparameters
             own = self._followers.agreed(parts, self._position + 1, own, self._kept.objects)
-            set_hyperparameters(self.opt, own, call.options.get("scaler"))
+            set_hyperparameters(self.opt, own, call.options.get("scaler"), self.model)
             self._loss = take_step(self.model, self.opt, call.batch, call.loss_fn, **call.options)
             self._position = self._loss_of = self._position + 1
         return self._loss if self._loss_of == number else None

@@ -1,6 +1,8 @@
 """One update at the end of a step, which is how every schedule but PipeDream's works.
 
     gradients     the last buckets arrive; tied weights of two stages are exchanged        pipeline/ties.py
+    trained       what is trained for the first time gets buckets, when all ranks are known to look alike:
+                  here where the checks travel early, else behind the numbers            zero/trained.py
     numbers       one all_reduce over all ranks of: squares of the gradient, loss, gradients that are not
                   finite, users of each parameter, checks of buffers that were written, of the batch and of
                   the optimizer's hyperparameters
@@ -23,7 +25,7 @@ after every microbatch (ZeRO 2 and 3).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -51,8 +53,8 @@ class Updates(Protocol):
     scale: float  # of the loss, by a GradScaler
     weight: float  # what the loss is multiplied by before its backward, with the scale in it; from begin() on
 
-    def begin(self, same: SameBatch, targets: float) -> None:
-        """Before the first pass. targets: how many count."""
+    def begin(self, same: SameBatch, targets: float, microbatches: int) -> None:
+        """Before the first pass. targets: how many count. microbatches: as many as there are."""
 
     def saving(self, stage: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
         """Around a forward."""
@@ -87,6 +89,7 @@ class OneUpdate:
     same: SameBatch
     buffers: WrittenBuffers | None  # None where it is alone
     targets: float  # how many count
+    last: int  # microbatch
 
     def __init__(self, parts: Parallelized, options: Options) -> None:
         self.parts, self.options = parts, options
@@ -97,8 +100,8 @@ class OneUpdate:
         self.alone = options.clip is None and parts.mesh.data.size == 1 and not self.scaling.is_on
         self.checks_early = self.alone or parts.plan.pp > 1
 
-    def begin(self, same: SameBatch, targets: float) -> None:
-        self.same, self.targets = same, targets
+    def begin(self, same: SameBatch, targets: float, microbatches: int) -> None:
+        self.same, self.targets, self.last = same, targets, microbatches - 1
         self.buffers = None if self.alone else WrittenBuffers(self.parts)
         self.weight = self.scale * self.parts.window.weight(targets, self.options.update, self.scale)
         if self.checks_early:
@@ -110,7 +113,7 @@ class OneUpdate:
     using = saving
 
     def sums_after(self, microbatch: int) -> bool:
-        return self.options.update and microbatch == self.options.microbatches - 1
+        return self.options.update and microbatch == self.last
 
     def update(self, stage: int, microbatch: int) -> None:
         """Nothing: the update comes in end()."""
@@ -118,8 +121,10 @@ class OneUpdate:
     def end(self, losses: Sequence[torch.Tensor]) -> Result:
         for _, reducer in sorted(self.parts.reducers.items()):
             reducer.wait()
+        self.parts.trained.check_kept_apart()
         if self.checks_early:
             self.same.check()
+            self.parts.trained.take_in(self.options.update)
         window = self.parts.window
         if not self.options.update:
             result = self._end_waiting(losses)
@@ -135,13 +140,17 @@ class OneUpdate:
         if self.alone:
             return Result(sum_losses(losses, self.parts.mesh, self.parts.device))
         nothing = torch.zeros((), dtype=torch.float64, device=self.parts.device)
-        _, _, loss, _ = self._sum_numbers(nothing, nothing, losses)
+        loss = self._sum_numbers(nothing, nothing, losses).loss
+        self.parts.trained.take_in(False)
         return Result(loss.clone())
 
     def _end_together(self, losses: Sequence[torch.Tensor]) -> Result:
-        squares = self._sum_over_buckets(lambda bucket: bucket.norm_squared(), self.options.clip is not None)
-        bad = self._sum_over_buckets(lambda bucket: bucket.not_finite(), self.scaling.is_on)
-        squares, bad, loss, used = self._sum_numbers(squares, bad, losses)
+        buckets = [bucket for reducer in self.parts.reducers.values() for bucket in reducer.buckets]
+        squares, bad, loss, used = self._sum_numbers(*self._found_in(buckets), losses)
+        if self.parts.trained.has_new:
+            more = torch.stack(self._found_in(self.parts.trained.take_in(True)))
+            comm.all_reduce(more, self.parts.mesh.world)
+            squares, bad = squares + more[0], bad + more[1]
         norm = None if self.options.clip is None else squares.sqrt() * self._factor
         skipped = self.scaling.is_on and bool(bad > 0)
         if not skipped:
@@ -165,13 +174,17 @@ class OneUpdate:
         squares, bad, loss = head
         return _Sums(squares, bad, loss, used.tolist())
 
-    def _sum_over_buckets(self, number_of: Callable[[Bucket], torch.Tensor], wanted: bool) -> torch.Tensor:
-        """Of all buckets of this rank, 0 where it is not wanted: a 0-dim float64 tensor."""
-        total = torch.zeros((), dtype=torch.float64, device=self.parts.device)
-        for reducer in self.parts.reducers.values() if wanted else ():
-            for bucket in reducer.buckets:
-                total += number_of(bucket)
-        return total
+    def _found_in(self, buckets: Sequence[Bucket]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(sum of squares of the gradients, how many are not finite), 0 where they are not asked for: 0-dim
+        float64 tensors.
+        """
+        squares, bad = torch.zeros(2, dtype=torch.float64, device=self.parts.device)
+        for bucket in buckets:
+            if self.options.clip is not None:
+                squares += bucket.norm_squared()
+            if self.scaling.is_on:
+                bad += bucket.not_finite()
+        return squares, bad
 
     @property
     def _factor(self) -> float:
@@ -180,7 +193,8 @@ class OneUpdate:
 
     def _end_alone(self, losses: Sequence[torch.Tensor]) -> Result:
         parts = self.parts
-        kept = {info.name for info in parts.infos if info.tied}  # the other stage may have used it
+        # The other stage may have used what is tied.
+        kept = {info.name for info in parts.infos if info.tied} & parts.trained.open
         names = zip(parts.original.names, self._used().tolist(), strict=True)
         self._step_optimizer({name for name, used in names if not used} - kept)
         return Result(sum_losses(losses, parts.mesh, parts.device))

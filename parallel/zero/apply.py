@@ -30,7 +30,7 @@ from pycomm.parallel.zero.shards import MasterOptions, Originals, Shards
 from pycomm.parallel.zero.streamed import StreamedShards
 from pycomm.parallel.zero.units import Unit, Units
 
-__all__ = ["make_buckets", "make_units"]
+__all__ = ["buckets_of", "make_buckets", "make_units", "master_options", "one_bucket"]
 
 Infos: TypeAlias = Mapping[int, Sequence[ParamInfo]]  # stage of this rank -> those of its parameters
 Optimizer: TypeAlias = torch.optim.Optimizer | None
@@ -54,30 +54,35 @@ def make_buckets(
     reducers = {}
     for stage, infos in infos_of.items():
         trained = [info for info in infos if info.param.requires_grad]
-        reducers[stage] = Reducer(_buckets_of(trained, trunk, opt, plan), eager=eager)
+        reducers[stage] = Reducer(buckets_of(trained, trunk, opt, plan), eager=eager)
     kind = kind_of(plan)
     found: dict[int, tuple[Shards, ...]] = {}
     for stage, infos in infos_of.items():
         buckets = list(reducers[stage].buckets)
         if kind.by_unit:  # frozen parameters are freed too
             frozen = [info for info in infos if not info.param.requires_grad]
-            buckets += _buckets_of(frozen, trunk, opt, plan)
+            buckets += buckets_of(frozen, trunk, opt, plan)
         found[stage] = tuple(
-            kind.shards(bucket, full_values, _master_options(bucket, plan)) for bucket in buckets
+            kind.shards(bucket, full_values, master_options(bucket, plan)) for bucket in buckets
         )
     return reducers, found
 
 
-def _buckets_of(infos: Sequence[ParamInfo], trunk: Trunk | None, opt: Optimizer, plan: Plan) -> list[Bucket]:
+def buckets_of(infos: Sequence[ParamInfo], trunk: Trunk | None, opt: Optimizer, plan: Plan) -> list[Bucket]:
+    """New buckets of these parameters, which are in none. Collective over the ranks of each."""
     kind = kind_of(plan)
-    whole = opt is not None and not is_elementwise(opt)
-    make_sum = way_to_sum(plan.compression, plan.grad_sync == "naive")
     units = _by_unit(infos, trunk).values() if kind.by_unit else [infos]
     parts = [part for unit in units for part in kind.cut(unit, plan.bucket_mb * 1e6)]
-    return [kind.make_bucket(part, whole, make_sum) for part in parts]
+    return [one_bucket(part, opt, plan) for part in parts]
 
 
-def _master_options(bucket: Bucket, plan: Plan) -> MasterOptions:
+def one_bucket(infos: Sequence[ParamInfo], opt: Optimizer, plan: Plan) -> Bucket:
+    """infos: of equal key()."""
+    whole = opt is not None and not is_elementwise(opt)
+    return kind_of(plan).make_bucket(infos, whole, way_to_sum(plan.compression, plan.grad_sync == "naive"))
+
+
+def master_options(bucket: Bucket, plan: Plan) -> MasterOptions:
     return MasterOptions(
         dtype=torch.float32 if plan.precision and bucket.dtype == torch.bfloat16 else None,
         on_host=plan.offload is not None and bucket.device.type != "cpu",

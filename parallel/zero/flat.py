@@ -41,6 +41,11 @@ class FlatBucket(BufferedBucket):
     def gradient(self) -> torch.Tensor:
         return self.own(self.flat)
 
+    def take_mean(self, ranks: int) -> None:
+        """The whole gradient is in param.grad, where the user's own loop may read it."""
+        comm.all_gather(self.flat, self.gradient(), self.group)
+        super().take_mean(ranks)
+
 
 class FlatShards(Shards):
     """Values in one flat buffer, which is gathered after every step of the optimizer."""

@@ -68,6 +68,8 @@ class Shards:
         self, bucket: Bucket, originals: Originals, options: MasterOptions = MasterOptions()
     ) -> None:
         self.bucket = bucket
+        # As long as the bucket is there, whatever of it is frozen meanwhile (trained.py).
+        self.is_trained = bucket.infos[0].param.requires_grad
         # Flat, in the compute dtype: the values that this rank owns. None: they are in the parameters.
         self.values_here = self._keep_values(originals, options.values_on_host)
         device = torch.device("cpu") if options.on_host else bucket.device
@@ -111,9 +113,19 @@ class Shards:
 
     @property
     def is_updated(self) -> bool:
-        """Whether the optimizer has these parameters."""
-        info = self.bucket.infos[0]
-        return info.option is not None and info.param.requires_grad
+        """Whether the optimizer has any of these parameters, on some rank: alike on all of the bucket."""
+        return self.is_trained and any(info.option is not None for info in self.bucket.infos)
+
+    @property
+    def updated(self) -> list[Shard]:
+        """What the optimizer has of them here."""
+        return [each for each in self.owned if each.info.option is not None] if self.is_trained else []
+
+    def note_trained(self) -> None:
+        """Some of the model's parameters may be frozen now, others no longer: so are their shards."""
+        for info, _, param in self.owned:
+            if param.requires_grad != info.param.requires_grad:
+                param.requires_grad_(info.param.requires_grad)
 
     @property
     def casts_gradients(self) -> bool:
@@ -127,7 +139,7 @@ class Shards:
         flat = self.bucket.gradient().to(self.master.device, self.master.dtype)
         if scale is not None:
             flat.mul_(scale.to(flat.device, flat.dtype))
-        for info, piece, param in self.owned:
+        for info, piece, param in self.updated:
             if info.name not in unused:
                 param.grad = self.bucket.elements(piece, flat).view(param.shape)
 
@@ -174,5 +186,7 @@ class ReplicatedShards(Shards):
 
     def publish(self) -> None:
         if self.master is not None:
-            for info, view in zip(self.bucket.infos, self.bucket.spec.views(self.master), strict=True):
-                info.param.data.copy_(view)
+            views = self.bucket.spec.views(self.master)
+            with torch._C.DisableTorchFunctionSubclass():  # no write of the user's, see sharded.py
+                for info, view in zip(self.bucket.infos, views, strict=True):
+                    info.param.data.copy_(view)

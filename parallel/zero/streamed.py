@@ -88,6 +88,24 @@ class StreamedBucket(Bucket):
             self.work.wait()
             self.work = None
 
+    def put_aside(self) -> None:
+        self.aside, self.sum = self.kept_sum(), None
+        for info in self.infos:
+            info.param.grad = None
+
+    def kept_sum(self) -> torch.Tensor | None:
+        """The sum, without the parameters whose .grad, a stand-in, has been set to None."""
+        for piece in self.owned if self.sum is not None else ():
+            if self.infos[piece.index].param.grad is None:
+                self.elements(piece, self.gradient()).zero_()
+        return self.sum
+
+    def take_mean(self, ranks: int) -> None:
+        self.gradient().div_(ranks)
+        if self.aside is not None:
+            self.gradient().add_(self.aside)
+            self.aside = None
+
     def gradient(self) -> torch.Tensor:
         if self.sum is None:
             self.sum = torch.zeros(self.spec.chunk, dtype=self.dtype, device=self.device)
