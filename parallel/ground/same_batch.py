@@ -1,11 +1,12 @@
-"""Whether all ranks were given the same batch, call step alike, and have the same hyperparameters
-(hyperparameters.py), found out by a sum that travels with other numbers.
+"""Whether all ranks were given the same batch, call step alike, have the same hyperparameters
+(hyperparameters.py) and train the same parameters (zero/trained.py), found out by a sum that travels with
+other numbers.
 
 Each rank makes a number m of its batch. Over n ranks, the numbers are equal exactly where
 n * sum(m^2) = sum(m)^2, so the sums of m and of m^2 say it, and no rank needs a gather.
 """
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -20,12 +21,34 @@ __all__ = ["Call", "SameBatch", "differ", "mark_of", "powers"]
 WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
+class Marked(Protocol):
+    """What has a mark, and names what differs where marks do."""
+
+    def mark(self) -> int: ...
+
+    def refuse(self, rank: int) -> None:
+        """Raises ValueError where anything differs. Collective over all ranks."""
+
+
+class Writes(Protocol):
+    """What the user has written between calls (zero/writes.py). problem: what this rank would lose."""
+
+    @property
+    def problem(self) -> str | None: ...
+
+    def refuse(self, call: str, rank: int) -> None:
+        """Raises ValueError on every rank. Collective."""
+
+
 class Call(NamedTuple):
     """What else all ranks must agree on."""
 
     update: bool = True  # gradients become a step, or wait
     scale: float = 1.0  # of the loss
     hyperparameters: Hyperparameters | None = None  # of the optimizer; None: they are not compared
+    trained: Marked | None = None  # which parameters are; None: not compared
+    writes: Writes | None = None  # of the user, to the parameters
+    problem: str | None = None  # of this rank, for which all are to refuse the step
 
 
 PLAIN = Call()
@@ -40,12 +63,15 @@ class SameBatch:
         self, batch: Batch | None, world: comm.Group, device: torch.device, call: Call = PLAIN
     ) -> None:
         self.world = world  # all ranks
-        self.scale, self.hyperparameters = call.scale, call.hyperparameters
+        self.scale, self.writes, self.problem = call.scale, call.writes, call.problem
+        self.marked = [call.trained, call.hyperparameters]
         self.compares = batch is not None
         given = mark_of(inputs_and_targets(batch)) if self.compares else 0
         scale = mark_of(torch.tensor(call.scale)) if call.scale != 1.0 else 0
-        mark = self.hyperparameters.mark() if self.hyperparameters is not None else 0
-        numbers = [call.update, *powers(given), *powers(scale), *powers(mark)]
+        mark = sum(each.mark() for each in self.marked if each is not None) % (1 << 20)
+        lost = self.writes is not None and self.writes.problem is not None
+        refused = [lost, self.problem is not None]
+        numbers = [call.update, *refused, *powers(given), *powers(scale), *powers(mark)]
         self.numbers = torch.tensor(numbers, dtype=torch.float64, device=device)
         self.work: comm.Work | None = None  # the sum under way
 
@@ -54,14 +80,20 @@ class SameBatch:
         self.work = comm.all_reduce(self.numbers, self.world, async_op=True)
 
     def check(self, sums: torch.Tensor | None = None) -> None:
-        """Raises ValueError, on every rank, where batches, calls or hyperparameters differ. sums: of
-        `numbers`; None: after start(). Only where hyperparameters differ it is collective over all ranks.
+        """Raises ValueError, on every rank, where batches, calls or hyperparameters differ, or a rank would
+        lose a write of the user's. sums: of `numbers`; None: after start(). Only where the last three do it
+        is collective over all ranks.
         """
         if sums is None and self.work is not None:
             self.work.wait()
         numbers = self.numbers if sums is None else sums
-        updating, *powered = numbers.tolist()
+        updating, losing, problems, *powered = numbers.tolist()
         who, size = f"[rank {self.world.rank}] step:", self.world.size
+        if losing and self.writes is not None:
+            self.writes.refuse("step", self.world.rank)
+        if problems:
+            why = self.problem or f"{int(problems)} other ranks refuse it; see the error there"
+            raise ValueError(f"{who} {why}; no parameter was changed")
         if updating not in (0, size):
             raise ValueError(
                 f"{who} {int(updating)} of {size} ranks were called with update=True, the others with "
@@ -77,8 +109,10 @@ class SameBatch:
                 f"{who} the scaler of this rank has the scale {self.scale}, others have another. Make it "
                 "alike on all ranks, and leave scaler.update() to step; no parameter was changed"
             )
-        if self.hyperparameters is not None and differ(powered[4], powered[5], size):
-            self.hyperparameters.refuse(self.world.rank)
+        if differ(powered[4], powered[5], size):
+            for each in self.marked:
+                if each is not None:
+                    each.refuse(self.world.rank)
 
 
 def powers(mark: int) -> tuple[float, float]:

@@ -78,6 +78,10 @@ def _each(actions: Iterable[Callable[[], None]]) -> None:
         raise raised
 
 
+def _nothing() -> None:
+    pass
+
+
 class Unit:
     """Buckets that are gathered and freed together. sticky: kept to the end of a backward pass."""
 
@@ -130,6 +134,11 @@ class Units:
         self.recording = False  # this is the first pass of its kind: it writes `order`
         self.active: Unit | None = None  # its backward is running
         self.inside: list[Unit] = []  # their forwards are running, outer to inner
+        # Around a pass: what the parameters are between passes (writes.py) ends, and begins again.
+        self.opens: Callable[[], None] = _nothing
+        self.closes: Callable[[], None] = _nothing
+        # Before a gradient that comes while no pass is running: run/own_loop.py begins one.
+        self.begins: Callable[[], None] = _nothing
 
     def add(self, unit: Unit, modules: Iterable[torch.nn.Module] = (), always: bool = False) -> None:
         """modules: those whose forward uses the unit."""
@@ -140,6 +149,7 @@ class Units:
             module.forward = uncompiled(functools.partial(self._call, unit, module.forward))
 
     def begin(self, phase: Phase, stage: Hashable = 0) -> None:
+        self.opens()
         self.phase, self.active, self.inside = phase, None, []
         key = self.phase, stage
         self.recording = key not in self.orders
@@ -150,7 +160,10 @@ class Units:
 
     def end(self) -> None:
         self.phase = Phase.IDLE
-        _each(unit.free for unit in self.units)
+        try:
+            _each(unit.free for unit in self.units)
+        finally:
+            self.closes()
 
     def forget_orders(self) -> None:
         """After a pass that was interrupted: its record is incomplete."""
@@ -180,10 +193,12 @@ class Units:
 
     def _call(self, unit: Unit, forward: Callable[..., Tree], *args: Tree, **kwargs: Tree) -> Tree:
         if self.phase == Phase.IDLE:
-            raise RuntimeError(
-                "parameters are sharded (zero=3): call the model through parallel.step or parallel.evaluate"
+            raise ValueError(
+                f"zero=3: the parameters of {unit.name!r} are sharded, and it is called by itself. Call the "
+                "model, whose forward gathers them; or use a plan without zero=3"
             )
-        is_recomputation = self.phase == Phase.BACKWARD  # of activations
+        # of activations; the second where the model or the loss takes a gradient
+        is_recomputation = self.phase == Phase.BACKWARD or torch._C._current_graph_task_id() >= 0
         for outer in self.inside:
             outer.sticky = outer.sticky or outer is not unit
         self.use(unit)
@@ -218,6 +233,13 @@ class Units:
         unit.gather()
 
     def _before_backward(self, unit: Unit, grad: torch.Tensor) -> None:
+        if torch.is_grad_enabled():  # create_graph=True: that graph would want values when they are gone
+            raise ValueError(
+                f"zero=3: a gradient that goes through {unit.name!r} is to be differentiated again "
+                "(create_graph=True), and its parameters would be gone by then: use a plan with zero=2"
+            )
+        if self.phase == Phase.IDLE:
+            self.begins()
         if unit.sticky:
             self.use(unit)
         elif self.active is not unit:
