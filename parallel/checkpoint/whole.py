@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pycomm.parallel.checkpoint.boxes import Box
     from pycomm.parallel.parts import Parallelized
 
-__all__ = ["full_gradients", "full_state_dict", "zeros_of"]
+__all__ = ["full_gradients", "full_state_dict", "gather_parameters", "place_of", "put", "zeros_of"]
 
 ALIGNMENT = 16  # bytes; a view of another dtype must start at a multiple of its element
 K = TypeVar("K", bound=Hashable)
@@ -60,10 +60,40 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     that has not been through parallelize().
     """
     parts = parts_of(model)
-    entries = [
+    with parts.writes.inside("full_state_dict"):
+        parts.writes.check("full_state_dict", parts.mesh.world.rank)
+        return _whole_state(parts)
+
+
+def _entries(parts: Parallelized) -> list[_Part]:
+    return [
         _Part(h.info.name, h.values.dtype, h.boxes(h.values, True) if h.first else [])
         for h in holdings(parts)
     ]
+
+
+@torch.no_grad()
+def gather_parameters(
+    parts: Parallelized, names: Sequence[str]
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """One buffer of bytes, and views into it: these parameters at full precision, whole, by first name.
+    Collective over all ranks.
+    """
+    wanted = set(names)
+    entries = [entry for entry in _entries(parts) if entry.name in wanted]
+    told = exchange(parts, {name: dtype for name, dtype, _ in entries})
+    dtypes = {name: dtype for rank in told for name, dtype in rank.items()}
+    flat, views = zeros_of(
+        [(name, dtypes[name], parts.original.shapes[name]) for name in names], parts.device
+    )
+    for name, _, boxes in entries:
+        put(views[name], boxes)
+    comm.all_reduce(flat, parts.mesh.world)
+    return flat, views
+
+
+def _whole_state(parts: Parallelized) -> dict[str, torch.Tensor]:
+    entries = _entries(parts)
     buffers = persistent_buffers(parts)
     here = {name: (buffer.dtype, tuple(buffer.shape)) for name, (buffer, used) in buffers.items() if used}
     told = exchange(parts, _Told(_aliases(parts), here, {name: dtype for name, dtype, _ in entries}))
@@ -73,7 +103,7 @@ def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     kinds += [(name, *told[rank].buffers[name]) for name, rank in sorted(owner.items())]
     flat, views = zeros_of(kinds, parts.device)
     for name, _, boxes in entries:
-        _put(views[name], boxes)
+        put(views[name], boxes)
     for name, (buffer, _) in buffers.items():
         if owner.get(name) == parts.mesh.world.rank:
             views[name].copy_(buffer)
@@ -116,7 +146,7 @@ def full_gradients(model: nn.Module) -> dict[str, torch.Tensor]:
     kinds = [(name, dtypes[name], shapes[name]) for name in parts.original.names if name in dtypes]
     flat, views = zeros_of(kinds, parts.device)
     for name, _, boxes in entries:
-        _put(views[name], boxes)
+        put(views[name], boxes)
     comm.all_reduce(flat, parts.mesh.world)
     return views
 
@@ -143,9 +173,13 @@ def zeros_of(
     }
 
 
-def _put(full: torch.Tensor, boxes: Iterable[Box]) -> None:
+def put(full: torch.Tensor, boxes: Iterable[Box]) -> None:
     for box in boxes:
-        place = full
-        for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
-            place = place.narrow(dim, offset, size)
-        place.copy_(box.values)
+        place_of(full, box).copy_(box.values)
+
+
+def place_of(full: torch.Tensor, box: Box) -> torch.Tensor:
+    """The part of a full tensor where the box lies: a view."""
+    for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True)):
+        full = full.narrow(dim, offset, size)
+    return full
