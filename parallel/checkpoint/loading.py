@@ -15,6 +15,7 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pycomm.parallel.checkpoint.agree import together
+from pycomm.parallel.checkpoint.averages import add_to_load, check_saved, publish
 from pycomm.parallel.checkpoint.files import Folder, catalog_of, check_path
 from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
 from pycomm.parallel.checkpoint.state import FORMAT, add_boxes, class_of, whole_model
@@ -60,40 +61,50 @@ def load(model: nn.Module, opt: Optimizer | None, path: str | os.PathLike[str]) 
         as it is.
         path: as given to save.
 
-    Values are bit-equal to those saved where dtypes agree, and cast where that is exact. Returns the `extra`
+    Values are bit-equal to those saved where dtypes agree, and cast where that is exact. Averages that the
+    model has (parallel.ema) are read too; those that it has not are left out. Returns the `extra`
     of save.
     Raises on every rank, with nothing changed, FileNotFoundError when there is no checkpoint and ValueError
     when names, shapes, parameter groups or the class of the optimizer differ or a cast would lose bits;
     RuntimeError when a rank could not read, after which the model's values are undefined.
     """
     parts, path = parts_of(model, opt), Path(path)
-    parts.saves.wait()
-    check_path(parts, "load", path)
-    catalog = together(parts, lambda: catalog_of(path))
-    extra = load_from(parts, opt, Folder(path, catalog, parts.mesh.world))
-    parts.saves.last = path
+    with parts.writes.inside("load"):
+        parts.writes.check("load", parts.mesh.world.rank)
+        parts.saves.wait()
+        parts.averages.refuse_applied("load")
+        check_path(parts, "load", path)
+        catalog = together(parts, lambda: catalog_of(path))
+        extra = load_from(parts, opt, Folder(path, catalog, parts.mesh.world))
+        parts.saves.last = path
     return extra
 
 
 @torch.no_grad()
 def load_from(parts: Parallelized, opt: Optimizer | None, source: Source) -> Any:
     """The same from a source."""
+    with parts.writes.inside("load"):
+        return _load(parts, opt, source)
+
+
+def _load(parts: Parallelized, opt: Optimizer | None, source: Source) -> Any:
     head: State = {"about": None, "extra": None}
     source.read(head)
     about = cast("About", head["about"])
     members, buffers = whole_model(parts)
     _check_model(parts, source, source.catalog, about, buffers)
+    check_saved(parts, source, source.catalog, buffers)
     if opt is not None:
-        _check_optimizer(opt, source, source.catalog, about, members)
+        frozen = _frozen_here(parts, about, members)
+        _check_optimizer(opt, source, source.catalog, about, members | frozen)
+        parts.trained.take_in(False, frozen)
     state, fresh = together(parts, lambda: _to_load(parts, opt, source, source.catalog))
     parts.window.discard()  # gradients of the values before
     source.read(state)
     if opt is not None:
         _set_optimizer(opt, fresh, state, about)
-    for shard in parts.all_shards:
-        shard.publish()
-    for shard in parts.all_shards:
-        shard.wait()
+    publish(parts)
+    parts.averages.note_loaded(about.get("averages", {}), str(source))
     return head["extra"]
 
 
@@ -125,6 +136,18 @@ def _check_model(
                 f"load: {name!r} has shape {saved} in {path}, and {shape} here: build the model with the "
                 "sizes that were saved"
             )
+
+
+def _frozen_here(parts: Parallelized, about: About, members: Mapping[str, int]) -> dict[str, int]:
+    """As members: parameters that were trained there, and have been frozen here since parallelize(). What the
+    optimizer has of them is read all the same, for when they are trained again.
+    """
+    given = parts.original.option
+    return {
+        name: number
+        for name, number in about["members"].items()
+        if name not in members and given.get(name) == number
+    }
 
 
 def _check_optimizer(
@@ -202,6 +225,7 @@ def _to_load(
                 for key in keys_of.get(info.name, [])
             }
             fresh[part] = info.name, places
+    add_to_load(parts, state, lambda *cast: _check_cast(path, *cast), catalog)
     return state, fresh
 
 

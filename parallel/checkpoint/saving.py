@@ -19,6 +19,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from pycomm.parallel.checkpoint.agree import together, together_over
+from pycomm.parallel.checkpoint.averages import add_to_save, agree_on_updates
 from pycomm.parallel.checkpoint.boxes import Boxes, Saving
 from pycomm.parallel.checkpoint.files import check_path, make_room, put_in_place, scratch_of, transfer
 from pycomm.parallel.checkpoint.holdings import holdings, persistent_buffers
@@ -80,6 +81,9 @@ def save(
         next save or load waits for it, and so does the end of the interpreter, but not
         destroy_process_group().
 
+    Averages of parallel.ema are written too, but not while one is applied: then the averaged values are what
+    is written of the model.
+
     Returns None; with asynchronous an object whose wait() blocks until the checkpoint is in its place, and
     raises what the writer raised; the next save or load raises it, too, if it was not asked for.
 
@@ -87,10 +91,21 @@ def save(
     ranks, RuntimeError when a rank could not write. The checkpoint before it is then left as it was.
     """
     parts, path = parts_of(model, opt), Path(path)
+    with parts.writes.inside("save"):
+        parts.writes.check("save", parts.mesh.world.rank)
+        return _save(parts, opt, path, extra, asynchronous)
+
+
+def _save(
+    parts: Parallelized, opt: Optimizer | None, path: Path, extra: object, asynchronous: bool
+) -> Saves | None:
     parts.saves.wait()
+    if opt is not None:
+        parts.averages.refuse_applied("save (save(model, None, path) writes the averaged values alone)")
     scratch = scratch_of(path, check_path(parts, "save", path))
     on_first = parts.mesh.world.rank == 0
     together(parts, lambda: make_room(path) if on_first else None)
+    agree_on_updates(parts)
     state = together(parts, lambda: to_save(parts, opt))
     state["about"], state["extra"] = (
         about_of(parts, opt, whole_model(parts)[0] if opt is not None else {}),
@@ -152,6 +167,7 @@ def to_save(parts: Parallelized, opt: Optimizer | None) -> State:
                 add_boxes(state, f"optim/{name}/{key}", holding, value.detach(), True)
             else:
                 state[f"optim/{name}/{key}"] = value.detach() if isinstance(value, torch.Tensor) else value
+    add_to_save(parts, state)
     return state
 
 
@@ -174,6 +190,8 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def about_of(parts: Parallelized, opt: Optimizer | None, members: Mapping[str, int]) -> About:
     """What is written beside the values. members: of whole_model()."""
     about: About = {"format": FORMAT, "plan": str(parts.plan), "optimizer": None}
+    if not parts.averages.applied:
+        about["averages"] = {name: average.updates for name, average in parts.averages.all.items()}
     if opt is not None:
         groups = [
             {key: _kept(value) for key, value in group.items() if key not in ("params", "param_names")}

@@ -33,12 +33,13 @@ class About(_AboutModel, total=False):
 
     groups: list[dict[str, object]]  # hyperparameters of each
     members: Mapping[str, int]  # as in WholeModel
+    averages: Mapping[str, int]  # name of each average -> its updates; also without an optimizer
 
 
 class WholeModel(NamedTuple):
     """What all ranks have together."""
 
-    members: dict[str, int]  # parameter that is trained -> index of its group in the optimizer
+    members: dict[str, int]  # parameter that is or was trained -> index of its group in the optimizer
     buffers: set[str]
 
 
@@ -52,8 +53,9 @@ def add_boxes(state: State, key: str, holding: Holding, values: torch.Tensor, co
 
 def whole_model(parts: Parallelized) -> WholeModel:
     """Collective over all ranks."""
+    placed = {key for reducer in parts.reducers.values() for key in reducer.places}
     members = {
-        info.name: info.option for info in parts.infos if info.option is not None and info.param.requires_grad
+        info.name: info.option for info in parts.infos if info.option is not None and id(info.param) in placed
     }
     told = exchange(parts, (members, list(persistent_buffers(parts))))
     return WholeModel(
