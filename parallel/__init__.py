@@ -24,13 +24,24 @@ from typing import TYPE_CHECKING, NoReturn
 from pycomm.parallel import data, expert, pipeline, planning, recovery, sequence, tensor
 from pycomm.parallel.api import evaluate, grad_norm, predict, sampler, step
 from pycomm.parallel.building import describe, parallelize
-from pycomm.parallel.checkpoint import full_gradients, full_state_dict, load, save
+from pycomm.parallel.checkpoint import (
+    ema,
+    full_gradients,
+    full_state_dict,
+    gathered,
+    load,
+    load_state_dict,
+    num_parameters,
+    save,
+    state_dict,
+)
 from pycomm.parallel.data import gather_rows
 from pycomm.parallel.expert import MoE
 from pycomm.parallel.ground.comm import count_traffic
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.planning import auto, explain
 from pycomm.parallel.recovery import resilient
+from pycomm.parallel.run.own_loop import clip_grad_norm_
 from pycomm.parallel.tensor import cross_entropy
 from pycomm.parallel.verification import verify
 
@@ -38,21 +49,27 @@ __all__ = [
     "MoE",
     "Plan",
     "auto",
+    "clip_grad_norm_",
     "count_traffic",
     "cross_entropy",
     "describe",
+    "ema",
     "evaluate",
     "explain",
     "full_gradients",
     "full_state_dict",
     "gather_rows",
+    "gathered",
     "grad_norm",
     "load",
+    "load_state_dict",
+    "num_parameters",
     "parallelize",
     "predict",
     "resilient",
     "sampler",
     "save",
+    "state_dict",
     "step",
     "verify",
 ]

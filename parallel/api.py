@@ -47,8 +47,7 @@ def step(
     update: bool = True,
     scaler: torch.amp.GradScaler | None = None,
 ) -> torch.Tensor:
-    """One training step: forward, backward, gradients summed over all groups, clipped, optimizer. Collective
-    over all ranks.
+    """One training step: forward, backward, gradients summed and clipped, optimizer. Collective.
 
     Args:
         model, opt: as parallelize() returned them.
@@ -60,8 +59,8 @@ def step(
             parallel head in shards; any other function gets them whole. None: cross_entropy; of a model of
             transformers its own loss, with labels as its class takes them (run/model_loss.py): a decoder's
             are compared one position later.
-        microbatches: in how many parts the rows are run; their gradients are accumulated, and a pipeline
-        works on several at a time.
+        microbatches: in how many parts the rows are run, at most one for each row; their gradients are
+            accumulated, and a pipeline works on several at a time. Data ranks may be without rows.
         clip: largest L2 norm of the gradient of the whole model, each parameter counted once; None: no
             clipping, and no norm is computed.
         count: targets -> number of values that the mean runs over (or the sum of their weights), where that
@@ -74,13 +73,14 @@ def step(
 
     A parameter that got no gradient on any rank is passed over by the optimizer, as in a single process.
     BatchNorm is over the rows of a microbatch on all data ranks, and its averages are equal there; other
-    buffers are each rank's own. opt.step() by itself raises ValueError. After a step that raised on all ranks
-    the model is as it was before it, but for buffers; where only some raised, the groups are broken and the
-    others raise what the backend says, and what those had raised.
+    buffers are each rank's own. After a step that raised on all ranks the model is as it was before it, but
+    for buffers; where only some raised, the groups are broken and the others raise what the backend says, and
+    what those had raised. A loop of your own calls opt.step() itself: run/own_loop.py.
 
     Returns the mean loss over the whole batch, a float64 tensor without dimensions, the same on all ranks,
     without load-balance losses of parallel.MoE. Raises ValueError for batches that differ between ranks or
-    have too few rows, CommError and its kinds for a diverging or a lost rank; then it names the last save.
+    have no rows, and for a write to a parameter since the last call that would be lost (parallel.gathered),
+    CommError and its kinds for a diverging or a lost rank; then it names the last save.
     """
     parts = parts_of(model, opt)
     if opt is None:
@@ -169,8 +169,8 @@ def predict(model: nn.Module, inputs: Tree, *, microbatches: int = 1) -> Tree:
 
     Returns the tensor or the tree of tensors (tuple, list, dict, dataclass that torch's pytree knows) that
     the model returns, with all rows in order, all positions and whole logits; of an object with `.logits`,
-    as transformers' are, the logits alone. It is as large as the whole output, on every rank. In eval mode
-    there may be fewer rows than data ranks.
+    as transformers' are, the logits alone. It is as large as the whole output, on every rank. There may be
+    fewer rows than data ranks.
 
     Raises ValueError on every rank for inputs that differ between ranks, and for an output with tensors that
     do not have the rows as dim 0 and, where the sequence is cut, the positions as dim 1, or that tp has cut.

@@ -14,9 +14,13 @@
       shards                 stage -> values and master copies of the buckets' parameters      zero/
       units                  which shards are whole while which module runs                    zero/
       ties                   buckets whose gradient another stage has too                      pipeline/
+      passes                 what this rank does with its model; the user's own loop            run/
       last_words             what ranks have raised, for those that wait for them              ground/
+      trained                what requires_grad_() has changed                               zero/
       checks                 what was found of each assumption                                 ground/
       hyperparameters        those of the optimizer, as compared by the ranks                  ground/
+      averages               of its values, with par.ema                                       ground/
+      writes                 what the user writes to parameters between calls                  zero/
 
 It is frozen: after parallelize() nobody exchanges a part. The parts have state of their own (gradients,
 random streams).
@@ -24,6 +28,7 @@ random streams).
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import TYPE_CHECKING, NoReturn
@@ -35,14 +40,17 @@ from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.reducer import Reducer
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.ground.answers import Answers
+from pycomm.parallel.ground.averages import Averages
 from pycomm.parallel.ground.background import Background
 from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh
+from pycomm.parallel.ground.outside_reads import OutsideReads
 from pycomm.parallel.ground.plan import Plan
 from pycomm.parallel.ground.split_backward import WeightStore
 from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.ground.window import Window
+from pycomm.parallel.pipeline.absent import is_absent
 from pycomm.parallel.pipeline.placement import Stages
 from pycomm.parallel.pipeline.stage import StageModel
 from pycomm.parallel.pipeline.ties import Tie
@@ -50,10 +58,12 @@ from pycomm.parallel.sequence.sequence_split import SequenceSplit
 from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.shards import Shards
+from pycomm.parallel.zero.trained import Trained
 from pycomm.parallel.zero.units import Units
+from pycomm.parallel.zero.writes import Writes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from pycomm.parallel.ground.comm import Group
@@ -72,6 +82,8 @@ class Original:
     option: dict[str, int]  # name -> index of its parameter group in the optimizer, where that has it
     moe_names: tuple[str, ...]  # of the MoE layers
     stacked_names: tuple[str, ...]  # of experts stacked in parameters that ep deals
+    # every module -> its children; parameters of modules that the cuts have taken out are None
+    children: dict[nn.Module, dict[str, nn.Module | None]]
 
 
 class LastStep:
@@ -85,6 +97,41 @@ class LastStep:
 
     def note(self, norm: torch.Tensor | None, sent: Mapping[str, int] | None = None) -> None:
         self.norm, self.sent = norm, sent
+
+
+class Passes:
+    """What this rank is doing with its model; run/own_loop.py asks for it."""
+
+    def __init__(self) -> None:
+        self.running = 0  # forwards that the plan has begun, one inside of the other
+        self.in_step = False  # parallel.step works
+        self.left = False  # gradients of the last parallel.step are still there
+        self.own = False  # gradients of the user's own loop wait for opt.step()
+        self.drop: Callable[[], None] = lambda: None  # drops what the user's own loop has left
+        self.outside = OutsideReads(())  # parameters that this loop must not read
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around a forward that the plan has begun."""
+        self.running += 1
+        self.outside.allow()
+        try:
+            yield
+        finally:
+            self.running -= 1
+            if not self.running:
+                self.outside.refuse()
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around parallel.step, which begins without gradients."""
+        self.drop()
+        self.in_step, self.left, self.own = True, True, False
+        self.outside.is_used = False
+        try:
+            yield
+        finally:
+            self.in_step = False
 
 
 class Saves(Background):
@@ -124,13 +171,17 @@ class Parallelized:
     shards: dict[int, tuple[Shards, ...]]  # the same stages; with ZeRO-3 also those of frozen parameters
     deferred: WeightStore | None  # weight gradients for later; None: the schedule does not split the backward
     units: Units | None  # ZeRO-3 only
-    ties: tuple[Tie, ...]  # weights that two stages hold
+    ties: list[Tie]  # weights that two stages hold
+    trained: Trained  # which parameters are, from step to step
     last_words: LastWords  # what ranks have raised
     hyperparameters: Hyperparameters  # of the optimizer, which the ranks compare in every step
+    writes: Writes  # of the user, to the parameters
     last_step: LastStep = dataclasses.field(default_factory=LastStep)
     window: Window = dataclasses.field(default_factory=Window)  # calls whose gradients wait for an update
+    passes: Passes = dataclasses.field(default_factory=Passes)
     saves: Saves = dataclasses.field(default_factory=Saves)
     checks: Answers = dataclasses.field(default_factory=Answers)
+    averages: Averages = dataclasses.field(default_factory=Averages)
 
     @property
     def all_shards(self) -> list[Shards]:
@@ -140,7 +191,29 @@ class Parallelized:
 def attach(model: nn.Module, parts: Parallelized) -> None:
     """Makes parts_of(model) find its Parallelized. It is no submodule: the model's tree stays the user's."""
     model.__dict__["_parallel"] = parts
+    model.__dict__["_apply"] = functools.partial(_refuse_conversion, model)
     model.__dict__["__deepcopy__"] = model.__dict__["__reduce_ex__"] = functools.partial(_refuse_copy, model)
+
+
+def _refuse_conversion(
+    model: nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> nn.Module:
+    """In the place of _apply, through which to(), half(), cuda() and such work: what would change nothing
+    goes, and the rest is refused.
+    """
+    tensors = [*model.parameters(), *model.buffers()]
+    for dtype, device in {(tensor.dtype, tensor.device) for tensor in tensors if not is_absent(tensor)}:
+        probe = torch.empty(1, dtype=dtype, device=device)
+        other = convert(probe)
+        if other is not probe or probe.is_shared() and device.type == "cpu":
+            raise ValueError(
+                f"this {type(model).__name__} is one rank's part of a model under "
+                f"Plan({parts_of(model).plan}), in {dtype} on {device}, with buffers of the plan, and an "
+                "optimizer, that were made for these: to(), "
+                "half(), double(), cuda() and such come before parallelize. To compute in bfloat16 use "
+                'precision="bf16" in the plan, or torch.autocast in the model'
+            )
+    return model
 
 
 def _refuse_copy(model: nn.Module, *_: object) -> NoReturn:
@@ -149,8 +222,7 @@ def _refuse_copy(model: nn.Module, *_: object) -> NoReturn:
         f"this {type(model).__name__} is one rank's part of a model under Plan({parts_of(model).plan}), and "
         "shares the plan's groups and buffers: it cannot be copied or pickled. Copy the model before "
         "parallelize; save it with parallel.save, or parallel.full_state_dict; for an average of its values "
-        "(EMA, AveragedModel) average what the optimizer of each rank holds (docs/strategies.md, Around the "
-        "step)"
+        "(EMA, AveragedModel) call parallel.ema(model, decay)"
     )
 
 

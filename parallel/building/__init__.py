@@ -7,6 +7,7 @@ cut.py            stages and pieces of the sequence, tensors and experts, and th
 filling.py        a model on meta becomes this rank's part of it
 initial.py        first values of a model on meta, module by module
 recompute.py      recomputation of activations, block by block
+notice.py         what notices changes that the user makes between calls
 wrap.py           the wrappers around forwards
 report.py         what a plan has made of a model, for people
 over_hosts.py     which axes cross hosts, and what goes over the link

@@ -60,6 +60,7 @@ def cut_tensors(
     """(TensorParallel, the Cut with the blocks as they are now: some may have been replaced). tp leaves whole
     what ep deals: MoE layers, which have been dealt, and stacked experts, which are dealt here.
     """
+    _empty_replaced(model, original)
     dealt = (*original.moe_names, *original.stacked_names)
     tensor = parallelize_tensor(
         model,
@@ -72,7 +73,18 @@ def cut_tensors(
     cut = cut._replace(trunk=cut.trunk.now(model) if cut.trunk else None)
     stacked = deal_stacked_experts(model, original.stacked_names, mesh.group("ep"))
     tensor.note_dealt(stacked, mesh.coordinate("tp"))
+    _empty_replaced(model, original)
     return tensor, cut
+
+
+def _empty_replaced(model: nn.Module, original: Original) -> None:
+    """Modules that the cuts have taken out of the model, for which checkpoint/gathered.py keeps a place, let
+    go of their parameters.
+    """
+    kept = set(model.modules())
+    for module in original.children:
+        if module not in kept:
+            module._parameters = dict.fromkeys(module._parameters)
 
 
 def cast(model: nn.Module, absent: AbsentModules | None, plan: Plan) -> tuple[Originals, torch.dtype | None]:

@@ -48,6 +48,7 @@ def note_original(model: nn.Module, opt: torch.optim.Optimizer | None, plan: Pla
         option=option,
         moe_names=moe_names_of(model),
         stacked_names=stacked_names,
+        children={module: dict(module._modules) for module in model.modules()},
     )
 
 

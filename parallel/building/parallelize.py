@@ -34,11 +34,13 @@ What a strategy does lies in the apply.py of its folder; what needs two of them 
     wrap                     units                          forwards are wrapped, inside to outside:
                                                             recomputation, ZeRO-3, random streams,
     wrap_stages              stage_model                    and stages
-    replace_parameters       -                              the optimizer has what this rank owns, and steps
-                                                            in parallel.step only
-    make_ties                ties
+    replace_parameters       -                              the optimizer has what this rank owns
+    notice                   ties, trained, writes,         requires_grad_(), writes to parameters and
+                             hyperparameters                changed hyperparameters are noticed from now on
     fill                     -                              what was on meta has its values
-    _take_over               -                              save_pretrained, generate are of all ranks
+    _take_over               -                              save_pretrained, generate are of all ranks; calls
+                                                            of the model, backward and opt.step() may be the
+                                                            user's own (run/own_loop.py)
 """
 
 import functools
@@ -54,18 +56,20 @@ from pycomm.parallel.building.alike import Folder, Given, refuse_unlike
 from pycomm.parallel.building.cut import cast, cut_tensors, make_stages
 from pycomm.parallel.building.describe import describe_parameters, note_original
 from pycomm.parallel.building.filling import Common, Filling, give_memory
+from pycomm.parallel.building.notice import Built, notice
 from pycomm.parallel.building.over_hosts import warnings_of
 from pycomm.parallel.building.report import describe
 from pycomm.parallel.building.wrap import wrap, wrap_stages
-from pycomm.parallel.checkpoint.agree import exchange_over
+from pycomm.parallel.checkpoint.dicts import guard_state_dicts
+from pycomm.parallel.checkpoint.optimizer_dicts import guard_optimizer_dicts
 from pycomm.parallel.checkpoint.pretrained import save_pretrained_whole
 from pycomm.parallel.checks.before import check
+from pycomm.parallel.checks.optimizers import note_optimizer
 from pycomm.parallel.data.batch_norm import synchronize
 from pycomm.parallel.expert.apply import deal_moes
 from pycomm.parallel.expert.moe import MoE
 from pycomm.parallel.given import Optimizer
 from pycomm.parallel.ground import comm
-from pycomm.parallel.ground.hyperparameters import Hyperparameters
 from pycomm.parallel.ground.last_words import LastWords
 from pycomm.parallel.ground.mesh import Mesh, device_of
 from pycomm.parallel.ground.plan import Plan
@@ -73,8 +77,8 @@ from pycomm.parallel.ground.streams import RandomStreams
 from pycomm.parallel.models.trunk import Trunk
 from pycomm.parallel.parts import Original, Parallelized, attach, parts_of
 from pycomm.parallel.pipeline.apply import defer_weights, splits_backward
-from pycomm.parallel.pipeline.ties import make_ties
 from pycomm.parallel.run.generate import generate_together
+from pycomm.parallel.run.own_loop import OwnLoop
 from pycomm.parallel.tensor import TensorParallel
 from pycomm.parallel.tensor.reads import Reads
 from pycomm.parallel.zero.apply import make_buckets
@@ -184,10 +188,8 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
     give_memory(described.infos)
     units = wrap(model, plan, cut, streams, deferred, shards)
     stage_model = wrap_stages(model, cut, streams, tensor.forwards)
-    if opt is not None:
-        replace_parameters(opt, [shard for stage in shards.values() for shard in stage])
-    ties = make_ties(reducers, described.stages_of, cut.stages.placement)
-
+    owner = None if opt is None else replace_parameters(opt, sum(shards.values(), ()))
+    noticed = notice(given, original, cut, Built(mesh, device, described, reducers, shards, owner, units))
     attach(
         model,
         Parallelized(
@@ -210,11 +212,14 @@ def parallelize_on(mesh: Mesh, given: Given, trunk: Trunk | None) -> None:
             shards=shards,
             deferred=deferred,
             units=units,
-            ties=ties,
+            ties=noticed.ties,
+            trained=noticed.trained,
             last_words=LastWords(mesh, device),
-            hyperparameters=Hyperparameters(opt, functools.partial(exchange_over, mesh.world, device)),
+            hyperparameters=noticed.hyperparameters,
+            writes=noticed.writes,
         ),
     )
+    note_optimizer(parts_of(model))
     filling.fill(parts_of(model))
     _take_over(model, opt)
     _tell(model)
@@ -231,10 +236,15 @@ def _tell(model: nn.Module) -> None:
 
 def _take_over(model: nn.Module, opt: torch.optim.Optimizer | None) -> None:
     """Methods of the user's objects that are collective from now on, or mean something else."""
+    own = OwnLoop(parts_of(model))
+    parts_of(model).writes.follow(parts_of(model).units)
     save_pretrained_whole(model)
     generate_together(model)
+    cuts = guard_state_dicts(parts_of(model))
     if opt is not None:
-        guard(opt, parts_of(model).window.discard)
+        parts = parts_of(model)
+        guard_optimizer_dicts(opt, cuts)
+        guard(opt, own, functools.partial(parts.trained.regroup, parts.original.option))
 
 
 def _guard_reads(

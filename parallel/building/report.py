@@ -97,7 +97,9 @@ def describe(model: nn.Module) -> Description:
             axes[axis] = AxisPlace(group.rank, group.size, text)
     layers = _layers(parts) if parts.plan.tp > 1 else []
     more = over_hosts(parts), _checks(parts)
-    return Description((world.rank, world.size), parts.plan, axes, layers, _sizes(parts), more)
+    with parts.writes.inside("describe"):
+        sizes = _sizes(parts)
+    return Description((world.rank, world.size), parts.plan, axes, layers, sizes, more)
 
 
 def _checks(parts: Parallelized) -> dict[str, str]:
@@ -155,7 +157,7 @@ def _sizes(parts: Parallelized) -> tuple[Sizes, Sizes]:
     for shard in parts.all_shards:
         if shard.values_here is not None:
             values[_storage(shard.values_here)] = shard.values_here
-    updated = [owned.param for shard in parts.all_shards if shard.is_updated for owned in shard.owned]
+    updated = [owned.param for shard in parts.all_shards for owned in shard.updated]
     numel = {
         "model": sum(counts.values()),
         "here": sum(t.untyped_storage().nbytes() // t.element_size() for t in values.values()),

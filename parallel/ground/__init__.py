@@ -14,7 +14,11 @@ split_backward.py   gradients of inputs now, gradients of weights later
 hyperparameters.py  those of the optimizer, as all ranks have them
 plain.py            plain values as a text, equal for equal values
 answers.py          what was found of each thing that a plan takes for granted
+averages.py         averages of a model's values, as a rank keeps them
 streams.py          random numbers: which ranks draw the same ones
+elsewhere.py        a gradient that is not whole in a parameter's .grad
+outside_reads.py    parameters that a loop of the user's own reads outside of the forward
+asked.py            functions of a tensor that do not ask for its values
 leaves.py           the leaves of nested arguments, faster than torch's pytree
 background.py       work in a thread beside the program
 last_words.py       what a rank raised, sent to the ranks that wait for it

@@ -50,6 +50,7 @@ class Mesh:
     def __init__(self, plan: Plan, device: torch.device | str = "cpu", own: bool = False) -> None:
         self.plan, device = plan, torch.device(device)
         self.hosts = [0]  # the number of each rank's host
+        self.counts_rows = True  # False while rows run that stand in for none, see ground/batch.py
         self._divided: dict[str, tuple[Group, Group]] = {}  # name of a group -> (inside, across)
         self._made: list[dist.ProcessGroup] = []  # this plan's alone
         self.device_mesh: DeviceMesh | None = None  # None for one rank

@@ -107,13 +107,22 @@ class RandomStreams:
 
     def recomputation(self) -> AbstractContextManager[None]:
         """A context that is made in a forward and entered around its recomputation in backward."""
-        return self._again(self.current, dict(self.states))
+        return _Again(self, self.current, dict(self.states))
 
-    @contextlib.contextmanager
-    def _again(self, current: Stream | None, states: dict[Stream, StreamState]) -> Iterator[None]:
-        before = self.current, self.states
-        self.current, self.states = current, dict(states)
-        try:
-            yield
-        finally:
-            self.current, self.states = before
+
+class _Again:
+    """The streams as they were at another time. It can be entered again: a gradient in a loss makes torch
+    recompute twice.
+    """
+
+    def __init__(
+        self, streams: RandomStreams, current: Stream | None, states: dict[Stream, StreamState]
+    ) -> None:
+        self.streams, self.then = streams, (current, states)
+
+    def __enter__(self) -> None:
+        self.before = self.streams.current, self.streams.states
+        self.streams.current, self.streams.states = self.then[0], dict(self.then[1])
+
+    def __exit__(self, *error: object) -> None:
+        self.streams.current, self.streams.states = self.before

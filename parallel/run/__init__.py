@@ -8,6 +8,8 @@ router_loss.py        the loss that a mixture of experts of transformers adds fo
 updates.py            the update at the end of a step: gradients, norm, optimizer
                       (PipeDream's after every microbatch: pipeline/updates.py)
 step.py               a training step from these parts
+own_loop.py           a loop of the user's own: loss.backward(), opt.step()
+own_gradients.py      its gradients until opt.step()
 scaling.py            a GradScaler around a step
 evaluate.py           the loss and other means without gradients
 predict.py            the model's output on every rank

@@ -74,7 +74,12 @@ def _generate(
     if is_cut:
         kwargs["use_cache"] = False
     loop = _Loop(parts, group)
-    with parts.last_words.told(), _random_numbers_of_first(group, parts.device):
+    with (
+        parts.last_words.told(),
+        parts.writes.inside("generate"),
+        _random_numbers_of_first(group, parts.device),
+        parts.passes.forward(),
+    ):
         with loop.installed():
             return loop.run(lambda: generate(*args, **kwargs))
 
@@ -254,12 +259,15 @@ class _Loop:
         """Raises ValueError, on every rank, where tokens differ or some ranks have left."""
         if self.group.size == 1:
             return
-        own = [*powers(mark_of(tokens)), float(left)]
+        lost = self.parts.writes.problem
+        own = [*powers(mark_of(tokens)), float(left), float(lost is not None)]
         numbers = torch.tensor(own, dtype=torch.float64, device=self.parts.device)
         comm.all_reduce(numbers, self.group)
-        total, squares, gone = numbers.tolist()
+        total, squares, gone, losing = numbers.tolist()
         self.inside = self.inside or gone not in (0, self.group.size)
         who, size = f"[rank {self.group.rank} of {self.group.name}] generate:", self.group.size
+        if losing:
+            raise ValueError(f"{who} {lost or 'another rank would lose a write to a parameter: see there'}")
         if gone not in (0, size):
             raise ValueError(
                 f"{who} {int(gone)} of {size} ranks have ended, the others not: prompts, arguments or a "

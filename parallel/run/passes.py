@@ -64,6 +64,25 @@ class _Saved(NamedTuple):
     length: int | None  # of the sequence, where it is cut
 
 
+@contextlib.contextmanager
+def uncounted(parts: Parallelized, microbatch: Microbatch) -> Iterator[None]:
+    """Around what runs of a microbatch, in forward and in backward, where its blocks may run again: modules
+    that compute over all rows leave out what stands in for none.
+    """
+    if microbatch.counts:
+        yield
+        return
+    parts.mesh.counts_rows = False
+    for moe in parts.moes:
+        moe.is_counted = False
+    try:
+        yield
+    finally:
+        parts.mesh.counts_rows = True
+        for moe in parts.moes:
+            moe.is_counted = True
+
+
 def run_stage(
     parts: Parallelized, stage: int, microbatch: Microbatch, received: Tensors | None = None
 ) -> Tree:
@@ -71,6 +90,13 @@ def run_stage(
 
     received: the tensors of the stage before, None for the first.
     """
+    with uncounted(parts, microbatch):
+        return _run_stage(parts, stage, microbatch, received)
+
+
+def _run_stage(
+    parts: Parallelized, stage: int, microbatch: Microbatch, received: Tensors | None = None
+) -> Tree:
     if parts.stage_model is None:
         return microbatch.call(parts.model)
     attention = parts.split.attention if parts.split is not None else None
@@ -151,6 +177,7 @@ def recomputing(parts: Parallelized, length: int | None, key: Hashable) -> Itera
 def forward_pass(parts: Parallelized, phase: Phase, stage: Hashable, number: int) -> Iterator[None]:
     """Around the forward of microbatch `number`; see the head of the file."""
     with contextlib.ExitStack() as stack:
+        stack.enter_context(parts.passes.forward())
         stack.enter_context(unit_pass(parts, phase, stage))
         stack.enter_context(_without_cached_casts())
         for mode in parts.split.modes() if parts.split is not None else ():
@@ -170,19 +197,19 @@ def forward_pass(parts: Parallelized, phase: Phase, stage: Hashable, number: int
 
 
 def gathering_in(
-    parts: Parallelized, microbatches: int, is_whole: bool = True
+    parts: Parallelized, microbatches: Sequence[Microbatch], is_whole: bool = True
 ) -> contextlib.AbstractContextManager[None]:
     """Around the passes of a step: gather_rows() gives the rows of all data ranks. is_whole: no other call
     adds to the same update.
     """
     refusal = None
-    if microbatches > 1:
-        refusal = f"the rows of a batch are those of one microbatch; there are {microbatches}"
+    if len(microbatches) > 1:
+        refusal = f"the rows of a batch are those of one microbatch; there are {len(microbatches)}"
     elif not is_whole:
         refusal = "several calls make one update (update=False), and each would have its own rows"
     elif parts.plan.ring * parts.plan.ulysses > 1:
         refusal = f"Plan({parts.plan}) cuts the sequence. Use a plan without ring and ulysses"
-    return gathering(parts.mesh.data, refusal)
+    return gathering(parts.mesh.data, refusal, counts=microbatches[0].counts)
 
 
 def forget_passes(parts: Parallelized) -> None:
@@ -221,7 +248,7 @@ def find_input(parts: Parallelized, stage: int, microbatch: Microbatch) -> list[
     """What `stage` is to be handed, found without data."""
     stand_ins = parts.units.stand_ins() if parts.units is not None else contextlib.nullcontext()
     reads = contextlib.nullcontext() if parts.reads is None else parts.reads.refused()
-    with parts.streams.kept(), stand_ins, reads:
+    with parts.streams.kept(), stand_ins, reads, parts.passes.forward():
         return _stages_of(parts).shape_of_input(stage, lambda: microbatch.call(parts.model))
 
 
@@ -271,7 +298,13 @@ class StagePasses:
         ):
             y = run_stage(parts, stage, piece, x)
             if stage == self.last:
+                used = len(parts.reducers[stage].used)
                 y = microbatch_loss(parts, y, piece, self.loss_fn)
+                if len(parts.reducers[stage].used) != used:
+                    raise ValueError(
+                        f"[rank {parts.mesh.world.rank}] step: loss_fn calls backward(), whose gradients "
+                        "would count for this rank alone: return the loss, and ask torch.autograd.grad"
+                    )
                 self.losses.append(y.detach())
                 y = y if self.updates.weight == 1.0 else y * self.updates.weight
             else:
@@ -293,6 +326,7 @@ class StagePasses:
                 self.updates.using(stage, microbatch),
                 unit_pass(parts, Phase.BACKWARD, stage),
                 recomputing(parts, length, (stage, microbatch)),
+                uncounted(parts, self.microbatches[microbatch]),
             ):
                 _backward(*zip(*ends, strict=True))
         elif stage == self.last:

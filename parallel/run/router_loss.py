@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from pycomm.parallel.given import LossFunction, Tree
+    from pycomm.parallel.ground.batch import Microbatch
     from pycomm.parallel.ground.comm import Group
 
 __all__ = ["RouterLoss", "plain_loss"]
@@ -65,14 +66,17 @@ class RouterLoss:
         self.coefficient = float(getattr(model, "router_aux_loss_coef", config.router_aux_loss_coef))
         self.top_k = int(getattr(model, "num_experts_per_tok", config.num_experts_per_tok))
 
-    def of_routers(self, output: Tree, inputs: Tree, group: Group = comm.ALONE) -> torch.Tensor:
+    def of_routers(self, output: Tree, microbatch: Microbatch, group: Group = comm.ALONE) -> torch.Tensor:
         """This rank's part of the loss of the routers, a tensor without dimensions. group: the data ranks, on
         which this is collective. Raises ValueError for a class that computes something else.
         """
         layers = getattr(output, "router_logits", None)
         if not layers:
             raise self._unknown("its output has no router_logits")
+        inputs = microbatch.inputs
         mask = inputs.get("attention_mask") if isinstance(inputs, Mapping) else None
+        if not microbatch.counts:
+            mask = torch.zeros(layers[0].shape[0], device=layers[0].device)
         counts, sums, rows = self._sums(layers, mask)
         right = getattr(output, "aux_loss", None)
         right = None if right is None else float(torch.as_tensor(right).detach())

@@ -18,8 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from pycomm import MismatchError, trace
+from pycomm import CommError, MismatchError, trace
 from pycomm.parallel.checks.exchange import Cuts
+from pycomm.parallel.checks.gradient_hooks import problem_of_hooks
 from pycomm.parallel.ground.plan import Plan, ScheduleName
 from pycomm.parallel.ground.same_batch import Call, SameBatch
 from pycomm.parallel.parts import Parallelized
@@ -43,46 +44,56 @@ if TYPE_CHECKING:
 
     MakePasses = Callable[[Parallelized, Sequence[Microbatch], Loss, Updates], StagePasses]
 
-__all__ = ["run_step"]
+__all__ = ["compares_now", "run_step"]
 
 
 def run_step(
     parts: Parallelized, batch: Batch, options: Options, make_passes: MakePasses = StagePasses
 ) -> Result:
     """After a step that raised on all ranks the model is as before."""
-    with trace.span("step"):
+    with trace.span("step"), parts.passes.step(), parts.writes.inside("step"):
         return _run(parts, batch, options, make_passes)
 
 
 def _run(parts: Parallelized, batch: Batch, options: Options, make_passes: MakePasses) -> Result:
-    updates = _updates_of(parts, options)
+    parts.averages.refuse_applied("step")
+    updates, problem = _updates_of(parts, options), None
     try:
-        if _compares_now(parts):
+        if compares_now(parts):
             compare_replicas(parts)
         cuts = Cuts(options.microbatches, options.sharded, not options.update or not parts.window.is_empty)
         questions = Questions(parts, cuts, options, None)
         counted = prepare(parts, batch, options, questions.rows, updates.separate)
+        parts.trained.look(parts.window.is_empty)
         if parts.window.is_empty:
             for reducer in parts.reducers.values():
                 reducer.zero_grad()
         questions.ask(*counted.batch, counted.first)
         microbatches, targets = counted.by(questions.counter_of("loss_fn"))
+        problem = problem_of_hooks(parts, cuts.others or len(microbatches) > 1)
         with sharded_logits(parts.tensor.head, options.loss_fn):
             shown = None if options.sharded else batch
-            call = Call(options.update, updates.scale, parts.hyperparameters)
-            updates.begin(SameBatch(shown, parts.mesh.world, parts.device, call), targets)
+            watched = (parts.hyperparameters, parts.trained, parts.writes)
+            call = Call(options.update, updates.scale, *watched, problem)
+            same = SameBatch(shown, parts.mesh.world, parts.device, call)
+            updates.begin(same, targets, len(microbatches))
+            if updates.separate:  # begin() has checked that all ranks look alike
+                parts.trained.take_in(False)
             for moe in parts.moes:
-                moe.aux_scale = updates.weight / options.microbatches
+                moe.aux_scale = updates.weight / len(microbatches)
             passes = make_passes(parts, microbatches, options.loss_fn, updates)
             agree(parts, microbatches)
-            with gathering_in(parts, options.microbatches, not cuts.others):
-                _run_passes(parts, passes, options.microbatches)
+            with gathering_in(parts, microbatches, not cuts.others):
+                _run_passes(parts, passes, len(microbatches))
         result = updates.end(passes.losses)
         parts.hyperparameters.note()
         parts.last_step.updates += options.update
         return result
     except BaseException as error:
         forget_passes(parts)
+        of_hook = isinstance(error, (RuntimeError, AttributeError, TypeError))  # .grad may be None for it
+        if problem is not None and of_hook and not isinstance(error, CommError):
+            raise ValueError(f"[rank {parts.mesh.world.rank}] step: {problem}") from error
         is_unknown = isinstance(error, MismatchError) and not parts.last_words.of_others()
         cause = _unlike(parts.plan) if is_unknown else None
         if cause is not None:
@@ -90,7 +101,7 @@ def _run(parts: Parallelized, batch: Batch, options: Options, make_passes: MakeP
         raise
 
 
-def _compares_now(parts: Parallelized) -> bool:
+def compares_now(parts: Parallelized) -> bool:
     """Whether this is the first call of an N-th update of Plan(compare_every=N)."""
     every = parts.plan.compare_every
     return every is not None and (parts.last_step.updates + 1) % every == 0 and parts.window.is_empty
@@ -102,9 +113,9 @@ def _unlike(plan: Plan) -> str | None:
         why = "works on its positions" if plan.megatron_sp else "gathers parameters"
         return (
             f"Plan({plan}): the ranks did not call the same modules in the same order, as they must where "
-            f"each {why}: experts in a ModuleList of which a rank calls some only, or a block left out by "
-            "chance. Name the module around them in rules as 'replicate' (megatron_sp), call all of them, or "
-            "use another plan."
+            f"each {why}: experts in a ModuleList of which a rank calls some only, a block left out by "
+            "chance, or requires_grad_() on some ranks only. Name the module around them in rules as "
+            "'replicate' (megatron_sp), call all of them, freeze alike, or use another plan."
         )
     return None
 
@@ -117,7 +128,8 @@ def _updates_of(parts: Parallelized, options: Options) -> Updates:
     assert opt is not None  # a step has one
 
     def take_step(stage: int) -> None:
-        step_optimizer(opt, parts.shards[stage])
+        frozen = {info.name for info in parts.infos if not info.param.requires_grad}
+        step_optimizer(opt, parts.shards[stage], None, frozen)
 
     return PipeDreamUpdates(parts.reducers, take_step, parts.mesh, parts.device, options)
 

@@ -6,9 +6,9 @@ import pytest
 
 import pycomm.parallel as par
 
-PUBLIC = """MoE Plan auto count_traffic cross_entropy describe evaluate explain full_gradients
-full_state_dict gather_rows grad_norm load parallelize predict resilient sampler save
-step verify""".split()
+PUBLIC = """MoE Plan auto clip_grad_norm_ count_traffic cross_entropy describe ema evaluate explain
+full_gradients full_state_dict gather_rows gathered grad_norm load load_state_dict num_parameters parallelize
+predict resilient sampler save state_dict step verify""".split()
 
 FOLDERS = {
     "data": ["DistributedDataParallel", "NaiveDataParallel", "gather_rows", "make_compression"],

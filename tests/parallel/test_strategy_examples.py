@@ -92,7 +92,9 @@ PRINTED = {  # example -> patterns of what it prints
         r"rank 0 sends ([\d,]+) bytes in a step; dry_run said \1\n",
         ALONE,
     ],
+    "26_packing": [r"pp=2 +4 rows equal 9 documents: \de-1\d", r"ring=2 +4 rows equal 9 documents"],
     "25_trace": [r"dp +all_reduce", r"waiting ms", r"python -m pycomm.trace .* draws it"],
+    "27_ema": [r"5 updates; loss of the model \d\.\d+, of its average \d\.\d+", ALONE],
     "18_hybrid": [r"dp=2,tp=2,pp=2,zero=1 +rank 0 sends", r"4 hybrids on 8 ranks", ALONE],
 }
 
