@@ -4,6 +4,7 @@ Chinese pages have the shape of the English ones.
 
 import ast
 import builtins
+import collections
 import fnmatch
 import functools
 import importlib
@@ -251,6 +252,16 @@ def small_model():
     }
 
 
+def planned_model():
+    names = ("first", torch.nn.Linear(8, 16)), ("act", torch.nn.GELU()), ("head", torch.nn.Linear(16, 8))
+    model = torch.nn.Sequential(collections.OrderedDict(names))
+    opt = torch.optim.AdamW(model.parameters(), lr=0.1)
+    importlib.import_module("pycomm.parallel").parallelize(model, opt, "dp=2,zero=1")
+    x, y = torch.ones(16, 8), torch.zeros(16, 8)
+    loss_fn = torch.nn.functional.mse_loss
+    return {"model": model, "opt": opt, "x": x, "y": y, "batch": (x, y), "loss_fn": loss_fn, "path": "dcp"}
+
+
 def attention_inputs():
     return {name: torch.ones(1, 2, 4, 8) for name in "qkv"} | {"group": None}
 
@@ -258,7 +269,11 @@ def attention_inputs():
 # (page, words that only this block has, what it needs, plan of the page -> plan for two ranks)
 ON_TWO_RANKS = [
     ("README.md", "par.save", small_model, ("dp=2,tp=2,pp=2,zero=1", "dp=2,zero=1")),
-    ("docs/strategies.md", "par.load", small_model, ("dp=2,tp=2,pp=2,zero=1", "dp=2,zero=1")),
+    ("docs/strategies.md", "par.load(", small_model, ("dp=2,tp=2,pp=2,zero=1", "dp=2,zero=1")),
+    ("docs/strategies.md", "par.gathered", planned_model, None),
+    ("docs/strategies.md", "checkpoint_id=path", planned_model, None),
+    ("docs/strategies.md", "ema.applied", planned_model, None),
+    ("docs/strategies.md", "par.clip_grad_norm_", planned_model, None),
     ("docs/strategies.md", "par.verify", small_model, None),
     ("docs/strategies.md", "make_compression", small_model, None),
     ("docs/strategies.md", "parallelize_tensor", lambda: small_model() | {"h": 8, "group": None}, None),
