@@ -170,11 +170,13 @@ def _check_optimizer(
     )
     if different:
         name = different[0]
-        saved, here = about["members"].get(name, "none"), members.get(name, "none")
+        nowhere = "no group (frozen, or not given to the optimizer)"
+        saved, here = (
+            f"group {each[name]}" if name in each else nowhere for each in (about["members"], members)
+        )
         raise ValueError(
             f"load: {len(different)} parameters are in other parameter groups than in {path}: {name!r} was "
-            f"in group {saved}, "
-            f"here it is in {here}{way_out}"
+            f"in {saved} when it was saved, and is in {here} now{way_out}"
         )
     strange = [
         key
