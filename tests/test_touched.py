@@ -182,6 +182,7 @@ def project(tmp_path: Path) -> Path:
     path = f"import sys\nsys.path.insert(0, {str(ROOT / 'tests')!r})\n"
     (tmp_path / "tests/conftest.py").write_text(f"{path}from tiers import *\nfrom touched import *\n")
     (tmp_path / "tests/helper.py").write_text("")
+    (tmp_path / ".gitignore").write_text("__pycache__/\n")  # a run leaves some
     (tmp_path / "pyproject.toml").write_text((ROOT / "pyproject.toml").read_text())
     for name, line in {"one": "import helper", "two": "", "three": ""}.items():
         (tmp_path / f"tests/test_{name}.py").write_text(TESTS.format(line=line))
