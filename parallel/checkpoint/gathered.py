@@ -12,8 +12,8 @@
 The objects are those that the model has outside, but where this rank has none (parameters of other pipeline
 stages, experts of other ranks). What was written is put back at the end of the block only: where a rank has
 raised inside, or has exchanged a Parameter, its shape or its dtype, all ranks raise, and the model is as it
-was before. Other ways: FSDP's summon_full_params, which takes back what each rank has changed of its own
-shard, and leaves the rest of a value that ranks have drawn differently.
+was before. Other ways: FSDP's summon_full_params takes each shard from its rank, so a value that the ranks
+drew differently becomes a mixture.
 
 Cost: the memory of what is gathered, twice 2(n-1)/n of it sent. For large models: module by module.
 """

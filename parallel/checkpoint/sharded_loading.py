@@ -66,8 +66,8 @@ def load_state_dict(
     Args:
         model, opt: as parallelize() returned them.
         state: of the model; with an opt (that, the optimizer's), as state_dict(model, opt) returns them.
-        Values are DTensors of any placement, or whole tensors that are equal on all ranks: those of any plan,
-        of FSDP2 (torch's get_model_state_dict and get_optimizer_state_dict), or of one process
+        Values are DTensors of any placement, or whole tensors that are equal on all ranks: from any plan,
+        from FSDP2 (torch's get_model_state_dict and get_optimizer_state_dict), or from one process
         (model.state_dict() and opt.state_dict()).
         strict: False leaves what is missing as it is, and ignores what the model does not have.
 

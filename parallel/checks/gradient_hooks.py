@@ -18,7 +18,7 @@ A loop of the user's own has one backward for each call of the hook, as one proc
 make summands. It is asked after each backward, and all ranks refuse opt.step().
 
 Cost: a look at a table of each parameter. Hooks after accumulation (register_post_accumulate_grad_hook) are
-refused: gradients are accumulated in buckets here, beside `.grad`. A loop of one's own refuses them in the
+refused: gradients are accumulated in buckets here, not in `.grad`. The user's own loop refuses them in the
 forward, because one that takes the optimizer's step in the backward never comes to opt.step().
 """
 

@@ -18,8 +18,8 @@ has its name. tensor/products.py has them joined with the matrix product before 
 [Note: twice] The backward of each is the forward of another in this table, whose backward is again the
 forward of the first. So where the gradient itself is differentiated (create_graph=True: forces of a
 potential, a gradient penalty) a backward is written as that other function, which autograd records, and
-derivatives of any order are right. The ordinary backward runs without grad mode and records nothing. Code
-with a gradient of its own that is not written so has `once`: it refuses instead of giving a constant.
+derivatives of any order are right. The ordinary backward runs without grad mode and records nothing. A
+function whose backward is not written so calls `once`: it raises, instead of giving a constant.
 
 `sizes` is the list of lengths along `dim`, one per rank of the group, equal on all ranks; they may differ
 from each other. All functions return their input for a group of one.

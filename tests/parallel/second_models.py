@@ -102,7 +102,7 @@ class Learner(nn.Module):
 
 
 class Embedded(nn.Module):
-    """A language model that gives its embeddings, too, for a penalty on their gradient."""
+    """A GPT that also returns its embeddings, for a penalty on their gradient."""
 
     def __init__(self):
         super().__init__()
