@@ -194,8 +194,8 @@ class Resilient:
         self._joining = joining.replaces  # until this process has a part for the first time
         self._kept, self._followers = Kept(opt), Followers()
         self._between: ProgramState | None = None  # from steps() until the call of the step
+        self._writing.before_updates(opt)  # before Pristine notes the hooks that are to stay
         self._pristine, self._checkpoints = Pristine(model, opt), Checkpoints()
-        self._writing.before_updates(opt)
         if joining.replaces:
             self._crew = Crew.joined(joining.store, joining.timeout)
             self._attempt(lambda: None, rebuild=True)
