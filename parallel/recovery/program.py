@@ -22,7 +22,8 @@ call records the state that the scaler has when the caller asks for the step. Be
 first or a repetition, this state is loaded into the scaler. So a repeated step skips the optimizer exactly if
 the first try did. A replacement has a new scaler; it loads the state in the snapshot before its first step.
 
-[Note: requires_grad] The same holds for what requires_grad_() has frozen or unfrozen since parallelize().
+[Note: requires_grad] The same holds for what requires_grad_() has frozen or unfrozen since parallelize(), and
+for which modules are in eval mode: a step is repeated in the modes in which it was asked for.
 
 A rank that has another part of the model after a loss (of tp, pp, ep, ring or ulysses) keeps what it has. A
 scheduler is right so; an average of parameters is that of the former part, and a WARNING says so.
@@ -60,8 +61,8 @@ __all__ = [
 ]
 
 LOG = logging.getLogger("pycomm.parallel")
-# By parameter group; then which parameters are trained, by name, empty where that is not known; then the
-# state of a GradScaler, empty without an enabled one.
+# By parameter group; then which modules are in training mode and which parameters are trained, by name, both
+# empty where that is not known; then the state of a GradScaler, empty without an enabled one.
 Hyperparameters: TypeAlias = "list[dict[str, Setting]]"
 Setting: TypeAlias = "float | str | torch.Tensor | tuple[float, ...] | None"
 T = TypeVar("T")
@@ -247,7 +248,10 @@ def hyperparameters(
         for group in opt.param_groups
     ]
     trained: dict[str, Setting] = {} if parts is None else {**parts.trained.now()}
-    return [*groups, trained, scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else {}]
+    named = () if model is None else model.named_modules()
+    modes: dict[str, Setting] = {name: module.training for name, module in named}
+    state = scaler.state_dict() if isinstance(scaler, torch.amp.GradScaler) else {}
+    return [*groups, modes, trained, state]
 
 
 def set_hyperparameters(
@@ -256,10 +260,14 @@ def set_hyperparameters(
     scaler: torch.amp.GradScaler | None = None,
     model: torch.nn.Module | None = None,
 ) -> None:
-    """scaler: gets its state, if `values` has one. model: its parameters are frozen, or not, as they were."""
-    *groups, trained, state = values
+    """scaler: gets its state, if `values` has one. model: its parameters are frozen, or not, and its modules
+    in training or eval mode, as they were.
+    """
+    *groups, modes, trained, state = values
     if trained and model is not None:
         parts_of(model).trained.set({name: bool(flag) for name, flag in trained.items()})
+    for name, module in () if model is None else model.named_modules():
+        module.training = bool(modes.get(name, module.training))
     if state and isinstance(scaler, torch.amp.GradScaler):
         scaler.load_state_dict(state)
     for group, those in zip(opt.param_groups, groups, strict=True):
@@ -293,8 +301,10 @@ def _equal(one: Setting, other: Setting) -> bool:
 def _first_difference(own: Hyperparameters, right: Hyperparameters, leader: int) -> _Difference:
     for mine, theirs in zip(own, right, strict=True):
         for key in _differing(mine, theirs):
-            owner = "GradScaler" if mine is own[-1] else "model" if mine is own[-2] else "optimizer"
-            what = f"requires_grad of {key!r}" if owner == "model" else key
+            others = {-1: ("GradScaler", key), -2: ("model", f"requires_grad of {key!r}")}
+            others[-3] = ("model", f"training of {key!r}")
+            place = next((at for at in others if mine is own[at]), None)
+            owner, what = ("optimizer", key) if place is None else others[place]
             return _Difference(owner, f"{what}={mine[key]}", leader, f"{what}={theirs[key]}")
     return _Difference("optimizer", "others", leader, "its own")
 
