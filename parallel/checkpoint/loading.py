@@ -145,7 +145,7 @@ def _frozen_here(parts: Parallelized, about: About, members: Mapping[str, int]) 
     given = parts.original.option
     return {
         name: number
-        for name, number in about["members"].items()
+        for name, number in about.get("members", {}).items()  # none of a model saved alone
         if name not in members and given.get(name) == number
     }
 
