@@ -84,16 +84,19 @@ class Initial:
         found = self._run(path, name, 0)
         whole = any(not value.is_floating_point() for value in found.values())
         again = self._run(path, name, 1) if whole else found
+        written: dict[str, torch.Tensor] = {}
         for key, value in found.items():
             untouched = value.isnan().any() if value.is_floating_point() else not value.equal(again[key])
-            if untouched and key == name.rpartition(".")[2]:
+            if not untouched:
+                written[key] = value
+            elif key == name.rpartition(".")[2]:
                 kind = type(self.model.get_submodule(path)).__name__
                 raise ValueError(
                     f"{name!r} is on meta, and nothing computes its value: {kind} has no reset_parameters() "
                     "that writes it, and no _init_weights() around it does. Give the model memory and values "
                     "first (to_empty), write such a function, or have the value in weights="
                 )
-        return found
+        return written
 
     @torch.no_grad()
     def _run(self, path: str, name: str, filling: int) -> dict[str, torch.Tensor]:
