@@ -64,7 +64,7 @@ def _function(function: Callable[..., Any], memo: Memo) -> Callable[..., Any]:
             **copy.deepcopy(function.keywords, memo),
         )
     if isinstance(function, types.MethodType):
-        return types.MethodType(function.__func__, copy.deepcopy(function.__self__, memo))
+        return types.MethodType(_function(function.__func__, memo), copy.deepcopy(function.__self__, memo))
     if not isinstance(function, types.FunctionType):
         return copy.deepcopy(function, memo)
     cells = tuple(types.CellType(_held(cell.cell_contents, memo)) for cell in function.__closure__ or ())
