@@ -343,7 +343,7 @@ def is_same(one: object, other: object, deep: int = 3) -> bool:
         return _same_values(one, other, deep)
     if isinstance(one, dict) and isinstance(other, dict):
         return list(one) == list(other) and _same_values(list(one.values()), list(other.values()), deep)
-    if isinstance(one, (bool, int, float, str, bytes)):
+    if isinstance(one, (bool, int, float, str, bytes, set)):
         return one == other
     return isinstance(one, torch.nn.Module) and is_same(vars(one), vars(other), deep)
 
