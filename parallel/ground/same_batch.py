@@ -137,4 +137,5 @@ def mark_of(tree: Tree) -> int:
             places = torch.arange(1, bits.numel() + 1, device=bits.device)
             # The product and the sum wrap around, in the same way everywhere.
             mark = mark * 31 + int((bits * (2 * places * places + 1)).sum())
+            mark += bits.numel()  # the bits of a zero add nothing
     return (mark ^ mark >> 23 ^ mark >> 44) % (1 << 20)
