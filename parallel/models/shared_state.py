@@ -110,6 +110,7 @@ class SharedState:
     def _of_function(self, function: object, kind: type | None, deep: int) -> None:
         """kind: the class that it is a method of."""
         function = inspect.unwrap(function) if callable(function) else function
+        function = getattr(function, "__func__", function)  # of a method that functools.wraps has wrapped
         if not isinstance(function, types.FunctionType) or _is_foreign(function.__module__) or deep < 0:
             return
         if (function, kind) in self.looked_at:
