@@ -51,19 +51,20 @@ class OuterState:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """What is run for a shape counts nothing, averages nothing and keeps nothing."""
-        kept = [(module, dict(module.__dict__)) for module in self.modules]
-        before = self.buffers()
-        for module, key, value in before:
+        kept = [(m, dict(m.__dict__), dict(m._buffers), dict(m._modules)) for m in self.modules]
+        for module, key, value in self.buffers():
             module._buffers[key] = value.clone()
         try:
             with self.shared.kept():
                 yield
         finally:
-            for module, key, value in before:
-                module._buffers[key] = value
-            for module, attributes in kept:
+            for module, attributes, buffers, modules in kept:
                 module.__dict__.clear()
                 module.__dict__.update(attributes)
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                module._modules.clear()
+                module._modules.update(modules)
 
     @contextlib.contextmanager
     def written_once(self, stage: int, mine: Collection[int]) -> Iterator[None]:
@@ -76,7 +77,7 @@ class OuterState:
         before, tokens = self._versions(), self.shared.tokens()
         yield
         after, changed = self._versions(), self.shared.changed(tokens)
-        written = [place for place in before if after.get(place) != before[place]]
+        written = [place for place in {**before, **after} if after.get(place) != before.get(place)]
         words = {(module, key): f"{key!r} of a {type(module).__name__}" for module, key in written}
         places: list[tuple[tuple[nn.Module, str] | str, str]] = [*words.items()]
         if changed:
