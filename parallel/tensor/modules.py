@@ -88,8 +88,9 @@ def is_elementwise(function: Callable[..., torch.Tensor]) -> bool:
         return False
     try:
         with torch.no_grad():
-            x = torch.linspace(-2, 2, 12).reshape(1, 2, 6)
-            return torch.allclose(function(x)[..., :3], function(x[..., :3])) and function(x).shape == x.shape
+            x = 2 * torch.arange(12.0).sin().reshape(1, 2, 6)  # neither rising nor falling
+            whole, first, last = function(x), function(x[..., :3]), function(x[..., 3:])
+            return whole.shape == x.shape and torch.allclose(whole, torch.cat([first, last], -1))
     except (RuntimeError, TypeError, ValueError, IndexError, AttributeError):
         return False
 
