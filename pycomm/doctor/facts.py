@@ -38,6 +38,20 @@ PACKAGES = {
     "cupy": ("cupy", "cupy-cuda13x", "cupy-cuda12x"),
     "nccl4py": ("nccl4py",),
 }
+# Of the variables that may be set to something wrong.
+READERS = (
+    env.settings,
+    env.replaced_backends,
+    env.port_range,
+    env.wire,
+    env.nccl_checks,
+    env.fused,
+    env.trace_bytes,
+    env.statistics,
+    env.metrics_port,
+    env.replacement,
+    env.logger,
+)
 WARM_UP, CALLS = 50, 201  # of the small all_reduce that is timed
 GROUP_SECONDS = 60.0
 
@@ -229,7 +243,8 @@ def _gpus() -> Gpus:
 
 def _settings_problem() -> str | None:
     try:
-        env.settings(), env.replaced_backends(), env.fused(), env.logger()
+        for read in READERS:
+            read()
     except ValueError as error:
         return str(error)
     return None
