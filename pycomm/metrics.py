@@ -6,6 +6,7 @@ scraper, or a proxy that asks who comes, beside it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -81,7 +82,8 @@ def collect() -> Iterator[tuple[str, str, list[Sample]]]:
         name, rank, watched = group
         counters = watched.get()
         if counters is None:
-            _groups.remove(group)
+            with contextlib.suppress(ValueError):  # another scrape has removed it meanwhile
+                _groups.remove(group)
             continue
         for operation, sizes in statistics_of(counters).items():
             for size, values in sizes.items():
