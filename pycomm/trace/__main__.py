@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from pycomm.trace import chrome, devices, overlap, picture, stragglers, waits
@@ -58,25 +58,31 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def report(trace: Trace) -> None:
-    print(f"{len(trace.rows)} ranks, {trace.duration / 1e9:.3f} s")
+    """Prints it. Names of groups, spans and hosts may have what a terminal takes for a command."""
+    text = "\n".join(_lines(trace))
+    print("".join(c if c.isprintable() or c == "\n" else "?" for c in text))
+
+
+def _lines(trace: Trace) -> Iterator[str]:
+    yield f"{len(trace.rows)} ranks, {trace.duration / 1e9:.3f} s"
     for note in trace.notes:
-        print(f"Note: {note}")
-    print("\nWaiting for the last rank against moving, mean of the ranks:\n")
-    print(waits.show(waits.table(trace)))
+        yield f"Note: {note}"
+    yield "\nWaiting for the last rank against moving, mean of the ranks:\n"
+    yield waits.show(waits.table(trace))
     if trace.device_error_ns is not None:
-        print(f"\n{devices.MEANING}\n")
-        print(waits.aligned(devices.cells(trace)))
-    print("\nStragglers:")
+        yield f"\n{devices.MEANING}\n"
+        yield waits.aligned(devices.cells(trace))
+    yield "\nStragglers:"
     found = stragglers.find(trace)
     for straggler in found:
-        print(f"  {stragglers.sentence(straggler)}")
+        yield f"  {stragglers.sentence(straggler)}"
     if not found:
-        print(f"  no rank cost the others {100 * stragglers.LEAST_SHARE:.0f}% of the time or more.")
-    print("\nOverlap of communication and computation:")
+        yield f"  no rank cost the others {100 * stragglers.LEAST_SHARE:.0f}% of the time or more."
+    yield "\nOverlap of communication and computation:"
     for row in trace.rows:
         beside = overlap.of_row(row)
         share = "no communication" if beside.percent is None else f"{beside.percent:.0f}%"
-        print(f"  rank {row.rank}: {share} of {beside.communication_ms:.3f} ms")
+        yield f"  rank {row.rank}: {share} of {beside.communication_ms:.3f} ms"
 
 
 if __name__ == "__main__":
