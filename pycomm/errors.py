@@ -22,7 +22,7 @@ class CommError(torch.distributed.DistBackendError):
     Attributes, each None where it is unknown or has no meaning:
         rank: this rank in the group; world_size: the group's size.
         op: name of the operation, e.g. "all_reduce".
-        sequence: number of the operation in its group, from 0; the same on all ranks.
+        sequence: number of the operation in its group; the same on all ranks.
         peer: rank in the group of the other side: who died, did not arrive, or called something else.
     """
 
