@@ -109,6 +109,10 @@ PC_FN A one_nan(A x) {
     return x == x ? x : static_cast<double>(bits_to_float(0x7fc00000));
   else return x;
 }
+template <class T>
+PC_FN Complex<T> one_nan(Complex<T> x) {
+  return {one_nan(x.re), one_nan(x.im)};
+}
 
 template <class T>
 PC_FN T from_acc(Acc<T> x) {
