@@ -1,7 +1,9 @@
 """auto, explain and simulate on torch models; memory by dry_run against that of runs."""
 
+import random
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -224,3 +226,70 @@ def test_memory_within_five_percent(text):
     found = spawn(plan.world_size, measured, text)
     for run, bytes_ in zip(predicted, found, strict=True):
         assert run.peak == pytest.approx(bytes_, rel=0.05), (text, run.rank, run.peak / bytes_)
+
+
+class Unlike(torch.nn.Module):
+    """Blocks of several sizes, the largest in the middle, called with keywords; a head and two tables."""
+
+    def __init__(self, sizes):
+        super().__init__()
+        self.words = torch.nn.Embedding(19, 6)
+        self.places = torch.nn.Embedding(5, 6)
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, size), torch.nn.GELU(), torch.nn.Linear(size, 6))
+            for size in sizes
+        )
+        self.norm = torch.nn.LayerNorm(6)
+        self.head = torch.nn.Linear(6, 23, bias=False)
+
+    def forward(self, x):
+        h = self.words(x) + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            h = block(input=h)
+        return self.head(self.norm(h))
+
+
+@pytest.mark.parametrize("sizes", [(4, 9, 5), (9, 4, 5), (4, 5, 9)])
+def test_the_largest_block_stands_for_all(sizes):
+    """And what is outside of blocks is told apart: tables, the head, the norm."""
+    x = torch.randint(0, 19, (3, 5))
+    found = trace_model(Unlike(sizes), (x, x))
+    alike = trace_model(Unlike((9, 9, 9)), (x, x))
+    assert found == alike and found.layers == 3
+    whole, cut, _ = found.block_parameters()
+    assert whole + cut == 6 * 9 + 9 + 9 * 6 + 6
+    assert (found.embedding, found.head, found.last) == ((19 + 5) * 6, 23 * 6, 12)
+    assert (found.vocab, found.hidden, found.sequence, found.tied) == (23, 6, 5, False)
+    assert found.block_flops().weights == 2 * 2 * 6 * 9
+    doubled = trace_model(Unlike(sizes).double(), (x, x))
+    assert doubled.item == 8 and sum(doubled.kept()) == pytest.approx(2 * sum(found.kept()))
+    assert doubled._replace(item=4, block=()) == found._replace(block=())
+
+
+class Event(NamedTuple):
+    kind: str
+    at: int
+    size: int = 0
+
+    def name(self):
+        return self.kind
+
+    def start_ns(self):
+        return self.at
+
+    def duration_ns(self):
+        return self.size
+
+    nbytes = duration_ns
+
+
+def test_the_peak_is_that_of_the_second_step():
+    """Of what was alive before it and what it makes, by time; a higher peak before or after is none."""
+    changes = [(1, 100), (2, 900), (3, -900), (10, 30), (12, 50), (13, -60), (14, 20), (20, 5), (25, 700)]
+    events = [Event("[memory]", at, size) for at, size in changes]
+    events += [Event("second step", 10, 10), Event("aten::mm", 11, 10**9)]
+    for seed in range(5):
+        random.Random(seed).shuffle(events)
+        assert peak_of(events) == 180
+    events = [Event("[memory]", 1, 100), Event("[memory]", 11, -1), Event("second step", 10, 5)]
+    assert peak_of(events) == 99
