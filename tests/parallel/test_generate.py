@@ -42,8 +42,8 @@ def prompts():
 
 WAYS = {
     "greedy": {"max_new_tokens": 4, "do_sample": False},
-    "sampling": {"max_new_tokens": 4, "do_sample": True, "temperature": 2.0, "top_k": 20},
     "beams": {"max_new_tokens": 3, "num_beams": 2, "do_sample": False},
+    "sampling": {"max_new_tokens": 4, "do_sample": True, "temperature": 2.0, "top_k": 20},  # last: it draws
 }
 
 
