@@ -2,6 +2,7 @@
 process; for test_tensor_*.py.
 """
 
+import types
 from typing import NamedTuple
 
 import tolerance
@@ -116,6 +117,30 @@ class GroupedAttention(nn.Module):
         return self.o_proj((scores @ v).transpose(1, 2).reshape(B, T, self.num_heads * self.head_dim))
 
 
+class FusedGrouped(nn.Module):
+    """q, k and v in one projection, with fewer kv heads: all of q, then k, then v; or head by head."""
+
+    def __init__(self, width=18, heads=6, kv_heads=2, head_dim=4, by_head=False):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads, self.head_dim = heads, kv_heads, head_dim
+        self.num_key_value_groups, self.by_head = heads // kv_heads, by_head
+        fused = nn.Linear(width, (heads + 2 * kv_heads) * head_dim)
+        self.add_module("query_key_value" if by_head else "qkv_proj", fused)
+        self.add_module("dense" if by_head else "o_proj", nn.Linear(heads * head_dim, width))
+
+    def forward(self, x):
+        kv_heads, shared = self.num_key_value_heads, self.num_key_value_groups
+        if self.by_head:
+            parts = self.query_key_value(x).unflatten(-1, (kv_heads, shared + 2, self.head_dim))
+            q, k, v = (part.flatten(2, 3) for part in parts.split([shared, 1, 1], 3))
+        else:
+            widths = [heads * self.head_dim for heads in (self.num_heads, kv_heads, kv_heads)]
+            q, k, v = (part.unflatten(-1, (-1, self.head_dim)) for part in self.qkv_proj(x).split(widths, -1))
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2)
+        return (self.dense if self.by_head else self.o_proj)(y.flatten(2))
+
+
 class SwiGlu(nn.Module):
     def __init__(self, width, features):
         super().__init__()
@@ -180,6 +205,49 @@ class Encoder(nn.Module):
     def forward(self, ids):
         mask = nn.Transformer.generate_square_subsequent_mask(ids.shape[1], dtype=self.head.weight.dtype)
         return self.head(self.encoder(self.embed(ids), mask))
+
+
+class Low(nn.Module):
+    """A Linear with an adapter, as peft's."""
+
+    def __init__(self, into, out, bias=False):
+        super().__init__()
+        self.base_layer = nn.Linear(into, out)
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(into, 2, bias=False)})
+        self.lora_B = nn.ModuleDict({"default": nn.Linear(2, out, bias=bias)})
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x))
+
+
+class Adapted(nn.Module):
+    def __init__(self, width=6, features=7):
+        super().__init__()
+        self.up, self.down = Low(width, features), Low(features, width)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+class Experts(nn.Module):
+    """As transformers' ones."""
+
+    has_gate, is_concatenated, is_transposed, has_bias, has_post_expert_norm = True, True, False, False, False
+
+    def __init__(self, kernel=None, features=7, width=4):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.randn(3, 2 * features, width))
+        self.down_proj = nn.Parameter(torch.randn(3, width, features))
+        if kernel is not None:
+            self.config = types.SimpleNamespace(_experts_implementation=kernel)
+
+    def forward(self, x, chosen, weights):
+        out = 0
+        for choice in range(chosen.shape[1]):
+            gate, up = torch.einsum("th,tfh->tf", x, self.gate_up_proj[chosen[:, choice]]).chunk(2, -1)
+            down = torch.einsum("tf,thf->th", gate.tanh() * up, self.down_proj[chosen[:, choice]])
+            out = out + down * weights[:, choice, None]
+        return out
 
 
 class Sizes:

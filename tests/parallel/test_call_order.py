@@ -52,6 +52,36 @@ def test_the_sides_are_those_of_the_calls():
     assert sides(Misplaced()) == {"tok": before, "early": before, "norm": after, "head": after}
 
 
+class TwoLists(nn.Module):
+    """All norms are registered behind the blocks; each is called in another place."""
+
+    dummy_inputs = {"x": torch.zeros(2, 3)}
+
+    def __init__(self):
+        super().__init__()
+        self.one = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+        self.other = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.last, self.middle, self.first, self.never = (nn.LayerNorm(3) for _ in range(4))
+
+    def forward(self, x):
+        x = self.first(x)
+        for block in self.one:
+            x = block(x)
+        x = self.middle(x)
+        for block in self.other:
+            x = block(x)
+        return self.last(x)
+
+
+def test_sides_of_two_lists():
+    model = TwoLists()
+    trunk = find_trunk(model, ("one", "other"))
+    found = called_sides(model, trunk)
+    assert found == {"first": Side.BEFORE, "middle": Side.BETWEEN, "last": Side.AFTER}
+    sides_of = {name: side for name, _, side in owners(model, trunk, found)}
+    assert sides_of == {**found, "never": Side.AFTER}
+
+
 def test_what_was_called_before_a_failure_is_known():
     assert sides(Misplaced(looks=True)) == {
         "tok": Side.BEFORE,

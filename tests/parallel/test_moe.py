@@ -277,7 +277,7 @@ def test_traffic():
 def body_alone(rank, world_size):
     torch.manual_seed(rank)  # gates differ until rank 0's is taken
     moe = MoE(DIM, make_expert, 3, 2, group=dist.group.WORLD)
-    with pytest.raises(ValueError, match=r"rank \d.*already laid over 2 ranks"):
+    with pytest.raises(ValueError, match=r"rank \d.*already laid over 2 ranks \('ep'\)"):
         moe.shard(None, None)
     with pytest.raises(ValueError, match="last dimension is 5, dim=6"):
         moe(torch.zeros(2, 5))

@@ -273,6 +273,8 @@ def other_inputs_body(rank, world_size):
     assert out.dtype == torch.bfloat16 and torch.equal(out.float(), torch.full((1, 3), 4.0))
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
         products.linear_reduce(torch.ones(2, 5), weight, None, group, [4, 4])
+    with pytest.raises(RuntimeError, match="same dtype"):
+        products.linear_reduce(x[None].double(), weight, None, group, [4, 4])
     assert not any(calls.values())
     with torch.device("cpu"):  # a mode too, but none that looks for weights
         products.linear_reduce(x[None], weight, None, group, [4, 4])

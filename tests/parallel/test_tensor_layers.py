@@ -66,7 +66,11 @@ def test_split_heads(q_heads, kv_heads, parts):
 
 @pytest.mark.parametrize(
     "q_heads, kv_heads, parts, text",
-    [(3, 3, 4, "3 query heads .* 4 ranks"), (6, 4, 2, "6 query heads .* 4 kv heads")],
+    [
+        (3, 3, 4, "3 query heads .* 4 ranks"),
+        (6, 4, 2, "6 query heads .* 4 kv heads"),
+        (6, 0, 2, "6 query heads .* 0 kv heads"),
+    ],
 )
 def test_heads_that_do_not_fit(q_heads, kv_heads, parts, text):
     with pytest.raises(ValueError, match="blocks.0.attn.*" + text):

@@ -11,6 +11,8 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
+from pycomm.groups import as_group
+from pycomm.parallel.tensor import ColumnParallelLinear
 
 STEPS = 3
 
@@ -115,6 +117,63 @@ def test_what_a_model_does_with_its_logits(name):
     assert gathers == {plain if name in FREE else plain + STEPS}
     for each, _ in found:
         check(each, expected)
+
+
+MORE_CHANGES = {
+    "scaled after it was written": lambda logits, offset: (logits.add_(offset), logits * 0.5)[1],
+    "cast after a view was written": lambda logits, offset: written(logits, logits).double() * 2,
+    "measured and then scaled": lambda logits, offset: measured(logits * 2, 0) * 0.5,
+    "sizes": lambda logits, offset: logits * (logits.size(-1) + logits.shape[-1] + logits.numel() / 58),
+    "of a list": lambda logits, offset: torch.cat([logits, logits], 1)[:, : logits.size(1)],
+    "by name": lambda logits, offset: torch.add(input=logits, other=offset),
+    "negative": lambda logits, offset: -torch.neg(logits) - 1,
+    "divided": lambda logits, offset: (1 + logits) / 3,
+    "by a tensor": lambda logits, offset: logits.mul(offset[:, :1]),
+    "number before": lambda logits, offset: 2 * logits,
+    "power": lambda logits, offset: logits.pow(2),
+    "sorted": lambda logits, offset: logits.sort(-1)[0],
+    "shifted": lambda logits, offset: logits.roll(1, -1),
+}
+
+
+def head_of_words():
+    torch.manual_seed(3)
+    head = nn.Linear(4, 29).double()
+    x = torch.randn(2, 3, 4, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return head, x.requires_grad_(), torch.linspace(-1, 1, 29).double().view(1, 29)
+
+
+def of_one_head(head, x, logits_of):
+    """Loss and gradients, with targets on the first and the last rank and none."""
+    targets = torch.tensor([[0, 28, -100], [15, 14, 9]])
+    loss = par.cross_entropy(logits_of(head(x)), targets)
+    (loss * 3).backward()
+    return loss.detach(), x.grad, head.weight.grad, head.bias.grad
+
+
+def changed_alone(rank, world_size):
+    found = {}
+    for name, change in {**CHANGES, **MORE_CHANGES}.items():
+        head, x, offset = head_of_words()
+        layer = ColumnParallelLinear.from_module(head, as_group(None, "tp"))
+        layer.become_head()
+        layer.leave_cut(True)
+        found[name] = of_one_head(layer, x, lambda logits: change(logits, offset))  # noqa: B023
+    return found, layer.layouts()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_all_changes_of_logits_by_themselves(world_size):
+    """Each without a model around it: the loss, and the gradients of the head and of its input."""
+    results = spawn(world_size, changed_alone)
+    for name, change in {**CHANGES, **MORE_CHANGES}.items():
+        head, x, offset = head_of_words()
+        changed_logits = lambda logits: change(logits, offset)  # noqa: E731, B023
+        loss, of_x, of_weight, of_bias = of_one_head(head, x, changed_logits)
+        for found, layouts in results:
+            right = loss, of_x, layouts["weight"].take(of_weight), layouts["bias"].take(of_bias)
+            for mine, value in zip(found[name], right, strict=True):
+                torch.testing.assert_close(mine, value, rtol=0, atol=1e-12, msg=name)
 
 
 class Twice(torch.autograd.Function):
