@@ -37,6 +37,12 @@ def untied(seed, dtype):
     return Llama(**SIZES).to(dtype)
 
 
+def exchanged(groups, **options):
+    """The parameters of each group are in the other one."""
+    first, second = (group["params"] for group in groups)
+    return torch.optim.SGD([{**groups[0], "params": second}, {**groups[1], "params": first}], **options)
+
+
 ERRORS = [
     (wrong_shape, two_groups, "has shape .11, 12.*and .12, 12. here"),
     (fewer_layers, two_groups, "to which nothing in this model corresponds"),
@@ -50,6 +56,11 @@ ERRORS = [
         untied,
         lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
         "has 2 parameter groups, the one here 1",
+    ),
+    (
+        untied,
+        lambda model: two_groups(model, exchanged),
+        "are in other parameter groups.* was in group [01] .* is in group [01] now.*takes the model",
     ),
     (
         untied,

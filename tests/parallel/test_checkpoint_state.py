@@ -13,7 +13,6 @@ from checkpoint_cases import (
     train,
     two_groups,
 )
-from tiers import tier
 from torch_ranks import spawn
 
 from pycomm.parallel import (
@@ -101,21 +100,25 @@ def gradients(rank, world_size, plans):
     return found
 
 
-@tier(slow=1)
-def test_full_gradients():
+GRADIENTS = [
+    (3, ["tp=3,zero=2", "tp=3"]),  # kv heads that two ranks have
+    (2, ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2", "pp=2,schedule=zbv", "tp=2,megatron_sp"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world_size", "plans"), [GRADIENTS[0], pytest.param(*GRADIENTS[1], marks=pytest.mark.slow)]
+)
+def test_full_gradients(world_size, plans):
     plain = dense(1)
     idx, targets = batch(0)
     torch.nn.functional.cross_entropy(plain(idx).flatten(0, 1), targets.flatten()).backward()
     expected = {name: p.grad for name, p in plain.named_parameters() if p.requires_grad}
-    for world_size, plans in (
-        (2, ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "pp=2", "pp=2,schedule=zbv", "tp=2,megatron_sp"]),
-        (3, ["tp=3"]),
-    ):
-        for rank in spawn(world_size, gradients, plans):
-            for plan, found in rank.items():
-                assert found.keys() == expected.keys()
-                for name, value in expected.items():
-                    assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-12), (plan, name)
+    for rank in spawn(world_size, gradients, plans):
+        for plan, found in rank.items():
+            assert found.keys() == expected.keys()
+            for name, value in expected.items():
+                assert torch.allclose(found[name], value, rtol=1e-10, atol=1e-12), (plan, name)
 
 
 def written_once(rank, world_size, root):

@@ -8,7 +8,17 @@ from tiers import tier
 from torch_ranks import data, spawn
 
 from pycomm.parallel.data import make_compression
-from pycomm.parallel.data.compression import CHUNK, Cast, Compression, Int8, PowerSGD, TopK
+from pycomm.parallel.data.compression import (
+    CHUNK,
+    Cast,
+    Compression,
+    Int8,
+    PowerSGD,
+    TopK,
+    dequantise,
+    finite,
+    quantise,
+)
 from pycomm.parallel.ground import comm
 
 KINDS = {
@@ -322,3 +332,32 @@ def test_state_and_choices():
     ]:
         with pytest.raises(ValueError, match=message):
             make_compression(kind, **options)
+
+
+def test_a_row_of_8_bits():
+    """Each element is off by a half of a 127th of the largest of its row, at most; whatever the size."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(7, CHUNK, generator=generator, dtype=torch.float64)
+    rows *= torch.tensor([1.0, 1e-30, 1e30, 1e-3, 0.0, 5.0, 1.0], dtype=torch.float64)[:, None]
+    rows[5] = 0.0
+    rows[5, 17] = -3.0
+    for dtype in (torch.float64, torch.float32):
+        given = rows.to(dtype)
+        sent = quantise(given)
+        assert sent.dtype == torch.int8 and sent.shape == (7, CHUNK + 4)
+        found = dequantise(sent, dtype)
+        largest = given.abs().amax(1, keepdim=True)
+        assert found.dtype == dtype and ((found - given).abs() <= largest / 254 * (1 + 1e-5)).all()
+        assert torch.equal(found[4], torch.zeros(CHUNK, dtype=dtype)) and found[5].count_nonzero() == 1
+        assert (found.abs().amax(1) >= 0.999 * largest[:, 0]).all()
+    for bad in (float("nan"), float("inf"), -float("inf")):
+        spoiled = rows.float()
+        spoiled[0, 3] = bad
+        found = dequantise(quantise(spoiled), torch.float32)
+        assert found[0].isnan().all() and not found[1:].isnan().any()
+    assert finite(torch.tensor([1.0, float("nan"), float("inf"), -float("inf")])).tolist() == [
+        1.0,
+        0.0,
+        0.0,
+        0.0,
+    ]

@@ -111,11 +111,11 @@ def two_forwards(model, opt, rank, none):
 
 
 def foreign_gradients(model, opt, rank, none):
-    """The user puts tensors of his own into .grad."""
+    """The user puts tensors of his own into .grad, also of what some ranks do not use."""
     for step in range(2):
         for parameter in model.parameters():
             parameter.grad = torch.full_like(parameter, 0.5) if parameter.requires_grad else None
-        loss_of(model, rank, step).backward()
+        loss_of(model, rank, step, ("both", "left" if rank else "both")[step]).backward()
         opt.step()
 
 
@@ -254,6 +254,8 @@ def bytes_sent(rank, world_size):
         )
         with count_traffic() as traffic:
             with model.no_sync():
+                with model.no_sync():
+                    pass
                 model(torch.ones(2, 13)).sum().backward()
             quiet = traffic.calls()
             model(torch.ones(2, 13)).sum().backward()

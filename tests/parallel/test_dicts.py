@@ -316,3 +316,37 @@ def test_parallelized_again():
     assert not any(hooks)
     par.parallelize(model, opt, "")
     assert len(opt.state_dict()["param_groups"]) == 2 and not model.load_state_dict(model.state_dict())[0]
+
+
+def test_state_of_another_shape_belongs_to_a_whole_parameter():
+    """Adafactor's rows and columns go out and come in, and the training goes on as without."""
+    found = []
+    for loads in (False, True):
+        model = make()
+        opt = torch.optim.Adafactor([p for p in model.parameters() if p.requires_grad], lr=0.1)
+        model, opt = par.parallelize(model, opt, "")
+        steps(model, opt, [0])
+        if loads:
+            values, state = par.full_state_dict(model), clone(opt.state_dict())
+            assert any(
+                v.dim() == 2 and 1 in v.shape for each in state["state"].values() for v in each.values()
+            )
+            steps(model, opt, [1, 2])
+            model.load_state_dict(values)
+            opt.load_state_dict(state)
+        steps(model, opt, [1])
+        found.append(par.full_state_dict(model))
+    near(found[1], found[0], "Adafactor")
+
+
+def test_a_module_without_parameters_can_be_copied():
+    """It has no part of anything, also where all parameters are sharded."""
+    model = torch.nn.Sequential(
+        torch.nn.Linear(3, 3), torch.nn.Sequential(torch.nn.Tanh()), torch.nn.Linear(3, 3)
+    )
+    model, _ = par.parallelize(model, None, "zero=3")
+    for copied in (copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))):
+        assert torch.equal(copied(model[1])(torch.ones(2)), torch.ones(2).tanh())
+        assert not copied(model[1]).state_dict()
+        with pytest.raises(ValueError, match="cannot be copied or pickled|it is sharded under zero=3"):
+            copied(model[0])

@@ -12,6 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
+from pycomm.parallel.checkpoint.ema import _blend
 from pycomm.parallel.ground.averages import Shadow
 from pycomm.parallel.parts import parts_of
 
@@ -421,6 +422,13 @@ def refusals(rank, world_size, path):
         ema.update()
     raises("call ema.update\\(\\) on every rank", par.save, model, opt, path / "other")
     raises("call ema.update\\(\\) on every rank", ema.applied().__enter__)
+    if rank == 1:
+        ema.update()
+    few = par.ema(model, lambda updates: 0.5, name="few")
+    few.update()
+    few.decay = 0.25 + rank / 2
+    few.update()
+    raises(r"'few': \(2, 0.25\).* on rank 0 and .*'few': \(2, 0.75\).* on rank 1", few.applied().__enter__)
     assert torch.isfinite(par.step(model, opt, tokens(0)))
     raises("has not been through parallelize", par.ema, make())
 
@@ -438,3 +446,27 @@ def in_recovery(rank, world_size):
 
 def test_resilient_has_none():
     spawn(2, in_recovery)
+
+
+@pytest.mark.parametrize("decay", [0.7, 0.0, 1.0, None])
+def test_the_arithmetic_of_torch(decay):
+    """Of every kind of number at once, over several updates, the first of which copies."""
+    kinds = [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int32]
+
+    class Holder(torch.nn.Module):
+        def __init__(self, step):
+            super().__init__()
+            for number, dtype in enumerate(kinds):
+                values = torch.arange(-3, 5) * (step + 1) + 7 * number
+                self.register_buffer(f"b{number}", values.to(dtype))
+
+    functions = {"multi_avg_fn": None if decay is None else get_ema_multi_avg_fn(decay)}
+    theirs = AveragedModel(Holder(0), use_buffers=True, **functions)
+    ours = [buffer.clone() for buffer in Holder(0).buffers()]
+    for step in range(4):
+        now = Holder(step)
+        theirs.update_parameters(now)
+        _blend(list(zip(ours, now.buffers(), strict=True)), decay, step)
+        for mine, other in zip(ours, theirs.module.buffers(), strict=True):
+            torch.testing.assert_close(mine, other)  # of the same dtype; whole numbers are equal
+            assert decay is None or torch.equal(mine, other), (mine, other)

@@ -10,6 +10,8 @@ from torch import nn
 from torch_ranks import spawn
 
 import pycomm.parallel as par
+from pycomm.groups import ALONE
+from pycomm.parallel.data.gather_rows import RowsGathered, gathering, take_gathered
 
 ROWS, DIM, STEPS = 9, 6, 3
 PLANS = ("dp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=3", "dp=2,tp=2", "dp=2,pp=2")
@@ -281,6 +283,25 @@ def test_clip_in_stages_is_told_a_way_out():
     first, second = spawn(2, clip_in_stages)
     assert first == second and "Two towers with an input each (CLIP) cannot be cut into pipeline" in first
     assert first.endswith(f"use a plan with pp=1, such as tp=2,blocks={TEXTS}")
+
+
+def test_one_rank_and_what_it_is_told():
+    """Rows of its own, none where they stand in for none, and why not."""
+    x = torch.arange(6.0).view(3, 2).requires_grad_()
+    with gathering(ALONE):
+        found = par.gather_rows(x)
+        assert torch.equal(found, x) and par.gather_rows(x[:1]).shape == (1, 2)
+        assert [len(rows) for rows in take_gathered()] == [3, 1] and take_gathered() == []
+        with pytest.raises(ValueError, match=r"x needs rows \(dim 0\); it has no dimensions"):
+            par.gather_rows(torch.tensor(1.0))
+        with gathering(ALONE, counts=False):
+            assert par.gather_rows(x).shape == (0, 2) and len(take_gathered()) == 1
+        assert torch.equal(par.gather_rows(x), x)
+    with gathering(ALONE, "three microbatches"), pytest.raises(ValueError, match="gather_rows: three microb"):
+        par.gather_rows(x)
+    with gathering(ALONE, "three microbatches", is_check=True), pytest.raises(RowsGathered):
+        par.gather_rows(x)
+    assert par.gather_rows(x) is x and take_gathered() == []
 
 
 def test_elsewhere_it_is_the_tensor():

@@ -297,6 +297,20 @@ def test_checkpoints_go_from_and_to_other_plans(zero, tmp_path):
             spawn(its_hosts, loaded, plan, folder, reference, after)
 
 
+def with_frozen(rank, world_size, text):
+    torch.manual_seed(0)
+    model = Normed()
+    model.first.weight.requires_grad_(False)
+    start = {name: value.clone() for name, value in model.state_dict().items()}
+    model, _ = par.parallelize(model, None, text)
+    return [torch.equal(value, start[name]) for name, value in full_state_dict(model).items()]
+
+
+def test_what_is_frozen_is_counted_on_one_host():
+    for found in spawn("0101", with_frozen, "dp=4,zero=1,zero_group=host"):
+        assert all(found) and len(found) == 9
+
+
 def verified(rank, world_size, text, make, inputs):
     torch.manual_seed(0)
     targets = torch.randint(0, 5, (len(inputs),), generator=torch.Generator().manual_seed(0))

@@ -2,6 +2,8 @@
 raise alike nothing is broken, and nothing of it is told later.
 """
 
+import itertools
+import mmap
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from torch_ranks import DIED, spawn
 
 import pycomm
 import pycomm.parallel as par
-from pycomm.parallel.ground import last_words
+from pycomm.parallel.ground import comm, last_words
 from pycomm.parallel.parts import parts_of
 
 
@@ -173,3 +175,60 @@ def late(rank, world_size):
 def test_a_rank_that_ends_before_the_other_has_looked():
     """Its memory is open in both from the end of parallelize on."""
     assert "Rank 0 had raised ArithmeticError" in spawn(2, late, expect_deaths=[0])[1]
+
+
+def slots(size):
+    """LastWords of several ranks in the memory of one process."""
+    memory, found = mmap.mmap(-1, last_words.TOKEN + last_words.SLOT * size), []
+    for rank in range(size):
+        words = last_words.LastWords.__new__(last_words.LastWords)
+        words.memory, words.group, words.mesh = memory, comm.Group("world", size, rank, None), None
+        found.append(words)
+        words.leave(None)
+    return found
+
+
+def test_each_rank_has_room_of_its_own():
+    """Long texts, cut in the middle of a letter, one after the other, in any order, and short ones after."""
+    ranks, most = slots(3), last_words.SLOT - last_words.LENGTH.size
+    for order, length in itertools.product(((0, 1, 2), (2, 1, 0), (1, 0, 2)), (5000, 999, 1008, 3, 0)):
+        texts = [f"ValueError: {rank}{'ü' * length}" for rank in range(3)]
+        for rank in order:
+            ranks[rank].leave(ValueError(texts[rank].removeprefix("ValueError: ")))
+        left = [text.encode()[:most].decode(errors="replace") for text in texts]
+        said = [f"Rank {rank} had raised {text}" for rank, text in enumerate(left)]
+        for rank, reader in enumerate(ranks):
+            assert reader.of_others() == [text for other, text in enumerate(said) if other != rank]
+    ranks[1].leave(None)
+    assert [len(reader.of_others()) for reader in ranks] == [1, 2, 1]
+    with ranks[0].told():  # begins with nothing of its own
+        assert [len(reader.of_others()) for reader in ranks] == [1, 1, 0]
+    with pytest.raises(KeyboardInterrupt), ranks[2].told():
+        raise KeyboardInterrupt("enough")
+    assert ranks[0].of_others() == ["Rank 2 had raised KeyboardInterrupt: enough"]
+
+
+def test_who_waits_for_whom_is_followed_to_its_end():
+    """From the rank that an error names to the one that it waited for, and so on; never in a circle."""
+    ranks = slots(5)
+    for rank, about in ((1, 4), (4, 2), (3, 0)):
+        ranks[rank]._leave(f"waits for {about}", about)
+    ranks[2].leave(ValueError("the cause"))
+    assert ranks[0]._chain(1, False) == [
+        *("Rank 1 had raised waits for 4", "Rank 4 had raised waits for 2"),
+    ]
+    assert ranks[0].of_others() == ["Rank 2 had raised ValueError: the cause"]
+    ranks[2]._leave("waits for 1", 1)
+    assert len(ranks[0]._chain(1, False)) == 3 and ranks[0].of_others() == []
+    assert ranks[4]._chain(-1, True) == [] and ranks[3]._chain(0, False) == []
+
+
+def test_an_error_of_the_wire_that_names_nobody_stays_as_it_is():
+    """And is not left for the others; of a MismatchError all ranks have one."""
+    ranks = slots(2)
+    for error in (pycomm.CommError("no memory"), pycomm.MismatchError("sizes differ")):
+        error.peer = 1
+        with pytest.raises(type(error)) as caught, ranks[0].told():
+            raise error
+        assert str(caught.value) in ("no memory", "sizes differ")
+        assert ranks[1].of_others() == [] == ranks[1]._chain(0, False)

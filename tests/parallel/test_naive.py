@@ -99,6 +99,10 @@ def body_sum(rank, world_size):
         flat = data(rank, count)
         gather_and_broadcast(flat, as_group())
         results.append(flat)
+    for dtype in (torch.bfloat16, torch.float16):  # it is rounded once: each small term alone would be lost
+        small = torch.full((2,), 2.0 if rank == 0 else 0.75 * torch.finfo(dtype).eps, dtype=dtype)
+        gather_and_broadcast(small, as_group())
+        results.append(small)
     with pytest.raises(ValueError, match=rf"rank {rank}/3.*on rank {2 if rank != 2 else 0}"):
         NaiveDataParallel(nn.Linear(3, 4 if rank == 2 else 5))
     return results
@@ -106,4 +110,8 @@ def body_sum(rank, world_size):
 
 def test_sum_and_unequal_modules():
     for results in spawn(3, body_sum):
-        equal(results, [sum(data(rank, count) for rank in range(3)) for count in (0, 1, 1000)])
+        equal(results[:3], [sum(data(rank, count) for rank in range(3)) for count in (0, 1, 1000)])
+        assert all(
+            torch.equal(found, torch.full_like(found, 2 + 2 * torch.finfo(found.dtype).eps))
+            for found in results[3:]
+        )

@@ -16,7 +16,7 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 from pycomm.parallel.building import alike
 from pycomm.parallel.ground import hyperparameters
-from pycomm.parallel.ground.plain import text_of
+from pycomm.parallel.ground.plain import class_text, text_of
 
 PLANS = ["dp=2", "dp=2,zero=1", "dp=2,zero=3", "tp=2", "pp=2"]
 slow = pytest.mark.slow
@@ -433,4 +433,52 @@ def test_texts_are_equal_where_values_are() -> None:
     endless: list = []
     endless.append(endless)
     assert text_of(endless) == text_of([[[[[]]]]])
+    assert class_text(nn.Linear) == "torch.nn.modules.linear.Linear" and class_text(Model) == "Model"
     assert text_of(torch.zeros(65)) == text_of(torch.zeros((), device="meta")) == "a tensor"
+
+
+def test_a_change_that_was_refused_is_still_one_after_the_next() -> None:
+    """Of two keys and two groups: what a rank has set is compared until it is as on the others."""
+    ranks = []
+    for _ in range(2):
+        params = [torch.nn.Parameter(torch.ones(1)) for _ in range(2)]
+        opt = torch.optim.SGD([{"params": [param]} for param in params], lr=0.1)
+        watched = hyperparameters.Hyperparameters(opt, lambda texts: told)
+        ranks.append((opt.param_groups, watched))
+    told: list[dict[str, str]] = []
+
+    def marks() -> list[int]:
+        return [watched.mark() for _, watched in ranks]
+
+    assert len(set(marks())) == 1
+    ranks[1][0][0]["lr"] = 0.2
+    assert len(set(marks())) == 2
+    for groups, _ in ranks:
+        groups[1]["momentum"] = 0.9  # alike on all
+    assert len(set(marks())) == 2 and len(set(marks())) == 2
+    told[:] = [watched._set for _, watched in ranks]
+    for rank, (_, watched) in enumerate(ranks):
+        with pytest.raises(ValueError, match=rf"rank {rank}\] step: the optimizer's lr of group 0 differs"):
+            watched.refuse(rank)
+    ranks[0][0][0]["lr"] = 0.2
+    assert len(set(marks())) == 1
+    for groups, watched in ranks:
+        groups[0]["steps"] = len(told)  # by a step of the optimizer
+        watched.note()
+    ranks[1][0][0]["steps"] = 7
+    ranks[1][1].note()
+    assert len(set(marks())) == 1
+    for groups, _ in ranks:
+        groups[1]["mine"] = [1, (2, 3)]
+    assert len(set(marks())) == 1
+    ranks[1][0][1]["mine"].append(4)  # in place
+    assert len(set(marks())) == 2
+    ranks[0][0][1]["mine"].append(4.0)
+    assert len(set(marks())) == 1
+    for number, keys in enumerate((("first", "second"), ("second", "first"))):  # in another order
+        for key in keys:
+            ranks[number][0][0][key] = 1
+            ranks[number][1].mark()
+    assert len(set(marks())) == 1
+    ranks[0][0][1]["momentum"] = 0.5
+    assert len(set(marks())) == 2

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from models import GPT
-from odd_models import cross, tokens
+from odd_models import Plain, cross, tokens
 from tiers import tier
 from torch_ranks import spawn
 
@@ -191,6 +191,37 @@ def test_as_in_one_process(name, ranks):
             for text, state in zip(texts, found, strict=True):
                 for key, value in expected.items():
                     assert equality.relative(state[key], value) < 1e-10, (text, key)
+
+
+class OfTheHead(Plain):
+    """Its embedding is the head's weight, which gets its gradient there alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.head.weight = self.tok.weight
+
+    def run_blocks(self, x):
+        return super().run_blocks(x.detach())
+
+
+def tied_and_frozen(rank, world_size, text):
+    """The weight is frozen between two calls that wait for one update."""
+    torch.manual_seed(0)
+    model = OfTheHead().double()
+    model, opt = par.parallelize(model, sgd(model), text)
+    for step in range(2):
+        for number in range(2):
+            model.tok.weight.requires_grad_(not number)
+            par.step(model, opt, tokens(step + 5 * number), cross, update=number == 1)
+    return par.full_state_dict(model)
+
+
+def test_a_tied_weight_that_is_frozen_between_calls_that_wait():
+    """What it has got until then is updated with, by the stage too that has no gradient of it."""
+    expected = tied_and_frozen(0, 1, "")
+    for state in spawn(2, tied_and_frozen, "pp=2"):
+        for key, value in expected.items():
+            assert equality.relative(state[key], value) < 1e-10, key
 
 
 def on_one_rank(rank, world_size, texts):

@@ -150,6 +150,27 @@ def test_the_state_before_the_first_step(text, third):
     spawn(2, begin, text, list(OPTIMIZERS)[third::3])
 
 
+def less_state(rank, world_size):
+    """A state that lacks a parameter takes what the optimizer had of it; the others are as in the state."""
+    for text in ("dp=2,zero=1", "tp=2"):
+        model = make()
+        model, opt = par.parallelize(model, optimizer_of(model), text)
+        steps(model, opt, range(1))
+        values, state = par.state_dict(model, opt)
+        steps(model, opt, range(1, 2))
+        kept = list(state["state"])[1:]
+        less = {**state, "state": {name: state["state"][name] for name in kept}}
+        par.load_state_dict(model, (values, less), opt)
+        found = par.state_dict(model, opt)[1]["state"]
+        assert list(found) == kept, text
+        for name in kept:
+            near(whole(found[name]), whole(state["state"][name]), (text, name), 1e-300)
+
+
+def test_state_that_is_not_there_is_dropped():
+    spawn(2, less_state)
+
+
 def refused(rank, world_size, states):
     """What does not fit is refused on all ranks, and changes nothing; files of one process do fit."""
     (early, early_opt), (late, _) = states

@@ -96,6 +96,11 @@ CASES = {
         {"weight"},
     ),
     "embedding": (lambda: nn.Embedding(11, 4, padding_idx=-2), indices(3, 5), set()),
+    "embedding, padding from the end": (
+        lambda: Matmul(11, 4, lambda x, w: F.embedding(x, w, -1)),
+        lambda: torch.tensor([[10, 1, 10], [0, 9, 10]]),
+        set(),
+    ),
     "embedding by frequency": (
         lambda: nn.Embedding(11, 4, scale_grad_by_freq=True),
         indices(3, 5),

@@ -1,6 +1,9 @@
 """The kinds of buckets and shards alone, in one process: what each answers is the same, wherever it lies."""
 
+import contextlib
+import itertools
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,11 @@ from pycomm.groups import ALONE
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
 from pycomm.parallel.ground.layout import whole
+from pycomm.parallel.zero.apply import master_options
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
 from pycomm.parallel.zero.shards import MasterOptions
+from pycomm.parallel.zero.units import Phase, State, Unit, Units
 
 SHAPES = (3, 4), (), (5,), (0, 2)
 IN_PLACE, COPIES = MasterOptions(), MasterOptions(dtype=torch.float64)
@@ -78,6 +83,165 @@ def test_shards_bring_new_values_to_the_parameters(zero, masters):
     found = torch.cat([info.param.detach().flatten() for info in infos])
     torch.testing.assert_close(found, expected.float())
     assert [tuple(info.param.shape) for info in infos] == list(SHAPES)
+
+
+@pytest.mark.parametrize(("zero", "tied"), [(0, False), (0, True), (1, False), (2, False)])
+def test_what_stands_in_a_gradient_is_added_to(zero, tied):
+    """In a loop of the user's own: a gradient that he has set, one that he has dropped, and what is left."""
+    infos, bucket, _ = make(zero, tied)
+    reduce(bucket, infos, torch.float64)
+    first, _, third, _ = (grad.clone() for grad in gradients())
+    if zero < 2:  # else what is set is refused
+        infos[0].param.grad = torch.full(SHAPES[0], 7.0, dtype=torch.float64)
+        first = infos[0].param.grad.clone()
+    else:
+        for info in infos:
+            info.param.grad = torch.zeros_like(info.param)
+    infos[1].param.grad = None
+    for _ in range(2):
+        bucket.put_aside()
+        assert all(info.param.grad is None for info in infos)
+        for info in infos:
+            bucket.accumulate(info.param, torch.ones(info.shape, dtype=torch.float64))
+            if info.param.grad is not None:
+                bucket.collect(info.param)
+        bucket.launch()
+        bucket.wait()
+        bucket.take_mean(2 if zero or tied else 1)
+        part = 0.5 if zero or tied else 1.0
+        first, third = first + part, third + part
+        if zero == 2:
+            for info in infos:
+                info.param.grad = torch.zeros_like(info.param)
+    expected = torch.cat([first.flatten(), torch.full((1,), 2 * part).double(), third.flatten()])
+    torch.testing.assert_close(
+        torch.cat([bucket.elements(p, bucket.gradient()) for p in bucket.owned]), expected
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_copies_in_fp32_are_made_where_they_are_asked_for(dtype):
+    _, bucket, _ = make(1, dtype=dtype)
+    for precision, offload in itertools.product((None, "bf16"), (None, "optimizer")):
+        found = master_options(bucket, par.Plan(zero=1, precision=precision, offload=offload))
+        wanted = torch.float32 if precision and dtype is torch.bfloat16 else None
+        assert found == MasterOptions(dtype=wanted)  # what is on the CPU is not brought to the host
+    assert master_options(bucket, par.Plan(zero=3, offload="parameters")).values_on_host
+
+
+class Noting:
+    """Shards of a unit, which note what they are told to do."""
+
+    def __init__(self, name, log):
+        self.name, self.log = name, log
+        self.bucket = types.SimpleNamespace(infos=[])
+
+    def start_gather(self):
+        self.log.append(f"start {self.name}")
+
+    def finish_gather(self):
+        self.log.append(f"end {self.name}")
+
+    def free(self):
+        self.log.append(f"free {self.name}")
+
+
+def units_of(names, always=""):
+    log = []
+    units = Units()
+    units.opens, units.closes = (lambda: log.append("open")), (lambda: log.append("close"))
+    for name in names:
+        units.add(Unit(name, [Noting(name, log)]), always=name in always)
+    return units, dict(zip(names, units.units, strict=True)), log
+
+
+def run_pass(units, made, used, phase=Phase.FORWARD, stage=0):
+    """Which units are fetched ahead after each use."""
+    ahead = []
+    units.begin(phase, stage)
+    for name in used:
+        units.use(made[name])
+        ahead.append("".join(unit.name for unit in units.units if unit.state is State.GATHERING))
+    units.end()
+    return ahead
+
+
+def test_the_next_unit_is_fetched_ahead_as_in_the_first_pass():
+    """Each phase and each stage has a first pass of its own. A guess that was wrong is freed at the end."""
+    units, made, log = units_of("abcd", always="d")
+    uses = ["start d", "end d", *(f"{what} {name}" for name in "abc" for what in ("start", "end"))]
+    for phase, stage in ((Phase.FORWARD, 0), (Phase.EVALUATE, 0), (Phase.FORWARD, 1)):
+        for number in range(3):
+            log.clear()
+            ahead = run_pass(units, made, "aabc", phase, stage)
+            assert ahead == (["b", "b", "c", ""] if number else [""] * 4)
+            assert log == ["open", *uses, *(f"free {name}" for name in "abcd"), "close"]
+            assert units.phase is Phase.IDLE and not any(unit.is_whole for unit in units.units)
+    log.clear()
+    assert run_pass(units, made, "a") == ["b"]
+    assert [line for line in log if line.endswith("b")] == ["start b", "end b", "free b"]
+
+
+def test_another_order_than_the_first_is_only_slower():
+    units, made, log = units_of("abc")
+    run_pass(units, made, "abc")
+    for used in ("ac", "cba", "b", "acacb", ""):
+        log.clear()
+        run_pass(units, made, used)
+        for name in "abc":
+            mine = [line.split()[0] for line in log if line.endswith(f" {name}")]
+            assert mine in ([], ["start", "end", "free"]) and (mine or name not in used)
+    units.forget_orders()
+    log.clear()
+    run_pass(units, made, "b")
+    run_pass(units, made, "b")
+    assert [line for line in log if line.endswith(("a", "c"))] == []
+
+
+def test_a_pass_that_ends_by_an_error_frees_all_and_raises_the_first():
+    units, made, log = units_of("abc")
+
+    def broken():
+        raise ValueError("writes to a parameter")
+
+    made["b"].shards[0].free = broken
+    units.begin(Phase.FORWARD)
+    for name in "abc":
+        units.use(made[name])
+    with pytest.raises(ValueError, match="writes to a parameter"):
+        units.end()
+    assert log[-3:] == ["free a", "free c", "close"] and not any(unit.is_whole for unit in units.units)
+
+
+def test_parameters_are_the_users_again_after_each_pass():
+    """Under zero=3 a read of them between calls is refused, whatever the call was, and how it ended."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 1))
+    model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), lr=0.1), "zero=3")
+    x, y = torch.randn(5, 3), torch.randn(5, 1)
+
+    def own_backward():
+        loss = torch.nn.functional.mse_loss(model(x), y)
+        refused()
+        loss.backward()
+
+    def refused():
+        for parameter in model.parameters():
+            with pytest.raises(ValueError, match="is sharded under zero=3"):
+                parameter.sum()
+
+    calls = [
+        lambda: par.step(model, opt, (x, y), torch.nn.functional.mse_loss, update=False),
+        lambda: par.step(model, opt, (x, y), torch.nn.functional.mse_loss),
+        lambda: par.evaluate(model, (x, y), torch.nn.functional.mse_loss),
+        own_backward,
+        lambda: opt.step(),
+        lambda: model(x[:, :2]),
+    ]
+    for call in calls:
+        with contextlib.suppress(RuntimeError):
+            call()
+        refused()
 
 
 def test_the_number_becomes_a_kind_in_one_place():

@@ -268,3 +268,66 @@ def held(rank, world_size):
 def test_only_what_was_read_stays_whole():
     for found, always, idle in spawn(2, held):
         assert found == [{"tok"}, {"tok"}] and always == ["tok"] and idle
+
+
+class Forking(Plain):
+    """Which of its blocks run is told before each call, alike on all ranks. Its sizes are asked for, too."""
+
+    def __init__(self):
+        super().__init__(layers=3)
+        self.ways = [0, 1, 2]
+
+    def run_blocks(self, x):
+        assert x.shape[-1] == self.tok.weight.size(1) == self.tok.weight.shape[1] == self.norm.weight.numel()
+        for way in self.ways:
+            x = self.blocks[way](x)
+        return x
+
+
+# blocks of each call, by update: the guess of a call after the first is wrong
+FORKS = [([0, 1, 2],), ([0, 2], [2, 1]), ([2], [1, 2, 0]), ([1],), ([0, 1, 2], [0, 2])]
+
+
+def forked(rank, world_size, texts):
+    found = []
+    for text in texts:
+        torch.manual_seed(0)
+        model = Forking().double()
+        par.parallelize(model, opt := sgd(model), text)
+        losses = []
+        for number, calls in enumerate(FORKS):
+            for call, model.ways in enumerate(calls):
+                update = call == len(calls) - 1
+                losses.append(par.step(model, opt, tokens(number + 10 * call), cross, update=update).item())
+            model.ways = [2, 1]
+            losses.append(par.evaluate(model, tokens(number), cross).item())
+        found.append((losses, par.full_state_dict(model)))
+    return found
+
+
+def forked_alone():
+    torch.manual_seed(0)
+    model = Forking().double()
+    opt, losses = sgd(model), []
+    for number, calls in enumerate(FORKS):
+        batches = [tokens(number + 10 * call) for call in range(len(calls))]
+        total = sum((y != -100).sum() for _, y in batches)
+        opt.zero_grad()
+        for model.ways, (x, y) in zip(calls, batches, strict=True):
+            loss = cross(model(x), y)
+            (loss * (y != -100).sum() / total).backward()
+            losses.append(loss.item())
+        opt.step()
+        model.ways, (x, y) = [2, 1], tokens(number)
+        losses.append(cross(model(x), y).item())
+    return losses, model.state_dict()
+
+
+def test_calls_that_take_other_branches():
+    """A block that was fetched ahead and not used has its new values in the next call."""
+    losses, state = forked_alone()
+    for found in spawn(2, forked, ("dp=2,zero=3", "dp=2,zero=2")):
+        for its_losses, its_state in found:
+            assert its_losses == pytest.approx(losses, rel=1e-11)
+            for name, value in state.items():
+                torch.testing.assert_close(its_state[name], value, rtol=1e-10, atol=1e-12)
