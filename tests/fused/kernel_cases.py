@@ -21,7 +21,7 @@ import tolerance
 import torch
 import torch.distributed as dist
 import torch_ranks
-from kernel_faults import FAULTS
+from kernel_faults import FAULTS, QUICK_FAULTS
 from kernel_jobs import (
     DTYPES,
     EMPTY,
@@ -37,6 +37,7 @@ from kernel_jobs import (
     check,
     context_of,
 )
+from kernel_quick import QUICK
 from oracle import ACTIVATIONS, draw
 
 from pycomm import fused
@@ -424,16 +425,16 @@ def _cases():
 
 CASES = _cases()
 LEAST_RANKS = {"order_of_sum": 3}
-assert not CASES.keys() & FAULTS.keys()
+assert not CASES.keys() & FAULTS.keys() and not QUICK.keys() & (CASES | FAULTS).keys()
 
 
 def run(name, world_size):
     """What went wrong, or ""."""
     try:
-        if name in FAULTS:
-            FAULTS[name](world_size)
+        if name in FAULTS | QUICK_FAULTS:
+            (FAULTS | QUICK_FAULTS)[name](world_size)
         else:
-            torch_ranks.spawn(max(world_size, LEAST_RANKS.get(name, 2)), CASES[name])
+            torch_ranks.spawn(max(world_size, LEAST_RANKS.get(name, 2)), (CASES | QUICK)[name])
     except AssertionError as error:
         return str(error) or repr(error)
     return ""

@@ -214,7 +214,14 @@ def other_problem(world_size):
     torch_ranks.spawn(world_size, cross, Job(SCATTER), Job(GATHER), (SCATTER, GATHER))
 
 
+def crossed(world_size):
+    """One of these, for the quick tests."""
+    job = Job(REDUCE, n=9, k=8)
+    torch_ranks.spawn(world_size, cross, job, job._replace(k=7), ("k=8", "k=7"))
+
+
 FAULTS = {
     case.__name__: case
     for case in (lost_signal, absent_rank, absent_without_data, killed_rank, other_shapes, other_problem)
 }
+QUICK_FAULTS = {"absent_without_data": absent_without_data, "crossed": crossed}

@@ -46,6 +46,11 @@ WRONG = [
     ("all_gather_matmul", (A, B), {"sizes": [6]}, ValueError, "sizes has 1 entries for 2 ranks"),
     ("all_gather_matmul", (A, B), {"sizes": [6, 5]}, ValueError, r"sizes\[1\]=5, but a has 6 along dim 0"),
     ("all_gather_matmul", (A, B), {"sizes": [-1, 6]}, ValueError, r"sizes=\[-1, 6\] must not be negative"),
+    ("all_gather_matmul", (A, B), {"shards": [8, 7]}, ValueError,
+     r"shards\[1\]=7, but b's part here is 8 long"),
+    ("matmul_reduce_scatter", (A, B), {"shards": [64, 8]}, ValueError,
+     r"shards\[1\]=8, but b's part here is 64 long"),
+    ("matmul_all_reduce", (A, B), {"shards": [64]}, ValueError, "shards has 1 entries for 2 ranks"),
     ("matmul_reduce_scatter", (A, B), {"sizes": [3, 4]}, ValueError,
      r"sizes=\[3, 4\] sum to 7, but a has 6 along dim 0"),
     ("matmul_reduce_scatter", (A, B, 5), {}, TypeError,
@@ -142,6 +147,53 @@ def test_only_what_is_needed_has_a_gradient():
         assert fused.matmul(a, b, bias).grad_fn is None
 
     run_ranks(2, body)
+
+
+@pytest.mark.parametrize("activation", [None, "swiglu"])
+def test_a_gradient_is_the_same_whatever_else_needs_one(activation):
+    """Of each of the seven choices of a, b and bias, beside frozen ones; uneven pieces."""
+
+    def body(comm):
+        wide = 4 if activation else 2
+        a, b, bias = draw(comm.rank, 2 + comm.rank, 3), draw(5 + comm.rank, 3, wide), draw(9, wide)
+        whole = draw(3 + comm.rank, 5, 3)
+        for function, x, options in (
+            (fused.all_gather_matmul, a, {"sizes": [2, 3]}),
+            (fused.matmul_reduce_scatter, whole, {"sizes": [1, 4]}),
+            (fused.matmul_all_reduce, whole, {}),
+        ):
+            found = {}
+            for chosen in range(1, 8):
+                leaves = [y.clone().requires_grad_(bool(chosen >> i & 1)) for i, y in enumerate((x, b, bias))]
+                out = function(*leaves[:2], comm, bias=leaves[2], activation=activation, **options)
+                (out * torch.arange(out.numel()).view(out.shape)).sum().backward()
+                assert [y.grad is not None for y in leaves] == [y.requires_grad for y in leaves], chosen
+                found[chosen] = [y.grad for y in leaves]
+            for chosen, grads in found.items():
+                for grad, right in zip(grads, found[7], strict=True):
+                    assert grad is None or torch.equal(grad, right), f"{function.__name__}, {chosen}"
+
+    run_ranks(2, body)
+
+
+def test_ranks_with_shards_of_their_own():
+    """Columns where rows are gathered, else rows; one rank may have none."""
+
+    def body(comm):
+        widths = (3, 0, 5)
+        mine = widths[comm.rank]
+        x, w = draw(1, 6, 8), draw(2, 8, 8)
+        first = sum(widths[: comm.rank])
+        out = fused.all_gather_matmul(
+            x[2 * comm.rank :][:2], w[:, first:][:, :mine], comm, shards=widths, activation="relu"
+        )
+        torch.testing.assert_close(out, (x @ w)[:, first:][:, :mine].relu())
+        parts = x[:, first:][:, :mine], w[first:][:mine]
+        torch.testing.assert_close(fused.matmul_all_reduce(*parts, comm, shards=widths), x @ w)
+        out = fused.matmul_reduce_scatter(*parts, comm, shards=list(widths))
+        torch.testing.assert_close(out, (x @ w)[2 * comm.rank :][:2])
+
+    run_ranks(3, body)
 
 
 def test_gradients_are_those_of_finite_differences():

@@ -109,6 +109,12 @@ def test_a_default_device_is_not_for_the_record():
         (draw(0, 32, 64), launch.DESCRIPTOR),
         (draw(0, 32, 64).t(), launch.TRANSPOSED),
         (draw(0, 1, 64), launch.DESCRIPTOR),
+        (draw(0, 32, 66), launch.DESCRIPTOR),  # rows begin at multiples of 16 bytes, not of 32
+        (draw(0, 32, 68, dtype=torch.float32), launch.DESCRIPTOR),
+        (draw(0, 68, 32, dtype=torch.float32)[:, :-2], launch.DESCRIPTOR),
+        (draw(0, 32, 66, dtype=torch.float32), launch.POINTERS),
+        (draw(0, 32, 72, dtype=torch.bfloat16).t(), launch.TRANSPOSED),
+        (draw(0, 32, 68, dtype=torch.bfloat16).t(), launch.POINTERS),
         (draw(0, 64).expand(32, 64), launch.POINTERS),
         (draw(0, 64).expand(32, 64).t(), launch.POINTERS),
         (draw(0, 640).as_strided((32, 64), (16, 1)), launch.POINTERS),

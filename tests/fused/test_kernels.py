@@ -17,7 +17,8 @@ from pathlib import Path
 
 import pytest
 from kernel_cases import CASES
-from kernel_faults import FAULTS
+from kernel_faults import FAULTS, QUICK_FAULTS
+from kernel_quick import QUICK
 from tiers import tier
 
 HERE = Path(__file__).parent
@@ -88,7 +89,7 @@ def processes(request):
                 for item in items
                 if item.callspec.params["world_size"] == world_size
             ]
-            started[world_size] = Process(world_size, names)
+            started[world_size] = Process(world_size, dict.fromkeys(names))
         return started[world_size]
 
     yield get
@@ -104,5 +105,13 @@ def processes(request):
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels(name, world_size, processes):
+    error = processes(world_size).record(name, LIMIT[world_size])["error"]
+    assert not error, error
+
+
+@pytest.mark.parametrize("world_size", [2], ids=["2_ranks"])
+@pytest.mark.parametrize("name", [*QUICK, *QUICK_FAULTS])
+def test_a_little_of_everything(name, world_size, processes):
+    """All operations, special values, and what becomes of ranks that are late or compute something else."""
     error = processes(world_size).record(name, LIMIT[world_size])["error"]
     assert not error, error

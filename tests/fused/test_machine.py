@@ -106,6 +106,29 @@ def test_ranks_that_are_threads(uuids, threads, monkeypatch):
     assert machine.of(group, "cuda:0").threads is threads
 
 
+@pytest.mark.parametrize(
+    ("uuid", "failed", "answer", "native"),
+    [("B", 0, 1, True), ("B", 0, 0, False), ("B", 1, 1, False), ("C", 0, 1, True), ("hidden", 0, 1, False)],
+)
+def test_atomics_on_the_memory_of_a_peer(uuid, failed, answer, native, monkeypatch):
+    """What the driver says of this GPU and that one, in this order; of a GPU that is hidden, nothing."""
+    asked = []
+
+    def attribute(value, *which):
+        value._obj.value = answer
+        asked.append(which)
+        return failed
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda number: SimpleNamespace(uuid="ABC"[number])
+    )
+    driver = SimpleNamespace(cuDeviceGetP2PAttribute=attribute)
+    monkeypatch.setattr(machine.ctypes, "CDLL", {"libcuda.so.1": driver}.__getitem__)
+    assert machine._native_atomics(torch.device("cuda", 0), uuid) is native
+    assert asked == ([] if uuid == "hidden" else [(3, 0, "ABC".index(uuid))])
+
+
 def test_alone(monkeypatch):
     facts = SimpleNamespace(major=10, minor=0, multi_processor_count=148, uuid="A")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)

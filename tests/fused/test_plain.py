@@ -2,6 +2,7 @@
 sizes, every dimension that can be cut, all activations and dtypes, torch groups of pycomm and Gloo,
 Communicators, whole and in chunks."""
 
+import types
 from typing import NamedTuple
 
 import oracle
@@ -14,6 +15,7 @@ from torch_ranks import spawn
 
 from pycomm import fused
 from pycomm.fused import plain, ranks
+from pycomm.fused.problem import Problem
 from pycomm.groups import even_sizes
 from pycomm.testing import run_ranks
 
@@ -271,6 +273,72 @@ def results_of_their_own(rank, world_size):
 
 def test_results_do_not_lie_in_reused_memory():
     spawn(2, results_of_their_own)
+
+
+class Late:
+    """A group whose works do nothing before they are waited for, as slow as a collective can be: what is read
+    before that, or written where it reads, is wrong. Every peer has what this rank has.
+    """
+
+    def __init__(self, size):
+        self.size, self.rank, self.communicator, self.cache = size, size - 1, object(), ranks.Cache()
+        self.under_way, self.most = [], 0
+
+    def empty(self, count, dtype, device):
+        return torch.full((count,), 171, dtype=dtype)
+
+    def work(self, done, async_op):
+        if not async_op:
+            done()
+            return None
+        self.under_way.append(done)
+        self.most = max(self.most, len(self.under_way))
+        return types.SimpleNamespace(wait=lambda: (self.under_way.remove(done), done()))
+
+    def all_gather(self, parts, x, async_op=True):
+        parts = parts.split(x.shape[0]) if isinstance(parts, torch.Tensor) else parts
+        return self.work(lambda: [part.copy_(x[: part.shape[0]]) for part in parts], async_op)
+
+    def reduce_scatter(self, out, parts, async_op=True):
+        parts = parts.split(out.shape[0]) if isinstance(parts, torch.Tensor) else parts
+        return self.work(lambda: out.copy_(self.size * parts[self.rank]), async_op)
+
+    def all_reduce(self, x, async_op=True):
+        return self.work(lambda: x.mul_(self.size), async_op)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3, 5])
+@pytest.mark.parametrize("columns", [8, 640], ids=["ordinary memory", "registered memory"])
+@pytest.mark.parametrize("options", [{}, {"bias": True}, {"activation": "gelu"}], ids=str)
+def test_nothing_is_read_before_it_is_there(chunks, columns, options):
+    """Whatever the number of chunks: two of matmul_reduce_scatter share their slots with those after them."""
+    size, rows = 3, 300
+    a, b = draw(1, rows, 4, dtype=torch.float32), draw(2, 4, columns, dtype=torch.float32)
+    bias = draw(3, columns, dtype=torch.float32) if options.get("bias") else None
+    sizes = even_sizes(rows, size)
+
+    def problem(op, m, **cut):
+        return Problem(op, m, columns, 4, torch.float32, size, size - 1, **options, **cut)
+
+    def expected(z):
+        z = z if bias is None else z + bias
+        return z if "activation" not in options else torch.nn.functional.gelu(z)
+
+    group = Late(size)
+    found = plain.matmul_reduce_scatter(
+        problem("matmul_reduce_scatter", rows, sizes=tuple(sizes)), group, a, b, bias, chunks
+    )
+    close(found.out, expected(size * (a @ b).split(sizes)[-1]))
+    assert group.most <= 2 and (group.cache.staging is not None) == (columns == 640)
+    found = plain.matmul_all_reduce(problem("matmul_all_reduce", rows), group, a, b, bias, chunks)
+    close(found.out, expected(size * (a @ b)))
+    mine = a[: sizes[-1]]
+    found = plain.all_gather_matmul(
+        problem("all_gather_matmul", size * sizes[-1], sizes=(sizes[-1],) * size),
+        group, mine, b, bias, chunks, keep=True,
+    )  # fmt: skip
+    close(found.out, expected(torch.cat([mine @ b] * size)))
+    assert torch.equal(found.gathered, torch.cat([mine] * size)) and not group.under_way
 
 
 def in_inference_mode(rank, world_size):

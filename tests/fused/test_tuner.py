@@ -277,6 +277,80 @@ def test_caches_that_differ():
     assert run_ranks(2, one_has_a_cache, mode="processes") == [("plain", True)] * 2
 
 
+def test_what_was_measured_before_stays(cache):
+    """Of other problems and other places; of the same one the last counts."""
+    first, second = choice.Choice("plain", 1, None, "one"), choice.Choice("fused", 1, config.FP32, "two")
+    other, here = "another machine", tuner.place(CPU)
+    keys = [tuner.key_of(problem()), tuner.key_of(problem(k=65))]
+    for where, key, found in (
+        (here, keys[0], second), (other, keys[0], first), (here, keys[1], second), (here, keys[0], first),
+    ):  # fmt: skip
+        tuner._write(where, key, tuner._entry(found))
+    known = {
+        where: {key: entry["reason"] for key, entry in of.items()} for where, of in tuner._read().items()
+    }
+    assert known == {other: {keys[0]: "one"}, here: {keys[0]: "one", keys[1]: "two"}}
+    assert [tuner.lookup(problem(), CPU), tuner.lookup(problem(k=65), CPU)] == [first, second]
+    assert sorted(path.name for path in cache.parent.iterdir()) == ["fused.json", "fused.lock"]
+
+
+@pytest.mark.parametrize(
+    ("entries", "alike"),
+    [
+        (["plain", "plain"], True),
+        (["fused", "fused"], True),
+        (["plain", "fused"], False),
+        (["fused", "wider"], False),
+        (["fused", "fused", "wider"], False),
+        ([None, "plain"], False),
+        (["plain", "plain", None], False),
+        ([None, None], False),
+    ],
+)
+def test_ranks_agree_where_form_and_tiles_are_the_same(entries, alike):
+    """What each measured may differ."""
+    known = {
+        "plain": choice.Choice("plain", 1, None, "a"),
+        "fused": choice.Choice("fused", 1, config.FP32, "b"),
+    }
+    known["wider"] = known["fused"]._replace(config=config.FP32._replace(movers=8))
+    found = [
+        name and tuner._entry(known[name]._replace(reason=str(rank))) for rank, name in enumerate(entries)
+    ]
+    assert tuner._alike(found) is alike
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"m": 1024}, {"n": 257}, {"k": 65}, {"dtype": torch.float16}, {"world_size": 2}, {"activation": "relu"},
+     {"bias": True}, {"op": "matmul"}],
+)  # fmt: skip
+def test_another_problem_has_another_entry(change):
+    assert tuner.key_of(problem(**change)) != tuner.key_of(problem())
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+@pytest.mark.parametrize("op", OPS)
+def test_only_what_needs_registers_takes_a_smaller_tile(op, arch):
+    """Rows at multiples of 16 bytes and nothing to save: what is shipped. Others: 64 at most in 16 bits."""
+    for shipped in config.candidates(op, torch.bfloat16, arch):
+        assert config.fitting(problem(op), shipped, save=True) == shipped
+        for ragged in (problem(op, n=257), problem(op, k=65)):
+            found = config.fitting(ragged, shipped)
+            assert max(found[:3]) <= 64 and not (found.flatten or found.specialize)
+            assert found.tma == shipped.tma and found.movers == shipped.movers
+
+
+def test_what_is_tuned_is_used_from_then_on(monkeypatch):
+    """By later calls of the group, without measuring again."""
+    best = choice.Choice("plain", 1, None, "tuned")
+    monkeypatch.setattr(tuner, "measure", lambda *arguments: best)
+    group = ranks.ALONE._replace(cache=ranks.Cache())
+    assert tuner.tune(problem(), torch.zeros(1), torch.zeros(1), None, group) is best
+    monkeypatch.setattr(tuner, "measure", None)
+    assert tuner.decide(problem(), group, CPU, HERE, FALLBACK, None) is best
+
+
 def test_uneven_shards_share_an_entry():
     keys = {
         tuner.key_of(
