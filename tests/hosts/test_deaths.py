@@ -193,27 +193,38 @@ def test_a_stopped_leader(count, stopped, monkeypatch):
         group.kill(stopped, signal.SIGCONT)
 
 
-@tier(quick=0)
-def test_ranks_that_were_stopped_together(monkeypatch):
-    """They find no leader silent when they go on: they have not listened themselves."""
-    monkeypatch.setenv("PYCOMM_HOST_TIMEOUT", "3")
+def test_ranks_that_were_stopped_together_and_one_that_is_alone(monkeypatch):
+    """They find no leader silent when they go on: they have not listened themselves. Then one leader is."""
+    monkeypatch.setenv("PYCOMM_HOST_TIMEOUT", "4")
+    hosts = [0, 1, 1, 0]
 
     def body(comm, link):
-        comm.barrier()
-        link.send("started")
-        link.recv()
-        return comm.all_reduce(torch.ones(3)).tolist()
+        for _ in range(2):
+            comm.barrier()
+            link.send("started")
+            link.recv()
+            found = attempt(comm.all_reduce, torch.ones(3))[1]
+            link.send(found.tolist() if isinstance(found, torch.Tensor) else found)
 
-    with Group(3, body, hosts="2+1", timeout=60.0) as group:
+    with Group(4, body, hosts="0110", timeout=60.0) as group:
         group.expect("started")
-        for rank in range(3):
+        for rank in range(4):
             group.kill(rank, signal.SIGSTOP)
-        time.sleep(4)
-        for rank in (1, 0, 2):
+        time.sleep(5)
+        for rank in (1, 3, 0, 2):
             group.kill(rank, signal.SIGCONT)
         time.sleep(0.5)
-        group.send(0, 1, 2)
-        assert [group.get(rank) for rank in range(3)] == [[3.0] * 3] * 3
+        group.send(*range(4))
+        group.expect([4.0] * 3)
+        group.expect("started")
+        group.kill(0, signal.SIGSTOP)
+        group.send(1, 2, 3)
+        for rank in (1, 2, 3):
+            report = group.get(rank)
+            assert (report["kind"], report["peer"]) == ("PeerError", 0), report
+            silent = "host0 (ranks 0, 3)" if hosts[rank] else f"{named(0)}, which speaks for host0,"
+            assert f"{silent} has not been heard for 4 s" in report["text"], report
+        group.kill(0, signal.SIGCONT)
 
 
 # --- a rank that dies while a group is made --------------------

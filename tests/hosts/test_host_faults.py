@@ -15,6 +15,7 @@ from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
+from pycomm.testing.groups import hosts_of
 
 SOON = 1.0  # seconds from a death to the error on every rank
 HOST_OF = [0, 0, 1, 1]  # of 2+2
@@ -52,6 +53,47 @@ def test_a_rank_is_missing(call, absent):
         assert f"{named(absent)} did not arrive within the timeout of {LATE:g} s" in report["text"], report
 
 
+@pytest.mark.parametrize(("hosts", "absent"), [("2+2", [0, 1]), ("1+1+1", [0, 1]), ("1+1+1", [1, 2])])
+def test_all_missing_ranks_are_named(hosts, absent):
+    """They are of one host, or of two."""
+    n = sum(map(int, hosts.split("+")))
+    told = threading.Barrier(n, timeout=30)
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank in absent:
+            told.wait()
+        report = attempt(comm.all_reduce, torch.ones(3000), timeout=1.0)[1]
+        if comm.rank not in absent:
+            told.wait()
+        return report
+
+    names = ", ".join(named(rank, hosts_of(hosts, n)) for rank in absent)
+    for rank, report in enumerate(run_ranks(n, body, hosts=hosts, timeout=60)):
+        assert report["kind"] == "CommTimeoutError" and report["peer"] == absent[0], report
+        assert (report["rank"], report["world_size"]) == (rank, n), report
+        assert f"{names} did not arrive within the timeout of 1 s" in report["text"], report
+
+
+@pytest.mark.parametrize("absent", [0, 1])
+def test_a_rank_is_missing_after_a_pause(absent):
+    """The threads of a group go to sleep after a second without an operation."""
+    told = threading.Barrier(2, timeout=30)
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == absent:
+            told.wait()
+        time.sleep(1.6 * (comm.rank != absent))
+        report = attempt(comm.all_reduce, torch.ones(3000), timeout=1.0)[1]
+        if comm.rank != absent:
+            told.wait()
+        return report
+
+    for report in run_ranks(2, body, hosts="1+1", timeout=60):
+        assert report["kind"] == "CommTimeoutError" and report["peer"] == absent, report
+
+
 @pytest.mark.parametrize("first", [0, 2], ids=["a waiting host is early", "the host of the missing is early"])
 def test_the_missing_rank_is_named_whoever_came_first(first):
     """Rank 3 is missing. The ranks of one host begin a second before rank 2, which waits for rank 3."""
@@ -83,8 +125,9 @@ def test_abort(who):
         seconds, report = attempt(comm.all_reduce, torch.ones(5000))
         return seconds.wall, report
 
-    for wall, report in run_ranks(4, body, hosts="2+2", timeout=30):
+    for rank, (wall, report) in enumerate(run_ranks(4, body, hosts="2+2", timeout=30)):
         assert report["kind"] == "AbortedError" and report["peer"] == who, report
+        assert (report["rank"], report["world_size"]) == (rank, 4), report
         assert f"{named(who)} aborted the group: enough" in report["text"] and wall < 0.1 + SOON, report
 
 
@@ -106,6 +149,33 @@ def test_close_before_an_operation(who):
         assert report["kind"] == "PeerError" and report["peer"] == who, report
         assert f"{named(who)} closed the group before it came to this operation" in report["text"], report
         assert seconds.wall < 2 * SOON, seconds
+
+
+@pytest.mark.parametrize("hosts", ["2+1", "1+2"])
+def test_a_host_that_has_left_is_not_missed(hosts, monkeypatch):
+    """What the ranks of the other host have to do with each other goes on for longer than a silent host is
+    waited for.
+    """
+    monkeypatch.setenv("PYCOMM_HOST_TIMEOUT", "2")
+    left = 2 if hosts == "2+1" else 0
+    low, high = sorted({0, 1, 2} - {left})
+    together = threading.Barrier(2, timeout=30)
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == left:
+            return comm.close()
+        together.wait()
+        time.sleep(2.6)
+        together.wait()
+        if comm.rank == low:
+            return comm.send(torch.ones(3), high)
+        x = torch.zeros(3)
+        comm.recv(x, low)
+        return x.tolist()
+
+    results = run_ranks(3, body, hosts=hosts, timeout=30)
+    assert [result for result in results if result is not None] == [[1.0] * 3]
 
 
 @pytest.mark.parametrize("who", [0, 1])

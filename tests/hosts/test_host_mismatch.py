@@ -75,6 +75,11 @@ def test_mismatch_on_a_leader(name):
     run_ranks(4, mismatch, name, 2, hosts_of("2+2", 4), hosts="2+2", wire_delay_us=200, timeout=20.0)
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "large" in name or "size" in name])
+def test_mismatch_in_the_middle_of_a_host(name):
+    run_ranks(4, mismatch, name, 1, hosts_of("3+1", 4), hosts="3+1", timeout=20.0)
+
+
 @pytest.mark.parametrize("name", ["size 1 and 2", "size 2^20 and 2^20+512", "operation and route", "splits"])
 def test_no_process_dies(name):
     """Over Gloo, which ends a process over a message of another size than its receive."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from places import raises
-from torch_ranks import meeting
+from torch_ranks import meeting, spawn
 
 from pycomm import AbortedError, CommTimeoutError, Communicator, MismatchError, PeerError, hosts
 from pycomm.testing import run_ranks
@@ -157,6 +157,52 @@ def test_the_death_of_a_rank_ends_messages(size):
     options = {"hosts": "0011", "mode": "processes", "timeout": 40, "fail": False}
     results = run_ranks(4, body, **options)
     assert results[:3] == [[True]] * 3 and isinstance(results[3], ChildProcessError)
+
+
+UNATTENDED = {
+    "recv": lambda: dist.irecv(torch.ones(4), 3),
+    "recv from any": lambda: dist.irecv(torch.ones(4)),
+    "large send": lambda: dist.isend(torch.ones(1 << 22), 3),
+}
+
+
+def check_future_of_a_death(r, n, operation, together):
+    """Nobody waits or polls: a future is all that ranks 0 and 2 have, on the other host and on the same."""
+    dist.barrier()
+    together.wait()
+    if r == 3:
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGKILL)
+    future = UNATTENDED[operation]().get_future()
+    deadline = time.monotonic() + 15
+    while not future.done():
+        time.sleep(0.002)
+        assert time.monotonic() < deadline, "the future has not seen the death"
+    with pytest.raises(PeerError, match=r"rank 3 \(host1\)"):
+        future.wait()
+    with contextlib.suppress(AbortedError, PeerError):
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("operation", UNATTENDED)
+def test_a_future_sees_a_death(operation):
+    spawn(4, check_future_of_a_death, operation, meeting(4), hosts=[0, 0, 1, 1], expect_deaths=[3])
+
+
+def check_future_of_a_limit(r, n):
+    """As long as its group lives: rank 1 does not come."""
+    if r == 0:
+        future = dist.irecv(torch.ones(4), 1).get_future()
+        with pytest.raises(
+            CommTimeoutError, match=r"rank 1 \(host1\) did not arrive within the timeout of 1 s"
+        ):
+            future.wait()
+    else:
+        time.sleep(2.5)
+
+
+def test_a_future_has_a_limit():
+    spawn(2, check_future_of_a_limit, hosts=[0, 1], timeout=1.0)
 
 
 @pytest.mark.parametrize("polls", [False, True])

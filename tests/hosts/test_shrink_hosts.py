@@ -166,9 +166,11 @@ def test_again_and_again():
             if comm.rank == size - 1:
                 return number
             comm = comm.shrink(exclude=[size - 1], timeout=LIMIT)
+            assert comm._comm.timeout == comm._timeout == 47.5, "the limit of operations is another one"
         return sum_of_ranks(comm, number), comm.name.count("/shrunk1")
 
-    assert over(6, "010212", rank_main, fail=True) == [([0.0] * 5, 5), 1, 2, 3, 4, 5]
+    results = over(6, "010212", rank_main, fail=True, operation_timeout=47.5)
+    assert results == [([0.0] * 5, 5), 1, 2, 3, 4, 5]
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 sizes around the payload of a card and beyond two segments, placement of buffers, late messages.
 """
 
+import functools
 import itertools
 import threading
 
@@ -10,7 +11,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from collective_cases import ALGORITHMS, CHECKS, DTYPES, MOVING, PLACEMENTS, check, difference, raw, same
-from test_reductions import FACTOR, REDUCTIONS, reduction, values
+from test_reductions import (
+    EDGES,
+    FACTOR,
+    REDUCTIONS,
+    combinations,
+    expected_edges,
+    reduction,
+    values,
+    with_one_nan,
+)
 from tiers import tier
 
 import pycomm
@@ -40,6 +50,12 @@ def test_table(hosts, delay):
     n = HOSTS[hosts]
     counts = [1, CARD // 4, 1009] if delay else sizes(n)
     check(n, list(table(n, counts)), hosts=hosts, wire_delay_us=delay)
+
+
+@pytest.mark.parametrize("hosts", ["2+1", "0110", "1+1+2"])
+def test_around_a_card(hosts):
+    n = len(hosts_of(hosts, HOSTS.get(hosts, 3 if hosts == "2+1" else 4)))
+    check(n, list(table(n, sizes(n))), hosts=hosts)
 
 
 @pytest.mark.parametrize("hosts", ["3+5", "01010111"])
@@ -147,6 +163,39 @@ def test_bits_of_sums(hosts, counts):
     n = {"1+1": 2, "1+4": 5}.get(hosts, 4)
     numbers = hosts_of(hosts, n)
     found = sum(run_ranks(n, run_reductions, numbers, counts, hosts=hosts, wire_delay_us=50), [])
+    assert not found, f"{len(found)} wrong results:\n" + "\n".join(found[:8])
+
+
+def reduce_edges(comm, hosts):
+    """In pieces that travel in a card, and at once. See test_reductions.py."""
+    found, n, r = [], comm.world_size, comm.rank
+    for name, op in EDGES:
+        v = combinations(DTYPES[name], n)
+        count = v.shape[1] // n
+        right = expected_edges(op, v, functools.partial(oracle.over_hosts, hosts=hosts))
+        pieces = range(0, v.shape[1], CARD // v.itemsize)
+        for begin in pieces if op == "sum" else pieces[:2]:
+            piece = slice(begin, begin + CARD // v.itemsize)
+            got = comm.all_reduce(v[r, piece].clone(), reduction(op))
+            if not same(with_one_nan(op, got), with_one_nan(op, right[piece])):
+                found.append(f"rank {r}: small all_reduce({name}, {op}) at {begin}")
+        got = {
+            "all_reduce": (comm.all_reduce(v[r].clone(), reduction(op)), right),
+            "reduce": (comm.reduce(v[r].clone(), n - 1, reduction(op)), right),
+            "reduce_scatter": (
+                comm.reduce_scatter(v[r, : n * count].clone(), op=reduction(op)),
+                right[r * count : (r + 1) * count],
+            ),
+        }
+        for kind, (result, wanted) in got.items():
+            if result is not None and not same(with_one_nan(op, result), with_one_nan(op, wanted)):
+                found.append(f"rank {r}: {kind}({name}, {op})")
+    return found
+
+
+@pytest.mark.parametrize("hosts", ["1+1+1", "2+1", "1+2"])
+def test_values_at_the_edges(hosts):
+    found = sum(run_ranks(3, reduce_edges, hosts_of(hosts, 3), hosts=hosts), [])
     assert not found, f"{len(found)} wrong results:\n" + "\n".join(found[:8])
 
 
