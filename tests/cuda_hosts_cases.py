@@ -98,6 +98,7 @@ DTYPES += [torch.complex64, torch.complex128, torch.float64, torch.float16, torc
 
 def dtypes(r, n):
     """Sums that NCCL has under another name; everything moves."""
+    ops = dist.ReduceOp
     for dtype in DTYPES:
         mine = [(data(p, 40).abs() % 2).to(dtype) for p in range(n)]
         x = mine[r].to("cuda")
@@ -114,10 +115,21 @@ def dtypes(r, n):
         dist.broadcast(x, 0)
         equal(x.cpu().view(torch.uint8), torch.full((5,), 1).to(dtype).view(torch.uint8))
     refused = [(torch.int16, dist.ReduceOp.SUM), (torch.int32, dist.ReduceOp.BAND)]
-    refused += [(torch.int32, dist.ReduceOp.AVG), (torch.uint32, dist.ReduceOp.MAX)]
+    refused += [(torch.int32, ops.AVG), (torch.int64, ops.BXOR)]
+    refused += [(dtype, op) for dtype in (torch.uint32, torch.uint64) for op in (ops.MIN, ops.MAX)]
     for dtype, op in refused:
         with raises(ValueError, "NCCL, which has no", "all_reduce"):
             dist.all_reduce(torch.ones(3, dtype=dtype).to("cuda"), op=op)
+    dist.barrier()
+
+
+def many(r, n):
+    """More operations than may run ahead of their headers, none of which anybody waits for."""
+    x = cuda(r, 4)
+    dist.all_reduce(x)
+    for _ in range(600):
+        dist.all_reduce(x.fill_(1.0))
+    equal(x.cpu(), torch.full((4,), float(n)))
     dist.barrier()
 
 
@@ -151,7 +163,7 @@ def messages(r, n):
     dist.barrier()
 
 
-CASES = {"dtypes": dtypes, "grouped": grouped, "messages": messages}
+CASES = {"dtypes": dtypes, "many": many, "grouped": grouped, "messages": messages}
 
 
 def case(name, hosts):

@@ -8,7 +8,6 @@ from pathlib import Path
 import compiled
 import pytest
 from test_sanitizers import core_sources
-from tiers import tier
 
 ROOT = Path(__file__).parent.parent
 CUDA = ROOT / "csrc" / "cuda"
@@ -43,11 +42,19 @@ def programs(tmp_path_factory):
     return {name: [str(program), name] for name in PROGRAMS}
 
 
-@tier(slow=1)
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_program(programs, name):
+# All of it, or what is quick.
+QUICK = ["ways", "no way", "last step", "too large", "wrong mapping", "dead peer", "multicast"]
+SUITES = [
+    ("host_test", []),
+    ("peer_memory_test", QUICK),
+    pytest.param("peer_memory_test", [], marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("name, suites", SUITES)
+def test_program(programs, name, suites):
     result = subprocess.run(
-        programs[name], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
+        [*programs[name], *suites], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=120
     )
     assert result.returncode == 0 and ", 0 failed" in result.stdout and "\n0 passed" not in result.stdout, (
         result.stdout[-5000:]

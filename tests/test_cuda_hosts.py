@@ -38,7 +38,8 @@ def test_native_operations(server):
 
 
 @pytest.mark.parametrize(
-    ("name", "hosts"), [("dtypes", [0, 1]), ("grouped", [0, 1]), ("messages", [0, 1, 0])]
+    ("name", "hosts"),
+    [("dtypes", [0, 1]), ("many", [0, 1]), ("grouped", [0, 1]), ("messages", [0, 1, 0])],
 )
 def test_cases(server, name, hosts):
     server.run("cuda_hosts_cases.case", name, hosts)

@@ -27,7 +27,7 @@ PLANS = [
     for name in ("planner", "plan_reduce", "plan_move", "plan_bracket", "plan_message", "choice", "announce")
 ]
 KERNELS = TESTS / "kernel_launch.cc"
-SUITES = [TESTS / f"{name}.cc" for name in ("kernel_test", "kernel_faults", "machine")]
+SUITES = [TESTS / f"{name}.cc" for name in ("kernel_test", "kernel_faults", "kernel_faults_more", "machine")]
 # What all these call beside, which is correct without a sanitizer: as it was built for users.
 BESIDE = [
     *sorted((ROOT / "csrc" / "arithmetic").glob("*.cc")),
@@ -82,6 +82,18 @@ def build(folder: Path, name: str) -> Path:
     return compiled.link(files, folder / name, sanitizer)
 
 
+@pytest.fixture(scope="module")
+def quick_program(tmp_path_factory):
+    """All kernels, not optimised: the compiler takes longer than it runs."""
+    flags = [*FLAGS, "-O0"]
+    kernels = compiled.unit("kernel_launch", [ROOT / KERNELS], flags)
+    suites = compiled.unit("kernel_suites", [ROOT / source for source in SUITES], flags)
+    plans = compiled.built([ROOT / source for source in PLANS])
+    return compiled.link(
+        [kernels, suites, *plans, *beside()], tmp_path_factory.mktemp("cuda_kernels") / "quick"
+    )
+
+
 def run(program, arguments, seconds=SECONDS, **variables):
     """(exit status, output); with a sanitizer the program ends at its first report."""
     environment = {**os.environ, "TSAN_OPTIONS": "halt_on_error=1", **variables}
@@ -115,11 +127,11 @@ def check_all(program, cases):
 
 CASES = {
     "plain": [*(f"table {n}" for n in range(8, 0, -1)), *(f"random {seed} 150" for seed in range(1, 7)),
-              "mutants 1 100", "forms 5 1", "rings 1 100", "faults",
+              "mutants 1 100", "forms 5 1", "values 4", "rings 1 100", "faults",
               *(f"streams {seed}" for seed in range(5)), "records 1"],
     "weak": ["forms 4 1", "mutants 1 60", "mutants 2 60", "rings 1 20", "faults", "streams 1", "records 1"],
     "address": [*(f"forms {n} {n}" for n in (4, 3, 2, 1)), *(f"random {seed} 60" for seed in (11, 12, 13)),
-                "rings 2 30", "faults", "streams 1", "streams 2", "records 2"],
+                "values 2", "rings 2 30", "faults", "streams 1", "streams 2", "records 2"],
     "thread": ["forms 4 3", "forms 3 2", "mutants 1 60", "random 21 25", "rings 3 15", "faults",
                "streams 1", "records 3"],
 }  # fmt: skip
@@ -132,6 +144,14 @@ MANY_CASES = {
     + [f"forms {n} {100 + n}" for n in (2, 5, 6, 7, 8)]
     + [f"random {seed} 25" for seed in (22, 23, 24)],
 }
+
+
+QUICK = ["values 3", "faults", "forms 3 1", "mutants 1 40", "rings 1 20", "records 1"]
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_values_and_faults(quick_program, case):
+    check_all(quick_program, [case])
 
 
 @tier(slow=1)

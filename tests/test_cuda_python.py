@@ -1,11 +1,12 @@
 """CUDA tensors through all of Python and C++, without a GPU: the native API and torch.distributed on the
 device of tests/fake_cuda.py.
 
-The cases are in cuda_native_cases.py, cuda_fused_cases.py and cuda_torch_cases.py. Each leaves nothing: no
-memory, stream, event or mapping of the driver.
+The cases are in cuda_native_cases.py, cuda_native_errors.py, cuda_fused_cases.py and cuda_torch_cases.py.
+Each leaves nothing: no memory, stream, event or mapping of the driver.
 """
 
 import cuda_native_cases as native
+import cuda_native_errors as errors
 import cuda_torch_cases as backend
 import pytest
 import torch
@@ -52,10 +53,10 @@ def test_streams(server, name, kind, settings):
 
 
 @tier(quick=2 / 3, slow=1 / 2)
-@pytest.mark.parametrize("name", [case.__name__ for case in native.ERRORS])
+@pytest.mark.parametrize("name", [case.__name__ for case in errors.ERRORS])
 @pytest.mark.parametrize("kind, settings", [("threads", {}), ("processes", {}), ("processes", MPS)])
 def test_errors(server, name, kind, settings):
-    server.run(f"cuda_native_cases.in_{kind}", name, devices=2, **settings)
+    server.run(f"cuda_native_errors.in_{kind}", name, devices=2, **settings)
 
 
 @pytest.mark.parametrize(

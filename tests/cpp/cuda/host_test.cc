@@ -2,7 +2,9 @@
 // driver's own streams and events.
 #include <cstring>
 
+#include "../../../csrc/cuda/budget.h"
 #include "../../../csrc/cuda/device/driver.h"
+#include "../../../csrc/cuda/device/spare.h"
 #include "../../../csrc/cuda/protocol.h"
 #include "ranks.h"
 
@@ -133,6 +135,42 @@ void test_choose_protocol() {
              as_wanted && contains(reason, each.reason) && verdict == first_verdict);
     }
   }
+}
+
+// --- what ranks of one process share
+
+// A process has the room of its ranks in the most crowded group it has seen, less what its groups hold.
+void test_places() {
+  Place here{};
+  here.uuid.bytes[0] = 99;
+  here.multiprocessors = 16;
+  Places alone(here, 1, 1, 3), crowded(here, 1, 4, 64), again(here, 1, 1, 64), none(here, 2, 4, 5);
+  expect("places: 16 for one rank", alone.count() == 3);
+  expect("places: 4 where 4 processes share the device", crowded.count() == 1);
+  expect("places: nothing is left", again.count() == 0 && none.count() == 0);
+  crowded.keep(0);
+  alone.keep(2);
+  expect("places: what was given back", Places(here, 1, 1, 64).count() == 2);
+  expect("places: once more", Places(here, 1, 1, 1).count() == 1);
+  here.uuid.bytes[0] = 98;
+  expect("places: another device", Places(here, 1, 1, 64).count() == 16);
+}
+
+// Blocks that are kept for later go where the device has no more memory.
+void test_spare_blocks() {
+  const auto body = [](Rank&) {
+    constexpr size_t large = 600 << 20, larger = 700 << 20;
+    OpenRank one(0, 2), two(0, 2);
+    const DevicePtr first = allocate_block(0, large);
+    free_block(0, first, large);
+    require(fake_counts().allocations == 1, "a block is kept while ranks are threads");
+    require(allocate_block(0, large) == first, "and used again");
+    free_block(0, first, large);
+    free_block(0, allocate_block(0, larger), larger);
+    require(fake_counts().allocations == 1, "it makes room for another");
+    require_contains(error_of([] { allocate_block(0, size_t{2} << 30); }), "CUDA_ERROR_OUT_OF_MEMORY");
+  };
+  expect("spare blocks", run_ranks({.ranks = 1, .before_threads = [](int) { fake_settings() = {}; }}, body));
 }
 
 // --- Topology::gather
@@ -284,6 +322,8 @@ void test_rules() {
 
 int main() {
   test_choose_protocol();
+  test_places();
+  test_spare_blocks();
   test_gather();
   test_driver();
   test_streams();

@@ -21,14 +21,16 @@ struct Case {
   int root = 0;
   bool uneven = false;
   bool in_place = false;
-  size_t misalign = 0;   // elements; three times as many for the output
+  size_t misalign = 0;   // elements; three times as many for the output, on ranks of odd number
   bool rough = false;    // f32, f64 and complex: the sum depends on the order of addition
+  bool special = false;  // any bits: NaN, infinities, denormals, -0.0; true that is not 1
 
   std::string text() const {
     return std::string(to_string(kind)) + " " + to_string(algorithm) + " " + to_string(dtype) + " " +
            to_string(op) + " count=" + std::to_string(count) + " root=" + std::to_string(root) +
            (uneven ? " uneven" : "") + (in_place ? " in place" : "") +
-           (misalign ? " misaligned " + std::to_string(misalign) : "") + (rough ? " rough" : "");
+           (misalign ? " misaligned " + std::to_string(misalign) : "") + (rough ? " rough" : "") +
+           (special ? " special" : "");
   }
 };
 
@@ -62,6 +64,22 @@ inline void fill_element(std::byte* to, DType dtype, uint64_t seed, bool rough) 
   }
 }
 
+// Any bits, and every third time those of 0, 1, an infinity, a NaN, the least or the greatest magnitude, of
+// either sign.
+inline void fill_special(std::byte* to, DType dtype, uint64_t seed) {
+  const bool complex = dtype == DType::c64 || dtype == DType::c128;
+  const size_t size = size_of(dtype) / (complex ? 2 : 1);
+  if (complex) fill_special(to + size, dtype == DType::c64 ? DType::f32 : DType::f64, seed + 77);
+  const uint64_t h = (seed + 1) * 0x9e3779b97f4a7c15ULL, any = (h ^ h >> 29) * 0xbf58476d1ce4e5b9ULL;
+  const int mantissa = dtype == DType::bf16 ? 7 : size == 2 ? 10 : size == 4 ? 23 : 52;
+  const uint64_t sign = uint64_t{1} << (8 * size - 1), infinity = sign - (uint64_t{1} << mantissa);
+  const uint64_t one = (infinity >> 1) & ~((uint64_t{1} << mantissa) - 1);
+  const uint64_t known[] = {0, 1, one, infinity, infinity - 1, infinity + 1, infinity | infinity >> 3};
+  uint64_t bits = any >> 40 | any << 24;
+  if (size > 1 && h >> 40 & 1) bits = known[(h >> 33) % std::size(known)] | (h >> 50 & 1 ? sign : 0);
+  std::memcpy(to, &bits, size);
+}
+
 // Buffers of one operation on all ranks.
 class Instance {
  public:
@@ -81,7 +99,7 @@ class Instance {
     for (int r = 0; r < n_; ++r) {
       if (!region) {
         ins_.push_back(std::make_unique<Buffer>(in_count_[r] * item_, c.misalign * item_));
-        outs_.push_back(std::make_unique<Buffer>(out_count_[r] * item_, 3 * c.misalign * item_));
+        outs_.push_back(std::make_unique<Buffer>(out_count_[r] * item_, 3 * c.misalign * item_ * (r % 2)));
       }
       in_.push_back(region ? region->parts[r]->data() : ins_[r]->data());
       out_.push_back(region ? region->parts[r]->data() + stride : outs_[r]->data());
@@ -89,8 +107,11 @@ class Instance {
     }
     for (int r = 0; r < n_; ++r) {
       sources_.emplace_back(in_count_[r] * item_);
-      for (size_t i = 0; i < in_count_[r]; ++i)
-        fill_element(sources_[r].data() + i * item_, c.dtype, salt * 1000003 + r * 7919 + i, c.rough);
+      for (size_t i = 0; i < in_count_[r]; ++i) {
+        const uint64_t seed = salt * 1000003 + r * 7919 + i;
+        std::byte* const to = sources_[r].data() + i * item_;
+        c.special ? fill_special(to, c.dtype, seed) : fill_element(to, c.dtype, seed, c.rough);
+      }
     }
   }
 

@@ -33,7 +33,11 @@ void mismatch(const std::vector<Case>& cases, const Setting& setting, const std:
     expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
            setting.text() + ": " + text + " is reported on rank " + std::to_string(r));
     expect(record.epoch == 1, "the mismatch is that of the first operation");
-    const std::string said = describe_difference(record.here, record.there, static_cast<int>(record.peer));
+    const int peer = static_cast<int>(record.peer);
+    expect(record.there.meta == ranks.error(peer).records[0].here.meta &&
+               record.there.count == ranks.error(peer).records[0].here.count,
+           "the call of another rank is that of the rank named");
+    const std::string said = describe_difference(record.here, record.there, peer);
     expect(said.find(text) != std::string::npos, "'" + text + "' in '" + said + "'");
   }
 }
@@ -45,12 +49,12 @@ void mismatches() {
         const Setting setting{
             .world_size = n, .memory = memory, .protocol = protocol, .options = {.seed = 5, .preempt = 16}};
         const Case base{.count = 500};
-        auto with = [&](Case other, const std::string& text) {
+        auto with = [&](Case other, const std::string& text, int odd = -1) {
           std::vector<Case> cases(n, base);
-          cases[n - 1] = other;
+          cases[odd < 0 ? n - 1 : odd] = other;
           mismatch(cases, setting, text);
         };
-        with({.count = 501}, "count=");
+        for (int odd = 0; odd < n; ++odd) with({.count = 501}, "count=", odd);
         with({.count = 50000}, "count=");
         with({.dtype = DType::bf16, .count = 500}, "dtype=");
         with({.op = ReduceOp::max, .count = 500}, "reduce op=");
@@ -69,55 +73,65 @@ void mismatches() {
       }
 }
 
-// Splits that only two of four ranks see.
-void pairwise_mismatch() {
-  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered}) {
-    const int n = 4;
-    const Setting setting{.world_size = n, .protocol = protocol};
-    Machine machine(n, {.seed = 3});
-    Ranks ranks(machine, n, options_of(setting));
-    Instance instance(ranks, {.kind = OpKind::all_to_all, .count = 40, .uneven = true}, setting.memory, 1);
-    for (int r = 0; r < n; ++r) {
-      Op op = instance.op(r);
-      if (r == 1) op.in_parts[2].count -= 1;
-      ranks.enqueue(r, op);
-    }
-    const Outcome outcome = machine.run();
-    ++runs;
-    expect(outcome.ok, "a pairwise mismatch ends; got " + outcome.text);
-    for (int r = 0; r < n; ++r) {
-      const ErrorRecord& record = ranks.error(r).records[0];
-      expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
-             "the pairwise mismatch is reported on rank " + std::to_string(r));
-      if (r == 2)
-        expect(record.peer == 1 && record.here.extra == record.there.extra + 4,
-               "rank 2 names rank 1 and both sizes");
-    }
+// Splits that only two of four ranks see: what `src` sends to `dst`.
+void pairwise_mismatch(Protocol protocol, int src, int dst) {
+  const int n = 4;
+  const Setting setting{.world_size = n, .protocol = protocol};
+  Machine machine(n, {.seed = 3});
+  Ranks ranks(machine, n, options_of(setting));
+  const Case call{.kind = OpKind::all_to_all, .count = 40, .uneven = true};
+  Instance instance(ranks, call, setting.memory, 1);
+  for (int r = 0; r < n; ++r) {
+    Op op = instance.op(r);
+    if (r == src) op.in_parts[dst].count += 1;
+    ranks.enqueue(r, op);
+  }
+  const Outcome outcome = machine.run();
+  ++runs;
+  expect(outcome.ok, "a pairwise mismatch ends; got " + outcome.text);
+  const size_t expected = pair_count(call, src, dst) * sizeof(float);
+  for (int r = 0; r < n; ++r) {
+    const ErrorRecord& record = ranks.error(r).records[0];
+    expect(record.fault == static_cast<uint64_t>(Fault::mismatch),
+           "the pairwise mismatch is reported on rank " + std::to_string(r));
+    expect(static_cast<int>(record.peer) == (r == dst ? src : dst), "the other, or who found it, is named");
+    const std::string said = describe_difference(record.here, record.there, src);
+    const std::string sends = "rank " + std::to_string(src) + " sends " + std::to_string(expected + 4) +
+                              " bytes to this rank, which expects " + std::to_string(expected) + ".";
+    expect(r != dst || said.find(sends) == 0, "'" + sends + "' in '" + said + "'");
   }
 }
 
-// The last rank never comes: the others time out and name it. Or the host stops them.
-void absent() {
+// Ranks that never come: the others time out and name them. Or the host stops them.
+void absent(const std::vector<int>& missing) {
+  uint64_t mask = 0;
+  for (const int r : missing) mask |= 1u << r;
   for (const Form& form : forms) {
-    const int n = 3;
+    const int n = 4;
     for (Memory memory : {Memory::pointers, Memory::staged, Memory::registered}) {
       const Setting setting{.world_size = n, .memory = memory, .options = {.timeouts = true}};
       if (!possible(form, setting)) continue;
       Machine machine(n, setting.options);
       Ranks ranks(machine, n, options_of(setting));
       Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
-      for (int r = 0; r < n - 1; ++r) ranks.enqueue(r, instance.op(r));
+      for (int r = 0; r < n; ++r)
+        if (!(mask >> r & 1)) ranks.enqueue(r, instance.op(r));
       const Outcome outcome = machine.run();
       ++runs;
       expect(outcome.ok, std::string(to_string(form.kind)) + " without a peer ends; got " + outcome.text);
-      for (int r = 0; r < n - 1; ++r) {
+      for (int r = 0; r < n; ++r) {
+        if (mask >> r & 1) continue;
         const ErrorRecord& record = ranks.error(r).records[0];
         expect(record.fault == static_cast<uint64_t>(Fault::timeout),
                std::string(to_string(form.kind)) + " without a peer times out");
-        expect(record.missing == 1u << (n - 1), "the missing rank is named");
+        expect(record.missing == mask, "those missing are named, and no other");
+        expect(static_cast<int>(record.peer) == missing[0], "the first of them is the peer");
       }
     }
   }
+}
+
+void stopped_alone() {
   const Setting setting{.world_size = 2, .options = {.timeouts = true}};
   Machine machine(2, setting.options);
   Ranks ranks(machine, 2, options_of(setting));
@@ -147,9 +161,9 @@ void stopped() {
          "a stopped rank leaves the other's result alone");
 }
 
-// The last rank comes when the others have given up and their callers have their buffers back. No host has
-// said `stop`.
-void late_starts() {
+// A rank comes when the others have given up and their callers have their buffers back. No host has said
+// `stop`.
+void late_starts(int late) {
   for (const Form& form : forms)
     for (const Memory memory : {Memory::pointers, Memory::registered}) {
       const int n = 3;
@@ -158,27 +172,31 @@ void late_starts() {
       Machine machine(n, setting.options);
       Ranks ranks(machine, n, options_of(setting));
       Instance instance(ranks, {.kind = form.kind, .algorithm = form.algorithm, .count = 400}, memory, 1);
-      for (int r = 0; r < n - 1; ++r) {
+      for (int r = 0; r < n; ++r) {
+        if (r == late) continue;
         machine.host(machine.stream(r), [&, r] { instance.fill(r); });
         ranks.enqueue(r, instance.op(r));
       }
       ++runs;
       expect(machine.run().ok, "ranks without their peer end");
-      const auto before = instance.outputs(n - 1);
-      machine.host(machine.stream(n - 1), [&] { instance.fill(n - 1); });
-      ranks.enqueue(n - 1, instance.op(n - 1));
+      const auto before = instance.outputs(late);
+      machine.host(machine.stream(late), [&] { instance.fill(late); });
+      ranks.enqueue(late, instance.op(late));
       expect(machine.run().ok, "a late start ends");
-      expect(instance.outputs(n - 1) == before, std::string(to_string(form.kind)) + " " +
-                                                    to_string(form.algorithm) +
-                                                    ": a late start leaves the others' results alone");
+      expect(instance.outputs(late) == before, std::string(to_string(form.kind)) + " " +
+                                                   to_string(form.algorithm) +
+                                                   ": a late start leaves the others' results alone");
       bool right = true;  // as it is where nothing but arenas is needed of the others
       try {
-        instance.check(n - 1);
+        instance.check(late);
       } catch (const std::runtime_error&) {
         right = false;
       }
-      expect(right || ranks.error(n - 1).records[0].fault, "a late start without its result is an error");
+      expect(right || ranks.error(late).records[0].fault, "a late start without its result is an error");
     }
+}
+
+void late_message() {
   for (const Memory memory : {Memory::pointers, Memory::registered}) {
     const Setting setting{.world_size = 2, .memory = memory, .options = {.timeouts = true}};
     Machine machine(2, setting.options);
@@ -341,11 +359,16 @@ void records(uint64_t seed) {
 
 void faults() {
   mismatches();
-  pairwise_mismatch();
+  for (Protocol protocol : {Protocol::resident, Protocol::stream_ordered})
+    for (const auto& [src, dst] : {std::pair(1, 2), std::pair(0, 3), std::pair(3, 0)})
+      pairwise_mismatch(protocol, src, dst);
   told_once();
-  absent();
+  more_faults();
+  for (const auto& missing : {std::vector{0}, std::vector{3}, std::vector{0, 2}}) absent(missing);
+  stopped_alone();
   stopped();
-  late_starts();
+  for (const int late : {0, 2}) late_starts(late);
+  late_message();
   deadlock();
   message_faults();
 }

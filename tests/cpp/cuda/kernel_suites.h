@@ -61,8 +61,9 @@ inline void expect(bool holds, const std::string& what) {
   if (!holds) throw std::runtime_error("expected: " + what);
 }
 
-// kernel_faults.cc
+// kernel_faults.cc and kernel_faults_more.cc
 void faults();
+void more_faults();
 void streams(uint64_t seed);
 void records(uint64_t seed);
 

@@ -5,6 +5,7 @@
 //                                      with preemption
 //   kernel_test forms WORLD_SIZE SEED  every algorithm x memory x protocol, random schedule: a pass for
 //                                      programs with sanitizers
+//   kernel_test values WORLD_SIZE      every dtype x op on any bits: NaN, infinities, denormals, -0.0
 //   kernel_test mutants SEED RUNS      random calls, small: what a planted fault must not survive
 //                                      (tests/test_cuda_mutants.py)
 //   kernel_test rings SEED RUNS        long rings
@@ -123,6 +124,25 @@ void table(int world_size) {
                 {.world_size = world_size, .memory = Memory::registered});
 }
 
+// The oracle is the CPU's reduction: both promise the same bits.
+void values(int world_size) {
+  for (int dtype = 0; dtype < num_dtypes; ++dtype)
+    for (int op = 0; op < num_reduce_ops; ++op) {
+      std::vector<Case> cases;
+      for (const Form& form : {forms[0], forms[1], forms[2], forms[5]})
+        for (const size_t misalign : {size_t{0}, size_t{1}})
+          if (can_reduce(static_cast<DType>(dtype), static_cast<ReduceOp>(op)))
+            cases.push_back({.kind = form.kind,
+                             .algorithm = form.algorithm,
+                             .dtype = static_cast<DType>(dtype),
+                             .op = static_cast<ReduceOp>(op),
+                             .count = 131,
+                             .misalign = misalign,
+                             .special = true});
+      if (!cases.empty()) run_cases(cases, {.world_size = world_size, .threads = 32});
+    }
+}
+
 void each_form_once(int world_size, uint64_t seed) {
   Setting setting{
       .world_size = world_size, .threads = 32, .unit = 1, .options = {.seed = seed, .preempt = 24}};
@@ -207,12 +227,13 @@ int run_suite(int argc, char** argv) {
   if (suite == "table") table(static_cast<int>(number(2)));
   else if (suite == "random") random_runs(number(2), static_cast<int>(number(3)), false);
   else if (suite == "forms") each_form_once(static_cast<int>(number(2)), number(3));
+  else if (suite == "values") values(static_cast<int>(number(2)));
   else if (suite == "mutants") random_runs(number(2), static_cast<int>(number(3)), true);
   else if (suite == "rings") long_rings(number(2), static_cast<int>(number(3)));
   else if (suite == "faults") faults();
   else if (suite == "streams") streams(number(2));
   else if (suite == "records") records(number(2));
-  else return std::puts("suites: table, random, forms, mutants, rings, faults, streams, records"), 2;
+  else return std::puts("suites: table, random, forms, values, mutants, rings, faults, streams, records"), 2;
   std::printf("%d runs\n", runs);
   return 0;
 }

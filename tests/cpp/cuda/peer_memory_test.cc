@@ -213,6 +213,34 @@ void test_too_large() {
          run_ranks({.ranks = 3, .before_threads = with(true, true)}, body));
 }
 
+// A mapping that succeeds and shows other memory is no way; all ranks say so.
+void test_wrong_mapping() {
+  static Driver wrong;
+  static DevicePtr other = 0;
+  const auto body = [](Rank& rank) {
+    const Topology topology = Topology::gather(rank.comm, 0, 0);
+    if (rank.rank == 2) {
+      other = allocate_block(0, 4096);
+      zero_now(0, reinterpret_cast<void*>(other), 4096);
+      wrong = *fake_driver();
+      wrong.cuIpcOpenMemHandle = [](DevicePtr* address, IpcHandle, unsigned int) {
+        *address = other;
+        return static_cast<int>(result::success);
+      };
+      wrong.cuIpcCloseMemHandle = [](DevicePtr) { return static_cast<int>(result::success); };
+      use_driver(&wrong);
+    }
+    require_contains(error_of([&] { PeerMemory::create(rank.comm, topology, nbytes); }),
+                     "cuda_ipc: rank 2: the mapping of rank 0 shows other memory than that of the rank");
+    if (rank.rank == 2) {
+      use_driver(fake_driver());
+      free_block(0, other, 4096);
+    }
+    rank.barrier();
+  };
+  expect("a wrong mapping", run_ranks({.ranks = 3, .before_threads = with(true, false)}, body));
+}
+
 // --- a rank that dies during creation
 
 Driver deadly_driver;  // of the rank that dies
@@ -410,19 +438,19 @@ void test_multicast() {
 
 }  // namespace
 
-int main() {
-  test_ways();
-  test_no_way();
-  test_failures();
-  test_last_step_fails();
-  test_too_large();
-  test_death();
-  test_order_of_ends();
-  test_end_without_communicator();
-  test_dead_peer_at_the_end();
-  test_forked_child();
-  test_devices();
-  test_multicast();
-  std::printf("%d passed, %d failed\n", passes, failures);
-  return failures != 0;
+int main(int count, char** arguments) {
+  return run_suites(count, arguments,
+                    {{"ways", test_ways},
+                     {"no way", test_no_way},
+                     {"failures", test_failures},
+                     {"last step", test_last_step_fails},
+                     {"too large", test_too_large},
+                     {"wrong mapping", test_wrong_mapping},
+                     {"death", test_death},
+                     {"order of ends", test_order_of_ends},
+                     {"without communicator", test_end_without_communicator},
+                     {"dead peer", test_dead_peer_at_the_end},
+                     {"forked child", test_forked_child},
+                     {"devices", test_devices},
+                     {"multicast", test_multicast}});
 }
