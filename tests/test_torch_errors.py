@@ -170,6 +170,28 @@ def test_a_future_sees_a_death(operation):
     check_delays(delays)
 
 
+def check_future_of_the_end(r, n, together):
+    """A recv from any source, and one from a rank; the program has their futures alone. Rank 0 ends first."""
+    dist.barrier()
+    futures = [dist.irecv(torch.ones(4), *source, tag=5).get_future() for source in ((), (1 - r,))]
+    together.wait()
+    if r == 0:
+        dist.destroy_process_group()
+    deadline = time.monotonic() + 10
+    for future in futures:
+        while not future.done():
+            time.sleep(0.002)
+            assert time.monotonic() < deadline, "the future has not seen the end of the group"
+        with pytest.raises(pycomm.PeerError if r else pycomm.AbortedError, match="closed"):
+            future.wait()
+    together.wait()
+
+
+@pytest.mark.parametrize("hosts", [None, [0, 1]])
+def test_a_future_sees_the_end_of_its_group(hosts):
+    spawn(2, check_future_of_the_end, meeting(2), hosts=hosts)
+
+
 def check_death(r, n, together):
     dist.barrier()
     together.wait()

@@ -5,6 +5,7 @@ import datetime
 import os
 import random
 import signal
+import time
 
 import pytest
 import torch
@@ -77,6 +78,23 @@ def check_no_time(r, n):
 
 def test_no_time():
     spawn(2, check_no_time)
+
+
+def check_gone_before_the_end(r, n):
+    """Rank 1 was there before rank 0, and leaves before rank 0's time is up: rank 2 alone is missing."""
+    if r < 2:
+        time.sleep(0.1 * (r == 0))
+        with pytest.raises(pycomm.CommTimeoutError) as caught:
+            barrier(2.0 if r == 0 else 1.0)
+        if r == 0:
+            text = str(caught.value)
+            assert "] barrier: rank 2 did not arrive within" in text and caught.value.peer == 2, text
+    dist.barrier()
+    barrier()
+
+
+def test_who_was_there_is_not_missing():
+    spawn(3, check_gone_before_the_end)
 
 
 def check_pending(r, n):

@@ -1,10 +1,12 @@
 """all_reduce of sparse tensors, and DDP with sparse embeddings on it."""
 
+import resource
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as DDP
-from torch_ranks import data, equal, spawn
+from torch_ranks import data, equal, meeting, spawn
 
 import pycomm
 
@@ -51,6 +53,31 @@ def test_sums():
     spawn(3, check_sums)
 
 
+def check_no_room(r, n, together):
+    """The sizes come with the data, and rank 0 has no memory for 64 MiB of rank 1's: both are told why."""
+    rows, row = 8 * r + 1, torch.zeros(1, 1 << 21)
+    x = torch.sparse_coo_tensor(torch.arange(rows)[None], row.expand(rows, -1).contiguous(), (9, 1 << 21))
+    x = x.coalesce()
+    dist.all_reduce(torch.ones(2))
+    if r == 0:
+        with open("/proc/self/statm") as statm:
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + (16 << 20), resource.getrlimit(resource.RLIMIT_AS)[1]))
+    together.wait()
+    if r == 0:
+        with pytest.raises(RuntimeError, match="allocate memory") as caught:
+            dist.all_reduce(x)
+        assert not isinstance(caught.value, pycomm.CommError)
+    else:
+        with pytest.raises(pycomm.AbortedError, match="rank 0 failed in it: .*allocate memory"):
+            dist.all_reduce(x)
+    together.wait()
+
+
+def test_a_rank_without_memory_tells_the_others():
+    spawn(2, check_no_room, meeting(2))
+
+
 def check_errors(r, n):
     sums = dist.ReduceOp
     wrong = [
@@ -70,6 +97,9 @@ def check_errors(r, n):
     with pytest.raises(pycomm.MismatchError, match="all_to_all|size"):
         x = torch.zeros(n, dtype=torch.uint8)
         dist.all_reduce(sparse(r, 3)) if r else dist.all_to_all_single(x, x + 1, [1] * n, [1] * n)
+    for odd in (0, n - 1):  # of equal sizes, and not of equal places
+        with pytest.raises(pycomm.MismatchError, match="with 1 sparse dim.*with 2 sparse dim|with 2.*with 1"):
+            dist.all_reduce(sparse(r, 3, (7,), (5,)) if r == odd else sparse(r, 3, (7, 5)))
     x = sparse(r, 6)  # the group is as good as new
     dist.all_reduce(x)
     equal(x.to_dense(), sum(sparse(p, 6).to_dense() for p in range(n)))
