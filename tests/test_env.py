@@ -189,3 +189,81 @@ def test_threads_of_ranks(monkeypatch):
     assert [env.threads_of_ranks(ranks)["OMP_NUM_THREADS"] for ranks in (1, 2, 4, 8)] == [6, 3, 1, 1]
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     assert env.threads_of_ranks(2) == {}
+
+
+# Of a variable that one function reads: value -> what it becomes; a word of the error where it is refused.
+READ = {
+    ("PYCOMM_WIRE", env.wire): {None: "gloo", "": "gloo", " ucx ": "ucx", "tcp": "gloo or ucx"},
+    ("PYCOMM_NCCL_CHECKS", env.nccl_checks): {
+        None: "beside", "before": "before", "off": "off", "0": "beside, before, off",
+    },
+    ("PYCOMM_STATISTICS", env.statistics): {None: False, "0": False, "1": True, "2": "0 or 1", "": False},
+    ("PYCOMM_TRACE_BYTES", env.trace_bytes): {
+        None: 16 << 20, "1": 1, "64k": 64 << 10, "3G": 3 << 30, "0": "above 0", "1T": "K, M or G",
+    },
+    ("PYCOMM_TRACE", env.trace_folder): {None: None, "": None, " a b ": "a b"},
+    ("PYCOMM_TUNED", env.tuned_file): {None: None, "": None, "0": "0", "x.json": "x.json"},
+    ("PYCOMM_REPLACEMENT", env.replacement): {None: None, "0": 0, "300": 300, "-1": "0 or more"},
+    ("PYCOMM_METRICS_PORT", env.metrics_port): {
+        None: None, "1": 1, "65535": 65535, "0": "from 1 to 65535", "65536": "from 1 to 65535",
+    },
+    ("PYCOMM_PORT_RANGE", env.port_range): {
+        None: None, "1-65535": (1, 65535), "7-7": (7, 7), "7-6": "the lower first", "0-6": "from 1 to 65535",
+    },
+    ("PYCOMM_REPLACE", env.replaced_backends): {
+        None: (), "gloo": ("gloo",), "NCCL, gloo": ("nccl", "gloo"), "mpi": "gloo, nccl", "gloo,": "both",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "read", "value", "expected"),
+    [(*which, value, expected) for which, values in READ.items() for value, expected in values.items()],
+)
+def test_what_is_read(name, read, value, expected, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv(name, value)
+    try:
+        assert read() == expected and type(read()) is type(expected)
+    except ValueError as error:
+        assert str(error).startswith(f"{name}={value!r} in the environment: must be ") and expected in str(
+            error
+        )
+
+
+def test_each_rank_of_a_host_has_its_own_port(monkeypatch):
+    monkeypatch.setenv("PYCOMM_METRICS_PORT", "9400")
+    found = [env.metrics_port()]
+    for local_rank in ("0", "1", "300"):
+        monkeypatch.setenv("RANK", "7")  # of all hosts
+        monkeypatch.setenv("LOCAL_RANK", local_rank)
+        found.append(env.metrics_port())
+    assert found == [9400, 9400, 9401, 9700]
+    monkeypatch.setenv("LOCAL_RANK", "x")
+    with pytest.raises(ValueError, match="LOCAL_RANK='x'"):
+        env.metrics_port()
+
+
+def test_variables_that_are_set(monkeypatch):
+    """All of pycomm's, known or not, but empty ones; nobody else's."""
+    for name, value in {"PYCOMM_ZZ": "1", "PYCOMM_CMA": "0", "PYCOMM_LOG": " ", "XPYCOMM_A": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert list(env.set_variables().items()) == [("PYCOMM_CMA", "0"), ("PYCOMM_ZZ", "1")]
+
+
+def test_a_place_for_libraries_that_read_it(monkeypatch):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OTHER"):
+        monkeypatch.setenv(name, "before")
+    env.set_place(2, 5, OTHER="word", CROSS_RANK="0")
+    monkeypatch.delenv("CROSS_RANK")
+    found = [os.environ[name] for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "OTHER")]
+    assert found == ["2", "2", "5", "word"] and env.launched()
+
+
+def test_ucx_is_told_what_the_user_has_not_said(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+    assert env.ucx_settings(TLS="all", NET_DEVICES="eth0") == [("NET_DEVICES", "eth0")]
+    env.prepare_ucx({"UCX_TLS": "all", "UCX_NET_DEVICES": "eth1"})
+    assert [os.environ[name] for name in ("UCX_TLS", "UCX_NET_DEVICES")] == ["tcp", "eth1"]
+    monkeypatch.delenv("UCX_NET_DEVICES")

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -91,6 +92,32 @@ def check_statistics(found, calls):
     assert not any(operation.startswith("cuda ") for operation in found)
 
 
+def test_waiting_and_moving_are_told_apart(tmp_path):
+    """Rank 1 comes half a second late; then hardly anything moves."""
+
+    def body(comm):
+        with comm.trace(str(tmp_path)):
+            for call in (comm.barrier, lambda: comm.all_reduce(torch.ones(3)), lambda: message(comm)):
+                comm.broadcast(torch.ones(3))
+                if comm.rank == 1:
+                    time.sleep(0.5)
+                call()
+        return comm.statistics()
+
+    def message(comm):
+        if comm.rank == 1:
+            comm.send(torch.ones(3), 0)
+        else:
+            comm.recv(torch.ones(3), 1)
+
+    early, late = run_ranks(2, body)
+    for kind in ("barrier", "all_reduce", "recv"):
+        cell = early[kind]["64 B"]
+        assert cell["waiting_s"] > 5 * cell["moving_s"] and cell["waiting_s"] > 0.1, (kind, cell)
+    for kind in ("barrier", "all_reduce"):
+        assert late[kind]["64 B"]["waiting_s"] == 0, "the last rank waits for nobody"
+
+
 def test_sizes_are_classed_at_their_limits():
     sizes = {64: "64 B", 65: "1 KiB", 1024: "1 KiB", 1025: "16 KiB", 16384: "16 KiB", 16385: "256 KiB"}
     sizes |= {1 << 18: "256 KiB", (1 << 18) + 1: "4 MiB", 1 << 22: "4 MiB", (1 << 22) + 1: "64 MiB"}
@@ -104,6 +131,29 @@ def test_sizes_are_classed_at_their_limits():
     for name in sizes.values():
         expected[name] = expected.get(name, 0) + 1
     assert run_ranks(1, body) == [expected]
+
+
+def uneven(comm):
+    sizes = [3, 0, 5]
+    comm.all_gather(torch.ones(sizes[comm.rank]), [torch.ones(size) for size in sizes])
+    comm.reduce_scatter([torch.ones(size) for size in sizes])
+
+
+def test_bytes_are_those_of_the_whole_buffer():
+    """Of equal parts, and of a list of sizes; on every rank."""
+
+    def body(comm):
+        for call, _ in CALLS.values():
+            call(comm)
+        uneven(comm)
+        return {
+            kind: sum(cell["bytes"] for cell in cells.values()) for kind, cells in comm.statistics().items()
+        }
+
+    expected = {kind: nbytes for kind, (_, nbytes) in CALLS.items()}
+    expected["all_gather"] += 4 * 8
+    expected["reduce_scatter"] += 4 * 8
+    assert run_ranks(3, body) == [expected] * 3
 
 
 def test_a_mismatch_is_recorded_as_failed(tmp_path):
@@ -247,6 +297,32 @@ def test_an_operation_that_the_ring_has_lapped_is_recorded_whole(tmp_path):
     (file,) = read_files(tmp_path)
     recv = file.operations[file.operations["type"] == MESSAGE]
     assert recv["outcome"].tolist() in ([DONE], [DONE, DONE])  # the send of rank 1, a thread, may be there
+
+
+def test_an_operation_of_one_trace_is_not_in_the_next(tmp_path):
+    folders = [tmp_path / "first", tmp_path / "second"]
+    for folder in folders:
+        folder.mkdir()
+
+    def body(comm):
+        if comm.rank == 0:
+            trace.begin(str(folders[0]))
+            work = comm.recv(torch.ones(3), 1, async_op=True)
+            trace.end()
+            trace.begin(str(folders[1]))
+        comm.barrier()
+        if comm.rank == 1:
+            return comm.send(torch.ones(3), 0)
+        work.wait()
+        trace.end()
+
+    run_ranks(2, body)
+    found = []
+    for folder in folders:
+        (file,) = read_files(folder)
+        mine = file.operations[file.operations["type"] == MESSAGE]
+        found.append([_C.kinds[kind] for kind in mine["kind"]].count("recv"))
+    assert found == [1, 0]
 
 
 def test_a_forked_child_leaves_the_trace_of_its_parent_alone(tmp_path):

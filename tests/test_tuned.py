@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import pycomm
-from pycomm import _C, env, tuned
+from pycomm import _C, cached, env, tuned
 from pycomm.benchmarks import __main__ as cli
 from pycomm.benchmarks.tune import choose, command, measure
 from pycomm.testing import run_ranks
@@ -205,6 +205,17 @@ def test_a_damaged_file_is_replaced(table):
         assert len(json.loads(path.read_text())["rows"]) == 1
 
 
+@pytest.mark.parametrize("pieces", [1, 7, 1 << 20])
+def test_a_file_of_just_the_most_bytes_is_read(pieces, tmp_path, monkeypatch):
+    """However few bytes a read returns; one byte more is refused."""
+    path, read = tmp_path / "a.json", os.read
+    path.write_text(json.dumps("\u00e4" * 9, ensure_ascii=False))
+    monkeypatch.setattr(os, "read", lambda fd, count: read(fd, min(count, pieces)))
+    assert cached.read_json(path, 20) == cached.read_json(path) == "\u00e4" * 9
+    with pytest.raises(ValueError, match="more than 19 bytes"):
+        cached.read_json(path, 19)
+
+
 def test_a_large_file_is_not_read(table):
     path = tuned.default_path()
     path.parent.mkdir()
@@ -235,6 +246,9 @@ def test_what_else_was_measured_is_kept(table):
         (2, [[64 * MiB, "one_shot"]]),
         (4, [[9, "direct"]]),
     ]
+    table(row(cores=4, choices=[(7, "direct")]), row(cores=1))
+    found = json.loads(path.read_text())["rows"]
+    assert [(r["ranks"], r["cores"]) for r in found] == [(2, 1), (2, 2), (2, 4), (4, 2)]
     path.write_text("{")
     table(row())
     assert len(json.loads(path.read_text())["rows"]) == 1
