@@ -160,6 +160,9 @@ def all_gather(comm, count, put, seed, dtype=f32, **kw):
     out = junk.clone()
     out[r] = v[r]
     yield "in place", comm.all_gather(out[r], out, **kw), v
+    out = junk.clone()
+    out[r - 1] = v[r]
+    yield "in another's place", comm.all_gather(out[r - 1], out, **kw), v
     yield (
         "overlap",
         comm.all_gather(torch.cat([v[r].view(torch.uint8)] * n).view(dtype)[:count], out, **kw),
@@ -224,9 +227,12 @@ def gather(comm, count, put, seed, dtype=f32, **kw):
         memory = junk.clone()
         memory[r] = v[r]
         got.append(comm.gather(memory[r], memory, root, **kw))
+        memory = junk.clone()
+        memory[r - 1] = v[r]
+        got.append(comm.gather(memory[r - 1], memory, root, **kw))
         lists = comm.gather(put(v[r]), [put(v[0]) for _ in range(n)], root, **kw)
         if r != root:
-            assert got == [None] * 3 and lists is None
+            assert got == [None] * 4 and lists is None
             continue
         yield from ((f"root {root} form {i}", one, v) for i, one in enumerate(got))
         yield from ((f"root {root} list[{p}]", lists[p], v[p]) for p in range(n))
@@ -245,6 +251,9 @@ def scatter(comm, count, put, seed, dtype=f32, **kw):
         )
         out = mine[r] if r == root else put(v[0, 0])
         yield f"root {root} in place", comm.scatter(mine, out, root, **kw), v[root, r]
+        mine = v[root].clone() if r == root else None
+        out = mine[r - 1] if r == root else put(v[0, 0])
+        yield f"root {root} in another's place", comm.scatter(mine, out, root, **kw), v[root, r]
 
 
 CHECKS = {

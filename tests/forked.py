@@ -150,7 +150,7 @@ def _rank(rank, link, world_size, body, path, options):
 
 def failure(error):
     """What a test wants to know about an error, and when it came."""
-    facts = {name: getattr(error, name, None) for name in ("peer", "op", "rank")}
+    facts = {name: getattr(error, name, None) for name in ("peer", "op", "rank", "world_size")}
     when = {"when": time.monotonic(), "queued": queued(), "pid": os.getpid()}
     return {"kind": type(error).__name__, "text": str(error), **when, **facts}
 

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from collective_cases import ALGORITHMS, CHECKS, DTYPES, MOVING, PLACEMENTS, check, f32, same
+from collective_cases import ALGORITHMS, CHECKS, DTYPES, MOVING, PLACEMENTS, check, f32, run_cases, same
 from tiers import tier
 
 import pycomm
@@ -131,6 +131,43 @@ def test_sixteen_processes():
         for count in (3, 5003)
     ]
     check(16, cases, mode="processes", staging_bytes=1 << 20)
+
+
+TWO_LANES = 262_209  # elements: csrc/collectives/call.cc
+
+
+def every_route(counts, names=CHECKS):
+    return [
+        (name, count, list(PLACEMENTS)[i % 2], i, {"algorithm": algorithm})
+        for name in names
+        for i, (algorithm, count) in enumerate((a, count) for a in ALGORITHMS[name] for count in counts)
+    ]
+
+
+@pytest.mark.parametrize("mode", ["threads", pytest.param("processes", marks=pytest.mark.slow)])
+def test_every_algorithm_on_two_lanes(mode):
+    check(2, every_route([TWO_LANES]), mode=mode, threads=2)
+
+
+@pytest.mark.parametrize("config", [config for config in CONFIGS if "lanes" not in config])
+def test_every_algorithm_on_every_route(monkeypatch, config):
+    """A few sizes of each: within the header, beyond the payload, and of more steps than one."""
+    _, environment, options = CONFIGS[config]
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    check(3, every_route([1, 2100, 20011]), **options)
+
+
+@pytest.mark.parametrize("threads", [[1, 3, 2], [3, 2, 1]], ids=str)
+def test_the_smallest_number_of_threads_counts(threads):
+    """The ranks ask for different numbers of threads."""
+    store, cases = torch.distributed.HashStore(), every_route([TWO_LANES], ["all_reduce", "broadcast"])
+
+    def body(comm):
+        with pycomm.Communicator(store, comm.rank, 3, threads=threads[comm.rank]) as group:
+            return run_cases(group, cases)
+
+    assert sum(run_ranks(3, body, timeout=45), []) == []
 
 
 # --- what went wrong once --------------------

@@ -24,6 +24,11 @@ def test_hosts(tmp_path):
     run("hosts_test", [ROOT / "csrc" / "hosts" / name for name in ("placement.cc", "loop_wire.cc")], tmp_path)
 
 
+def test_lanes(tmp_path):
+    """Calls of changing numbers of lanes, any of which may throw."""
+    run("lanes_test", [ROOT / "csrc" / "communicator" / "lanes.cc"], tmp_path)
+
+
 def test_survivors(tmp_path):
     """A rank that claims the verdict, to give up, and ends before it has written one."""
     sources = [

@@ -140,6 +140,22 @@ def test_registered_buffer_without_a_free_descriptor(victim):
     assert failed[0] and not failed[3], failed
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_host_keeps_no_memory_where_another_has_none(victim):
+    def body(comm, link):
+        def segments():
+            with open("/proc/self/maps") as maps:
+                return maps.read().count("memfd:pycomm ")
+
+        before = segments()
+        with descriptors_left(0 if comm.rank == victim else None):
+            _, report = attempt(comm.empty, 30000)
+        return report["kind"], report["peer"], segments() - before, works(comm)
+
+    with Group(2, body, hosts="1+1") as group:
+        group.expect(("CommError", victim, 0, True))
+
+
 def test_many_groups_and_buffers_with_few_descriptors():
     """None of them keeps one that carries no lock, and groups of the same processes share those that do."""
 
@@ -177,6 +193,30 @@ def test_a_group_that_shares_locks_outlives_the_others():
         group.expect("started")
         group.kill(1)
         check_named(group.get(0), 0)
+
+
+@pytest.mark.parametrize("dead", [0, 2])
+def test_a_group_of_some_ranks_lends_no_locks_to_one_of_all(dead, monkeypatch):
+    """The first has ranks 1 and 0 of the second. Deaths are seen by the locks alone."""
+    monkeypatch.setenv("PYCOMM_CMA", "0")
+
+    def body(comm, link):
+        store, rank = comm._store, comm.rank
+        comm.barrier()
+        comm.close()
+        comm._comm = None
+        pair = Communicator(store, 1 - rank, 2, name="pair") if rank < 2 else None
+        group = Communicator(store, rank, 3, name="all", timeout=30.0)
+        assert works(group) and (pair is None or works(pair))
+        link.send("started")
+        while True:
+            group.all_reduce(torch.ones(3))
+
+    with Group(3, body) as group:
+        group.expect("started")
+        group.kill(dead)
+        for rank in group.others(dead):
+            check_named(group.get(rank), dead)
 
 
 # --- deaths --------------------

@@ -68,6 +68,12 @@ DAEMONS = {**SLURM, "SLURM_PROCID": "1", "SLURM_NTASKS": "2"}  # mpirun's, one f
         # an MPI launcher inside of a job of Slurm
         ({**DAEMONS, **OPEN_MPI}, (3, 4, 1, "node01")),
         ({**DAEMONS, **HYDRA, "MPI_LOCALNRANKS": "2"}, (3, 4, 1, "node01")),
+        # the first rank of the second host
+        ({**SLURM, "SLURM_PROCID": "2", "SLURM_LOCALID": "0"}, (2, 4, 0, "node01")),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}, (2, 4, 0, "node-a")),
+        ({**HYDRA, "PMI_RANK": "2", "MPI_LOCALRANKID": "0"}, (2, 4, 0, "127.0.0.1")),
+        ({"PMI_RANK": "2", "PMI_SIZE": "3", "PMI_LOCAL_RANK": "0", **MASTER}, (2, 3, 0, "node-b", 29500)),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1", **MASTER}, (0, 1, 0, "node-b", 29500)),
         # srun --mpi=pmi2 sets both
         ({**SLURM, "PMI_RANK": "3", "PMI_SIZE": "4"}, (3, 4, 1, "node01")),
     ],
@@ -123,6 +129,38 @@ def test_ports_are_of_jobs():
     assert first[4] == again[4]
     for other in ({"SLURM_JOB_ID": "1235"}, {"SLURM_STEP_ID": "1"}):
         assert find_launch({**SLURM, **other})[4] != first[4]
+    inside = {**DAEMONS, **OPEN_MPI}  # two runs of mpirun in one job of Slurm
+    ports = {
+        find_launch({**inside, "PMIX_NAMESPACE": f"prterun-node-a-{number}@1"})[4] for number in range(9)
+    }
+    assert len(ports) == 9
+    assert find_launch({**inside, "OMPI_COMM_WORLD_RANK": "1"})[4] == find_launch(inside)[4]
+
+
+def test_jobs_of_mpiexec_are_told_apart_by_its_process(monkeypatch, tmp_path):
+    """The number and the start of the proxy above this process; names may have brackets and spaces."""
+
+    def write(process, name, parent, start):
+        fields = ["S", str(parent), *"0" * 17, str(start), "0"]
+        (tmp_path / str(process)).mkdir(exist_ok=True)
+        (tmp_path / str(process) / "stat").write_text(f"{process} ({name}) {' '.join(fields)}\n")
+
+    write(os.getpid(), "python) S 1 (", 300, 5)
+    write(300, "sh", 200, 6)
+    write(200, "hydra_pmi_proxy", 100, 4321)
+    write(100, "hydra_pmi_proxy", 1, 99)
+    monkeypatch.setattr(launchers, "Path", lambda name: tmp_path / name.removeprefix("/proc/"))
+    assert launchers._proxy() == "200 4321"
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALNRANKS": "2"}
+    first = find_launch(variables)
+    write(200, "hydra_pmi_proxy", 100, 4322)
+    assert first[3] == "127.0.0.1" and find_launch(variables)[4] != first[4]
+    write(300, "mpiexec", 1, 6)
+    assert launchers._proxy() is None
+    with pytest.raises(ValueError, match="MASTER_PORT is not set, and MPICH or Intel MPI does not number"):
+        find_launch(variables)
+    write(300, "sh", 400, 6)  # a process that has ended
+    assert launchers._proxy() is None
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,8 @@ The table holds the kinds of section 4.2 of collectives.md and what our own opti
 group is the odd one.
 """
 
+import itertools
+import re
 import time
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from tiers import tier
 
 import pycomm
 from pycomm.testing import run_ranks
+from pycomm.testing.groups import hosts_of
 
 UNTOUCHED = 77
 MiB = 1 << 20
@@ -67,10 +70,11 @@ def scatters(count, **options):
     )
 
 
-def scatters_uneven(counts):
+def scatters_uneven(counts, op="sum"):
     def call(comm, x, how):
         sizes = counts(comm.world_size)
-        return comm.reduce_scatter([torch.ones(size) for size in sizes], x(filled(sizes[comm.rank])), **how)
+        ins = [torch.ones(size) for size in sizes]
+        return comm.reduce_scatter(ins, x(filled(sizes[comm.rank])), op, **how)
 
     return call
 
@@ -133,6 +137,7 @@ def falling(n):
 
 BIG = 9 * MiB // 16  # elements; staged, and beyond what the kernel copies
 SOME = MiB // 8  # two steps of a staged operation
+HALF = pycomm.premul_sum(0.5)
 CASES = {
     # section 4.2
     "size 1 and 2": Case(reduces(1), reduces(2), "count=1", "2"),
@@ -174,6 +179,10 @@ CASES = {
     "uneven order": Case(gathers_uneven(rising), gathers_uneven(falling), "list of sizes", "list of sizes"),
     "uneven reduce_scatter": Case(scatters_uneven(rising), scatters_uneven(falling),
                                   "list of sizes", "list of sizes"),
+    "uneven and factor": Case(scatters_uneven(rising, HALF), scatters_uneven(falling, HALF),
+                              "list of sizes", "list of sizes"),
+    "factor where uneven": Case(scatters_uneven(rising, HALF),
+                                scatters_uneven(rising, pycomm.premul_sum(0.25)), "", ""),
     "all_to_all": Case(parts(4), parts(5), "count=4", "5"),
     "splits": Case(exchanges(ones, ones), exchanges(one_more_for_rank_0(1), ones), "expects 1", "sends 2"),
     "splits large": Case(exchanges(many, many), exchanges(one_more_for_rank_0(MiB // 8), many),
@@ -211,13 +220,13 @@ def goes_on(comm):
         assert y.eq((rank - 1) % n + step).all(), "message after the mismatch"
 
 
-def check_error(error, comm, case):
-    text, last = str(error), comm.world_size - 1
+def check_error(error, comm, case, odd):
+    text, others = str(error), [rank for rank in range(comm.world_size) if rank != odd]
     assert error.rank == comm.rank and error.world_size == comm.world_size, text
     assert text.startswith(f"[rank {comm.rank}/{comm.world_size}] {error.op} #{error.sequence}: "), text
-    assert error.peer in ([last] if comm.rank != last else range(last)) and f"rank {error.peer}" in text, text
+    assert error.peer in (others if comm.rank == odd else [odd]) and f"rank {error.peer}" in text, text
     field, _, usual = case.usual_value.rpartition("=")
-    mine, theirs = (case.odd_value, usual) if comm.rank == last else (usual, case.odd_value)
+    mine, theirs = (case.odd_value, usual) if comm.rank == odd else (usual, case.odd_value)
     expected = [f"{field}={mine} here, {theirs} on rank {error.peer}."] if field else [mine, theirs]
     assert all(part in text for part in expected), f"expected {expected} in: {text}"
 
@@ -253,12 +262,49 @@ def test_mismatch(name, world_size, mode):
                 ),
                 async_op,
             )
-            check_error(error, comm, case)
+            check_error(error, comm, case, comm.world_size - 1)
             for output in outputs:
                 assert output.eq(UNTOUCHED).all(), "an output was written"
             goes_on(comm)
 
     run_ranks(world_size, body, mode=mode, timeout=20.0)
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_one_mismatch_after_the_other(odd):
+    """All cases in one group, where the first rank is the odd one, or the last."""
+
+    def body(comm):
+        for i, (name, case) in enumerate(CASES.items()):
+            if odd == 0 and "splits" in name:  # they are of two other ranks
+                continue
+            outputs, how = [], dict(async_op=i % 2 == 0)
+            call = case.odd if comm.rank == odd else case.usual
+            keep = lambda tensor, outputs=outputs: outputs.append(tensor) or tensor  # noqa: E731
+            error = caught(lambda call=call, keep=keep, how=how: call(comm, keep, how), how["async_op"])
+            check_error(error, comm, case, odd)
+            assert all(output.eq(UNTOUCHED).all() for output in outputs), f"{name}: an output was written"
+        goes_on(comm)
+
+    run_ranks(3, body, timeout=40.0)
+
+
+@pytest.mark.parametrize("hosts", [None, "2+1", "1+1+1"])
+def test_the_sizes_of_every_pair_are_compared(hosts):
+    """Each rank sends one element too many to each."""
+
+    def body(comm):
+        n, r = comm.world_size, comm.rank
+        for src, dst in itertools.product(range(n), repeat=2):
+            ins, x = [1 + (r == src and p == dst) for p in range(n)], filled(n)
+            with pytest.raises(pycomm.MismatchError) as info:
+                comm.all_to_all(torch.ones(sum(ins)), x, in_splits=ins, out_splits=[1] * n)
+            where = ["", ""] if hosts is None else [rf" \(host{hosts_of(hosts, n)[p]}\)" for p in (src, dst)]
+            pattern = rf"rank {src}{where[0]} sends 2 elements to rank {dst}{where[1]}, which expects 1\."
+            assert re.search(pattern, str(info.value)) and x.eq(UNTOUCHED).all(), str(info.value)
+        goes_on(comm)
+
+    run_ranks(3, body, hosts=hosts, timeout=30.0)
 
 
 # --- messages --------------------

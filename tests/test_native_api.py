@@ -2,16 +2,18 @@
 describe, context manager.
 """
 
+import contextlib
 import socket
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 import pycomm
-from pycomm import env
+from pycomm import arrays, env
 from pycomm.testing import RankFailure, run_ranks
 
 # --- kinds of arrays --------------------
@@ -141,6 +143,34 @@ def test_gradients_do_not_get_in_the_way():
         return x.tolist(), strided[:, 0].tolist()
 
     assert run_ranks(2, body) == [([2.0] * 3, [2.0] * 3)] * 2
+
+
+def test_arrays_of_cupy_are_used_in_its_stream(monkeypatch):
+    """Not in torch's current one; also where the first of a list decides, or there is nothing to decide."""
+
+    class Array:
+        __module__ = "cupy._core.core"
+        device = SimpleNamespace(id=3)
+
+        def __dlpack__(self, **kwargs):
+            return torch.ones(2).__dlpack__()
+
+        def __dlpack_device__(self):
+            return torch.ones(2).__dlpack_device__()
+
+    entered = []
+    cuda = SimpleNamespace(get_current_stream=lambda: SimpleNamespace(ptr=77))
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda, from_dlpack=lambda x: ("cupy", x)))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", lambda pointer, device: (pointer, device))
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: entered.append(of) or contextlib.nullcontext())
+    x, y = Array(), torch.ones(2)
+    for given, used in ((x, True), ([x, y], True), ((x,), True), (y, False), ([y, x], False), ([], False)):
+        entered.clear()
+        assert arrays.call_in_stream(given, lambda a, b: a - b, 5, 3) == 2
+        assert entered == [(77, 3)] * used
+    found = arrays.call_with_tensors(lambda *given: given, "al", [x, [x, y]], ["rest"])
+    assert entered == [(77, 3)] and isinstance(found[0], torch.Tensor) and found[1][1] is y
+    assert found[2] == "rest" and arrays.like(y, x) == ("cupy", y)
 
 
 # --- errors --------------------

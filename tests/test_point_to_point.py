@@ -420,6 +420,29 @@ def leaves_with_a_message_unsent(comm, count, gone):
         comm.recv(torch.empty(count), 0)
 
 
+@pytest.mark.parametrize("polls", [False, True])
+@pytest.mark.parametrize("n", [2, 3])
+def test_a_recv_from_any_source_ends_when_the_last_other_has_left(n, polls):
+    """Not before: that one sends, before it leaves."""
+    gone = threading.Barrier(max(1, n - 1), timeout=20)
+
+    def body(comm):
+        if comm.rank == n - 1:
+            gone.wait()
+            comm.send(torch.ones(3), 0)
+        if comm.rank:
+            comm.close()
+            return gone.wait() if comm.rank < n - 1 else None
+        comm.recv(torch.zeros(3), None)
+        work = comm.recv(torch.zeros(3), None, async_op=True)
+        while polls and not work.done():
+            time.sleep(0.001)
+        with pytest.raises(PeerError, match="closed the group before it came"):
+            work.wait()
+
+    run_ranks(n, body, timeout=20)
+
+
 @pytest.mark.parametrize("count", [4583, 70001, 5000011])
 def test_a_message_of_a_rank_that_has_left_is_not_read_from_its_memory(count):
     run_ranks(2, leaves_with_a_message_unsent, count, threading.Event(), timeout=20)

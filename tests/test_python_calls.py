@@ -198,6 +198,49 @@ WRONG = [
 ]
 
 
+NUMBERS = [1 << 31, -(1 << 31) - 1, 1 << 63, -(1 << 63) - 1, 1 << 80, -(1 << 80)]
+INTEGERS = {
+    "root": lambda c, x, number: c.broadcast(x, number),
+    "root of reduce": lambda c, x, number: c.reduce(x, number),
+    "root of gather": lambda c, x, number: c.gather(x, root=number),
+    "root of scatter": lambda c, x, number: c.scatter([x], torch.ones(3), number),
+    "dst": lambda c, x, number: c.send(x, number),
+    "src": lambda c, x, number: c.recv(x, number),
+    "tag of send": lambda c, x, number: c.send(x, 0, tag=number),
+    "tag of recv": lambda c, x, number: c.recv(x, 0, tag=number),
+    "in_splits": lambda c, x, number: c.all_to_all(x, x, in_splits=[number], out_splits=[3]),
+    "out_splits": lambda c, x, number: c.all_to_all(x, x, in_splits=[3], out_splits=[number]),
+}
+
+
+def test_integers_that_do_not_fit():
+    """None of them wraps round to a rank, a tag, a size or `any`."""
+
+    def body(comm):
+        for name, call in INTEGERS.items():
+            for number in NUMBERS:
+                text = "splits" if "splits" in name else str(number)
+                with pytest.raises(ValueError, match=text if number.bit_length() < 64 else "64 bits"):
+                    call(comm, torch.ones(3), number)
+                    raise AssertionError((name, number))
+        return comm.all_reduce(torch.ones(1)).item()
+
+    assert alone(body) == 1
+
+
+def test_a_successor_has_a_limit_of_its_own():
+    def body(comm):
+        options = comm._comm.successor_options("next", 3.5)
+        after = _C.connect(_C.LocalStore(), 0, 1, options, None, ())
+        try:
+            return comm._comm.timeout, after.timeout, after.describe()["name"]
+        finally:
+            after.close()
+
+    before, after, name = alone(body)
+    assert (after, name) == (3.5, "next") and before != after
+
+
 @pytest.mark.parametrize("number", range(len(WRONG)))
 def test_wrong_arguments(number):
     kind, call = WRONG[number]

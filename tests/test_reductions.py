@@ -82,24 +82,87 @@ def test_reductions_are_the_same_bits_everywhere(mode, n, counts):
     assert not found, f"{len(found)} wrong results:\n" + "\n".join(found[:8])
 
 
-def special(comm):
-    nan, inf = float("nan"), float("inf")
-    x = torch.tensor([nan if comm.rank == 1 else 1.0, inf, inf if comm.rank else -inf, 1e38, -0.0])
-    return [comm.all_reduce(x.clone(), op) for op in ("sum", "min", "max")]
+# --- values at the edges --------------------
 
 
-def test_special_values():
-    nan, inf = float("nan"), float("inf")
-    for total, least, greatest in run_ranks(4, special):
-        torch.testing.assert_close(
-            total, torch.tensor([nan, inf, nan, inf, -0.0]), equal_nan=True, rtol=0, atol=0
-        )
-        torch.testing.assert_close(
-            least, torch.tensor([nan, inf, -inf, 1e38, -0.0]), equal_nan=True, rtol=0, atol=0
-        )
-        torch.testing.assert_close(
-            greatest, torch.tensor([nan, inf, inf, 1e38, -0.0]), equal_nan=True, rtol=0, atol=0
-        )
+def edges(dtype):
+    """Zeros, denormals, the largest and infinities of both signs, and NaN of several payloads."""
+    info, integer = torch.finfo(dtype), {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    nan = torch.tensor([float("nan")], dtype=dtype).view(integer)
+    nans = torch.stack([nan, nan | 5, -(nan | 3)]).view(dtype).flatten()
+    above = torch.tensor([0.0, 1.0, 0.1, info.smallest_normal, 0.0, info.max, float("inf")], dtype=dtype)
+    above.view(integer)[4] = 1  # the smallest denormal
+    return torch.cat([above, -above, nans])
+
+
+def combinations(dtype, n):
+    """Each combination of such values on n ranks; of complex numbers a fixed choice of them."""
+    if dtype.is_complex:
+        parts = edges({8: f32, 16: torch.float64}[dtype.itemsize])
+        chosen = torch.randint(len(parts), (n, 997, 2), generator=torch.Generator().manual_seed(n))
+        return torch.view_as_complex(parts[chosen])
+    values = edges(dtype)
+    return torch.stack([grid.flatten() for grid in torch.meshgrid([values] * n, indexing="ij")])
+
+
+def plain(x):
+    """Its bits, of each part of complex numbers."""
+    return raw(torch.view_as_real(x) if x.is_complex() else x)
+
+
+def with_one_nan(op, x):
+    """There is one NaN in results; which zero is the least of zeros of both signs is not told."""
+    parts = torch.view_as_real(x) if x.is_complex() else x
+    parts = torch.where(parts.isnan(), float("nan"), parts)
+    return torch.where(parts == 0, 0.0, parts) if op in ("min", "max") else parts
+
+
+def expected_edges(op, v, reduced=oracle.reduced):
+    """Part by part: torch's sums of complex numbers multiply, and make NaN of infinities by it."""
+    if not v.is_complex() or op == "product":
+        return reduced(op, v, factor=FACTOR)
+    parts = torch.view_as_real(v)
+    return torch.view_as_complex(reduced(op, parts.flatten(1), factor=FACTOR).view(parts.shape[1:]))
+
+
+EDGES = [(name, op) for name in ("f64", "f32", "f16", "bf16", "c64", "c128") for op in REDUCTIONS[name]]
+CALLS = [(kind, a) for kind in ("all_reduce", "reduce", "reduce_scatter") for a in ALGORITHMS[kind]]
+
+
+def reduce_edges(comm):
+    found, n, r = [], comm.world_size, comm.rank
+    for name, op in EDGES:
+        v = combinations(DTYPES[name], n)
+        count = v.shape[1] // n
+        expected = expected_edges(op, v)
+        for kind, algorithm in CALLS:
+            x, right = v[r].clone(), expected
+            if kind == "all_reduce":
+                got = comm.all_reduce(x, reduction(op), algorithm=algorithm)
+            elif kind == "reduce":
+                got = comm.reduce(x, n - 1, reduction(op), algorithm=algorithm)
+            else:
+                got = comm.reduce_scatter(x[: n * count], op=reduction(op), algorithm=algorithm)
+                right = expected[r * count : (r + 1) * count]
+            if got is None:
+                continue
+            one, what = with_one_nan(op, got), f"rank {r}: {kind}({name}, {op}, {algorithm})"
+            if op not in ("min", "max") and not torch.equal(plain(got), raw(one)):
+                found.append(f"{what}: a NaN is not the one NaN")
+            cyclic = algorithm == "ring" and n > 2  # the order of its sums
+            if not cyclic and not torch.equal(raw(one), raw(with_one_nan(op, right))):
+                found.append(f"{what}: wrong")
+        everyone = comm.all_gather(raw(comm.all_reduce(v[r].clone(), reduction(op), algorithm="ring")))
+        if (everyone != everyone[0]).any():
+            found.append(f"rank {r}: ring all_reduce({name}, {op}): bits differ between ranks")
+    return found
+
+
+@pytest.mark.parametrize(("mode", "n"), [("threads", 2), ("processes", 2), ("threads", 3)])
+def test_values_at_the_edges(mode, n):
+    """All combinations on all ranks, so that each rank, the first and the last, has each of them alone."""
+    found = sum(run_ranks(n, reduce_edges, mode=mode, timeout=45), [])
+    assert not found, f"{len(found)} wrong results:\n" + "\n".join(found[:8])
 
 
 def try_unsupported(comm):

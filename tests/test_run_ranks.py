@@ -1,8 +1,10 @@
 """pycomm.testing: results and failures of ranks as threads, forked processes and new interpreters."""
 
+import contextlib
 import ctypes
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
@@ -12,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 import pycomm
-from pycomm.testing import RankFailure, RankProcesses, run_ranks
-from pycomm.testing.groups import GroupOptions
+from pycomm.testing import RankFailure, RankProcesses, processes, run_ranks
+from pycomm.testing import run as running
+from pycomm.testing.groups import GroupOptions, make_options
+from pycomm.testing.processes import Outcome
 
 
 @pytest.mark.parametrize("mode", ["threads", "processes"])
@@ -91,6 +95,48 @@ def test_run_ranks_reports_dead_processes():
     )
 
 
+@pytest.mark.parametrize("dead", [0, 2])
+def test_the_cause_is_the_rank_that_has_died(dead):
+    """Not what the others say of it, whichever comes first."""
+
+    def body(comm):
+        if comm.rank == dead:
+            os._exit(3)
+        comm.barrier()
+
+    with pytest.raises(RankFailure, match=f"rank {dead}: ChildProcessError") as caught:
+        run_ranks(3, body, mode="processes", timeout=20)
+    assert str(caught.value.__cause__) == f"rank {dead} exited with status 3"
+
+
+@pytest.mark.parametrize("kinds", [(pycomm.PeerError,), (pycomm.AbortedError, pycomm.PeerError)])
+@pytest.mark.parametrize("place", range(3))
+def test_the_cause_is_the_first_that_is_no_echo(kinds, place):
+    failures = dict(enumerate(kind("echo") for kind in kinds))
+    first = failures[0]
+    assert running._failure(4, dict(failures)).__cause__ is first  # where all are echoes
+    for cause in (KeyError("x"), pycomm.CommTimeoutError("late"), ChildProcessError("died")):
+        later = [*failures.items(), (3, ValueError("later"))]
+        later.insert(min(place, len(failures)), (2, cause))
+        failure = running._failure(5, dict(later))
+        assert failure.__cause__ is cause
+        assert str(failure).startswith(f"{len(later)} of 5 ranks failed:\n  rank 0: {type(first).__name__}")
+
+
+def test_failures_that_are_wanted_end_nobody(monkeypatch):
+    """With fail=False the others go on, however long ago one has failed."""
+    monkeypatch.setattr(running, "GRACE_S", 0.01)
+
+    def body(comm):
+        if comm.rank == 0:
+            raise KeyError("soon")
+        time.sleep(0.5)
+        return "late"
+
+    got = run_ranks(2, body, mode="processes", timeout=60, fail=False)
+    assert isinstance(got[0], KeyError) and got[1] == "late"
+
+
 def test_run_ranks_reports_threads_that_do_not_finish():
     release = threading.Event()
     try:
@@ -140,6 +186,20 @@ def test_operation_timeout_is_apart_from_that_of_all():
     run_ranks(2, alone, timeout=60.0, operation_timeout=0.2)
 
 
+def limit_of_operations(rank):
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    if dist.get_backend() == "gloo":
+        return backend.options._timeout.total_seconds()
+    return backend.communicator.timeout
+
+
+@pytest.mark.parametrize("backend", ["pycomm", "gloo"])
+def test_operation_timeout_is_that_of_a_default_group(backend):
+    options = {"mode": "processes", "backend": backend, "timeout": 60.0}
+    assert run_ranks(2, limit_of_operations, operation_timeout=7.5, **options) == [7.5] * 2
+    assert run_ranks(1, limit_of_operations, **options) == [60.0]
+
+
 @pytest.mark.parametrize("options", [{}, {"backend": "pycomm"}, {"backend": "gloo"}])
 def test_ranks_may_come_later_than_an_operation_may_take(options, monkeypatch):
     """The group is made within the limit of all."""
@@ -160,11 +220,34 @@ def test_ranks_may_come_later_than_an_operation_may_take(options, monkeypatch):
         ({"backend": "gloo"}, "one default group"),
         ({"backend": "gloo", "mode": "processes", "threads": 2}, "threads: for a Communicator"),
         ({"devices": ["cuda:0"]}, "one for each of 2 ranks"),
+        ({"wire_delay_us": 5}, "wire_delay_us=5: for simulated hosts of threads"),
+        ({"wire_delay_us": 5, "hosts": "01", "mode": "processes"}, "wire_delay_us=5: for simulated hosts"),
+        (
+            {"wire_delay_us": 5, "name": "a", "backend": "gloo", "mode": "processes"},
+            "name, wire_delay_us: for a Communicator, not with backend='gloo'",
+        ),
+        ({"hosts": "012"}, "hosts='012' has 3 ranks, the group 2"),
     ],
 )
 def test_run_ranks_checks_its_options(options, text):
     with pytest.raises(ValueError, match=text):
         run_ranks(2, lambda group: None, **options)
+
+
+@pytest.mark.parametrize(
+    ("timeout", "operation_timeout", "hosts", "making", "operations"),
+    [
+        (60.0, None, None, 60.0, 60.0),
+        (60.0, 2.0, None, 60.0, 2.0),
+        (2.0, 60.0, None, 60.0, 60.0),
+        (60.0, 2.0, "01", 2.0, 2.0),  # over hosts a rank that does not come is looked for
+        (60.0, None, [0, 1], 60.0, 60.0),
+    ],
+)
+def test_limits_of_a_group(timeout, operation_timeout, hosts, making, operations):
+    made = make_options(2, timeout, in_threads=True, hosts=hosts, operation_timeout=operation_timeout)
+    assert (made.making_timeout, made.operation_timeout) == (making, operations)
+    assert made.hosts == (None if hosts is None else [0, 1])
 
 
 def test_a_failure_ends_the_ranks_that_wait_for_it():
@@ -193,6 +276,46 @@ def test_ranks_of_gloo_begin_together(tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "init_process_group", late)
     there = run_ranks(2, lambda rank: (tmp_path / "made").exists(), mode="processes", backend="gloo")
     assert there == [True, True]
+
+
+def deep_in_a_rank(comm):
+    if comm.rank == 1:
+        raise KeyError("deep")
+    return comm.rank
+
+
+def test_an_error_of_a_process_has_its_traceback_and_a_thread_its_own():
+    for mode in ("threads", "processes"):
+        got = run_ranks(2, deep_in_a_rank, mode=mode, fail=False)
+        assert got[0] == 0 and isinstance(got[1], KeyError) and got[1].args == ("deep",)
+        if mode == "processes":
+            assert hasattr(got[1], "__notes__") is (sys.version_info >= (3, 11))
+            assert all(
+                "in deep_in_a_rank" in note for note in getattr(got[1], "__notes__", ["in deep_in_a_rank"])
+            )
+        else:
+            assert got[1].__traceback__ is not None
+
+
+@pytest.mark.parametrize(
+    ("devices", "in_threads", "there", "expected"),
+    [
+        (["cuda:1", "cuda:0"], True, True, ["device cuda:0", "a stream"]),
+        (["cuda:1", "cuda:0"], False, True, ["device cuda:0", "a stream"]),
+        (None, True, True, ["a stream"]),  # threads of one device must not wait for each other
+        (None, True, False, []),
+        (None, False, True, []),  # making the first stream would begin with CUDA
+    ],
+)
+def test_each_rank_has_its_device_and_stream(monkeypatch, devices, in_threads, there, expected):
+    said = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: there)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: said.append(f"device {device}"))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: "a stream")
+    monkeypatch.setattr(torch.cuda, "stream", lambda of: said.append(of) or contextlib.nullcontext())
+    made = make_options(2, 60.0, in_threads=in_threads, devices=devices)
+    with made._on_device(1):
+        assert said == expected
 
 
 class CannotBeRead(Exception):
@@ -265,6 +388,50 @@ def test_a_death_is_seen_though_a_process_of_the_rank_lives_on():
             assert "killed by signal 9" in str(ranks.outcomes(20)[0].value)
         finally:
             os.kill(child, signal.SIGKILL)
+
+
+class _Told(RankProcesses):
+    """Ranks that end at these seconds of a clock, or never; without processes."""
+
+    def __init__(self, ends):
+        self.ends, self.links, self.now, self.killed = ends, dict.fromkeys(ends), 0.0, []
+
+    def _outcome(self, rank):
+        end, ok = self.ends[rank]
+        return Outcome(ok, rank) if self.now >= end else None
+
+    def kill(self, rank):
+        self.killed.append((rank, self.now))
+
+
+@pytest.mark.parametrize(
+    ("ends", "timeout", "grace", "killed"),
+    [
+        ({0: (1, True), 1: (4, True)}, 10, 2, []),
+        ({0: (1, False), 1: (2, False), 2: (2.9, False), 3: (4, True)}, 10, 2, [3]),  # of the first failure
+        ({0: (1, False), 1: (8, True)}, 10, None, []),
+        ({0: (1, True), 1: (99, True)}, 10, 2, [1]),
+        ({0: (14, False), 1: (99, True)}, 10, 20, [1]),  # no later than without a failure
+        ({0: (99, True), 1: (99, True)}, 10, None, [0, 1]),
+    ],
+)
+def test_who_is_waited_for_and_how_long(monkeypatch, ends, timeout, grace, killed):
+    ranks = _Told(ends)
+
+    def wait(links, seconds):
+        ranks.now += max(seconds, 0.01)
+
+    monkeypatch.setattr(processes.multiprocessing.connection, "wait", wait)
+    monkeypatch.setattr(processes.time, "monotonic", lambda: ranks.now)
+    found = ranks.outcomes(timeout, grace)
+    failed = [end + grace for end, ok in ends.values() if not ok and grace is not None]
+    last = min([15.0, *failed])
+    assert [rank for rank, _ in ranks.killed] == killed and set(found) == set(ends)
+    for rank, when in ranks.killed:
+        assert last <= when < last + 0.3 and isinstance(found[rank].value, TimeoutError)
+        why = f"within {grace} s of the first failure" if last < 15 else f"within {timeout} s"
+        assert str(found[rank].value) == f"rank {rank} did not finish {why}"
+    assert all(found[rank] == (ends[rank][1], rank) for rank in ends if rank not in killed)
 
 
 def test_ranks_end_themselves():

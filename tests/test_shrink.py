@@ -182,6 +182,17 @@ def test_who_lives_and_does_not_come_is_named_and_may_come_later():
     assert survivors_of(results) == [[3.0] * 5] * 3, results
 
 
+def test_the_same_ranks_may_be_left_out_in_any_order():
+    def rank_main(comm):
+        if comm.rank in (0, 3):
+            return None
+        return sum_of_ranks(
+            comm.shrink(exclude=[0, 3] if comm.rank == 1 else [3, 0], timeout=LIMIT), comm.rank
+        )
+
+    assert run_ranks(4, rank_main) == [None, [3.0] * 5, [3.0] * 5, None]
+
+
 def test_survivors_that_leave_out_different_ranks():
     def rank_main(comm):
         if comm.rank >= 2:

@@ -2,10 +2,13 @@
 
 import datetime
 import math
+import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Group
 from torch_ranks import spawn
 
 import pycomm
@@ -29,6 +32,110 @@ CALLS = {
         else comm.recv(torch.ones(1), 0, async_op=True).wait(t)
     ),
 }
+
+
+@pytest.mark.parametrize("hosts", [None, "1+1"])
+def test_a_wait_has_its_time_from_its_begin(hosts):
+    """However long ago the message was issued, and whatever the limit of the group is."""
+    waits = threading.Event()
+
+    def body(comm):
+        x = torch.zeros(3)
+        if comm.rank == 1:
+            assert waits.wait(20)
+            return comm.send(torch.ones(3), 0, timeout=20)
+        work = comm.recv(x, 1, async_op=True, timeout=0.2)
+        time.sleep(1.2)
+        threading.Timer(0.1, waits.set).start()
+        work.wait(1.0)
+        return x.tolist()
+
+    assert run_ranks(2, body, hosts=hosts, timeout=30) == [[1.0] * 3, None]
+
+
+def test_a_wait_may_be_longer_than_the_limit_of_the_group():
+    def body(comm):
+        if comm.rank == 1:
+            time.sleep(0.6)
+        return comm.all_reduce(torch.ones(3), async_op=True).wait(20).tolist()
+
+    assert run_ranks(2, body, operation_timeout=0.2, timeout=30) == [[2.0] * 3] * 2
+
+
+MESSAGES = {
+    "recv": lambda comm: comm.recv(torch.ones(3), 1, timeout=0.5),
+    "recv from any": lambda comm: comm.recv(torch.ones(3), timeout=0.5),
+    "large send": lambda comm: comm.send(torch.ones(5 << 20), 1, timeout=0.5),
+    "async": lambda comm: comm.recv(torch.ones(3), 1, async_op=True, timeout=0.5).wait(),
+}
+
+
+@pytest.mark.parametrize("hosts", [None, "1+1"])
+@pytest.mark.parametrize("call", MESSAGES)
+def test_the_limit_of_a_message(call, hosts):
+    """Of its own, and not that of the group."""
+    told = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            return told.wait(30)
+        try:
+            with pytest.raises(pycomm.CommTimeoutError, match="rank 1 .*within the timeout of 0.5 s"):
+                MESSAGES[call](comm)
+        finally:
+            told.set()
+        return True
+
+    assert run_ranks(2, body, hosts=hosts, operation_timeout=15, timeout=40) == [True, True]
+
+
+def test_an_operation_keeps_its_limit_where_one_behind_it_is_waited_for():
+    told = threading.Event()
+
+    def body(comm):
+        if comm.rank == 1:
+            return told.wait(30)
+        works = [comm.all_reduce(torch.ones(3), async_op=True, timeout=limit) for limit in (0.3, None)]
+        began = time.monotonic()
+        try:
+            with pytest.raises(pycomm.CommTimeoutError, match="within the timeout of 0.3 s"):
+                works[1].wait(15)
+            return time.monotonic() - began < 10
+        finally:
+            told.set()
+
+    assert run_ranks(2, body, timeout=30) == [True] * 2
+
+
+@pytest.mark.parametrize("hosts", [None, "1+1"])
+def test_the_limit_of_a_group_is_exactly_that(hosts):
+    """However long its ranks needed to meet."""
+    with Group(2, lambda comm, link: comm._comm.timeout, hosts=hosts, timeout=7.25) as group:
+        group.expect(7.25)
+
+
+def test_later_calls_say_in_which_one_the_group_broke():
+    """Of its kind, or of another; that call itself need not."""
+    told = threading.Event()
+
+    def body(comm):
+        comm.barrier()
+        if comm.rank == 1:
+            assert told.wait(20)
+        texts = []
+        for call in (comm.all_reduce, comm.all_reduce, comm.broadcast):
+            with pytest.raises(pycomm.CommTimeoutError) as caught:
+                call(torch.ones(3), timeout=0.5)
+            texts.append(str(caught.value))
+        told.set()
+        return texts
+
+    for rank, texts in enumerate(run_ranks(2, body, timeout=30)):
+        for i, text in enumerate(texts):
+            where = (
+                f"[rank {rank}/2] {'broadcast' if i == 2 else 'all_reduce'} #{2 + i}: rank 1 did not arrive"
+            )
+            assert text.startswith(where) and (", in all_reduce #2." in text) == (i > 0), text
 
 
 def refused(comm):
