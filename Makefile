@@ -17,7 +17,7 @@ CPP_CODE = $(shell find csrc tests -name '*.h' -o -name '*.cc' -o -name '*.inc' 
 export PATH := $(CURDIR)/$(RUN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: demo test test-slow test-deep test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build build-kernels clean help
+.PHONY: demo test test-slow test-deep test-faults test-torch test-torch-files test-models test-frameworks test-triton bench lint format gpu-check wheel docs build build-kernels clean help
 .DEFAULT_GOAL := help
 
 demo: build                  ## bandwidth table beside Gloo, then a small GPT trained on two ranks; plots in demo/
@@ -31,6 +31,13 @@ test-slow: build-kernels     ## the slow tests: more cases of each, more kernels
 
 test-deep: build-kernels     ## the slow and the deep tests: every kernel, placement and seed; before a release
 	$(PYTEST) -m slow --deep --timeout 3600
+
+# coverage records once which tests reach which lines; what it knows lies in build/planted/reach.
+test-faults: build           ## plants faults and sees whether a quick test fails; FAULTS=parts of names or files, ONLY=new|missed, LIMIT=seconds each
+	$(RUN)/python -m pip install --quiet coverage==7.17.5
+	[ -e build/planted/reach ] || $(RUN)/python tests/planted record
+	[ -e build/planted/native ] || $(RUN)/python tests/planted record --native
+	$(RUN)/python tests/planted run $(FAULTS) $(if $(ONLY),--$(ONLY)) $(if $(LIMIT),--limit $(LIMIT))
 
 test-torch: build            ## PyTorch's own suite for distributed backends, whole
 	$(RUN)/python -m pytest tests/test_torch_suite.py

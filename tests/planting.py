@@ -1,7 +1,7 @@
-"""Faults planted into copies of csrc/cuda, for test_cuda_mutants.py and test_cuda_host_mutants.py.
+"""Faults planted into copies of csrc/, for test_cuda_mutants.py, test_cuda_host_mutants.py and planted/.
 
-A fault is a tuple with `file` (in csrc/cuda), `old`, an exact text that occurs there `times` times, and
-`new`, what takes its place.
+A fault is a tuple with `file` (below `root`, if nothing is said csrc/cuda), `old`, an exact text that occurs
+there `times` times, and `new`, what takes its place.
 
 [Note: several faults in one program] Compiling takes longer than running. So faults whose texts are whole
 statements or expressions go into one program, where a number chooses which one acts: `{ if (planted_fault ==
@@ -11,7 +11,9 @@ statements or expressions go into one program, where a number chooses which one 
 import re
 from pathlib import Path
 
-CUDA = Path(__file__).parent.parent / "csrc" / "cuda"
+ROOT = Path(__file__).parent.parent
+CUDA = ROOT / "csrc" / "cuda"
+CHOSEN = "planted_fault == {}"
 PLANTED = """#include <cstdlib>
 inline const int planted_fault = std::getenv("PLANTED_FAULT") ? std::atoi(std::getenv("PLANTED_FAULT")) : 0;
 """
@@ -30,16 +32,16 @@ def _closed(text):
     return not open_ones
 
 
-def places_of(fault):
+def places_of(fault, root=CUDA):
     """[(begin, end), ...] of its text in its file."""
-    text = (CUDA / fault.file).read_text()
+    text = (root / fault.file).read_text()
     return [found.span() for found in re.finditer(re.escape(fault.old), text)]
 
 
-def is_statements(fault):
+def is_statements(fault, root=CUDA):
     """Can what it replaces, and what it puts there, stand in braces?"""
-    text = (CUDA / fault.file).read_text()
-    begin, end = places_of(fault)[0]
+    text = (root / fault.file).read_text()
+    begin, end = places_of(fault, root)[0]
     before, after = text[:begin].rstrip(), text[end:].lstrip()
     whole = before[-1] in ";{})" and not (after.startswith("else") and fault.old.startswith("if"))
     return whole and all(
@@ -48,10 +50,10 @@ def is_statements(fault):
     )
 
 
-def is_expression(fault):
+def is_expression(fault, root=CUDA):
     """Is it a whole argument, operand or value, and so is what it puts there?"""
-    text = (CUDA / fault.file).read_text()
-    begin, end = places_of(fault)[0]
+    text = (root / fault.file).read_text()
+    begin, end = places_of(fault, root)[0]
     before, after = text[:begin].rstrip(), text[end:].lstrip()
     return (
         fault.times == 1
@@ -62,7 +64,7 @@ def is_expression(fault):
     )  # fmt: skip
 
 
-def programs_of(names, faults, alike=lambda one, other: True):
+def programs_of(names, faults, alike=lambda one, other: True, root=CUDA):
     """The names, those together that go into one program: alike(fault, fault). See [Note: several faults in
     one program].
     """
@@ -72,9 +74,9 @@ def programs_of(names, faults, alike=lambda one, other: True):
 
         def fits(members, fault=fault):
             others = [faults[name] for name in members]
-            return alike(fault, others[0]) and has_room(others, fault)
+            return alike(fault, others[0]) and has_room(others, fault, root)
 
-        if not (is_statements(fault) or is_expression(fault)):
+        if not (is_statements(fault, root) or is_expression(fault, root)):
             alone.append([name])
         elif members := next(filter(fits, together), None):
             members.append(name)
@@ -83,10 +85,10 @@ def programs_of(names, faults, alike=lambda one, other: True):
     return together + alone
 
 
-def has_room(others, fault):
+def has_room(others, fault, root=CUDA):
     """Is no place of the fault taken by these?"""
-    taken = [place for other in others if other.file == fault.file for place in places_of(other)]
-    return all(end <= b or begin >= e for begin, end in places_of(fault) for b, e in taken)
+    taken = [place for other in others if other.file == fault.file for place in places_of(other, root)]
+    return all(end <= b or begin >= e for begin, end in places_of(fault, root) for b, e in taken)
 
 
 def without_place(faults):
@@ -96,20 +98,25 @@ def without_place(faults):
     ]
 
 
-def plant(faults, folder):
-    """Into the sources in `folder`. The n-th fault acts where PLANTED_FAULT=n, a single one always."""
+def plant(faults, folder, root=CUDA, chosen=CHOSEN, head=""):
+    """Into the sources in `folder`. The n-th fault acts where PLANTED_FAULT=n, a single one always.
+
+    Args:
+        chosen: the condition under which the n-th acts, a format.
+        head: a line that each of these files begins with.
+    """
     (folder / "planted.h").write_text(PLANTED)
     edits = {}  # {file: [(begin, end, text)]}
     for number, fault in enumerate(faults, 1):
-        text = fault.new
+        text, acts = fault.new, chosen.format(number)
         if len(faults) > 1:
-            text = f"{{ if (planted_fault == {number}) {{ {text} }} else {{ {fault.old} }} }}"
-            if is_expression(fault):
-                text = f"(planted_fault == {number} ? ({fault.new}) : ({fault.old}))"
-        edits.setdefault(fault.file, []).extend((*place, text) for place in places_of(fault))
+            text = f"{{ if ({acts}) {{ {text} }} else {{ {fault.old} }} }}"
+            if is_expression(fault, root):
+                text = f"({acts} ? ({fault.new}) : ({fault.old}))"
+        edits.setdefault(fault.file, []).extend((*place, text) for place in places_of(fault, root))
     for name, changes in edits.items():
-        file = folder / "csrc" / "cuda" / name
+        file = folder / root.relative_to(ROOT) / name
         text = file.read_text()
         for begin, end, new in sorted(changes, reverse=True):
             text = text[:begin] + new + text[end:]
-        file.write_text(text)
+        file.write_text(head + text)

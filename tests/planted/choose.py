@@ -1,0 +1,113 @@
+"""Which tests may notice a fault, those first that look at least beside it.
+
+[Note: order] A test that reaches few lines of the product in all was written for these lines. So the tests
+that reach the fault are sorted by how much else they reach, and one case of each test function comes before
+the other cases.
+"""
+
+import base64
+import binascii
+import contextlib
+import difflib
+import pickle
+import zlib
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from planted.fault import ROOT, Fault
+
+DATABASE = ROOT / "build" / "planted" / "reach"
+FIRST = 2  # cases of each test function that come first
+
+
+@dataclass
+class Reach:
+    """What each test reaches."""
+
+    lines: dict[str, dict[str, set[int]]] = field(default_factory=dict)  # {test: {file: numbers}}
+    marks: dict[str, set[int]] = field(default_factory=dict)  # {test: planted places of the extension}
+    seconds: dict[str, float] = field(default_factory=dict)
+    sources: dict[str, list[str]] = field(default_factory=dict)  # the files as they were
+
+    def save(self, path: Path = DATABASE) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(zlib.compress(pickle.dumps(self), 1))
+
+    def add(self, folder: Path) -> None:
+        """The rows that reach.py wrote into the folder replace what was known of these tests."""
+        for test in {test for test, _ in rows(folder)}:
+            self.lines[test], self.seconds[test] = {}, 0.0
+            self.marks.pop(test, None)
+        for test, row in rows(folder):
+            if "seconds" in row:
+                self.seconds[test] += row["seconds"]
+            elif "" in row:
+                self.marks.setdefault(test, set()).update(row[""])
+            else:
+                for file, numbers in row.items():
+                    self.lines[test].setdefault(file, set()).update(numbers)
+
+    def keep_sources(self, root: Path = ROOT) -> None:
+        for file in {file for reached in self.lines.values() for file in reached}:
+            self.sources[file] = (root / file).read_text().splitlines()
+
+    def as_recorded(self, file: str, numbers: Iterable[int], root: Path = ROOT) -> set[int]:
+        """These lines of the file, by the numbers that they had when the tests were recorded."""
+        now, then = (root / file).read_text().splitlines(), self.sources.get(file, [])
+        if now == then:
+            return set(numbers)
+        blocks = difflib.SequenceMatcher(None, now, then, autojunk=False).get_matching_blocks()
+        return {n - a + b for n in numbers for a, b, size in blocks if a < n <= a + size}
+
+
+def load(path: Path = DATABASE) -> Reach:
+    return pickle.loads(zlib.decompress(path.read_bytes()))
+
+
+def rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Of all processes; not the lines of those that were killed while they wrote them."""
+    for path in folder.glob("rows-*"):
+        for line in path.read_bytes().splitlines():
+            with contextlib.suppress(binascii.Error, pickle.UnpicklingError, EOFError):
+                if line:
+                    yield pickle.loads(base64.b64decode(line, validate=True))
+
+
+def function_of(test: str) -> str:
+    return test.partition("[")[0]
+
+
+def is_named_after(test: str, file: str) -> bool:
+    """tests/hosts/test_status.py is, of pycomm/status/pages.py."""
+    words = {part.strip("_") for part in Path(file).with_suffix("").parts}
+    return bool(words & {Path(function_of(test).partition("::")[0]).stem.removeprefix("test_")})
+
+
+def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str]:
+    """In the order of [Note: order]. number: of the fault in the extension. Where no test reaches the line,
+    because it runs at import or in a process that was not measured: the tests that reach the file, or else
+    those that are named after it.
+    """
+    if number is not None:
+        found = {test for test, marks in reach.marks.items() if number in marks}
+    else:
+        lines = reach.as_recorded(fault.file, fault.lines())
+        found = {test for test, files in reach.lines.items() if files.get(fault.file, set()) & lines}
+    if not found:
+        found = {test for test, files in reach.lines.items() if fault.file in files}
+    found |= {test for test in reach.seconds if not found and is_named_after(test, fault.file)}
+    found -= {"import"}
+    size = {test: sum(map(len, reach.lines[test].values())) for test in found}
+    cases: dict[str, list[str]] = defaultdict(list)
+    for test in sorted(found, key=lambda test: (reach.seconds[test], test)):
+        cases[function_of(test)].append(test)
+    first = [test for tests in cases.values() for test in tests[:FIRST]]
+    rest = [test for tests in cases.values() for test in tests[FIRST:]]
+
+    def beside(test: str) -> tuple[bool, int]:
+        return (not is_named_after(test, fault.file), size[test])
+
+    return sorted(first, key=beside) + sorted(rest, key=beside)
