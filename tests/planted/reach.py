@@ -15,6 +15,7 @@ test map. No process writes anything at its end, so those that are killed count 
 
 import atexit
 import base64
+import contextlib
 import fcntl
 import functools
 import os
@@ -77,7 +78,8 @@ def name_of(file: str) -> str:
 def write(folder: Path, test: str, reached: dict[str, Any]) -> None:
     """A line, which begins anew where a process was killed while it wrote the one before."""
     row = b"\n" + base64.b64encode(pickle.dumps((test, reached))) + b"\n"
-    with open(folder / f"rows-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}", "ab") as file:
+    name = f"rows-{os.environ.get('PYTEST_XDIST_WORKER', 'main')}"
+    with contextlib.suppress(OSError), open(folder / name, "ab") as file:  # a test may take all descriptors
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(row)
 

@@ -112,11 +112,10 @@ class Copy:
         self.scratch.mkdir(parents=True, exist_ok=True)
         record, output = self.scratch / "record", self.scratch / "output"
         record.write_text("")
-        (self.scratch / "tests").write_text("\n".join(tests))
         child = os.fork()
         if not child:
             try:
-                _be_pytest(self.folder, self.scratch, limit, environment)
+                _be_pytest(self.folder, self.scratch, tests, limit, environment)
             finally:
                 os._exit(9)
         status = _ended(child, limit + SLOWEST + 30)
@@ -157,11 +156,27 @@ def _ended(child: int, limit: float) -> int:
     return status
 
 
-class _Watch:
-    """A plugin of pytest: says what begins and fails, and stops in time."""
+def parents(test: str) -> set[str]:
+    """What may be written for it: its file, its function."""
+    return {test.partition("::")[0], test.partition("[")[0]}
 
-    def __init__(self, record: Path, deadline: float) -> None:
+
+class _Watch:
+    """A plugin of pytest: runs these tests only, says what begins and fails, and stops in time."""
+
+    def __init__(self, record: Path, tests: Sequence[str], deadline: float) -> None:
         self.file, self.deadline = record.open("a", buffering=1), deadline
+        self.tests = {test: place for place, test in enumerate(tests)}
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        items[:] = sorted(
+            (
+                item
+                for item in items
+                if not self.tests.keys().isdisjoint({item.nodeid, *parents(item.nodeid)})
+            ),
+            key=lambda item: self.tests.get(item.nodeid, 0),
+        )
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self.file.write(f"begun\t{nodeid}\n")
@@ -182,15 +197,18 @@ class _Watch:
         self.file.write("end\t\n")
 
 
-def _be_pytest(folder: Path, scratch: Path, limit: float, environment: dict[str, str]) -> None:
+def _be_pytest(
+    folder: Path, scratch: Path, tests: Sequence[str], limit: float, environment: dict[str, str]
+) -> None:
     os.setsid()
     target = os.open(scratch / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(target, stream)
     os.chdir(folder)
-    os.environ.pop("TORCH_DEVICE_BACKEND_AUTOLOAD", None)
-    os.environ.update({"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", **environment})
-    sys.dont_write_bytecode = True
+    for name in ("TORCH_DEVICE_BACKEND_AUTOLOAD", "PYTHONDONTWRITEBYTECODE"):
+        os.environ.pop(name, None)
+    sys.dont_write_bytecode = False  # the next trial reads what this one has compiled; see `forget`
+    os.environ.update({"PYTHONPATH": str(folder), **environment})
     here = str(ROOT / "tests")
     sys.path[:] = [str(folder), *(path for path in sys.path if path not in (str(ROOT), here))]
     import pytest
@@ -203,9 +221,9 @@ def _be_pytest(folder: Path, scratch: Path, limit: float, environment: dict[str,
         "--no-header",
         f"--timeout={SLOWEST}",
         "--tb=short",
-        f"@{scratch / 'tests'}",
+        *dict.fromkeys(file for test in tests if (folder / (file := test.partition("::")[0])).exists()),
     ]
-    status = pytest.main(arguments, plugins=[_Watch(scratch / "record", time.monotonic() + limit)])
+    status = pytest.main(arguments, plugins=[_Watch(scratch / "record", tests, time.monotonic() + limit)])
     sys.stdout.flush()
     os._exit(int(status))
 
