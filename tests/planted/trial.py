@@ -35,6 +35,18 @@ class Outcome:
     text: str = ""
 
 
+def files_of(root: Path) -> list[str]:
+    """Tracked and new ones; where there is no git, all but what is built."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    if (root / ".git").exists():
+        names = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout.decode()
+        return list(filter(None, names.split("\0")))
+    built = {".venv", "build", "dist", "demo", "__pycache__"}
+    paths = (path for path in root.rglob("*") if path.is_file() or path.is_symlink())
+    inside = [path.relative_to(root) for path in paths]
+    return [str(name) for name in inside if not built & set(name.parts)]
+
+
 class Copy:
     """The project in a folder of its own."""
 
@@ -51,10 +63,9 @@ class Copy:
 
     def refresh(self) -> None:
         """Takes the files as they are now."""
-        listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
-        names = subprocess.run(listed, cwd=self.root, capture_output=True, check=True).stdout.decode()
+        names = files_of(self.root)
         built = [str(path.relative_to(self.root)) for name in COPIED for path in self.root.glob(name)]
-        for name in [*filter(None, names.split("\0")), *built]:
+        for name in [*names, *built]:
             source, target = self.root / name, self.folder / name
             if not source.exists() or name.startswith("build/planted/"):
                 continue
