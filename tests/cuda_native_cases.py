@@ -305,7 +305,7 @@ def dropped_tensors(comm, device):
 
 
 def dropped_messages(comm, device):
-    """The same for what is sent and received: nobody writes into memory that was given back."""
+    """The same for sends and receives: no operation writes into memory that was freed."""
     r, n = comm.rank, comm.world_size
     left, right, outs = (r - 1) % n, (r + 1) % n, []
     comm.all_reduce(torch.ones(1, device="cuda"))
@@ -315,7 +315,7 @@ def dropped_messages(comm, device):
         sent = comm.send(x.t(), right, tag=i, async_op=True)
         work = comm.recv(out.t() if i % 2 else out, left, tag=i, async_op=True)
         del x, sent
-        if i < 2:  # nobody has the target any more
+        if i < 2:  # the target has been freed
             del out
         other = torch.full((700, 3), -1.0, device="cuda")  # what is free is used again
         gate.open()

@@ -51,14 +51,14 @@ def mismatch(comm, device):
     if comm.describe()["cuda"]["protocol"] == "resident":
         assert comm.all_reduce(torch.ones(1, device="cuda")).item() == 2
         x = torch.ones(8, device="cuda")
-        with raises(pycomm.MismatchError):  # one that nobody waits for is told by the next call
+        with raises(pycomm.MismatchError):  # the next call reports an error that was not waited for
             comm.all_reduce(x) if r else comm.broadcast(x)
             fake_cuda.synchronize()
             fake_cuda.wait_until(lambda: comm.barrier())
 
 
 def late(comm, device, missing=1):
-    """A rank that does not come. Each call has a timeout of its own."""
+    """A rank that does not come. Each call has its own timeout."""
     comm.all_reduce(torch.ones(8, device="cuda"), timeout=20)
     r, told = comm.rank, f"rank {missing} did not arrive"
     if r != missing:
@@ -98,7 +98,7 @@ def left(comm, device):
 
 
 def closed_under_way(comm, device):
-    """Whoever closes the group while the stream is held up waits for it; nothing is left."""
+    """close() waits for a stream that is held up, and leaves nothing."""
     x = torch.ones(1000, device="cuda")
     comm.all_reduce(x)
     fake_cuda.synchronize()

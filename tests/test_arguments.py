@@ -214,7 +214,7 @@ def test_groups_of_a_group_have_its_limit():
 
 
 def test_groups_that_grow_twice():
-    """One that asked and died is passed over, and counted as served: nobody waits in the end."""
+    """A replacement that asked and died is skipped and counted as served, so that no rank waits."""
     store = dist.HashStore()
     store.add("pycomm/grow/tickets", 1)
     grown = threading.Event()

@@ -369,7 +369,7 @@ def test_what_does_not_come_in_time_is_none(monkeypatch):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_0_alone_speaks(rank, monkeypatch, capsys):
-    """Its findings are those of all; the status says whether pycomm can be used."""
+    """It reports the findings of all; the exit status says whether pycomm can be used."""
     answers = with_ranks(2)
     monkeypatch.setattr(env, "launched", lambda: True)
     monkeypatch.setattr(ranks, "ask_all", lambda: (answers, [7]) if rank == 0 else None)

@@ -245,7 +245,7 @@ def test_each_rank_of_a_host_has_its_own_port(monkeypatch):
 
 
 def test_variables_that_are_set(monkeypatch):
-    """All of pycomm's, known or not, but empty ones; nobody else's."""
+    """All variables of pycomm that are not empty, known or not, and no others."""
     for name, value in {"PYCOMM_ZZ": "1", "PYCOMM_CMA": "0", "PYCOMM_LOG": " ", "XPYCOMM_A": "2"}.items():
         monkeypatch.setenv(name, value)
     assert list(env.set_variables().items()) == [("PYCOMM_CMA", "0"), ("PYCOMM_ZZ", "1")]

@@ -123,7 +123,7 @@ def samples():
 
 
 def test_every_group_and_rank_has_its_own_samples(fresh):
-    """Two ranks, each in a group of both and in one of its own, which are closed one after the other."""
+    """Two ranks in a shared group and one private group each, closed one after the other."""
     metrics._served[os.getpid()] = True
 
     def body(comm):

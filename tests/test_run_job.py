@@ -45,7 +45,7 @@ class Ends(Job):
 # replacements, ends (place, status) in their order -> status of the job, replacements started
 ENDS = [
     (0, [(0, 0), (1, 0), (2, 0)], 0, 0),
-    (0, [(0, 7), (1, 8), (2, 9)], 7, 0),  # that of the first error
+    (0, [(0, 7), (1, 8), (2, 9)], 7, 0),  # the status of the first error
     (0, [(2, 9), (1, 0), (0, 7)], 9, 0),
     (0, [(0, -9), (1, 0), (2, 0)], 0, 0),  # killed: what the others go on without
     (0, [(2, -9), (1, -15), (0, 0)], 0, 0),
@@ -101,7 +101,7 @@ def test_replacements_that_nobody_is_left_to_take_in_are_ended(monkeypatch):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_kills(number, monkeypatch):
-    """The status is that of the first; who ends then is not replaced."""
+    """The first error sets the status; a rank that ends later is not replaced."""
     run = Ends(2, 3, monkeypatch)
     run._stop(number, None)
     assert [(process.place, sent) for process, sent in run.killed] == [(0, number), (1, number)]

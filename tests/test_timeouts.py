@@ -73,7 +73,7 @@ MESSAGES = {
 @pytest.mark.parametrize("hosts", [None, "1+1"])
 @pytest.mark.parametrize("call", MESSAGES)
 def test_the_limit_of_a_message(call, hosts):
-    """Of its own, and not that of the group."""
+    """The limit of the call, not of the group."""
     told = threading.Event()
 
     def body(comm):

@@ -272,7 +272,7 @@ def test_splits():
 
 
 def check_parts(r, n):
-    """The ranks of a group are told as those of all, however often it was cut."""
+    """Errors of a subgroup name global ranks, at any depth of nesting."""
     part = dist.group.WORLD.split_group([1, 2, 3], group_name="part")
     if r == 0:
         return

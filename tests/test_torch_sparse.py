@@ -54,7 +54,7 @@ def test_sums():
 
 
 def check_no_room(r, n, together):
-    """The sizes come with the data, and rank 0 has no memory for 64 MiB of rank 1's: both are told why."""
+    """The sizes come with the data, and rank 0 cannot allocate 64 MiB for rank 1's: both raise the reason."""
     rows, row = 8 * r + 1, torch.zeros(1, 1 << 21)
     x = torch.sparse_coo_tensor(torch.arange(rows)[None], row.expand(rows, -1).contiguous(), (9, 1 << 21))
     x = x.coalesce()

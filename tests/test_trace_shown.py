@@ -401,7 +401,7 @@ def record(folder, *axes):
 
 
 def test_every_trace_has_all_names_and_axes(tmp_path, monkeypatch):
-    """Those of groups that were named before it, too, and each once."""
+    """Also for groups that were named earlier, and each once."""
     monkeypatch.setattr("pycomm.trace.spans._axes", {})
     trace.name_axis("g1", "dp")
     assert record(tmp_path / "a") == {"g1": "dp"}

@@ -46,7 +46,7 @@ def test_as_many_microbatches_as_rows_allow(rows, microbatches, plan, expected):
 )
 @pytest.mark.parametrize("rows", [1, 2, 5])
 def test_rows_that_do_not_count_are_added(plan, ranks, rows):
-    """A row for each data rank: the last one again, in all inputs; what is no tensor stays."""
+    """A row for each data rank: the last row is repeated in all inputs; non-tensors are unchanged."""
     plan = par.Plan.parse(plan)
     x, y = torch.arange(2 * rows).view(rows, 2), torch.arange(rows)[:, None].repeat(1, 3)
     missing = max(ranks - rows, 0)

@@ -57,7 +57,7 @@ SPECIAL = [float("nan"), float("inf"), -float("inf"), -0.0, 0.0, 1e-40, -1e-40, 
 
 def special_values(rank, world_size):
     """A NaN, an infinity, the smallest and the largest numbers, in a row each, are in that row of the result
-    alone; the rows are beside each other, and K is no multiple of the tile.
+    alone; the rows are contiguous, and K is not a multiple of the tile.
     """
     from pycomm.fused import launch
 

@@ -167,7 +167,7 @@ UNATTENDED = {
 
 
 def check_future_of_a_death(r, n, operation, together):
-    """Nobody waits or polls: a future is all that ranks 0 and 2 have, on the other host and on the same."""
+    """No rank waits or polls: ranks 0 and 2, one on each host, have only a future."""
     dist.barrier()
     together.wait()
     if r == 3:
@@ -222,7 +222,7 @@ def test_the_death_of_its_leader_ends_messages_with_other_hosts(source, polls):
         try:
             return raises(PeerError, work.wait, "rank 2 (host1) died")
         finally:
-            seen.wait()  # the end of one is no news for another
+            seen.wait()  # a rank that ends early would be reported in place of rank 2
 
     results = run_ranks(4, body, hosts="0011", mode="processes", timeout=40, fail=False)
     assert [result for rank, result in enumerate(results) if rank != 2] == [True] * 3, results

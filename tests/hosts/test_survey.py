@@ -42,7 +42,7 @@ def points_of(hosts):
 
 @pytest.mark.parametrize("paused", [True, False])
 def test_a_rank_that_was_stopped_itself_takes_nobody_for_silent(paused):
-    """It has heard nobody meanwhile, and they have not been silent."""
+    """It received nothing while it was stopped, but the others were not silent."""
     with points_of([0, 1, 2]) as (point, *_), contextlib.closing(Survey(point, 10.0)) as seen:
         now = time.monotonic()
         seen.last_look = now - (LONG if paused else 1.0)

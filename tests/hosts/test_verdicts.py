@@ -68,7 +68,7 @@ HERE, GONE, ABSENT, UNKNOWN, SILENT = Seen.HERE, Seen.GONE, Seen.ABSENT, Seen.UN
         ([HERE] * 4, {}, [0, 1, 2, 3]),
         ([HERE, GONE, HERE, HERE], {}, [0, 2, 3]),
         ([HERE, HERE, HERE, Seen.LEFT], {}, [0, 1, 2]),
-        ([HERE, HERE, HERE, ABSENT], {"exclude": [3]}, [0, 1, 2]),  # excluded: nobody waits for it
+        ([HERE, HERE, HERE, ABSENT], {"exclude": [3]}, [0, 1, 2]),  # excluded: not waited for
         ([HERE, HERE, GONE, HERE], {"exclude": [2], "exactly": True}, [0, 1, 3]),
     ],
 )

@@ -215,7 +215,7 @@ def test_the_sum_inside_of_hosts_ends_before_the_one_across(zero, ordinary_memor
 
 
 class Noting(Bucket):
-    """Notes what it is told to do. Its sums end when they are waited for."""
+    """Records its calls. A sum ends when it is waited for."""
 
     def __init__(self, infos, log, each_microbatch=False):
         super().__init__(infos)

@@ -231,7 +231,7 @@ def test_the_rank_that_is_named():
 
 
 def test_for_which_axis_bytes_go_over_the_link():
-    """A joint group of data ranks and others is that of dp; what stays inside of hosts is nobody's."""
+    """A joint group counts as the group of dp; bytes that stay within a host are not counted."""
     groups = {"dp": 1, "tp": 2, "dp+tp": 4, "dp+ep": 8, "dp inside hosts": 16, "ep": 32, "dp over hosts": 64}
     right = {"dp": 1 + 4 + 8 + 64, "tp": 2, "ep": 32, "pp": 0}
     for axis, total in right.items():

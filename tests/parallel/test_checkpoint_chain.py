@@ -67,7 +67,7 @@ def step(model, opt, scheduler, number):
 
 
 def chain(rank, world_size, build, plans, root):
-    """One step under each plan. Before it loads, each model has states and gradients of its own."""
+    """One step under each plan. Each model has its own states and gradients before it loads."""
     path, before, name = root / "run", None, "average"
     for number, plan in enumerate(plans):
         model, opt = make(plan, number, build, optimizer_of)

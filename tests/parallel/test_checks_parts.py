@@ -399,7 +399,7 @@ def test_all_ranks_raise_the_sentence_of_the_first_that_has_one(which, monkeypat
         return str(raised.value)
 
     if not which:
-        return  # nobody calls it so
+        return  # not called in this way
     for rank, said in enumerate(Meeting(monkeypatch).run(3, body)):
         assert (
             said.startswith(f"[rank {rank}] of rank {which[0]}: ää")

@@ -1,4 +1,4 @@
-"""Small things between ranks: objects, failures that all hear of, values of rank 0, sums of losses."""
+"""Small exchanges between ranks: objects, failures, values of rank 0, sums of losses."""
 
 import types
 

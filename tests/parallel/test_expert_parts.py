@@ -81,7 +81,7 @@ def dealt_body(rank, world_size, calls):
 
 
 def test_stacked_experts_equal_the_whole_module():
-    """Also a rank to which no row came: its experts have gradients of zero, as experts that nobody chose."""
+    """On a rank without rows the experts have zero gradients, like experts that no token chose."""
     of_ranks = spawn(3, dealt_body, 2)
     for name, chosen in SENT.items():
         out, x_grad, weights_grad, grads = whole(chosen, 2)
@@ -221,7 +221,7 @@ def test_tied_experts_and_those_inside_of_a_moe_stay_whole():
 
 @pytest.mark.parametrize("text", ["ep=2,tp=2", "ep=2,tp=2,megatron_sp"])
 def test_whose_tokens_the_loss_of_the_load_counts(text):
-    """Under megatron_sp each rank of tp has tokens of its own."""
+    """Under megatron_sp each rank of tp has its own tokens."""
     groups = {name: Group(name, 2, 1, None) for name in ("ep", "data", "data_tp")}
     mesh = types.SimpleNamespace(group=groups.get, data=groups["data"], data_tp=groups["data_tp"])
     model = nn.ModuleDict(

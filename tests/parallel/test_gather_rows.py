@@ -286,7 +286,7 @@ def test_clip_in_stages_is_told_a_way_out():
 
 
 def test_one_rank_and_what_it_is_told():
-    """Rows of its own, none where they stand in for none, and why not."""
+    """Own rows, no rows for a stand-in without any, and the reason for a refusal."""
     x = torch.arange(6.0).view(3, 2).requires_grad_()
     with gathering(ALONE):
         found = par.gather_rows(x)

@@ -201,7 +201,7 @@ def test_each_rank_has_room_of_its_own():
             assert reader.of_others() == [text for other, text in enumerate(said) if other != rank]
     ranks[1].leave(None)
     assert [len(reader.of_others()) for reader in ranks] == [1, 2, 1]
-    with ranks[0].told():  # begins with nothing of its own
+    with ranks[0].told():  # begins without own words
         assert [len(reader.of_others()) for reader in ranks] == [1, 1, 0]
     with pytest.raises(KeyboardInterrupt), ranks[2].told():
         raise KeyboardInterrupt("enough")

@@ -1,5 +1,5 @@
-"""Recoveries of a run of one rank, which loses nobody: an error in a step says so all the same, and all
-is made anew from the snapshot. What a caller sees is that of a run that nobody disturbs.
+"""Recoveries with one rank: an error in a step starts one, which rebuilds all state from the snapshot. The
+caller sees the same results as in an undisturbed run.
 """
 
 import gc
@@ -147,7 +147,7 @@ def test_nothing_is_left_of_former_generations(break_at, caplog):
 
 
 def test_an_update_waits_for_the_snapshot_before_and_after_a_recovery(break_at, monkeypatch):
-    """The values that are written last are still those of the step of the snapshot."""
+    """The last values written still belong to the step of the snapshot."""
     model, opt = kills.make()
     run = par.resilient(model, opt, snapshot_every=1)
     updates, plain, seen, updated = [0], OwnMemory._put, [], threading.Event()

@@ -109,7 +109,7 @@ def test_who_leads(told, leader, monkeypatch):
 
 
 def test_followers_take_the_leaders_hyperparameters(monkeypatch, caplog):
-    """One exchange per step; a difference is told once; other names of what is kept are refused by all."""
+    """One exchange per step; a difference is reported once; all ranks refuse other names of kept values."""
     parts = SimpleNamespace(mesh=SimpleNamespace(world=SimpleNamespace(rank=1)))
     own, right = [{"lr": 1.0, "eps": 2.0}, {}, {}, {}], [{"lr": 3.0, "eps": 2.0}, {}, {}, {}]
     followers = Followers()

@@ -28,7 +28,7 @@ def made(plan=""):
 
 
 def test_every_second_update_compares(monkeypatch):
-    """Calls that wait are no updates; those of a loop of one's own are."""
+    """Calls with update=False do not count as updates; opt.step() in the user's loop does."""
     compared, now = [], []
     for module in (own_loop, step):
         monkeypatch.setattr(module, "compare_replicas", lambda parts: compared.append(now[-1]))

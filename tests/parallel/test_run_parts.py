@@ -129,7 +129,7 @@ def test_inputs_grow_to_two_positions_for_each_rank():
 
 @pytest.mark.parametrize("degree", [None, 2, 3])
 def test_every_rank_of_a_cut_sequence_has_two_positions(degree, monkeypatch):
-    """The whole text goes through predict(), without keys; its logits are those of its own positions."""
+    """The whole text goes through predict() without keys, and each logit has its own position."""
     seen, split = [], None if degree is None else SimpleNamespace(degree=degree)
 
     def predict(parts, inputs):

@@ -135,7 +135,7 @@ def test_what_was_updated_before_an_error_holds(zero):
 
 
 def test_steps_of_the_users_own_are_taken_whole():
-    """Only torch's own step of an element-wise optimizer, at which nobody looks, is taken by buckets."""
+    """Only torch's own step of an element-wise optimizer without hooks is taken by buckets."""
 
     def sgd(kind=torch.optim.SGD):
         return kind([torch.nn.Parameter(torch.ones(2))], lr=0.1)

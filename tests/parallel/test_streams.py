@@ -49,7 +49,7 @@ def test_only_ranks_of_tp_share_and_only_one_of_their_streams():
 
 
 def test_streams_go_on_and_keep_what_the_other_has_drawn():
-    """As if each had a generator of its own, over several forwards; the user's is not touched."""
+    """As if each had its own generator, over several forwards; the user's generator is unchanged."""
     kinds = [Stream.SHARED, Stream.OWN, Stream.OWN, Stream.SHARED, Stream.OWN]
     streams = streams_of(Plan(tp=2), dict.fromkeys(AXES, 0))
     alone = {}

@@ -134,7 +134,7 @@ def test_a_gradient_hook_would_be_given_a_part():
 
 
 class ByWidth(Mlp):
-    """With 20 features it is no MLP of its parts."""
+    """With 20 features its parts are not an MLP."""
 
     def forward(self, x):
         x = self.c_fc(x)
@@ -176,7 +176,7 @@ def test_parameters_are_themselves_after_a_loss_that_raises():
             raise KeyError
         assert all(type(parameter) is nn.Parameter for parameter in model.parameters())
         assert model.c_fc.weight.shape == (3, 4)
-    with reads.refused():  # inside of a sublayer the sizes are those of its part
+    with reads.refused():  # inside a sublayer the sizes are local
         as_written(model.forward).running = True
         assert model.c_fc.weight.shape == (3, 4) and model.c_proj.weight.size(1) == 3
         as_written(model.forward).running = False

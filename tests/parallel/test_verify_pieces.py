@@ -266,7 +266,7 @@ class Rates(torch.nn.Module):
 
 
 def test_rates_of_dropout_are_zero_in_a_copy_of_the_configuration():
-    """Not what is no rate: numbers by other names, flags, counts; and one copy for all that share one."""
+    """Only rates change, not flags, counts or other numbers; shared objects are copied once."""
     config = SimpleNamespace(hidden_dropout_prob=0.2, drop_path=1, dropout_kind=0, layers=3, drop_list=[0.1])
     model = torch.nn.Sequential(Rates(config), torch.nn.Linear(2, 2), Rates(config))
     assert alone.without_dropout(model) == ["0", "0.inner", "2", "2.inner"]

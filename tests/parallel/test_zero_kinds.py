@@ -130,7 +130,7 @@ def test_copies_in_fp32_are_made_where_they_are_asked_for(dtype):
 
 
 class Noting:
-    """Shards of a unit, which note what they are told to do."""
+    """Shards of a unit that record their calls."""
 
     def __init__(self, name, log):
         self.name, self.log = name, log
@@ -167,7 +167,7 @@ def run_pass(units, made, used, phase=Phase.FORWARD, stage=0):
 
 
 def test_the_next_unit_is_fetched_ahead_as_in_the_first_pass():
-    """Each phase and each stage has a first pass of its own. A guess that was wrong is freed at the end."""
+    """Each phase and each stage has its own first pass. A wrong guess is freed at the end."""
     units, made, log = units_of("abcd", always="d")
     uses = ["start d", "end d", *(f"{what} {name}" for name in "abc" for what in ("start", "end"))]
     for phase, stage in ((Phase.FORWARD, 0), (Phase.EVALUATE, 0), (Phase.FORWARD, 1)):

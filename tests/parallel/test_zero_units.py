@@ -271,7 +271,7 @@ def test_only_what_was_read_stays_whole():
 
 
 class Forking(Plain):
-    """Which of its blocks run is told before each call, alike on all ranks. Its sizes are asked for, too."""
+    """The caller sets which blocks run before each call, equal on all ranks. Sizes are queried as well."""
 
     def __init__(self):
         super().__init__(layers=3)

@@ -108,7 +108,7 @@ def test_shares_are_one_at_most(monkeypatch):
     monkeypatch.setattr(calibrate, "run_ranks", lambda n, *_, **__: [fast] * n)
     found = read(calibrate.calibrate(2))
     assert (found.reached.memory, found.reached.attention, found.links[0].one_way) == (1, 1, 1)
-    same = fast._replace(large=fast.small)  # noise: a larger one is no slower
+    same = fast._replace(large=fast.small)  # noise: a larger size is not slower
     monkeypatch.setattr(calibrate, "run_ranks", lambda n, *_, **__: [same] * n)
     assert read(calibrate.calibrate(2)).links[0].bandwidth > 1e12
 

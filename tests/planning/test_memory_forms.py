@@ -103,7 +103,7 @@ def test_each_end_of_a_pipeline_can_be_the_worst():
 
 @pytest.mark.parametrize("text", ["dp=2", "dp=4,zero=1", "tp=2,dp=2,zero=2"])
 def test_an_update_needs_gradients_in_fp32(text):
-    """Of the masters that a rank has: none where a gradient is fp32, or where there is no master."""
+    """Bytes of master copies of a rank: 0 if gradients are fp32, or without master copies."""
     given = job(text)
     found = rank_memory(given, 0)
     assert found.update == pytest.approx(found.optimizer / 12 * 4)
@@ -265,7 +265,7 @@ def test_what_data_ranks_send(text, gather, scatter, calls):
 
 
 def test_what_ranks_of_experts_send():
-    """Dense gradients over all data ranks, those of experts over every ep-th; rows there and back."""
+    """Dense gradients over all data ranks, expert gradients over every ep-th; rows there and back."""
     model = named("mixtral-8x7b", sequence=512)
     found = sent(job("ep=4,dp=2", model, 8 * 3, 3))
     experts = 2 * model.experts.parameters * 32

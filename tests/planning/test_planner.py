@@ -251,7 +251,7 @@ class Unlike(torch.nn.Module):
 
 @pytest.mark.parametrize("sizes", [(4, 9, 5), (9, 4, 5), (4, 5, 9)])
 def test_the_largest_block_stands_for_all(sizes):
-    """And what is outside of blocks is told apart: tables, the head, the norm."""
+    """Parameters outside blocks are distinguished: tables, the head, the norm."""
     x = torch.randint(0, 19, (3, 5))
     found = trace_model(Unlike(sizes), (x, x))
     alike = trace_model(Unlike((9, 9, 9)), (x, x))

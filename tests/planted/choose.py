@@ -1,4 +1,4 @@
-"""Which tests may notice a fault, those first that look at least beside it.
+"""Which tests may notice a fault, the most specific tests first.
 
 [Note: order] A test that reaches few lines of the product in all was written for these lines. So the tests
 that reach the fault are sorted by how much else they reach, and one case of each test function comes before

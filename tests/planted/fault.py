@@ -1,9 +1,9 @@
 """A planted fault: a text of a source, and what an engineer could have written there by mistake.
 
-They are data: faults/FOLDER.toml has those of one folder by hand, faults/machine_FOLDER.toml those that
-operators.py drew. The table's name says what is wrong; [Note: fields] the rest.
+Faults are data: faults/FOLDER.toml holds the faults of one folder that people wrote,
+faults/machine_FOLDER.toml the ones that operators.py drew. The table's name says what is wrong.
 
-[Note: fields]
+[Note: fields] Of a table:
     file             from the root on
     kind             of mistake, one of KINDS
     old, new         `old` occurs once in the file

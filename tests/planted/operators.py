@@ -178,7 +178,7 @@ def nodes_of(function: ast.FunctionDef) -> Iterator[ast.AST]:
 
 
 def as_fault(file: str, change: Change, source: str, new: str) -> Fault | None:
-    """With as many lines before and behind as make the old text occur once. None if it is no Python."""
+    """With as many lines before and after as make the old text unique. None if it is not valid Python."""
     node = change.node
     try:
         ast.parse(new)

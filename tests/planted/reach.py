@@ -7,7 +7,7 @@
 its own, under the name of the test. It writes what it has before it sends anything through a pipe, as it may
 be killed as soon as its result has come, and before os._exit. A process
 that is started anew (a launcher, an example) finds site/sitecustomize.py on PYTHONPATH and does the same. A
-process that is killed leaves nothing; the ranks beside it reach the same lines.
+process that is killed leaves nothing; the other ranks reach the same lines.
 
 [Note: C++] A planted place of the extension (native.py) sets its byte in a file that all processes of the
 test map. No process writes anything at its end, so those that are killed count too.

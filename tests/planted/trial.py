@@ -2,7 +2,7 @@
 
 A `Copy` is a folder with the tracked files and the built extension. The process that makes trials has torch
 and pytest loaded but nothing of the project: each trial is a fork of it, which saves the seconds that a new
-interpreter needs. It is the leader of a process group of its own, and all of the group is ended with it.
+interpreter needs. It leads its own process group, which is killed at its end.
 """
 
 import os
@@ -36,7 +36,7 @@ class Outcome:
 
 
 def files_of(root: Path) -> list[str]:
-    """Tracked and new ones; where there is no git, all but what is built."""
+    """Tracked and new files; without git, all files but build products."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     if (root / ".git").exists():
         names = subprocess.run(listed, cwd=root, capture_output=True, check=True).stdout.decode()
@@ -48,7 +48,7 @@ def files_of(root: Path) -> list[str]:
 
 
 class Copy:
-    """The project in a folder of its own."""
+    """The project in its own folder."""
 
     def __init__(self, folder: Path, root: Path = ROOT) -> None:
         self.folder, self.root, self.scratch = folder, root, folder / "build" / "trial"

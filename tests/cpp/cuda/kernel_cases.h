@@ -64,7 +64,7 @@ inline void fill_element(std::byte* to, DType dtype, uint64_t seed, bool rough) 
   }
 }
 
-// Any bits, and every third time those of 0, 1, an infinity, a NaN, the least or the greatest magnitude, of
+// Any bits; every third value is 0, 1, an infinity, a NaN, the least or the greatest magnitude, of
 // either sign.
 inline void fill_special(std::byte* to, DType dtype, uint64_t seed) {
   const bool complex = dtype == DType::c64 || dtype == DType::c128;

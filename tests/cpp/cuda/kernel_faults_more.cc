@@ -18,7 +18,7 @@ void other_buffers(const Form& form) {
     Instance instance(ranks, call, setting.memory, 1);
     for (int r = 0; r < n; ++r) {
       Op op = instance.op(r);
-      op.count = call.count / 2;  // so that what is read beside it is nobody's result
+      op.count = call.count / 2;  // so that reading past it gives a wrong result
       for (auto* parts : {&op.in_parts, &op.out_parts})
         for (Part& part : *parts) part.count = op.count;
       const std::byte* const in = op.in ? op.in : op.in_parts[0].data;

@@ -213,7 +213,7 @@ void test_too_large() {
          run_ranks({.ranks = 3, .before_threads = with(true, true)}, body));
 }
 
-// A mapping that succeeds and shows other memory is no way; all ranks say so.
+// A mapping that succeeds but shows other memory is rejected on all ranks.
 void test_wrong_mapping() {
   static Driver wrong;
   static DevicePtr other = 0;
