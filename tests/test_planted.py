@@ -32,6 +32,20 @@ def test_results_are_of_faults():
     assert {result.verdict for result in results.read()} <= {"caught", "missed"}
 
 
+def test_faults_without_a_place(tmp_path):
+    """By name: names have colons."""
+    (tmp_path / "file.py").write_text("a\nb\nb\n")
+    faults = [
+        Fault("zero: right", "file.py", "a condition", "a\n", "c\n"),
+        Fault("zero: gone", "file.py", "a condition", "x\n", "c\n"),
+        Fault("zero: twice", "file.py", "a condition", "b\n", "c\n"),
+        Fault("zero: no kind", "file.py", "a kind", "a\n", "c\n"),
+        Fault("zero: no change", "file.py", "a condition", "a\n", "a\n"),
+        Fault("zero: no file", "other.py", "a condition", "a\n", "c\n"),
+    ]
+    assert list(fault.without_place(faults, tmp_path)) == [one.name for one in faults[1:]]
+
+
 @pytest.mark.parametrize(
     ("old", "new", "lines"),
     [

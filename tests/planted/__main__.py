@@ -90,7 +90,7 @@ def do_replay(arguments: argparse.Namespace) -> int:
     from planted import campaign, fault, results
 
     faults = fault.load()
-    lost = {said.partition(":")[0] for said in fault.without_place(faults.values())}
+    lost = fault.without_place(faults.values())
     caught = [
         (faults[result.fault], result.detail)
         for result in results.latest(results.read(), faults).values()

@@ -43,12 +43,13 @@ def attempt(one: Fault, tests: Sequence[str], limit: float = 600) -> Outcome:
 
 
 def run(faults: Sequence[Fault], limit: float, workers: int) -> int:
-    """Adds to results.tsv as results come. Returns 1 if one was missed, 2 if there is nothing to try."""
+    """Adds to results.tsv as results come. Returns 1 if a fault was missed or could not be tried, 2 if there
+    is nothing to try.
+    """
     lost = fault.without_place(faults)
-    for said in lost:
-        print(f"left out: {said}")
-    names = {said.split(": its old text occurs")[0] for said in lost}
-    left = [one for one in faults if one.name not in names]
+    for name, why in lost.items():
+        print(f"left out: {name}: {why}")
+    left = [one for one in faults if one.name not in lost]
     random.Random(1).shuffle(left)
     if not left:
         return 2
@@ -66,8 +67,9 @@ def run(faults: Sequence[Fault], limit: float, workers: int) -> int:
     missed = 0
     for done in range(1, len(left) + 1):
         name, verdict, detail, seconds = answers.get()
-        results.add([Result(name, here, verdict, detail, seconds)])
-        missed += verdict == "missed"
+        if verdict != "error":
+            results.add([Result(name, here, verdict, detail, seconds)])
+        missed += verdict != "caught"
         print(f"{done}/{len(left)} {verdict}  {name}  {detail}  {seconds:.0f} s", flush=True)
     for process in processes:
         process.join()

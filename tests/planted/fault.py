@@ -15,7 +15,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-import tomllib
+try:
+    import tomllib
+except ModuleNotFoundError:  # Python 3.10, where pytest needs tomli
+    import tomli as tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = Path(__file__).resolve().parent / "faults"
@@ -85,16 +88,16 @@ def load(data: Path = DATA) -> dict[str, Fault]:
     return faults
 
 
-def without_place(faults: Iterable[Fault], root: Path = ROOT) -> list[str]:
-    """What is to be said of each fault whose text does not occur exactly once, or whose kind is unknown."""
-    said = []
+def without_place(faults: Iterable[Fault], root: Path = ROOT) -> dict[str, str]:
+    """{name: what is wrong} of faults whose text does not occur exactly once, or whose kind is unknown."""
+    wrong = {}
     for fault in faults:
         path = root / fault.file
         found = path.read_text().count(fault.old) if path.exists() else 0
         if found != 1:
-            said.append(f"{fault.name}: its old text occurs {found} times in {fault.file}, not once")
-        if fault.kind not in KINDS:
-            said.append(f"{fault.name}: kind {fault.kind!r} is none of {sorted(KINDS)}")
-        if fault.old == fault.new:
-            said.append(f"{fault.name}: old and new are the same text")
-    return said
+            wrong[fault.name] = f"its old text occurs {found} times in {fault.file}, not once"
+        elif fault.kind not in KINDS:
+            wrong[fault.name] = f"kind {fault.kind!r} is not in {sorted(KINDS)}"
+        elif fault.old == fault.new:
+            wrong[fault.name] = "old and new are the same text"
+    return wrong
