@@ -126,6 +126,19 @@ def test_order_of_tests():
     assert order == ["narrow[3]", "narrow[2]", "wide", "narrow[1]"]
 
 
+def test_a_line_that_runs_at_import_concerns_all_tests_of_its_file():
+    """Also those that only a new process of a test imports again."""
+    one = Fault("name", "tests/tiers.py", "a condition", "import math\n", "import cmath\n")
+    here = one.lines()[0]
+    reached = {"import": {here}, "launcher": {here}, "inside": {here + 9}}
+    reach = choose.Reach(
+        sources={one.file: (ROOT / one.file).read_text().splitlines()},
+        lines={test: {one.file: lines} for test, lines in reached.items()} | {"elsewhere": {"other": {1}}},
+        seconds=dict.fromkeys((*reached, "elsewhere"), 0.0),
+    )
+    assert sorted(choose.tests_for(one, reach)) == ["inside", "launcher"]
+
+
 def test_table():
     faults = {
         name: Fault(name, "parallel/zero/units.py", "a condition", "old", "new", changes_nothing=why)

@@ -87,19 +87,18 @@ def is_named_after(test: str, file: str) -> bool:
 
 
 def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str]:
-    """In the order of [Note: order]. number: of the fault in the extension. Where no test reaches the line,
-    because it runs at import or in a process that was not measured: the tests that reach the file, or else
-    those that are named after it.
+    """In the order of [Note: order]. number: of the fault in the extension. Of a line that runs at import, or
+    in a process that was not measured: the tests that reach the file, or else those that are named after it.
     """
     if number is not None:
         found = {test for test, marks in reach.marks.items() if number in marks}
     else:
         lines = reach.as_recorded(fault.file, fault.lines())
         found = {test for test, files in reach.lines.items() if files.get(fault.file, set()) & lines}
-    if not found:
-        found = {test for test, files in reach.lines.items() if fault.file in files}
-    found |= {test for test in reach.seconds if not found and is_named_after(test, fault.file)}
+    if not found or "import" in found:
+        found |= {test for test, files in reach.lines.items() if fault.file in files}
     found -= {"import"}
+    found |= {test for test in reach.seconds if not found and is_named_after(test, fault.file)}
     size = {test: sum(map(len, reach.lines[test].values())) for test in found}
     cases: dict[str, list[str]] = defaultdict(list)
     for test in sorted(found, key=lambda test: (reach.seconds[test], test)):
