@@ -139,6 +139,15 @@ def test_a_line_that_runs_at_import_concerns_all_tests_of_its_file():
     assert sorted(choose.tests_for(one, reach)) == ["inside", "launcher"]
 
 
+def test_the_others_of_a_file_follow_where_few_reach_a_line():
+    """One process of the file may have reached it for all of them."""
+    one = Fault("name", "tests/tiers.py", "a condition", "import math\n", "import cmath\n")
+    reach = choose.Reach(sources={one.file: (ROOT / one.file).read_text().splitlines()})
+    for test, lines in {"a::began": {*one.lines()}, "a::served": set(), "b::other": set()}.items():
+        reach.lines[test], reach.seconds[test] = {one.file: lines, "more": {*range(9)} & lines}, 0.0
+    assert choose.tests_for(one, reach) == ["a::began", "a::served"]
+
+
 def test_table():
     faults = {
         name: Fault(name, "parallel/zero/units.py", "a condition", "old", "new", changes_nothing=why)

@@ -3,6 +3,9 @@
 [Note: order] A test that reaches few lines of the product in all was written for these lines. So the tests
 that reach the fault are sorted by how much else they reach, and one case of each test function comes before
 the other cases.
+
+[Note: files] A process that a fixture of a file starts serves all tests of the file, and what it reaches counts
+for the test that began it. So where FEW tests or less reach a fault, the others of their files come behind.
 """
 
 import base64
@@ -21,6 +24,7 @@ from planted.fault import ROOT, Fault
 
 DATABASE = ROOT / "build" / "planted" / "reach"
 FIRST = 2  # cases of each test function that come first
+FEW = 2
 
 
 @dataclass
@@ -80,10 +84,14 @@ def function_of(test: str) -> str:
     return test.partition("[")[0]
 
 
+def file_of(test: str) -> str:
+    return test.partition("::")[0]
+
+
 def is_named_after(test: str, file: str) -> bool:
     """tests/hosts/test_status.py is, of pycomm/status/pages.py."""
     words = {part.strip("_") for part in Path(file).with_suffix("").parts}
-    return bool(words & {Path(function_of(test).partition("::")[0]).stem.removeprefix("test_")})
+    return bool(words & {Path(file_of(test)).stem.removeprefix("test_")})
 
 
 def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str]:
@@ -99,6 +107,11 @@ def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str
         found |= {test for test, files in reach.lines.items() if fault.file in files}
     found -= {"import"}
     found |= {test for test in reach.seconds if not found and is_named_after(test, fault.file)}
+    behind: set[str] = set()
+    if len(found) <= FEW:
+        files = {file_of(test) for test in found}
+        behind = {test for test in reach.lines if file_of(test) in files} - found
+        found |= behind
     size = {test: sum(map(len, reach.lines[test].values())) for test in found}
     cases: dict[str, list[str]] = defaultdict(list)
     for test in sorted(found, key=lambda test: (reach.seconds[test], test)):
@@ -106,7 +119,7 @@ def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str
     first = [test for tests in cases.values() for test in tests[:FIRST]]
     rest = [test for tests in cases.values() for test in tests[FIRST:]]
 
-    def beside(test: str) -> tuple[bool, int]:
-        return (not is_named_after(test, fault.file), size[test])
+    def beside(test: str) -> tuple[bool, bool, int]:
+        return (test in behind, not is_named_after(test, fault.file), size[test])
 
     return sorted(first, key=beside) + sorted(rest, key=beside)
