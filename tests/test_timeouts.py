@@ -167,6 +167,16 @@ def test_the_longest():
         assert comm._comm.timeout == LONG and comm.all_reduce(torch.ones(1)).item() == 1
 
 
+def test_parts_have_the_limit_that_their_group_has_now():
+    """A rank that joins has another one while it joins."""
+    with pycomm.Communicator(dist.HashStore(), 0, 1, timeout=20.0) as comm:
+        for limit in (20.0, 7.0, 0.5):
+            comm._set_timeout(limit)
+            with comm.split(0) as part, part.split(3) as inner:
+                assert [each._comm.timeout for each in (comm, part, inner)] == [limit] * 3
+                assert [each._timeout for each in (comm, part, inner)] == [limit] * 3
+
+
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "1e11", "200000000", "soon"])
 def test_of_the_environment(monkeypatch, value):
     monkeypatch.setenv("PYCOMM_TIMEOUT", value)

@@ -9,6 +9,7 @@ import signal
 import pytest
 import torch
 import torch.distributed as dist
+from tiers import tier
 from torch_ranks import data, equal, meeting, spawn
 
 import pycomm
@@ -58,6 +59,24 @@ def check_missing(r, n, hosts):
 @pytest.mark.parametrize("hosts", PLACES, ids=str)
 def test_missing_ranks(hosts):
     spawn(4, check_missing, hosts, hosts=hosts)
+
+
+def check_far_ranks(r, n, missing):
+    """The first rank has the largest number of those that are awaited, and of those that are missing."""
+    if r not in missing:
+        with pytest.raises(pycomm.CommTimeoutError, match="did not arrive within") as caught:
+            barrier(3.0 if r == 0 else 60.0, wait_all_ranks=True)
+        text = str(caught.value)
+        assert all(f"rank {p} (host1)" in text for p in missing), text
+        assert text.count("(host") == len(missing) and caught.value.peer == missing[0], text
+    dist.barrier()
+
+
+@tier(slow=1)
+def test_ranks_of_large_numbers_are_missing():
+    """The words by which the host of rank 0 tells another one have 64 bits."""
+    hosts = [int(rank >= 31) for rank in range(67)]
+    spawn(67, check_far_ranks, [33, 63, 64, 66], hosts=hosts)
 
 
 def check_rank_0_missing(r, n, hosts):

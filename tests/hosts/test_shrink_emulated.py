@@ -81,7 +81,7 @@ def cut_off(comm, link):
 
 @pytest.mark.parametrize(
     ("placement", "cut", "going_on"),
-    [("2+1", 1, [0, 1]), ("1+2", 0, [1, 2]), ("2x1", 0, [0])],
+    [pytest.param("2+1", 1, [0, 1], marks=pytest.mark.slow), ("1+2", 0, [1, 2]), ("2x1", 0, [0])],
     ids=["the larger side", "the larger side, without rank 0", "of two halves that of rank 0"],
 )
 def test_one_side_goes_on(placement, cut, going_on):

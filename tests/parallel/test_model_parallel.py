@@ -128,6 +128,7 @@ def test_traffic():
         assert traffic.nbytes("send") == expected
         shown = 11 * 8 * (tokens + tokens_evaluated) + 2 * HEADER if rank == 2 else 0
         assert traffic.nbytes("broadcast") == shown and traffic.nbytes() == expected + shown
+        assert traffic.nbytes(group="pp") == traffic.nbytes()
 
 
 def body_graphs(rank, world_size):

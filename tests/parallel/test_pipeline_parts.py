@@ -13,6 +13,7 @@ from pycomm.parallel.models.trunk import Side
 from pycomm.parallel.pipeline import WeightStash
 from pycomm.parallel.pipeline import updates as pipedream_updates
 from pycomm.parallel.pipeline.absent import Absent, absent_like
+from pycomm.parallel.pipeline.assumptions import Assumptions
 from pycomm.parallel.pipeline.pieces import Pieces
 from pycomm.parallel.pipeline.placement import Stages, cut_blocks
 from pycomm.parallel.pipeline.progress import Place, Progress
@@ -220,3 +221,32 @@ def test_the_loss_of_single_steps_is_the_mean_of_their_means(monkeypatch):
     for losses in ([3.0], [1.0, 2.0, 6.0]):
         made.begin(SimpleNamespace(start=list, check=list), 5.0, len(losses))
         assert made.end([torch.tensor(each) for each in losses]).loss.item() == 3.0
+
+
+# --- what is looked at in front of a block --------------------
+
+
+def test_a_module_is_watched_once_however_many_passes_there_are():
+    """By name and block; what an aside has noted is forgotten with its modules' forwards."""
+    blocks = [nn.Sequential(nn.Linear(2, 2), nn.ReLU()) for _ in range(3)]
+    plain = {(index, name): blocks[index].get_submodule(name).forward for index in (0, 2) for name in "01"}
+    guessed = [{"", "0", "1"}, set(), {"1"}]
+    shared = SimpleNamespace(tokens=list)
+    templates = SimpleNamespace(shared=shared, guessed=guessed, of=lambda index, *given: f"template {index}")
+    assumptions = Assumptions(SimpleNamespace(blocks=blocks, name="blocks"), templates, None)
+    for _ in range(4):
+        for index in range(3):
+            assumptions.before(index, index == 0, torch.ones(1, 2), (), {})
+            assert assumptions.template == f"template {index}"
+    for (index, name), forward in plain.items():
+        now = blocks[index].get_submodule(name).forward
+        if name in guessed[index]:
+            what, inner = now.args
+            assert what == f"{name!r} of block {index} of 'blocks'" and inner == forward, now
+        else:
+            assert now == forward
+    with assumptions.kept():
+        guessed[1] = {"0"}
+        assumptions.before(1, True, torch.ones(1, 2), (), {})
+        assert (1, "0") in assumptions.looked_at
+    assert (1, "0") not in assumptions.looked_at and (2, "1") in assumptions.looked_at

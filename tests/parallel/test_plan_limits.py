@@ -50,7 +50,7 @@ def one_sleeps(rank, world_size, kind, plan, done):
     return told, [limit.total_seconds() for limit in limits]
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize(("kind", "plan"), PLANS, ids=lambda each: each)
 def test_a_rank_that_does_not_come_is_named(kind, plan):
     found = spawn(4, one_sleeps, kind, plan, meeting(4), timeout=LIMIT)

@@ -13,7 +13,11 @@ from torch_ranks import spawn
 import pycomm.parallel as par
 
 # (text of a plan, microbatches)
-PLANS = [("dp=1", 2), ("dp=2", 1), ("dp=2,zero=2", 2), pytest.param("dp=2", 2, marks=pytest.mark.slow)]
+PLANS = [
+    ("dp=1", 2),
+    ("dp=2,zero=2", 2),
+    *(pytest.param("dp=2", microbatches, marks=pytest.mark.slow) for microbatches in (1, 2)),
+]
 STEPS = 2
 
 

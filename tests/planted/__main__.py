@@ -23,6 +23,7 @@ def main() -> int:
     run.add_argument("--new", action="store_true", help="only those that were never tried")
     run.add_argument("--limit", type=float, default=60, help="seconds of tests for a fault (60)")
     run.add_argument("--workers", type=int, default=2)
+    run.add_argument("--tests-of", default="", metavar="COMMIT", help="the tests as they were then")
     attempt = commands.add_parser("try", help="plant one fault and run these tests, cases too")
     attempt.add_argument("name")
     attempt.add_argument("tests", nargs="+")
@@ -57,7 +58,7 @@ def do_run(arguments: argparse.Namespace) -> int:
         and (not arguments.missed or (one.name in last and last[one.name].verdict == "missed"))
         and (not arguments.new or one.name not in last)
     ]
-    return campaign.run(chosen, arguments.limit, arguments.workers)
+    return campaign.run(chosen, arguments.limit, arguments.workers, arguments.tests_of)
 
 
 def do_try(arguments: argparse.Namespace) -> int:

@@ -1,4 +1,8 @@
-"""Tries many faults: some processes, each with its own copy of the project, take one after the other."""
+"""Tries many faults: some processes, each with its own copy of the project, take one after the other.
+
+[Note: tests of another commit] So that two states of the tests can be compared, the copy may have the tests
+of another commit. The product is as it is now, and those tests are run that both commits have.
+"""
 
 import multiprocessing
 import os
@@ -10,7 +14,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from planted import choose, fault, native, results, trial
-from planted.choose import Reach
 from planted.fault import ROOT, Fault
 from planted.results import Result
 from planted.trial import Copy, Outcome
@@ -42,9 +45,9 @@ def attempt(one: Fault, tests: Sequence[str], limit: float = 600) -> Outcome:
         return copy.run(one, tests, limit)
 
 
-def run(faults: Sequence[Fault], limit: float, workers: int) -> int:
-    """Adds to results.tsv as results come. Returns 1 if a fault was missed or could not be tried, 2 if there
-    is nothing to try.
+def run(faults: Sequence[Fault], limit: float, workers: int, tests_of: str = "") -> int:
+    """Adds to results.tsv as results come. tests_of: a commit, see [Note: tests of another commit]. Returns 1
+    if a fault was missed or could not be tried, 2 if there is nothing to try.
     """
     lost = fault.without_place(faults)
     for name, why in lost.items():
@@ -53,14 +56,13 @@ def run(faults: Sequence[Fault], limit: float, workers: int) -> int:
     random.Random(1).shuffle(left)
     if not left:
         return 2
-    here, tasks, answers = commit(), multiprocessing.Queue(), multiprocessing.Queue()
-    shared = {one.name: number for number, one in enumerate(native.numbered(fault.load().values()), 1)}
+    here, tasks, answers = tests_of or commit(), multiprocessing.Queue(), multiprocessing.Queue()
     for one in left:
         tasks.put(one)
     for _ in range(workers):
         tasks.put(None)
     processes = [
-        multiprocessing.Process(target=_work, args=(tasks, answers, shared, limit)) for _ in range(workers)
+        multiprocessing.Process(target=_work, args=(tasks, answers, limit, tests_of)) for _ in range(workers)
     ]
     for process in processes:
         process.start()
@@ -76,31 +78,53 @@ def run(faults: Sequence[Fault], limit: float, workers: int) -> int:
     return missed > 0
 
 
-def _work(
-    tasks: multiprocessing.Queue, answers: multiprocessing.Queue, shared: dict[str, int], limit: float
-) -> None:
+def _work(tasks: multiprocessing.Queue, answers: multiprocessing.Queue, limit: float, tests_of: str) -> None:
     trial.load_libraries()
-    reach = choose.load()
     with a_copy() as copy:
+        judge = _Judge(copy, limit, tests_of)
         while (one := tasks.get()) is not None:
             try:
-                answers.put((one.name, *_judge(one, copy, reach, shared.get(one.name), limit)))
+                answers.put((one.name, *judge(one)))
             except Exception as error:
                 answers.put((one.name, "error", repr(error)[:200].replace("\t", " "), 0.0))
 
 
-def _judge(one: Fault, copy: Copy, reach: Reach, number: int | None, limit: float) -> tuple[str, str, float]:
-    tests = choose.tests_for(one, reach, number)
-    if one.is_python:
-        outcome = copy.run(one, tests, limit)
-    elif number is not None:
-        with_all = Copy.existing(FOLDER / "native", scratch=copy.scratch)
-        outcome = with_all.run(one, tests, limit, **{native.NUMBER: str(number)})
-    else:
-        outcome = _alone(one, copy, tests, limit)
-    if outcome.caught:
-        return "caught", outcome.caught, outcome.seconds
-    return "missed", f"{outcome.tried} of {len(tests)} tests that reach it passed", outcome.seconds
+class _Judge:
+    """copy: its own."""
+
+    def __init__(self, copy: Copy, limit: float, tests_of: str) -> None:
+        self.copy, self.limit, self.reach, faults = copy, limit, choose.load(), fault.load()
+        shared = enumerate(native.numbered(faults.values()), 1)
+        self.numbers = {one.name: number for number, one in shared}
+        self.native = Copy.existing(FOLDER / "native", scratch=copy.scratch)
+        self.known: set[str] | None = None
+        self.last: dict[str, Result] = {}
+        if tests_of:
+            copy.take_tests_of(tests_of, FOLDER / "native")
+            self.native, self.known = copy, copy.collected()
+            self.last = results.latest(results.read(), faults)
+
+    def __call__(self, one: Fault) -> tuple[str, str, float]:
+        """(verdict, detail, seconds)"""
+        number = self.numbers.get(one.name)
+        tests = self._tests(one, number)
+        if one.is_python:
+            outcome = self.copy.run(one, tests, self.limit)
+        elif number is not None:
+            outcome = self.native.run(one, tests, self.limit, **{native.NUMBER: str(number)})
+        else:
+            outcome = _alone(one, self.copy, tests, self.limit)
+        if outcome.caught:
+            return "caught", outcome.caught, outcome.seconds
+        return "missed", f"{outcome.tried} of {len(tests)} tests that reach it passed", outcome.seconds
+
+    def _tests(self, one: Fault, number: int | None) -> list[str]:
+        """Of another commit: first the one that caught it last."""
+        tests = choose.tests_for(one, self.reach, number)
+        if self.known is None:
+            return tests
+        last = self.last[one.name].detail if one.name in self.last else ""
+        return sorted((test for test in tests if test in self.known), key=lambda test: test != last)
 
 
 def _alone(one: Fault, copy: Copy, tests: Sequence[str], limit: float) -> Outcome:

@@ -1,11 +1,12 @@
 """Which tests may notice a fault, the most specific tests first.
 
 [Note: order] A test that reaches few lines of the product in all was written for these lines. So the tests
-that reach the fault are sorted by how much else they reach, and one case of each test function comes before
-the other cases.
+that reach the fault are sorted by how much else they reach (of the extension: by planted places, then by
+lines in Python), and two cases of each test function come before the other cases.
 
-[Note: files] A process that a fixture of a file starts serves all tests of the file, and what it reaches counts
-for the test that began it. So where FEW tests or less reach a fault, the others of their files come behind.
+[Note: files] A process that a fixture of a file starts serves all tests of the file, and what it reaches
+counts for the test that began it. So where FEW tests or less reach a fault, the others of their files come
+behind them.
 """
 
 import base64
@@ -119,7 +120,8 @@ def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str
     first = [test for tests in cases.values() for test in tests[:FIRST]]
     rest = [test for tests in cases.values() for test in tests[FIRST:]]
 
-    def beside(test: str) -> tuple[bool, bool, int]:
-        return (test in behind, not is_named_after(test, fault.file), size[test])
+    def beside(test: str) -> tuple[bool, bool, int, int]:
+        places = len(reach.marks.get(test, ())) if number is not None else 0
+        return (test in behind, not is_named_after(test, fault.file), places, size[test])
 
     return sorted(first, key=beside) + sorted(rest, key=beside)

@@ -9,9 +9,8 @@ from pathlib import Path
 
 from planted import campaign, choose, fault, native
 from planted.reach import FOLDER, MARKS
-from planted.trial import Copy
+from planted.trial import QUICK, Copy
 
-QUICK = ["-m", "not slow and not torch_suite"]
 WORKERS = ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
 # What uses the extension for its own sake; the others reach it through `parallel` or not at all.
 NATIVE = [
@@ -42,5 +41,5 @@ def run_pytest(root: Path, tests: Sequence[str], folder: Path, *, marks: bool) -
     environment = {**os.environ, FOLDER: str(folder), "PYTHONPATH": os.pathsep.join(map(str, here))}
     if marks:
         environment[MARKS] = str(folder / "marks-{worker}")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "planted.reach", *QUICK]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "planted.reach", "-m", QUICK]
     return subprocess.run([*command, *WORKERS, *tests], cwd=root, env=environment).returncode

@@ -18,6 +18,7 @@ from typing import Any
 
 from planted.fault import ROOT, Fault
 
+QUICK = "not slow and not torch_suite"
 CHUNKS = (30, 150, 600, 10**6)  # tests of a run of pytest: collecting them costs time too
 SLOWEST = 60.0  # seconds of a test: then it hangs
 LIMIT = 60.0  # seconds for the tests of a fault
@@ -75,6 +76,23 @@ class Copy:
                 target.symlink_to(os.readlink(source))
             else:
                 shutil.copy2(source, target)
+
+    def take_tests_of(self, commit: str, native: Path) -> None:
+        """The tests of another commit, and the extension of the folder `native`."""
+        shutil.rmtree(self.folder / "tests")
+        archive = ["git", "archive", commit, "tests"]
+        packed = subprocess.run(archive, cwd=self.root, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "x"], cwd=self.folder, input=packed, check=True)
+        for name in COPIED:
+            for path in native.glob(name):
+                shutil.copy2(path, self.folder / path.relative_to(native))
+
+    def collected(self) -> set[str]:
+        """The quick tests of this copy."""
+        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", QUICK]
+        environment = {**os.environ, "PYTHONPATH": str(self.folder)}
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        return {line for line in done.stdout.splitlines() if "::" in line}
 
     def forget(self, file: str) -> None:
         """The compiled form of a source: Python compares whole seconds and sizes only."""
