@@ -25,6 +25,8 @@ EVERY_S = 0.01  # between two looks at a rank
 AGAIN_S = 0.2  # between two tries to connect
 PATIENCE_S = 0.2  # with a stopped process
 FULL = 1 << 20  # bytes of an answer, at most
+_STOPPED = (b"T", b"t")
+_NOT_RUNNING = (*_STOPPED, b"Z", b"X", b"")
 
 
 class Seen(enum.Enum):
@@ -118,7 +120,7 @@ class Survey:
             return Seen.LEFT
         if peer.rank in stopped:
             return Seen.STOPPED
-        if time.monotonic() - peer.heard > self.patience:
+        if time.monotonic() - peer.heard > self.patience and not self._runs_here(peer):
             return Seen.SILENT
         if not peer.ever_heard:
             return Seen.UNKNOWN
@@ -159,16 +161,26 @@ class Survey:
         self._drop(peer)
 
     def _look_at_processes(self) -> None:
-        """A stopped process of this host; its number means something where numbers are of one space."""
-        point, now = self.point, time.monotonic()
-        mine = point.places[point.rank]
-        for rank, peer in self.peers.items():
-            place = point.places[rank]
-            known = point.hosts[rank] == point.hosts[point.rank] and place.space == mine.space != ""
-            if not known or peer.gone or not _is_stopped(place.pid):
+        """Notes which of this host are stopped."""
+        now = time.monotonic()
+        for peer in self.peers.values():
+            pid = self._process_of(peer)
+            if pid is None or peer.gone or not _is_stopped(pid):
                 peer.stopped_since = None
             elif peer.stopped_since is None:
                 peer.stopped_since = now
+
+    def _runs_here(self, peer: _Peer) -> bool:
+        """Whether it is a process of this host that runs, and has no processor to answer, perhaps."""
+        pid = self._process_of(peer)
+        return pid is not None and _state_of(pid) not in _NOT_RUNNING
+
+    def _process_of(self, peer: _Peer) -> int | None:
+        """Its number, which means something on one host where numbers are of one space."""
+        point = self.point
+        place, mine = point.places[peer.rank], point.places[point.rank]
+        is_here = point.hosts[peer.rank] == point.hosts[point.rank] and place.space == mine.space != ""
+        return place.pid if is_here else None
 
     # --- questions --------------------
 
@@ -295,12 +307,17 @@ class Survey:
 
 
 def _is_stopped(pid: int) -> bool:
-    """As csrc/transport/survivors.cc has it: T for a process that a signal or a debugger has stopped."""
+    """By a signal or a debugger."""
+    return _state_of(pid) in _STOPPED
+
+
+def _state_of(pid: int) -> bytes:
+    """As csrc/transport/survivors.cc reads it: a letter, or nothing where there is no such process."""
     with contextlib.suppress(OSError):
         fd = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)
         try:
             line = os.read(fd, 4096)
         finally:
             os.close(fd)
-        return line[line.rindex(b")") + 2 :][:1] in (b"T", b"t")
-    return False
+        return line[line.rindex(b")") + 2 :][:1]
+    return b""

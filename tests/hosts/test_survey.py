@@ -2,7 +2,9 @@
 
 import contextlib
 import datetime
+import os
 import socket
+import subprocess
 import threading
 import time
 from types import SimpleNamespace
@@ -75,6 +77,25 @@ def test_numbers_of_processes_mean_something_in_one_space(monkeypatch, host, spa
             monkeypatch.setattr(survey, "_is_stopped", lambda pid: False)
             seen._look_at_processes()
             assert seen.stopped() == []
+
+
+@pytest.mark.parametrize(("ever_heard", "expected"), [(False, Seen.UNKNOWN), (True, Seen.ABSENT)])
+def test_a_process_of_this_host_that_runs_is_not_silent(ever_heard, expected):
+    """It waits for a processor. Others are: those that have ended, and those of which nobody knows."""
+    with subprocess.Popen(["sleep", "60"]) as runs, subprocess.Popen(["sleep", "60"]) as zombie:
+        zombie.kill()
+        os.waitid(os.P_PID, zombie.pid, os.WEXITED | os.WNOWAIT)
+        with points_of([0, 0, 0, 0, 1]) as (point, *_), contextlib.closing(Survey(point, 10.0)) as seen:
+            pids = {1: runs.pid, 2: zombie.pid, 3: runs.pid, 4: runs.pid}
+            for rank, pid in pids.items():
+                space = "another container" if rank == 3 else point.place.space
+                point.places[rank] = Place("127.0.0.1", 1, pid, space)
+            for peer in seen.peers.values():
+                peer.heard, peer.ever_heard, peer.gone = time.monotonic() - LONG, ever_heard, False
+            assert seen.seen() == {0: Seen.HERE, 1: expected, **dict.fromkeys((2, 3, 4), Seen.SILENT)}
+            runs.kill()
+            runs.wait()
+            assert seen.seen()[1] == Seen.SILENT
 
 
 def test_names_of_ranks():
