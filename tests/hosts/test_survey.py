@@ -145,6 +145,65 @@ def test_whose_failure_it_is_that_a_group_was_not_made(monkeypatch, error, lost,
     assert len(looks) == 2 if lost else 1.0 <= sum(slept) < 1.1
 
 
+@pytest.mark.parametrize("fails", [(), (False,), (True, False, True)])
+def test_the_new_group_has_the_limit_of_the_old_one(monkeypatch, fails):
+    """Not what shrink() had left. Each group that not all have made is closed, and so is the old one at the
+    end, when all ties have told those that were left out. fails: of the rounds that are over, whether this
+    rank has failed itself.
+    """
+    events, rounds = [], iter([*fails, None])
+    whole = iter([*(False for failed in fails if not failed), True])
+
+    class Rounds:
+        def __init__(self, *given):
+            self.watch = self.give_up = None
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *error):
+            events.append("end")
+
+        def agree(self):
+            return SimpleNamespace(store=0, members=[0, 2], round=len(events))
+
+        def form(self, made):
+            events.append(f"form {made}")
+            return made and next(whole)
+
+    class Group:
+        timeout = 3.25  # of a new one: what shrink() had left
+
+        def __init__(self, name):
+            self.name = name
+
+        def set_timeout(self, limit):
+            self.timeout = limit
+
+        def close(self):
+            events.append(f"close {self.name}")
+
+    def join(*given):
+        if next(rounds):
+            raise PeerError("rank 1 died", peer=1)
+        return Group("new")
+
+    old, point = Group("old"), SimpleNamespace(end_ties=lambda: events.append("ties"))
+    old.timeout = 77.5
+    for name, value in {
+        "_check": lambda *given: None,
+        "Agreement": Rounds,
+        "PointStore": lambda *given: SimpleNamespace(watcher=given[2]),
+        "_join": join,
+        "_is_of_others": lambda error, agreement: True,
+    }.items():
+        monkeypatch.setattr(shrinking, name, value)
+    made, ranks = shrinking.shrink(point, old, [], False, 5.0, None)
+    assert (made.name, made.timeout, ranks) == ("new", 77.5, [0, 2])
+    over = [["form False"] if failed else ["form True", "close new"] for failed in fails]
+    assert events == [*sum(over, []), "form True", "end", "ties", "close old"]
+
+
 def test_a_watcher_looks_now_and_then():
     looks = []
     watch = _Watcher(lambda: looks.append(time.monotonic()))
