@@ -13,7 +13,9 @@ import pycomm.parallel as par
 from pycomm.groups import ALONE
 from pycomm.parallel.data.bucket import ParamInfo
 from pycomm.parallel.data.replicated import LocalBucket, ReplicatedBucket
-from pycomm.parallel.ground.layout import whole
+from pycomm.parallel.ground import comm
+from pycomm.parallel.ground.comm import Group
+from pycomm.parallel.ground.layout import Layout, whole
 from pycomm.parallel.zero.apply import master_options
 from pycomm.parallel.zero.kinds import kind_of
 from pycomm.parallel.zero.optimizer import step_optimizer
@@ -65,6 +67,43 @@ def test_a_bucket_gives_the_sum_of_its_gradients(zero, tied):
         found = torch.cat([bucket.elements(piece, bucket.gradient()) for piece in bucket.owned])
         assert torch.equal(found, expected)
         torch.testing.assert_close(bucket.norm_squared(), expected.square().sum())
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("zero", range(4))
+def test_gradients_of_kv_heads_that_ranks_share_are_summed_over_them(zero, microbatches, monkeypatch):
+    """Rank 1 of tp holds rows 2 to 4 of six, and the other one rows 0 to 2: once for each sum over dp."""
+    tp, others = Group("tp", 2, 1, None), torch.zeros(6, 4, dtype=torch.float64)
+    others[:3] = torch.arange(1.0, 13.0).view(3, 4)
+
+    def all_reduce(tensor, group, *given, **options):
+        if group is tp:
+            tensor.add_(others)
+            groups.append(group.name)
+        return comm.Done() if options.get("async_op") else None
+
+    monkeypatch.setattr(comm, "all_reduce", all_reduce)
+    shared = Layout((6, 4), 0, ((2, 5),), ((3, 5),), overlap=True)
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=torch.float64)) for _ in range(2)]
+    infos = [
+        ParamInfo("shared", params[0], shared, ALONE, option=0, number=0, overlap=tp),
+        ParamInfo("own", params[1], whole(params[1]), ALONE, option=0, number=1),
+    ]
+    bucket, groups, own = kind_of(par.Plan(zero=zero)).make_bucket(infos), [], torch.full((3, 4), 0.5)
+    bucket.zero_grad()
+    for number in range(microbatches):
+        for info in infos:
+            bucket.accumulate(info.param, own.double())
+            if info.param.grad is not None:
+                bucket.collect(info.param)
+        if bucket.sums_each_microbatch or number == microbatches - 1:
+            bucket.launch()
+            bucket.wait()
+    expected = [microbatches * own + len(groups) * others[2:5], microbatches * own]
+    assert len(groups) == (microbatches if bucket.sums_each_microbatch else 1)
+    for piece in bucket.owned:
+        found = bucket.elements(piece, bucket.gradient())
+        assert torch.equal(found, expected[piece.index].flatten()[: found.numel()].view_as(found)), piece
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
