@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from planted import choose, fault, native, operators, results
@@ -161,12 +162,17 @@ def test_table():
     assert "| parallel/zero | 3 | 1 | 1, 1 | 50% | 2, 0 | 100% |" in results.table(faults, kept)
 
 
-def test_results_are_kept_by_commit(tmp_path):
+def test_results_are_kept_by_commit(tmp_path, monkeypatch):
+    """In the order of the history, whichever was tried first; what git does not know comes last."""
+    known = SimpleNamespace(stdout="aa11\nbb22\ncc33\n", returncode=0)
+    monkeypatch.setattr(results.subprocess, "run", lambda *given, **options: known)
     file = tmp_path / "results.tsv"
-    results.add([Result("b", "1", "missed", "2 of 2", 1.0), Result("a", "1", "caught", "t", 2.0)], file)
-    results.add([Result("b", "2", "caught", "t", 3.0), Result("a", "1", "missed", "x", 2.0)], file)
+    results.add([Result("b", "bb2", "missed", "2 of 2", 1.0), Result("a", "bb2", "caught", "t", 2.0)], file)
+    results.add([Result("b", "cc3", "caught", "t", 3.0), Result("a", "bb2", "missed", "x", 2.0)], file)
+    results.add([Result("b", "elsewhere", "caught", "u", 3.0), Result("b", "aa1", "caught", "u", 1.0)], file)
     assert file.read_text().splitlines() == [
-        "a\t1\tmissed\tx\t2", "b\t1\tmissed\t2 of 2\t1", "b\t2\tcaught\tt\t3",
+        "a\tbb2\tmissed\tx\t2", "b\taa1\tcaught\tu\t1", "b\tbb2\tmissed\t2 of 2\t1",
+        "b\tcc3\tcaught\tt\t3", "b\telsewhere\tcaught\tu\t3",
     ]  # fmt: skip
 
 

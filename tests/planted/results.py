@@ -7,6 +7,7 @@ A line: fault, commit of the tests, verdict, detail, seconds. The verdicts:
     nothing   changes nothing that a user sees; detail: why
 """
 
+import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -41,11 +42,22 @@ def read(path: Path = FILE) -> list[Result]:
 def add(results: Iterable[Result], path: Path = FILE) -> None:
     """Of one fault and one commit, the last result stays; sorted by fault, in the order of the commits."""
     kept = {(result.fault, result.commit): result for result in [*read(path), *results]}
-    order = {
-        commit: place for place, commit in enumerate(dict.fromkeys(result.commit for result in kept.values()))
-    }
-    ordered = sorted(kept.values(), key=lambda result: (result.fault, order[result.commit]))
+    order = in_order(dict.fromkeys(result.commit for result in kept.values()))
+    ordered = sorted(kept.values(), key=lambda result: (result.fault, order.index(result.commit)))
     path.write_text("".join(f"{result}\n" for result in ordered))
+
+
+def in_order(commits: Iterable[str]) -> list[str]:
+    """The oldest first; those that git does not know come behind, as they are given."""
+    command = ["git", "-C", str(FILE.parent), "rev-list", "--reverse", "--topo-order", "HEAD"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    history = done.stdout.split() if done.returncode == 0 else []
+
+    def place(commit: str) -> int:
+        name = commit.removesuffix("+")
+        return next((at for at, whole in enumerate(history) if whole.startswith(name)), len(history))
+
+    return sorted(commits, key=place)
 
 
 def latest(results: Iterable[Result], faults: Mapping[str, Fault]) -> dict[str, Result]:
