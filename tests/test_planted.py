@@ -115,16 +115,25 @@ def test_draw_takes_functions_in_turn(tmp_path):
 
 
 def test_order_of_tests():
-    """First those that reach little else, of each function two cases; lines as they were numbered then."""
+    """First those that reach little else; the third case of a function as if it reached twice as much. Lines
+    as they were numbered then.
+    """
     one = Fault("name", "tests/tiers.py", "a condition", "import math\n", "import cmath\n")
     here = one.lines()[0]
     text = (ROOT / one.file).read_text().splitlines()
     reach = choose.Reach(sources={one.file: ["new first line", *text]})
-    for test, others in {"wide": 50, "narrow[1]": 3, "narrow[2]": 2, "narrow[3]": 1, "misses": 0}.items():
+    for test, others in {
+        "wide": 50,
+        "middle": 5,
+        "narrow[1]": 3,
+        "narrow[2]": 2,
+        "narrow[3]": 1,
+        "misses": 0,
+    }.items():
         lines = {one.file: {here if test == "misses" else here + 1}, "other": set(range(others))}
         reach.lines[f"tests/test_x.py::{test}"], reach.seconds[f"tests/test_x.py::{test}"] = lines, others
     order = [test.partition("::")[2] for test in choose.tests_for(one, reach)]
-    assert order == ["narrow[3]", "narrow[2]", "wide", "narrow[1]"]
+    assert order == ["narrow[3]", "narrow[2]", "middle", "narrow[1]", "wide"]
 
 
 def test_a_line_that_runs_at_import_concerns_all_tests_of_its_file():
