@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from pycomm.parallel.checks import exchange, positions
+from pycomm.parallel.checks import cut, exchange, positions
+from pycomm.parallel.checks.cut import BatchCheck
 from pycomm.parallel.checks.exchange import Asking, Exchange
 from pycomm.parallel.checks.runs import Ran
 from pycomm.parallel.ground import comm
@@ -36,6 +37,36 @@ def test_one_of_the_runs_draws_otherwise(other, size):
     found = one._judged(rans, 2, 0, False, False)
     why = exchange._WHY[found.index(True)] if True in found else None
     assert why == (None if other == 4 else "it draws as many random numbers as its values say")
+
+
+@pytest.mark.parametrize(
+    ("degree", "tp", "megatron", "pieces"),
+    [
+        (None, 1, False, 1),
+        (1, 4, False, 1),
+        (3, 1, False, 3),
+        (3, 4, False, 3),
+        (1, 4, True, 4),
+        (3, 4, True, 12),
+    ],
+)
+@pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (2, True)])
+def test_few_positions_are_enough_for_all_pieces(degree, tp, megatron, pieces, ranks, sharded, monkeypatch):
+    """Of 40 rows of 50 positions: four positions for each piece of the sequence, and one more, so that pieces
+    are uneven; and what a rank has in a microbatch is not exceeded.
+    """
+    asked = []
+    monkeypatch.setattr(cut, "window_of", lambda *given: asked.append(given[2:]))
+    one, split = object.__new__(BatchCheck), None
+    if degree is not None:
+        split = SimpleNamespace(degree=degree, tp=SimpleNamespace(size=tp), megatron=megatron)
+    mesh = SimpleNamespace(rows=(ranks, 0))
+    one.parts, one.alike, one.scores = SimpleNamespace(split=split, mesh=mesh), False, torch.zeros(40, 1)
+    one.cuts = SimpleNamespace(sharded=sharded, microbatches=4)
+    x = torch.arange(2000).view(40, 50)
+    inputs, targets = one._few(x, x, 2, False)
+    assert asked == [((10 if sharded else 10 // ranks) * 50, 4 * pieces + 1)]
+    assert inputs.shape == targets.shape == (4, 50) and one._few(x, x, 2, True) is None
 
 
 # --- positions --------------------
