@@ -164,11 +164,11 @@ def test_table():
         for name, why in {"a": "", "b": "", "c": "no user sees it"}.items()
     }
     kept = [
-        Result("a", "1", "missed", "", 1),
-        Result("b", "1", "caught", "t", 1),
-        Result("a", "2", "caught", "t", 1),
+        Result("a", "old", "missed", "", 1),
+        Result("a", "new", "caught", "t", 1),
+        Result("b", "new", "caught", "t", 1),
     ]
-    assert "| parallel/zero | 3 | 1 | 1, 1 | 50% | 2, 0 | 100% |" in results.table(faults, kept)
+    assert "| parallel/zero | 3 | 1 | 0, 1 | 0% | 2, 0 | 100% |" in results.table(faults, kept)
 
 
 def test_results_are_kept_by_commit(tmp_path, monkeypatch):

@@ -65,12 +65,11 @@ def latest(results: Iterable[Result], faults: Mapping[str, Fault]) -> dict[str, 
     return {result.fault: result for result in results if result.fault in faults}
 
 
-def first(results: Iterable[Result], faults: Mapping[str, Fault]) -> dict[str, Result]:
-    found: dict[str, Result] = {}
-    for result in results:
-        if result.fault in faults:
-            found.setdefault(result.fault, result)
-    return found
+def oldest(results: Iterable[Result]) -> dict[str, Result]:
+    """Those of the oldest tests."""
+    results = list(results)
+    commits = in_order(dict.fromkeys(result.commit for result in results))
+    return {result.fault: result for result in results if result.commit == commits[0]}
 
 
 def share(caught: int, missed: int) -> str:
@@ -78,8 +77,10 @@ def share(caught: int, missed: int) -> str:
 
 
 def table(faults: Mapping[str, Fault], results: list[Result]) -> str:
-    """By folder: faults, those that change nothing, caught and missed when they were first and last tried."""
-    before, after = first(results, faults), latest(results, faults)
+    """By folder: faults, those that change nothing, caught and missed by the oldest tests that were tried,
+    and when each was tried last.
+    """
+    before, after = oldest(results), latest(results, faults)
     rows: dict[str, list[int]] = {}
     for fault in faults.values():
         row = rows.setdefault(fault.folder, [0] * 6)
