@@ -103,21 +103,26 @@ class Copy:
     def run(
         self, fault: Fault | None, tests: Sequence[str], limit: float = LIMIT, **environment: str
     ) -> Outcome:
-        """Until one fails, or for `limit` seconds. A failure counts if the test passes without the fault."""
+        """Until one fails, or for `limit` seconds. A failure counts if the test passes without the fault and
+        fails with it again: under load a test may fail by itself.
+        """
         begin, tried, left = time.monotonic(), 0, list(tests)
         while left and (spent := time.monotonic() - begin) < limit:
             size = next(size for size in CHUNKS if tried < size)
             chunk, left = left[:size], left[size:]
             failed, ran, text = self._with(fault, chunk, limit - spent, environment)
             tried += ran
-            if failed and self.passes_without(failed, environment):
+            if failed and self._by(fault, failed, environment):
                 return Outcome(failed, tried, False, time.monotonic() - begin, text)
-            if failed:  # it fails anyway: go on behind it
+            if failed:  # not by the fault: go on behind it
                 left = chunk[chunk.index(failed) + 1 :] + left if failed in chunk else left
         return Outcome(None, tried, not left and tried >= len(tests), time.monotonic() - begin)
 
-    def passes_without(self, test: str, environment: dict[str, str]) -> bool:
-        return self._with(None, [test], 2 * SLOWEST, {**environment, "PLANTED_FAULT": "0"})[0] is None
+    def _by(self, fault: Fault | None, test: str, environment: dict[str, str]) -> bool:
+        """Whether the fault makes the test fail."""
+        without = {**environment, "PLANTED_FAULT": "0"}
+        passes = self._with(None, [test], 2 * SLOWEST, without)[0] is None
+        return passes and self._with(fault, [test], 2 * SLOWEST, environment)[0] is not None
 
     def _with(
         self, fault: Fault | None, tests: Sequence[str], limit: float, environment: dict[str, str]
