@@ -40,25 +40,22 @@ def test_one_of_the_runs_draws_otherwise(other, size):
 
 
 @pytest.mark.parametrize(
-    ("degree", "tp", "megatron", "pieces"),
+    ("sequence", "pieces"),  # the sequence: (ranks of ring and ulysses, of tp, whether megatron_sp)
     [
-        (None, 1, False, 1),
-        (1, 4, False, 1),
-        (3, 1, False, 3),
-        (3, 4, False, 3),
-        (1, 4, True, 4),
-        (3, 4, True, 12),
+        (None, 1),
+        *(((1, 4, False), 1), ((3, 1, False), 3), ((3, 4, False), 3), ((1, 4, True), 4), ((3, 4, True), 12)),
     ],
 )
 @pytest.mark.parametrize(("ranks", "sharded"), [(1, False), (2, False), (2, True)])
-def test_few_positions_are_enough_for_all_pieces(degree, tp, megatron, pieces, ranks, sharded, monkeypatch):
+def test_few_positions_are_enough_for_all_pieces(sequence, pieces, ranks, sharded, monkeypatch):
     """Of 40 rows of 50 positions: four positions for each piece of the sequence, and one more, so that pieces
     are uneven; and what a rank has in a microbatch is not exceeded.
     """
     asked = []
     monkeypatch.setattr(cut, "window_of", lambda *given: asked.append(given[2:]))
     one, split = object.__new__(BatchCheck), None
-    if degree is not None:
+    if sequence is not None:
+        degree, tp, megatron = sequence
         split = SimpleNamespace(degree=degree, tp=SimpleNamespace(size=tp), megatron=megatron)
     mesh = SimpleNamespace(rows=(ranks, 0))
     one.parts, one.alike, one.scores = SimpleNamespace(split=split, mesh=mesh), False, torch.zeros(40, 1)
