@@ -80,5 +80,6 @@ def test_no_bit_is_changed(name):
     check(name)
 
 
+@tier(slow=1)
 def test_no_bit_is_changed_of_one_family():
     check("llama")

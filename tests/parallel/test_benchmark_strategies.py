@@ -172,6 +172,7 @@ def test_resident_peak_is_reset():
     assert with_block - before == pytest.approx(32 << 20, rel=0.05) and abs(after - before) < 2 << 20
 
 
+@tier(slow=1)
 def test_ranks_that_fail_are_named():
     """Long before those that sleep would end."""
 

@@ -182,6 +182,7 @@ def test_no_copy_is_awaited_when_a_rank_closes(plan, monkeypatch):
     assert found == [[], []]
 
 
+@tier(slow=1)
 def test_a_stopped_rank_is_left_out(tmp_path):
     """It wakes up while the others still train, and is told; they end as if it had never been."""
 
