@@ -52,6 +52,7 @@ def test_fault_in_the_source(kernels, fault):
     assert (kernel["rule"] in rules(found)) if kernel["rule"] else not found, [*map(str, found)]
 
 
+@tier(slow=1)
 def test_every_fault_of_the_source_is_asked_for(kernels):
     assert set(kernels["exchange"]) == set(SOURCE_FAULTS)
 
