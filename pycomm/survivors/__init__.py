@@ -29,7 +29,8 @@ connection that shows whether a rank has died.
     stopped    a rank of its own host sees its process stopped (SIGSTOP) for 0.2 s. It may wake up
     silent     nothing was heard for PYCOMM_HOST_TIMEOUT, or its port refuses for so long: its host is lost,
                or the link, or it is stopped and no rank of its host can say so. It may live, and hear others.
-               A process of the own host that runs is never silent: it waits for a processor, and is absent
+               A process of the own host that runs is never silent, as it may wait for a processor: it is what
+               it was, or not heard yet. If it hangs it is named at the time limit
 
 [Note: two sides] Hosts that cannot reach each other look dead to each other, and two groups that both go on
 would train two models. So ranks that are stopped or silent are left out by a quorum alone:

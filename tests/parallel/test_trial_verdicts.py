@@ -28,12 +28,8 @@ def test_one_of_the_runs_draws_otherwise(other, size):
     rans = [Ran(drawn=(torch.zeros(size), 7)) for _ in range(5)]
     rans[other] = Ran(drawn=(torch.arange(1.0 - size, 1.0) + 1, 7))
     one = object.__new__(Exchange)
-    one.error, one.measures, one.counters, one.asked = (
-        None,
-        None,
-        (),
-        Asking(None, (), True, False, False, False),
-    )
+    one.error, one.measures, one.counters = None, None, ()
+    one.asked = Asking(None, (), model=True, loss=False, unweighted=False, alike=False)
     found = one._judged(rans, 2, 0, False, False)
     why = exchange._WHY[found.index(True)] if True in found else None
     assert why == (None if other == 4 else "it draws as many random numbers as its values say")

@@ -69,7 +69,7 @@ def oldest(results: Iterable[Result]) -> dict[str, Result]:
     """Those of the oldest tests."""
     results = list(results)
     commits = in_order(dict.fromkeys(result.commit for result in results))
-    return {result.fault: result for result in results if result.commit == commits[0]}
+    return {result.fault: result for result in results if result.commit in commits[:1]}
 
 
 def share(caught: int, missed: int) -> str:

@@ -92,6 +92,8 @@ class Copy:
         command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-m", QUICK]
         environment = {**os.environ, "PYTHONPATH": str(self.folder)}
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        if done.returncode:
+            raise RuntimeError(f"the tests in {self.folder} cannot be collected:\n{done.stdout[-3000:]}")
         return {line for line in done.stdout.splitlines() if "::" in line}
 
     def forget(self, file: str) -> None:
