@@ -94,7 +94,7 @@ def run(kind, folder, later):
 KINDS = "computes sleeps calls_torch calls_a_collective calls_back hook done messages arrays".split()
 
 
-@tier(quick=1 / 9, slow=1 / 2)
+@tier(quick=1 / 27, slow=1 / 2)
 @pytest.mark.parametrize("later", [0, 0.05, 0.2])
 @pytest.mark.parametrize("kind", KINDS)
 def test_callbacks_at_the_end(kind, later, tmp_path):

@@ -1,9 +1,12 @@
 """What pycomm.run decides when ranks end, and what it does with their lines: without starting a rank."""
 
+import ast
 import contextlib
 import io
 import os
 import signal
+import subprocess
+import sys
 import types
 
 import pytest
@@ -230,25 +233,18 @@ def test_what_the_last_ranks_have_printed_is_not_lost(monkeypatch):
 # --- what a rank runs --------------------
 
 
-def run_in_a_child(folder, launcher, *command):
-    """(status, what it printed) of rank.main in a forked process in this folder."""
-    reading, writing = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 99
-        try:
-            os.chdir(folder)
-            os.dup2(writing, 1)
-            rank.main(launcher or os.getppid(), *command)
-            status = 0
-        except SystemExit as end:
-            status = end.code
-        finally:
-            os._exit(status)
-    os.close(writing)
-    with os.fdopen(reading) as out:
-        text = out.read()
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), text
+def run_as_a_rank(folder, launcher, *command):
+    """(status, what it printed, errors too) of rank.py in a process in this folder."""
+    # Not as a module: that would import all of pycomm.
+    ended = subprocess.run(
+        [sys.executable, rank.__file__, str(launcher), *command],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=60,
+    )
+    return ended.returncode, ended.stdout
 
 
 def test_a_script_and_a_module_run_as_python_runs_them(tmp_path):
@@ -258,20 +254,19 @@ def test_a_script_and_a_module_run_as_python_runs_them(tmp_path):
     text = "import beside, os, sys; os.write(1, repr((sys.argv, __name__, beside.NAME)).encode())"
     (tmp_path / "module.py").write_text(text)
     (tmp_path / "inside" / "script.py").write_text(text)
-    status, printed = run_in_a_child(tmp_path, None, "inside/script.py", "-m", "--x=1")
-    assert (status, eval(printed)) == (
-        0,
-        (["inside/script.py", "-m", "--x=1"], "__main__", "beside the script"),
-    )
-    status, printed = run_in_a_child(tmp_path, None, "-m", "module", "--x", "2")
-    argv, name, beside = eval(printed)
-    assert (status, argv[1:], name, beside) == (0, ["--x", "2"], "__main__", "beside the module")
+    status, printed = run_as_a_rank(tmp_path, os.getpid(), "inside/script.py", "-m", "--x=1")
+    expected = ["inside/script.py", "-m", "--x=1"], "__main__", "beside the script"
+    assert (status, printed) == (0, repr(expected))
+    status, printed = run_as_a_rank(tmp_path, os.getpid(), "-m", "module", "--x", "2")
+    assert status == 0, printed
+    argv, *others = ast.literal_eval(printed)
+    assert (argv[1:], others) == (["--x", "2"], ["__main__", "beside the module"])
     assert os.path.realpath(argv[0]) == str(tmp_path / "module.py")
 
 
 def test_a_rank_whose_launcher_has_ended_does_not_begin(tmp_path):
     (tmp_path / "script.py").write_text("import os; os.write(1, b'began')")
-    assert run_in_a_child(tmp_path, os.getpid() + 1, "script.py") == (1, "")
+    assert run_as_a_rank(tmp_path, os.getpid() + 1, "script.py") == (1, "")
 
 
 @pytest.mark.parametrize(

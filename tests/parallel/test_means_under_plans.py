@@ -264,8 +264,10 @@ def refused(rank, world_size, texts):
 @pytest.mark.parametrize(
     "texts",
     [
-        [("dp=2", 1), ("tp=2,megatron_sp", 2)],
-        pytest.param([("dp=2,zero=3", 1), ("pp=2", 2), ("ring=2", 1)], marks=pytest.mark.slow),
+        [("dp=2", 1)],
+        pytest.param(
+            [("dp=2,zero=3", 1), ("pp=2", 2), ("ring=2", 1), ("tp=2,megatron_sp", 2)], marks=pytest.mark.slow
+        ),
         pytest.param([("dp=2,zero=1", 1), ("tp=2", 2), ("ulysses=2", 1)], marks=pytest.mark.deep),
     ],
 )

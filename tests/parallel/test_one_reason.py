@@ -124,7 +124,7 @@ def refused(rank: int, world_size: int, case: Case) -> tuple[str, str, bool]:
     return type(caught.value).__name__, str(caught.value), bool(torch.isfinite(loss))
 
 
-@tier(quick=1 / 6, slow=1 / 3)
+@tier(quick=1 / 12, slow=1 / 3)
 @pytest.mark.parametrize(
     "case", CASES, ids=lambda case: f"{case.plan}-{case.make.__name__}-{case.loss.__name__}-{case.own}"
 )

@@ -79,7 +79,7 @@ def test_rows_that_are_mixed(text, kind, training):
             assert sentence.startswith(f"[rank {rank}] the model mixes rows of the batch: "), (name, sentence)
 
 
-@tier(quick=1 / 4)
+@tier(quick=1 / 9)
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", TEXTS)

@@ -105,7 +105,7 @@ def test_rows_that_are_mixed_are_refused_on_every_rank(text):
             assert sentence.endswith("No parameter was changed") and same, name
 
 
-@tier(quick=1 / 2)
+@tier(quick=1 / 6)
 @pytest.mark.parametrize("text", PLANS)
 def test_other_models_are_not(text):
     for found in outcomes(text):

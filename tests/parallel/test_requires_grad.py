@@ -173,24 +173,22 @@ PLANS = {
 }
 
 
-def plans_of(name, ranks):
-    """A third of the cases of two ranks at a time, within the limit of a spawn."""
-    # tp cuts parameters that an optimizer wants to see whole, and refuses it.
-    texts = [text for text in PLANS[ranks] if "tp=" not in text or CASES[name][1] is not normalized]
-    return [texts[first::3] for first in range(3)] if ranks == 2 else [texts]
+# A spawn has a time limit; so those of two ranks come in thirds.
+GROUPS = [*(PLANS[2][first::3] for first in range(3)), PLANS[4]]
 
 
-@tier(quick=1 / 14, slow=1 / 6)
-@pytest.mark.parametrize("ranks", PLANS)
+@tier(quick=1 / 28, slow=1 / 6)
+@pytest.mark.parametrize("group", GROUPS, ids=["first", "second", "third", "4 ranks"])
 @pytest.mark.parametrize("name", CASES)
-def test_as_in_one_process(name, ranks):
+def test_as_in_one_process(name, group):
     expected = alone(name)
     assert any(not torch.equal(value, make().state_dict()[key]) for key, value in expected.items())
-    for texts in plans_of(name, ranks):
-        for found in spawn(ranks, planned, name, texts):
-            for text, state in zip(texts, found, strict=True):
-                for key, value in expected.items():
-                    assert equality.relative(state[key], value) < 1e-10, (text, key)
+    # tp cuts parameters that an optimizer wants to see whole, and refuses it.
+    texts = [text for text in group if "tp=" not in text or CASES[name][1] is not normalized]
+    for found in spawn(par.Plan.parse(texts[0]).world_size, planned, name, texts):
+        for text, state in zip(texts, found, strict=True):
+            for key, value in expected.items():
+                assert equality.relative(state[key], value) < 1e-10, (text, key)
 
 
 class OfTheHead(Plain):
