@@ -227,6 +227,12 @@ class OwnLoop:
         if self.refusal is not None or not self.parts.window.is_empty:
             why = "gradients of parallel.step(update=False) wait" if self.refusal is None else self.refusal
             raise ValueError(f"backward under Plan({self.parts.plan}): {why}. Train with parallel.step alone")
+        if torch.is_grad_enabled():
+            raise ValueError(
+                "backward(create_graph=True): the gradients of parameters are summed over ranks, and the sum "
+                "has no derivative. Take the gradient that is to be differentiated with respect to inputs or "
+                "activations: torch.autograd.grad(..., create_graph=True)"
+            )
         self._begin()
         self.is_open = True
         if self.passes.left:

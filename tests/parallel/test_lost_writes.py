@@ -189,6 +189,24 @@ def test_on_one_rank():
     spawn(2, one_rank)
 
 
+def the_only_module(rank, world_size):
+    """Nothing else of the model is as before."""
+    for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=3"):
+        model = nn.Sequential(nn.Linear(6, 29)).double()
+        model, opt = par.parallelize(model, torch.optim.SGD(model.parameters(), 0.1), plan)
+        before = par.full_state_dict(model)
+        data = torch.ones(4, 6, dtype=torch.float64), torch.arange(4)
+        model[0] = nn.Linear(6, 29).double()
+        with pytest.raises(ValueError, match=r"the module of '0\.weight' was replaced or removed"):
+            par.step(model, opt, data, par.cross_entropy)
+        assert all(torch.equal(value, before[name]) for name, value in par.full_state_dict(model).items())
+        par.step(model, opt, data, par.cross_entropy)
+
+
+def test_a_model_of_one_module():
+    spawn(2, the_only_module)
+
+
 def raising(rank, world_size):
     """What was exchanged breaks the pass itself: the error says why."""
     for plan in ("dp=2", "tp=2"):

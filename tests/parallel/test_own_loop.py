@@ -155,6 +155,55 @@ def test_mistakes():
     spawn(2, mistakes)
 
 
+def with_create_graph(rank, world_size):
+    """It is refused before a parameter changes, and training goes on."""
+    for text in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2", "tp=2,megatron_sp"):
+        model = gpt()
+        model, opt = par.parallelize(model, adamw(model.parameters()), text)
+        before = par.full_state_dict(model)
+        x, y = World(text).rows(*words(0))
+        loss = cross(model(x), y)
+        with pytest.raises(ValueError, match=r"create_graph=True"):
+            loss.backward(create_graph=True)
+        opt.zero_grad()
+        assert all(torch.equal(value, before[name]) for name, value in par.full_state_dict(model).items())
+        cross(model(x), y).backward()
+        opt.step()
+        opt.zero_grad()
+        after = par.full_state_dict(model)
+        assert not any(torch.equal(value, before[name]) for name, value in after.items()), text
+
+
+def test_a_backward_with_a_graph():
+    spawn(2, with_create_graph)
+
+
+def with_gradient_penalty(world):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+    model, opt = world.parallelize(model, sgd)
+    for _ in range(STEPS):
+        (x, _) = world.rows(*torch.randn(2, 8, 6, dtype=torch.float64))
+        x = x.clone().requires_grad_()
+        out = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        (out.mean() + (slope.norm(dim=1) - 1).square().mean()).backward()
+        opt.step()
+        opt.zero_grad()
+    return world.state(model)
+
+
+def penalties(rank, world_size, texts):
+    return [with_gradient_penalty(World(text)) for text in texts]
+
+
+def test_a_gradient_penalty_equals_one_process():
+    expected = with_gradient_penalty(World())
+    for found in spawn(2, penalties, ("dp=2", "dp=2,zero=1", "dp=2,zero=2")):
+        for state in found:
+            assert all(equality.relative(value, expected[name]) < 1e-10 for name, value in state.items())
+
+
 def in_bf16(rank, world_size, texts):
     """Under autocast, and with the plan's own precision: as parallel.step."""
     for text in texts:
