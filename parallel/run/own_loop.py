@@ -202,12 +202,6 @@ class OwnLoop:
         self.passes.outside.allow()
         if self.task is None:
             self.task = torch._C._current_graph_task_id()
-            if self.parts.units is not None and torch.is_grad_enabled():
-                self.task = None
-                raise ValueError(
-                    "backward with create_graph=True under zero=3: second derivatives need values that are "
-                    "freed when this backward ends. Use a plan with zero=2 or less"
-                )
             Variable._execution_engine.queue_callback(self._end)
             if self.parts.units is not None:
                 self.parts.units.begin(Phase.BACKWARD, OWN)
