@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from tiers import tier
+from torch_ranks import meeting
 
 from pycomm import AbortedError, MismatchError, PeerError
 from pycomm.testing import run_ranks
@@ -282,6 +283,41 @@ def test_a_finished_receiver_may_leave_at_once(route):
 
     for _ in range(60 if route["mode"] == "threads" else 15):
         assert run_ranks(2, body, **route)[1] == list(range(24))
+
+
+def more_taken_than_acknowledged(comm, together):
+    """Rank 0 takes 24 messages of each sender, which looks at none of the acknowledgements meanwhile: a
+    channel has room for 8. Then rank 0 closes.
+    """
+    if comm.rank == 0:
+        senders = range(1, comm.world_size)
+        for p in senders:
+            for _ in range(4):
+                comm.recv(torch.empty(0), p, tag=99)  # those before it are put aside
+        outs = torch.empty(comm.world_size, 24, dtype=torch.int64)
+        for p in senders:
+            for tag in reversed(range(24)):
+                comm.recv(outs[p, tag], p, tag)
+        together.wait()
+        comm.close()  # waits for the senders, for a second at most
+        return outs[1:].tolist()
+    works = []
+    for first in range(0, 24, 6):
+        tags = range(first, first + 6)
+        works += [comm.send(torch.tensor(100 * comm.rank + k), 0, tag=k, async_op=True) for k in tags]
+        comm.send(torch.empty(0), 0, tag=99)
+    together.wait()
+    time.sleep(0.05)  # the receiver is in close(), most likely; right either way
+    for work in works:
+        work.wait()
+    return len(works)
+
+
+@pytest.mark.parametrize(("mode", "n"), [("threads", 2), ("threads", 3), ("processes", 3)])
+def test_who_closes_first_sends_the_acknowledgements_that_it_owes(mode, n):
+    results = run_ranks(n, more_taken_than_acknowledged, meeting(n), mode=mode, timeout=20)
+    taken = [[100 * p + k for k in range(24)] for p in range(1, n)]
+    assert results == [taken, *[24] * (n - 1)]
 
 
 def test_placements_and_dtypes(route):
