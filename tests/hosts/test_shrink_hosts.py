@@ -307,6 +307,25 @@ def test_who_has_closed_the_group_is_left_out():
     assert over(3, "010", rank_main, fail=True) == [None, [3.0] * 5, [3.0] * 5]
 
 
+@pytest.mark.parametrize("hosts", [None, "010", "012"])
+def test_an_error_about_no_rank_has_no_peer(hosts):
+    """On one host and over several, of a rank that was left out and of those who have closed the group."""
+    together = meeting(3)
+
+    def rank_main(comm):
+        new = comm.shrink(exclude=[2], timeout=LIMIT) if comm.rank < 2 else None
+        together.wait()
+        with pytest.raises(pycomm.AbortedError) as caught:
+            comm.shrink(exclude=[(comm.rank + 1) % 3], timeout=LIMIT)
+        together.wait()  # until then the others can be asked
+        if new is not None:
+            new.close()
+        assert ("left out" if comm.rank == 2 else "closed") in str(caught.value)
+        return caught.value.rank, caught.value.world_size, caught.value.peer
+
+    assert over(3, hosts, rank_main, fail=True) == [(rank, 3, None) for rank in range(3)]
+
+
 def test_a_survivor_that_fails_by_itself():
     """All are told, and none has a new group."""
 
