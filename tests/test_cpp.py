@@ -29,6 +29,11 @@ def test_lanes(tmp_path):
     run("lanes_test", [ROOT / "csrc" / "communicator" / "lanes.cc"], tmp_path)
 
 
+def test_kernel_copy(tmp_path):
+    """How often a rank looks at its own memory, and that the heap does not decide about the route."""
+    run("kernel_copy_test", [ROOT / "csrc" / "transport" / "kernel_copy.cc"], tmp_path)
+
+
 def test_survivors(tmp_path):
     """A rank that claims the verdict, to give up, and ends before it has written one."""
     sources = [

@@ -24,6 +24,7 @@ def main() -> int:
     run.add_argument("--limit", type=float, default=60, help="seconds of tests for a fault (60)")
     run.add_argument("--workers", type=int, default=2)
     run.add_argument("--tests-of", default="", metavar="COMMIT", help="the tests as they were then")
+    run.add_argument("--first", nargs="*", default=(), metavar="TEST", help="these before the others")
     attempt = commands.add_parser("try", help="plant one fault and run these tests, cases too")
     attempt.add_argument("name")
     attempt.add_argument("tests", nargs="+")
@@ -58,7 +59,8 @@ def do_run(arguments: argparse.Namespace) -> int:
         and (not arguments.missed or (one.name in last and last[one.name].verdict == "missed"))
         and (not arguments.new or one.name not in last)
     ]
-    return campaign.run(chosen, arguments.limit, arguments.workers, arguments.tests_of)
+    how = campaign.How(arguments.limit, arguments.tests_of, arguments.first)
+    return campaign.run(chosen, how, arguments.workers)
 
 
 def do_try(arguments: argparse.Namespace) -> int:

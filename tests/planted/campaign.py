@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 from planted import choose, fault, native, results, trial
 from planted.fault import ROOT, Fault
@@ -45,9 +46,19 @@ def attempt(one: Fault, tests: Sequence[str], limit: float = 600) -> Outcome:
         return copy.run(one, tests, limit)
 
 
-def run(faults: Sequence[Fault], limit: float, workers: int, tests_of: str = "") -> int:
-    """Adds to results.tsv as results come. tests_of: a commit, see [Note: tests of another commit]. Returns 1
-    if a fault was missed or could not be tried, 2 if there is nothing to try.
+class How(NamedTuple):
+    """limit: seconds of tests for a fault. tests_of: a commit, see [Note: tests of another commit]. first:
+    tests that run before the others that reach the fault.
+    """
+
+    limit: float
+    tests_of: str = ""
+    first: Sequence[str] = ()
+
+
+def run(faults: Sequence[Fault], how: How, workers: int) -> int:
+    """Adds to results.tsv as results come. Returns 1 if a fault was missed or could not be tried, 2 if there
+    is nothing to try.
     """
     lost = fault.without_place(faults)
     for name, why in lost.items():
@@ -56,14 +67,12 @@ def run(faults: Sequence[Fault], limit: float, workers: int, tests_of: str = "")
     random.Random(1).shuffle(left)
     if not left:
         return 2
-    here, tasks, answers = tests_of or commit(), multiprocessing.Queue(), multiprocessing.Queue()
+    here, tasks, answers = how.tests_of or commit(), multiprocessing.Queue(), multiprocessing.Queue()
     for one in left:
         tasks.put(one)
     for _ in range(workers):
         tasks.put(None)
-    processes = [
-        multiprocessing.Process(target=_work, args=(tasks, answers, limit, tests_of)) for _ in range(workers)
-    ]
+    processes = [multiprocessing.Process(target=_work, args=(tasks, answers, how)) for _ in range(workers)]
     for process in processes:
         process.start()
     missed = 0
@@ -78,10 +87,10 @@ def run(faults: Sequence[Fault], limit: float, workers: int, tests_of: str = "")
     return missed > 0
 
 
-def _work(tasks: multiprocessing.Queue, answers: multiprocessing.Queue, limit: float, tests_of: str) -> None:
+def _work(tasks: multiprocessing.Queue, answers: multiprocessing.Queue, how: How) -> None:
     trial.load_libraries()
     with a_copy() as copy:
-        judge = _Judge(copy, limit, tests_of)
+        judge = _Judge(copy, how)
         while (one := tasks.get()) is not None:
             try:
                 answers.put((one.name, *judge(one)))
@@ -92,35 +101,34 @@ def _work(tasks: multiprocessing.Queue, answers: multiprocessing.Queue, limit: f
 class _Judge:
     """copy: its own."""
 
-    def __init__(self, copy: Copy, limit: float, tests_of: str) -> None:
-        self.copy, self.limit, self.reach, faults = copy, limit, choose.load(), fault.load()
-        shared = enumerate(native.numbered(faults.values()), 1)
-        self.numbers = {one.name: number for number, one in shared}
+    def __init__(self, copy: Copy, how: How) -> None:
+        self.copy, self.how, self.reach, faults = copy, how, choose.load(), fault.load()
+        self.numbers = native.numbers(FOLDER / "native", faults)
         self.native = Copy.existing(FOLDER / "native", scratch=copy.scratch)
         self.known: set[str] | None = None
         self.last: dict[str, Result] = {}
-        if tests_of:
-            copy.take_tests_of(tests_of, FOLDER / "native")
+        if how.tests_of:
+            copy.take_tests_of(how.tests_of, FOLDER / "native")
             self.native, self.known = copy, copy.collected()
             self.last = results.latest(results.read(), faults)
 
     def __call__(self, one: Fault) -> tuple[str, str, float]:
         """(verdict, detail, seconds)"""
         number = self.numbers.get(one.name)
-        tests = self._tests(one, number)
+        tests = self._tests(one)
         if one.is_python:
-            outcome = self.copy.run(one, tests, self.limit)
+            outcome = self.copy.run(one, tests, self.how.limit)
         elif number is not None:
-            outcome = self.native.run(one, tests, self.limit, **{native.NUMBER: str(number)})
+            outcome = self.native.run(one, tests, self.how.limit, **{native.NUMBER: str(number)})
         else:
-            outcome = _alone(one, self.copy, tests, self.limit)
+            outcome = _alone(one, self.copy, tests, self.how.limit)
         if outcome.caught:
             return "caught", outcome.caught, outcome.seconds
         return "missed", f"{outcome.tried} of {len(tests)} tests that reach it passed", outcome.seconds
 
-    def _tests(self, one: Fault, number: int | None) -> list[str]:
+    def _tests(self, one: Fault) -> list[str]:
         """Of another commit: first the one that caught it last."""
-        tests = choose.tests_for(one, self.reach, number)
+        tests = list(dict.fromkeys([*self.how.first, *choose.tests_for(one, self.reach)]))
         if self.known is None:
             return tests
         last = self.last[one.name].detail if one.name in self.last else ""

@@ -17,7 +17,7 @@ import difflib
 import pickle
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Reach:
     """What each test reaches."""
 
     lines: dict[str, dict[str, set[int]]] = field(default_factory=dict)  # {test: {file: numbers}}
-    marks: dict[str, set[int]] = field(default_factory=dict)  # {test: planted places of the extension}
+    marks: dict[str, set[str]] = field(default_factory=dict)  # {test: faults of the extension}
     seconds: dict[str, float] = field(default_factory=dict)
     sources: dict[str, list[str]] = field(default_factory=dict)  # the files as they were
 
@@ -43,8 +43,10 @@ class Reach:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(zlib.compress(pickle.dumps(self), 1))
 
-    def add(self, folder: Path) -> None:
-        """The rows that reach.py wrote into the folder replace what was known of these tests."""
+    def add(self, folder: Path, shared: Sequence[str] = ()) -> None:
+        """The rows that reach.py wrote into the folder replace what was known of these tests. shared: the
+        faults of the extension, by their numbers from 1 on.
+        """
         for test in {test for test, _ in rows(folder)}:
             self.lines[test], self.seconds[test] = {}, 0.0
             self.marks.pop(test, None)
@@ -52,7 +54,7 @@ class Reach:
             if "seconds" in row:
                 self.seconds[test] += row["seconds"]
             elif "" in row:
-                self.marks.setdefault(test, set()).update(row[""])
+                self.marks.setdefault(test, set()).update(shared[number - 1] for number in row[""])
             else:
                 for file, numbers in row.items():
                     self.lines[test].setdefault(file, set()).update(numbers)
@@ -97,15 +99,15 @@ def is_named_after(test: str, file: str) -> bool:
     return bool(words & {Path(file_of(test)).stem.removeprefix("test_")})
 
 
-def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str]:
-    """In the order of [Note: order]. number: of the fault in the extension. Of a line that runs at import, or
-    in a process that was not measured: the tests that reach the file, or else those that are named after it.
+def tests_for(fault: Fault, reach: Reach) -> list[str]:
+    """In the order of [Note: order]. Of a line that runs at import, or in a process that was not measured:
+    the tests that reach the file, or else those that are named after it.
     """
-    if number is not None:
-        found = {test for test, marks in reach.marks.items() if number in marks}
-    else:
+    if fault.is_python:
         lines = reach.as_recorded(fault.file, fault.lines())
         found = {test for test, files in reach.lines.items() if files.get(fault.file, set()) & lines}
+    else:
+        found = {test for test, marks in reach.marks.items() if fault.name in marks}
     if not found or "import" in found:
         found |= {test for test, files in reach.lines.items() if fault.file in files}
     found -= {"import"}
@@ -123,7 +125,7 @@ def tests_for(fault: Fault, reach: Reach, number: int | None = None) -> list[str
 
     def order(test: str) -> tuple[bool, bool, float]:
         reached: float = size[test]
-        if number is not None:
+        if not fault.is_python:
             reached = len(reach.marks.get(test, ())) * max(reach.seconds[test], QUICKEST)
         return test in others, not is_named_after(test, fault.file), reached * turn[test]
 

@@ -6,9 +6,10 @@ tests that reach a fault are recorded with the same extension (reach.py, [Note: 
 is compiled by itself, when its turn comes.
 """
 
+import json
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import planting
@@ -18,6 +19,7 @@ from planted.reach import MARKS, PLACES
 from planted.trial import Copy
 
 NUMBER = "PLANTED_FAULT"
+LIST = "planted_faults.json"  # in the folder of the extension: its faults, in the order of their numbers
 HEADER = f"""#pragma once
 #include <fcntl.h>
 #include <sys/mman.h>
@@ -62,8 +64,20 @@ def numbered(faults: Iterable[Fault]) -> list[Fault]:
     return shared
 
 
+def numbers(folder: Path, faults: Mapping[str, Fault]) -> dict[str, int]:
+    """{name: number} in the extension of this folder, of those that are still what they were."""
+    path = folder / LIST
+    built = json.loads(path.read_text()) if path.exists() else []
+    return {
+        name: number
+        for number, (name, *text) in enumerate(built, 1)
+        if name in faults and text == [faults[name].file, faults[name].old, faults[name].new]
+    }
+
+
 def build(copy: Copy, faults: list[Fault]) -> None:
     """The extension with all of these faults, none of which acts."""
+    (copy.folder / LIST).write_text(json.dumps([[one.name, one.file, one.old, one.new] for one in faults]))
     header = copy.folder / "planted_places.h"
     header.write_text(HEADER)
     head = f'#include "{header}"\n'

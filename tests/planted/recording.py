@@ -21,15 +21,16 @@ NATIVE = [
 
 def record(tests: Sequence[str], *, native_too: bool) -> int:
     """The status of pytest."""
-    root = fault.ROOT
+    root, shared = fault.ROOT, list[fault.Fault]()
     if native_too:
         copy = Copy(campaign.FOLDER / "native")
-        native.build(copy, native.numbered(fault.load().values()))
+        shared = native.numbered(fault.load().values())
+        native.build(copy, shared)
         root, tests = copy.folder, tests or NATIVE
     reach = choose.load() if choose.DATABASE.exists() else choose.Reach()
     with tempfile.TemporaryDirectory() as folder:
         status = run_pytest(root, tests, Path(folder), marks=native_too)
-        reach.add(Path(folder))
+        reach.add(Path(folder), [one.name for one in shared])
     reach.keep_sources()
     reach.save()
     print(f"{len(reach.lines)} tests are known in {choose.DATABASE}")
