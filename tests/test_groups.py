@@ -4,6 +4,7 @@ of a group over hosts, torch's trace.
 
 import datetime
 import itertools
+import os
 import re
 import threading
 from types import SimpleNamespace
@@ -271,6 +272,17 @@ def test_a_table_is_named_where_it_has_decided(algorithm):
     text = pycomm.explain("all_reduce", 1 << 20, 4, algorithm=algorithm)
     assert ("Table:" in text) is (algorithm is None) and (algorithm or "") in text
     assert "Table:" not in pycomm.explain("all_reduce", 8, 4)
+
+
+@pytest.mark.parametrize("cores", [1, 2, 3, 64])
+def test_explain_counts_the_cores_of_this_process(cores, monkeypatch):
+    """Not those of the machine."""
+    questions = [("all_reduce", 1 << 20, 3), ("all_to_all", 1 << 20, 2), ("all_gather", 4 << 20, 2)]
+    expected = [pycomm.explain(*question, cores=cores) for question in questions]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    assert [pycomm.explain(*question) for question in questions] == expected
+    few, many = (pycomm.explain(*questions[0], cores=number) for number in (1, 64))
+    assert few != many
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ void check(bool right, const std::string& what) {
 
 struct Memory {
   explicit Memory(size_t nbytes) : nbytes(nbytes) {
-    data = static_cast<std::byte*>(::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE,
-                                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
+    data = static_cast<std::byte*>(
+        ::mmap(nullptr, nbytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0));
     check(data != MAP_FAILED, "mmap");
   }
   ~Memory() { ::munmap(data, nbytes); }
@@ -116,7 +116,8 @@ void measure_and_heap() {
     for (size_t n = 0; n < 5; ++n) heap.emplace_back(1000 * (5 * round + n) + 16);
   }
   check(distances.size() == 1, "one distance, not " + std::to_string(distances.size()));
-  for (uintptr_t distance : distances) check(64 <= distance && distance <= 4096 - 64, "away from a page's ends");
+  for (uintptr_t distance : distances)
+    check(64 <= distance && distance <= 4096 - 64, "away from a page's ends");
 }
 
 }  // namespace
@@ -124,8 +125,8 @@ void measure_and_heap() {
 extern "C" ssize_t process_vm_readv(pid_t pid, const iovec* local, unsigned long locals, const iovec* remote,
                                     unsigned long remotes, unsigned long flags) {
   if (pid == ::getpid()) ++reads;
-  distances.insert((reinterpret_cast<uintptr_t>(local->iov_base) -
-                    reinterpret_cast<uintptr_t>(remote->iov_base)) % 4096);
+  distances.insert(
+      (reinterpret_cast<uintptr_t>(local->iov_base) - reinterpret_cast<uintptr_t>(remote->iov_base)) % 4096);
   return ::syscall(SYS_process_vm_readv, pid, local, locals, remote, remotes, flags);
 }
 

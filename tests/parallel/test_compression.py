@@ -174,6 +174,27 @@ def test_feedback_makes_the_mean_converge():
         assert without[name][1] > 0.99 * without[name][0], f"{name} without feedback: {without[name]}"
 
 
+def body_again(rank, world_size):
+    group = comm.as_group()
+    found = {}
+    for name in ("fp16", "bf16", "int8", "topk"):
+        flat, views = bucket(dtype=torch.float64)
+        compression, sums = make(name, error_feedback=False), []
+        for _ in range(3):
+            flat.copy_(gradient(rank, flat.numel(), dtype=torch.float64))
+            compression.reduce(flat, group, views)
+            sums.append(flat.clone())
+        found[name] = [torch.equal(each, sums[0]) for each in sums]
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_without_feedback_each_sum_stands_for_itself(world_size):
+    """The same gradients give the same bits, whatever was summed before."""
+    for found in spawn(world_size, body_again):
+        assert all(map(all, found.values())), found
+
+
 # name, options; loss after training, relative to training with exact sums: at most with feedback, at least
 # without
 TRAININGS = [

@@ -126,7 +126,6 @@ def trees(rank, world_size):
     refusals = {
         "sum": ("dp=2", r"needs the rows as dim 0"),
         "object": ("pp=2", "returns a Identity"),
-        "heads": ("tp=2", "differs between ranks 0 and 1 of tp"),
         "positions": ("ring=2", "needs the positions as dim 1"),
     }
     for what, (text, words) in refusals.items():
@@ -145,3 +144,14 @@ def trees(rank, world_size):
 @tier(slow=1)
 def test_trees_and_refusals():
     spawn(2, trees)
+
+
+def of_own_heads(rank, world_size):
+    """Of one shape on all ranks of tp; the values are those of a rank's heads."""
+    model, _ = par.parallelize(Tree("heads").double().eval(), None, par.Plan(tp=2))
+    with pytest.raises(ValueError, match="differs between ranks 0 and 1 of tp"):
+        par.predict(model, batch(7)[0])
+
+
+def test_outputs_that_differ_over_tp_are_refused():
+    spawn(2, of_own_heads)

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import gc
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,6 +25,7 @@ from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.holdings import Generation, Holdings
 from pycomm.parallel.recovery.memory import CopyMemory, OwnMemory
 from pycomm.parallel.recovery.pristine import Pristine
+from pycomm.parallel.recovery.store import CrewStore
 from pycomm.parallel.recovery.snapshot import LEAP, Dealer, Own, Piece, own_at, part_of, set_streams
 from pycomm.testing import run_ranks
 
@@ -32,6 +34,24 @@ import recovery_kills as kills  # noqa: E402
 
 pytestmark = pytest.mark.timeout(120)
 LIMIT, WAIT = 100.0, 7.0
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_the_store_of_a_crew_names_the_process_that_died(dead):
+    """Of the first, one in the middle and the last of those after rank 0."""
+    waits = [sys.executable, "-c", "import sys; sys.stdin.read()"]
+    members = [subprocess.Popen(waits, stdin=subprocess.PIPE) for _ in range(3)]
+    store = CrewStore(lambda mine: [mine, *((member.pid, None) for member in members)], 0)
+    try:
+        assert not store.check(["key"])
+        members[dead].kill()
+        members[dead].wait()
+        with pytest.raises(pycomm.PeerError, match=f"^process {members[dead].pid}, a rank of the crew, died"):
+            store.check(["key"])
+    finally:
+        store.close()
+        for member in members:
+            member.communicate()
 
 
 def small():

@@ -22,7 +22,7 @@ from pycomm.parallel.models import drawn
 
 STEPS, EPS = 25, 1e-10
 REDUCING = ("Prodigy", "DAdaptSGD", "LAMB", "Clipped", "Listed")
-PARTS = ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2", "ring=2,zero=1", "dp=2,pp=2")
+PARTS = ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "pp=2", "ring=2,zero=1", "dp=2,pp=2", "ep=2")
 WHOLE = ("", "dp=2", "ring=2", "ulysses=2", "dp=2,ring=2", "zero=2")
 
 
