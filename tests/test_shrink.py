@@ -13,6 +13,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from forked import Group
 from tiers import tier
 from torch_ranks import meeting
 
@@ -228,6 +229,41 @@ def test_a_stopped_rank_is_left_out_and_told_so():
     pids, resumed = FORK.Array("i", 3), FORK.Event()
     results = run_ranks(3, rank_main, pids, resumed, mode="processes")
     assert results == [[2.0] * 5, "CommTimeoutError", [2.0] * 5]
+
+
+def stop_for_moments(group, rank):
+    """The seconds of the longest one."""
+    longest = 0.0
+    for _ in range(3):
+        begin = time.monotonic()
+        group.kill(rank, signal.SIGSTOP)
+        time.sleep(0.03)
+        group.kill(rank, signal.SIGCONT)
+        longest = max(longest, time.monotonic() - begin)
+        time.sleep(0.25)
+    return longest
+
+
+@pytest.mark.parametrize("hosts", [None, "2+1"])
+def test_who_is_stopped_for_moments_is_not_left_out(hosts):
+    """By a debugger that looks in. Who is stopped for 0.2 s is lost: then it is tried again."""
+
+    def body(comm, link):
+        if comm.rank == 2:
+            return comm.rank
+        if comm.rank == 1:
+            link.recv()
+        return comm.shrink(exclude=[2], timeout=LIMIT).former_ranks
+
+    for _ in range(10):
+        with Group(3, body, hosts=hosts) as group:
+            group.asleep(0)
+            longest = stop_for_moments(group, 1)
+            group.send(1)
+            found = [group.get(rank) for rank in (0, 1)]
+        if longest < 0.1:
+            break
+    assert longest < 0.1 and found == [[0, 1]] * 2, (longest, found)
 
 
 def test_who_has_closed_the_group_is_left_out():
