@@ -11,6 +11,7 @@ import pytest
 import torch
 from forked import HARD_LIMIT, Group, attempt
 from held import held, held_after
+from test_joining import ToldStore, make
 from tiers import tier
 
 import pycomm
@@ -198,6 +199,34 @@ def test_close_in_the_middle_of_an_operation(who):
 
 
 # --- processes over Gloo --------------------
+
+
+@pytest.mark.parametrize(("hosts", "late"), [("0011", [2]), ("0101", [2]), ("01100", [3, 4])], ids=str)
+def test_ranks_that_are_missing_inside_their_host(hosts, late):
+    """All ranks have met; then those of each host make their part of the group. Those that wait for the late
+    ones have the shortest limit, and tell the others.
+    """
+
+    def body(comm, link):
+        class Stuck(ToldStore):
+            def set(self, key, value):
+                if "/host" in key:
+                    link.recv()
+                super().set(key, value)
+
+        store, host = comm._store, hosts[comm.rank]
+        if comm.rank in late:
+            store = Stuck(store, lambda *ignored: None)
+        waits = host == hosts[late[0]] and comm.rank not in late
+        comm.barrier()
+        return attempt(make, comm, store, timeout=1.5 if waits else 30.0, _host=f"host{host}")[1]
+
+    with Group(len(hosts), body, hosts=hosts) as group:
+        reports = {rank: group.get(rank) for rank in group.others(*late)}
+    for rank, report in reports.items():
+        assert f"rank(s) {', '.join(map(str, late))} did not arrive within" in report["text"], report
+        if hosts[rank] == hosts[late[0]]:
+            assert (report["kind"], report["peer"]) == ("CommTimeoutError", late[0]), report
 
 
 def again_and_again(count):
