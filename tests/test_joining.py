@@ -374,10 +374,11 @@ def test_again_under_the_same_name(early):
 
     def body(comm, link):
         store, outcomes = comm._store, []
-        for _ in range(2):
+        for turn in range(2):
             if comm.rank in early:
                 outcomes.append(attempt(make, comm, store, timeout=0.3))
             comm.barrier()
+            time.sleep(0.2 * turn * (comm.rank == 0))  # the others look first, and see the try of before
             outcomes.append(attempt(make, comm, store, timeout=30.0))
         return outcomes
 
