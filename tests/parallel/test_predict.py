@@ -3,6 +3,7 @@
 import equality
 import pytest
 import torch
+import torch.distributed as dist
 from halves import quick
 from models import GPT, Llama
 from odd_models import cross
@@ -105,6 +106,8 @@ class Tree(GPT):
             return out, out.sum()
         if self.what == "object":
             return out, nn.Identity()
+        if self.what == "rank":
+            return out, out.new_full((len(idx), 3), dist.get_rank())
         layer = self.blocks[0].attn.c_attn
         return out, layer(out.new_ones(len(idx), 3, layer.in_features))
 
@@ -147,10 +150,11 @@ def test_trees_and_refusals():
 
 
 def of_own_heads(rank, world_size):
-    """Of one shape on all ranks of tp; the values are those of a rank's heads."""
-    model, _ = par.parallelize(Tree("heads").double().eval(), None, par.Plan(tp=2))
-    with pytest.raises(ValueError, match="differs between ranks 0 and 1 of tp"):
-        par.predict(model, batch(7)[0])
+    """Other shapes, or other values alone."""
+    for what in ("heads", "rank"):
+        model, _ = par.parallelize(Tree(what).double().eval(), None, par.Plan(tp=2))
+        with pytest.raises(ValueError, match="differs between ranks 0 and 1 of tp"):
+            par.predict(model, batch(7)[0])
 
 
 def test_outputs_that_differ_over_tp_are_refused():

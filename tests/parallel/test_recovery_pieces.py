@@ -25,8 +25,8 @@ from pycomm.parallel.recovery.crew import Crew
 from pycomm.parallel.recovery.holdings import Generation, Holdings
 from pycomm.parallel.recovery.memory import CopyMemory, OwnMemory
 from pycomm.parallel.recovery.pristine import Pristine
-from pycomm.parallel.recovery.store import CrewStore
 from pycomm.parallel.recovery.snapshot import LEAP, Dealer, Own, Piece, own_at, part_of, set_streams
+from pycomm.parallel.recovery.store import CrewStore
 from pycomm.testing import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
