@@ -39,11 +39,7 @@ def attempt(one: Fault, tests: Sequence[str], limit: float = 600) -> Outcome:
     """These tests alone, with the fault."""
     trial.load_libraries()
     with a_copy() as copy:
-        if one.is_python:
-            return copy.run(one, tests, limit)
-        one.put_into(copy.folder)
-        native.compile_in(copy.folder)
-        return copy.run(one, tests, limit)
+        return _Judge(copy, How(limit)).outcome(one, tests)
 
 
 class How(NamedTuple):
@@ -114,17 +110,21 @@ class _Judge:
 
     def __call__(self, one: Fault) -> tuple[str, str, float]:
         """(verdict, detail, seconds)"""
-        number = self.numbers.get(one.name)
         tests = self._tests(one)
-        if one.is_python:
-            outcome = self.copy.run(one, tests, self.how.limit)
-        elif number is not None:
-            outcome = self.native.run(one, tests, self.how.limit, **{native.NUMBER: str(number)})
-        else:
-            outcome = _alone(one, self.copy, tests, self.how.limit)
+        outcome = self.outcome(one, tests)
         if outcome.caught:
             return "caught", outcome.caught, outcome.seconds
         return "missed", f"{outcome.tried} of {len(tests)} tests that reach it passed", outcome.seconds
+
+    def outcome(self, one: Fault, tests: Sequence[str]) -> Outcome:
+        """Of these tests."""
+        number = self.numbers.get(one.name)
+        if one.is_python:
+            return self.copy.run(one, tests, self.how.limit)
+        if number is not None:
+            return self.native.run(one, tests, self.how.limit, **{native.NUMBER: str(number)})
+        self.copy.without_faults = self.native
+        return _alone(one, self.copy, tests, self.how.limit)
 
     def _tests(self, one: Fault) -> list[str]:
         """Of another commit: first the one that caught it last."""

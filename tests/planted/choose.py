@@ -73,6 +73,8 @@ class Reach:
 
 
 def load(path: Path = DATABASE) -> Reach:
+    if not path.exists():
+        return Reach()
     return pickle.loads(zlib.decompress(path.read_bytes()))
 
 

@@ -32,6 +32,13 @@ FOLDER, TEST, MARKS = "PLANTED_REACH_FOLDER", "PLANTED_REACH_TEST", "PLANTED_REA
 MEASURED = ("pycomm", "parallel")
 PLACES = 4096  # bytes of the file of marks
 IMPORT = "import"  # the name of what runs before the first test
+WORKER = os.environ.get("PYTEST_XDIST_WORKER")  # of pytest-xdist; runs the tests
+
+# Each of them has marks of its own. The extension maps them when it is loaded, which a conftest.py may do
+# before pytest_configure.
+if WORKER and "{worker}" in os.environ.get(MARKS, ""):
+    os.environ[MARKS] = os.environ[MARKS].format(worker=WORKER)
+    Path(os.environ[MARKS]).write_bytes(bytes(PLACES))
 
 
 class Recorder:
@@ -118,9 +125,6 @@ def pytest_configure(config: Any) -> None:
     if not hasattr(config, "workerinput") and config.getoption("numprocesses", None):
         return  # the process that only deals the tests
     sys.path.insert(0, str(ROOT / "tests"))
-    if path := os.environ.get(MARKS):
-        os.environ[MARKS] = path = path.format(worker=os.environ.get("PYTEST_XDIST_WORKER", "main"))
-        Path(path).write_bytes(bytes(PLACES))
     start()
 
 

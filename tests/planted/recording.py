@@ -27,7 +27,7 @@ def record(tests: Sequence[str], *, native_too: bool) -> int:
         shared = native.numbered(fault.load().values())
         native.build(copy, shared)
         root, tests = copy.folder, tests or NATIVE
-    reach = choose.load() if choose.DATABASE.exists() else choose.Reach()
+    reach = choose.load()
     with tempfile.TemporaryDirectory() as folder:
         status = run_pytest(root, tests, Path(folder), marks=native_too)
         reach.add(Path(folder), [one.name for one in shared])
