@@ -34,6 +34,18 @@ def test_kernel_copy(tmp_path):
     run("kernel_copy_test", [ROOT / "csrc" / "transport" / "kernel_copy.cc"], tmp_path)
 
 
+@pytest.mark.timeout(300)
+def test_hand_off(tmp_path):
+    """20,000 operations in which the answer changes at random: it is one on all ranks."""
+    sources = [
+        path
+        for part in ("transport", "memory")
+        for path in sorted((ROOT / "csrc" / part).glob("*.cc"))
+        if path.name != "kernel_copy.cc"
+    ]
+    run("hand_off_test", sources, tmp_path)
+
+
 def test_survivors(tmp_path):
     """A rank that claims the verdict, to give up, and ends before it has written one."""
     sources = [

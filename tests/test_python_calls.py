@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import sys
+import time
 import weakref
 
 import numpy as np
@@ -306,6 +307,26 @@ def test_the_kernels_copies_are_taken_where_they_are_ahead(kernel_ahead, op, nby
     assert chosen[0] == algorithm
 
 
-def test_all_ranks_have_the_same_answer():
-    answers = run_ranks(3, lambda comm: comm.describe()["kernel_ahead"], mode="processes")
-    assert len(set(answers)) == 1 and isinstance(answers[0], bool)
+def measured(comm):
+    """After operations for longer than a measure holds."""
+    x, found = torch.ones(64 << 10), []
+    for _ in range(3):
+        until = time.monotonic() + 0.3
+        while comm.broadcast(torch.tensor([float(time.monotonic() < until)]), 0).item():
+            comm.all_reduce(x.fill_(1.0))
+            assert x[-1] == comm.world_size
+        comm.barrier()
+        facts = comm.describe()
+        found.append((facts["kernel_ahead"], facts["hand_off_ns"]))
+        comm.barrier()
+    return found
+
+
+@pytest.mark.parametrize("mode", ["processes", "threads"])
+def test_all_ranks_have_the_same_answer(mode):
+    """Which route is ahead, and the time of a hand-off between cores that decides it."""
+    answers = run_ranks(2, measured, mode=mode)
+    assert answers[0] == answers[1]
+    for kernel_ahead, hand_off in answers[0]:
+        assert isinstance(kernel_ahead, bool)
+        assert hand_off is None or (mode == "processes" and 1 < hand_off < 20_000)

@@ -52,7 +52,9 @@ py::dict describe(const CommPtr& comm) {
   facts["wire"] = engine_of(*comm);
   facts["reach"] = reaches[static_cast<int>(t.reach())];
   facts["cores"] = t.cores();
-  facts["kernel_ahead"] = t.kernel_ahead();
+  const double hand_off = t.hand_off().seconds();
+  facts["hand_off_ns"] = hand_off < 0 ? py::object(py::none()) : py::cast(hand_off * 1e9);
+  facts["kernel_ahead"] = t.hand_off().kernel_ahead(comm->next_sequence());
   facts["oversubscribed"] = t.oversubscribed();
   facts["threads"] = t.lanes();
   facts["staging_bytes"] = t.budget_bytes();

@@ -5,6 +5,7 @@
 #include "../cuda/device/spare.h"
 #include "../cuda/plan.h"
 #include "../transport/cores.h"
+#include "../transport/hand_off.h"
 #include "../transport/kernel_copy.h"
 #include "bindings.h"
 
@@ -68,7 +69,8 @@ void bind_explain(py::module_& module) {
   module.def("choose", &choose);
   module.def("kernel_ahead", [] {  // what a group of processes like this one would find
     const std::string cores = allowed_cores(), cache = cores_of_one_cache(cores);
-    return (!cache.empty() && !all_within({cores}, cache)) || kernel_copies_fast();
+    const bool far = !cache.empty() && !all_within({cores}, cache);
+    return is_far(hand_off_between_threads(), far) || kernel_copies_fast();
   });
   module.def("simd_level", &simd_level);
   module.def("set_simd_limit",

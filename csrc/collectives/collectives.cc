@@ -13,6 +13,9 @@ namespace pycomm {
 
 namespace {
 
+// From this size on the route may depend on the hand-off, and a measure of 20 us now and then is little.
+constexpr size_t worth_measuring = 12 << 10;
+
 // The size that select() speaks of; equal on all ranks except for all_to_all with splits.
 size_t table_bytes(const Op& op) {
   size_t count = op.count;
@@ -72,6 +75,7 @@ void CollectiveTask::publish() {
   if (route_ == Route::across) return;
   call_.emplace(comm_, op_, sequence());
   if (times_.measured()) call_->times = &times_;
+  if (measures_hand_off()) comm_.transport().hand_off().before(sequence());
   call_->publish(route_ == Route::payload, route_ == Route::by_choice && may_go_by_kernel());
 }
 
@@ -191,7 +195,7 @@ Situation CollectiveTask::situation(bool mapped) const {
   const Transport& transport = comm_.transport();
   return {comm_.world_size(),
           transport.cores(),
-          transport.kernel_ahead(),
+          transport.hand_off().kernel_ahead(sequence()),
           mapped,
           transport.reach() == Transport::Reach::kernel,
           &tuned_table(transport)};
@@ -205,10 +209,20 @@ bool CollectiveTask::may_go_by_kernel() {
          (any_size || planned_.algorithm == Algorithm::direct);
 }
 
+// Equal on all ranks once their headers match; all_to_all may match with sizes of its own on each.
+bool CollectiveTask::measures_hand_off() const {
+  return route_ == Route::by_choice && op_.kind != OpKind::all_to_all && !op_.uneven &&
+         table_bytes(op_) >= worth_measuring && comm_.transport().measures_hand_off();
+}
+
 // All ranks must choose alike. The choice rests on what is equal everywhere: size, world, reach, and, where
 // this rank's own buffers would allow the mapped route, on the headers of all.
 Choice CollectiveTask::choose() {
   Transport& transport = comm_.transport();
+  if (measures_hand_off() && transport.hand_off().is_due(sequence())) {
+    call_->match();
+    transport.hand_off().measure(sequence(), call_->scope);
+  }
   bool mapped = false;
   if (transport.reach() == Transport::Reach::pointer || call_->registered(comm_.rank())) {
     call_->match();
@@ -219,8 +233,9 @@ Choice CollectiveTask::choose() {
   Choice choice = planned_;
   if (mapped || any_size) choice = select(op_.kind, nbytes, situation(mapped), op_.algorithm);
   if (choice.algorithm == Algorithm::direct && !mapped && !kernel_serves())
-    choice = select(op_.kind, nbytes,
-                    {comm_.world_size(), transport.cores(), transport.kernel_ahead(), false, false});
+    choice = select(
+        op_.kind, nbytes,
+        {comm_.world_size(), transport.cores(), transport.hand_off().kernel_ahead(sequence()), false, false});
   const bool rounds_each_hop =
       op_.dtype == DType::f16 || op_.dtype == DType::bf16 || op_.reduce_op == ReduceOp::premul_sum;
   if (choice.algorithm == Algorithm::ring && op_.reduces() && rounds_each_hop)

@@ -44,6 +44,7 @@ class CollectiveTask : public Task {
   void separate_overlap();
   Situation situation(bool mapped) const;
   bool may_go_by_kernel();  // as far as this rank knows alone
+  bool measures_hand_off() const;
   Choice choose();
   bool kernel_serves();  // it can copy all buffers of this operation
   void complete(bool patient);

@@ -54,7 +54,6 @@ std::unique_ptr<SharedMemory> share_memory(Rendezvous& rendezvous, const Identit
     auto* header = reinterpret_cast<GroupHeader*>(memory->data());
     header->version = layout_version;
     header->world_size = identity.world_size;
-    header->kernel_ahead = !terms.one_cache || kernel_copies_fast();
     if (options.write_note) options.write_note(identity.world_size, terms.cores, header->note);
   }
   return memory;
@@ -107,6 +106,7 @@ void Joining::tell(const CommError& error) {
 }
 
 void Joining::tell_own(const std::exception& error) {
+  if (const auto cause = rendezvous_->told()) throw *cause;
   const std::string text = "creating the group: " + std::string(error.what());
   const CommError failure =
       identity_.error_about(ErrorKind::none, {}, identity_.number(identity_.rank), text);
@@ -125,6 +125,7 @@ void Transport::meet(const WaitScope& scope) {
   self.probe_target = reinterpret_cast<uint64_t>(&pycomm::probe_target());
   self.pid = ::getpid();
   note_core();
+  if (rank() == 0) hand_off_.guess(!terms_.one_cache);
   auto in_state = [this](RankState state) {
     return [this, state](int p) { return control(p).state.load(std::memory_order_acquire) >= state; };
   };
@@ -136,6 +137,7 @@ void Transport::meet(const WaitScope& scope) {
   ring_all_sleepers(memory_);
   wait_all(in_state(RankState::ready), scope);
   reach_ = common_reach();
+  if (measures_hand_off()) hand_off_.begin(scope);
 }
 
 // Both ways: a sandbox may allow the one and not the other. A number that is not the peer's, but of another

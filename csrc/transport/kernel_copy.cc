@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <cstring>
@@ -28,6 +29,15 @@ double seconds_of(const Copy& copy) {
     least = std::min(least, std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count());
   }
   return least;
+}
+
+// Of this process so far: under load a measure may find no quiet moment, and the next one does.
+std::atomic<double> least_by_kernel{1}, least_by_memcpy{1};
+
+void note_least(std::atomic<double>& least, double seconds) {
+  double before = least.load();
+  while (seconds < before && !least.compare_exchange_weak(before, seconds)) {
+  }
 }
 
 // The copy's source and target in one mapping. Where they lie decides the speed of memcpy by a factor of 20:
@@ -105,15 +115,16 @@ bool kernel_copies_fast() {
   const SamplePair pair;
   if (!pair.mapped()) return false;
   bool works = true;
-  const double by_kernel = seconds_of([&] {
-    const iovec local{pair.to(), sample}, remote{pair.from(), sample};
-    works &= ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(sample);
-  });
-  const double by_memcpy = seconds_of([&] {
-    std::memcpy(pair.to(), pair.from(), sample);
-    asm volatile("" : : "r"(pair.to()) : "memory");
-  });
-  return works && by_kernel < fast * by_memcpy;
+  note_least(least_by_kernel, seconds_of([&] {
+               const iovec local{pair.to(), sample}, remote{pair.from(), sample};
+               works &=
+                   ::process_vm_readv(::getpid(), &local, 1, &remote, 1, 0) == static_cast<ssize_t>(sample);
+             }));
+  note_least(least_by_memcpy, seconds_of([&] {
+               std::memcpy(pair.to(), pair.from(), sample);
+               asm volatile("" : : "r"(pair.to()) : "memory");
+             }));
+  return works && least_by_kernel.load() < fast * least_by_memcpy.load();
 }
 
 bool kernel_admits_peers() { return ::prctl(PR_GET_DUMPABLE) == 1; }

@@ -27,7 +27,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 12;
+inline constexpr uint64_t layout_version = 13;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -95,6 +95,9 @@ struct alignas(cache_line) RankControl {
   // Callers of the owner that wait for a message, and so take whatever comes; collectives/send_recv.h.
   std::atomic<uint32_t> attending;
 
+  // How fast a line comes here from rank 0's core; hand_off.h.
+  alignas(cache_line) std::atomic<uint64_t> ball;
+
   // Pipeline progress of each lane, counted in steps since the group was created; see collectives/pipeline.h.
   PaddedCounter filled[max_lanes];
   PaddedCounter reduced[max_lanes];
@@ -104,7 +107,6 @@ struct alignas(cache_line) RankControl {
 struct alignas(cache_line) GroupHeader {
   uint64_t version;
   uint32_t world_size;
-  uint32_t kernel_ahead;  // as rank 0 has found: a copy by the kernel beats two through shared memory
   // Why the group is broken; see [Note: who writes the reason] in health.h.
   alignas(cache_line) std::atomic<uint32_t> broken;
   uint32_t kind;
@@ -114,6 +116,11 @@ struct alignas(cache_line) GroupHeader {
   uint64_t sequence;
   char text[320];
   alignas(cache_line) std::atomic<uint64_t> survivors;  // how far they are; survivors.h
+  // Whether a copy by the kernel beats two through shared memory; hand_off.h. Rank 0 writes.
+  alignas(cache_line) std::atomic<uint64_t> answers;
+  std::atomic<double> hand_off_ns;
+  std::atomic<uint64_t> measure_from;  // the operation
+  std::atomic<uint64_t> measured;  // the operation in which it was done last
   // What rank 0 has to say to all (TransportOptions::write_note); complete before it says `joined`.
   alignas(cache_line) std::byte note[note_bytes];
 };

@@ -36,6 +36,7 @@ Transport::Transport(Identity identity, const TransportOptions& options, const T
       memory_(std::move(memory), Layout::make(identity_.world_size, terms.budget, terms.lanes)),
       health_(identity_, memory_, std::move(lives)),
       waiting_(identity_, memory_, health_, terms.cores),
+      hand_off_(identity_, memory_, waiting_),
       regions_(identity_, health_) {
   if (terms_.primary) begin_primary_group();
 }

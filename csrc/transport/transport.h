@@ -18,6 +18,7 @@
 
 #include "../store/store.h"
 #include "group_memory.h"
+#include "hand_off.h"
 #include "health.h"
 #include "regions.h"
 #include "status_page.h"
@@ -74,7 +75,11 @@ class Transport {
   const std::string& name() const { return identity_.group; }
   int lanes() const { return terms_.lanes; }
   int cores() const { return terms_.cores; }
-  bool kernel_ahead() const { return memory_.header().kernel_ahead; }
+  // How fast lines pass between the ranks' cores, and whether it is worth measuring: only where the ranks may
+  // copy through the kernel or not.
+  HandOff& hand_off() { return hand_off_; }
+  const HandOff& hand_off() const { return hand_off_; }
+  bool measures_hand_off() const { return reach_ == Reach::kernel && world_size() > 1 && !oversubscribed(); }
   bool oversubscribed() const { return waiting_.oversubscribed(); }
   size_t staging_bytes() const { return memory_.staging_bytes(); }
   size_t ring_bytes() const { return memory_.ring_bytes(); }
@@ -207,6 +212,7 @@ class Transport {
   GroupMemory memory_;
   Health health_;
   Waiting waiting_;
+  HandOff hand_off_;
   Regions regions_;
   Reach reach_ = Reach::none;
   StatusRow* status_ = nullptr;
