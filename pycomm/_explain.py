@@ -93,6 +93,7 @@ def explain(
             for collectives on CPU tensors. None: on one host.
 
     Returns one line; where a table has decided it says which, over hosts the steps and the bytes on a link.
+    How fast cores hand over a line and the kernel copies is measured in each call.
     Raises ValueError for an unknown op or algorithm, hosts that are not of world_size ranks, and where
     PYCOMM_TUNED names a file that does not count.
     """
@@ -113,12 +114,17 @@ def explain(
     if placement:
         return explain_over_hosts(op, nbytes, placement)
     if device == "cuda":
-        numbers = _C.kinds.index(op), nbytes, world_size, False, mapped, _C.algorithms.index(algorithm)
-        name, reason = _C.choose_on_device(*numbers)
+        code = _C.algorithms.index(algorithm)
+        name, reason = _C.choose_on_device(_C.kinds.index(op), nbytes, world_size, False, mapped, code)
         how = f"{name} ({_STEPS_ON_DEVICE[name]})"
         return f"{op} of {size} bytes on {world_size} GPUs: {how}, because: {reason}."
-    reach = _Reach(cores, _C.kernel_ahead(), mapped, kernel_reads)
-    return _explain_on_cpu(op, nbytes, world_size, reach, algorithm)
+    return _explain_on_cpu(op, nbytes, world_size, _Reach(cores, False, mapped, kernel_reads), algorithm)
+
+
+def _of_cores(hand_off: float | None, kernel_ahead: bool) -> str:
+    """What was measured just now, and may be otherwise later (csrc/transport/hand_off.h)."""
+    passes = "Unknown how fast a line passes" if hand_off is None else f"A line passes in {hand_off:.0f} ns"
+    return f" {passes} between cores: {'the kernel' if kernel_ahead else 'shared memory'} copies faster."
 
 
 def _several(hosts: str | Sequence[int] | None, world_size: int, on_one: bool) -> list[int] | None:
@@ -132,13 +138,18 @@ def _several(hosts: str | Sequence[int] | None, world_size: int, on_one: bool) -
 
 
 def _explain_on_cpu(op: str, size: Bytes, world_size: int, reach: _Reach, algorithm: str) -> str:
+    """Whether the kernel's copies are ahead is found here."""
+    hand_off, kernel_ahead = _C.hand_off()
+    reach = reach._replace(kernel_ahead=kernel_ahead)
     known, code = tuned.load(), _C.algorithms.index(algorithm)
     name, block, reason, measured = _C.choose(_C.kinds.index(op), size, world_size, *reach, code, known.rows)
     blocks = f", blocks of {block} bytes" if block else ""
     text = f"{op} of {size} bytes on {world_size} ranks: {name} ({_STEPS[name]}{blocks}), because: {reason}."
     if name == "payload" or algorithm != "automatic":
         return text
-    return f"{text} Table: {known.path if measured else _built_in(known, world_size, reach.cores)}."
+    table = known.path if measured else _built_in(known, world_size, reach.cores)
+    cores = _of_cores(hand_off, reach.kernel_ahead) if reach.kernel_reads and not reach.mapped else ""
+    return f"{text} Table: {table}.{cores}"
 
 
 def _built_in(known: tuned.Tuned, world_size: int, cores: int) -> str:

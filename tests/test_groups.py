@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.constants import default_pg_timeout
 
 import pycomm
-from pycomm import _autoload, _over_hosts, _replace, _shrink_group, env, groups, ports, torch_backend
+from pycomm import _C, _autoload, _over_hosts, _replace, _shrink_group, env, groups, ports, torch_backend
 
 # --- placements, pieces, limits --------------------
 
@@ -274,9 +274,27 @@ def test_a_table_is_named_where_it_has_decided(algorithm):
     assert "Table:" not in pycomm.explain("all_reduce", 8, 4)
 
 
+@pytest.mark.parametrize(
+    ("found", "algorithm", "words"),
+    [
+        ((31.4, False), "two_shot", "A line passes in 31 ns between cores: shared memory copies faster."),
+        ((212.0, True), "direct", "A line passes in 212 ns between cores: the kernel copies faster."),
+        ((None, True), "direct", "Unknown how fast a line passes between cores: the kernel copies faster."),
+    ],
+)
+def test_explain_tells_what_the_route_depends_on(found, algorithm, words, monkeypatch):
+    monkeypatch.setattr(_C, "hand_off", lambda: found)
+    text = pycomm.explain("all_reduce", 1 << 20, 2, cores=2)
+    assert f" ranks: {algorithm} (" in text and text.endswith(f" {words}")
+    for same in ({"mapped": True}, {"algorithm": "ring"}, {"kernel_reads": False}):
+        assert "A line" not in pycomm.explain("all_reduce", 1 << 20, 2, cores=2, **same)
+    assert "A line" not in pycomm.explain("all_reduce", 8, 2)
+
+
 @pytest.mark.parametrize("cores", [1, 2, 3, 64])
 def test_explain_counts_the_cores_of_this_process(cores, monkeypatch):
     """Not those of the machine."""
+    monkeypatch.setattr(_C, "hand_off", lambda: (30.0, False))
     questions = [("all_reduce", 1 << 20, 3), ("all_to_all", 1 << 20, 2), ("all_gather", 4 << 20, 2)]
     expected = [pycomm.explain(*question, cores=cores) for question in questions]
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))

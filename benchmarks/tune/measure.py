@@ -231,7 +231,7 @@ def built_in(op: OpName, size: int, n: int, cores: int, access: Access) -> str:
     """The algorithm that the built-in table takes."""
     nbytes = Bytes(size if op in WHOLE else size // n)
     code = _C.kinds.index(op)
-    reach = cores, _C.kernel_ahead(), access == "mapped", access == "kernel"
+    reach = cores, _C.hand_off()[1], access == "mapped", access == "kernel"
     return _C.choose(code, Bytes(nbytes), n, *reach, 0, None)[0]
 
 

@@ -67,10 +67,14 @@ void bind_explain(py::module_& module) {
         return !TunedTable::of(self.rows, world_size, cores).empty();
       });
   module.def("choose", &choose);
-  module.def("kernel_ahead", [] {  // what a group of processes like this one would find
+  // What a group of processes like this one would find: (ns from core to core or None, whether the kernel's
+  // copies are ahead).
+  module.def("hand_off", [] {
     const std::string cores = allowed_cores(), cache = cores_of_one_cache(cores);
-    const bool far = !cache.empty() && !all_within({cores}, cache);
-    return is_far(hand_off_between_threads(), far) || kernel_copies_fast();
+    const double seconds = hand_off_between_threads();
+    const bool far = is_far(seconds, !cache.empty() && !all_within({cores}, cache));
+    return std::make_tuple(seconds < 0 ? std::nullopt : std::optional<double>(seconds * 1e9),
+                           far || kernel_copies_fast());
   });
   module.def("simd_level", &simd_level);
   module.def("set_simd_limit",

@@ -76,7 +76,7 @@ double hand_off_between_threads() {
   std::thread peer([&] {
     while (!done.load(std::memory_order_acquire)) answer_over(ball);
   });
-  const double seconds = ping_over(ball, std::chrono::milliseconds(2), std::chrono::microseconds(20));
+  const double seconds = ping_over(ball, std::chrono::milliseconds(20), std::chrono::milliseconds(2));
   done.store(true, std::memory_order_release);
   peer.join();
   return seconds;
