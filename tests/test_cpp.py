@@ -47,7 +47,7 @@ def test_hand_off(tmp_path):
 
 
 def test_survivors(tmp_path):
-    """A rank that claims the verdict, to give up, and ends before it has written one."""
+    """A member that ends before it has the new group, or claims the verdict and ends before it writes one."""
     sources = [
         path for part in ("transport", "memory") for path in sorted((ROOT / "csrc" / part).glob("*.cc"))
     ]

@@ -73,6 +73,28 @@ def test_who_waits_over_hosts():
     assert "Not arrived at all_reduce #3: rank 2; 1 wait" in text, text
 
 
+def groups_in_turn(comm):
+    found = []
+    for calls in (3, 0, 2):
+        name = f"of {calls} calls"
+        with pycomm.Communicator(comm._store, comm.rank, 2, name=name, timeout=30.0) as own:
+            for _ in range(calls):
+                own.all_reduce(torch.ones(3))
+            comm.barrier()
+            text = status("--pid", str(os.getpid()), "--stacks", "none")
+            group = text.partition(f"Group {name!r}")[2].partition("\nGroup ")[0]
+            found.append(re.findall(r"rank \d \(process \d+\): (in no operation.*)", group))
+            comm.barrier()
+    return found
+
+
+def test_a_group_does_not_begin_with_what_another_did():
+    """It may get the row of one that has ended."""
+    yet, last = "in no operation yet", "in no operation; the last was #"
+    expected = [[f"{last}3"] * 2, [yet] * 2, [f"{last}2"] * 2]
+    assert run_ranks(2, groups_in_turn, mode="processes") == [expected] * 2
+
+
 def waits_for_a_message(comm):
     text = ""
     if comm.rank == 0:

@@ -117,6 +117,28 @@ def test_set_timeout():
     spawn(2, check_set_timeout)
 
 
+def check_batch(r, n):
+    """The first part of a batch is there after 1.2 of the 1.6 s of its wait, the second one never is."""
+    first, second = torch.ones(1), torch.ones(1)
+    if r:
+        time.sleep(1.2)
+        dist.send(first, 0, tag=1)
+        with contextlib.suppress(pycomm.CommError):
+            dist.recv(second, 0)  # until rank 0 ends the group
+        return
+    (work,) = dist.batch_isend_irecv(
+        [dist.P2POp(dist.irecv, x, 1, tag=tag) for tag, x in enumerate((first, second), 1)]
+    )
+    began = time.monotonic()
+    with pytest.raises(pycomm.CommTimeoutError, match="rank 1 did not"):
+        work.wait(datetime.timedelta(seconds=1.6))
+    assert 1.2 < time.monotonic() - began < 1.6 + 1.0
+
+
+def test_the_limit_of_a_batch_is_that_of_all_its_parts():
+    spawn(2, check_batch)
+
+
 def check_abort(r, n):
     if r == 0:
         threading.Timer(0.2, dist.group.WORLD.abort).start()

@@ -1,5 +1,6 @@
 """Recording (csrc/trace/, hooks in communicator and collectives), statistics and metrics, in real groups."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -90,6 +91,18 @@ def check_statistics(found, calls):
     assert found["all_reduce"]["4 MiB"]["operations"] == found["all_reduce"]["4 MiB"]["measured"] == 3
     assert found["barrier"]["64 B"]["operations"] == 1
     assert not any(operation.startswith("cuda ") for operation in found)
+
+
+def test_operations_that_fail_are_not_measured(tmp_path):
+    def body(comm):
+        with comm.trace(str(tmp_path)):
+            for fails in (False, True, False):
+                with pytest.raises(pycomm.MismatchError) if fails else contextlib.nullcontext():
+                    comm.all_reduce(torch.ones(3 + comm.rank if fails else 3))
+        return comm.statistics()["all_reduce"]["64 B"]
+
+    for cell in run_ranks(2, body):
+        assert (cell["operations"], cell["measured"]) == (2, 2), cell
 
 
 def test_waiting_and_moving_are_told_apart(tmp_path):

@@ -54,10 +54,12 @@ def test_a_rank_is_missing(call, absent):
         assert f"{named(absent)} did not arrive within the timeout of {LATE:g} s" in report["text"], report
 
 
-@pytest.mark.parametrize(("hosts", "absent"), [("2+2", [0, 1]), ("1+1+1", [0, 1]), ("1+1+1", [1, 2])])
+@pytest.mark.parametrize(
+    ("hosts", "absent"), [("2+2", [0, 1]), ("1+1+1", [0, 1]), ("1+1+1", [1, 2]), ("0121", [1, 2, 3])]
+)
 def test_all_missing_ranks_are_named(hosts, absent):
-    """They are of one host, or of two."""
-    n = sum(map(int, hosts.split("+")))
+    """They are of one host, or of two; in the order of their numbers."""
+    n = sum(map(int, hosts.split("+"))) if "+" in hosts else len(hosts)
     told = threading.Barrier(n, timeout=30)
 
     def body(comm):
