@@ -88,7 +88,7 @@ void HandOff::guess(bool far) {
   memory_.header().hand_off_ns.store(-1, std::memory_order_relaxed);
 }
 
-void HandOff::begin(const WaitScope& scope) { measure(1, scope); }
+void HandOff::begin(const WaitScope& scope) { measure(0, scope); }
 
 bool HandOff::kernel_ahead(uint64_t sequence) const {
   const uint64_t answers = memory_.header().answers.load(std::memory_order_acquire);
@@ -108,7 +108,7 @@ void HandOff::before(uint64_t sequence) {
 bool HandOff::is_due(uint64_t sequence) const {
   const GroupHeader& header = memory_.header();
   const uint64_t from = header.measure_from.load(std::memory_order_acquire);
-  return sequence >= from && header.measured.load(std::memory_order_acquire) < from;
+  return sequence >= from && header.measured.load(std::memory_order_acquire) <= from;
 }
 
 void HandOff::measure(uint64_t sequence, const WaitScope& scope) {
@@ -120,7 +120,7 @@ void HandOff::measure(uint64_t sequence, const WaitScope& scope) {
     const bool before = kernel_ahead(sequence), after = is_far(seconds, before) || kernel_copies_fast();
     header.answers.store(answers_of(sequence + 1, after, before), std::memory_order_release);
   }
-  header.measured.store(sequence, std::memory_order_release);
+  header.measured.store(sequence + 1, std::memory_order_release);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // [Note: no lost wake-up] in wait.h
   ring_all_sleepers(memory_);
   next_ = Clock::now() + pace_.every;
@@ -141,7 +141,7 @@ void HandOff::answer(uint64_t sequence, const WaitScope& scope) {
   std::atomic<uint64_t>& ball = memory_.control(rank_).ball;
   auto over = [&](int) {
     answer_over(ball);
-    return memory_.header().measured.load(std::memory_order_acquire) >= sequence;
+    return memory_.header().measured.load(std::memory_order_acquire) > sequence;
   };
   const auto deadline = Clock::now() + (patience_at_first + pace_.patience) * (world_size_ - 1);
   if (!spin_until([&] { return over(0); }, deadline)) waiting_.wait_for(0, over, scope);

@@ -11,7 +11,7 @@
 //   ball[p] = 1  ---------------> sees 1, ball[p] = 2        waits            1, 2
 //   sees 2, ball[p] = 3  -------> sees 3, ball[p] = 4        waits            3, 4     ... `rounds` times
 //   ball[q] = 1  ------------------------------------------> sees 1 ...
-//   measured = s ---------------> goes on                    goes on
+//   measured = s+1 -------------> goes on                    goes on
 //
 // When: as the group is made, and in the first large operation after a quarter of a second. Rank 0 sees that
 // it is time when it publishes a large operation s-1, and writes `measure_from` = s before; so every rank
@@ -61,7 +61,7 @@ class HandOff {
   // As the group is made. Rank 0's guess, before it says `joined`: whether the cores are far from each other,
   // by what the system says of the caches.
   void guess(bool far);
-  void begin(const WaitScope& scope);  // all ranks at a time, before the first operation
+  void begin(const WaitScope& scope);  // all ranks at a time, before operation 1
 
   bool kernel_ahead(uint64_t sequence) const;  // in this operation
   double seconds() const;  // the last hand-off that was measured; below 0: none

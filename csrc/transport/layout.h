@@ -120,7 +120,7 @@ struct alignas(cache_line) GroupHeader {
   alignas(cache_line) std::atomic<uint64_t> answers;
   std::atomic<double> hand_off_ns;
   std::atomic<uint64_t> measure_from;  // the operation
-  std::atomic<uint64_t> measured;  // the operation in which it was done last
+  std::atomic<uint64_t> measured;  // one more than the operation in which it was done last
   // What rank 0 has to say to all (TransportOptions::write_note); complete before it says `joined`.
   alignas(cache_line) std::byte note[note_bytes];
 };
