@@ -330,3 +330,21 @@ def test_all_ranks_have_the_same_answer(mode):
     for kernel_ahead, hand_off in answers[0]:
         assert isinstance(kernel_ahead, bool)
         assert hand_off is None or (mode == "processes" and 1 < hand_off < 20_000)
+
+
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter"])
+def test_a_small_part_of_each_rank_is_worth_a_measure(op):
+    """The route of such an operation goes by the bytes of all ranks."""
+
+    def body(comm):
+        facts, until = comm.describe(), time.monotonic() + 20
+        if facts["reach"] != "process_vm_readv" or facts["oversubscribed"]:
+            return None
+        x = torch.ones((10 if op == "all_gather" else 20) << 10, dtype=torch.uint8)
+        while True:
+            getattr(comm, op)(x)
+            again = comm.describe()["hand_off_ns"] != facts["hand_off_ns"]
+            if comm.broadcast(torch.tensor([float(again or time.monotonic() > until)]), 0).item():
+                return again
+
+    assert run_ranks(2, body, mode="processes") in ([True, True], [None, None])
