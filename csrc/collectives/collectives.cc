@@ -212,7 +212,7 @@ bool CollectiveTask::may_go_by_kernel() {
 // Equal on all ranks once their headers match; all_to_all may match with sizes of its own on each.
 bool CollectiveTask::measures_hand_off() const {
   return route_ == Route::by_choice && op_.kind != OpKind::all_to_all && !op_.uneven &&
-         table_bytes(op_) >= worth_measuring && comm_.transport().measures_hand_off();
+         op_.total_bytes(comm_.world_size()) >= worth_measuring && comm_.transport().measures_hand_off();
 }
 
 // All ranks must choose alike. The choice rests on what is equal everywhere: size, world, reach, and, where
