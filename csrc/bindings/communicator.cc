@@ -54,7 +54,7 @@ py::dict describe(const CommPtr& comm) {
   facts["cores"] = t.cores();
   const double hand_off = t.hand_off().seconds();
   facts["hand_off_ns"] = hand_off < 0 ? py::object(py::none()) : py::cast(hand_off * 1e9);
-  facts["kernel_ahead"] = t.hand_off().kernel_ahead(comm->next_sequence());
+  facts["kernel_ahead"] = t.hand_off().kernel_ahead(~uint64_t{0});  // from the next operation on
   facts["oversubscribed"] = t.oversubscribed();
   facts["threads"] = t.lanes();
   facts["staging_bytes"] = t.budget_bytes();
