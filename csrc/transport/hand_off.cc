@@ -14,7 +14,6 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr double farthest_of_one_cache = 110e-9;  // 25 to 60 ns there, 190 to 250 between two (EPYC, Zen 3)
 constexpr auto patience_at_first =
     std::chrono::microseconds(200);  // until a peer's first answer: it may sleep
 constexpr int batches = 8, rounds = 8;  // the fastest batch counts
@@ -66,8 +65,8 @@ constexpr uint64_t answers_of(uint64_t from, bool after, bool before) {
 
 }  // namespace
 
-bool is_far(double seconds, bool otherwise) {
-  return seconds < 0 ? otherwise : seconds > farthest_of_one_cache;
+bool is_far(double seconds, bool otherwise, double farthest) {
+  return seconds < 0 ? otherwise : seconds > farthest;
 }
 
 double hand_off_between_threads() {
@@ -117,7 +116,8 @@ void HandOff::measure(uint64_t sequence, const WaitScope& scope) {
   const double seconds = slowest();
   if (seconds >= 0) {
     header.hand_off_ns.store(seconds * 1e9, std::memory_order_relaxed);
-    const bool before = kernel_ahead(sequence), after = is_far(seconds, before) || kernel_copies_fast();
+    const bool before = kernel_ahead(sequence);
+    const bool after = is_far(seconds, before, pace_.farthest) || kernel_copies_fast();
     header.answers.store(answers_of(sequence + 1, after, before), std::memory_order_release);
   }
   header.measured.store(sequence + 1, std::memory_order_release);
