@@ -13,7 +13,7 @@ namespace pycomm {
 
 namespace {
 
-// From this size on the route may depend on the hand-off, and a measure of 20 us now and then is little.
+// From this size on the route may depend on the hand-off, and a measure of 100 us now and then is little.
 constexpr size_t worth_measuring = 12 << 10;
 
 // The size that select() speaks of; equal on all ranks except for all_to_all with splits.
