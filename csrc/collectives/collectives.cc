@@ -13,7 +13,7 @@ namespace pycomm {
 
 namespace {
 
-// From this size on the route may depend on the hand-off, and a measure of 100 us now and then is little.
+// The route depends on the hand-off above this size, where an occasional measurement of 100 us is cheap.
 constexpr size_t worth_measuring = 12 << 10;
 
 // The size that select() speaks of; equal on all ranks except for all_to_all with splits.
@@ -209,7 +209,8 @@ bool CollectiveTask::may_go_by_kernel() {
          (any_size || planned_.algorithm == Algorithm::direct);
 }
 
-// Equal on all ranks once their headers match; all_to_all may match with sizes of its own on each.
+// All ranks get the same answer once their headers match. all_to_all never measures: headers of different
+// sizes may match there.
 bool CollectiveTask::measures_hand_off() const {
   return route_ == Route::by_choice && op_.kind != OpKind::all_to_all && !op_.uneven &&
          op_.total_bytes(comm_.world_size()) >= worth_measuring && comm_.transport().measures_hand_off();

@@ -1,11 +1,11 @@
-// hand_off.h -- how long a cache line takes from the core of one rank to that of another, and what follows:
-// whether one copy by the kernel beats two through shared memory.
+// hand_off.h -- measures how fast a cache line passes between the ranks' cores, and decides from that whether
+// one copy by the kernel beats two through shared memory.
 //
-// Through shared memory every line changes hands twice, written by one core and read by another; a copy by
-// the kernel moves it once but looks up every page. Where the cores share a cache a line takes some 30 ns and
-// two copies are ahead, unless the kernel copies fast (kernel_copy.h); between caches it takes 200 ns and one
-// copy is ahead. Which of the two holds is measured, because it is not known: a virtual machine's cores move
-// between caches within seconds, and what it says of its caches may be wrong.
+// Through shared memory a line moves twice: one core writes it and another reads it. The kernel moves it
+// once, but looks up every page. Where the cores share a cache, a line takes about 30 ns and two copies win,
+// unless the kernel copies fast (kernel_copy.h). Between caches a line takes 200 ns and one copy wins. The
+// system does not know which case holds: a virtual machine's cores move between caches within seconds, and
+// its description of the caches may be wrong. So the ranks measure.
 //
 //   rank 0                        rank p                     rank q           ball[p]
 //   ball[p] = 1  ---------------> sees 1, ball[p] = 2        waits            1, 2
@@ -13,11 +13,11 @@
 //   ball[q] = 1  ------------------------------------------> sees 1 ...
 //   measured = s+1 -------------> goes on                    goes on
 //
-// When: as the group is made, and in the first large operation after a quarter of a second. Rank 0 sees that
-// it is time when it publishes a large operation s-1, and writes `measure_from` = s before; so every rank
-// knows it in operation s, where all of them are there (Call::match()) and none computes. Rank 0 waits at
-// most `patience` for a pair: a peer that sleeps or has no core costs that much, and the answer stays what it
-// was. The slowest pair counts.
+// The ranks measure when they make the group, and again in a large operation once a quarter of a second has
+// passed. Rank 0 writes `measure_from` = s before it publishes the large operation s-1, so every rank knows
+// in operation s that it has to measure. All ranks are in s then (Call::match()). Rank 0 waits at most
+// `patience` for each pair. If a peer sleeps or has no core, the answer does not change. The slowest pair
+// counts.
 //
 // [Note: one answer for an operation] All ranks must take the same route. `answers` holds two answers and the
 // operation from which the second one holds. Rank 0 alone writes it, in operation s for s+1. A rank leaves
@@ -35,12 +35,12 @@
 
 namespace pycomm {
 
-// A line that two threads of this process hand to each other; for those who ask without a group. Seconds,
-// below 0: they had no two cores.
+// The hand-off between two threads of this process, in seconds, for callers without a group. Negative: the
+// threads had only one core.
 double hand_off_between_threads();
-// 25 to 60 ns there, 190 to 250 between two (EPYC, Zen 3).
+// In seconds. A line takes 25 to 60 ns within a cache and 190 to 250 ns between caches (EPYC, Zen 3).
 inline constexpr double farthest_of_one_cache = 110e-9;
-// Whether that is a way between caches. below 0: `otherwise`.
+// Whether this hand-off is one between caches; `otherwise` if it is negative.
 bool is_far(double seconds, bool otherwise, double farthest = farthest_of_one_cache);
 
 class HandOff {

@@ -63,9 +63,9 @@ class SamplePair {
   std::byte* from_;
 };
 
-// Buffers that the kernel has reached, of one thread: a table of sets, each with the last few buffers of its
-// addresses. An operation has up to two buffers for each rank, often a power of two apart, and a training
-// step has hundreds; each must be found again when it comes again, as a look costs a system call of 1 us.
+// The buffers of this thread that the kernel can reach: a set-associative table. An operation has up to two
+// buffers for each rank, often a power of two apart, and a training step has hundreds. The table must hold
+// them all, because a check costs a system call of 1 us.
 class KnownBuffers {
  public:
   bool has(const void* data, size_t nbytes) const {

@@ -1,6 +1,6 @@
-// hand_off_test.cc -- csrc/transport/hand_off: whatever is measured, and however late a rank is, all ranks
-// have one answer for an operation. Ranks are threads; their operations are headers in the slots of layout.h
-// and a wait for those of all. The program has its own kernel_copies_fast(), so the answers change at random.
+// hand_off_test.cc -- csrc/transport/hand_off: all ranks have the same answer for an operation, whatever the
+// measurement and however late a rank is. Ranks are threads. An operation publishes a header in a slot of
+// layout.h and waits for all headers. kernel_copies_fast() is replaced here, so the answers change at random.
 #include "../../csrc/transport/hand_off.h"
 
 #include <atomic>
@@ -145,7 +145,7 @@ void what_is_told() {
       rank.publish(3);
     }
     rank.match(3);
-    check(hand_off.seconds() == seconds, "as before, where nobody answered");
+    check(hand_off.seconds() == seconds, "unchanged, because no rank answered");
     check(hand_off.kernel_ahead(3) == before, "and the same answer");
   });
 }

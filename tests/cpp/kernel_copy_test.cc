@@ -48,7 +48,7 @@ int reads_of(const Body& body) {
   return reads - before;
 }
 
-// In a thread of its own, which knows no buffer yet.
+// Runs the body in a new thread, whose table of known buffers is empty.
 template <class Body>
 void in_new_thread(const Body& body) {
   std::thread(body).join();
