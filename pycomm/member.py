@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from pycomm import env, metrics
@@ -67,8 +68,16 @@ class Member:
         self._comm.abort(reason)
 
     def close(self) -> None:
-        """Leaves the group. Peers that still wait for this rank raise PeerError. Closing twice is allowed."""
-        self._comm.close()
+        """Leaves the group. Peers that still wait for this rank raise PeerError. Closing twice is allowed.
+
+        Warns (RuntimeWarning) of small messages that were sent and never received, where that is sure.
+
+        Raises:
+            MismatchError: A small message that this rank sent did not agree with its recv, and no call has
+                said so yet. The group is closed.
+        """
+        if told := self._comm.close():
+            warnings.warn(told, RuntimeWarning, stacklevel=2)
 
     def _of_all(self, x: A) -> A:
         """A new array for every rank's x."""

@@ -36,7 +36,7 @@ def test_kernel_copy(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_hand_off(tmp_path):
-    """20,000 operations in which the answer changes at random: it is one on all ranks."""
+    """10,000 operations in which the answer changes at random: it is one on all ranks."""
     sources = [
         path
         for part in ("transport", "memory")

@@ -10,6 +10,7 @@ import re
 import time
 from typing import Any, NamedTuple
 
+import eager
 import pytest
 import torch
 from tiers import tier
@@ -348,12 +349,21 @@ MESSAGES = {
 }
 
 
+def error_of_send(comm, x, dst, async_op):
+    def send():
+        return comm.send(x, dst, 5, async_op=async_op)
+
+    if x.nbytes > eager.MOST:
+        return caught(send, async_op)
+    return eager.caught_later(comm, dst, lambda: send().wait() if async_op else send())
+
+
 @pytest.mark.parametrize("mode", ["threads", "processes"])
 @pytest.mark.parametrize("way", SIZES)
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_mismatch(kind, way, mode):
-    """Both ends raise, in both directions, whoever comes first and whether the recv names its source; a
-    message behind it arrives.
+    """Both ends raise, in both directions, whoever comes first and whether the recv names its source, the end
+    of a small send in its next call; a message behind it arrives.
     """
     (sent, sent_dtype), (expected, expected_dtype), sender_says, receiver_says = MESSAGES[kind](SIZES[way])
 
@@ -363,12 +373,7 @@ def test_message_mismatch(kind, way, mode):
                 if recv_first != (comm.rank == dst):
                     time.sleep(0.01)
                 if comm.rank == src:
-                    error = caught(
-                        lambda dst=dst, how=async_op: comm.send(
-                            filled(sent, sent_dtype), dst, 5, async_op=how
-                        ),
-                        async_op,
-                    )
+                    error = error_of_send(comm, filled(sent, sent_dtype), dst, async_op)
                     says, peer = sender_says, dst
                 else:
                     out = torch.zeros(expected).to(expected_dtype)
@@ -379,6 +384,8 @@ def test_message_mismatch(kind, way, mode):
                     )
                     says, peer = receiver_says, src
                     assert out.eq(0).all(), "the buffer of the recv was written"
+                    if sent * sent_dtype.itemsize <= eager.MOST:
+                        eager.said_to(comm, src)
                 assert (
                     error.peer == peer
                     and f"{says} rank {peer}" in str(error)

@@ -44,7 +44,7 @@ def check_mismatches(r, n):
         dist.broadcast(torch.ones(3), min(r, 1))
     if r < 2:
         with pytest.raises(pycomm.MismatchError, match="count="):
-            dist.send(torch.ones(2), 1) if r == 0 else dist.recv(torch.ones(3), 0)
+            dist.send(torch.ones(302), 1) if r == 0 else dist.recv(torch.ones(303), 0)
     backend = dist.group.WORLD._get_backend(torch.device("cpu"))
     wrong = [
         (lambda: backend.allreduce([torch.ones(2, device="meta")]), "device"),
@@ -157,7 +157,7 @@ def test_abort():
 UNATTENDED = {
     "recv": lambda: dist.irecv(torch.ones(4), 1),
     "recv from any": lambda: dist.irecv(torch.ones(4)),
-    "send": lambda: dist.isend(torch.ones(4), 1),
+    "send": lambda: dist.isend(torch.ones(400), 1),
     "large send": lambda: dist.isend(torch.ones(1 << 22), 1),
     "all_reduce": lambda: dist.all_reduce(torch.ones(4), async_op=True),
     "large all_reduce": lambda: dist.all_reduce(torch.ones(1 << 20), async_op=True),

@@ -56,7 +56,7 @@ bool Incoming::take_next() {
   if (slot.id.load(std::memory_order_acquire) != taken_ + 1) return false;
   if (slot.mode == MessageMode::again) {
     take_again(slot);
-    channel.taken.value.store(++taken_, std::memory_order_release);
+    channel.taken.store(++taken_, std::memory_order_release);
     transport_.notify(src_);
     return true;
   }
@@ -65,7 +65,8 @@ bool Incoming::take_next() {
                     slot.address, slot.region});
   auto arrival = std::prev(aside_.end());
   arrival->recv = recvs_.take(src_, arrival->tag, tally_);
-  if (arrival->mode == MessageMode::in_slot) {
+  note_matched(*arrival);
+  if (arrival->mode == MessageMode::in_slot || arrival->mode == MessageMode::eager) {
     if (!arrival->recv) arrival->data.assign(slot.payload, slot.payload + arrival->nbytes);
     else if (arrival->agrees() && arrival->nbytes)
       std::memcpy(arrival->recv->data(), slot.payload, arrival->nbytes);  // once the slot is free it is lost
@@ -74,7 +75,7 @@ bool Incoming::take_next() {
     else arrival->data.resize(arrival->nbytes);
     stream_ = &*arrival;
   }
-  channel.taken.value.store(++taken_, std::memory_order_release);
+  channel.taken.store(++taken_, std::memory_order_release);
   transport_.notify(src_);
   if (!stream_ && arrival->recv) deliver(arrival);
   return true;
@@ -125,6 +126,7 @@ bool Incoming::match_aside() {
     auto arrival = it++;
     if (arrival->recv || !(arrival->recv = recvs_.take(src_, arrival->tag, tally_))) continue;
     moved = true;
+    note_matched(*arrival);
     if (stream_ != &*arrival) deliver(arrival);  // else when its data are complete
   }
   return moved;
@@ -138,9 +140,10 @@ void Incoming::deliver(std::list<Arrival>::iterator arrival) {
     ++sent_again_;
     return acknowledge(*arrival, send_again);
   }
-  acknowledge(*arrival, agrees);
-  tally_.end(arrival->recv,
-             agrees ? nullptr : mismatch(transport_, *arrival->recv, src_, arrival->count, arrival->dtype));
+  if (arrival->mode != MessageMode::eager || !agrees) acknowledge(*arrival, agrees);
+  tally_.end(arrival->recv, agrees ? nullptr
+                                   : mismatch(transport_, OpKind::recv, arrival->recv->spec(), src_,
+                                              {arrival->count, arrival->dtype}));
   aside_.erase(arrival);
 }
 
@@ -178,9 +181,17 @@ void Incoming::refuse_withdrawn() {
                   "rank " + std::to_string(src_) + " closed the group before its message was taken");
 }
 
+// In the line of `taken`, before it where the recv was there first: its sender fetches that line anyway.
+void Incoming::note_matched(const Arrival& arrival) {
+  if (arrival.recv && arrival.mode == MessageMode::eager)
+    channel().eager_matched.store(++eager_matched_, std::memory_order_release);
+}
+
 void Incoming::acknowledge(const Arrival& arrival, uint32_t matched) {
   const MessageSpec& recv = arrival.recv->spec();
-  acks_.push_back({arrival.id, recv.count, static_cast<uint32_t>(recv.dtype), matched});
+  acks_.push_back({arrival.id, recv.count, static_cast<uint32_t>(recv.dtype), matched,
+                   arrival.mode == MessageMode::eager, static_cast<uint32_t>(arrival.dtype), arrival.count,
+                   arrival.tag});
   Tally::add(tally_.debts, 1);
   flush_acks();
   if (!acks_.empty()) comm_.lend_worker(false);
@@ -192,14 +203,33 @@ bool Incoming::flush_acks() {
   while (!acks_.empty()) {
     const uint64_t sent = channel.acks_sent.value.load(std::memory_order_relaxed);
     if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) break;
+    const bool eager = acks_.front().eager;
     channel.acks[sent % channel_slots] = acks_.front();
     acks_.pop_front();
     Tally::add(tally_.debts, -1);
     channel.acks_sent.value.store(sent + 1, std::memory_order_release);
+    if (eager) transport_.control(src_).complaints.fetch_add(1, std::memory_order_release);
     transport_.notify(src_);
     moved = true;
   }
   return moved;
+}
+
+std::string Incoming::unreceived() const {
+  std::vector<MessageSpec> found;
+  for (const Arrival& arrival : aside_)
+    if (arrival.mode == MessageMode::eager && !arrival.recv)
+      found.push_back({arrival.dtype, arrival.count, src_, arrival.tag});
+  for (uint64_t id = taken_ + 1; id <= taken_ + channel_slots; ++id) {
+    const MessageSlot& slot = channel().slots[(id - 1) % channel_slots];
+    if (slot.id.load(std::memory_order_acquire) != id) break;
+    if (slot.mode == MessageMode::eager)
+      found.push_back({static_cast<DType>(slot.dtype), slot.count, src_, slot.tag});
+  }
+  if (found.empty()) return "";
+  return std::to_string(found.size()) + (found.size() == 1 ? " message" : " messages") + " from " +
+         transport_.name(src_) + " (the first: tag " + std::to_string(found[0].tag) + ", " +
+         std::to_string(found[0].count) + " of " + to_string(found[0].dtype) + ")";
 }
 
 void Incoming::give_up(const std::exception_ptr& error) {

@@ -32,6 +32,8 @@ class Incoming {
 
   bool pull();  // as far as it goes without waiting; true: something moved
   void give_up(const std::exception_ptr& error);  // ends all recvs that are unfinished
+  // The eager messages that have come and have no recv, as text; empty: there are none.
+  std::string unreceived() const;
 
  private:
   // A message that has left its slot but has no recv yet, or whose data are still arriving.
@@ -60,6 +62,7 @@ class Incoming {
   bool copy_in_place(const Arrival& arrival);
   void take_again(const MessageSlot& slot);
   void refuse_withdrawn();
+  void note_matched(const Arrival& arrival);
   void acknowledge(const Arrival& arrival, uint32_t matched);
   bool flush_acks();
   Channel& channel() const { return transport_.channel(src_, transport_.rank()); }
@@ -70,6 +73,7 @@ class Incoming {
   PostedRecvs& recvs_;
   Tally& tally_;
   uint64_t taken_ = 0;
+  uint64_t eager_matched_ = 0;
   std::list<Arrival> aside_;  // in order of sending
   Arrival* stream_ = nullptr;  // the one whose data are arriving
   int sent_again_ = 0;  // of those in aside_, how many are to be

@@ -94,11 +94,18 @@ bool Tally::take(MessagePtr& message, std::exception_ptr& error) {
   return true;
 }
 
-std::exception_ptr mismatch(const Transport& transport, const Message& mine, int peer, size_t count,
-                            DType dtype) {
+std::exception_ptr Tally::take_complaint() {
+  if (complaints_.empty()) return nullptr;
+  std::exception_ptr error = std::move(complaints_.front());
+  complaints_.pop_front();
+  return error;
+}
+
+std::exception_ptr mismatch(const Transport& transport, OpKind kind, const MessageSpec& mine, int peer,
+                            const Other& other, const char* more) {
   try {
-    transport.raise(ErrorKind::mismatch, mine.info(), peer,
-                    difference(mine.spec(), transport.name(peer), count, dtype));
+    transport.raise(ErrorKind::mismatch, {kind, 0}, peer,
+                    difference(mine, transport.name(peer), other.count, other.dtype) + more);
   } catch (...) {
     return std::current_exception();
   }

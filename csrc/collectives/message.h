@@ -42,6 +42,7 @@ class Message final : public MessageWork, public std::enable_shared_from_this<Me
   bool claim() const { return !spec_.claim || spec_.claim->take(Claim::By::host); }
   bool matches(int src, int tag) const { return tag == spec_.tag && comes_from(src); }
   bool comes_from(int src) const { return peer_ == src || peer_ == any_source; }
+  std::chrono::steady_clock::time_point issued() const { return issued_; }
   // Times count from the issue of the message.
   WaitScope scope(double timeout) const;
 
@@ -87,6 +88,9 @@ class Tally {
   void end(MessagePtr message, std::exception_ptr error);
   // The next message that has ended. Its callbacks run once no lock is held.
   bool take(MessagePtr& message, std::exception_ptr& error);
+  // The error of an eager message, which is over here: send_recv.h, [Note: eager messages].
+  void complain(std::exception_ptr error) { complaints_.push_back(std::move(error)); }
+  std::exception_ptr take_complaint();  // null: there is none
 
   std::atomic<int> active{0};  // unfinished, or ended and not yet taken
   std::atomic<int> lent{0}, given{0};
@@ -95,12 +99,18 @@ class Tally {
 
  private:
   std::deque<std::pair<MessagePtr, std::exception_ptr>> ended_;
+  std::deque<std::exception_ptr> complaints_;
 };
 
+// What the peer of a message has.
+struct Other {
+  size_t count;
+  DType dtype;
+};
 // What is wrong with a message whose peer, `name`, has another count or dtype.
 std::string difference(const MessageSpec& mine, const std::string& name, size_t count, DType dtype);
-// The error of such a message.
-std::exception_ptr mismatch(const Transport& transport, const Message& mine, int peer, size_t count,
-                            DType dtype);
+// The error of such a message; `more`: what to say behind it.
+std::exception_ptr mismatch(const Transport& transport, OpKind kind, const MessageSpec& mine, int peer,
+                            const Other& other, const char* more = "");
 
 }  // namespace pycomm

@@ -19,6 +19,11 @@ constexpr size_t kernel_until = 64 << 20;
 // ring.
 constexpr size_t least_segment = 16 << 10, longest_segment = 128 << 10;
 constexpr size_t segments_of_a_message = 8;
+constexpr auto look_every = std::chrono::milliseconds(10);
+
+constexpr const char* said_late =
+    " This small send was over before its recv came, so the next call raises the error instead of running. "
+    "Repeat that call.";
 
 }  // namespace
 
@@ -57,7 +62,7 @@ bool Outgoing::post(const MessagePtr& message) {
   slot.address = reinterpret_cast<uint64_t>(message->data());
   slot.region = transport_.find_region(message->data(), nbytes);
   if (nbytes <= message_inline_bytes) {
-    slot.mode = MessageMode::in_slot;
+    slot.mode = expects_receiver(*message) ? MessageMode::eager : MessageMode::in_slot;
     if (nbytes) std::memcpy(slot.payload, message->data(), nbytes);
   } else if (slot.region || transport_.reach() == Transport::Reach::pointer ||
              (by_kernel(nbytes) && kernel_admits_peers() && kernel_reaches(message->data(), nbytes))) {
@@ -68,10 +73,24 @@ bool Outgoing::post(const MessagePtr& message) {
   }
   message->posted(++posted_);
   if (slot.mode != MessageMode::streamed) message->leave_to_receiver();
-  unconfirmed_.push_back(message);
+  if (slot.mode == MessageMode::eager) {
+    ++eager_;
+    tally_.end(message, nullptr);
+  } else {
+    unconfirmed_.push_back(message);
+  }
   slot.id.store(posted_, std::memory_order_release);  // everything above is visible to whoever sees the id
   transport_.notify(dst_);
   if (slot.mode == MessageMode::in_place && nbytes >= worth_the_worker) call_worker();
+  return true;
+}
+
+// As far as is known. What is sent to one that has left or died waits, and ends with that.
+bool Outgoing::expects_receiver(const Message& message) {
+  if (transport_.peer_closed(dst_)) return false;
+  if (message.issued() < next_look_) return true;
+  if (!transport_.peer_alive(dst_)) return false;
+  next_look_ = message.issued() + look_every;
   return true;
 }
 
@@ -131,6 +150,14 @@ bool Outgoing::take_acknowledgements() {
     const Acknowledgement ack = channel.acks[seen % channel_slots];
     channel.acks_seen.value.store(seen + 1, std::memory_order_release);
     transport_.notify(dst_);  // the receiver may wait for room
+    const Other theirs{ack.count, static_cast<DType>(ack.dtype)};
+    if (ack.eager) {
+      tally_.complain(mismatch(transport_, OpKind::send,
+                               {static_cast<DType>(ack.sent_dtype), ack.sent_count, dst_, ack.tag}, dst_,
+                               theirs, said_late));
+      moved = true;
+      continue;
+    }
     auto found = std::find_if(unconfirmed_.begin(), unconfirmed_.end(),
                               [&](const MessagePtr& m) { return m->id() == ack.id; });
     if (found == unconfirmed_.end()) continue;
@@ -141,10 +168,16 @@ bool Outgoing::take_acknowledgements() {
     }
     MessagePtr message = *found;
     unconfirmed_.erase(found);
-    tally_.end(message, ack.matched
-                            ? nullptr
-                            : mismatch(transport_, *message, dst_, ack.count, static_cast<DType>(ack.dtype)));
+    tally_.end(message,
+               ack.matched ? nullptr : mismatch(transport_, OpKind::send, message->spec(), dst_, theirs));
   }
+}
+
+std::string Outgoing::unreceived() const {
+  if (!transport_.peer_closed(dst_)) return "";  // it may still take them
+  const uint64_t count = eager_ - channel().eager_matched.load(std::memory_order_acquire);
+  if (count == 0) return "";
+  return std::to_string(count) + (count == 1 ? " message" : " messages") + " to " + transport_.name(dst_);
 }
 
 void Outgoing::give_up(const std::exception_ptr& error) {

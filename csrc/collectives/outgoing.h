@@ -15,17 +15,18 @@ class Outgoing {
   void add(MessagePtr message) { waiting_.push_back(std::move(message)); }
   bool push();  // as far as it goes without waiting; true: something moved
   void give_up(const std::exception_ptr& error);  // ends all that is unfinished
+  bool take_acknowledgements();
+  // Eager messages that no recv has had, now that their receiver has closed the group, as text; empty: none.
+  std::string unreceived() const;
 
  private:
   bool post(const MessagePtr& message);
   bool post_again(const MessagePtr& message);
-  bool has_slot() const {
-    return posted_ - channel().taken.value.load(std::memory_order_acquire) < channel_slots;
-  }
+  bool has_slot() const { return posted_ - channel().taken.load(std::memory_order_acquire) < channel_slots; }
   bool by_kernel(size_t nbytes) const;
   bool pour();
   void call_worker() const;
-  bool take_acknowledgements();
+  bool expects_receiver(const Message& message);
   void withdraw();
   Channel& channel() const { return transport_.channel(transport_.rank(), dst_); }
 
@@ -33,6 +34,8 @@ class Outgoing {
   const int dst_;
   Tally& tally_;
   uint64_t posted_ = 0;  // messages put into slots
+  uint64_t eager_ = 0;  // of those
+  std::chrono::steady_clock::time_point next_look_{};  // at the receiver's life
   std::deque<MessagePtr> waiting_;  // for a free slot
   std::deque<MessagePtr> unconfirmed_;  // in slots or beyond, not yet acknowledged
   std::deque<MessagePtr> again_;  // of those, what its receiver may not copy: to be streamed

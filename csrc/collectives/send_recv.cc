@@ -31,7 +31,10 @@ Until(const Ready&, const Surely&) -> Until<Ready, Surely>;
 }  // namespace
 
 SendRecv::SendRecv(Communicator& comm)
-    : comm_(comm), transport_(comm.transport()), attending_(transport_.control(comm.rank()).attending) {
+    : comm_(comm),
+      transport_(comm.transport()),
+      complaints_(transport_.control(comm.rank()).complaints),
+      attending_(transport_.control(comm.rank()).attending) {
   for (int p = 0; p < comm.world_size(); ++p) {
     out_.emplace_back(transport_, p, tally_);
     in_.emplace_back(comm, p, recvs_, tally_);
@@ -42,6 +45,7 @@ MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
                           std::function<void()> finalizer) {
   const OpInfo info{kind, 0};
   refuse_bad_peer(comm_, kind, spec.peer);
+  raise_complaint();
   transport_.check(info);
   transport_.note_core();
   return std::make_shared<Message>(*this, kind, data, spec, std::move(finalizer));
@@ -50,14 +54,17 @@ MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
 MessagePtr SendRecv::start_send(const std::byte* data, const MessageSpec& spec,
                                 std::function<void()> finalizer) {
   MessagePtr message = make(OpKind::send, const_cast<std::byte*>(data), spec, std::move(finalizer));
+  std::unique_lock lock(mutex_);
   try {
-    std::lock_guard lock(mutex_);
     out_[spec.peer].add(message);
     tally_.begin();
     out_[spec.peer].push();
   } catch (...) {
+    lock.unlock();
     fail_after(std::current_exception());
+    return message;
   }
+  settle(lock);  // it may be over
   return message;
 }
 
@@ -249,6 +256,34 @@ void SendRecv::fail_after(std::exception_ptr error) {
     }
   }
   fail_all(std::move(error));
+}
+
+void SendRecv::raise_complaint() {
+  if (complaints_.load(std::memory_order_acquire) == raised_.load(std::memory_order_relaxed)) return;
+  if (held_.load(std::memory_order_relaxed)) return;
+  if (transport_.forked()) return;  // before any lock; whatever was called refuses that
+  std::exception_ptr error;
+  {
+    std::lock_guard lock(mutex_);
+    for (int p = 0; p < comm_.world_size(); ++p)
+      if (p != comm_.rank()) out_[p].take_acknowledgements();
+    error = tally_.take_complaint();
+    if (error) raised_.fetch_add(1, std::memory_order_relaxed);
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+std::vector<std::string> SendRecv::unreceived() {
+  std::vector<std::string> found;
+  if (transport_.forked() || transport_.closed() || transport_.broken()) return found;
+  progress(std::unique_lock(mutex_));  // what has a recv is received
+  std::lock_guard lock(mutex_);
+  for (int p = 0; p < comm_.world_size(); ++p) {
+    if (p == comm_.rank()) continue;
+    for (std::string each : {in_[p].unreceived(), out_[p].unreceived()})
+      if (!each.empty()) found.push_back(std::move(each));
+  }
+  return found;
 }
 
 void SendRecv::fail_all(std::exception_ptr error) {

@@ -6,16 +6,30 @@
 //
 // A channel (one per ordered pair of ranks, transport/layout.h) is a ring of message slots and a ring of data
 // bytes. By size and reach:
-//   in_slot    up to 960 bytes: header and data in one slot
+//   eager      up to 960 bytes: header and data in one slot, and the send is over (below)
+//   in_slot    the same, where the receiver has closed the group or died: the send waits, and ends with that
 //   in_place   the slot carries the sender's address; the receiver copies from there (same process,
 //              registered memory; by the kernel what is many times as large as the ring)
 //   streamed   the sender pours the data through the ring, the receiver drains it; what fits into the ring is
 //              poured when the message is posted, and the receiver completes it alone
 // A slot is announced by its id (stored last). The receiver takes slots in order; a message without a
 // matching recv is put aside (streamed and in_slot data into private memory), but only when some recv is
-// waiting, else it stays in the channel. Every message ends with an acknowledgement that says whether count
-// and dtype agreed; so a send completes when its recv has matched, and a mismatch raises on both sides. This
-// is the meaning torch users know from Gloo and NCCL (a send is not buffered).
+// waiting, else it stays in the channel. A message that is not eager ends with an acknowledgement that says
+// whether count and dtype agreed; so its send completes when its recv has matched, and a mismatch raises on
+// both sides.
+//
+// [Note: eager messages] A send of up to 960 bytes is over once its data are in a slot (docs/decisions/0028).
+// The credits of a sender are the slots: the ninth message that its receiver has not taken waits for `taken`
+// to move, by the same wait as any other, which sees deaths, closes and deadlines. Nothing is said about a
+// message whose recv agrees. Where it does not, the recv raises at once, and an acknowledgement goes back
+// that holds both sides of it, since the sender has kept nothing. The receiver then counts `complaints` up in
+// the sender's control line, which the sender looks at when its next call begins, and when it closes: that
+// call raises the mismatch before it does anything. The order is
+//   receiver   acknowledgement; acks_sent (release); complaints + 1 (release)
+//   sender     complaints (acquire) above what it has raised? then take acknowledgements, raise one
+// A receiver counts the eager messages that a recv has had (`eager_matched`, beside `taken`). With it whoever
+// closes the group says which messages were never received, once no recv can come any more: a receiver those
+// in its slots, a sender those that are missing in the count of a receiver that has closed.
 //
 // [Note: who moves a message] Whoever waits for a message of the group, polls one, or waits in a collective
 // of the group moves all of its messages. A receiver that does none of these (it computes, or waits in
@@ -96,6 +110,9 @@ class SendRecv final : public Messages {
   bool progress() override;
   void look_at_peers() override;
   void fail_all(std::exception_ptr error) override;
+  void raise_complaint() override;
+  void hold_complaints(bool hold) override { held_.store(hold, std::memory_order_relaxed); }
+  std::vector<std::string> unreceived() override;
   bool owes() const override { return tally_.debts.load(std::memory_order_relaxed) > 0; }
   bool wants_worker() const override {
     return owes() || given() || tally_.lent.load(std::memory_order_relaxed) > 0;
@@ -119,6 +136,9 @@ class SendRecv final : public Messages {
   Tally tally_;
   std::vector<std::weak_ptr<Message>> unattended_;  // nobody will wait for these; under the lock
   std::chrono::steady_clock::time_point next_look_{};  // of the worker at what they depend on
+  const std::atomic<uint32_t>& complaints_;  // [Note: eager messages]
+  std::atomic<uint32_t> raised_{0};  // of those
+  std::atomic<bool> held_{false};
   std::atomic<uint32_t>& attending_;  // callers inside wait(); peers look at it, too
   std::vector<Outgoing> out_;  // by destination
   std::vector<Incoming> in_;  // by source

@@ -457,6 +457,15 @@ void Communicator::close() {
   if (!on_worker_thread()) end_worker();
 }
 
+std::string Communicator::close_and_tell() {
+  std::string text;
+  if (background_)
+    for (const std::string& each : background_->unreceived()) text += (text.empty() ? "" : ", ") + each;
+  close();
+  raise_complaint();
+  return text.empty() ? "" : transport_->where({}) + "never received: " + text + ". Every send needs a recv.";
+}
+
 void Communicator::end_worker() {
   if (worker_.joinable()) worker_.join();
   if (background_) background_->fail_all(closed_error());

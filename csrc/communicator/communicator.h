@@ -84,6 +84,13 @@ class BackgroundProgress {
   virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
   virtual void leave() {}  // says to whom it concerns that this rank closes the group
   virtual bool on_own_thread() const { return false; }
+  // Throws what went wrong with something that was over for this rank: before a call of a user begins, and
+  // after it has closed the group.
+  virtual void raise_complaint() = 0;
+  // Until it is called with false: such a call is not one that may raise it.
+  virtual void hold_complaints(bool hold) = 0;
+  // What was sent and never received, as far as that is sure when this rank closes the group: as text.
+  virtual std::vector<std::string> unreceived() = 0;
 };
 
 // The same on a device (cuda/group.h): made by the first operation on device memory.
@@ -156,6 +163,12 @@ class Communicator {
   void look_at_lives();  // throws where the group is broken, or a rank of it has died
   void abort(const std::string& reason);
   void close();
+  // The same for a user: returns what was never received (BackgroundProgress::unreceived), as a sentence, and
+  // throws, once the group is closed, what a message that was over had run into.
+  std::string close_and_tell();
+  void raise_complaint() {
+    if (background_) background_->raise_complaint();
+  }
   bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }
   bool on_own_thread() const {
     return on_worker_thread() || (device_side_ && device_side_->on_own_thread()) ||

@@ -72,6 +72,9 @@ class AcrossMessages final : public Messages {
   bool keen() const override { return false; }
   bool owes() const override { return false; }
   void fail_all(std::exception_ptr error) override;
+  void raise_complaint() override { local().raise_complaint(); }
+  void hold_complaints(bool hold) override { local().hold_complaints(hold); }
+  std::vector<std::string> unreceived() override { return local().unreceived(); }
   void leave() override;
   bool on_own_thread() const override;
 

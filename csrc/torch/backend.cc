@@ -63,7 +63,13 @@ PycommBackend::~PycommBackend() {
 // meanwhile.
 void PycommBackend::shutdown() {
   WithoutGilIfHeld no_gil;
-  comm_->close();
+  std::string told;
+  try {
+    told = comm_->close_and_tell();
+  } catch (const CommError& error) {
+    throw TorchCommError(error);
+  }
+  if (!told.empty()) TORCH_WARN(told);
 }
 
 // --- memory

@@ -66,7 +66,9 @@ class TensorTask : public CollectiveTask {
   TensorTask(Communicator& comm, Request request)
       : CollectiveTask(comm, std::move(request.op)),
         keep_(std::move(request.keep)),
-        copy_back_(std::move(request.copy_back)) {}
+        copy_back_(std::move(request.copy_back)) {
+    comm.raise_complaint();
+  }
   ~TensorTask() override;
 
  protected:

@@ -27,7 +27,7 @@ inline constexpr size_t slot_payload_bytes =
 inline constexpr int max_lanes = 8;
 inline constexpr uint32_t no_buffer = 0xffffffff;
 inline constexpr size_t note_bytes = 2560;  // in the header of a group, for its rank 0 to write
-inline constexpr uint64_t layout_version = 13;
+inline constexpr uint64_t layout_version = 14;
 
 // What must be equal on all ranks (op/fingerprint.h). The upper half of `key` is the sequence number.
 struct alignas(cache_line) OpSlot {
@@ -94,6 +94,8 @@ struct alignas(cache_line) RankControl {
   alignas(cache_line) std::atomic<uint32_t> visits;
   // Callers of the owner that wait for a message, and so take whatever comes; collectives/send_recv.h.
   std::atomic<uint32_t> attending;
+  // Eager messages of the owner, so far, that their recvs did not agree with; each is in an acknowledgement.
+  std::atomic<uint32_t> complaints;
 
   // How fast a line comes here from rank 0's core; hand_off.h.
   alignas(cache_line) std::atomic<uint64_t> ball;
@@ -138,8 +140,9 @@ inline constexpr size_t message_inline_bytes = 960;
 inline constexpr int channel_segments = 4;
 inline constexpr size_t longest_ring = 2 << 20;
 
-// again: `address` is the id of a message that was in_place; its data follow as those of a streamed one.
-enum class MessageMode : uint32_t { in_slot, streamed, in_place, again };
+// eager: in the slot, and over for its sender. again: `address` is the id of a message that was in_place; its
+// data follow as those of a streamed one.
+enum class MessageMode : uint32_t { eager, in_slot, streamed, in_place, again };
 
 struct alignas(cache_line) MessageSlot {
   std::atomic<uint64_t> id;  // 1, 2, ... in order of sending; stored last
@@ -159,10 +162,16 @@ struct Acknowledgement {
   uint64_t count;  // what the receiver expected
   uint32_t dtype;
   uint32_t matched;  // 0, 1, or send_again: the receiver may not copy from the sender's memory
+  // Of an eager message, of which its sender keeps nothing: what it was. Only where the two do not agree.
+  uint32_t eager;
+  uint32_t sent_dtype;
+  uint64_t sent_count;
+  int32_t tag;
 };
 
 struct alignas(cache_line) Channel {
-  PaddedCounter taken;  // messages that dst has taken out of `slots`
+  alignas(cache_line) std::atomic<uint64_t> taken;  // messages that dst has taken out of `slots`
+  std::atomic<uint64_t> eager_matched;  // eager messages that a recv has had
   PaddedCounter bytes_filled;  // bytes that src has put into the data ring
   PaddedCounter bytes_drained;  // bytes that dst has taken out of it
   PaddedCounter acks_sent;  // by dst

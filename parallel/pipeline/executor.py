@@ -9,7 +9,7 @@ each other (the turn of a V, pp = 1) hand the tensor over; nothing is sent. A st
 tensors (handover.py): then a message has as many parts, sent one after the other, and the one that comes back
 has a part for each floating tensor.
 
-[Note: order of messages] A send is done only when its recv has come (docs/decisions/0004), and on CUDA the
+[Note: order of messages] A large send is done when its recv has come (docs/decisions/0028), and on CUDA the
 messages of two ranks match in order of issue. So ranks that issue theirs in different orders could wait for
 each other. Therefore all messages of a step have one order, the same on all ranks: that of the times at which
 the passes that make them end, when every pass takes one unit of time. Each rank issues its sends and recvs in

@@ -31,9 +31,9 @@ Cost per rank, n elements in k and v of a piece, R ranks: forward R-1 sends of n
 R-1 of n gradients in the accumulation type (fp32 for 16-bit inputs). With GQA n counts key heads only.
 Memory: own piece, two blocks on the way, no full sequence.
 
-Deadlock. A send waits for its recv (docs/decisions/0004), and NCCL runs what two ranks post to each other in
-order: so even ranks post the send first and odd ranks the recv. Empty messages are not sent, and both sides
-know the lengths.
+Deadlock. A large send waits for its recv (docs/decisions/0028), and NCCL runs what two ranks post to each
+other in order: so even ranks post the send first and odd ranks the recv. Empty messages are not sent, and
+both sides know the lengths.
 
 What can go wrong: pieces cut by another rule than split.py's give wrong masks; lengths are checked, contents
 cannot be.

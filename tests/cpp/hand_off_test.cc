@@ -34,8 +34,7 @@ struct Rank {
         memory(std::make_unique<SharedMemory>(file), Layout::make(world_size, 1 << 20, 1)),
         health(identity, memory, {}),
         waiting(identity, memory, health, world_size),
-        hand_off(identity, memory, waiting, pace),
-        scope(scope_of({}, 60)) {}
+        hand_off(identity, memory, waiting, pace) {}
 
   bool published(int peer, uint64_t s) const {
     return memory.slot(peer, s).key.load(std::memory_order_acquire) == s;
@@ -45,7 +44,7 @@ struct Rank {
     waiting.notify_if_last([&](int p) { return published(p, s); });
   }
   void match(uint64_t s) {
-    waiting.wait_all([&](int p) { return published(p, s); }, scope);
+    waiting.wait_all([&](int p) { return published(p, s); }, scope());
   }
 
   const Identity identity;
@@ -53,7 +52,7 @@ struct Rank {
   Health health;
   Waiting waiting;
   HandOff hand_off;
-  const WaitScope scope;
+  WaitScope scope() const { return scope_of({}, 60); }  // of one wait
 };
 
 template <class Body>
@@ -87,7 +86,7 @@ void one_answer(int world_size, int operations) {
   const double never_far = 1;  // wherever the cores are: only the kernel's copies change the answer
   on_ranks(world_size, {HandOff::Duration(0), std::chrono::seconds(1), never_far}, [&](Rank& rank) {
     std::minstd_rand random(1 + rank.identity.rank);
-    rank.hand_off.begin(rank.scope);
+    rank.hand_off.begin(rank.scope());
     for (int s = 1; s < operations; ++s) {
       const bool large = s * 2654435761u >> 28 != 0;  // the same on all ranks
       if (large) rank.hand_off.before(s);
@@ -97,7 +96,7 @@ void one_answer(int world_size, int operations) {
       if (large && rank.hand_off.is_due(s)) {
         rank.match(s);
         be_late(random);
-        rank.hand_off.measure(s, rank.scope);
+        rank.hand_off.measure(s, rank.scope());
         measures += rank.identity.rank == 0;
       }
       be_late(random);
@@ -125,7 +124,7 @@ void what_is_told() {
   on_ranks(2, {std::chrono::hours(1), std::chrono::microseconds(20)}, [&](Rank& rank) {
     HandOff& hand_off = rank.hand_off;
     check(hand_off.seconds() < 0, "nothing yet");
-    hand_off.begin(rank.scope);
+    hand_off.begin(rank.scope());
     rank.publish(1);
     rank.match(1);
     const double seconds = hand_off.seconds();
@@ -137,11 +136,11 @@ void what_is_told() {
     rank.match(2);
     const bool before = hand_off.kernel_ahead(2);
     if (rank.identity.rank == 0) {
-      hand_off.measure(2, rank.scope);  // the other one comes when it is over
+      hand_off.measure(2, rank.scope());  // the other one comes when it is over
       rank.publish(3);
     } else {
       while (!rank.published(0, 3)) std::this_thread::yield();
-      hand_off.measure(2, rank.scope);
+      hand_off.measure(2, rank.scope());
       rank.publish(3);
     }
     rank.match(3);
@@ -157,7 +156,7 @@ void first_operation() {
     kernel = Kernel::slow;
     on_ranks(2, {std::chrono::hours(1), std::chrono::seconds(1)}, [&](Rank& rank) {
       kernel = Kernel::fast;  // not as it was guessed
-      rank.hand_off.begin(rank.scope);
+      rank.hand_off.begin(rank.scope());
       guessed += rank.hand_off.seconds() >= 0 && !rank.hand_off.kernel_ahead(1);
     });
   }
@@ -186,7 +185,7 @@ bool kernel_reaches(const void*, size_t) { return true; }
 
 int main() {
   words();
-  one_answer(2, 20000);
+  one_answer(2, 10000);
   one_answer(3, 1000);
   what_is_told();
   first_operation();
