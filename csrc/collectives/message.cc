@@ -34,10 +34,12 @@ void Message::end(std::exception_ptr error) {
 }
 
 void Message::wait(double timeout) {
-  if (!done()) traced_.wait_begins();
-  WaitScope limit = scope(timeout);
-  limit.deadline += std::chrono::steady_clock::now() - issued_;
-  owner_.wait(*this, limit);
+  if (!done()) {
+    traced_.wait_begins();
+    WaitScope limit = scope(timeout);
+    limit.deadline += std::chrono::steady_clock::now() - issued_;
+    owner_.wait(*this, limit);
+  }
   if (error()) std::rethrow_exception(error());
 }
 
