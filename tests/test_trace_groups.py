@@ -152,6 +152,25 @@ def test_messages_are_sums_of_both_ranks(tmp_path):
     assert waits.show([line]).splitlines()[-1].split()[-6:] == "600 0.600 900.000 2100.000 30 0.00".split()
 
 
+@pytest.mark.parametrize("kind", ["send", "recv"])
+def test_a_message_whose_arrival_is_not_known_has_not_waited(kind, tmp_path):
+    """It moves from its issue on, whether the others of its kind and size have an arrival or not."""
+    for rank in range(2):
+        file = writer(tmp_path, rank)
+        file.group(0, "g", rank, 2)
+        for number, (nbytes, arrival) in enumerate([(1000, 0), (1000, 2), (1000, 0), (9, 0)]):
+            issued = (1000 + 10 * number) * MS
+            file.operation(
+                number, issued, issued, arrival and issued + arrival * MS, issued + 5 * MS, nbytes=nbytes,
+                type=2, kind=kind, last=1 - rank,
+            )  # fmt: skip
+        file.write()
+    assert waits.table(load(tmp_path)) == [
+        ("g", kind, "1 KiB", 6, 6000, pytest.approx(4), pytest.approx(26), 0.0),
+        ("g", kind, "64 B", 2, 18, pytest.approx(0), pytest.approx(10), 0.0),
+    ]
+
+
 def test_waiting_on_devices_must_be_more_than_all_the_clocks_may_be_off(tmp_path):
     """Three operations for each of which rank 1 comes 2 ms late: the mean of the ranks waits 3 ms in all."""
     for rank in range(2):

@@ -69,6 +69,21 @@ def test_rows_decide_where_they_were_measured(table):
         assert f"Table: built-in; {path} has {reason}." in text
 
 
+@pytest.mark.parametrize(("ranks", "cores"), [(2, 4), (4, 2), (3, 1), (1, 3)])
+def test_what_a_table_lacks_is_told_of_its_own_ranks_and_cores(ranks, cores, table):
+    """The size, where both are those that were measured, else these; each differs from the other."""
+    path = table(row(ranks=ranks, cores=cores, choices=[(MiB, "direct")]))
+    size = "this operation and size"
+    for world_size, here, lacks in (
+        (ranks, cores, size),
+        (cores, ranks, f"{cores} ranks on {ranks} cores"),
+        (ranks, ranks, f"{ranks} ranks on {ranks} cores"),
+        (cores, cores, f"{cores} ranks on {cores} cores"),
+    ):
+        said = explain("broadcast", 4 * MiB, world_size, cores=here)
+        assert f"Table: built-in; {path} has no figures for {lacks}." in said
+
+
 def test_what_the_caller_asks_for_comes_first(table, monkeypatch):
     table(row())
     assert ": two_shot" in (text := explain(algorithm="two_shot")) and "Table" not in text
