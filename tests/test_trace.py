@@ -18,6 +18,7 @@ from torch_ranks import meeting
 import pycomm
 from pycomm import _C, env, trace
 from pycomm.testing import run_ranks
+from pycomm.trace import waits
 from pycomm.trace.files import DONE, MESSAGE, OPERATION, read_files
 from pycomm.trace.joined import NO_NAME, load
 from pycomm.trace.waits import phases
@@ -129,6 +130,9 @@ def test_waiting_and_moving_are_told_apart(tmp_path):
         assert cell["waiting_s"] > 5 * cell["moving_s"] and cell["waiting_s"] > 0.1, (kind, cell)
     for kind in ("barrier", "all_reduce"):
         assert late[kind]["64 B"]["waiting_s"] == 0, "the last rank waits for nobody"
+    lines = waits.table(load(tmp_path))  # a send need not know when its receiver comes
+    assert {"send", "recv"} < {line.operation for line in lines}
+    assert all(0 <= line.waiting_ms < 1e5 and 0 <= line.moving_ms < 1e5 for line in lines), waits.show(lines)
 
 
 def test_sizes_are_classed_at_their_limits():
