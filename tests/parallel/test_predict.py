@@ -159,3 +159,44 @@ def of_own_heads(rank, world_size):
 
 def test_outputs_that_differ_over_tp_are_refused():
     spawn(2, of_own_heads)
+
+
+class OnRank(nn.Module):
+    """Returns what cannot be joined where its rank is one of `bad`."""
+
+    def __init__(self, bad):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+        self.bad = bad
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return (x, nn.Identity()) if dist.get_rank() in self.bad else x
+
+
+def refused_on(rank, world_size, cases):
+    """What predict said for each case, and how many rows it then gives of what is right."""
+    found = []
+    x = torch.ones(5, 3)
+    for text, bad, _ in cases:
+        model, _ = par.parallelize(OnRank(bad), None, par.Plan.parse(text))
+        with pytest.raises(ValueError) as refused:
+            par.predict(model, x)
+        model.bad = ()
+        found.append((str(refused.value), len(par.predict(model, x))))
+    model, _ = par.parallelize(OnRank(()), None, par.Plan(dp=world_size))
+    with pytest.raises(ValueError) as refused:
+        par.predict(model, x + (rank == world_size - 1))
+    return found, str(refused.value)
+
+
+def test_the_rank_whose_output_is_refused_is_named_on_every_rank():
+    """The first of them, wherever it is; of stages the last, which alone has an output."""
+    cases = [("dp=3", (rank,), rank) for rank in range(3)]
+    cases += [("dp=3", (1, 2), 1), ("dp=3", (0, 1, 2), 0), ("pp=3", (0, 1, 2), 2)]
+    for rank, (found, inputs) in enumerate(spawn(3, refused_on, cases)):
+        for (text, _, named), (said, rows) in zip(cases, found, strict=True):
+            assert said.startswith(f"[rank {rank}] predict: on rank {named} the model returns a "), text
+            assert rows == 5, text
+        assert inputs.startswith(f"[rank {rank}] predict: ranks 0 and 2 were given different inputs")
