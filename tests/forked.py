@@ -60,7 +60,7 @@ class Moment(NamedTuple):
 
 class Group:
     """`world_size` forked ranks of a group, each running body(comm, link); hosts: of each rank, as for
-    run_ranks. What is left of them is killed at the end.
+    run_ranks. operation_timeout: seconds, once the group is there. What is left of them is killed at the end.
     """
 
     def __init__(self, world_size, body, hosts=None, **options):
@@ -139,7 +139,10 @@ def _rank(rank, link, world_size, body, path, options):
         store = torch.distributed.FileStore(path, world_size)
         hosts = options.pop("hosts")
         options["_host"] = None if hosts is None else f"host{hosts[rank]}"
+        limit = options.pop("operation_timeout", None)
         comm = Communicator(store, rank, world_size, **{"timeout": 30.0, **options})
+        if limit is not None:
+            comm._set_timeout(limit)
         link.send("ready")
         result = body(comm, link)
     except BaseException as error:

@@ -399,7 +399,7 @@ def test_stopped(stopped, nbytes):
         results = [attempt(comm.all_reduce, torch.ones(nbytes // 4)), attempt(comm.barrier)]
         link.send(results)
 
-    with Group(4, body, timeout=TIMEOUT) as group:
+    with Group(4, body, operation_timeout=TIMEOUT) as group:
         for rank in stopped:
             group.kill(rank, signal.SIGSTOP)
         group.send(*range(4))
@@ -431,7 +431,7 @@ def test_stopped_under_way(phase):
         except pycomm.CommError as error:
             return failure(error)
 
-    with Group(4, body, timeout=TIMEOUT, **OPTIONS.get(phase, {})) as group:
+    with Group(4, body, operation_timeout=TIMEOUT, **OPTIONS.get(phase, {})) as group:
         group.expect("started")
         time.sleep(random.uniform(0.0, 0.05))
         then = group.kill(2, signal.SIGSTOP)

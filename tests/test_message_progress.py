@@ -143,7 +143,7 @@ def left_in_the_middle(comm, link, closes):
 def test_the_end_of_a_matched_sender_is_seen_by_a_recv_from_any(monkeypatch, closes):
     monkeypatch.setenv("PYCOMM_CMA", "0")  # streamed
     body = functools.partial(left_in_the_middle, closes=closes)
-    with Group(3, body, timeout=6.0, staging_bytes=1 << 17) as group:
+    with Group(3, body, operation_timeout=6.0, staging_bytes=1 << 17) as group:
         assert group.get(0) == "receiving"
         time.sleep(0.1)  # most likely in recv() now; right either way
         group.send(1)

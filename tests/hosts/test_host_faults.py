@@ -325,7 +325,7 @@ def test_a_stopped_rank(stopped):
         return attempt(comm.all_reduce, torch.ones(4000))
 
     limit = 5.0  # of joining, too
-    with Group(4, body, hosts="2+2", timeout=limit) as group:
+    with Group(4, body, hosts="2+2", operation_timeout=limit) as group:
         group.expect("started")
         group.kill(stopped, signal.SIGSTOP)
         group.send(*group.others(stopped))

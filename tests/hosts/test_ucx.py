@@ -252,7 +252,7 @@ def test_a_stopped_rank():
         link.recv()
         return attempt(comm.all_reduce, torch.ones(4000))[1]
 
-    with Group(4, body, hosts="2+2", timeout=4.0) as group:
+    with Group(4, body, hosts="2+2", operation_timeout=4.0) as group:
         group.expect("started")
         group.kill(3, signal.SIGSTOP)
         group.send(0, 1, 2)
