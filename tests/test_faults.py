@@ -279,7 +279,7 @@ def test_recv_from_any_source():
     check_delays(delays)
 
 
-@pytest.mark.parametrize("nbytes", [8, 4 * MiB], ids=["small", "large"])
+@pytest.mark.parametrize("nbytes", [1024, 4 * MiB], ids=["small", "large"])
 @pytest.mark.parametrize("operation", ["all_reduce", "recv", "send"])
 def test_polled(operation, nbytes):
     """Somebody who only asks done() is told as well, by wait() after done() has become true."""
