@@ -291,6 +291,28 @@ def test_parts():
     spawn(4, check_parts)
 
 
+def check_limits_of_parts(r, n):
+    """A part has its own time limit, else that of the whole."""
+    whole = dist.group.WORLD
+    for limit in (None, 7, 0.3):
+        given = {} if limit is None else {"timeout": datetime.timedelta(seconds=limit)}
+        part = whole.split_group([0, 1], group_name=f"limit {limit}", **given)
+        options = [p._get_backend(torch.device("cpu")).options for p in (part, whole)]
+        expected = [WHOLE if limit is None else limit, WHOLE]
+        assert [each._timeout.total_seconds() for each in options] == expected
+    if r == 0:
+        with pytest.raises(pycomm.CommTimeoutError, match=r"rank 1 .*within the timeout of 0\.3 s"):
+            part.allreduce([torch.ones(1)]).wait()
+    dist.barrier()
+
+
+WHOLE = 20.0  # seconds, of spawn()
+
+
+def test_limits_of_parts():
+    spawn(2, check_limits_of_parts)
+
+
 def check_records(r, n):
     """More calls than there are records, and a failed one among the first."""
     x, wrong = torch.ones(3), torch.ones(2 + r)

@@ -65,7 +65,10 @@ class PycommBackend final : public c10d::Backend {
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 
   const std::string getBackendName() const override { return backend_name; }
-  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override { return options_; }
+  // A copy: torch writes a part's name and time limit into what it gets here.
+  c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
+    return c10::make_intrusive<Options>(*options_);
+  }
 
   using Lists = std::vector<Tensors>;
 
