@@ -30,6 +30,7 @@ test-slow: build-kernels     ## the slow tests: more cases of each, more kernels
 	$(PYTEST) -m slow --timeout 1800
 
 test-deep: build-kernels     ## the slow and the deep tests: every kernel, placement and seed; before a release
+	$(RUN)/python -m pip install --quiet ziglang==0.15.1
 	$(PYTEST) -m slow --deep --timeout 3600
 
 # coverage records once which tests reach which lines; what it knows lies in build/planted/reach.

@@ -32,7 +32,7 @@ uint64_t clock_ns(clockid_t clock) {
   return static_cast<uint64_t>(time.tv_sec) * 1'000'000'000 + static_cast<uint64_t>(time.tv_nsec);
 }
 
-std::string quoted(const std::string& text) {
+std::string in_quotes(const std::string& text) {
   std::string out = "\"";
   for (const char c : text) {
     if (c == '"' || c == '\\') out += '\\';
@@ -247,7 +247,8 @@ std::optional<uint32_t> Recorder::name(const std::string& text) {
   std::lock_guard lock(file->text);
   const auto [found, is_new] = file->names.try_emplace(text, static_cast<uint32_t>(file->names.size()));
   const uint32_t number = found->second;
-  if (is_new && !line(*file, "{\"span\": " + std::to_string(number) + ", \"name\": " + quoted(text) + "}")) {
+  if (is_new &&
+      !line(*file, "{\"span\": " + std::to_string(number) + ", \"name\": " + in_quotes(text) + "}")) {
     file->names.erase(found);  // names without end, as of a span with a number in its name
     return no_name;
   }
@@ -258,7 +259,7 @@ void Recorder::axis(const std::string& group, const std::string& axis) {
   const Use file(*this);
   if (!file) return;
   std::lock_guard lock(file->text);
-  line(*file, "{\"axis\": " + quoted(axis) + ", \"of\": " + quoted(group) + "}");
+  line(*file, "{\"axis\": " + in_quotes(axis) + ", \"of\": " + in_quotes(group) + "}");
 }
 
 uint64_t Recorder::number_of(File& file, GroupName& group) {
@@ -268,10 +269,10 @@ uint64_t Recorder::number_of(File& file, GroupName& group) {
   known = group.number.load(std::memory_order_relaxed);
   if (known >> 32 == file.generation) return (known & 0xffffffff) - 1;
   const uint32_t number = std::min<uint32_t>(file.groups++, nobody);  // all beyond share one
-  line(file, "{\"group\": " + std::to_string(number) + ", \"name\": " + quoted(group.name) + ", \"rank\": " +
-                 std::to_string(group.rank) + ", \"world_size\": " + std::to_string(group.world_size) +
-                 ", \"host\": " + quoted(group.host) + ", \"members\": " + std::to_string(group.members) +
-                 "}");
+  line(file, "{\"group\": " + std::to_string(number) + ", \"name\": " + in_quotes(group.name) +
+                 ", \"rank\": " + std::to_string(group.rank) + ", \"world_size\": " +
+                 std::to_string(group.world_size) + ", \"host\": " + in_quotes(group.host) +
+                 ", \"members\": " + std::to_string(group.members) + "}");
   group.number.store(uint64_t{file.generation} << 32 | (number + 1), std::memory_order_release);
   return number;
 }
