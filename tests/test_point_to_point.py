@@ -20,6 +20,8 @@ from torch_ranks import meeting
 from pycomm import AbortedError, MismatchError, PeerError
 from pycomm.testing import run_ranks
 
+MOST_AT_ONCE = eager.MOST  # bytes of a message whose send is over before its recv has come
+
 SMALL = {"staging_bytes": 1 << 17}
 # name -> (PYCOMM_CMA, options of run_ranks): pointers, streaming through a large ring, the kernel, and
 # streaming through a small ring
@@ -386,7 +388,7 @@ def test_mismatched_messages_raise_on_both_sides_and_traffic_goes_on(route):
                 x = torch.zeros(pair[r][0], dtype=pair[r][1])
                 if early != (r == 0):
                     time.sleep(0.01)
-                small = pair[0][0] * pair[0][1].itemsize <= eager.MOST
+                small = pair[0][0] * pair[0][1].itemsize <= MOST_AT_ONCE
                 if r == 0 and small:
                     error = eager.caught_later(comm, 1, lambda x=x: comm.send(x, 1, tag=4))
                 else:

@@ -45,6 +45,7 @@ ON_ONE_HOST = [
 @pytest.mark.parametrize("test", ON_ONE_HOST, ids=lambda test: test.__name__.removeprefix("test_"))
 def test_as_on_one_host(test, run, monkeypatch):
     monkeypatch.setattr(one_host, "run_ranks", run)
+    monkeypatch.setattr(one_host, "MOST_AT_ONCE", -1)
     test({"timeout": 60})
 
 
