@@ -335,6 +335,67 @@ def test_close_says_what_was_never_received(closes_first):
         assert "never received: 2 messages to rank 1." in said[0][0]
 
 
+def test_close_says_both():
+    def body(comm, together):
+        differ(comm)
+        if comm.rank == 1:
+            comm.send(torch.zeros(1), 0, 8)
+        together.wait()
+        if comm.rank == 0:
+            match = (
+                r"count=2 here, 3 on rank 1 .*Also never received: 1 message from rank 1 \(the first: tag 8,"
+            )
+            with pytest.raises(pycomm.MismatchError, match=match):
+                comm.close()
+        together.wait()
+
+    run_ranks(2, body, meeting(2), mode="processes", timeout=20)
+
+
+def test_a_rank_that_refuses_many_of_one_that_has_left_leaves_at_once():
+    """More than there is room for acknowledgements, which its sender does not read any more."""
+    count = 3 * CREDITS
+
+    def body(comm, together):
+        if comm.rank == 0:
+            works = [comm.send(torch.zeros(1), 1, async_op=True) for _ in range(count)]
+            comm.send(torch.zeros(1), 1, 1)
+            for work in works:
+                work.wait()
+            comm.close()
+            together.wait()
+            return 0
+        comm.recv(torch.zeros(1), 0, 1)  # puts the others aside
+        together.wait()
+        for _ in range(count):
+            with pytest.raises(pycomm.MismatchError):
+                comm.recv(torch.zeros(2), 0)
+        start = time.monotonic()
+        comm.close()
+        return time.monotonic() - start
+
+    assert min(run_ranks(2, body, meeting(2), mode="processes", timeout=20)[1] for _ in range(3)) < 0.5
+
+
+def leaves_a_batch(r, n, together):
+    with contextlib.suppress(KeyError):
+        with dist.distributed_c10d._coalescing_manager(None, torch.device("cpu")):
+            raise KeyError
+    if r == 0:
+        dist.send(torch.zeros(2), 1)
+    else:
+        with pytest.raises(pycomm.MismatchError):
+            dist.recv(torch.zeros(3), 0)
+    together.wait()
+    if r == 0:
+        with pytest.raises(pycomm.MismatchError, match="count=2 here, 3 on rank 1"):
+            dist.destroy_process_group()
+
+
+def test_the_end_of_a_group_says_it_even_in_a_batch_that_was_left():
+    spawn(2, leaves_a_batch, meeting(2))
+
+
 def test_close_is_silent_where_all_was_received():
     def body(comm):
         for size in (0, 1, 240, 241, 9999):

@@ -202,7 +202,11 @@ bool Incoming::flush_acks() {
   bool moved = false;
   while (!acks_.empty()) {
     const uint64_t sent = channel.acks_sent.value.load(std::memory_order_relaxed);
-    if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) break;
+    if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) {
+      if (!transport_.peer_closed(src_)) break;
+      forget_acks();  // it makes no room any more
+      return true;
+    }
     const bool eager = acks_.front().eager;
     channel.acks[sent % channel_slots] = acks_.front();
     acks_.pop_front();
@@ -238,6 +242,10 @@ void Incoming::give_up(const std::exception_ptr& error) {
   aside_.clear();
   stream_ = nullptr;
   sent_again_ = 0;
+  forget_acks();
+}
+
+void Incoming::forget_acks() {
   Tally::add(tally_.debts, -static_cast<int>(acks_.size()));
   acks_.clear();
 }

@@ -65,6 +65,7 @@ class Incoming {
   void note_matched(const Arrival& arrival);
   void acknowledge(const Arrival& arrival, uint32_t matched);
   bool flush_acks();
+  void forget_acks();
   Channel& channel() const { return transport_.channel(src_, transport_.rank()); }
 
   Communicator& comm_;

@@ -38,6 +38,7 @@ bool Outgoing::push() {
     waiting_.pop_front();
     moved = true;
   }
+  just_issued_ = false;
   if (pour()) {
     moved = true;
     if (!streams_.empty()) call_worker();  // the rest waits for room
@@ -88,9 +89,10 @@ bool Outgoing::post(const MessagePtr& message) {
 // As far as is known. What is sent to one that has left or died waits, and ends with that.
 bool Outgoing::expects_receiver(const Message& message) {
   if (transport_.peer_closed(dst_)) return false;
-  if (message.issued() < next_look_) return true;
+  const auto now = just_issued_ ? message.issued() : std::chrono::steady_clock::now();
+  if (now < next_look_) return true;
   if (!transport_.peer_alive(dst_)) return false;
-  next_look_ = message.issued() + look_every;
+  next_look_ = now + look_every;
   return true;
 }
 

@@ -12,7 +12,10 @@ class Outgoing {
  public:
   Outgoing(Transport& transport, int dst, Tally& tally) : transport_(transport), dst_(dst), tally_(tally) {}
 
-  void add(MessagePtr message) { waiting_.push_back(std::move(message)); }
+  void add(MessagePtr message) {
+    just_issued_ = waiting_.empty();
+    waiting_.push_back(std::move(message));
+  }
   bool push();  // as far as it goes without waiting; true: something moved
   void give_up(const std::exception_ptr& error);  // ends all that is unfinished
   bool take_acknowledgements();
@@ -35,6 +38,7 @@ class Outgoing {
   Tally& tally_;
   uint64_t posted_ = 0;  // messages put into slots
   uint64_t eager_ = 0;  // of those
+  bool just_issued_ = false;  // the first in waiting_
   std::chrono::steady_clock::time_point next_look_{};  // at the receiver's life
   std::deque<MessagePtr> waiting_;  // for a free slot
   std::deque<MessagePtr> unconfirmed_;  // in slots or beyond, not yet acknowledged

@@ -461,9 +461,16 @@ std::string Communicator::close_and_tell() {
   std::string text;
   if (background_)
     for (const std::string& each : background_->unreceived()) text += (text.empty() ? "" : ", ") + each;
+  if (!text.empty()) text = "never received: " + text + ". Every send needs a recv.";
   close();
-  raise_complaint();
-  return text.empty() ? "" : transport_->where({}) + "never received: " + text + ". Every send needs a recv.";
+  try {
+    raise_complaint();
+  } catch (const CommError& error) {
+    if (text.empty()) throw;
+    throw CommError(error.kind, std::string(error.what()) + " Also " + text, error.rank, error.world_size,
+                    error.op, error.peer);
+  }
+  return text.empty() ? "" : transport_->where({}) + text;
 }
 
 void Communicator::end_worker() {
