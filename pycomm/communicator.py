@@ -19,6 +19,7 @@ operation on it sets the device side up, so all ranks must come to it together.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Generic, Literal, TypeVar, cast, overload
@@ -28,6 +29,7 @@ import torch.distributed as dist
 
 from pycomm import _C, env, hosts, trace
 from pycomm.arrays import A, Array, call_in_stream
+from pycomm.errors import CommError
 from pycomm.membership import Membership
 from pycomm.observed import Observed
 from pycomm.options import seconds, transport_options
@@ -242,7 +244,12 @@ class Communicator(Membership, Observed):
         if kind is not None:
             with contextlib.suppress(Exception):
                 self.abort(f"{kind.__name__}: {value}"[:200])
-        self.close()
+        try:
+            self.close()
+        except CommError as error:
+            if kind is None:
+                raise
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # what the body raised comes first
 
     def __repr__(self) -> str:
         return f"pycomm.Communicator(rank={self.rank}, world_size={self.world_size}, name={self.name!r})"

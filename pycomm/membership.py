@@ -18,13 +18,14 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TypedDict, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pycomm.errors import CommTimeoutError
+from pycomm.errors import CommTimeoutError, MismatchError
 from pycomm.exchanges import Exchanges
 from pycomm.reductions import Reductions
 from pycomm.rooted import Rooted
@@ -134,7 +135,19 @@ class Membership(Reductions, Exchanges, Rooted):
         """
         if at_least < 1:
             raise self._wrong("grow", f"at_least={at_least}: must be 1 or more")
-        limit = self._limit(timeout)
+        self._comm.raise_complaint()
+        self._comm.hold_complaints(True)
+        try:
+            new = self._grow(store, at_least, self._limit(timeout))
+        finally:
+            self._comm.hold_complaints(False)
+        try:
+            self.close()
+        except MismatchError as error:  # of a small message; the others have the new group
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+        return new
+
+    def _grow(self: Self, store: dist.Store, at_least: int, limit: float) -> Self:
         deadline = time.monotonic() + limit
         terms: Terms | None = None
         error: Exception | None = None
@@ -154,9 +167,7 @@ class Membership(Reductions, Exchanges, Rooted):
             raise CommTimeoutError(f"{where}{text}", rank=self.rank, world_size=self.world_size, op="grow")
         terms = json.loads(agreed)
         left = max(deadline - time.monotonic(), 1.0)
-        new = _join(type(self), store, self.rank, terms, left, self._timeout)
-        self.close()
-        return new
+        return _join(type(self), store, self.rank, terms, left, self._timeout)
 
     @classmethod
     def replacement(cls: type[Self], store: dist.Store, *, timeout: float | None = None) -> Self:

@@ -7,6 +7,7 @@ import itertools
 import os
 import random
 import re
+import threading
 import time
 import warnings
 
@@ -241,7 +242,7 @@ def through_torch(r, n, together):
             work.wait()
         if r == 0:
             with pytest.raises(pycomm.MismatchError, match="count=2 here, 3 on rank 1") as info:
-                dist.all_reduce(x)
+                dist.all_reduce(x) if send is dist.send else dist.monitored_barrier()
             assert isinstance(info.value, dist.DistBackendError)
     dist.all_reduce(y := torch.ones(1))
     assert y.item() == 2
@@ -333,6 +334,46 @@ def test_close_says_what_was_never_received(closes_first):
     else:
         assert len(said[0]) == 1 and "[rank 0/2]" in said[0][0]
         assert "never received: 2 messages to rank 1." in said[0][0]
+
+
+def test_growth_says_it_before_it_begins(tmp_path):
+    """And not in its middle, where the others wait for this rank."""
+
+    def body(comm, together):
+        store = dist.FileStore(str(tmp_path / "store"), -1)
+        if comm is None:
+            return pycomm.Communicator.replacement(store, timeout=20).all_reduce(torch.ones(1)).item()
+        differ(comm)
+        together.wait()
+        if comm.rank == 0:
+            with pytest.raises(pycomm.MismatchError, match="count=2 here, 3 on rank 1"):
+                comm.grow(store, timeout=20)
+        differ(comm) if comm.rank == 0 else None  # this one is refused while rank 0 is in grow()
+        if comm.rank == 1:
+            differ(comm)
+        return comm.grow(store, timeout=20).all_reduce(torch.ones(1)).item()
+
+    together, found = meeting(2), []
+    waits = threading.Thread(target=lambda: found.append(body(None, together)), daemon=True)
+    waits.start()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the second one, by the end of the old group
+        assert run_ranks(2, body, together, mode="threads", timeout=30) == [3, 3]
+    waits.join(20)
+    assert found == [3]
+
+
+def test_the_error_of_a_body_comes_before_it():
+    def body(comm, together):
+        differ(comm)
+        together.wait()
+        if comm.rank == 0:
+            with pytest.raises(KeyError), pytest.warns(RuntimeWarning, match="count=2 here, 3 on rank 1"):
+                with comm:
+                    raise KeyError
+        together.wait()
+
+    run_ranks(2, body, meeting(2), mode="processes", timeout=20)
 
 
 def test_close_says_both():

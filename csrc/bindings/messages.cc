@@ -64,6 +64,13 @@ void bind_messages(CommClass& comm) {
   add_method<&method::send>(comm, {"send", "a", 3});
   add_method<&method::recv>(comm, {"recv", "a", 3});
   add_method<&method::barrier>(comm, {"barrier", "", 0});
+  // What went wrong with messages that are over is raised before a call, not inside of one that is made of
+  // several operations.
+  comm.def("raise_complaint", [](Communicator& c) {
+    WithoutGil no_gil;
+    c.raise_complaint();
+  });
+  comm.def("hold_complaints", [](Communicator& c, bool hold) { c.background()->hold_complaints(hold); });
 }
 
 }  // namespace pycomm

@@ -22,8 +22,8 @@ constexpr size_t segments_of_a_message = 8;
 constexpr auto look_every = std::chrono::milliseconds(10);
 
 constexpr const char* said_late =
-    " This small send was over before its recv came, so the next call raises the error instead of running. "
-    "Repeat that call.";
+    " This small send was over before its recv came, so the next operation raises the error instead of "
+    "running. It can be repeated.";
 
 }  // namespace
 

@@ -45,7 +45,7 @@ MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
                           std::function<void()> finalizer) {
   const OpInfo info{kind, 0};
   refuse_bad_peer(comm_, kind, spec.peer);
-  raise_complaint();
+  if (!spec.claim) raise_complaint();  // else it is a part of a call that has begun (hosts/messages.h)
   transport_.check(info);
   transport_.note_core();
   return std::make_shared<Message>(*this, kind, data, spec, std::move(finalizer));
@@ -260,7 +260,7 @@ void SendRecv::fail_after(std::exception_ptr error) {
 
 void SendRecv::raise_complaint() {
   if (complaints_.load(std::memory_order_acquire) == raised_.load(std::memory_order_relaxed)) return;
-  if (held_.load(std::memory_order_relaxed)) return;
+  if (held_by_.load(std::memory_order_relaxed) == std::this_thread::get_id()) return;
   if (transport_.forked()) return;  // before any lock; whatever was called refuses that
   std::exception_ptr error;
   {

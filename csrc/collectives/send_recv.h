@@ -67,6 +67,7 @@
 #pragma once
 
 #include <memory>
+#include <thread>
 
 #include "incoming.h"
 #include "message.h"
@@ -111,7 +112,9 @@ class SendRecv final : public Messages {
   void look_at_peers() override;
   void fail_all(std::exception_ptr error) override;
   void raise_complaint() override;
-  void hold_complaints(bool hold) override { held_.store(hold, std::memory_order_relaxed); }
+  void hold_complaints(bool hold) override {
+    held_by_.store(hold ? std::this_thread::get_id() : std::thread::id(), std::memory_order_relaxed);
+  }
   std::vector<std::string> unreceived() override;
   bool owes() const override { return tally_.debts.load(std::memory_order_relaxed) > 0; }
   bool wants_worker() const override {
@@ -138,7 +141,7 @@ class SendRecv final : public Messages {
   std::chrono::steady_clock::time_point next_look_{};  // of the worker at what they depend on
   const std::atomic<uint32_t>& complaints_;  // [Note: eager messages]
   std::atomic<uint32_t> raised_{0};  // of those
-  std::atomic<bool> held_{false};
+  std::atomic<std::thread::id> held_by_{};
   std::atomic<uint32_t>& attending_;  // callers inside wait(); peers look at it, too
   std::vector<Outgoing> out_;  // by destination
   std::vector<Incoming> in_;  // by source

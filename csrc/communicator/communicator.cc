@@ -459,6 +459,7 @@ void Communicator::close() {
 
 std::string Communicator::close_and_tell() {
   std::string text;
+  if (transport_->closed()) return text;  // it has said it
   if (background_)
     for (const std::string& each : background_->unreceived()) text += (text.empty() ? "" : ", ") + each;
   if (!text.empty()) text = "never received: " + text + ". Every send needs a recv.";

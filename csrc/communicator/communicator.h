@@ -87,7 +87,7 @@ class BackgroundProgress {
   // Throws what went wrong with something that was over for this rank: before a call of a user begins, and
   // after it has closed the group.
   virtual void raise_complaint() = 0;
-  // Until it is called with false: such a call is not one that may raise it.
+  // Until it is called with false, no call of this thread raises it.
   virtual void hold_complaints(bool hold) = 0;
   // What was sent and never received, as far as that is sure when this rank closes the group: as text.
   virtual std::vector<std::string> unreceived() = 0;
