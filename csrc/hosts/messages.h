@@ -1,5 +1,5 @@
 // messages.h -- point-to-point messages of a group that spans hosts: send, recv, any source, tags, with the
-// meaning that they have on one host (collectives/send_recv.h).
+// meaning that they have on one host (collectives/send_recv.h); but none between hosts is eager.
 //
 // Between ranks of one host messages go through its memory: the inner group's SendRecv moves them. Between
 // hosts each pair of ranks has a link (link.h), which a rank makes when it first has to do with the other:
