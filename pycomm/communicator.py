@@ -249,7 +249,7 @@ class Communicator(Membership, Observed):
         except CommError as error:
             if kind is None:
                 raise
-            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # what the body raised comes first
+            warnings.warn(str(error), RuntimeWarning, stacklevel=2)  # the body's error goes on
 
     def __repr__(self) -> str:
         return f"pycomm.Communicator(rank={self.rank}, world_size={self.world_size}, name={self.name!r})"

@@ -70,14 +70,14 @@ class Member:
     def close(self) -> None:
         """Leaves the group. Peers that still wait for this rank raise PeerError. Closing twice is allowed.
 
-        Warns (RuntimeWarning) of small messages that were sent and never received, where that is sure.
+        Warns (RuntimeWarning) about small messages that can no longer be received.
 
         Raises:
-            MismatchError: A small message that this rank sent did not agree with its recv, and no call has
-                said so yet. The group is closed.
+            MismatchError: Small messages that this rank sent did not match their recvs, and no call has
+                raised that yet. The group is closed.
         """
-        if told := self._comm.close():
-            warnings.warn(told, RuntimeWarning, stacklevel=2)
+        if unreceived := self._comm.close():
+            warnings.warn(unreceived, RuntimeWarning, stacklevel=2)
 
     def _of_all(self, x: A) -> A:
         """A new array for every rank's x."""

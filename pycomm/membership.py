@@ -135,15 +135,15 @@ class Membership(Reductions, Exchanges, Rooted):
         """
         if at_least < 1:
             raise self._wrong("grow", f"at_least={at_least}: must be 1 or more")
-        self._comm.raise_complaint()
-        self._comm.hold_complaints(True)
+        self._comm.raise_deferred_error()
+        self._comm.hold_deferred_errors(True)
         try:
             new = self._grow(store, at_least, self._limit(timeout))
         finally:
-            self._comm.hold_complaints(False)
+            self._comm.hold_deferred_errors(False)
         try:
             self.close()
-        except MismatchError as error:  # of a small message; the others have the new group
+        except MismatchError as error:  # this rank has the new group, too
             warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         return new
 

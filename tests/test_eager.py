@@ -129,6 +129,7 @@ CALLS = {
     "all_reduce, asynchronous": lambda comm, x: comm.all_reduce(x, async_op=True).wait(),
     "broadcast": lambda comm, x: comm.broadcast(x, 1),
     "all_to_all": lambda comm, x: comm.all_to_all(torch.ones(2), torch.zeros(2)),
+    "empty": lambda comm, x: comm.empty(3, torch.float32),
 }
 
 
@@ -197,7 +198,7 @@ def test_each_is_said_once_and_in_order():
 
 @pytest.mark.parametrize("hosts", [None, "2+1"])
 def test_of_three_ranks_each_hears_its_own(hosts):
-    """Numbers are those of the group, also in a group over hosts; rank 2 has sent nothing wrong."""
+    """Errors use the group's rank numbers, also over hosts; rank 2 has sent nothing wrong."""
 
     def body(comm, together):
         differ(comm)
@@ -372,6 +373,26 @@ def test_the_error_of_a_body_comes_before_it():
                 with comm:
                     raise KeyError
         together.wait()
+
+    run_ranks(2, body, meeting(2), mode="processes", timeout=20)
+
+
+def test_close_says_all_of_them():
+    def body(comm, together):
+        if comm.rank == 0:
+            for i in range(3):
+                comm.send(torch.zeros(i), 1, i)
+        together.wait()
+        if comm.rank == 1:
+            for i in range(3):
+                with pytest.raises(pycomm.MismatchError):
+                    comm.recv(torch.zeros(i + 1), 0, i)
+        together.wait()
+        if comm.rank == 0:
+            match = ".*Also .*".join(rf"count={i} here, {i + 1} on rank 1 \(tag {i}\)" for i in range(3))
+            with pytest.raises(pycomm.MismatchError, match=match):
+                comm.close()
+            comm.close()
 
     run_ranks(2, body, meeting(2), mode="processes", timeout=20)
 

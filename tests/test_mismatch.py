@@ -362,8 +362,8 @@ def error_of_send(comm, x, dst, async_op):
 @pytest.mark.parametrize("way", SIZES)
 @pytest.mark.parametrize("kind", MESSAGES)
 def test_message_mismatch(kind, way, mode):
-    """Both ends raise, in both directions, whoever comes first and whether the recv names its source, the end
-    of a small send in its next call; a message behind it arrives.
+    """Both ends raise, in both directions, for each order of arrival and with or without a named source. The
+    sender of a small message raises in its next call. The next message arrives.
     """
     (sent, sent_dtype), (expected, expected_dtype), sender_says, receiver_says = MESSAGES[kind](SIZES[way])
 

@@ -198,3 +198,19 @@ def test_known_faults_are_caught():
     assert done.returncode == 0 and done.stdout.count("caught  ") == REPLAYED, (
         done.stdout + done.stderr[-3000:]
     )
+
+
+def test_a_fault_that_is_compiled_alone_takes_the_tests_of_its_neighbours():
+    """Of its file; else of its folder; its own where there are any."""
+    known = fault.load().values()
+    file = next(one for one in known if not one.is_python)
+    folder = next(one for one in known if one.folder == file.folder and one.file != file.file)
+    reach = choose.Reach(marks={"of file": {file.name}, "of folder": {folder.name}, "elsewhere": {"another"}})
+    reach.lines, reach.seconds = dict.fromkeys(reach.marks, {}), dict.fromkeys(reach.marks, 0.0)
+    alone = fault.Fault("alone", file.file, "a condition", "a", "b")
+    assert choose.tests_of_place(alone, reach) == {"of file"}
+    assert choose.tests_of_place(folder, reach) == {"of folder"}
+    del reach.marks["of file"]
+    assert choose.tests_of_place(alone, reach) == {"of folder"}
+    del reach.marks["of folder"]
+    assert choose.tests_of_place(alone, reach) == set()

@@ -1,4 +1,4 @@
-"""What ranks are told of a failure that another rank has found: by whom."""
+"""An error names the rank that found the failure."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def waits_in_vain(comm, other):
 @pytest.mark.parametrize("seer", range(3))
 @pytest.mark.parametrize("fails", [aborts, waits_in_vain])
 def test_who_has_seen_it(fails, seer, hosts, mode):
-    """All are told by whom, in every later call. The one who has seen it needs not be told, on one host."""
+    """Every later call of the other ranks names it. Its own errors need not, within a host."""
 
     def body(comm, together):
         together.wait()  # all have the group

@@ -292,7 +292,7 @@ def test_parts():
 
 
 def check_limits_of_parts(r, n):
-    """A part has its own time limit, else that of the whole."""
+    """A split group has its own time limit, or by default its parent's."""
     whole = dist.group.WORLD
     for limit in (None, 7, 0.3):
         given = {} if limit is None else {"timeout": datetime.timedelta(seconds=limit)}

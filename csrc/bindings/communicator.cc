@@ -104,7 +104,7 @@ void bind_communicator(py::module_& module) {
       .def("close",
            [](Communicator& c) {
              WithoutGil no_gil;
-             return c.close_and_tell();
+             return c.close_and_report();
            })
       .def("shrink",
            [](const CommPtr& self, const std::vector<int>& exclude, double timeout) {

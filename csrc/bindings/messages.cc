@@ -64,13 +64,13 @@ void bind_messages(CommClass& comm) {
   add_method<&method::send>(comm, {"send", "a", 3});
   add_method<&method::recv>(comm, {"recv", "a", 3});
   add_method<&method::barrier>(comm, {"barrier", "", 0});
-  // What went wrong with messages that are over is raised before a call, not inside of one that is made of
-  // several operations.
-  comm.def("raise_complaint", [](Communicator& c) {
+  // For calls that consist of several operations: they raise such an error before the first one only.
+  comm.def("raise_deferred_error", [](Communicator& c) {
     WithoutGil no_gil;
-    c.raise_complaint();
+    c.raise_deferred_error();
   });
-  comm.def("hold_complaints", [](Communicator& c, bool hold) { c.background()->hold_complaints(hold); });
+  comm.def("hold_deferred_errors",
+           [](Communicator& c, bool hold) { c.background()->hold_deferred_errors(hold); });
 }
 
 }  // namespace pycomm

@@ -181,7 +181,7 @@ void Incoming::refuse_withdrawn() {
                   "rank " + std::to_string(src_) + " closed the group before its message was taken");
 }
 
-// In the line of `taken`, before it where the recv was there first: its sender fetches that line anyway.
+// If the recv was posted first, this store precedes that of `taken`, so the sender fetches the line once.
 void Incoming::note_matched(const Arrival& arrival) {
   if (arrival.recv && arrival.mode == MessageMode::eager)
     channel().eager_matched.store(++eager_matched_, std::memory_order_release);
@@ -202,20 +202,17 @@ bool Incoming::flush_acks() {
   bool moved = false;
   while (!acks_.empty()) {
     const uint64_t sent = channel.acks_sent.value.load(std::memory_order_relaxed);
-    if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) {
-      if (!transport_.peer_closed(src_)) break;
-      forget_acks();  // it makes no room any more
-      return true;
-    }
+    if (sent - channel.acks_seen.value.load(std::memory_order_acquire) >= channel_slots) break;
     const bool eager = acks_.front().eager;
     channel.acks[sent % channel_slots] = acks_.front();
     acks_.pop_front();
     Tally::add(tally_.debts, -1);
     channel.acks_sent.value.store(sent + 1, std::memory_order_release);
-    if (eager) transport_.control(src_).complaints.fetch_add(1, std::memory_order_release);
+    if (eager) transport_.control(src_).deferred_errors.fetch_add(1, std::memory_order_release);
     transport_.notify(src_);
     moved = true;
   }
+  if (!acks_.empty() && transport_.peer_closed(src_)) forget_acks();  // it makes no room any more
   return moved;
 }
 

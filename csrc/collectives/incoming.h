@@ -32,7 +32,7 @@ class Incoming {
 
   bool pull();  // as far as it goes without waiting; true: something moved
   void give_up(const std::exception_ptr& error);  // ends all recvs that are unfinished
-  // The eager messages that have come and have no recv, as text; empty: there are none.
+  // The eager messages that have arrived and matched no recv, as text; or empty.
   std::string unreceived() const;
 
  private:

@@ -96,10 +96,10 @@ bool Tally::take(MessagePtr& message, std::exception_ptr& error) {
   return true;
 }
 
-std::exception_ptr Tally::take_complaint() {
-  if (complaints_.empty()) return nullptr;
-  std::exception_ptr error = std::move(complaints_.front());
-  complaints_.pop_front();
+std::exception_ptr Tally::take_deferred_error() {
+  if (deferred_errors_.empty()) return nullptr;
+  std::exception_ptr error = std::move(deferred_errors_.front());
+  deferred_errors_.pop_front();
   return error;
 }
 

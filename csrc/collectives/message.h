@@ -88,9 +88,9 @@ class Tally {
   void end(MessagePtr message, std::exception_ptr error);
   // The next message that has ended. Its callbacks run once no lock is held.
   bool take(MessagePtr& message, std::exception_ptr& error);
-  // The error of an eager message, which is over here: send_recv.h, [Note: eager messages].
-  void complain(std::exception_ptr error) { complaints_.push_back(std::move(error)); }
-  std::exception_ptr take_complaint();  // null: there is none
+  // The error of an eager message, whose send is complete: send_recv.h, [Note: eager messages].
+  void defer(std::exception_ptr error) { deferred_errors_.push_back(std::move(error)); }
+  std::exception_ptr take_deferred_error();  // null: there is none
 
   std::atomic<int> active{0};  // unfinished, or ended and not yet taken
   std::atomic<int> lent{0}, given{0};
@@ -99,7 +99,7 @@ class Tally {
 
  private:
   std::deque<std::pair<MessagePtr, std::exception_ptr>> ended_;
-  std::deque<std::exception_ptr> complaints_;
+  std::deque<std::exception_ptr> deferred_errors_;
 };
 
 // What the peer of a message has.
@@ -109,7 +109,7 @@ struct Other {
 };
 // What is wrong with a message whose peer, `name`, has another count or dtype.
 std::string difference(const MessageSpec& mine, const std::string& name, size_t count, DType dtype);
-// The error of such a message; `more`: what to say behind it.
+// The error of such a message; `more` is appended to its text.
 std::exception_ptr mismatch(const Transport& transport, OpKind kind, const MessageSpec& mine, int peer,
                             const Other& other, const char* more = "");
 

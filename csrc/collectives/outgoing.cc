@@ -21,9 +21,9 @@ constexpr size_t least_segment = 16 << 10, longest_segment = 128 << 10;
 constexpr size_t segments_of_a_message = 8;
 constexpr auto look_every = std::chrono::milliseconds(10);
 
-constexpr const char* said_late =
-    " This small send was over before its recv came, so the next operation raises the error instead of "
-    "running. It can be repeated.";
+constexpr const char* deferred =
+    " This small send was complete before its recv was posted, so the next operation raises the error and "
+    "does not run. That operation can be repeated.";
 
 }  // namespace
 
@@ -86,7 +86,7 @@ bool Outgoing::post(const MessagePtr& message) {
   return true;
 }
 
-// As far as is known. What is sent to one that has left or died waits, and ends with that.
+// False: the receiver has closed the group or died, as far as this rank knows.
 bool Outgoing::expects_receiver(const Message& message) {
   if (transport_.peer_closed(dst_)) return false;
   const auto now = just_issued_ ? message.issued() : std::chrono::steady_clock::now();
@@ -154,9 +154,9 @@ bool Outgoing::take_acknowledgements() {
     transport_.notify(dst_);  // the receiver may wait for room
     const Other theirs{ack.count, static_cast<DType>(ack.dtype)};
     if (ack.eager) {
-      tally_.complain(mismatch(transport_, OpKind::send,
-                               {static_cast<DType>(ack.sent_dtype), ack.sent_count, dst_, ack.tag}, dst_,
-                               theirs, said_late));
+      tally_.defer(mismatch(transport_, OpKind::send,
+                            {static_cast<DType>(ack.sent_dtype), ack.sent_count, dst_, ack.tag}, dst_, theirs,
+                            deferred));
       moved = true;
       continue;
     }

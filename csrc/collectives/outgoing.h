@@ -19,7 +19,7 @@ class Outgoing {
   bool push();  // as far as it goes without waiting; true: something moved
   void give_up(const std::exception_ptr& error);  // ends all that is unfinished
   bool take_acknowledgements();
-  // Eager messages that no recv has had, now that their receiver has closed the group, as text; empty: none.
+  // How many eager messages matched no recv although their receiver has closed the group, as text; or empty.
   std::string unreceived() const;
 
  private:
@@ -38,7 +38,7 @@ class Outgoing {
   Tally& tally_;
   uint64_t posted_ = 0;  // messages put into slots
   uint64_t eager_ = 0;  // of those
-  bool just_issued_ = false;  // the first in waiting_
+  bool just_issued_ = false;  // the only message in waiting_, which its sender has just added
   std::chrono::steady_clock::time_point next_look_{};  // at the receiver's life
   std::deque<MessagePtr> waiting_;  // for a free slot
   std::deque<MessagePtr> unconfirmed_;  // in slots or beyond, not yet acknowledged

@@ -33,7 +33,7 @@ Until(const Ready&, const Surely&) -> Until<Ready, Surely>;
 SendRecv::SendRecv(Communicator& comm)
     : comm_(comm),
       transport_(comm.transport()),
-      complaints_(transport_.control(comm.rank()).complaints),
+      deferred_errors_(transport_.control(comm.rank()).deferred_errors),
       attending_(transport_.control(comm.rank()).attending) {
   for (int p = 0; p < comm.world_size(); ++p) {
     out_.emplace_back(transport_, p, tally_);
@@ -45,7 +45,7 @@ MessagePtr SendRecv::make(OpKind kind, std::byte* data, const MessageSpec& spec,
                           std::function<void()> finalizer) {
   const OpInfo info{kind, 0};
   refuse_bad_peer(comm_, kind, spec.peer);
-  if (!spec.claim) raise_complaint();  // else it is a part of a call that has begun (hosts/messages.h)
+  if (!spec.claim) raise_deferred_error();  // else it is a part of a call that has begun (hosts/messages.h)
   transport_.check(info);
   transport_.note_core();
   return std::make_shared<Message>(*this, kind, data, spec, std::move(finalizer));
@@ -258,8 +258,8 @@ void SendRecv::fail_after(std::exception_ptr error) {
   fail_all(std::move(error));
 }
 
-void SendRecv::raise_complaint() {
-  if (complaints_.load(std::memory_order_acquire) == raised_.load(std::memory_order_relaxed)) return;
+void SendRecv::raise_deferred_error() {
+  if (deferred_errors_.load(std::memory_order_acquire) == raised_.load(std::memory_order_relaxed)) return;
   if (held_by_.load(std::memory_order_relaxed) == std::this_thread::get_id()) return;
   if (transport_.forked()) return;  // before any lock; whatever was called refuses that
   std::exception_ptr error;
@@ -267,7 +267,7 @@ void SendRecv::raise_complaint() {
     std::lock_guard lock(mutex_);
     for (int p = 0; p < comm_.world_size(); ++p)
       if (p != comm_.rank()) out_[p].take_acknowledgements();
-    error = tally_.take_complaint();
+    error = tally_.take_deferred_error();
     if (error) raised_.fetch_add(1, std::memory_order_relaxed);
   }
   if (error) std::rethrow_exception(error);

@@ -6,8 +6,8 @@
 //
 // A channel (one per ordered pair of ranks, transport/layout.h) is a ring of message slots and a ring of data
 // bytes. By size and reach:
-//   eager      up to 960 bytes: header and data in one slot, and the send is over (below)
-//   in_slot    the same, where the receiver has closed the group or died: the send waits, and ends with that
+//   eager      up to 960 bytes: header and data in one slot, and the send is complete (below)
+//   in_slot    the same if the receiver has closed the group or died: the send fails for that reason
 //   in_place   the slot carries the sender's address; the receiver copies from there (same process,
 //              registered memory; by the kernel what is many times as large as the ring)
 //   streamed   the sender pours the data through the ring, the receiver drains it; what fits into the ring is
@@ -18,18 +18,19 @@
 // whether count and dtype agreed; so its send completes when its recv has matched, and a mismatch raises on
 // both sides.
 //
-// [Note: eager messages] A send of up to 960 bytes is over once its data are in a slot (docs/decisions/0028).
-// The credits of a sender are the slots: the ninth message that its receiver has not taken waits for `taken`
-// to move, by the same wait as any other, which sees deaths, closes and deadlines. Nothing is said about a
-// message whose recv agrees. Where it does not, the recv raises at once, and an acknowledgement goes back
-// that holds both sides of it, since the sender has kept nothing. The receiver then counts `complaints` up in
-// the sender's control line, which the sender looks at when its next call begins, and when it closes: that
-// call raises the mismatch before it does anything. The order is
-//   receiver   acknowledgement; acks_sent (release); complaints + 1 (release)
-//   sender     complaints (acquire) above what it has raised? then take acknowledgements, raise one
-// A receiver counts the eager messages that a recv has had (`eager_matched`, beside `taken`). With it whoever
-// closes the group says which messages were never received, once no recv can come any more: a receiver those
-// in its slots, a sender those that are missing in the count of a receiver that has closed.
+// [Note: eager messages] A send of up to 960 bytes is complete once its data are in a slot
+// (docs/decisions/0028). The slots are the sender's credits: if the receiver has not taken eight messages,
+// the next send waits for `taken` to advance. It waits like any other message, so it ends at a death, a
+// close or a deadline. If the recv agrees, the receiver sends no acknowledgement. If it does not agree, the
+// recv raises at once. The sender has kept nothing, so the receiver's acknowledgement holds count and dtype
+// of both sides and the tag. The receiver then increments `deferred_errors` in the sender's control block.
+// The sender checks that counter when a call begins and when it closes the group, and raises the mismatch
+// there:
+//   receiver   writes the acknowledgement; acks_sent (release); deferred_errors + 1 (release)
+//   sender     if deferred_errors (acquire) is above what it has raised: takes acknowledgements, raises one
+// The receiver counts the eager messages that have matched a recv in `eager_matched`, which shares a line
+// with `taken`. From that count close() finds messages that no recv can match any more. A receiver reports
+// those in its slots. A sender reports the difference if its receiver has closed the group.
 //
 // [Note: who moves a message] Whoever waits for a message of the group, polls one, or waits in a collective
 // of the group moves all of its messages. A receiver that does none of these (it computes, or waits in
@@ -111,8 +112,8 @@ class SendRecv final : public Messages {
   bool progress() override;
   void look_at_peers() override;
   void fail_all(std::exception_ptr error) override;
-  void raise_complaint() override;
-  void hold_complaints(bool hold) override {
+  void raise_deferred_error() override;
+  void hold_deferred_errors(bool hold) override {
     held_by_.store(hold ? std::this_thread::get_id() : std::thread::id(), std::memory_order_relaxed);
   }
   std::vector<std::string> unreceived() override;
@@ -139,7 +140,7 @@ class SendRecv final : public Messages {
   Tally tally_;
   std::vector<std::weak_ptr<Message>> unattended_;  // nobody will wait for these; under the lock
   std::chrono::steady_clock::time_point next_look_{};  // of the worker at what they depend on
-  const std::atomic<uint32_t>& complaints_;  // [Note: eager messages]
+  const std::atomic<uint32_t>& deferred_errors_;  // [Note: eager messages]
   std::atomic<uint32_t> raised_{0};  // of those
   std::atomic<std::thread::id> held_by_{};
   std::atomic<uint32_t>& attending_;  // callers inside wait(); peers look at it, too

@@ -457,21 +457,28 @@ void Communicator::close() {
   if (!on_worker_thread()) end_worker();
 }
 
-std::string Communicator::close_and_tell() {
+std::string Communicator::close_and_report() {
+  if (transport_->closed()) return "";  // reported already
   std::string text;
-  if (transport_->closed()) return text;  // it has said it
   if (background_)
     for (const std::string& each : background_->unreceived()) text += (text.empty() ? "" : ", ") + each;
   if (!text.empty()) text = "never received: " + text + ". Every send needs a recv.";
   close();
-  try {
-    raise_complaint();
-  } catch (const CommError& error) {
-    if (text.empty()) throw;
-    throw CommError(error.kind, std::string(error.what()) + " Also " + text, error.rank, error.world_size,
-                    error.op, error.peer);
+  std::vector<CommError> errors;
+  for (bool more = true; more;) {
+    try {
+      raise_deferred_error();
+      more = false;
+    } catch (const CommError& error) {
+      errors.push_back(error);
+    }
   }
-  return text.empty() ? "" : transport_->where({}) + text;
+  if (errors.empty()) return text.empty() ? "" : transport_->where({}) + text;
+  const CommError& first = errors.front();
+  std::string all = first.what();
+  for (size_t i = 1; i < errors.size(); ++i) all += std::string(" Also ") + errors[i].what();
+  if (!text.empty()) all += " Also " + text;
+  throw CommError(first.kind, all, first.rank, first.world_size, first.op, first.peer);
 }
 
 void Communicator::end_worker() {

@@ -84,12 +84,12 @@ class BackgroundProgress {
   virtual void fail_all(std::exception_ptr error) = 0;  // ends everything unfinished
   virtual void leave() {}  // says to whom it concerns that this rank closes the group
   virtual bool on_own_thread() const { return false; }
-  // Throws what went wrong with something that was over for this rank: before a call of a user begins, and
-  // after it has closed the group.
-  virtual void raise_complaint() = 0;
-  // Until it is called with false, no call of this thread raises it.
-  virtual void hold_complaints(bool hold) = 0;
-  // What was sent and never received, as far as that is sure when this rank closes the group: as text.
+  // Throws the error of a message that was complete on this rank before the error was found. Called before a
+  // user's call begins, and after the group is closed.
+  virtual void raise_deferred_error() = 0;
+  // hold = true: calls of this thread do not raise such errors, until the next call with false.
+  virtual void hold_deferred_errors(bool hold) = 0;
+  // Messages that can no longer be received when this rank closes the group, as text.
   virtual std::vector<std::string> unreceived() = 0;
 };
 
@@ -163,11 +163,11 @@ class Communicator {
   void look_at_lives();  // throws where the group is broken, or a rank of it has died
   void abort(const std::string& reason);
   void close();
-  // The same for a user: returns what was never received (BackgroundProgress::unreceived), as a sentence, and
-  // throws, once the group is closed, what a message that was over had run into.
-  std::string close_and_tell();
-  void raise_complaint() {
-    if (background_) background_->raise_complaint();
+  // For users: closes the group, then throws all deferred errors as one. Returns a sentence about messages
+  // that were never received (BackgroundProgress::unreceived), or nothing.
+  std::string close_and_report();
+  void raise_deferred_error() {
+    if (background_) background_->raise_deferred_error();
   }
   bool on_worker_thread() const { return worker_id_.load() == std::this_thread::get_id(); }
   bool on_own_thread() const {

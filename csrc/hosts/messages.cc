@@ -55,7 +55,7 @@ void AcrossMessages::refuse_ended() const {
 MessageWorkPtr AcrossMessages::send(const std::byte* data, const MessageSpec& spec,
                                     std::function<void()> finalizer) {
   refuse_bad_peer(comm_, OpKind::send, spec.peer);
-  raise_complaint();
+  raise_deferred_error();
   transport().check({OpKind::send, 0});
   if (const int here = across_.local(spec.peer); here >= 0) {
     MessageSpec inner = spec;
@@ -72,7 +72,7 @@ MessageWorkPtr AcrossMessages::send(const std::byte* data, const MessageSpec& sp
 MessageWorkPtr AcrossMessages::recv(std::byte* data, const MessageSpec& spec,
                                     std::function<void()> finalizer) {
   refuse_bad_peer(comm_, OpKind::recv, spec.peer);
-  raise_complaint();
+  raise_deferred_error();
   transport().check({OpKind::recv, 0});
   if (const int here = spec.peer == any_source ? -1 : across_.local(spec.peer); here >= 0) {
     MessageSpec inner = spec;

@@ -72,8 +72,8 @@ class AcrossMessages final : public Messages {
   bool keen() const override { return false; }
   bool owes() const override { return false; }
   void fail_all(std::exception_ptr error) override;
-  void raise_complaint() override { local().raise_complaint(); }
-  void hold_complaints(bool hold) override { local().hold_complaints(hold); }
+  void raise_deferred_error() override { local().raise_deferred_error(); }
+  void hold_deferred_errors(bool hold) override { local().hold_deferred_errors(hold); }
   std::vector<std::string> unreceived() override { return local().unreceived(); }
   void leave() override;
   bool on_own_thread() const override;

@@ -63,14 +63,14 @@ PycommBackend::~PycommBackend() {
 // meanwhile.
 void PycommBackend::shutdown() {
   WithoutGilIfHeld no_gil;
-  std::string told;
-  comm_->background()->hold_complaints(false);  // torch does not end a batch in which a call has raised
+  std::string unreceived;
+  comm_->background()->hold_deferred_errors(false);  // torch does not end a batch in which a call has raised
   try {
-    told = comm_->close_and_tell();
+    unreceived = comm_->close_and_report();
   } catch (const CommError& error) {
     throw TorchCommError(error);
   }
-  if (!told.empty()) TORCH_WARN(told);
+  if (!unreceived.empty()) TORCH_WARN(unreceived);
 }
 
 // --- memory

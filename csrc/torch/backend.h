@@ -65,7 +65,7 @@ class PycommBackend final : public c10d::Backend {
   const std::shared_ptr<Communicator>& communicator() const { return comm_; }
 
   const std::string getBackendName() const override { return backend_name; }
-  // A copy: torch writes a part's name and time limit into what it gets here.
+  // A copy, because torch writes name and time limit of a split group into the result.
   c10::intrusive_ptr<c10d::Backend::Options> getBackendOptions() override {
     return c10::make_intrusive<Options>(*options_);
   }

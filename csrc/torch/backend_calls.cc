@@ -272,7 +272,7 @@ void PycommBackend::monitoredBarrier(const c10d::BarrierOptions& opts, bool wait
   const double timeout =
       opts.timeout == c10d::kUnsetTimeout ? seconds_of_group(options_->timeout) : seconds_of(opts.timeout);
   try {
-    comm_->raise_complaint();
+    comm_->raise_deferred_error();
     monitored_barrier(*comm_, timeout, wait_all_ranks);
   } catch (const CommError& error) {
     throw TorchCommError(error);

@@ -66,7 +66,7 @@ c10::Stream current_stream(c10::Device device) {
 }
 
 cuda::DeviceWorkPtr issue_on_device(Communicator& comm, Request request, bool async_op, bool watched) {
-  comm.raise_complaint();
+  comm.raise_deferred_error();
   c10::NoGradGuard no_grad;
   if (NcclSide* side = NcclSide::of(comm)) {
     separate_overlap(request, comm.rank());
@@ -109,7 +109,7 @@ bool barrier_on_device(Communicator& comm, double timeout) {
 
 cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
                                    const MessageOptions& options, bool async_op) {
-  comm.raise_complaint();
+  comm.raise_deferred_error();
   const at::Tensor dense = checked_message(comm.transport(), OpKind::send, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->send(dense, options, async_op);
   cuda::Issue issue = issue_of(dense.device(), async_op, options.timeout);
@@ -120,7 +120,7 @@ cuda::DeviceWorkPtr send_on_device(Communicator& comm, const at::Tensor& tensor,
 
 cuda::DeviceWorkPtr recv_on_device(Communicator& comm, const at::Tensor& tensor,
                                    const MessageOptions& options, bool async_op) {
-  comm.raise_complaint();
+  comm.raise_deferred_error();
   c10::NoGradGuard no_grad;
   const at::Tensor dense = checked_message(comm.transport(), OpKind::recv, tensor, c10::kCUDA);
   if (NcclSide* side = NcclSide::of(comm)) return side->recv(dense, tensor, options, async_op);

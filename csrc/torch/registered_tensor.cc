@@ -19,6 +19,7 @@ at::Tensor empty_registered(const std::shared_ptr<Communicator>& comm, const std
     if (size < 0)
       throw std::invalid_argument(comm->transport().where({OpKind::alloc, 0}) + "size " +
                                   std::to_string(size) + " is negative");
+  comm->raise_deferred_error();
   const auto options = at::TensorOptions().dtype(dtype);
   dtype_of(at::empty({0}, options));
   if (device.is_cuda()) {

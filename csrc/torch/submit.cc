@@ -198,8 +198,8 @@ void Submitter::start_coalescing() {
   end_batch_on_device();
   batch_ = {std::this_thread::get_id(), {}, {}};
   coalescing_.store(true);
-  // Where a call in a batch raises, torch keeps the group's list of calls, and adds each later one to it.
-  comm_->background()->hold_complaints(true);
+  // If a call in a batch raises, torch keeps the batch open and only collects all later calls.
+  comm_->background()->hold_deferred_errors(true);
 }
 
 void Submitter::end_batch_on_device() {
@@ -216,7 +216,7 @@ WorkPtr Submitter::end_coalescing() {
   if (!coalescing())
     throw std::invalid_argument("pycomm: endCoalescing() without startCoalescing() in this thread");
   coalescing_.store(false);
-  comm_->background()->hold_complaints(false);
+  comm_->background()->hold_deferred_errors(false);
   end_batch_on_device();
   return c10::make_intrusive<TorchWork>(comm_, c10d::OpType::COALESCED, comm_->next_sequence() - 1,
                                         std::move(batch_.parts), std::move(batch_.outputs), nullptr,

@@ -67,7 +67,7 @@ class TensorTask : public CollectiveTask {
       : CollectiveTask(comm, std::move(request.op)),
         keep_(std::move(request.keep)),
         copy_back_(std::move(request.copy_back)) {
-    comm.raise_complaint();
+    comm.raise_deferred_error();
   }
   ~TensorTask() override;
 

@@ -94,8 +94,8 @@ struct alignas(cache_line) RankControl {
   alignas(cache_line) std::atomic<uint32_t> visits;
   // Callers of the owner that wait for a message, and so take whatever comes; collectives/send_recv.h.
   std::atomic<uint32_t> attending;
-  // Eager messages of the owner, so far, that their recvs did not agree with; each is in an acknowledgement.
-  std::atomic<uint32_t> complaints;
+  // Eager messages that the owner sent and whose recv did not agree, so far; each has an acknowledgement.
+  std::atomic<uint32_t> deferred_errors;
 
   // How fast a line comes here from rank 0's core; hand_off.h.
   alignas(cache_line) std::atomic<uint64_t> ball;
@@ -140,8 +140,8 @@ inline constexpr size_t message_inline_bytes = 960;
 inline constexpr int channel_segments = 4;
 inline constexpr size_t longest_ring = 2 << 20;
 
-// eager: in the slot, and over for its sender. again: `address` is the id of a message that was in_place; its
-// data follow as those of a streamed one.
+// eager: like in_slot, but the send is complete already. again: `address` is the id of a message that was
+// in_place; its data are streamed now.
 enum class MessageMode : uint32_t { eager, in_slot, streamed, in_place, again };
 
 struct alignas(cache_line) MessageSlot {
@@ -162,7 +162,8 @@ struct Acknowledgement {
   uint64_t count;  // what the receiver expected
   uint32_t dtype;
   uint32_t matched;  // 0, 1, or send_again: the receiver may not copy from the sender's memory
-  // Of an eager message, of which its sender keeps nothing: what it was. Only where the two do not agree.
+  // Of an eager message, because its sender keeps no copy. An eager message is acknowledged only if it
+  // differs from its recv.
   uint32_t eager;
   uint32_t sent_dtype;
   uint64_t sent_count;
@@ -171,7 +172,7 @@ struct Acknowledgement {
 
 struct alignas(cache_line) Channel {
   alignas(cache_line) std::atomic<uint64_t> taken;  // messages that dst has taken out of `slots`
-  std::atomic<uint64_t> eager_matched;  // eager messages that a recv has had
+  std::atomic<uint64_t> eager_matched;  // eager messages that have matched a recv
   PaddedCounter bytes_filled;  // bytes that src has put into the data ring
   PaddedCounter bytes_drained;  // bytes that dst has taken out of it
   PaddedCounter acks_sent;  // by dst

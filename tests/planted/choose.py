@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from planted.fault import ROOT, Fault
+from planted.fault import load as known_faults
 
 DATABASE = ROOT / "build" / "planted" / "reach"
 CASES = 2  # of a test function
@@ -101,6 +102,19 @@ def is_named_after(test: str, file: str) -> bool:
     return bool(words & {Path(file_of(test)).stem.removeprefix("test_")})
 
 
+def tests_of_place(fault: Fault, reach: Reach) -> set[str]:
+    """Of C++. A fault that is compiled alone has no mark: it is reached where others of its file are, or else
+    where others of its folder are.
+    """
+    others = [one for one in known_faults().values() if not one.is_python]
+    same_file = {one.name for one in others if one.file == fault.file}
+    same_folder = {one.name for one in others if one.folder == fault.folder}
+    for names in ({fault.name}, same_file, same_folder):
+        if found := {test for test, marks in reach.marks.items() if marks & names}:
+            return found
+    return set()
+
+
 def tests_for(fault: Fault, reach: Reach) -> list[str]:
     """In the order of [Note: order]. Of a line that runs at import, or in a process that was not measured:
     the tests that reach the file, or else those that are named after it.
@@ -109,7 +123,7 @@ def tests_for(fault: Fault, reach: Reach) -> list[str]:
         lines = reach.as_recorded(fault.file, fault.lines())
         found = {test for test, files in reach.lines.items() if files.get(fault.file, set()) & lines}
     else:
-        found = {test for test, marks in reach.marks.items() if fault.name in marks}
+        found = tests_of_place(fault, reach)
     if not found or "import" in found:
         found |= {test for test, files in reach.lines.items() if fault.file in files}
     found -= {"import"}
