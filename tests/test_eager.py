@@ -1,5 +1,5 @@
-"""Small messages (docs/decisions/0028): the send is over at once, what went wrong is said in the next call,
-and nothing is lost.
+"""Small messages (docs/decisions/0028): the send completes at once, the next call raises a mismatch, and
+nothing is lost.
 """
 
 import contextlib
@@ -145,7 +145,7 @@ def differ(comm, sent=2, expected=3, tag=4):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CALLS)
-def test_the_next_call_says_it_and_has_not_begun(name, mode):
+def test_the_next_call_raises_and_does_not_begin(name, mode):
     """Whatever it is, once; repeated, it does what it would have done."""
 
     def body(comm, together):
@@ -164,12 +164,12 @@ def test_the_next_call_says_it_and_has_not_begun(name, mode):
     assert run_ranks(2, body, meeting(2), mode=mode, timeout=20) == [(expected, 2)] * 2
 
 
-def test_each_is_said_once_and_in_order():
+def test_each_is_raised_once_and_in_order():
     """More than there is room for acknowledgements; the calls between are the messages themselves."""
     count = 3 * CREDITS
 
     def body(comm):
-        said = []
+        raised = []
         for i in range(count):
             if comm.rank == 0:
                 while True:
@@ -177,7 +177,7 @@ def test_each_is_said_once_and_in_order():
                         comm.send(torch.zeros(i), 1, i)
                         break
                     except pycomm.MismatchError as error:
-                        said.append(str(error))
+                        raised.append(str(error))
             else:
                 with pytest.raises(pycomm.MismatchError):
                     comm.recv(torch.zeros(i + 1), 0, i)
@@ -187,13 +187,13 @@ def test_each_is_said_once_and_in_order():
                     comm.barrier()
                     break
                 except pycomm.MismatchError as error:
-                    said.append(str(error))
-        return said
+                    raised.append(str(error))
+        return raised
 
-    said = run_ranks(2, body, mode="processes", timeout=20)[0]
-    assert len(said) == count
-    for i, text in enumerate(said):
-        assert f"count={i} here, {i + 1} on rank 1 (tag {i})" in text, said
+    raised = run_ranks(2, body, mode="processes", timeout=20)[0]
+    assert len(raised) == count
+    for i, text in enumerate(raised):
+        assert f"count={i} here, {i + 1} on rank 1 (tag {i})" in text, raised
 
 
 @pytest.mark.parametrize("hosts", [None, "2+1"])
@@ -212,7 +212,7 @@ def test_of_three_ranks_each_hears_its_own(hosts):
     assert run_ranks(3, body, meeting(3), mode="threads", hosts=hosts, timeout=20) == [3] * 3
 
 
-def test_close_says_it():
+def test_close_raises_it():
     """And has closed the group."""
 
     def body(comm, together):
@@ -237,7 +237,7 @@ def through_torch(r, n, together):
             with pytest.raises(pycomm.MismatchError, match="count=3 here, 2 on rank 0"):
                 dist.recv(x, 0)
         together.wait()
-        # Not in a batch, behind which torch would collect all later calls without running them.
+        # Not in a batch: torch would then only collect all later calls.
         calls = [dist.P2POp(each, torch.zeros(1), 1 - r) for each in (dist.isend, dist.irecv)]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
@@ -324,20 +324,20 @@ def never_received(comm, together, closes_first):
 
 
 @pytest.mark.parametrize("closes_first", [0, 1])
-def test_close_says_what_was_never_received(closes_first):
+def test_close_warns_of_what_was_never_received(closes_first):
     """The receiver always; the sender once the receiver has closed, as until then it may take them."""
-    said = run_ranks(2, never_received, meeting(2), closes_first, mode="processes", timeout=20)
-    assert len(said[1]) == 1 and re.search(
-        r"\[rank 1/2\] .*never received: 2 messages from rank 0 \(the first: tag 3, 5 of f32\)", said[1][0]
+    texts = run_ranks(2, never_received, meeting(2), closes_first, mode="processes", timeout=20)
+    assert len(texts[1]) == 1 and re.search(
+        r"\[rank 1/2\] .*never received: 2 messages from rank 0 \(the first: tag 3, 5 of f32\)", texts[1][0]
     )
     if closes_first == 0:
-        assert said[0] == []
+        assert texts[0] == []
     else:
-        assert len(said[0]) == 1 and "[rank 0/2]" in said[0][0]
-        assert "never received: 2 messages to rank 1." in said[0][0]
+        assert len(texts[0]) == 1 and "[rank 0/2]" in texts[0][0]
+        assert "never received: 2 messages to rank 1." in texts[0][0]
 
 
-def test_growth_says_it_before_it_begins(tmp_path):
+def test_growth_raises_before_it_begins(tmp_path):
     """And not in its middle, where the others wait for this rank."""
 
     def body(comm, together):
@@ -377,7 +377,7 @@ def test_the_error_of_a_body_comes_before_it():
     run_ranks(2, body, meeting(2), mode="processes", timeout=20)
 
 
-def test_close_says_all_of_them():
+def test_close_raises_all_of_them():
     def body(comm, together):
         if comm.rank == 0:
             for i in range(3):
@@ -397,7 +397,7 @@ def test_close_says_all_of_them():
     run_ranks(2, body, meeting(2), mode="processes", timeout=20)
 
 
-def test_close_says_both():
+def test_close_reports_both():
     def body(comm, together):
         differ(comm)
         if comm.rank == 1:
@@ -454,7 +454,7 @@ def leaves_a_batch(r, n, together):
             dist.destroy_process_group()
 
 
-def test_the_end_of_a_group_says_it_even_in_a_batch_that_was_left():
+def test_destroying_a_group_raises_after_a_batch_that_was_left():
     spawn(2, leaves_a_batch, meeting(2))
 
 

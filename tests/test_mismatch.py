@@ -385,7 +385,7 @@ def test_message_mismatch(kind, way, mode):
                     says, peer = receiver_says, src
                     assert out.eq(0).all(), "the buffer of the recv was written"
                     if sent * sent_dtype.itemsize <= eager.MOST:
-                        eager.said_to(comm, src)
+                        eager.confirm_to(comm, src)
                 assert (
                     error.peer == peer
                     and f"{says} rank {peer}" in str(error)

@@ -20,7 +20,7 @@ from torch_ranks import meeting
 from pycomm import AbortedError, MismatchError, PeerError
 from pycomm.testing import run_ranks
 
-MOST_AT_ONCE = eager.MOST  # bytes of a message whose send is over before its recv has come
+MOST_AT_ONCE = eager.MOST  # bytes; such a send completes before its recv is posted
 
 SMALL = {"staging_bytes": 1 << 17}
 # name -> (PYCOMM_CMA, options of run_ranks): pointers, streaming through a large ring, the kernel, and
@@ -396,7 +396,7 @@ def test_mismatched_messages_raise_on_both_sides_and_traffic_goes_on(route):
                         comm.send(x, 1, tag=4) if r == 0 else comm.recv(x, 0, tag=4)
                     error = caught.value
                     if small:
-                        eager.said_to(comm, 0)
+                        eager.confirm_to(comm, 0)
                 texts.append((error.peer == other, f"[rank {r}/2]" in str(error), "tag 4" in str(error)))
                 for number in pair:
                     field = (

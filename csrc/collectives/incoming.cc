@@ -181,7 +181,7 @@ void Incoming::refuse_withdrawn() {
                   "rank " + std::to_string(src_) + " closed the group before its message was taken");
 }
 
-// If the recv was posted first, this store precedes that of `taken`, so the sender fetches the line once.
+// If the recv was posted first, this comes before the store of `taken`, so the sender fetches the line once.
 void Incoming::note_matched(const Arrival& arrival) {
   if (arrival.recv && arrival.mode == MessageMode::eager)
     channel().eager_matched.store(++eager_matched_, std::memory_order_release);

@@ -136,7 +136,7 @@ void what_is_told() {
     rank.match(2);
     const bool before = hand_off.kernel_ahead(2);
     if (rank.identity.rank == 0) {
-      hand_off.measure(2, rank.scope());  // the other one comes when it is over
+      hand_off.measure(2, rank.scope());  // the other rank comes after it
       rank.publish(3);
     } else {
       while (!rank.published(0, 3)) std::this_thread::yield();
