@@ -187,11 +187,10 @@ void Incoming::note_matched(const Arrival& arrival) {
     channel().eager_matched.store(++eager_matched_, std::memory_order_release);
 }
 
-void Incoming::acknowledge(const Arrival& arrival, uint32_t matched) {
+void Incoming::acknowledge(const Arrival& arrival, uint8_t matched) {
   const MessageSpec& recv = arrival.recv->spec();
-  acks_.push_back({arrival.id, recv.count, static_cast<uint32_t>(recv.dtype), matched,
-                   arrival.mode == MessageMode::eager, static_cast<uint32_t>(arrival.dtype), arrival.count,
-                   arrival.tag});
+  acks_.push_back({arrival.id, recv.count, arrival.count, arrival.tag, static_cast<uint8_t>(recv.dtype),
+                   static_cast<uint8_t>(arrival.dtype), matched, arrival.mode == MessageMode::eager});
   Tally::add(tally_.debts, 1);
   flush_acks();
   if (!acks_.empty()) comm_.lend_worker(false);

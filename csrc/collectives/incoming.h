@@ -63,7 +63,7 @@ class Incoming {
   void take_again(const MessageSlot& slot);
   void refuse_withdrawn();
   void note_matched(const Arrival& arrival);
-  void acknowledge(const Arrival& arrival, uint32_t matched);
+  void acknowledge(const Arrival& arrival, uint8_t matched);
   bool flush_acks();
   void forget_acks();
   Channel& channel() const { return transport_.channel(src_, transport_.rank()); }

@@ -155,20 +155,22 @@ struct alignas(cache_line) MessageSlot {
   std::byte payload[message_inline_bytes];
 };
 
-inline constexpr uint32_t send_again = 2;
+inline constexpr uint8_t send_again = 2;
 
+// Half a cache line.
 struct Acknowledgement {
   uint64_t id;
   uint64_t count;  // what the receiver expected
-  uint32_t dtype;
-  uint32_t matched;  // 0, 1, or send_again: the receiver may not copy from the sender's memory
-  // Of an eager message, because its sender keeps no copy. An eager message is acknowledged only if it
-  // differs from its recv.
-  uint32_t eager;
-  uint32_t sent_dtype;
+  // Of an eager message, because its sender keeps no copy: `sent_count`, `sent_dtype`, `tag`. An eager
+  // message is acknowledged only if it differs from its recv.
   uint64_t sent_count;
   int32_t tag;
+  uint8_t dtype;
+  uint8_t sent_dtype;
+  uint8_t matched;  // 0, 1, or send_again: the receiver may not copy from the sender's memory
+  uint8_t eager;  // 1: such a message
 };
+static_assert(2 * sizeof(Acknowledgement) == cache_line);
 
 struct alignas(cache_line) Channel {
   alignas(cache_line) std::atomic<uint64_t> taken;  // messages that dst has taken out of `slots`
